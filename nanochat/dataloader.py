@@ -1,0 +1,256 @@
+"""
+Text → rows of tokens, the same rows on any number of ranks.
+
+Three steps. Each shard is tokenized once, in the background, into a file of token ids beside the data (2 bytes per
+token): later epochs, evaluations and restarts read it by memory map. A planner packs documents into rows; it needs
+only lengths, so every rank plans all rows and agrees without a word. Each rank then copies out just its own rows.
+"""
+import bisect
+import fcntl
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanochat.dataset import dataset_dir, fingerprint, load_manifest, read_shard, shard_paths
+from nanochat.errors import UserError
+from nanochat.files import write_aside
+from nanochat.tokenizer import Tokenizer
+
+BUFFER_DOCUMENTS = 512  # what best fit chooses from; more wastes fewer cuts, and makes the state larger
+ENCODE_BATCH = 1024     # documents handed to the tokenizer's threads at a time
+
+
+class TokenizedShards:
+    """The shards of a split as token arrays: every document is <|bos|> and its tokens, one after the other."""
+
+    def __init__(self, data: str, split: str, tokenizer: Tokenizer, num_threads: int = 8):
+        self.data, self.split, self.tokenizer, self.num_threads = data, split, tokenizer, num_threads
+        self.paths = shard_paths(data, split)
+        entries = {shard["file"]: shard for shard in load_manifest(data)["shards"]}
+        self.entries = [entries[path.name] for path in self.paths]
+        self.rows = sum(entry["rows"] for entry in self.entries)
+        self.bos = tokenizer.get_bos_token_id()
+        self.dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
+        self.background = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self.pending: dict[int, Future] = {}
+        self.open: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def prefetch(self, shard: int) -> None:
+        """Start to tokenize a shard in the background."""
+        if shard not in self.open and shard not in self.pending:
+            self.pending[shard] = self.background.submit(self.token_file, shard)
+
+    def tokens(self, shard: int) -> np.ndarray:
+        return self.load(shard)[0]
+
+    def documents(self, shard: int) -> np.ndarray:
+        """(documents + 1,) offsets into the shard's tokens; document i is [offsets[i], offsets[i + 1])."""
+        return self.load(shard)[1]
+
+    def load(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        if shard not in self.open:
+            self.prefetch(shard)
+            tokens = np.load(self.pending.pop(shard).result(), mmap_mode="r")
+            # No text can contain <|bos|>, so it marks where documents begin.
+            starts = np.flatnonzero(np.asarray(tokens) == self.bos)
+            self.open[shard] = tokens, np.append(starts, len(tokens))
+        return self.open[shard]
+
+    def token_file(self, shard: int) -> Path:
+        """The shard's token file, made now unless it is there. Of several processes one makes it, the others wait."""
+        name = f"{self.entries[shard]['sha256'][:16]}-{self.tokenizer.fingerprint[:16]}.npy"
+        path = dataset_dir(self.data) / "tokens" / name
+        path.parent.mkdir(exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # let go by the system when its holder dies
+            if not path.exists():
+                texts, parts = read_shard(self.paths[shard]), []
+                for start in range(0, len(texts), ENCODE_BATCH):
+                    batch = self.tokenizer.encode(texts[start : start + ENCODE_BATCH], prepend=self.bos, num_threads=self.num_threads)
+                    parts.append(np.concatenate([np.array(ids, dtype=self.dtype) for ids in batch]))
+                with write_aside(path) as aside, open(aside, "wb") as file:
+                    np.save(file, np.concatenate(parts))
+        return path
+
+
+class RowPlanner:
+    """
+    Packs documents into rows of `row_len` tokens; a row is a list of pieces (shard, start, end), each to be read as
+    <|bos|> and the tokens [start, end).
+
+    Best fit: of the buffered documents the longest that still fits goes next. Where none fits, the longest is cut:
+    its head fills the row, its tail goes back as a document with a <|bos|> of its own. Every token is used once per
+    epoch and every position of a row is trained. Documents come in an order drawn from (seed, epoch).
+    """
+
+    def __init__(self, shards: TokenizedShards, row_len: int, seed: int, state: dict | None = None):
+        self.shards, self.row_len, self.seed = shards, row_len, seed
+        self.capacity = min(BUFFER_DOCUMENTS, shards.rows)
+        self.epoch = self.shard_position = self.document_position = self.ordinal = self.epoch_tokens = 0
+        self.buffer: list[tuple[int, int, int, int, int]] = []  # sorted (length, ordinal, shard, start, end)
+        if state is not None:
+            vars(self).update({key: state[key] for key in self.POSITION})
+            self.buffer = [tuple(piece) for piece in state["buffer"]]
+        self.order = self.shard_order()
+        self.open_shard()
+
+    POSITION = ("epoch", "shard_position", "document_position", "ordinal", "epoch_tokens")
+
+    def state(self) -> dict:
+        """Everything the rows to come depend on, as JSON."""
+        return {key: getattr(self, key) for key in self.POSITION} | {"buffer": list(self.buffer)}
+
+    def permutation(self, size: int, *key: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, self.epoch, *key]).permutation(size)
+
+    def shard_order(self) -> list[int]:
+        return self.permutation(len(self.shards)).tolist()
+
+    def open_shard(self) -> None:
+        shard = self.order[self.shard_position]
+        offsets = self.shards.documents(shard)
+        order = self.permutation(len(offsets) - 1, shard)
+        # Plain integers: a document costs a few list operations, not a few array accesses.
+        self.starts, self.ends = (offsets[:-1][order] + 1).tolist(), offsets[1:][order].tolist()
+        self.shard = shard
+        if self.shard_position + 1 < len(self.order):
+            self.shards.prefetch(self.order[self.shard_position + 1])
+
+    def next_document(self) -> tuple[int, int, int]:
+        """(shard, start, end) of the next document's tokens; wraps into further epochs for ever."""
+        while self.document_position == len(self.starts):
+            self.document_position = 0
+            self.shard_position += 1
+            if self.shard_position == len(self.order):
+                if self.epoch_tokens < self.row_len:
+                    raise UserError(
+                        f"data {self.shards.data!r} ({self.shards.split}) has {self.epoch_tokens} tokens, fewer than one row of "
+                        f"max_seq_len + 1 = {self.row_len}; add text or lower max_seq_len"
+                    )
+                self.epoch, self.shard_position, self.epoch_tokens = self.epoch + 1, 0, 0
+                self.order = self.shard_order()
+            self.open_shard()
+        start, end = self.starts[self.document_position], self.ends[self.document_position]
+        self.document_position += 1
+        self.epoch_tokens += end - start + 1 if end > start else 0  # a document without text is no document
+        return self.shard, start, end
+
+    def insert(self, shard: int, start: int, end: int) -> None:
+        bisect.insort(self.buffer, (end - start + 1, self.ordinal, shard, start, end))
+        self.ordinal += 1
+
+    def next_row(self) -> list[tuple[int, int, int]]:
+        row, space = [], self.row_len
+        while space:
+            while len(self.buffer) < self.capacity:
+                shard, start, end = self.next_document()
+                if end > start:
+                    self.insert(shard, start, end)
+            fits = bisect.bisect(self.buffer, (space + 1,)) - 1
+            length, _, shard, start, end = self.buffer.pop(fits)  # −1, none fits: the last, which is the longest
+            if length > space:
+                cut = start + space - 1
+                self.insert(shard, cut, end)
+                length, end = space, cut
+            row.append((shard, start, end))
+            space -= length
+        return row
+
+    def read(self, rows: list[list[tuple[int, int, int]]]) -> np.ndarray:
+        """The tokens of planned rows, (rows, row_len) int64."""
+        out = np.empty((len(rows), self.row_len), dtype=np.int64)
+        for line, row in zip(out, rows):
+            at = 0
+            for shard, start, end in row:
+                line[at] = self.shards.bos
+                line[at + 1 : at + 1 + end - start] = self.shards.tokens(shard)[start:end]
+                at += 1 + end - start
+        return out
+
+
+def tokenizing_distributed_data_loader(
+    data: str, split: str, tokenizer: Tokenizer, *,
+    device_batch_size: int, max_seq_len: int, grad_accum_steps: int = 1, rank: int = 0, world_size: int = 1,
+    seed: int = 0, device: torch.device | str = "cpu", state: dict | None = None,
+) -> Iterator[tuple[Tensor, Tensor, dict]]:
+    """
+    Yields (inputs, targets, state) for ever: (B, T) int64 on the device, targets one position ahead.
+
+    The rows of an optimizer step are a function of data, tokenizer, seed, rows per step and max_seq_len; micro-step m
+    of this rank gets global micro-batch m · world_size + rank of them, which holds the same rows whoever asks.
+    `state` is where the step of this batch begins: a loader made from it yields this step again, from its first
+    micro-batch on, on any number of ranks. Errors: UserError when state belongs to other data, tokenizer or settings.
+    """
+    shards = TokenizedShards(data, split, tokenizer)
+    identity = {
+        "data": fingerprint(data), "tokenizer": tokenizer.fingerprint, "split": split, "seed": seed, "max_seq_len": max_seq_len,
+    }
+    for key, value in identity.items():
+        if state is not None and state[key] != value:
+            raise UserError(f"cannot continue exactly: {key} was {state[key]} when the checkpoint was saved and is {value} now")
+    planner = RowPlanner(shards, max_seq_len + 1, seed, state)
+    device = torch.device(device)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor, dict]]:
+        while True:
+            step_state = identity | planner.state()
+            rows = [planner.next_row() for _ in range(device_batch_size * grad_accum_steps * world_size)]
+            for micro_step in range(grad_accum_steps):
+                first = (micro_step * world_size + rank) * device_batch_size
+                tokens = torch.from_numpy(planner.read(rows[first : first + device_batch_size]))
+                inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+                if device.type == "cuda":
+                    inputs, targets = inputs.pin_memory(), targets.pin_memory()
+                yield inputs, targets, step_state
+
+    for inputs, targets, step_state in prefetched(batches(), ahead=2 * grad_accum_steps):
+        # From pinned memory the copy runs beside whatever the device computes.
+        yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True), step_state
+
+
+def prefetched(iterator: Iterator, ahead: int) -> Iterator:
+    """The items of an endless iterator, produced up to `ahead` items early by a thread; its errors surface here."""
+    items: queue.Queue = queue.Queue(maxsize=ahead)
+    closed = threading.Event()
+
+    def put(item: tuple) -> bool:
+        while not closed.is_set():
+            try:
+                items.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def produce() -> None:
+        try:
+            for item in iterator:
+                if not put((item, None)):
+                    return
+        except BaseException as error:  # whatever it is, the consumer has to see it
+            put((None, error))
+
+    threading.Thread(target=produce, daemon=True, name="loader").start()
+    try:
+        while True:
+            item, error = items.get()
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        closed.set()
+
+
+def count_tokens(data: str, split: str, tokenizer: Tokenizer) -> int:
+    """Tokens of a split, <|bos|> included. Tokenizes what is not tokenized yet: meant for validation."""
+    shards = TokenizedShards(data, split, tokenizer)
+    return sum(len(shards.tokens(shard)) for shard in range(len(shards)))

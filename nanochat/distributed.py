@@ -1,0 +1,102 @@
+"""Ranks and devices: who this process is, what it computes on, and what all ranks share."""
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanochat.errors import UserError
+
+DEVICE_TYPES = ("cuda", "mps", "cpu")
+
+
+def autodetect_device_type() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def compute_init(device_type: str = "") -> tuple[bool, int, int, int, torch.device]:
+    """
+    (ddp, ddp_rank, ddp_local_rank, ddp_world_size, device) of this process; joins the process group under torchrun.
+
+    device_type "" is the best one there is. One process per device, chosen by the *local* rank: rank 8 of a second
+    node is that node's device 0.
+    """
+    device_type = device_type or autodetect_device_type()
+    if device_type not in DEVICE_TYPES:
+        raise UserError(f"device_type={device_type} is unknown; expected one of {', '.join(DEVICE_TYPES)}, or nothing to choose")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise UserError("device_type=cuda, but this torch sees no GPU; leave device_type out to use what is there")
+    if device_type == "mps" and not torch.backends.mps.is_available():
+        raise UserError("device_type=mps, but Metal is not available here; leave device_type out to use what is there")
+    ddp = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    rank, local_rank, world_size = (int(os.environ.get(key, d)) for key, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device(device_type)
+    if device_type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}; lower --nproc_per_node")
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+    if ddp and not dist.is_initialized():
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+    return ddp, rank, local_rank, world_size, device
+
+
+def compute_cleanup() -> None:
+    """Leave the process group, once no rank needs another any more."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def is_rank0() -> bool:
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def print0(*values: object) -> None:
+    """Print on rank 0, at once."""
+    if is_rank0():
+        print(*values, flush=True)
+
+
+def rank0_first(function, *args):
+    """Call on rank 0 before all others, so that what it makes (data, a tokenizer) is there when they look."""
+    if not is_rank0() and dist.is_initialized():
+        dist.barrier()
+    result = function(*args)
+    if is_rank0() and dist.is_initialized():
+        dist.barrier()
+    return result
+
+
+def all_reduce_mean(tensors: list[Tensor]) -> None:
+    """Each tensor becomes its mean over the ranks, in place; nothing happens on one rank."""
+    if dist.is_initialized():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+            tensor.div_(dist.get_world_size())
+
+
+def all_reduce_sum(tensor: Tensor) -> None:
+    """The tensor becomes its sum over the ranks, in place; nothing happens on one rank."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+
+
+def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """
+    The dtype of parameters and activations: `auto` is bfloat16 where the hardware multiplies it faster than
+    float32 (GPUs from Ampere on, CPUs with AVX512-BF16 or AMX), else float32.
+    """
+    if dtype != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    if device.type == "cuda":
+        fast = torch.cuda.get_device_capability(device) >= (8, 0)
+    elif device.type == "cpu":
+        capabilities = torch.cpu.get_capabilities()
+        fast = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    else:
+        fast = True  # Apple GPUs: half the bytes, the same rate
+    return torch.bfloat16 if fast else torch.float32

@@ -1,0 +1,48 @@
+"""FLOP/s that a device can reach, and the share of them a run makes use of (MFU)."""
+import time
+
+import torch
+
+# Dense bf16 peak of the datasheets, in FLOP/s, by a part of the name that torch reports; first match wins.
+PEAK_BF16 = (
+    ("GB200", 2.5e15), ("B200", 2.25e15), ("B100", 1.8e15),
+    ("H200", 989e12), ("GH200", 989e12), ("H100 NVL", 835e12), ("H100 PCIe", 756e12), ("H100", 989e12), ("H800", 989e12), ("H20", 148e12),
+    ("A100", 312e12), ("A800", 312e12), ("A40", 149.7e12), ("A30", 165e12), ("A10G", 70e12), ("A10", 125e12),
+    ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12), ("MI355X", 2.5e15), ("MI325X", 1307e12), ("MI300X", 1307e12), ("MI250X", 383e12),
+    ("RTX 5090", 209.5e12), ("RTX 4090", 165.2e12), ("RTX 3090", 71e12), ("RTX 6000 Ada", 364e12),
+)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """
+    (FLOP/s, where the figure is from). A GPU in the table counts as its datasheet's bf16 peak; everything else as
+    the best of five 2048³ matrix products in `dtype`, measured now: then MFU reads as the share of that rate.
+    """
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        for part, peak in PEAK_BF16:
+            if part in name:
+                return peak, f"{name} datasheet"
+    peak = measured_matmul_flops(device, dtype)
+    return peak, f"measured {str(dtype).removeprefix('torch.')} matmul, {peak / 1e9:,.0f} GFLOP/s"
+
+
+def measured_matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048) -> float:
+    """FLOP/s of A @ B, both size x size: the best of five after a warm-up."""
+    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    synchronize(device)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        a @ b
+        synchronize(device)
+        return time.perf_counter() - start
+
+    seconds()
+    return 2 * size**3 / min(seconds() for _ in range(5))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device to finish what it was given."""
+    if device.type in ("cuda", "mps"):
+        getattr(torch, device.type).synchronize()

@@ -1,0 +1,241 @@
+"""
+The model, and nothing but the model.
+
+A classic GPT with today's parts: rotary positions, RMSNorm without weights (after the embedding, before each part,
+before the head), queries and keys normalised after the rotation, ReLU² in the MLP, no biases, a head of its own with
+softcapped logits. Output projections start at zero, so that every block begins as the identity.
+"""
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from nanochat.adamw import AdamW
+from nanochat.attention import attention
+from nanochat.loss import cap, softcapped_cross_entropy, token_losses
+from nanochat.muon import Muon
+
+LOGIT_SOFTCAP = 15.0
+ROPE_THETA = 10_000.0
+NORM_EPS = 1.1920929e-07  # float32 machine epsilon, in every dtype
+VOCAB_MULTIPLE = 64       # the vocabulary is padded to it: whole tiles in the largest matrix product
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Everything that determines the shapes of a model. Tokens and rows as of the tokenizer and the loader."""
+
+    sequence_len: int   # longest row the model is trained on
+    vocab_size: int     # tokens that exist; the weights are padded beyond it
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_kv_head: int      # fewer than n_head: grouped-query attention
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return math.ceil(self.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+
+def config_from_depth(depth: int, vocab_size: int, sequence_len: int, kv_group: int = 1) -> GPTConfig:
+    """The one-number family: width 64 per layer, heads 128 wide, or the next smaller even width that divides."""
+    width = depth * 64
+    n_head = next(n for n in range(math.ceil(width / 128), width + 1) if width % (2 * n) == 0)
+    if n_head % kv_group:
+        raise ValueError(f"kv_group={kv_group} does not divide the {n_head} heads of depth {depth}")
+    return GPTConfig(sequence_len, vocab_size, depth, width, n_head, n_head // kv_group)
+
+
+def norm(x: Tensor) -> Tensor:
+    """Root mean square over the last dimension becomes one; no learnable weights. Computed in float32."""
+    return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+
+
+def rotary_angles(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of position · θ^(−2i/D), each (T, D/2) in float32. Su et al. 2021, arXiv:2104.09864."""
+    frequency = ROPE_THETA ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of each head against each other by its position's angles. x: (B, T, H, D)."""
+    x1, x2 = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]  # (T, 1, D/2): the same for every head
+    return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1).type_as(x)
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        kv_width = config.n_kv_head * config.head_dim
+        self.c_q = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.c_k = nn.Linear(config.n_embd, kv_width, bias=False)
+        self.c_v = nn.Linear(config.n_embd, kv_width, bias=False)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        B, T, C = x.shape
+        # One product and one rotation for all heads: fewer, larger kernels, and a third of their compilation.
+        weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
+        qkv = F.linear(x, weight).view(B, T, self.n_head + 2 * self.n_kv_head, self.head_dim)
+        qk, v = qkv.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=2)
+        q, k = norm(rotate(qk, cos, sin)).transpose(1, 2).split((self.n_head, self.n_kv_head), dim=1)
+        y = attention(q, k, v.transpose(1, 2))  # (B, H, T, D)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.relu(self.c_fc(x)).square())
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.attn = CausalSelfAttention(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attn(norm(x), cos, sin)
+        return x + self.mlp(norm(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.transformer = nn.ModuleDict({
+            "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
+            "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+        })
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.activation_checkpointing = False  # recompute each block in the backward pass
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """
+        Draw every weight from a generator of its own (seed, name), in float32: a tensor starts the same whatever
+        else the model has, on every rank and for every sharding. A tensor that no rule covers is an error.
+        """
+        bound = math.sqrt(3 / self.config.n_embd)  # uniform with standard deviation 1/√width
+        for name, p in self.named_parameters():
+            generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+            weights = torch.empty(p.shape)
+            match name.split(".")[-2]:
+                case "wte":
+                    weights.normal_(0, 1, generator=generator)
+                case "lm_head":
+                    weights.normal_(0, 0.001, generator=generator)
+                case "c_q" | "c_k" | "c_v" | "c_fc":
+                    weights.uniform_(-bound, bound, generator=generator)
+                case "c_proj":
+                    weights.zero_()
+                case _:
+                    raise AssertionError(f"no initialisation for {name}")
+            p.copy_(weights)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """tokens (B, T) → what the head reads, (B, T, C)."""
+        cos, sin = rotary_angles(tokens.size(1), self.config.head_dim, tokens.device)
+        x = norm(self.transformer.wte(tokens))
+        for block in self.transformer.h:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+            else:
+                x = block(x, cos, sin)
+        return norm(x)
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, reduction: Literal["mean", "sum", "none"] = "mean"
+    ) -> Tensor:
+        """
+        Without targets: logits (B, T, vocab_size), float32. With targets (B, T), −1 where there is none: the loss
+        in nats as one number, mean or sum over the targets, or with "none" of each target (B, T), without gradient.
+        """
+        x = self.hidden(tokens)
+        head, vocab_size = self.lm_head.weight, self.config.vocab_size
+        if targets is None:
+            return cap(x @ head.T, vocab_size, LOGIT_SOFTCAP)[..., :vocab_size]
+        if reduction == "none":
+            losses = token_losses(x.flatten(0, 1), head, targets.flatten(), vocab_size, LOGIT_SOFTCAP)
+            return losses.view(targets.shape)
+        loss = softcapped_cross_entropy(x.flatten(0, 1), head, targets.flatten(), vocab_size, LOGIT_SOFTCAP)
+        return loss / (targets >= 0).sum() if reduction == "mean" else loss
+
+    def compile_blocks(self) -> None:
+        """All blocks share one compiled body: start-up does not grow with depth."""
+        for block in self.transformer.h:
+            block.compile(dynamic=False)
+
+    def accumulate_in_float32(self) -> None:
+        """Gradients of bfloat16 parameters are summed over micro-steps in float32."""
+        for p in self.parameters():
+            p.grad_dtype = torch.float32
+
+    def estimate_flops(self) -> int:
+        """
+        FLOPs per token of a training step, forward and backward: 6 per matrix parameter, and 12 · width · T per
+        layer for attention in full. The embedding is a lookup. Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+        """
+        matrix_parameters = sum(p.numel() for p in self.parameters()) - self.transformer.wte.weight.numel()
+        return 6 * matrix_parameters + 12 * self.config.n_layer * self.config.n_embd * self.config.sequence_len
+
+    def setup_optimizers(
+        self,
+        unembedding_lr: float = 0.004,
+        embedding_lr: float = 0.2,
+        matrix_lr: float = 0.02,
+        weight_decay: float = 0.0,
+    ) -> tuple[AdamW, Muon]:
+        """
+        [adamw, muon]: AdamW for the embedding and the head, Muon for the matrices of the blocks, which alone decay.
+        AdamW's rates are those of a model 768 wide and change as 1/√width.
+        Call it while the weights are float32: they are the masters; `model.to(dtype)` comes after it.
+        """
+        scale = (self.config.n_embd / 768) ** -0.5
+        adamw = AdamW([
+            {"params": {"lm_head.weight": self.lm_head.weight}, "lr": unembedding_lr * scale},
+            {"params": {"transformer.wte.weight": self.transformer.wte.weight}, "lr": embedding_lr * scale},
+        ])
+        matrices = {name: p for name, p in self.named_parameters() if name.startswith("transformer.h.")}
+        return adamw, Muon(matrices, lr=matrix_lr, weight_decay=weight_decay)
+
+    @torch.inference_mode()
+    def generate(
+        self, tokens: list[int], max_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
+    ):
+        """
+        Yields up to max_tokens further tokens, each from a full forward pass over all before it: slow, plain, and
+        what the engine is compared with. temperature 0 is greedy; top_k None considers every token.
+        """
+        device = self.lm_head.weight.device
+        generator = torch.Generator(device=device).manual_seed(seed)
+        ids = torch.tensor([tokens], device=device)
+        for _ in range(max_tokens):
+            logits = self(ids[:, -self.config.sequence_len :])[:, -1]  # (1, vocab_size)
+            if temperature == 0:
+                next_id = logits.argmax(-1, keepdim=True)
+            else:
+                if top_k is not None:
+                    kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                    logits = logits.masked_fill(logits < kth, float("-inf"))
+                next_id = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            ids = torch.cat((ids, next_id), dim=1)
+            yield next_id.item()  # the caller wants the token now: a sync per token is the point

@@ -1,0 +1,113 @@
+"""What a run tells: the console line, metrics.jsonl beside the checkpoints, wandb when asked for. Rank 0 only."""
+import json
+import time
+from pathlib import Path
+
+from torch import Tensor
+
+from nanochat.distributed import is_rank0, print0
+
+EMA_DECAY = 0.9  # of the smoothed loss, per step
+
+
+class Metrics:
+    """
+    Losses are handed over as device tensors and read one step late, when the device is long done with them: logging
+    never waits. `pause` reads the one still held back.
+    """
+
+    def __init__(self, folder: Path, run: str, config: dict, num_iterations: int, total_batch_size: int,
+                 flops_per_token: int, peak_flops: float, state: dict | None = None):
+        self.path = folder / "metrics.jsonl"
+        self.num_iterations, self.total_batch_size = num_iterations, total_batch_size
+        self.step_flops, self.peak_flops = flops_per_token * total_batch_size, peak_flops
+        self.state = state or {"ema": 0.0, "ema_steps": 0, "elapsed": 0.0, "min_val_bpb": None}
+        self.pending: tuple[int, Tensor, dict] | None = None
+        self.clock, self.paused = time.perf_counter(), False
+        self.session_steps, self.session_seconds = 0, 0.0
+        self.wandb = None
+        if is_rank0():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if run:
+                import wandb
+
+                self.wandb = wandb.init(project="nanochat", name=run, config=config)
+
+    def pause(self) -> None:
+        """Something else than training follows, until `resume`; every step so far is read and written."""
+        self.flush()
+        self.paused = True
+
+    def resume(self) -> None:
+        """Training goes on: the time of a pause belongs to no step."""
+        if self.paused:
+            self.clock, self.paused = time.perf_counter(), False
+
+    def log_step(self, step: int, loss: Tensor, lrm: float) -> None:
+        """A finished optimizer step; loss is the global mean, still on the device."""
+        self.flush()
+        now = time.perf_counter()
+        self.pending = step, loss, {"train/lrm": lrm, "train/dt": now - self.clock}
+        self.clock = now
+
+    def flush(self) -> None:
+        if self.pending is None:
+            return
+        step, loss, record = self.pending
+        self.pending = None
+        loss = loss.item()  # waits for the step before the one the device is at
+        state, dt = self.state, record["train/dt"]
+        state["ema"] = EMA_DECAY * state["ema"] + (1 - EMA_DECAY) * loss
+        state["ema_steps"] += 1
+        state["elapsed"] += dt
+        if self.session_steps:  # the first step of a session compiles: it says nothing about the ones to come
+            self.session_seconds += dt
+        self.session_steps += 1
+        tok_per_sec = self.total_batch_size / dt
+        mfu = self.step_flops / dt / self.peak_flops
+        self.write({"step": step, "train/loss": loss, **record, "train/tok_per_sec": tok_per_sec, "train/mfu": mfu})
+        smoothed = state["ema"] / (1 - EMA_DECAY ** state["ema_steps"])
+        mean_dt = self.session_seconds / (self.session_steps - 1) if self.session_steps > 1 else dt
+        left = mean_dt * (self.num_iterations - step - 1)
+        print0(
+            f"step {step:05d}/{self.num_iterations:05d} ({100 * (step + 1) / self.num_iterations:5.1f}%) | loss {smoothed:.4f} | "
+            f"lrm {record['train/lrm']:.2f} | {1000 * dt:,.0f} ms | {tok_per_sec:,.0f} tok/s | mfu {100 * mfu:.1f}% | "
+            f"{minutes(state['elapsed'])} done, {minutes(left)} left"
+        )
+
+    def log_validation(self, step: int, bpb: float) -> None:
+        best = self.state["min_val_bpb"]
+        self.state["min_val_bpb"] = bpb if best is None else min(best, bpb)
+        self.write({"step": step, "val/bpb": bpb})
+        print0(f"step {step:05d}/{self.num_iterations:05d} | validation {bpb:.4f} bits per byte")
+
+    def write(self, record: dict) -> None:
+        if is_rank0():
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+            if self.wandb:
+                self.wandb.log(record)
+
+    def close(self) -> None:
+        self.flush()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """
+    The records of a metrics.jsonl in order of steps. After a resume steps repeat: the later record of a step and kind
+    supersedes the earlier. A last line that a kill cut short is left out.
+    """
+    records: dict[tuple[int, bool], dict] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # cut short by a kill; the resumed run wrote that step again on a line of its own
+        records[record["step"], "val/bpb" in record] = record
+    return [records[key] for key in sorted(records)]
+
+
+def minutes(seconds: float) -> str:
+    return f"{seconds / 60:.1f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"

@@ -1,0 +1,183 @@
+"""
+Pretrain a base model.
+
+    python -m scripts.base_train --depth=4 --max_seq_len=512 --device_batch_size=1 --total_batch_size=512 --num_iterations=20
+    torchrun --nproc_per_node=8 -m scripts.base_train --depth=20
+
+The outer loop is one optimizer step, the inner loop accumulates the gradient of total_batch_size tokens in micro-steps.
+"""
+import shutil
+from typing import Literal
+
+import torch
+
+from configurator import configure
+from nanochat.checkpoint import checkpoint_dir, find_checkpoint, list_steps, load_training_state, read_meta, save_checkpoint
+from nanochat.compiling import eagerly, set_compile
+from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
+from nanochat.dataset import ensure_dataset
+from nanochat.distributed import all_reduce_mean, compute_cleanup, compute_dtype, compute_init, print0, rank0_first
+from nanochat.errors import UserError
+from nanochat.flops import peak_flops
+from nanochat.gpt import GPT, config_from_depth
+from nanochat.loss_eval import evaluate_bpb, sample
+from nanochat.metrics import Metrics
+from nanochat.schedule import accumulation_steps, apply_schedule, choose_batch_size, choose_num_iterations, lr_multiplier
+from nanochat.tinyworld import PROMPTS
+from nanochat.tokenizer import ensure_tokenizer
+
+# ---- Run
+run = ""                    # name of the wandb run; empty: no wandb
+model_tag = ""              # folder of the checkpoints; empty: d<depth>
+overwrite = False           # start anew in a folder that has checkpoints, removing them
+seed = 0                    # of weights and data order
+# ---- Device
+device_type = ""            # cuda | mps | cpu; empty: the best there is
+dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
+compile = True              # compile the blocks, the loss and the update rules
+activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
+# ---- Data
+data = "tinyworld"          # name of a data set made by nanochat.dataset
+max_seq_len = 2048          # tokens per row
+# ---- Model
+depth = 20                  # layers; the width (64 per layer) and the heads follow from it
+kv_group = 1                # query heads per key head; above 1: grouped-query attention
+# ---- Horizon: the first of these that is positive
+num_iterations = -1         # optimizer steps
+target_flops = -1.0         # FLOPs of the whole run
+target_param_data_ratio = 20.0  # tokens per parameter; 20 is Chinchilla
+# ---- Batch
+device_batch_size = 32      # rows per rank and micro-step; halve it when memory runs out
+total_batch_size = 524288   # tokens per optimizer step, over all ranks; -1: chosen from the horizon
+# ---- Optimizers
+embedding_lr = 0.2          # AdamW, for a model 768 wide
+unembedding_lr = 0.004      # AdamW, for a model 768 wide
+matrix_lr = 0.02            # Muon
+weight_decay = 0.0          # of Muon's matrices, falling linearly to zero
+grad_clip = 0.0             # largest norm of the averaged gradient; 0: no limit
+warmup_ratio = 0.0          # part of the run in which the learning rate rises
+warmdown_ratio = 0.4        # part of the run in which it falls
+final_lr_frac = 0.0         # what is left of it at the end
+# ---- Looking
+eval_every = 250            # steps between validations, which also open and end the run; -1: never
+eval_tokens = 10485760      # tokens of a validation, at most one pass over the split
+core_metric_every = -1      # steps between CORE evaluations; -1: never (it comes with chat evaluation)
+core_metric_max_per_task = 500  # examples per task of CORE
+sample_every = 2000         # steps between samples, which also end the run; -1: never
+# ---- Checkpoints
+save_every = -1             # steps between checkpoints; -1: only at the end
+keep_last = -1              # checkpoints kept; -1: all
+resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
+resume_from_step = -1       # continue from this step's checkpoint; -1: do not
+config = configure(globals())
+
+# ---- Setup: who we are, and what we compute on
+if core_metric_every > 0:
+    raise UserError(f"core_metric_every={core_metric_every}, but CORE is not here yet; leave it at -1")
+ddp, rank, local_rank, world_size, device = compute_init(device_type)
+model_dtype = compute_dtype(dtype, device)
+compiling = set_compile(compile, device.type)
+print0(f"{world_size} rank(s) on {device.type}, {str(model_dtype).removeprefix('torch.')}, {'compiled' if compiling else 'eager'}")
+
+# ---- Data and tokenizer: the embedded ones are made when they are not there
+rank0_first(ensure_dataset, data)
+tokenizer = rank0_first(ensure_tokenizer, data)
+token_bytes = tokenizer.token_bytes()
+
+# ---- Model: weights are drawn in float32 on every rank alike; the optimizers keep those as masters
+model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, kv_group)
+model = GPT(model_config)
+model.init_weights(seed)
+model.to(device)
+adamw, muon = optimizers = model.setup_optimizers(unembedding_lr, embedding_lr, matrix_lr, weight_decay)
+model.to(model_dtype)
+model.accumulate_in_float32()
+model.activation_checkpointing = activation_checkpointing
+if compiling:
+    model.compile_blocks()
+
+# ---- Batch and horizon
+parameters = sum(p.numel() for p in model.parameters())
+flops_per_token = model.estimate_flops()
+if total_batch_size == -1:
+    horizon = target_flops / flops_per_token if target_flops > 0 else target_param_data_ratio * parameters
+    rows_unit = device_batch_size * max_seq_len * world_size
+    total_batch_size = choose_batch_size(None if num_iterations > 0 else horizon, num_iterations, rows_unit)
+grad_accum_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, world_size)
+num_iterations = choose_num_iterations(
+    num_iterations, target_flops, target_param_data_ratio, flops_per_token, parameters, total_batch_size
+)
+peak, peak_source = peak_flops(device, model_dtype)
+print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head} heads, vocabulary {model_config.vocab_size:,}, {parameters:,} parameters")
+print0(
+    f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {world_size} rank(s) x {grad_accum_steps} "
+    f"micro-step(s); {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {num_iterations * total_batch_size * flops_per_token:.2e} FLOPs"
+)
+print0(f"mfu: of {peak / 1e12:,.2f} TFLOP/s per rank ({peak_source})")
+
+# ---- Resume, exactly: weights, masters, moments, random states, place in the data, smoothed loss
+checkpoints = checkpoint_dir("base", model_tag or f"d{depth}")
+step, data_state, metrics_state = 0, None, None
+if resume_from_step >= 0 or resume == "auto" and list_steps(checkpoints):
+    checkpoint = find_checkpoint(checkpoints, resume_from_step if resume_from_step >= 0 else None)
+    if read_meta(checkpoint)["tokenizer"] != tokenizer.fingerprint:
+        raise UserError(f"{checkpoint} was trained with another tokenizer than the one of data {data!r}; use that one, or another --model_tag")
+    meta = load_training_state(checkpoint, model, optimizers)
+    step, data_state, metrics_state = meta["step"], meta["data_state"], meta["metrics_state"]
+    print0(f"resuming from {checkpoint}")
+elif list_steps(checkpoints):
+    if not overwrite:
+        raise UserError(f"{checkpoints} has checkpoints; continue with --resume=auto, choose another --model_tag, or --overwrite")
+    rank0_first(shutil.rmtree, checkpoints)
+
+metrics = Metrics(checkpoints, run, config, num_iterations, total_batch_size, flops_per_token, peak * world_size, metrics_state)
+rows = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=rank, world_size=world_size, seed=seed, device=device)
+train_loader = tokenizing_distributed_data_loader(data, "train", tokenizer, grad_accum_steps=grad_accum_steps, state=data_state, **rows)
+validation_tokens = min(eval_tokens, rank0_first(count_tokens, data, "val", tokenizer))
+eval_steps = max(validation_tokens // (device_batch_size * max_seq_len * world_size), 1)
+inputs, targets, data_state = next(train_loader)  # data_state: where the step of these rows begins
+
+while True:
+    last_step = step >= num_iterations
+
+    # --- look: checkpoint first, so that no evaluation can cost a run; each looks at the parameters before this step
+    if last_step or save_every > 0 and step > 0 and step % save_every == 0:
+        metrics.pause()
+        if rank == 0:
+            meta = dict(config=config, tokenizer=tokenizer.fingerprint, data=data, data_state=data_state, metrics_state=metrics.state)
+            print0(f"saved {save_checkpoint(checkpoints, step, model, optimizers, tokenizer, meta, keep_last)}")
+    if eval_every > 0 and (last_step or step % eval_every == 0):
+        metrics.pause()
+        validation = tokenizing_distributed_data_loader(data, "val", tokenizer, **rows)  # the same rows every time
+        metrics.log_validation(step, evaluate_bpb(model, validation, eval_steps, token_bytes))
+    if sample_every > 0 and (last_step or step > 0 and step % sample_every == 0) and rank == 0:
+        metrics.pause()
+        with eagerly():
+            for prompt, _ in PROMPTS:
+                print0(f"  {prompt}{sample(model, tokenizer, prompt, max_tokens=24)}")
+    if last_step:
+        break
+    metrics.resume()
+
+    # --- one optimizer step: accumulate the gradient of total_batch_size tokens, then apply it
+    step_loss = torch.zeros((), device=device)
+    for micro_step in range(grad_accum_steps):
+        loss = model(inputs, targets)  # mean over this micro-batch; every micro-batch has equally many targets
+        (loss / grad_accum_steps).backward()
+        step_loss += loss.detach() / grad_accum_steps
+        inputs, targets, data_state = next(train_loader)  # the copy overlaps the backward pass
+
+    all_reduce_mean([step_loss, *(p.grad for p in model.parameters())])  # over the ranks: the loss of the whole batch
+    if grad_clip > 0:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+    lrm = lr_multiplier(step, num_iterations, warmup_ratio, warmdown_ratio, final_lr_frac)
+    apply_schedule(optimizers, step, num_iterations, lrm)
+    for optimizer in optimizers:
+        optimizer.step()
+    model.zero_grad(set_to_none=True)
+    metrics.log_step(step, step_loss, lrm)  # read one step late: no wait for the device
+    step += 1
+
+# ---- End
+metrics.close()
+compute_cleanup()

@@ -1,0 +1,204 @@
+"""The model against its definition written out in float64, and against torch's own counters."""
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from nanochat.attention import attention, blockwise_attention, reference_attention
+from nanochat.gpt import GPT, GPTConfig, config_from_depth
+from nanochat.loss import CHUNK_LOGITS, softcapped_cross_entropy, token_losses
+
+
+def small_model(n_kv_head: int = 2, vocab_size: int = 70, seed: int = 1) -> GPT:
+    """Two layers, four heads, a vocabulary that needs padding; every weight random, so that nothing is hidden by zeros."""
+    model = GPT(GPTConfig(sequence_len=32, vocab_size=vocab_size, n_layer=2, n_embd=32, n_head=4, n_kv_head=n_kv_head))
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.data.normal_(0, 0.3, generator=generator)
+    return model
+
+
+def definition(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits by the book, in float64: rotation as a product of complex numbers, heads one by one."""
+    config, weights = model.config, {name: p.detach().double() for name, p in model.named_parameters()}
+    T, D = tokens.size(1), config.head_dim
+
+    def rms(x):
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1.1920929e-07).sqrt()
+
+    angle = torch.arange(T, dtype=torch.float64)[:, None] / 10000 ** (torch.arange(D // 2, dtype=torch.float64) * 2 / D)
+    turn = torch.polar(torch.ones_like(angle), -angle)
+
+    def rotated(x):  # (B, T, D)
+        z = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * turn
+        return torch.cat((z.real, z.imag), -1)
+
+    x = rms(weights["transformer.wte.weight"][tokens])
+    for i in range(config.n_layer):
+        w = {name: weights[f"transformer.h.{i}.{name}.weight"] for name in
+             ("attn.c_q", "attn.c_k", "attn.c_v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+        h, heads = rms(x), []
+        for head in range(config.n_head):
+            group = head // (config.n_head // config.n_kv_head)
+            q = rms(rotated((h @ w["attn.c_q"].T)[..., head * D : (head + 1) * D]))
+            k = rms(rotated((h @ w["attn.c_k"].T)[..., group * D : (group + 1) * D]))
+            v = (h @ w["attn.c_v"].T)[..., group * D : (group + 1) * D]
+            scores = q @ k.mT / math.sqrt(D) + torch.full((T, T), -torch.inf, dtype=torch.float64).triu(1)
+            heads.append(scores.softmax(-1) @ v)
+        x = x + torch.cat(heads, -1) @ w["attn.c_proj"].T
+        x = x + (rms(x) @ w["mlp.c_fc"].T).clamp(min=0) ** 2 @ w["mlp.c_proj"].T
+    return (15 * torch.tanh(rms(x) @ weights["lm_head.weight"].T / 15))[..., : config.vocab_size]
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 2, 4])
+def test_logits_and_loss_are_those_of_the_definition(n_kv_head):
+    """Weights of this size push many logits into the softcap's bend; float32 rounding leaves 1e-4 of 15."""
+    model = small_model(n_kv_head)
+    tokens = torch.randint(70, (3, 32), generator=torch.Generator().manual_seed(0))
+    expected = definition(model, tokens)
+    torch.testing.assert_close(model(tokens).double(), expected, atol=2e-4, rtol=0)
+    targets = tokens.roll(-1, 1)
+    targets[1, 5:] = -1
+    nats = F.cross_entropy(expected.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view(3, 32)
+    torch.testing.assert_close(model(tokens, targets, reduction="none").double(), nats, atol=3e-4, rtol=0)
+    torch.testing.assert_close(model(tokens, targets).double(), nats.sum() / (targets >= 0).sum(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(model(tokens, targets, reduction="sum").double(), nats.sum(), atol=5e-3, rtol=0)
+
+
+def test_no_position_sees_the_future():
+    model, tokens = small_model(), torch.randint(70, (1, 32))
+    changed = tokens.clone()
+    changed[0, 20] = (changed[0, 20] + 1) % 70
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :20], after[:, :20]) and not torch.equal(before[:, 20:], after[:, 20:])
+
+
+@pytest.mark.parametrize("heads,kv_heads,length", [(2, 2, 64), (4, 2, 300), (6, 1, 513), (1, 1, 1)])
+def test_attention_kernels_equal_the_reference(heads, kv_heads, length):
+    """Grouped queries, and lengths below, above and not a multiple of the block; values and gradients."""
+    generator = torch.Generator().manual_seed(length)
+    q, k, v = (torch.randn(2, h, length, 16, generator=generator, requires_grad=True) for h in (heads, kv_heads, kv_heads))
+    upstream = torch.randn(2, heads, length, 16, generator=generator)
+    expected = reference_attention(q, k, v)
+    expected_grads = torch.autograd.grad(expected, (q, k, v), upstream)
+    for kernel in (attention, blockwise_attention, lambda q, k, v: attention(*(t.double() for t in (q, k, v))).float()):
+        got = kernel(q, k, v)
+        torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
+        for a, b in zip(torch.autograd.grad(got, (q, k, v), upstream), expected_grads):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_loss_and_gradients_equal_autograds(monkeypatch, compiled):
+    """In one chunk and in four, with padding and masked targets, against autograd in float64 on the plain formula."""
+    torch.compiler.set_stance("default" if compiled else "force_eager")
+    generator = torch.Generator().manual_seed(0)
+    x, head = torch.randn(32, 24, generator=generator) * 3, torch.randn(64, 24, generator=generator)
+    targets = torch.randint(50, (32,), generator=generator)
+    targets[::5] = -1
+    x64, head64 = x.double().requires_grad_(), head.double().requires_grad_()
+    logits = 15 * torch.tanh(x64 @ head64[:50].T / 15)
+    expected = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+    grad_x, grad_head = torch.autograd.grad(expected / 3, (x64, head64))
+    for chunk_logits in (32 * 64, 8 * 64):
+        monkeypatch.setitem(CHUNK_LOGITS, "cpu", chunk_logits)
+        x_, head_ = x.clone().requires_grad_(), head.clone().requires_grad_()
+        loss = softcapped_cross_entropy(x_, head_, targets, 50, 15.0)
+        (loss / 3).backward()
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(x_.grad.double(), grad_x, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(head_.grad.double(), grad_head, atol=5e-6, rtol=1e-5)
+        assert torch.all(head_.grad[50:] == 0), "padded rows get no gradient"
+        each = token_losses(x, head, targets, 50, 15.0)
+        torch.testing.assert_close(each.sum().double(), expected, rtol=1e-6, atol=0)
+        assert torch.all(each[::5] == 0)
+    torch.compiler.set_stance("default")
+
+
+def test_the_softcap_is_not_rounded_to_bfloat16():
+    """Large logits, where bfloat16 steps are 1/16: with bf16 products alone the loss stays within 2^-8 of exact."""
+    generator = torch.Generator().manual_seed(0)
+    x, head = (torch.randn(n, 64, generator=generator).bfloat16() for n in (16, 64))
+    targets = torch.randint(64, (16,), generator=generator)
+    exact = F.cross_entropy(15 * torch.tanh((x @ head.T).double() / 15), targets, reduction="sum")
+    got = softcapped_cross_entropy(x.requires_grad_(), head.requires_grad_(), targets, 64, 15.0)
+    assert got.dtype == torch.float32 and abs(got.item() - exact.item()) < 1e-5 * exact.item()
+
+
+def test_bfloat16_gradients_are_summed_in_float32():
+    model = small_model().bfloat16()
+    model.accumulate_in_float32()
+    tokens = torch.randint(70, (2, 32))
+    for _ in range(3):
+        model(tokens, tokens).backward()
+    reference = small_model().double()
+    reference.load_state_dict({name: p.double() for name, p in model.state_dict().items()})
+    logits = reference.hidden(tokens) @ reference.lm_head.weight.T
+    F.cross_entropy((15 * torch.tanh(logits / 15))[..., :70].flatten(0, 1), tokens.flatten()).backward()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+        assert p.grad.dtype == torch.float32
+        error = (p.grad.double() / 3 - q.grad).norm() / q.grad.norm()
+        assert error < 0.03, f"{name}: {error}"  # three decimal digits of bf16, through two layers
+
+
+def test_every_weight_is_initialised_from_its_own_name():
+    """Starting from NaN nothing may remain NaN, and neither depth nor order changes what a tensor starts as."""
+    models = [GPT(config_from_depth(depth, 100, 64)) for depth in (2, 2)]
+    for model in models:
+        for p in model.parameters():
+            p.data.fill_(torch.nan)
+        model.init_weights(seed=7)
+    shallow, again = (dict(model.named_parameters()) for model in models)
+    assert all(p.isfinite().all() and torch.equal(p, again[name]) for name, p in shallow.items())
+    assert not torch.equal(shallow["transformer.h.0.attn.c_q.weight"], shallow["transformer.h.1.attn.c_q.weight"])
+    assert all(not p.any() for name, p in shallow.items() if name.endswith("c_proj.weight"))
+    assert abs(shallow["transformer.h.0.mlp.c_fc.weight"].std().item() - 128**-0.5) < 0.02 * 128**-0.5
+    tokens = torch.randint(100, (2, 16))
+    assert abs(models[0](tokens, tokens).item() - math.log(100)) < 0.01, "an untrained model is uniform over 100, not 128"
+
+
+@pytest.mark.parametrize("depth", range(1, 33))
+def test_depth_determines_everything(depth):
+    config = config_from_depth(depth, 1000, 2048)
+    assert config.n_embd == 64 * depth and config.n_head * config.head_dim == config.n_embd
+    assert config.head_dim <= 128 and config.head_dim % 2 == 0
+    assert config.head_dim == 128 or depth % 2, "128 wide wherever the width allows it"
+
+
+def test_flops_equal_those_that_torch_counts():
+    """Matrix products counted while they run; attention runs in full here, as the formula has it."""
+    model = small_model(n_kv_head=4, vocab_size=64)
+    tokens = torch.randint(64, (2, 32))
+    logits = model(tokens).sum()
+    with FlopCounterMode(display=False) as forward:
+        model(tokens)
+    with FlopCounterMode(display=False) as backward:
+        logits.backward()
+    # The first block's input needs a gradient too (the embedding), so nothing of the backward pass is left out.
+    assert (forward.get_total_flops() + backward.get_total_flops()) == model.estimate_flops() * tokens.numel()
+
+
+def test_activation_checkpointing_changes_nothing_but_memory():
+    tokens, grads = torch.randint(70, (2, 32)), []
+    for recompute in (False, True):
+        model = small_model()
+        model.activation_checkpointing = recompute
+        model(tokens, tokens).backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+def test_generate_is_the_argmax_and_the_seeded_draw():
+    model, prompt = small_model(), [3, 1, 4]
+    greedy = list(model.generate(prompt, 6, temperature=0))
+    ids = list(prompt)
+    for token in greedy:
+        assert token == definition(model, torch.tensor([ids]))[0, -1].argmax().item()
+        ids.append(token)
+    assert list(model.generate(prompt, 6, temperature=1.0, top_k=1)) == greedy
+    first, second, other = (list(model.generate(prompt, 20, temperature=1.0, seed=seed)) for seed in (5, 5, 6))
+    assert first == second != other
+    assert max(first + other) < 70, "padding is never drawn"
+    assert len(list(model.generate(list(range(40)), 3, temperature=0))) == 3, "beyond the trained length the oldest tokens are dropped"

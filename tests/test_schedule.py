@@ -1,0 +1,49 @@
+"""Schedules as pictures of their shape, and batch arithmetic by hand."""
+import pytest
+
+from nanochat.errors import UserError
+from nanochat.schedule import (
+    accumulation_steps, choose_batch_size, choose_num_iterations, lr_multiplier, muon_momentum, weight_decay_multiplier,
+)
+
+
+def test_learning_rate_rises_stays_falls_and_never_leaves_its_bounds():
+    lrm = [lr_multiplier(step, 100, 0.1, 0.4, 0.05) for step in range(130)]
+    assert lrm[0] == pytest.approx(0.1) and lrm[9] == 1 and lrm[60] == 1
+    assert lrm[80] == pytest.approx(0.05 + 0.95 / 2) and lrm[99] == pytest.approx(0.05 + 0.95 / 40)
+    assert all(a <= b for a, b in zip(lrm[:60], lrm[1:61])) and all(a >= b for a, b in zip(lrm[60:], lrm[61:]))
+    assert lrm[100:] == [0.05] * 30, "past the end it stays, it does not turn negative"
+    assert all(0 <= lr_multiplier(step, 10, 1.0, 1.0, 0.0) <= 1 for step in range(-1, 20))
+    assert [lr_multiplier(step, 3, 0.0, 0.0, 0.0) for step in range(3)] == [1, 1, 1]
+
+
+def test_momentum_and_weight_decay():
+    assert muon_momentum(0) == 0.85 and muon_momentum(150) == pytest.approx(0.9) and muon_momentum(10**6) == pytest.approx(0.95)
+    assert weight_decay_multiplier(0, 10) == 1 and weight_decay_multiplier(5, 10) == 0.5 and weight_decay_multiplier(11, 10) == 0
+
+
+def test_accumulation_divides_or_names_what_would():
+    assert accumulation_steps(524288, 32, 2048, 8) == 1 and accumulation_steps(524288, 8, 2048, 1) == 32
+    with pytest.raises(UserError, match=r"total_batch_size=5000 .* 4 \* 512 \* 2 = 4096; try total_batch_size=4096 or 8192"):
+        accumulation_steps(5000, 4, 512, 2)
+    with pytest.raises(UserError, match=r"try total_batch_size=8192, or device_batch_size=2"):
+        accumulation_steps(2048, 8, 512, 2)
+    with pytest.raises(UserError, match="device_batch_size=0"):
+        accumulation_steps(4096, 0, 512, 2)
+
+
+def test_horizon_from_steps_flops_or_data():
+    assert choose_num_iterations(7, 1e9, 20, 10, 10, 10) == 7
+    assert choose_num_iterations(-1, 6e9, 20, 6000, 10, 1000) == 1000
+    assert choose_num_iterations(-1, -1, 20, 6000, 1_000_000, 1000) == 20_000
+    with pytest.raises(UserError, match="no horizon"):
+        choose_num_iterations(-1, -1, -1, 1, 1, 1)
+    with pytest.raises(UserError, match="less than one step"):
+        choose_num_iterations(-1, -1, 0.001, 1, 1000, 1000)
+
+
+def test_batch_size_grows_with_the_horizon_and_is_always_valid():
+    assert choose_batch_size(1.2e9, -1, 2048) == 2**19
+    assert choose_batch_size(1.2e9 * 2 ** (2 / 0.383), -1, 2048) == 2**21
+    assert choose_batch_size(1e3, -1, 4096 * 3) == 4096 * 3
+    assert choose_batch_size(None, round(1.2e9 / 2**19), 2048) == 2**19, "the same point reached by steps"
