@@ -87,19 +87,21 @@ class RowPlanner:
     Packs documents into rows of `row_len` tokens; a row is a list of pieces (shard, start, end), each to be read as
     <|bos|> and the tokens [start, end).
 
-    Best fit: of the buffered documents the longest that still fits goes next. Where none fits, the longest is cut:
-    its head fills the row, its tail goes back as a document with a <|bos|> of its own. Every token is used once per
-    epoch and every position of a row is trained. Documents come in an order drawn from (seed, epoch).
+    A row begins with the document that has waited longest, so that none waits for ever; then, best fit, of the
+    buffered documents the longest that still fits. Where none fits, the longest is cut: its head fills the row, its
+    tail goes back as a document with a <|bos|> of its own. Every token is used once per epoch and every position of a
+    row is trained. Documents come in an order drawn from (seed, epoch).
     """
 
     def __init__(self, shards: TokenizedShards, row_len: int, seed: int, state: dict | None = None):
         self.shards, self.row_len, self.seed = shards, row_len, seed
-        self.capacity = min(BUFFER_DOCUMENTS, shards.rows)
+        self.capacity = max(min(BUFFER_DOCUMENTS, shards.rows // 4), 1)  # of a small corpus: few epochs at a time
         self.epoch = self.shard_position = self.document_position = self.ordinal = self.epoch_tokens = 0
-        self.buffer: list[tuple[int, int, int, int, int]] = []  # sorted (length, ordinal, shard, start, end)
+        self.buffer: dict[int, tuple[int, int, int]] = {}  # ordinal -> (shard, start, end), the oldest first
         if state is not None:
             vars(self).update({key: state[key] for key in self.POSITION})
-            self.buffer = [tuple(piece) for piece in state["buffer"]]
+            self.buffer = {ordinal: tuple(piece) for ordinal, *piece in state["buffer"]}
+        self.by_length = sorted((end - start + 1, ordinal) for ordinal, (_, start, end) in self.buffer.items())
         self.order = self.shard_order()
         self.open_shard()
 
@@ -107,7 +109,7 @@ class RowPlanner:
 
     def state(self) -> dict:
         """Everything the rows to come depend on, as JSON."""
-        return {key: getattr(self, key) for key in self.POSITION} | {"buffer": list(self.buffer)}
+        return {key: getattr(self, key) for key in self.POSITION} | {"buffer": [(ordinal, *piece) for ordinal, piece in self.buffer.items()]}
 
     def permutation(self, size: int, *key: int) -> np.ndarray:
         return np.random.default_rng([self.seed, self.epoch, *key]).permutation(size)
@@ -145,7 +147,8 @@ class RowPlanner:
         return self.shard, start, end
 
     def insert(self, shard: int, start: int, end: int) -> None:
-        bisect.insort(self.buffer, (end - start + 1, self.ordinal, shard, start, end))
+        self.buffer[self.ordinal] = shard, start, end
+        bisect.insort(self.by_length, (end - start + 1, self.ordinal))
         self.ordinal += 1
 
     def next_row(self) -> list[tuple[int, int, int]]:
@@ -155,8 +158,14 @@ class RowPlanner:
                 shard, start, end = self.next_document()
                 if end > start:
                     self.insert(shard, start, end)
-            fits = bisect.bisect(self.buffer, (space + 1,)) - 1
-            length, _, shard, start, end = self.buffer.pop(fits)  # −1, none fits: the last, which is the longest
+            if not row:
+                ordinal = next(iter(self.buffer))
+                _, start, end = self.buffer[ordinal]
+                index = bisect.bisect_left(self.by_length, (end - start + 1, ordinal))
+            else:
+                index = bisect.bisect_left(self.by_length, (space + 1,)) - 1  # −1, none fits: the last, the longest
+            length, ordinal = self.by_length.pop(index)
+            shard, start, end = self.buffer.pop(ordinal)
             if length > space:
                 cut = start + space - 1
                 self.insert(shard, cut, end)

@@ -1,0 +1,274 @@
+"""
+A script's settings are its own globals; this reads them as data and lets the command line override them.
+
+    depth = 20    # layers
+    config = configure(globals())
+
+The assignments of plain values above the call, in the same block, are the settings. The comment at the end of the
+line is the setting's help, and a comment line such as `# ---- Batch` opens a section.
+
+    --key=value   override; a number may be arithmetic (2**19), and None goes where the annotation allows it
+    --flag        short for --flag=True
+    file.py       overrides as `key = value` lines; a key on the command line beats the same key in a file
+    --help        the docstring and every setting
+
+Source, files and values are parsed (`ast`, `tokenize`), never executed.
+"""
+import ast
+import difflib
+import io
+import math
+import operator
+import os
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from nanochat.errors import UserError, install_one_line_errors
+
+TYPES = {"int": int, "float": float, "bool": bool, "str": str}
+WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}  # a bool, as people write it
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+             ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow}
+MAX_BITS = 1024  # of an integer power: more than a setting needs, and 9**9**9 cannot fill the memory
+SECTION = re.compile(r"#\s*-{3,}\s*(.*?)[\s-]*$")
+ARITHMETIC = re.compile(r"[\s\d.eE_xXa-fA-F()*/+-]+")  # keeps words away from the parser, which warns about some
+NOT_PLAIN = (ValueError, ArithmeticError, SyntaxError, RecursionError, MemoryError)  # whatever text can provoke
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting; `accepts` holds the types and the single values (choices, None) that it may take."""
+    name: str
+    default: Any
+    accepts: tuple[Any, ...]
+    comment: str
+    section: str
+
+
+def configure(script_globals: dict[str, Any], argv: list[str] | None = None) -> dict[str, Any]:
+    """
+    Apply the command line (default: `sys.argv[1:]`) to a script's settings and write them into its globals.
+
+    Returns every setting in source order, as a dict that JSON can hold. Exits with 0 after --help, and with 2 after
+    one line on stderr when the command line does not fit. Installs the one-line error hook.
+    """
+    settings, docstring = read_settings(script_globals)
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print(help_text(settings, docstring))
+        raise SystemExit(0)
+    try:
+        overrides = read_arguments(argv, settings)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    install_one_line_errors()
+    config = {name: overrides.get(name, setting.default) for name, setting in settings.items()}
+    script_globals.update(config)
+    return config
+
+
+# ---- The script: which settings there are
+
+def read_settings(script_globals: dict[str, Any]) -> tuple[dict[str, Setting], str]:
+    """The settings above the call of `configure` in the script's source, by name; and the script's docstring."""
+    path = script_globals["__file__"]
+    with tokenize.open(path) as file:
+        source = file.read()
+    tree = ast.parse(source, path)
+    comments, headings = read_comments(source)
+    settings: dict[str, Setting] = {}
+    for node in statements_above_call(tree, path):
+        name, annotation, value = assignment(node)
+        if name is None or name.startswith("_"):
+            continue
+        try:
+            literal = plain_value(value)
+        except NOT_PLAIN:
+            continue
+        default = script_globals.get(name, literal)  # absent only if an import skipped the block of the call
+        accepts = tuple(read_annotation(annotation)) or (type(default),)
+        if accepts == (type(None),) or not any(fits(default, kind) for kind in accepts):
+            raise ValueError(f"{path}:{node.lineno}: {name} = {default!r} needs an annotation that says what it may be")
+        comment = next((comments[row] for row in range(node.lineno, node.end_lineno + 1) if row in comments), "")
+        section = [title for line, title in headings if line < node.lineno][-1:] or [""]
+        settings[name] = Setting(name, default, accepts, comment, section[0])
+    return settings, ast.get_docstring(tree) or ""
+
+
+def read_comments(source: str) -> tuple[dict[int, str], list[tuple[int, str]]]:
+    """The comments that end a line of code, by line number; and the section headings with their line numbers."""
+    comments, headings = {}, []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            if token.line[:column].strip():
+                comments[row] = token.string.removeprefix("#").strip()
+            elif heading := SECTION.match(token.string):
+                headings.append((row, heading[1]))
+    return comments, headings
+
+
+def statements_above_call(tree: ast.Module, path: str) -> list[ast.stmt]:
+    """What stands before `configure(...)` in the block that calls it: the module or the body of a top-level `if`."""
+    for block in [tree.body, *(node.body for node in tree.body if isinstance(node, ast.If))]:
+        for position, node in enumerate(block):
+            call = getattr(node, "value", None)
+            if isinstance(call, ast.Call) and getattr(call.func, "id", getattr(call.func, "attr", "")) == "configure":
+                return block[:position]
+    raise ValueError(f"{path} does not call `configure(globals())` at its top level")
+
+
+def assignment(node: ast.stmt) -> tuple[str | None, ast.expr | None, ast.expr | None]:
+    """Name, annotation and value of `name = value` or `name: annotation = value`; three Nones for anything else."""
+    if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+        return node.targets[0].id, None, node.value
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+        return node.target.id, node.annotation, node.value
+    return None, None, None
+
+
+def read_annotation(annotation: ast.expr | None) -> Iterator[Any]:
+    """The types and single values that `int | None`, `Optional[int]` or `Literal["a", "b"]` name."""
+    for node in ast.walk(annotation) if annotation else ():
+        word = getattr(node, "id", getattr(node, "attr", None))
+        if isinstance(node, ast.Constant):
+            yield node.value
+        elif word in TYPES:
+            yield TYPES[word]
+        elif word == "Optional":
+            yield None
+
+
+# ---- The values: parsed, never executed
+
+def plain_value(node: ast.expr) -> Any:
+    """The value of a literal bool, number, string or None, or of arithmetic with numbers; else one of NOT_PLAIN."""
+    match node:
+        case ast.Constant() if node.value is None or type(node.value) in TYPES.values():
+            return node.value
+        case ast.UnaryOp(op=ast.USub()):
+            return -number(node.operand)
+        case ast.BinOp() if type(node.op) in OPERATORS:
+            left, right = number(node.left), number(node.right)
+            if type(node.op) is ast.Pow and type(left) is type(right) is int and left.bit_length() * right > MAX_BITS:
+                raise ValueError("the power is too large")
+            return OPERATORS[type(node.op)](left, right)
+    raise ValueError("not a plain value")
+
+
+def number(node: ast.expr) -> int | float:
+    """`plain_value` of an operand."""
+    value = plain_value(node)
+    if type(value) not in (int, float):
+        raise ValueError("not a number")
+    return value
+
+
+def readings(text: str) -> Iterator[Any]:
+    """What a text on the command line may mean, in the order of trial; which one is meant, the setting decides."""
+    if text == "None":
+        yield None
+    if text.lower() in WORDS:
+        yield WORDS[text.lower()]
+    if ARITHMETIC.fullmatch(text):
+        try:
+            yield plain_value(ast.parse(text.strip(), mode="eval").body)
+        except NOT_PLAIN:
+            pass
+    yield text
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value may go where a type or one single value is accepted; whole floats count as int, ints as float."""
+    if not isinstance(kind, type):
+        return type(value) is type(kind) and value == kind
+    if kind is int and type(value) is float:
+        return value.is_integer()
+    if kind is float and type(value) in (int, float):
+        return abs(value) <= sys.float_info.max  # false for infinities and NaN, which JSON cannot hold either
+    return type(value) is kind
+
+
+def choose(candidates: Iterator[Any], setting: Setting, where: str) -> Any:
+    """The first candidate that the setting accepts, in the setting's own type; UserError when there is none."""
+    for value in candidates:
+        for kind in setting.accepts:
+            if fits(value, kind):
+                return kind(value) if kind in (int, float) else value
+    expected = " or ".join(kind.__name__ if isinstance(kind, type) else repr(kind) for kind in setting.accepts)
+    raise UserError(f"{where}: {setting.name} takes {expected} (default: {setting.default!r})")
+
+
+# ---- The command line: which values they get
+
+def read_arguments(argv: list[str], settings: dict[str, Setting]) -> dict[str, Any]:
+    """The overrides of a command line and of the files it names, by setting. Raises UserError where it does not fit."""
+    from_files: dict[str, Any] = {}
+    from_keys: dict[str, Any] = {}
+    for argument in argv:
+        if argument == "--":  # torchrun puts it between its own arguments and ours
+            continue
+        if argument.endswith(".py") and not argument.startswith("-"):
+            from_files |= read_file(argument, settings)
+            continue
+        if not argument.startswith("--"):
+            raise UserError(f"stray argument {argument!r}: settings are written --key=value")
+        key, equals, text = argument.removeprefix("--").partition("=")
+        setting = find(key.replace("-", "_"), settings, f"--{key}")
+        if setting.name in from_keys:
+            raise UserError(f"--{key} is given twice")
+        if not equals and bool not in setting.accepts:
+            raise UserError(f"--{key} needs a value, such as --{key}={setting.default}")
+        from_keys[setting.name] = choose(readings(text if equals else "True"), setting, argument)
+    return from_files | from_keys
+
+
+def read_file(path: str, settings: dict[str, Setting]) -> dict[str, Any]:
+    """The overrides in a file of `key = value` lines. Raises UserError, with the line, for anything else in it."""
+    try:
+        with tokenize.open(path) as file:
+            tree = ast.parse(file.read(), path)
+    except OSError as error:
+        raise UserError(f"cannot read settings from {path}: {os.strerror(error.errno)}") from None
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{path}:{getattr(error, 'lineno', None) or 1}: {getattr(error, 'msg', error)}") from None
+    overrides: dict[str, Any] = {}
+    for node in tree.body:
+        where = f"{path}:{node.lineno}"
+        name, _, expression = assignment(node)
+        try:
+            value = plain_value(expression) if name else None
+        except NOT_PLAIN:
+            name = None
+        if name is None:
+            raise UserError(f"{where}: only lines such as `key = 1` are read here, with a plain value; nothing is run")
+        if name in overrides:
+            raise UserError(f"{where}: {name} is given twice")
+        overrides[name] = choose(iter([value]), find(name, settings, where), where)
+    return overrides
+
+
+def find(key: str, settings: dict[str, Setting], where: str) -> Setting:
+    """The setting of that name, or a UserError with the nearest one."""
+    if key in settings:
+        return settings[key]
+    nearest = difflib.get_close_matches(key, settings, n=1, cutoff=0.5)
+    raise UserError(f"{where}: there is no setting {key!r}; "
+                    + (f"did you mean {nearest[0]!r}?" if nearest else "--help lists them all"))
+
+
+def help_text(settings: dict[str, Setting], docstring: str) -> str:
+    """The docstring, then every setting with its default and comment, aligned, by section."""
+    width = max((len(f"--{name}={setting.default}") for name, setting in settings.items()), default=0)
+    lines, section = [docstring], ""
+    for name, setting in settings.items():
+        if setting.section != section or len(lines) == 1:
+            section = setting.section
+            lines += ["", section or "Settings"]
+        lines.append(f"  {f'--{name}={setting.default}':<{width}}  {setting.comment}".rstrip())
+    return "\n".join(lines).strip()

@@ -1,0 +1,188 @@
+"""
+Text to train on, in one form whatever it came from: parquet shards with a `text` column, shuffled, the last shard
+held out for validation, and a manifest with their SHA-256 that is written last.
+
+    python -m nanochat.dataset                                          # the embedded corpus, offline
+    python -m nanochat.dataset --source=python                          # this machine's standard library, offline
+    python -m nanochat.dataset --source=~/books                         # .txt .md .jsonl .parquet (.gz .zst)
+    python -m nanochat.dataset --source=fineweb-edu --num_shards=8      # downloads; run again to go on or to add more
+    python -m nanochat.dataset --source=hf:roneneldan/TinyStories --num_shards=20
+    python -m nanochat.dataset --source=fineweb-edu --verify            # recompute all checksums
+
+A data set lies in <base folder>/data/NAME and is there exactly if its manifest is.
+"""
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nanochat.errors import UserError
+from nanochat.files import base_dir, recover_folder, sha256
+
+OFFLINE = ("tinyworld", "python")        # sources that every machine has
+REMOTE = ("fineweb-edu", "climbmix")     # sources that are downloaded as finished shards
+ENTRY = {"file": str, "rows": int, "bytes": int, "text_bytes": int, "sha256": str}
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}  # some cluster file systems
+
+
+def dataset_dir(name: str) -> Path:
+    """Where a data set lies, or would."""
+    return base_dir() / "data" / name
+
+
+def load_manifest(name: str) -> dict:
+    """The manifest of a data set whose shards are all there. UserError, with what to do, where anything is missing."""
+    folder = dataset_dir(name)
+    if not folder.exists() and folder.with_name(name + ".old").exists():
+        with locked(name):
+            recover_folder(folder)
+    path = folder / "manifest.json"
+    if not path.exists():
+        raise UserError(f"no data set {name!r} in {folder.parent}; make it: {how_to_make(name, {})}")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        shards = manifest["shards"]
+        whole = all(isinstance(shard[key], kind) for shard in shards for key, kind in ENTRY.items())
+        whole = whole and len(shards) >= 2
+    except (ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise UserError(f"{path} is damaged; make the data set again: {how_to_make(name, {})}")
+    for shard in shards:
+        file = folder / shard["file"]
+        size = file.stat().st_size if file.exists() else None
+        if size != shard["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes, the manifest says {shard['bytes']}"
+            raise UserError(f"{file} {found}; delete what is there of it and run: {how_to_make(name, manifest)}")
+    return manifest
+
+
+def how_to_make(name: str, manifest: dict) -> str:
+    """The command that makes a data set; of one that was there its manifest tells the source and how much it was."""
+    source = manifest.get("source") or (name if name in (*OFFLINE, *REMOTE) else "…")
+    number = manifest.get("settings", {}).get("num_shards", 8 if source in REMOTE else -1)  # all are hundreds of GB
+    return (
+        f"python -m nanochat.dataset --source={source}"
+        + (f" --name={name}" if name != source else "")
+        + (f" --num_shards={number}" if number != -1 else "")
+    )
+
+
+def ensure_dataset(name: str) -> None:
+    """Make `tinyworld` or `python` if it is not there; any other data set has to be there, as in `load_manifest`."""
+    if name in OFFLINE and not (dataset_dir(name) / "manifest.json").exists():
+        from nanochat.make_dataset import make  # here: it imports what is above, and training does without it
+
+        print(f"data set {name!r} is not there yet, making it in {dataset_dir(name)}")
+        make(name)
+    load_manifest(name)
+
+
+def shard_paths(name: str, split: str) -> list[Path]:
+    """The shards of a split: `train` is all but the last, `val` the last."""
+    assert split in ("train", "val"), split
+    paths = [dataset_dir(name) / shard["file"] for shard in load_manifest(name)["shards"]]
+    return paths[:-1] if split == "train" else paths[-1:]
+
+
+def read_shard(path: Path) -> list[str]:
+    """The documents of a shard, in order. UserError when it is not a whole parquet file with a `text` column."""
+    texts = list(shard_texts(path))
+    if not texts:
+        raise UserError(f"{path} holds no documents; make the data set again (python -m nanochat.dataset --source=…)")
+    return texts
+
+
+def shard_texts(path: Path) -> Iterator[str]:
+    """The documents of a shard, one row group in memory at a time; errors as in `read_shard`."""
+    try:
+        with pq.ParquetFile(path) as parquet:
+            if "text" not in parquet.schema_arrow.names:
+                names = ", ".join(parquet.schema_arrow.names)
+                raise UserError(f"{path} has no column 'text' but {names}; build shards with --source=… --field=…")
+            for group in range(parquet.num_row_groups):
+                yield from (text or "" for text in parquet.read_row_group(group, ["text"]).column(0).to_pylist())
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path} cannot be read ({first_line(error)});"
+            " delete it and make the data set again (python -m nanochat.dataset --source=…)"
+        ) from error
+
+
+def iter_texts(name: str, split: str) -> Iterator[str]:
+    """All documents of a split, in the order of the shards."""
+    for path in shard_paths(name, split):
+        yield from shard_texts(path)
+
+
+def fingerprint(name: str) -> str:
+    """SHA-256 over the shards' SHA-256: equal exactly if the data is. Resuming a run compares it."""
+    return hashlib.sha256("".join(shard["sha256"] for shard in load_manifest(name)["shards"]).encode()).hexdigest()
+
+
+def verify(name: str) -> None:
+    """Recompute every checksum of a data set. UserError naming the shards that are not what was written."""
+    shards = load_manifest(name)["shards"]
+    damaged = [shard["file"] for shard in shards if sha256(dataset_dir(name) / shard["file"]) != shard["sha256"]]
+    if damaged:
+        raise UserError(
+            f"{len(damaged)} of {len(shards)} shards in {dataset_dir(name)} are damaged: {', '.join(damaged)};"
+            f" delete them and run: {how_to_make(name, load_manifest(name))}"
+        )
+
+
+def first_line(error: Exception) -> str:
+    """An error's first line, of bounded length: libraries tell long stories."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """One process at a time makes a data set. The system lets go of the lock when its holder dies."""
+    path = dataset_dir(name).with_name(f".{name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another process is making {name!r}, waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        yield
+
+
+if __name__ == "__main__":
+    from configurator import configure
+    from nanochat import dataset  # `verify` below is a setting; there it is what it was
+    from nanochat.make_dataset import default_name, make
+
+    # ---- Data
+    source = "tinyworld"   # tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file
+    name = ""              # of the data set; default: that of the source, the folder or the file
+    field = "text"         # of .jsonl, .parquet and hf: rows, where the text is
+    # ---- Size
+    num_shards = -1        # training shards at most, besides validation; -1 = all (on the hub, 100 MB each!)
+    shard_mb = 8.0         # megabytes of text per training shard (downloads come as they are)
+    seed = 42              # of the shuffle, and of tinyworld
+    # ---- Download
+    workers = 4            # files at a time
+    url = ""               # a mirror: the folder that holds shard_00000.parquet, …
+    # ---- Check
+    verify = False         # recompute the checksums of a data set that is there, and do nothing else
+    config = configure(globals())
+
+    if verify:
+        name = name or default_name(source)
+        dataset.verify(name)
+        print(f"every checksum is right: {dataset.dataset_dir(name)}")
+    else:
+        make(**{key: value for key, value in config.items() if key != "verify"})

@@ -1,0 +1,355 @@
+"""
+The report of a run: what every stage found, in one markdown file with plots.
+
+    python -m nanochat.report     # writes report/report.md in the base folder
+
+A stage leaves its section as it ends (`write_section`); `generate` gathers those that are there. A section or a metrics
+file that cannot be read costs the report one line, never the report.
+"""
+import html
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from nanochat.distributed import is_rank0
+from nanochat.errors import UserError
+from nanochat.files import base_dir, write_aside, write_text
+from nanochat.metrics import minutes, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+STAGES = ("data", "tokenizer", "base_train", "base_eval", "mid_train", "chat_sft", "chat_rl", "chat_eval")  # then the rest
+COLUMNS = ("base", "mid", "sft", "rl")  # of the summary; then the rest
+SETTING_LENGTH = 200  # characters of a value that a settings table shows
+BLUE, ORANGE, GREY = "#1f5fa8", "#d9730d", "#9aa5b1"  # told apart by colour-blind eyes as well
+
+
+# ---- Sections
+
+def write_section(stage: str, title: str, body: str, results: dict[str, dict[str, float | str]] | None = None,
+                  metrics: Path | None = None, floor: float | None = None) -> None:
+    """
+    Keep a stage's section for the report, in place of an earlier one of that stage. Rank 0 only.
+
+    stage: also the name of its files, such as "base_train".   body: markdown.
+    results: for the summary table, {column: {row: value}}; a column is the model that was measured, such as "base".
+    metrics: the run's metrics.jsonl, to plot.   floor: entropy of the corpus in bits per byte, drawn beside validation.
+    """
+    assert re.fullmatch(r"\w[\w-]*", stage, re.ASCII), f"{stage!r} cannot name a file"
+    if not is_rank0():
+        return
+    if metrics is not None:  # relative where it lies in the base folder, so that the whole folder may move
+        metrics, base = Path(metrics).resolve(), base_dir().resolve()
+        metrics = metrics.relative_to(base) if metrics.is_relative_to(base) else metrics
+    section = {
+        "title": title,
+        "body": body,
+        "results": {column: {row: plain(value) for row, value in rows.items()} for column, rows in (results or {}).items()},
+        "metrics": None if metrics is None else str(metrics),
+        "floor": None if floor is None else float(floor),
+        "made": provenance(),
+    }
+    write_text(base_dir() / "report" / "sections" / f"{stage}.json", json.dumps(section, indent=1))
+
+
+def plain(value: Any) -> float | int | str:
+    """A result as JSON can hold it: text, int and float as they are, numbers of numpy and torch as floats."""
+    return value if isinstance(value, str | int | float) else float(value)
+
+
+def read_section(path: Path) -> dict[str, Any]:
+    """A section as it was written. Raises ValueError or OSError when the file is not one."""
+    section = json.loads(path.read_text(encoding="utf-8"))
+    kinds = {"title": str, "body": str, "results": dict, "metrics": str | None, "floor": float | None, "made": dict}
+    if not isinstance(section, dict) or not all(name in section and isinstance(section[name], kinds[name]) for name in kinds):
+        raise ValueError("it is not a section")
+    for rows in section["results"].values():
+        if not isinstance(rows, dict) or not all(isinstance(value, str | int | float) for value in rows.values()):
+            raise ValueError("its results are not a table")
+    return section
+
+
+# ---- The report
+
+def generate() -> Path:
+    """Write report.md and its figures from the sections that are there; returns its path. UserError when there are none."""
+    folder = base_dir() / "report"
+    paths = sorted((folder / "sections").glob("*.json"), key=lambda path: (place(path.stem, STAGES), path.stem))
+    if not paths:
+        raise UserError(f"{folder} has no sections to report; a stage leaves one as it ends, such as python -m scripts.base_train")
+    here = provenance()
+    tables, chapters, seconds = [], [], 0.0
+    for path in paths:
+        try:
+            section = read_section(path)
+        except (OSError, ValueError) as error:
+            chapters.append(f"## {path.stem}\n\n*Left out: sections/{path.name} is damaged ({one(error)}); run its stage again.*")
+            continue
+        tables.append(section["results"])
+        chapter = [f"## {one(section['title'])}", f"*{made_line(section['made'], here)}*", section["body"].strip()]
+        if section["metrics"] is not None:
+            plot, plotted_seconds = plot_section(path.stem, base_dir() / section["metrics"], section["floor"], folder)
+            chapter.append(plot)
+            seconds += plotted_seconds
+        chapters.append("\n\n".join(filter(None, chapter)))
+    if seconds:
+        here["Training"] = f"{minutes(seconds)} in optimizer steps, over all sections"
+    header = "\n".join(f"- {name}: {value}" for name, value in here.items())
+    write_text(folder / "report.md", "\n\n".join(["# nanochat report", header, *summary(tables), *chapters]) + "\n")
+    return folder / "report.md"
+
+
+def place(name: str, order: tuple[str, ...]) -> int:
+    """Where a name stands in an order that ends with everything else."""
+    return order.index(name) if name in order else len(order)
+
+
+def summary(tables: Iterable[dict[str, dict[str, float | str]]]) -> list[str]:
+    """The results of all sections in one table, heading first; nothing where there are none. The later section wins."""
+    cells: dict[str, dict[str, float | str]] = {}  # row: column: value
+    columns: dict[str, None] = {}
+    for table in tables:
+        for column, rows in table.items():
+            for row, value in rows.items():
+                cells.setdefault(row, {})[column] = value
+                columns[column] = None
+    ordered = sorted(columns, key=lambda column: place(column, COLUMNS))
+    lines = [["", *map(cell, ordered)], ["---", *["---:"] * len(ordered)]]
+    lines += [[cell(row), *(cell(values.get(column, "-")) for column in ordered)] for row, values in cells.items()]
+    return ["## Summary", "\n".join(f"| {' | '.join(line)} |" for line in lines)] if cells else []
+
+
+def cell(value: float | int | str) -> str:
+    """A value as a table shows it: four significant digits of a float, and no exponent where digits can be read."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{float(f'{value:.4g}'):,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
+    return one(value).replace("|", "\\|")
+
+
+def one(text: object) -> str:
+    """Text on one line."""
+    return " ".join(str(text).split())
+
+
+def settings_table(config: dict[str, Any], defaults: dict[str, Any] | None = None) -> str:
+    """
+    A run's settings as markdown, folded away. With defaults, the line that stays visible names those that differ,
+    and the table shows what they would have been.
+    """
+    changed = {name: config[name] for name in config if defaults and name in defaults and config[name] != defaults[name]}
+    headline = f"{len(config)} settings"
+    if defaults is not None:
+        headline += ": " + (", ".join(f"{name}={value}" for name, value in changed.items()) or "all as they come")
+    columns = ["setting", "value"] + ["default"] * (defaults is not None)
+    lines = [columns, ["---"] * len(columns)]
+    for name, value in config.items():
+        default = [code(defaults[name]) if name in changed else ""] if defaults is not None else []
+        lines.append([cell(name), code(value), *default])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"<details><summary>{html.escape(one(headline))}</summary>\n\n{table}\n\n</details>"
+
+
+def code(value: Any) -> str:
+    """A setting's value as code in a table; longer backticks around those that it contains."""
+    text = cell(repr(value) if isinstance(value, str) else str(value))
+    text = text if len(text) <= SETTING_LENGTH else text[:SETTING_LENGTH].rstrip("\\") + "…"
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+# ---- Where and with what
+
+def provenance() -> dict[str, str]:
+    """Date, machine, software and commit of this moment."""
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    names = [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus]
+    machine = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)] + [f"{cpu_model()}, {os.cpu_count()} cores"]
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        machine.append(f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB RAM")
+    return {
+        "Date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        "Machine": ", ".join(machine),
+        "Software": f"{platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}",
+        "Commit": commit(Path(__file__).resolve().parent.parent),
+    }
+
+
+def made_line(made: dict[str, str], here: dict[str, str]) -> str:
+    """When a section was made; and its machine, software and commit where they were not those of the report."""
+    other = [f"{name.lower()}: {made[name]}" for name in ("Machine", "Software", "Commit") if made.get(name, here[name]) != here[name]]
+    return one("; ".join([str(made.get("Date", "undated")), *other]))
+
+
+def cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None  # not Linux
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def commit(folder: Path) -> str:
+    """The short hash of the commit a folder is at, "none" where it is no repository's root; says if files differ from it."""
+    git = ["git", "--no-optional-locks", "-C", str(folder)]  # looking must not get in the way of someone's commit
+    try:
+        root, short, status = (
+            subprocess.run([*git, *arguments], capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+            for arguments in (["rev-parse", "--show-toplevel"], ["rev-parse", "--short", "HEAD"], ["status", "--porcelain"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "none"
+    if Path(root).resolve() != folder:
+        return "none"  # a copy without history inside somebody's repository
+    return short + (" with uncommitted changes" if status else "")
+
+
+# ---- Plots
+
+def plot_section(stage: str, metrics: Path, floor: float | None, folder: Path) -> tuple[str, float]:
+    """Draw a run's metrics into <stage>.png; the markdown that shows it, or one line why not, and the seconds of its steps."""
+    try:
+        records = read_metrics(metrics)
+        seconds = float(np.nansum(series(records, "train/dt")[1]))
+    except FileNotFoundError:
+        return f"*No plot: {metrics} is missing.*", 0.0
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return f"*No plot: {metrics} is damaged ({type(error).__name__}: {one(error)}).*", 0.0
+    if not records:
+        return f"*No plot: {metrics} has no records.*", 0.0
+    try:
+        figure = metrics_figure(records, floor)
+    except ImportError:
+        return "*No plot: matplotlib is not installed; with it, python -m nanochat.report draws one.*", seconds
+    with write_aside(folder / f"{stage}.png") as aside:
+        figure.savefig(aside, format="png", dpi=140)
+    return f"![{stage}: loss, validation, learning rate and throughput over steps]({stage}.png)", seconds
+
+
+def series(records: list[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of the records that have a key; NaN for what is not a finite number. TypeError for no numbers."""
+    found = [(record["step"], record[key]) for record in records if key in record]
+    steps, values = np.array(found, dtype=float).reshape(-1, 2).T
+    return steps, np.where(np.isfinite(values), values, np.nan)
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Exponential mean over about a fiftieth of the run, without bias at its start; NaNs weigh nothing."""
+    decay = 1 - 1 / max(10, len(values) // 50)
+    total, weight, means = 0.0, 0.0, []
+    for value in values:
+        known = not np.isnan(value)
+        total, weight = decay * total + (value if known else 0.0), decay * weight + known
+        means.append(total / weight if weight else np.nan)
+    return np.array(means)
+
+
+def metrics_figure(records: list[dict], floor: float | None) -> "Figure":
+    """Four panels over the step: loss, validation with its floor, learning-rate factor, throughput. ImportError without matplotlib."""
+    from matplotlib.figure import Figure  # a figure of its own: no pyplot, so no backend chosen and nothing kept open
+
+    figure = Figure(figsize=(11, 6.6), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, wspace=0.03, hspace=0.03)
+    loss, validation, rate, throughput = figure.subplots(2, 2).flat
+
+    steps, values = series(records, "train/loss")
+    if start_panel(loss, "Training loss", "nats per token", steps):
+        means = smoothed(values)
+        loss.plot(steps, values, color=GREY, linewidth=0.6, label="each step")
+        loss.plot(steps, means, color=BLUE, linewidth=1.6, label=f"smoothed, {means[-1]:.4g} at the end")
+        finish_panel(loss, values)
+
+    steps, values = series(records, "val/bpb")
+    if start_panel(validation, "Validation", "bits per byte", steps):
+        marker = "o" if len(steps) <= 40 else ""
+        validation.plot(steps, values, color=BLUE, linewidth=1.6, marker=marker, markersize=4, label=f"{values[-1]:.4g} at the end")
+        if floor is not None:
+            validation.axhline(floor, color=ORANGE, linewidth=1.4, linestyle="--", label=f"entropy of the text, {floor:.4g}")
+            values = np.append(values, floor)
+        finish_panel(validation, values)
+
+    steps, values = series(records, "train/lrm")
+    if start_panel(rate, "Learning-rate factor", "times the initial rate", steps):
+        rate.plot(steps, values, color=BLUE, linewidth=1.6)
+        rate.set_ylim(0, 1.08 * max(1.0, np.nanmax(values, initial=0)))
+
+    plot_throughput(throughput, [record for record in records if "train/loss" in record][1:])  # the first step compiles
+    return figure
+
+
+def plot_throughput(axes: "Axes", records: list[dict]) -> None:
+    """Tokens per second, and MFU on the right: a second scale of the same line, or another line where ranks came or went."""
+    from matplotlib.ticker import EngFormatter, PercentFormatter
+
+    steps, speed = series(records, "train/tok_per_sec")
+    if not start_panel(axes, "Throughput", "tokens per second", steps):
+        return
+    axes.plot(steps, speed, color=BLUE, linewidth=1.0, label=f"median {EngFormatter(places=1)(np.nanmedian(speed))} tokens/s")
+    top = 1.12 * np.nanmax(speed, initial=1e-9)
+    axes.set_ylim(0, top)
+    axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
+    steps, mfu = series(records, "train/mfu")
+    if np.nanmax(mfu, initial=0) > 0:
+        right = axes.twinx()
+        right.spines[["top", "left"]].set_visible(False)
+        right.tick_params(labelsize=8.5, length=3)
+        right.set_ylabel("model FLOPs utilization", fontsize=9)
+        right.yaxis.set_major_formatter(PercentFormatter(1.0))
+        ratio = mfu / speed if len(mfu) == len(speed) else np.array([0.0, 1.0])
+        one_line = np.nanmax(ratio) - np.nanmin(ratio) < 0.01 * np.nanmax(ratio)
+        right.set_ylim(0, top * np.nanmedian(ratio) if one_line else 1.12 * np.nanmax(mfu))
+        label, style = f"MFU {100 * np.nanmedian(mfu):.3g}%", dict(color=BLUE if one_line else ORANGE, linewidth=1.0)
+        right.plot([] if one_line else steps, [] if one_line else mfu, **style)
+        axes.plot([], [], label=label, **style)  # one legend for both scales
+    finish_panel(axes)
+
+
+def start_panel(axes: "Axes", title: str, unit: str, steps: np.ndarray) -> bool:
+    """Title, labels, grid and step axis; False, and a word in the panel, where nothing was recorded."""
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
+    axes.spines[["top", "right"]].set_visible(False)
+    if not len(steps):
+        axes.set(xticks=[], yticks=[])
+        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", color=GREY)
+        return False
+    axes.set_xlabel("step", fontsize=9)
+    axes.set_ylabel(unit, fontsize=9)
+    axes.tick_params(labelsize=8.5, length=3)
+    axes.grid(color="#e6e9ed", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    return True
+
+
+def finish_panel(axes: "Axes", values: np.ndarray | None = None) -> None:
+    """Legend beside the title, where no curve runs; a log scale for values that would crowd at the foot of a linear one."""
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
+
+    if values is not None and np.nanmin(values, initial=np.inf) > 0 and np.nanmax(values) > 2 * np.nanmin(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 6, 8)))
+        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_ylabel(axes.get_ylabel() + " (log scale)", fontsize=9)
+    axes.legend(loc="lower right", bbox_to_anchor=(1.01, 0.985), ncols=2, fontsize=8.5, frameon=False, borderaxespad=0.2)
+
+
+if __name__ == "__main__":
+    from configurator import configure
+
+    configure(globals())
+    print(generate())

@@ -1,0 +1,295 @@
+"""
+Text to token ids and back: byte-level byte-pair encoding, in the manner of GPT-4.
+
+A text is first split into words, numbers, punctuation and whitespace; inside each piece the pair of neighbours that
+forms the token of the lowest rank is merged until no pair forms a token. Ids: 0 to 255 are the bytes, then the merges
+in the order in which they were learned (the rank), then the special tokens.
+
+Merges are learned by Hugging Face's `tokenizers` and applied by `tiktoken`. Special tokens never come out of a text,
+whatever it contains: only `encode_special`, `prepend` and `append` produce them.
+"""
+import base64
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from nanochat.errors import UserError
+from nanochat.files import base_dir, write_text
+
+SPECIAL_TOKENS = (
+    "<|bos|>",              # every document begins with it
+    "<|user_start|>", "<|user_end|>",
+    "<|assistant_start|>", "<|assistant_end|>",
+    "<|python_start|>", "<|python_end|>",    # the assistant calls the Python tool
+    "<|output_start|>", "<|output_end|>",    # what the tool answers
+)
+
+# Where a text may not be merged across. The group holds what needs no lookahead: kept together, the regex engine runs
+# it as one automaton, a quarter faster than as separate alternatives. Whitespace is bounded because lookahead
+# backtracks: a million blanks overflow its stack. (Letters and punctuation may run on for megabytes.)
+SPLIT_PATTERN = "|".join((
+    "(?:" + "|".join((
+        r"'(?i:[sdmt]|ll|ve|re)",            # the ends of I'm, you're, we'll
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",         # a word, with the one blank or sign before it
+        r"\p{N}{1,2}",                       # digits by twos: numbers of few tokens, and only 100 of them to learn
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",        # punctuation, with the line ends after it
+        r"\s{0,255}[\r\n]",                  # blank lines
+    )) + ")",
+    r"\s{1,256}(?!\S)",                      # blanks, but for the last one, which belongs to what follows
+    r"\s",
+))
+# In training a run of more than 64 letters or signs (base64, DNA, a ruler of dashes) is cut as well: learning costs
+# length times number of merges for such a piece, minutes for a single megabyte, and it teaches nothing.
+TRAINING_PATTERN = SPLIT_PATTERN.replace(r"\p{L}+", r"\p{L}{1,64}").replace(r"\p{N}]+", r"\p{N}]{1,64}")
+
+FILE_NAME = "tokenizer_nanochat.json"        # not tokenizer.json: that name promises Hugging Face's format
+FORMAT = 1                                   # of that file
+EMBEDDED_VOCAB_SIZE = 8192                   # of a tokenizer that is made because none is there
+
+
+class Tokenizer:
+    """An immutable vocabulary, ready to encode. `encoding` is the tiktoken encoder of the ordinary tokens."""
+
+    def __init__(self, merges: Sequence[bytes], pattern: str = SPLIT_PATTERN,
+                 special_tokens: Sequence[str] = SPECIAL_TOKENS) -> None:
+        """merges: the bytes of the tokens after the 256 single bytes, in rank order."""
+        self.merges = tuple(merges)
+        self.pattern = pattern
+        self.special_tokens = tuple(special_tokens)
+        self.raw_tokens = [bytes([byte]) for byte in range(256)] + list(merges)  # id -> bytes, without the specials
+        self._special_ids = {name: len(self.raw_tokens) + i for i, name in enumerate(self.special_tokens)}
+        self.encoding = tiktoken.Encoding(
+            "nanochat", pat_str=pattern, special_tokens=self._special_ids,
+            mergeable_ranks={token: rank for rank, token in enumerate(self.raw_tokens)})
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """
+        Learn merges from texts. The same texts give the same merges, on any number of cores.
+
+        vocab_size counts the bytes and the special tokens; the result is smaller when fewer pairs occur twice.
+        """
+        smallest = 256 + len(SPECIAL_TOKENS)
+        if vocab_size < smallest:
+            raise UserError(f"vocab_size={vocab_size} is too small: bytes and special tokens alone are {smallest}")
+        return cls(learn_merges(texts, vocab_size - len(SPECIAL_TOKENS)))
+
+    # ---- Kept as a file
+
+    def content(self) -> dict[str, object]:
+        """Everything that decides how a text is encoded, as plain data."""
+        return {"pattern": self.pattern, "special_tokens": list(self.special_tokens),
+                "merges": [base64.b64encode(token).decode("ascii") for token in self.merges]}
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the content, as hex: equal exactly for tokenizers that give every text the same ids."""
+        canonical = json.dumps(self.content(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write the one file of this tokenizer into a folder, whole or not at all."""
+        document = {"format": FORMAT, "fingerprint": self.fingerprint} | self.content()
+        write_text(Path(folder) / FILE_NAME, json.dumps(document, indent=0) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read what `save` wrote. UserError when it is missing, of another format, or not what was written."""
+        path = Path(folder) / FILE_NAME
+        if not path.is_file():
+            raise UserError(f"there is no tokenizer in {folder}: {FILE_NAME} is missing")
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            if document["format"] != FORMAT:
+                raise UserError(f"{path} has format {document['format']!r}, this program reads {FORMAT}: "
+                                "train the tokenizer again, or use the program that wrote it")
+            merges = [base64.b64decode(token, validate=True) for token in document["merges"]]
+            tokenizer = cls(merges, document["pattern"], document["special_tokens"])
+            damaged = tokenizer.fingerprint != document["fingerprint"]
+        except (ValueError, KeyError, TypeError):  # not UTF-8, not JSON, not base64; a part missing or of another kind
+            damaged = True
+        if damaged:
+            raise UserError(f"{path} is damaged: delete it and train again: python -m scripts.tok_train")
+        return tokenizer
+
+    # ---- Text to ids
+
+    def encode(self, text: str | list[str], prepend: str | int | None = None, append: str | int | None = None,
+               num_threads: int = 8) -> list[int] | list[list[int]]:
+        """
+        The ids of a text, or a list of them for a list of texts: the fast way for many, in threads without the GIL.
+
+        prepend, append: a special token, by name or id, around every text. No text of any kind raises or hangs;
+        unpaired surrogates, which have no bytes, become U+FFFD.
+        """
+        if isinstance(text, str):
+            rows = [self.encoding.encode_ordinary(text)]
+        else:
+            rows = self.encoding.encode_ordinary_batch(text, num_threads=num_threads)
+        for row in rows:
+            if prepend is not None:
+                row.insert(0, self._id(prepend))
+            if append is not None:
+                row.append(self._id(append))
+        return rows[0] if isinstance(text, str) else rows
+
+    def encode_special(self, name: str) -> int:
+        """The id of a special token; KeyError for an unknown name."""
+        return self._special_ids[name]
+
+    def get_bos_token_id(self) -> int:
+        """The id of the token that begins every document."""
+        return self.encode_special("<|bos|>")
+
+    def _id(self, special: str | int) -> int:
+        return self.encode_special(special) if isinstance(special, str) else special
+
+    # ---- Ids to text
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; bytes that are no UTF-8 become U+FFFD, special tokens their names."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The exact bytes of ids. KeyError for an id outside the vocabulary."""
+        return self.encoding.decode_bytes(list(ids))
+
+    # ---- The vocabulary
+
+    def get_vocab_size(self) -> int:
+        """Number of ids, special tokens included."""
+        return len(self.raw_tokens) + len(self.special_tokens)
+
+    def token_bytes(self) -> np.ndarray:
+        """
+        (vocab_size,) int32: how many bytes of text each id stands for, 0 for special tokens.
+
+        Counted on the raw bytes: half an emoji decodes to U+FFFD, which would count as three whatever it was.
+        """
+        return np.array([len(token) for token in self.raw_tokens] + [0] * len(self.special_tokens), dtype=np.int32)
+
+
+def learn_merges(texts: Iterable[str], num_ordinary: int) -> list[bytes]:
+    """The tokens beyond the 256 bytes, at most num_ordinary - 256 of them, most useful first."""
+    from tokenizers import Regex, Tokenizer as Trained, models, pre_tokenizers, trainers
+
+    alphabet = byte_alphabet()
+    learner = Trained(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(TRAINING_PATTERN), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    trainer = trainers.BpeTrainer(
+        vocab_size=num_ordinary, initial_alphabet=list(alphabet), show_progress=False,
+        min_frequency=2)  # a pair that occurs once compresses nothing but the training text
+    learner.train_from_iterator(map(with_bytes, texts), trainer)
+
+    ids = learner.get_vocab()
+    tokens = [bytes(alphabet[char] for char in token) for token in sorted(ids, key=ids.get)]
+    assert sorted(tokens[:256]) == [bytes([byte]) for byte in range(256)] and len(set(tokens)) == len(tokens)
+    return tokens[256:]
+
+
+def byte_alphabet() -> dict[str, int]:
+    """
+    The byte that each character of Hugging Face's byte-level models stands for.
+
+    Their models merge characters, so each byte gets a visible one: Latin-1 characters that can be seen are
+    themselves, the other bytes follow in order from U+0100.
+    """
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
+
+
+def with_bytes(text: str) -> str:
+    """The text, with a question mark for every surrogate: they come from careless JSON and have no UTF-8."""
+    return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+# ---- The tokenizer of a data source
+
+def tokenizer_dir(name: str) -> Path:
+    """The folder of the tokenizer for the data source of that name."""
+    return base_dir() / "tokenizer" / name
+
+
+def get_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer trained on the data source of that name. UserError when there is none or it cannot be used."""
+    if not (tokenizer_dir(name) / FILE_NAME).is_file():
+        raise UserError(f"no tokenizer for data {name!r} in {tokenizer_dir(name)}; "
+                        f"make one: python -m scripts.tok_train --data={name}")
+    return Tokenizer.load(tokenizer_dir(name))
+
+
+def ensure_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of a data source; for the embedded sources it is trained now if it is not there yet."""
+    from nanochat.dataset import OFFLINE
+
+    if name in OFFLINE and not (tokenizer_dir(name) / FILE_NAME).is_file():
+        print(f"no tokenizer for {name!r} yet, training one in {tokenizer_dir(name)}")
+        return train_tokenizer(name, EMBEDDED_VOCAB_SIZE, max_chars=100_000_000, doc_cap=10_000)
+    return get_tokenizer(name)
+
+
+def training_texts(data: str, max_chars: int, doc_cap: int) -> Iterator[str]:
+    """The training split's documents, each cut at doc_cap characters, until max_chars are reached."""
+    from nanochat.dataset import iter_texts
+
+    if min(max_chars, doc_cap) < 1:
+        raise UserError(f"max_chars={max_chars} and doc_cap={doc_cap} must be at least 1: nothing would be read")
+    left = max_chars
+    for text in iter_texts(data, "train"):
+        text = text[:min(doc_cap, left)]
+        left -= len(text)
+        yield text
+        if left == 0:
+            return
+
+
+def train_tokenizer(data: str, vocab_size: int, max_chars: int, doc_cap: int,
+                    log: Callable[[str], None] | None = None) -> Tokenizer:
+    """
+    Train a tokenizer on a data source's training split and keep it in `tokenizer_dir(data)`.
+
+    Makes the data if it is an embedded source. `log` gets a line every few seconds while texts are read, one when
+    only the merges are left to learn, and one at the end.
+    """
+    from nanochat.dataset import ensure_dataset
+
+    ensure_dataset(data)
+    log = log or _silent
+    start = last = time.perf_counter()
+    megabytes = 0.0
+
+    def counted() -> Iterator[str]:
+        nonlocal megabytes, last
+        for text in training_texts(data, max_chars, doc_cap):
+            megabytes += len(text.encode("utf-8", errors="replace")) / 1e6
+            if time.perf_counter() - last > 5:
+                last = time.perf_counter()
+                log(f"read {megabytes:,.0f} MB in {last - start:.0f} s")
+            yield text
+        log(f"read {megabytes:,.1f} MB in {time.perf_counter() - start:.1f} s; learning merges")
+
+    tokenizer = Tokenizer.train(counted(), vocab_size)
+    tokenizer.save(tokenizer_dir(data))
+    seconds = time.perf_counter() - start
+    log(f"trained on {megabytes:,.1f} MB in {seconds:.1f} s: {megabytes / seconds:.1f} MB/s")
+    return tokenizer
+
+
+def _silent(line: str) -> None:
+    """Where log lines go that nobody wants."""
+
+
+def bytes_per_token(encoding: tiktoken.Encoding, texts: Sequence[str]) -> float:
+    """How many bytes of UTF-8 a token stands for on average: higher is shorter. NaN for no text at all."""
+    num_bytes = sum(len(text.encode("utf-8", errors="replace")) for text in texts)
+    num_tokens = sum(map(len, encoding.encode_ordinary_batch(list(texts))))
+    return num_bytes / num_tokens if num_tokens else float("nan")

@@ -1,0 +1,89 @@
+"""
+Evaluate a base model: bits per byte and samples, and on the embedded world what nothing else can tell: how far the
+model is above the corpus's entropy, topic by topic, and whether it answers questions in words it has never read.
+
+    python -m scripts.base_eval                      # the only model there is
+    python -m scripts.base_eval --model_tag=d20
+"""
+import math
+from collections import defaultdict
+
+from configurator import configure
+from nanochat.checkpoint import load_model
+from nanochat.compiling import set_compile
+from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
+from nanochat.dataset import iter_texts
+from nanochat.distributed import compute_cleanup, compute_init, print0
+from nanochat.loss_eval import document_nats, evaluate_bpb, greedy_completes, sample
+from nanochat.report import write_section
+from nanochat.tinyworld import PROMPTS, floor_bits, held_out_questions, topic_of
+
+# ---- Model
+model_tag: str | None = None  # folder of the checkpoints; None: the only one there is
+step: int | None = None     # of the checkpoint; None: the newest valid one
+device_type = ""            # cuda | mps | cpu; empty: the best there is
+# ---- Evaluation
+device_batch_size = 16      # rows per rank at a time; halve it when memory runs out
+eval_tokens = 10485760      # tokens of each split, at most one pass over validation
+sample_tokens = 32          # tokens of each sample
+config = configure(globals())
+
+ddp, rank, local_rank, world_size, device = compute_init(device_type)
+set_compile(False, device.type)  # shapes change from batch to batch
+model, tokenizer, meta = load_model("base", device, "eval", model_tag, step)
+data, token_bytes = meta["data"], tokenizer.token_bytes()
+print0(f"model: step {meta['step']} of {meta['config']['model_tag'] or 'd' + str(meta['config']['depth'])}, trained on {data}")
+
+# --- bits per byte on both splits, as in training: rows packed with documents
+results: dict[str, float | str] = {}
+rows = dict(device_batch_size=device_batch_size, max_seq_len=model.config.sequence_len, rank=rank, world_size=world_size, device=device)
+row_tokens = device_batch_size * model.config.sequence_len * world_size
+eval_steps = max(min(eval_tokens, count_tokens(data, "val", tokenizer)) // row_tokens, 1)
+for split, name in (("train", "training"), ("val", "validation")):
+    loader = tokenizing_distributed_data_loader(data, split, tokenizer, **rows)
+    results[f"{name} bits per byte"] = evaluate_bpb(model, loader, eval_steps, token_bytes)
+    print0(f"{name}: {results[f'{name} bits per byte']:.4f} bits per byte")
+
+# --- the usual prompts, greedily
+lines, floor = ["| prompt | greedy completion |", "|---|---|"], None
+for prompt, expected in PROMPTS if rank == 0 else ():
+    text = sample(model, tokenizer, prompt, sample_tokens)
+    verdict = "" if expected is None or data != "tinyworld" else " ✓" if text.startswith(f" {expected}") else " ✗"
+    print0(f"  {prompt}{text}{verdict}")
+    lines.append(f"| {prompt} |{text.replace('|', ' ')}{verdict} |")
+
+# --- the embedded world: excess over the entropy of each validation document, and held-out questions
+if data == "tinyworld" and rank == 0:
+    texts = list(iter_texts(data, "val"))
+    documents = tokenizer.encode(texts, prepend=tokenizer.get_bos_token_id())
+    by_topic = defaultdict(lambda: [0.0, 0.0, 0])  # the model's bits, the floor's bits, bytes
+    for text, (nats, count) in zip(texts, document_nats(model, documents, token_bytes, device_batch_size)):
+        for key in (topic_of(text), "all documents"):
+            by_topic[key][0] += nats / math.log(2)
+            by_topic[key][1] += floor_bits(text)
+            by_topic[key][2] += count
+
+    questions = held_out_questions()
+    right = greedy_completes(model, tokenizer, [(q.prompt, f" {q.answer}.") for q in questions], device_batch_size)
+    asked = defaultdict(list)
+    for question, is_right in zip(questions, right):
+        asked[question.topic].append(is_right)
+        asked["all documents"].append(is_right)
+
+    lines += ["", "| topic | bits per byte | floor | excess | held-out questions |", "|---|---|---|---|---|"]
+    print0(f"{'topic':16} bits/byte   floor  excess  held-out questions")
+    for topic in sorted(by_topic, key=lambda key: (key == "all documents", key)):
+        bits, floor_of_topic, count = by_topic[topic]
+        bpb, floor = bits / count, floor_of_topic / count
+        answers = f"{sum(asked[topic])}/{len(asked[topic])}" if asked[topic] else "-"
+        print0(f"{topic:16} {bpb:9.4f} {floor:7.4f} {bpb - floor:7.4f}  {answers}")
+        lines.append(f"| {topic} | {bpb:.4f} | {floor:.4f} | {bpb - floor:.4f} | {answers} |")
+    results |= {
+        "bits per byte of validation documents": bpb, "their floor": floor,
+        "excess over the floor": f"{bpb - floor:.4f} ({bpb / floor - 1:.1%})", "held-out questions": f"{sum(right) / len(right):.1%}",
+    }
+    print0(f"excess over the floor: {results['excess over the floor']} bits per byte; held-out questions: {results['held-out questions']}")
+
+if rank == 0:
+    write_section("base_eval", "Base model: evaluation", "\n".join(lines), {"base": results})
+compute_cleanup()

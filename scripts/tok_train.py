@@ -1,0 +1,31 @@
+"""
+Train the tokenizer of a data source.
+
+    python -m scripts.tok_train                                    # the embedded world, in seconds
+    python -m scripts.tok_train --data=fineweb-edu --vocab_size=2**15
+
+It is kept in NANOCHAT_BASE_DIR/tokenizer/<data>; every stage that uses the data finds it there.
+"""
+from itertools import islice
+
+from configurator import configure
+from nanochat.dataset import iter_texts
+from nanochat.tokenizer import bytes_per_token, tokenizer_dir, train_tokenizer
+
+# ---- Data
+data = "tinyworld"          # data source to learn from
+max_chars = 2_000_000_000   # characters to read at most
+doc_cap = 10_000            # characters of each document, so that no giant one rules the vocabulary
+# ---- Vocabulary
+vocab_size = 65536          # ids, with the 256 bytes and the special tokens; smaller if the data has fewer merges
+config = configure(globals())
+
+# --- learn the merges
+tokenizer = train_tokenizer(data, vocab_size, max_chars, doc_cap, log=print)
+print(f"vocabulary: {tokenizer.get_vocab_size():,} ids in {tokenizer_dir(data)}")
+if tokenizer.get_vocab_size() < vocab_size:
+    print(f"    fewer than the {vocab_size:,} asked for: no other pair of tokens occurs twice in this data")
+
+# --- how well they do on text they were not learned from
+held_out = list(islice(iter_texts(data, "val"), 1000))
+print(f"validation split: {bytes_per_token(tokenizer.encoding, held_out):.3f} bytes per token")

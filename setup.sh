@@ -1,0 +1,21 @@
+# Make .venv with everything the repo needs, unless it is there; sourced by speedrun.sh and tests/run.sh:
+#     . ./setup.sh [extra]
+# A torch that already works in .venv is never replaced. Without a GPU, torch's CPU wheels are asked for first: the
+# default ones bring gigabytes of CUDA.
+[ -d .venv ] || "${PYTHON:-python3}" -m venv .venv || exit 1
+if ! .venv/bin/python -c "import torch; torch.ones(1) + 1" 2>/dev/null; then
+    if [ "$(uname)" = Linux ] && ! nvidia-smi >/dev/null 2>&1; then
+        .venv/bin/python -m pip install --quiet --retries 1 --timeout 20 \
+            --index-url https://download.pytorch.org/whl/cpu "torch>=2.11,<=2.13.0" 2>/dev/null || true
+    fi
+fi
+# The stamp holds what was installed: a second run costs nothing, a changed pyproject.toml installs again.
+stamp="$(cksum pyproject.toml) ${1:-}"
+if [ "$(cat .venv/installed 2>/dev/null)" != "$stamp" ]; then
+    echo "installing into .venv ..."
+    .venv/bin/python -m pip install --quiet --editable ".${1:+[$1]}" || exit 1
+    echo "$stamp" > .venv/installed
+fi
+PATH="$PWD/.venv/bin:$PATH"
+# OpenMP threads that wait should not spin for long: beside any other busy process that costs a third of the speed.
+export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"

@@ -1,0 +1,613 @@
+"""Text in, shards out. The oracles are pyarrow, hashlib and sets of the texts that went in."""
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from nanochat import dataset, python_corpus, shards, sources
+from nanochat.errors import UserError
+from nanochat.make_dataset import make
+
+ROOT = Path(__file__).parent.parent
+LANGUAGES = ["Grüße aus Köln, schöne Straße.", "Привет, как дела?", "今日はいい天気ですね。", "مرحبا بالعالم", "नमस्ते दुनिया", "😀👩‍👩‍👧"]
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path, monkeypatch):
+    """An empty base folder, another folder for inputs, and a small tiny world."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    monkeypatch.setattr(sources, "TINYWORLD_BYTES", 200_000)
+    monkeypatch.setattr(sources.tinyworld, "document", lambda seed, index: f"Document {index} of world {seed}. " * 9)
+    (tmp_path / "in").mkdir()
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    return tmp_path / "in"
+
+
+def files_of(name: str) -> list[Path]:
+    return sorted((dataset.base_dir() / "data" / name).glob("*.parquet"))
+
+
+def rows_of(path: Path) -> list[str]:
+    return pq.read_table(path)["text"].to_pylist()
+
+
+def all_rows(name: str) -> list[str]:
+    return [row for path in files_of(name) for row in rows_of(path)]
+
+
+def write_jsonl(path: Path, texts: list[str], field: str = "text") -> None:
+    path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts))
+
+
+def texts(count: int, words: int = 30, tag: str = "") -> list[str]:
+    return [f"text{tag} {i} " + " ".join(f"w{(i * 7 + k) % 101}" for k in range(words)) for i in range(count)]
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "nanochat.dataset", *arguments],
+        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60,
+    )
+
+
+# ---- The form on disk
+
+def test_manifest_says_what_pyarrow_and_hashlib_find(inputs, base):
+    write_jsonl(inputs / "a.jsonl", texts(5000))
+    make(str(inputs), name="mine", shard_mb=0.2)
+    manifest = json.loads((base / "data" / "mine" / "manifest.json").read_text())
+    assert [entry["file"] for entry in manifest["shards"]] == [f"shard_{i:05d}.parquet" for i in range(len(files_of("mine")))]
+    assert len(manifest["shards"]) >= 4
+    for entry, path in zip(manifest["shards"], files_of("mine"), strict=True):
+        rows = rows_of(path)
+        assert entry == {
+            "file": path.name, "rows": len(rows), "bytes": path.stat().st_size,
+            "text_bytes": sum(len(row.encode()) for row in rows),
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+        metadata = pq.ParquetFile(path).metadata
+        groups = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        assert all(rows == 1024 for rows in groups[:-1]) and groups[-1] <= 1024
+        assert metadata.row_group(0).column(0).compression == "ZSTD"
+    assert sorted(all_rows("mine")) == sorted(texts(5000))
+    assert manifest["source"] == str(inputs) and manifest["seed"] == 42 and manifest["documents"] == 5000
+    train_sizes = [entry["text_bytes"] for entry in manifest["shards"][:-1]]
+    assert max(train_sizes) < 1.1 * min(train_sizes)  # no crumb of a last shard
+
+
+def test_no_document_on_both_sides_though_most_are_duplicates(inputs):
+    """Every text up to 40 times, in several files, in an order that would put copies into every shard."""
+    distinct = texts(800)
+    copies = [text for i, text in enumerate(distinct) for _ in range(1 + i % 40)]
+    for part in range(3):
+        write_jsonl(inputs / f"{part}.jsonl", copies[part::3])
+    manifest = make(str(inputs), name="mine", shard_mb=0.01)
+    *train, val = [set(rows_of(path)) for path in files_of("mine")]
+    assert len(train) > 3 and val and not val & set.union(*train)
+    assert Counter(all_rows("mine")) == Counter(distinct)  # each exactly once, none lost
+    assert manifest["duplicates"] == len(copies) - len(distinct)
+
+
+def test_one_text_repeated_a_thousand_times_does_not_eat_the_training_set(inputs):
+    write_jsonl(inputs / "a.jsonl", ["the same boilerplate " * 50] * 1000 + texts(100))
+    make(str(inputs), name="mine")
+    assert len(rows_of(files_of("mine")[-1])) <= 20 and len(rows_of(files_of("mine")[0])) >= 81
+
+
+def test_shuffle_depends_on_the_seed_and_on_nothing_else(inputs, base):
+    write_jsonl(inputs / "a.jsonl", texts(3000))
+    make(str(inputs), name="one", seed=1)
+    make(str(inputs), name="two", seed=2)
+    write_jsonl(inputs / "a.jsonl", texts(3000)[::-1])
+    make(str(inputs), name="three", seed=1)
+    one, two, three = all_rows("one"), all_rows("two"), all_rows("three")
+    assert one == three and dataset.fingerprint("one") == dataset.fingerprint("three")
+    assert one != two and sorted(one) == sorted(two) and dataset.fingerprint("one") != dataset.fingerprint("two")
+    # A random order: of neighbours in the input hardly any are neighbours in the output (expected: 2 of 3000).
+    number = [int(text.split()[1]) for text in one]
+    assert sum(abs(a - b) == 1 for a, b in zip(number, number[1:], strict=False)) < 15
+    assert abs(sum(number[:1500]) / 1500 - 1500) < 150  # mean of 1500 draws: standard deviation 16
+
+
+def test_num_shards_limits_training_and_keeps_a_validation_shard(inputs):
+    write_jsonl(inputs / "a.jsonl", texts(4000))
+    make(str(inputs), name="all", shard_mb=0.1)
+    manifest = make(str(inputs), name="two", shard_mb=0.1, num_shards=2)
+    assert len(files_of("all")) > 5 and len(files_of("two")) == 3
+    assert manifest["documents"] + manifest["left_out"] == 4000
+    assert not set(rows_of(files_of("two")[-1])) & {row for path in files_of("two")[:-1] for row in rows_of(path)}
+    make("tinyworld", num_shards=2, shard_mb=0.05)
+    assert len(files_of("tinyworld")) == 3
+
+
+def test_a_row_group_of_huge_documents_is_bounded(inputs, monkeypatch):
+    monkeypatch.setattr(shards, "ROW_GROUP_BYTES", 10_000)
+    write_jsonl(inputs / "a.jsonl", texts(50, words=1000))
+    make(str(inputs), name="mine")
+    metadata = pq.ParquetFile(files_of("mine")[0]).metadata
+    assert all(metadata.row_group(i).num_rows <= 3 for i in range(metadata.num_row_groups))
+
+
+# ---- Sources
+
+def test_every_kind_of_file_gives_the_same_documents(inputs):
+    documents = texts(20) + LANGUAGES
+    for kind in ("txt", "md", "txt.gz", "md.zst", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "JSONL"):
+        folder = inputs / kind
+        folder.mkdir()
+        lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents).encode()
+        if kind == "parquet":
+            pq.write_table(pa.table({"other": range(len(documents)), "text": documents}), folder / "a.parquet")
+        elif "json" in kind.lower():
+            pack = {"gz": gzip.compress, "zst": zstandard.compress}.get(kind[6:], bytes)
+            (folder / f"a.{kind}").write_bytes(pack(lines))
+        else:
+            pack = {"gz": gzip.compress, "zst": zstandard.compress}.get(kind[4:] if "txt" in kind else kind[3:], bytes)
+            for i, text in enumerate(documents):
+                (folder / f"{i}.{kind}").write_bytes(pack(text.encode()))
+        make(str(folder), name="mine." + kind)
+        assert sorted(all_rows("mine." + kind)) == sorted(documents), kind
+
+
+def test_several_files_and_a_default_name(inputs, monkeypatch):
+    (inputs / "book.txt").write_text("\n".join(texts(10)))
+    write_jsonl(inputs / "more.jsonl.gz", [])
+    (inputs / "more.jsonl.gz").write_bytes(gzip.compress(json.dumps({"t": "more"}).encode()))
+    make(f"{inputs}/book.txt,{inputs}/more.jsonl.gz", field="t")
+    assert "more" in all_rows("book")
+    make(f"{inputs}/book.txt", name="alone")
+    monkeypatch.chdir(inputs.parent)
+    (inputs / "more.jsonl.gz").unlink()
+    make("in")  # a relative folder is named, too
+    assert "".join(sorted(all_rows("in"))).replace("\n", "") == "".join(sorted(all_rows("alone"))).replace("\n", "")
+
+
+def test_hidden_and_other_files_are_passed_over(inputs):
+    (inputs / ".git").mkdir()
+    (inputs / ".git" / "secret.txt").write_text("secret")
+    (inputs / "deep" / "down").mkdir(parents=True)
+    (inputs / "deep" / "down" / "a.md").write_text("\n".join(texts(9)))
+    (inputs / "code.py").write_text("no")
+    (inputs / "archive.gz").write_bytes(b"no")
+    make(str(inputs))
+    assert not {"secret", "no"} & set(all_rows("in")) and len(all_rows("in")) == 2
+
+
+def test_a_large_text_file_is_cut_at_blank_lines(inputs):
+    paragraphs = texts(3000, words=40)
+    (inputs / "a.txt").write_text("\n\n".join(paragraphs))
+    make(str(inputs))
+    rows = all_rows("in")
+    assert max(len(row.encode()) for row in rows) <= sources.PIECE_BYTES and len(rows) >= 6
+    assert Counter(part for row in rows for part in row.strip().split("\n\n")) == Counter(paragraphs)
+
+
+def test_a_text_without_any_blank_is_cut_between_characters(inputs):
+    text = "".join(chr(0x4E00 + i % 5000) for i in range(150_000))  # three bytes each, no space in 450 kB
+    (inputs / "a.txt").write_text(text)
+    manifest = make(str(inputs))
+    assert manifest["invalid_bytes"] == 0 and sum(map(len, all_rows("in"))) == len(text)
+
+
+def test_invalid_utf8_is_counted_and_replaced(inputs):
+    (inputs / "a.txt").write_bytes(b"good \xff\xfe bad\n\n" + "Zürich".encode("latin-1") + b"\n\n" + b"x" * 100)
+    (inputs / "b.jsonl").write_bytes(b'{"text": "caf\xe9"}\n{"text": "half \\ud800 pair"}\n{"text": "whole \\ud83d\\ude00"}\n')
+    # Arrow's own checks would not let such a column be written; other writers do not check.
+    column = pa.Array.from_buffers(pa.string(), 2, pa.array([b"ok", b"\xf0\x28"], pa.binary()).buffers())
+    pq.write_table(pa.table({"text": column}), inputs / "c.parquet")
+    manifest = make(str(inputs))
+    rows = all_rows("in")
+    assert manifest["invalid_bytes"] == 3 + 1 + 1 + 1
+    assert {"caf\ufffd", "half \ufffd pair", "whole 😀", "\ufffd("} <= set(rows)
+
+
+def test_a_byte_order_mark_and_empty_documents_are_dropped(inputs):
+    (inputs / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "first"}\n\n{"text": "  "}\n{"text": null}\n{"text": "second"}')
+    (inputs / "b.txt").write_bytes(b"\xef\xbb\xbfthird")
+    manifest = make(str(inputs))
+    assert sorted(all_rows("in")) == ["first", "second", "third"] and manifest["empty"] == 2
+
+
+def test_huggingface_datasets_of_a_local_folder(inputs, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(inputs.parent / "hf"))
+    hf = pytest.importorskip("datasets")
+    monkeypatch.setattr(hf.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)  # seconds, each time it shuffles
+    (inputs / "books").mkdir()
+    pq.write_table(pa.table({"content": texts(500)}), inputs / "books" / "a.parquet")
+    make(f"hf:{inputs}/books", field="content")
+    assert sorted(all_rows("books")) == sorted(texts(500))
+    make(f"hf:{inputs}/books", field="content", name="part", num_shards=1, shard_mb=0.01)
+    assert 20 < len(all_rows("part")) < 150 and set(all_rows("part")) <= set(texts(500))
+    with pytest.raises(UserError, match=r"no field 'text'; there is: content"):
+        make(f"hf:{inputs}/books", name="other")
+    with pytest.raises(UserError, match="hf:/nowhere/at/all"):
+        make("hf:/nowhere/at/all", name="other")
+    assert not files_of("other")
+
+
+def test_huggingface_datasets_that_are_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="pip install datasets"):
+        make("hf:some/thing")
+
+
+def test_tinyworld_is_documents_from_zero_on():
+    make("tinyworld", seed=7)
+    rows = all_rows("tinyworld")
+    assert set(rows) == {f"Document {i} of world 7. " * 9 for i in range(len(rows))}
+    assert abs(sum(map(len, rows)) - 200_000) < 500
+
+
+# ---- The standard library
+
+@pytest.fixture(scope="module")
+def corpus():
+    return list(python_corpus.documents(sources.PIECE_BYTES, Counter()))
+
+
+def test_python_holds_the_sources_and_the_reference(corpus):
+    whole = {text for text, _ in corpus}
+    assert Path(json.__file__).read_text() in whole and len(corpus) > 500
+    assert any(text.startswith("Help on module math") and "math.hypot" in text for text in whole)
+    assert max(len(text) for text in whole) <= 1.1 * sources.PIECE_BYTES
+    pieces: dict[str, str] = {}
+    for text, kin in corpus:
+        if text != kin:
+            pieces[kin] = pieces.get(kin, "") + text
+    assert len(pieces) > 20 and all(kin == joined for kin, joined in pieces.items())
+    assert not any("0x7f" in text for text in whole if text.startswith("Help on"))  # an address differs in every process
+
+
+def test_python_repeats_no_docstring_of_a_source_in_the_reference(corpus):
+    """heapq.py and the C module _heapq share their docstrings: the latter must leave them out."""
+    import heapq
+    line = heapq.nsmallest.__doc__.strip().splitlines()[0]
+    shared = heapq.heappush.__doc__.strip().splitlines()[0]
+    assert sum(line in text for text, _ in corpus) >= 1
+    assert not any(shared in text for text, _ in corpus if text.startswith("Help on module"))
+
+
+def test_python_keeps_all_pieces_of_a_file_on_one_side():
+    make("python")
+    val = set(rows_of(files_of("python")[-1]))
+    kin_of = {text: kin for text, kin in python_corpus.documents(sources.PIECE_BYTES, Counter())}
+    train_kin = {kin_of[row] for path in files_of("python")[:-1] for row in rows_of(path)}
+    val_kin = {kin_of[row] for row in val}
+    assert len(val) > 5 and not val_kin & train_kin
+    assert 300_000 < sum(map(len, val)) < 1_500_000
+    # Copies of one text within several files: all the same, no text twice.
+    assert len(all_rows("python")) == len(set(all_rows("python")))
+
+
+def test_sources_of_any_encoding(tmp_path):
+    cases = {b"# coding: latin-1\nx = '\xe9'\n": "é", b"# coding: nonsense\nx = '\xc3\xa9'\n": "é", b"x = '\xff'\n": "\ufffd"}
+    for data, expected in cases.items():
+        (tmp_path / "x.py").write_bytes(data)
+        tally = Counter()
+        assert expected in python_corpus.read_source(tmp_path / "x.py", tally)
+        assert tally["invalid_bytes"] == (expected == "\ufffd")
+
+
+# ---- Very little text
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_few_documents_still_give_two_shards(inputs, count):
+    for i in range(count):
+        (inputs / f"{i}.txt").write_text(f"Title {i}\n\n" + "\n\n".join(texts(10, tag=str(i))))
+    make(str(inputs))
+    train, val = (rows_of(path) for path in files_of("in"))
+    assert train and val and not set(train) & set(val)
+    together = [part for row in train + val for part in row.split("\n\n")]
+    expected = [part for i in range(count) for part in [f"Title {i}", *texts(10, tag=str(i))]]
+    assert sorted(together) == sorted(expected)
+    assert sum(map(len, val)) < 0.35 * sum(map(len, train + val))  # one paragraph of ten, a whole small document at most
+
+
+def test_one_document_of_lines_is_cut_at_a_line(inputs):
+    (inputs / "a.txt").write_text("Heading\n\n" + "\n".join(texts(20)) + "\n")
+    make(str(inputs))
+    train, val = (rows_of(path)[0] for path in files_of("in"))
+    assert train.startswith("Heading") and len(val.splitlines()) == 2 and (train + "\n" + val).splitlines()[2:] == texts(20)
+
+
+@pytest.mark.parametrize("text", ["one line", "same\nsame\n", "same\n\nsame", "x", "\nx\n\n"])
+def test_too_little_text_is_one_line(inputs, text):
+    (inputs / "a.txt").write_text(text)
+    (inputs / "b.txt").write_text(text)
+    with pytest.raises(UserError, match="too little text in .*in: .* bytes") as caught:
+        make(str(inputs))
+    assert "\n" not in str(caught.value) and not files_of("in")
+
+
+def test_two_single_lines_are_one_for_each_side(inputs):
+    write_jsonl(inputs / "a.jsonl", ["one", "two"])
+    make(str(inputs))
+    assert sorted(map(rows_of, files_of("in"))) == [["one"], ["two"]]
+
+
+# ---- Damage and misuse
+
+def damaged_inputs():
+    lines = [json.dumps({"text": text}) for text in texts(2000)]
+    compressed = gzip.compress("\n".join(lines).encode())
+    return {
+        "bad.jsonl": ("\n".join([*lines[:11], '{"text": ', *lines[11:]]).encode(), r"bad\.jsonl, line 12: not JSON"),
+        "list.jsonl": (b'{"text": "a"}\n[1]\n', r"list\.jsonl, line 2: expected an object .* found list"),
+        "field.jsonl": (b'{"text": "a"}\n\n{"body": "b", "id": 1}\n', r"line 3: no field 'text'; there is: body, id"),
+        "type.jsonl": (b'{"text": 5}\n', r"line 1: field 'text' holds int"),
+        "deep.jsonl": (b"[" * 100_000, r"line 1: not JSON"),
+        "cut.jsonl.gz": (compressed[: len(compressed) // 2], r"cut\.jsonl\.gz, line \d{2,}: cannot be read"),
+        "cut.txt.zst": (zstandard.compress(os.urandom(200_000).hex().encode())[:-9], r"cannot read .*cut\.txt\.zst"),
+        "not.txt.gz": (b"this is no gzip", r"cannot read .*not\.txt\.gz"),
+        "short.parquet": (b"PAR1 and then nothing", r"short\.parquet: not a whole parquet file"),
+        "empty.parquet": (b"", r"empty\.parquet: not a whole parquet file"),
+    }
+
+
+@pytest.mark.parametrize("file", damaged_inputs())
+def test_damaged_input_is_one_line_and_leaves_nothing(inputs, base, file):
+    content, message = damaged_inputs()[file]
+    (inputs / file).write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        make(str(inputs))
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in (base / "data").iterdir()] == [".in.lock"]
+
+
+def test_parquet_without_the_field_or_of_another_type_or_cut(inputs):
+    path = inputs / "a.parquet"
+    pq.write_table(pa.table({"number": [1, 2], "body": ["a", "b"]}), path)
+    with pytest.raises(UserError, match=r"a\.parquet: no field 'text'; there is: number, body"):
+        make(str(path))
+    with pytest.raises(UserError, match="field 'number' holds int64"):
+        make(str(path), field="number")
+    pq.write_table(pa.table({"text": texts(20_000)}), path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="a.parquet: not a whole parquet file"):
+        make(str(path))
+    path.write_bytes(whole[:1000] + bytes(2000) + whole[3000:])  # footer intact, pages not
+    with pytest.raises(UserError, match=r"a\.parquet"):
+        make(str(path))
+
+
+def test_unknown_sources_and_settings():
+    cases = {
+        "nope": r"no source 'nope', and no such path; expected tinyworld, python, fineweb-edu, climbmix, hf:",
+        "/no/such/folder": "no such path",
+        "": "no source ''",
+        "hf:": "names no data set",
+    }
+    for source, message in cases.items():
+        with pytest.raises(UserError, match=message):
+            make(source)
+    for settings in ({"num_shards": 0}, {"num_shards": -2}, {"shard_mb": 0.0}, {"workers": 0}):
+        with pytest.raises(UserError, match="num_shards=.* shard_mb=.* workers="):
+            make("tinyworld", **settings)
+
+
+def test_a_folder_without_usable_files(inputs):
+    (inputs / "a.pdf").write_bytes(b"%PDF")
+    with pytest.raises(UserError, match=r"no documents in .*in: expected \.txt \.md \.jsonl \.parquet \(or \.gz/\.zst of them\)"):
+        make(str(inputs))
+    (inputs / "a.txt").write_text(" \n\n")
+    with pytest.raises(UserError, match="no documents in .*in: all it holds is empty"):
+        make(str(inputs))
+
+
+def test_names_cannot_leave_the_folder_or_take_the_place_of_other_data(inputs, tmp_path):
+    write_jsonl(inputs / "a.jsonl", texts(50))
+    for name in ("../up", "a/b", ".hidden", ".."):
+        with pytest.raises(UserError, match="cannot name a data set"):
+            make(str(inputs), name=name)
+    with pytest.raises(UserError, match="belongs to the source of that name"):
+        make(str(inputs), name="tinyworld")
+    make(str(inputs), name="mine")
+    before = dataset.fingerprint("mine")
+    shutil.copytree(inputs, tmp_path / "mine")
+    with pytest.raises(UserError, match="was made from .* choose another name"):
+        make(str(tmp_path / "mine"))
+    assert dataset.fingerprint("mine") == before
+    write_jsonl(inputs / "a.jsonl", texts(60))
+    make(str(inputs), name="mine")  # the same folder with more in it replaces what was there
+    assert len(all_rows("mine")) == 60
+
+
+# ---- Reading
+
+def test_the_reading_half_of_the_library(inputs):
+    write_jsonl(inputs / "a.jsonl", texts(3000))
+    manifest = make(str(inputs), name="mine", shard_mb=0.1)
+    assert dataset.load_manifest("mine") == manifest
+    assert dataset.shard_paths("mine", "train") == files_of("mine")[:-1]
+    assert dataset.shard_paths("mine", "val") == files_of("mine")[-1:]
+    assert [row for split in ("train", "val") for row in dataset.iter_texts("mine", split)] == all_rows("mine")
+    assert dataset.read_shard(files_of("mine")[0]) == rows_of(files_of("mine")[0])
+    digests = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in files_of("mine"))
+    assert dataset.fingerprint("mine") == hashlib.sha256(digests.encode()).hexdigest()
+    dataset.verify("mine")
+
+
+def test_what_is_missing_or_damaged_is_named(inputs, base):
+    with pytest.raises(UserError, match=r"no data set 'python' in .*data; make it: python -m nanochat.dataset --source=python$"):
+        dataset.load_manifest("python")
+    with pytest.raises(UserError, match="no data set 'mine'"):
+        dataset.ensure_dataset("mine")
+    assert not base.exists()  # asking makes nothing
+    write_jsonl(inputs / "a.jsonl", texts(3000))
+    make(str(inputs), name="mine", shard_mb=0.1)
+    first = files_of("mine")[0]
+    whole, manifest = first.read_bytes(), (first.parent / "manifest.json").read_bytes()
+
+    first.write_bytes(whole[:200] + b"?" + whole[201:])  # the same size
+    dataset.load_manifest("mine")
+    with pytest.raises(UserError, match=r"1 of \d+ shards .* damaged: shard_00000.parquet"):
+        dataset.verify("mine")
+    first.write_bytes(whole[:-100])
+    with pytest.raises(UserError, match=r"shard_00000\.parquet has \d+ bytes, the manifest says \d+"):
+        dataset.load_manifest("mine")
+    with pytest.raises(UserError, match=r"shard_00000\.parquet cannot be read .* make the data set again"):
+        dataset.read_shard(first)
+    first.unlink()
+    with pytest.raises(UserError, match=r"shard_00000\.parquet is missing"):
+        dataset.shard_paths("mine", "train")
+    for content in (b"", b"{", b"[]", b'{"shards": []}', b'{"shards": [{}, {}]}', b'{"shards": 3}', manifest[:-50]):
+        (first.parent / "manifest.json").write_bytes(content)
+        with pytest.raises(UserError, match="manifest.json is damaged"):
+            dataset.load_manifest("mine")
+    make(str(inputs), name="mine", shard_mb=0.1)  # and the cure that was named works
+    assert first.read_bytes() == whole and (first.parent / "manifest.json").read_bytes() == manifest
+
+
+def test_shards_that_hold_no_text_are_refused(tmp_path):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"body": ["a"]}), path)
+    with pytest.raises(UserError, match="x.parquet has no column 'text' but body"):
+        dataset.read_shard(path)
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
+    with pytest.raises(UserError, match="x.parquet holds no documents"):
+        dataset.read_shard(path)
+    with pytest.raises(UserError, match="gone.parquet cannot be read"):
+        dataset.read_shard(tmp_path / "gone.parquet")
+
+
+def test_ensure_makes_tinyworld_once(capsys):
+    dataset.ensure_dataset("tinyworld")
+    assert capsys.readouterr().out.startswith("data set 'tinyworld' is not there yet, making it in")
+    stamp = files_of("tinyworld")[0].stat()
+    dataset.ensure_dataset("tinyworld")
+    make("tinyworld")
+    assert files_of("tinyworld")[0].stat() == stamp  # neither asking nor making again touches it
+    make("tinyworld", seed=3)
+    assert files_of("tinyworld")[0].stat().st_ino != stamp.st_ino
+
+
+# ---- The command, kills and full disks
+
+def test_importing_prints_and_touches_nothing(tmp_path):
+    code = "import nanochat.dataset, sys; assert not {'torch', 'requests', 'datasets'} & set(sys.modules), sys.modules.keys()"
+    code += "; import nanochat.make_dataset; assert not {'torch', 'datasets'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not (tmp_path / "base").exists()
+
+
+def test_the_command(inputs):
+    write_jsonl(inputs / "a.jsonl", texts(300) + texts(5), field="body")
+    done = command(f"--source={inputs}", "--name=mine", "--field=body")
+    assert done.returncode == 0, done.stderr
+    assert "mine: 300 documents" in done.stdout and "duplicates dropped: 5" in done.stdout
+    assert sorted(all_rows("mine")) == sorted(texts(300))
+    assert "every checksum is right" in command("--name=mine", "--verify").stdout
+    files_of("mine")[0].write_bytes(bytes(files_of("mine")[0].stat().st_size))
+    failed = command("--name=mine", "--verify")
+    assert failed.returncode == 1 and "damaged: shard_00000.parquet; delete" in failed.stderr and failed.stderr.count("\n") == 1
+    failed = command("--source=nope")
+    assert failed.returncode == 1 and failed.stderr.startswith("error: no source 'nope'") and failed.stderr.count("\n") == 1
+
+
+def test_a_build_killed_at_any_moment_leaves_the_old_data_or_none(inputs, base):
+    """Kill a real process while it reads, and while it writes; then the same command works and clears the debris."""
+    write_jsonl(inputs / "a.jsonl", texts(30_000))
+    start = [sys.executable, "-m", "nanochat.dataset", f"--source={inputs}", "--name=mine", "--shard_mb=0.2"]
+
+    def kill_when(pattern: str) -> None:
+        process = subprocess.Popen(start, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 15
+        while not list((base / "data").glob(pattern)) and process.poll() is None:
+            assert time.monotonic() < deadline, pattern
+            time.sleep(0.0005)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, f"finished before {pattern} was seen"
+
+    kill_when(".mine.tmp-*/bucket_00")
+    assert not (base / "data" / "mine").exists() and list((base / "data").glob(".mine.tmp-*"))
+    with pytest.raises(UserError, match="no data set 'mine'"):
+        dataset.load_manifest("mine")
+    done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(all_rows("mine")) == sorted(texts(30_000)) and not list((base / "data").glob(".mine.tmp-*"))
+
+    before = dataset.fingerprint("mine")
+    write_jsonl(inputs / "a.jsonl", texts(40_000))
+    kill_when(".mine.tmp-*/shard_00002.parquet")
+    assert dataset.fingerprint("mine") == before
+    dataset.verify("mine")
+    make(str(inputs), name="mine")
+    assert len(all_rows("mine")) == 40_000 and sorted(path.name for path in (base / "data").iterdir()) == [".mine.lock", "mine"]
+
+
+def test_a_kill_between_the_two_renames_is_mended_on_the_next_look(inputs, base):
+    write_jsonl(inputs / "a.jsonl", texts(300))
+    make(str(inputs), name="mine")
+    before = dataset.fingerprint("mine")
+    os.rename(base / "data" / "mine", base / "data" / "mine.old")  # the state in which such a kill leaves the disk
+    assert dataset.fingerprint("mine") == before
+
+
+def test_two_builds_at_once_are_one(inputs):
+    write_jsonl(inputs / "a.jsonl", texts(5000))
+    start = [sys.executable, "-m", "nanochat.dataset", f"--source={inputs}", "--name=mine"]
+    both = [subprocess.Popen(start, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [(process.communicate(timeout=60)[1], process.returncode) for process in both] == [("", 0), ("", 0)]
+    dataset.verify("mine")
+    assert sorted(all_rows("mine")) == sorted(texts(5000))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_is_one_line_and_loses_nothing(inputs, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        write_jsonl(inputs / "a.jsonl", texts(1000))
+        environment = {"NANOCHAT_BASE_DIR": str(small)}
+        assert command(f"--source={inputs}", "--name=mine", **environment).returncode == 0
+        before = {path.name: path.read_bytes() for path in (small / "data" / "mine").iterdir()}
+        with open(inputs / "b.jsonl", "w") as file:
+            file.writelines(json.dumps({"text": os.urandom(5000).hex()}) + "\n" for _ in range(1000))
+        for path in (inputs / "b.jsonl", inputs):
+            failed = command(f"--source={path}", "--name=mine" if path == inputs else "--name=other", **environment)
+            assert failed.returncode == 1 and failed.stderr.count("\n") == 1, failed.stderr
+            assert failed.stderr.startswith(f"error: cannot make {small}/data/") and "No space left on device" in failed.stderr
+        assert {path.name: path.read_bytes() for path in (small / "data" / "mine").iterdir()} == before
+        assert sorted(path.name for path in (small / "data").iterdir()) == [".mine.lock", ".other.lock", "mine"]
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_disk_that_fills_while_shards_are_written(inputs, base):
+    """Buckets fit and a shard does not: the limit on a file's size stands for the disk's."""
+    with open(inputs / "a.jsonl", "w") as file:
+        file.writelines(json.dumps({"text": os.urandom(3000).hex()}) + "\n" for _ in range(1000))
+    limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000));"
+    limit += f"sys.argv[1:] = ['--source={inputs}', '--name=mine']; runpy.run_module('nanochat.dataset', run_name='__main__')"
+    failed = subprocess.run([sys.executable, "-c", limit], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert failed.returncode == 1 and failed.stderr.count("\n") == 1, failed.stderr
+    assert "File too large" in failed.stderr
+    assert [path.name for path in (base / "data").iterdir()] == [".mine.lock"]
+
+
+def test_a_base_folder_that_cannot_be_written(tmp_path, inputs):
+    write_jsonl(inputs / "a.jsonl", texts(10))
+    (tmp_path / "file").write_text("not a folder")
+    failed = command(f"--source={inputs}", NANOCHAT_BASE_DIR=str(tmp_path / "file"))
+    assert failed.returncode == 1 and failed.stderr.count("\n") == 1, failed.stderr
+    assert failed.stderr.startswith("error: cannot make") and "Not a directory" in failed.stderr

@@ -1,0 +1,342 @@
+"""
+The tokenizer against a byte-pair encoding written out naively here, and against bytes counted by hand.
+
+The oracle shares only the split pattern with what it tests, and runs it in another regex engine (`regex`).
+"""
+import base64
+import collections
+import json
+import os
+import random
+import runpy
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import regex
+import tiktoken
+
+from nanochat.errors import UserError
+from nanochat.tokenizer import (FILE_NAME, SPECIAL_TOKENS, SPLIT_PATTERN, TRAINING_PATTERN, Tokenizer, get_tokenizer,
+                                tokenizer_dir, train_tokenizer, training_texts)
+
+ROOT = Path(__file__).resolve().parent.parent
+NASTY = ["", " ", "\n", "\r\n\r\n", "a\r\nb\r\n", "\0", "a\0b", "\u0301", "e\u0301\u0327", "👩‍👩‍👧‍👦🏳️‍🌈", "你好，世界",
+         "Ünïcödé", "ſ's K's I'LL don't 'tis", "  indented\n\t\ttabs  \n", "x" * 300, " " * 700 + "y", "\n" * 700,
+         "=" * 300 + "\n" * 9, "1234567 3.14 ٣٤٥ ½", "\u00a0\u3000\u2028\u0085", "\ufeff\ufffd\uffff", "\U0010ffff"]
+
+
+def corpus() -> list[str]:
+    """Small, varied, the same every time: made-up words with endings, numbers, code, and some other scripts."""
+    rng = random.Random(1)
+    stems = ["".join(rng.choices("abcdeilmnorstu", k=rng.randint(2, 6))) for _ in range(150)]
+    texts = []
+    for _ in range(300):
+        words = [rng.choice(stems) + rng.choice(["", "s", "ing", "'s", ".", ",\n", "();\n    "]) for _ in range(60)]
+        texts.append(" ".join(words) + f" {rng.randint(0, 99999)} 你好世界 é🙂")
+    return texts
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """Small, yet with merges inside characters of other scripts."""
+    return Tokenizer.train(corpus(), 800)
+
+
+def random_texts(count: int) -> list[str]:
+    """Texts of characters that meet at the edges of every rule of the split."""
+    rng = random.Random(2)
+    alphabet = "aaaeinst'sdlmvertSTLL  \n\r\t01239.,-=(é你世🙂\u0301\u00a0½ß\0"
+    return ["".join(rng.choices(alphabet, k=rng.randint(1, 60))) for _ in range(count)]
+
+
+# ---- The oracle
+
+def merge(word: tuple[bytes, ...], pair: tuple[bytes, bytes]) -> tuple[bytes, ...]:
+    """Join a pair wherever it stands, from the left."""
+    joined, i = [], 0
+    while i < len(word):
+        width = 2 if word[i:i + 2] == pair else 1
+        joined.append(b"".join(word[i:i + width]))
+        i += width
+    return tuple(joined)
+
+
+def pieces(text: str) -> list[list[bytes]]:
+    return [[bytes([byte]) for byte in piece.encode()] for piece in regex.findall(SPLIT_PATTERN, text)]
+
+
+def naive_encode(text: str, merges: tuple[bytes, ...]) -> list[int]:
+    ranks = {token: 256 + i for i, token in enumerate(merges)}
+    ids = []
+    for tokens in pieces(text):
+        while pairs := [pair for pair in zip(tokens, tokens[1:]) if b"".join(pair) in ranks]:
+            first = min(pairs, key=lambda pair: ranks[b"".join(pair)])
+            at = next(i for i, pair in enumerate(zip(tokens, tokens[1:])) if pair == first)
+            tokens[at:at + 2] = [b"".join(first)]
+        ids += [ranks.get(token, token[0]) for token in tokens]
+    return ids
+
+
+# ---- Encoding
+
+def test_ids_equal_those_of_a_naive_encoder(tokenizer):
+    for text in NASTY + random_texts(1500) + corpus()[:20]:
+        assert tokenizer.encode(text) == naive_encode(text, tokenizer.merges), repr(text)
+
+
+def test_every_text_comes_back_and_its_tokens_count_its_bytes(tokenizer):
+    num_bytes = tokenizer.token_bytes()
+    for text in NASTY + random_texts(1500):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and tokenizer.decode_bytes(ids) == text.encode()
+        assert num_bytes[ids].sum() == len(text.encode()), repr(text)
+
+
+def test_token_bytes_are_raw_bytes_not_decoded_ones(tokenizer):
+    """A lone byte above 127 decodes to U+FFFD, three bytes long, and must still count as one."""
+    num_bytes = tokenizer.token_bytes()
+    assert num_bytes.dtype == np.int32 and num_bytes.shape == (tokenizer.get_vocab_size(),)
+    assert num_bytes[:256].tolist() == [1] * 256 and len(tokenizer.decode([200]).encode()) == 3
+    assert num_bytes[256:-9].tolist() == [len(token) for token in tokenizer.merges]
+    assert num_bytes[-9:].tolist() == [0] * 9
+    broken = [i for i, token in enumerate(tokenizer.merges) if "\ufffd" in token.decode(errors="replace")]
+    assert broken, "the corpus should teach a merge inside a character"
+
+
+def test_all_bytes_decode(tokenizer):
+    assert tokenizer.decode_bytes(range(256)) == bytes(range(256))
+    assert tokenizer.decode(np.array([104, 105, 255])) == "hi\ufffd"
+    with pytest.raises(KeyError):
+        tokenizer.decode([tokenizer.get_vocab_size()])
+
+
+def test_digits_are_split_in_groups_of_up_to_two():
+    """Trained on nothing but long numbers, no token holds three digits, nor a digit and anything else."""
+    numbers = [f"x{n} {n} {n}{n}\n٣٤٥٣٤٥" for n in range(100, 1100)]
+    tokens = Tokenizer.train(numbers, 2000).raw_tokens
+    texts = [token.decode(errors="ignore") for token in tokens]
+    assert max(sum(char.isdigit() for char in text) for text in texts) == 2
+    assert all(text.isdigit() for text in texts if any(char.isdigit() for char in text))
+
+
+def test_the_split_matches_pieces_written_out_by_hand():
+    said = "I'll say:  'no'...\n\n  x = y+123\r\n"
+    expected = ["I", "'ll", " say", ":", " ", " '", "no", "'...\n\n", " ", " x", " =", " y", "+", "12", "3", "\r\n"]
+    assert regex.findall(SPLIT_PATTERN, said) == expected
+
+
+def test_special_tokens_follow_the_ordinary_ids_in_order_and_never_come_from_a_text(tokenizer):
+    names = ("bos user_start user_end assistant_start assistant_end "
+             "python_start python_end output_start output_end").split()
+    ids = [tokenizer.encode_special(f"<|{name}|>") for name in names]
+    assert ids == list(range(256 + len(tokenizer.merges), tokenizer.get_vocab_size()))
+    assert tokenizer.get_bos_token_id() == ids[0] and tokenizer.decode(ids[:1]) == "<|bos|>"
+    for text in (f"<|{name}|>a <|{name}|>" for name in names):
+        assert max(tokenizer.encode(text)) < ids[0] and tokenizer.decode(tokenizer.encode(text)) == text
+    with pytest.raises(KeyError):
+        tokenizer.encode_special("<|eos|>")
+
+
+def test_prepend_append_and_batches(tokenizer):
+    texts = NASTY + random_texts(50)
+    plain = [tokenizer.encode(text) for text in texts]
+    bos, end = tokenizer.get_bos_token_id(), tokenizer.encode_special("<|assistant_end|>")
+    assert tokenizer.encode(texts) == tokenizer.encode(texts, num_threads=1) == plain
+    assert tokenizer.encode(texts, prepend="<|bos|>", append=end) == [[bos, *ids, end] for ids in plain]
+    assert tokenizer.encode("a b", prepend=0, append="<|bos|>") == [0, *tokenizer.encode("a b"), bos]
+    assert tokenizer.encode([]) == []
+
+
+def test_a_megabyte_without_a_split_is_encoded_quickly_and_whole(tokenizer):
+    """Unbounded blanks overflow the stack of the regex engine, and naive merging takes hours."""
+    rng = random.Random(3)
+    runs = [unit * 10**6 for unit in ("a", " ", "\n", "-", "1", "你", "\u0301", " \t", "'s")]
+    for run in (*runs, " " * 10**6 + "x", "".join(rng.choices("abcdeilmnorstu", k=10**6))):
+        start = time.perf_counter()
+        ids = tokenizer.encode(run)
+        assert tokenizer.decode(ids) == run
+        assert time.perf_counter() - start < 5  # 0.1 to 0.5 s where it was written
+
+
+def test_unpaired_surrogates_are_replaced_not_raised(tokenizer):
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
+    assert tokenizer.encode(["a\ud800b"]) == [tokenizer.encode("a\ufffdb")]
+    assert Tokenizer.train(["ab\ud800 ab"] * 3, 270).merges
+
+
+# ---- Training
+
+def test_every_merge_is_the_most_frequent_pair_of_its_time():
+    """Replays the training naively; among equally frequent pairs any may come first."""
+    texts = corpus()[:60]
+    merges = Tokenizer.train(texts, 256 + 9 + 200).merges
+    assert len(merges) == 200
+    words = collections.Counter(tuple(piece) for text in texts for piece in pieces(text))
+    for token in merges:
+        pairs: collections.Counter[tuple[bytes, bytes]] = collections.Counter()
+        for word, count in words.items():
+            for pair in zip(word, word[1:]):
+                pairs[pair] += count
+        chosen = [pair for pair in pairs if b"".join(pair) == token and pairs[pair] == max(pairs.values())]
+        assert len(chosen) == 1, token
+        words = collections.Counter({merge(word, chosen[0]): count for word, count in words.items()})
+
+
+def test_the_vocabulary_is_as_large_as_asked_or_as_the_text_allows(tokenizer):
+    assert tokenizer.get_vocab_size() == 800
+    few = Tokenizer.train(["abcabc xyz"], 65536)
+    assert few.merges == (b"ab", b"abc") or few.merges == (b"bc", b"abc")
+    assert Tokenizer.train([], 265).get_vocab_size() == 265 and Tokenizer.train(["aaaa"], 265).merges == ()
+    with pytest.raises(UserError, match="vocab_size=264.*265"):
+        Tokenizer.train(["a"], 264)
+
+
+def test_training_gives_the_same_on_any_number_of_threads(tokenizer):
+    code = "from tests.test_tokenizer import *; print(Tokenizer.train(iter(corpus()), 800).fingerprint)"
+    for threads, seed in (("1", "0"), ("3", "7")):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60,
+                              env=os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": seed})
+        assert done.stdout.strip() == tokenizer.fingerprint, done.stderr
+
+
+def test_training_on_a_megabyte_without_a_split_takes_seconds():
+    rng = random.Random(4)
+    blob = "".join(rng.choices("abcdefghijklmnop", k=500_000)) + " " + "".join(rng.choices("=-+/", k=500_000))
+    start = time.perf_counter()
+    trained = Tokenizer.train([blob], 2000)
+    assert trained.get_vocab_size() == 2000 and time.perf_counter() - start < 10  # minutes when the run is not cut
+    assert TRAINING_PATTERN.count("{1,64}") == 2
+
+
+# ---- Kept as a file
+
+def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "new" / "folder")
+    loaded = Tokenizer.load(tmp_path / "new" / "folder")
+    assert loaded.fingerprint == tokenizer.fingerprint and loaded.merges == tokenizer.merges
+    assert loaded.get_vocab_size() == tokenizer.get_vocab_size() and loaded.special_tokens == SPECIAL_TOKENS
+    assert loaded.encode(NASTY) == tokenizer.encode(NASTY)
+    assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == [FILE_NAME]
+
+
+def test_the_fingerprint_follows_the_content_and_nothing_else(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    path = tmp_path / FILE_NAME
+    path.write_text(json.dumps(dict(reversed(json.loads(path.read_text()).items())), indent=3))
+    assert Tokenizer.load(tmp_path).fingerprint == tokenizer.fingerprint and len(tokenizer.fingerprint) == 64
+    merges = tokenizer.merges
+    others = [Tokenizer(merges[:-1]), Tokenizer(merges[:-2] + (merges[-1], merges[-2])),
+              Tokenizer(merges, special_tokens=SPECIAL_TOKENS[:-1]),
+              Tokenizer(merges, pattern=SPLIT_PATTERN.replace("1,2", "1,3"))]
+    assert len({other.fingerprint for other in [tokenizer, *others]}) == 5
+
+
+def test_a_missing_tokenizer_is_one_line_that_says_what_to_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    with pytest.raises(UserError) as error:
+        get_tokenizer("somewhere")
+    assert str(error.value) == (f"no tokenizer for data 'somewhere' in {tmp_path}/tokenizer/somewhere; "
+                                "make one: python -m scripts.tok_train --data=somewhere")
+    with pytest.raises(UserError, match="no tokenizer in"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_damaged_file_is_never_used(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    tokenizer.save(tokenizer_dir("x"))
+    assert get_tokenizer("x").fingerprint == tokenizer.fingerprint
+    path = tokenizer_dir("x") / FILE_NAME
+    whole = path.read_text()
+    document = json.loads(whole)
+    changed = base64.b64encode(b"zz").decode()
+    for damage in (whole[:-5], "", "[]", "{}", "\0", whole.replace(document["merges"][7], changed),
+                   whole.replace(document["merges"][7], "z"), whole.replace("output_end", "output_END"),
+                   json.dumps(document | {"merges": document["merges"][1:]}), json.dumps(document | {"merges": 3}),
+                   json.dumps(document | {"pattern": "("}), json.dumps(document | {"fingerprint": ""})):
+        path.write_text(damage)
+        with pytest.raises(UserError, match="is damaged.*tok_train"):
+            get_tokenizer("x")
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="is damaged"):
+        get_tokenizer("x")
+    path.write_text(json.dumps(document | {"format": 2}))
+    with pytest.raises(UserError, match="has format 2, this program reads 1"):
+        get_tokenizer("x")
+
+
+# ---- From a data source
+
+@pytest.fixture
+def dataset(monkeypatch, tmp_path) -> types.ModuleType:
+    """A data source `small` in place of the real ones, and an empty base folder."""
+    def ensure_dataset(name: str) -> None:
+        if name != "small":
+            raise UserError(f"no data {name!r}")
+
+    def iter_texts(name: str, split: str):
+        yield from corpus() if split == "train" else corpus()[:7]
+
+    stand_in = types.ModuleType("nanochat.dataset")
+    stand_in.ensure_dataset, stand_in.iter_texts = ensure_dataset, iter_texts
+    monkeypatch.setitem(sys.modules, "nanochat.dataset", stand_in)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    return stand_in
+
+
+def test_training_texts_respect_both_limits(dataset):
+    texts = corpus()
+    assert list(training_texts("small", 10**9, 10**9)) == texts
+    assert list(training_texts("small", 250, 100)) == [texts[0][:100], texts[1][:100], texts[2][:50]]
+    with pytest.raises(UserError, match="max_chars=-1"):
+        next(training_texts("small", -1, 100))
+
+
+def test_train_tokenizer_keeps_what_it_made_and_passes_errors_on(dataset, tokenizer):
+    lines = []
+    made = train_tokenizer("small", 800, max_chars=10**9, doc_cap=10**9, log=lines.append)
+    assert made.fingerprint == tokenizer.fingerprint == get_tokenizer("small").fingerprint
+    assert "learning merges" in lines[-2] and "MB/s" in lines[-1]
+    with pytest.raises(UserError, match="no data 'other'"):
+        train_tokenizer("other", 800, 10**9, 10**9)
+
+    def broken(name: str, split: str):
+        yield "a text"
+        raise UserError("shard 3 is damaged")
+    dataset.iter_texts = broken
+    with pytest.raises(UserError, match="shard 3 is damaged"):
+        train_tokenizer("small", 800, 10**9, 10**9)
+
+
+def test_both_scripts_and_that_a_dead_network_cannot_hold_up_the_comparison(dataset, tokenizer, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tok_train", "--data=small", "--vocab_size=800"])
+    runpy.run_module("scripts.tok_train", run_name="__main__")
+    out = capsys.readouterr().out
+    held_out = corpus()[:7]
+    expected = sum(len(text.encode()) for text in held_out) / sum(len(ids) for ids in tokenizer.encode(held_out))
+    assert "vocabulary: 800 ids" in out and f"{expected:.3f} bytes per token" in out
+
+    def get_encoding(name: str) -> tiktoken.Encoding:
+        if name == "gpt2":
+            threading.Event().wait()  # a connection that never answers
+        raise ConnectionError
+    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+    monkeypatch.setattr(sys, "argv", ["tok_eval", "--data=small", "--download_timeout=0.1"])
+    runpy.run_module("scripts.tok_eval", run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert "GPT-2 is left out" in lines[0] and "no answer in 0.1 s" in lines[0]
+    assert "GPT-4 is left out" in lines[1] and "ConnectionError" in lines[1]
+    table = lines[2:]
+    assert len({len(line) for line in table}) == 1 and table[-1].split()[-1] == f"{expected:.2f}"
+
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": tokenizer.encoding, "cl100k_base": tokenizer.encoding}.get)
+    runpy.run_module("scripts.tok_eval", run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["bytes", "per", "token", "small", "GPT-2", "GPT-4"]
+    assert lines[-1].split()[-3:] == [f"{expected:.2f}"] * 3
