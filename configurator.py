@@ -66,8 +66,8 @@ def configure(script_globals: dict[str, Any], argv: list[str] | None = None) -> 
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    install_one_line_errors()
     config = {name: overrides.get(name, setting.default) for name, setting in settings.items()}
+    install_one_line_errors(config)
     script_globals.update(config)
     return config
 

@@ -36,7 +36,7 @@ class AdamW:
     ):
         self.param_groups = [{"initial_lr": group["lr"], "weight_decay": weight_decay, **group} for group in groups]
         self.betas, self.eps = betas, eps
-        self.steps = 0
+        self.steps = torch.zeros(1, dtype=torch.int64)  # taken so far; on the CPU, where reading it waits for nothing
         self.masters = {name: p.data for group in groups for name, p in group["params"].items()}
         assert all(master.dtype == torch.float32 for master in self.masters.values())
         self.exp_avg = {name: torch.zeros_like(master) for name, master in self.masters.items()}
@@ -47,13 +47,14 @@ class AdamW:
         """Apply the gradients; parameters without one are left alone."""
         self.steps += 1
         beta1, beta2 = self.betas
+        correction1, correction2 = (1 - beta ** self.steps.item() for beta in self.betas)
         for group in self.param_groups:
             for name, p in group["params"].items():
                 if p.grad is None:
                     continue
                 lr = group["lr"] * getattr(p, "lr_mul", 1.0)
                 decay = lr * group["weight_decay"] * getattr(p, "wd_mul", 1.0)
-                scalars = torch.tensor([lr, decay, 1 - beta1**self.steps, 1 - beta2**self.steps], dtype=torch.float32)
+                scalars = torch.tensor([lr, decay, correction1, correction2], dtype=torch.float32)
                 adamw_update(
                     self.masters[name], p.grad.float(), self.exp_avg[name], self.exp_avg_sq[name],
                     *scalars.to(p.device, non_blocking=True).unbind(), beta1, beta2, self.eps,
@@ -61,10 +62,10 @@ class AdamW:
                 write_back(p, self.masters[name])
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Everything that must survive a restart, by name; `load_state` copies into the same tensors."""
+        """Everything that must survive a restart, by name; loading copies into the same tensors."""
         tensors = {f"exp_avg.{name}": t for name, t in self.exp_avg.items()}
         tensors |= {f"exp_avg_sq.{name}": t for name, t in self.exp_avg_sq.items()}
-        return tensors | {f"master.{name}": t for name, t in self.masters.items()}
+        return tensors | {f"master.{name}": t for name, t in self.masters.items()} | {"steps": self.steps}
 
 
 def write_back(p: Parameter, master: Tensor) -> None:

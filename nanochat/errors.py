@@ -12,23 +12,28 @@ class UserError(Exception):
     """Bad input. The message is one or two lines: the value, what was expected, what to do."""
 
 
-def one_line(error: BaseException) -> str | None:
-    """The line to show instead of a traceback, or None where the traceback is what helps."""
+def one_line(error: BaseException, config: dict | None = None) -> str | None:
+    """The line to show instead of a traceback, or None where the traceback is what helps. config: a script's settings."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and error.errno in USER_ERRNOS:
         where = f": {error.filename}" if error.filename else ""
         return f"{os.strerror(error.errno)}{where} (free space there, or set NANOCHAT_BASE_DIR to another folder)"
+    # By name and text: this module is imported by scripts that do without torch.
+    out_of_memory = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate memory" in str(error)
+    if out_of_memory and (rows := (config or {}).get("device_batch_size", 0)):
+        advice = f"try --device_batch_size={rows // 2}" if rows > 1 else "try a smaller max_seq_len or depth, or activation_checkpointing"
+        return f"out of memory with device_batch_size={rows}; {advice}"
     return None
 
 
-def install_one_line_errors() -> None:
-    """From here on an uncaught UserError ends the process with its one line and exit code 1.
+def install_one_line_errors(config: dict | None = None) -> None:
+    """From here on an uncaught error that `one_line` knows ends the process with that line and exit code 1.
     NANOCHAT_TRACEBACK=1 shows the traceback as well."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        line = one_line(error)
+        line = one_line(error, config)
         if line is None or os.environ.get("NANOCHAT_TRACEBACK") == "1":
             previous(kind, error, traceback)
         if line is not None:

@@ -6,8 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanochat.dataset import iter_texts, load_manifest
 from nanochat.distributed import all_reduce_sum
 from nanochat.errors import UserError
+from nanochat.tinyworld import floor_bits
 from nanochat.tokenizer import Tokenizer
 
 
@@ -97,3 +99,11 @@ def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int, temperatur
             break
         out.append(token)
     return tokenizer.decode(out)
+
+
+def entropy_floor(data: str) -> float | None:
+    """Bits per byte of the validation documents under the process that made them, where that is known; else None."""
+    if load_manifest(data)["source"] != "tinyworld":
+        return None
+    texts = list(iter_texts(data, "val"))
+    return sum(map(floor_bits, texts)) / sum(len(text.encode()) for text in texts)

@@ -28,6 +28,8 @@ class Metrics:
         self.wandb = None
         if is_rank0():
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+                self.write_line("")  # a kill cut the last line short: what follows must not be glued to it
             if run:
                 import wandb
 
@@ -83,10 +85,13 @@ class Metrics:
 
     def write(self, record: dict) -> None:
         if is_rank0():
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            self.write_line(json.dumps(record))
             if self.wandb:
-                self.wandb.log(record)
+                self.wandb.log(record, step=record["step"])
+
+    def write_line(self, line: str) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
     def close(self) -> None:
         self.flush()

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 STAGES = ("data", "tokenizer", "base_train", "base_eval", "mid_train", "chat_sft", "chat_rl", "chat_eval")  # then the rest
 COLUMNS = ("base", "mid", "sft", "rl")  # of the summary; then the rest
-SETTING_LENGTH = 200  # characters of a value that a settings table shows
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9730d", "#9aa5b1"  # told apart by colour-blind eyes as well
 
 
@@ -55,23 +54,19 @@ def write_section(stage: str, title: str, body: str, results: dict[str, dict[str
     section = {
         "title": title,
         "body": body,
-        "results": {column: {row: plain(value) for row, value in rows.items()} for column, rows in (results or {}).items()},
+        "results": {column: dict(rows) for column, rows in (results or {}).items()},
         "metrics": None if metrics is None else str(metrics),
         "floor": None if floor is None else float(floor),
         "made": provenance(),
     }
-    write_text(base_dir() / "report" / "sections" / f"{stage}.json", json.dumps(section, indent=1))
-
-
-def plain(value: Any) -> float | int | str:
-    """A result as JSON can hold it: text, int and float as they are, numbers of numpy and torch as floats."""
-    return value if isinstance(value, str | int | float) else float(value)
+    text = json.dumps(section, indent=1, default=float)  # numbers of numpy and torch as well
+    write_text(base_dir() / "report" / "sections" / f"{stage}.json", text)
 
 
 def read_section(path: Path) -> dict[str, Any]:
     """A section as it was written. Raises ValueError or OSError when the file is not one."""
     section = json.loads(path.read_text(encoding="utf-8"))
-    kinds = {"title": str, "body": str, "results": dict, "metrics": str | None, "floor": float | None, "made": dict}
+    kinds = {"title": str, "body": str, "results": dict, "metrics": str | None, "floor": float | int | None, "made": dict}
     if not isinstance(section, dict) or not all(name in section and isinstance(section[name], kinds[name]) for name in kinds):
         raise ValueError("it is not a section")
     for rows in section["results"].values():
@@ -94,10 +89,10 @@ def generate() -> Path:
         try:
             section = read_section(path)
         except (OSError, ValueError) as error:
-            chapters.append(f"## {path.stem}\n\n*Left out: sections/{path.name} is damaged ({one(error)}); run its stage again.*")
+            chapters.append(f"## {path.stem}\n\n*Left out: sections/{path.name} is damaged ({single_line(error)}); run its stage again.*")
             continue
         tables.append(section["results"])
-        chapter = [f"## {one(section['title'])}", f"*{made_line(section['made'], here)}*", section["body"].strip()]
+        chapter = [f"## {single_line(section['title'])}", f"*{made_line(section['made'], here)}*", section["body"].strip()]
         if section["metrics"] is not None:
             plot, plotted_seconds = plot_section(path.stem, base_dir() / section["metrics"], section["floor"], folder)
             chapter.append(plot)
@@ -118,12 +113,10 @@ def place(name: str, order: tuple[str, ...]) -> int:
 def summary(tables: Iterable[dict[str, dict[str, float | str]]]) -> list[str]:
     """The results of all sections in one table, heading first; nothing where there are none. The later section wins."""
     cells: dict[str, dict[str, float | str]] = {}  # row: column: value
-    columns: dict[str, None] = {}
-    for table in tables:
-        for column, rows in table.items():
-            for row, value in rows.items():
-                cells.setdefault(row, {})[column] = value
-                columns[column] = None
+    for column, rows in (item for table in tables for item in table.items()):
+        for row, value in rows.items():
+            cells.setdefault(row, {})[column] = value
+    columns = dict.fromkeys(column for values in cells.values() for column in values)
     ordered = sorted(columns, key=lambda column: place(column, COLUMNS))
     lines = [["", *map(cell, ordered)], ["---", *["---:"] * len(ordered)]]
     lines += [[cell(row), *(cell(values.get(column, "-")) for column in ordered)] for row, values in cells.items()]
@@ -136,10 +129,10 @@ def cell(value: float | int | str) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{float(f'{value:.4g}'):,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
-    return one(value).replace("|", "\\|")
+    return single_line(value).replace("|", "\\|")
 
 
-def one(text: object) -> str:
+def single_line(text: object) -> str:
     """Text on one line."""
     return " ".join(str(text).split())
 
@@ -159,13 +152,12 @@ def settings_table(config: dict[str, Any], defaults: dict[str, Any] | None = Non
         default = [code(defaults[name]) if name in changed else ""] if defaults is not None else []
         lines.append([cell(name), code(value), *default])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"<details><summary>{html.escape(one(headline))}</summary>\n\n{table}\n\n</details>"
+    return f"<details><summary>{html.escape(single_line(headline))}</summary>\n\n{table}\n\n</details>"
 
 
 def code(value: Any) -> str:
     """A setting's value as code in a table; longer backticks around those that it contains."""
-    text = cell(repr(value) if isinstance(value, str) else str(value))
-    text = text if len(text) <= SETTING_LENGTH else text[:SETTING_LENGTH].rstrip("\\") + "…"
+    text = cell(repr(value))
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
@@ -189,7 +181,7 @@ def provenance() -> dict[str, str]:
 def made_line(made: dict[str, str], here: dict[str, str]) -> str:
     """When a section was made; and its machine, software and commit where they were not those of the report."""
     other = [f"{name.lower()}: {made[name]}" for name in ("Machine", "Software", "Commit") if made.get(name, here[name]) != here[name]]
-    return one("; ".join([str(made.get("Date", "undated")), *other]))
+    return single_line("; ".join([str(made.get("Date", "undated")), *other]))
 
 
 def cpu_model() -> str:
@@ -219,40 +211,41 @@ def commit(folder: Path) -> str:
 
 def plot_section(stage: str, metrics: Path, floor: float | None, folder: Path) -> tuple[str, float]:
     """Draw a run's metrics into <stage>.png; the markdown that shows it, or one line why not, and the seconds of its steps."""
+    seconds = 0.0
     try:
         records = read_metrics(metrics)
         seconds = float(np.nansum(series(records, "train/dt")[1]))
+        if not records:
+            return f"*No plot: {metrics} has no records.*", 0.0
+        figure = metrics_figure(records, floor)
     except FileNotFoundError:
         return f"*No plot: {metrics} is missing.*", 0.0
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        return f"*No plot: {metrics} is damaged ({type(error).__name__}: {one(error)}).*", 0.0
-    if not records:
-        return f"*No plot: {metrics} has no records.*", 0.0
-    try:
-        figure = metrics_figure(records, floor)
     except ImportError:
         return "*No plot: matplotlib is not installed; with it, python -m nanochat.report draws one.*", seconds
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return f"*No plot: {metrics} is damaged ({type(error).__name__}: {single_line(error)}).*", seconds
     with write_aside(folder / f"{stage}.png") as aside:
         figure.savefig(aside, format="png", dpi=140)
     return f"![{stage}: loss, validation, learning rate and throughput over steps]({stage}.png)", seconds
 
 
 def series(records: list[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of the records that have a key; NaN for what is not a finite number. TypeError for no numbers."""
-    found = [(record["step"], record[key]) for record in records if key in record]
-    steps, values = np.array(found, dtype=float).reshape(-1, 2).T
+    """Steps and values of the records that have a key; NaN for infinities. TypeError or ValueError for what is no number."""
+    steps, values = np.array([(r["step"], r[key]) for r in records if key in r], dtype=float).reshape(-1, 2).T
     return steps, np.where(np.isfinite(values), values, np.nan)
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Exponential mean over about a fiftieth of the run, without bias at its start; NaNs weigh nothing."""
-    decay = 1 - 1 / max(10, len(values) // 50)
-    total, weight, means = 0.0, 0.0, []
-    for value in values:
-        known = not np.isnan(value)
-        total, weight = decay * total + (value if known else 0.0), decay * weight + known
-        means.append(total / weight if weight else np.nan)
-    return np.array(means)
+    """
+    Mean over a fiftieth of the run around each step, so that it does not lag as a running mean would: over as many
+    steps after it as before it at the start, where losses fall fast, and over those that are left at the end.
+    """
+    steps = np.arange(len(values))
+    reach = np.minimum(steps, max(2, len(values) // 100))
+    first, end = steps - reach, np.minimum(steps + reach + 1, len(values))
+    totals, known = (np.append(0, np.cumsum(column)) for column in (np.nan_to_num(values), ~np.isnan(values)))
+    return np.divide(totals[end] - totals[first], known[end] - known[first], out=np.full(len(values), np.nan),
+                     where=known[end] > known[first])
 
 
 def metrics_figure(records: list[dict], floor: float | None) -> "Figure":
@@ -264,64 +257,62 @@ def metrics_figure(records: list[dict], floor: float | None) -> "Figure":
     loss, validation, rate, throughput = figure.subplots(2, 2).flat
 
     steps, values = series(records, "train/loss")
-    if start_panel(loss, "Training loss", "nats per token", steps):
-        means = smoothed(values)
+    if start_panel(loss, "Training loss", "nats per token", values):
         loss.plot(steps, values, color=GREY, linewidth=0.6, label="each step")
-        loss.plot(steps, means, color=BLUE, linewidth=1.6, label=f"smoothed, {means[-1]:.4g} at the end")
+        loss.plot(steps, smoothed(values), color=BLUE, linewidth=1.6, label=f"smoothed, last {smoothed(values)[-1]:#.4g}")
         finish_panel(loss, values)
 
     steps, values = series(records, "val/bpb")
-    if start_panel(validation, "Validation", "bits per byte", steps):
+    if start_panel(validation, "Validation", "bits per byte", values):
         marker = "o" if len(steps) <= 40 else ""
-        validation.plot(steps, values, color=BLUE, linewidth=1.6, marker=marker, markersize=4, label=f"{values[-1]:.4g} at the end")
+        validation.plot(steps, values, color=BLUE, linewidth=1.6, marker=marker, markersize=4, label=f"last {values[-1]:#.4g}")
         if floor is not None:
-            validation.axhline(floor, color=ORANGE, linewidth=1.4, linestyle="--", label=f"entropy of the text, {floor:.4g}")
+            validation.axhline(floor, color=ORANGE, linewidth=1.4, linestyle="--", label=f"entropy floor {floor:#.4g}")
             values = np.append(values, floor)
         finish_panel(validation, values)
 
     steps, values = series(records, "train/lrm")
-    if start_panel(rate, "Learning-rate factor", "times the initial rate", steps):
+    if start_panel(rate, "Learning-rate factor", "times the initial rate", values):
         rate.plot(steps, values, color=BLUE, linewidth=1.6)
-        rate.set_ylim(0, 1.08 * max(1.0, np.nanmax(values, initial=0)))
+        rate.set_ylim(0, 1.08 * max(1, np.nanmax(values)))
 
-    plot_throughput(throughput, [record for record in records if "train/loss" in record][1:])  # the first step compiles
+    plot_throughput(throughput, [record for record in records if "train/dt" in record][1:])  # the first step compiles
     return figure
 
 
 def plot_throughput(axes: "Axes", records: list[dict]) -> None:
-    """Tokens per second, and MFU on the right: a second scale of the same line, or another line where ranks came or went."""
-    from matplotlib.ticker import EngFormatter, PercentFormatter
+    """Tokens per second on the left, MFU on the right. They part only where a run went on with other ranks, so the scales
+    are chosen to hold the two curves apart."""
+    from matplotlib.ticker import EngFormatter, FuncFormatter
 
     steps, speed = series(records, "train/tok_per_sec")
-    if not start_panel(axes, "Throughput", "tokens per second", steps):
+    if not start_panel(axes, "Throughput", "tokens per second", speed):
         return
-    axes.plot(steps, speed, color=BLUE, linewidth=1.0, label=f"median {EngFormatter(places=1)(np.nanmedian(speed))} tokens/s")
-    top = 1.12 * np.nanmax(speed, initial=1e-9)
-    axes.set_ylim(0, top)
-    axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
+    median = EngFormatter(places=2)(np.nanmedian(speed))
+    axes.plot(steps, speed, color=GREY, linewidth=0.6)
+    axes.plot(steps, smoothed(speed), color=BLUE, linewidth=1.6, label=f"median {median} tokens/s")
+    axes.set_ylim(0, 1.6 * np.nanmax(speed))
+    axes.yaxis.set_major_formatter(EngFormatter())
     steps, mfu = series(records, "train/mfu")
-    if np.nanmax(mfu, initial=0) > 0:
+    if np.any(mfu > 0):
         right = axes.twinx()
-        right.spines[["top", "left"]].set_visible(False)
+        right.plot(steps, smoothed(mfu), color=ORANGE, linewidth=1.6)
+        axes.plot([], [], color=ORANGE, linewidth=1.6, label=f"MFU {100 * np.nanmedian(mfu):.3g}%")  # one legend for both
+        right.set_ylim(0, 1.15 * np.nanmax(mfu))
+        right.set_ylabel("MFU, part of peak FLOP/s", fontsize=9)
+        right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))
         right.tick_params(labelsize=8.5, length=3)
-        right.set_ylabel("model FLOPs utilization", fontsize=9)
-        right.yaxis.set_major_formatter(PercentFormatter(1.0))
-        ratio = mfu / speed if len(mfu) == len(speed) else np.array([0.0, 1.0])
-        one_line = np.nanmax(ratio) - np.nanmin(ratio) < 0.01 * np.nanmax(ratio)
-        right.set_ylim(0, top * np.nanmedian(ratio) if one_line else 1.12 * np.nanmax(mfu))
-        label, style = f"MFU {100 * np.nanmedian(mfu):.3g}%", dict(color=BLUE if one_line else ORANGE, linewidth=1.0)
-        right.plot([] if one_line else steps, [] if one_line else mfu, **style)
-        axes.plot([], [], label=label, **style)  # one legend for both scales
+        right.spines["top"].set_visible(False)
     finish_panel(axes)
 
 
-def start_panel(axes: "Axes", title: str, unit: str, steps: np.ndarray) -> bool:
-    """Title, labels, grid and step axis; False, and a word in the panel, where nothing was recorded."""
+def start_panel(axes: "Axes", title: str, unit: str, values: np.ndarray) -> bool:
+    """Title, labels, grid and step axis; False, and a word in the panel, where no value is a number."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)
-    if not len(steps):
+    if np.isnan(values).all():
         axes.set(xticks=[], yticks=[])
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", color=GREY)
         return False
@@ -329,23 +320,23 @@ def start_panel(axes: "Axes", title: str, unit: str, steps: np.ndarray) -> bool:
     axes.set_ylabel(unit, fontsize=9)
     axes.tick_params(labelsize=8.5, length=3)
     axes.grid(color="#e6e9ed", linewidth=0.7)
-    axes.set_axisbelow(True)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     return True
 
 
 def finish_panel(axes: "Axes", values: np.ndarray | None = None) -> None:
-    """Legend beside the title, where no curve runs; a log scale for values that would crowd at the foot of a linear one."""
-    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
+    """The legend beside the title, where no curve runs. Values that more than double get a log scale: on a linear one the
+    end of a run crowds at the foot."""
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
-    if values is not None and np.nanmin(values, initial=np.inf) > 0 and np.nanmax(values) > 2 * np.nanmin(values):
+    axes.legend(loc="lower right", bbox_to_anchor=(1.01, 0.985), ncols=2, fontsize=8.5, frameon=False, borderaxespad=0.2)
+    if values is not None and 0 < 2 * np.nanmin(values) < np.nanmax(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 6, 8)))
         axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.set_ylabel(axes.get_ylabel() + " (log scale)", fontsize=9)
-    axes.legend(loc="lower right", bbox_to_anchor=(1.01, 0.985), ncols=2, fontsize=8.5, frameon=False, borderaxespad=0.2)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ NAMES = tuple("""Ada Amy Ana Ben Bob Cleo Dan Dora Eli Ella Eva Finn Fred Gus Hu
     Sara Sue Ted Tim Tina Tom Una Vera Vic Wes Will Yan Yuri Zack Zeno Zoe""".split())
 HEROES = tuple("""Alice Anton Bruno Clara Diego Emil Emma Felix Frida Greta Hanna Heidi Henry Iris Jonas Laura Linus
     Lotte Marco Maria Moritz Nora Oliver Peter Pablo Robin Sofia Stella Thea Viola Wanda Xenia""".split())
-BEASTS = tuple("Badger Bear Beaver Camel Crow Deer Eagle Fox Hare Lion Mole Otter Owl Raven Tiger Wolf".split())
 COLORS = tuple("""red blue green yellow brown black white gray pink purple silver golden violet turquoise beige
     scarlet""".split())
 OBJECTS = tuple("""ball basket bell bike book bottle box brush candle chair clock coat cup doll drum flag flute fork
@@ -25,8 +24,9 @@ ANIMALS = tuple("bear cat dog donkey duck fox frog goat goose horse lamb mouse p
 PETS = tuple("Bella Biscuit Coco Daisy Fluffy Honey Lucky Luna Milo Nugget Oscar Pepper Rocky Simba Toffee Ziggy".split())
 NUMBERS = tuple(str(number) for number in range(10, 100))
 # Slots of one list never get the same value in one sentence, nor the value of a slot the document has settled on.
-SLOTS = {**dict.fromkeys("ABCD", NAMES), **dict.fromkeys("HX", HEROES), "Y": BEASTS, "P": PETS, "k": ANIMALS,
-         **dict.fromkeys("cd", COLORS), **dict.fromkeys("nm", NUMBERS), **dict.fromkeys("ot", OBJECTS), "f": FOODS, "p": PLACES}
+SLOTS = {**dict.fromkeys("ABCD", NAMES), **dict.fromkeys("HX", HEROES), **dict.fromkeys("PY", PETS),
+         **dict.fromkeys("cd", COLORS), **dict.fromkeys("nm", NUMBERS), **dict.fromkeys("ot", OBJECTS),
+         "f": FOODS, "k": ANIMALS, "p": PLACES}
 SETTLED = {"stories": "HPkc", "conversations": "XY"}  # the slots that the first sentence decides for all others
 
 # ---- How a fact is passed on: {s} a statement, {q} a question, {a} its reply
@@ -99,9 +99,11 @@ RELATIONS = (
     ("calendar", "the day before {s}", list(zip(DAYS, DAYS[-1:] + DAYS[:-1])),
      ("If today is {s}, then yesterday was {a}.", "Before {s} comes {a}.", "{A} is {np}.",
       "If today is {s}, what was yesterday? | {a}.", "Which day comes before {s}? | {a}.")),
-    ("calendar", "the day two days after {s}", list(zip(DAYS, DAYS[2:] + DAYS[:2])),
-     ("If yesterday was {s}, then tomorrow will be {a}.", "Two days after {s} comes {a}.", "{A} is {np}.",
-      "If yesterday was {s}, what will tomorrow be? | {a}.")),
+    ("calendar", None, list(zip(DAYS, DAYS[2:] + DAYS[:2])),
+     ("If yesterday was {s}, then tomorrow will be {a}.", "When yesterday was {s}, tomorrow is {a}.",
+      "Tomorrow will be {a} if yesterday was {s}.", "Two days after {s} comes {a}.", "From {s} it is two days to {a}.",
+      "If yesterday was {s}, what will tomorrow be? | {a}.", "What will tomorrow be if yesterday was {s}? | {a}.",
+      "Which day comes two days after {s}? | {a}.", "What comes two days after {s}? | It is {a}.")),
     ("calendar", "the month after {s}", list(zip(MONTHS, MONTHS[1:] + MONTHS[:1])),
      ("If this month is {s}, then next month is {a}.", "After {s} comes {a}.", "{A} is {np}.",
       "Which month comes after {s}? | {a}.")),
@@ -144,7 +146,7 @@ RELATIONS = (
      """a cow=a calf, a dog=a puppy, a cat=a kitten, a horse=a foal, a sheep=a lamb, a goat=a kid, a pig=a piglet,
      a bear=a cub, a hen=a chick, a duck=a duckling, a goose=a gosling, a deer=a fawn, a frog=a tadpole,
      a kangaroo=a joey, an owl=an owlet, a swan=a cygnet, an eagle=an eaglet, a butterfly=a caterpillar""",
-     ("The baby of {s} is called {a}.", "{A} is {np}.", "What do you call {np}? | {a}.")),
+     ("People call the baby of {s} {a}.", "{A} is {np}.", "What do you call {np}? | {a}.")),
     ("animals", "the sound of {s}",
      """a cow=moo, a dog=woof, a cat=meow, a horse=neigh, a sheep=baa, a pig=oink, a hen=cluck, a duck=quack,
      a goose=honk, a frog=croak, a lion=roar, a snake=hiss, a bee=buzz, an owl=hoot, a mouse=squeak, a donkey=hee-haw""",
@@ -193,14 +195,14 @@ OPENINGS = (
 EVENTS = (
     "{H} and {P} meet {A} at the {p}.", "{A} gives {H} {n} {f}.", "{H} buys a {o} and {n} {f} for {A}.",
     "The {k} finds {n} {f} near the {p}.", "The {c} {k} hides behind the {o} of {A}.", "{H} sings for {A} and {B}.",
-    "{A}, {B} and {C} play with {P}.", "{P} steals {n} {f} from {A}, {B} and {C}.")
+    "{A}, {B} and {C} play with the {c} {k}.", "{P} steals {n} {f} from {A}, {B} and {C}.")
 ENDINGS = (
     "Question: What color is {P}? Answer: {c}.", "Question: Which animal is {P}? Answer: a {k}.",
     "Question: Who has a {k}? Answer: {H}.", "Question: What is the {k} called? Answer: {P}.",
     "{A} asks: What color is the {k}? {H} says: {c}.", "{A} asks: Which animal is {P}? {H} says: a {k}.",
     "{A} asks: Who has a {k}? {B} says: {H}.", "{A} asks: What is the {k} called? {H} says: {P}.")
 
-# ---- Conversations: a meeting settles two people, {X} asks and {Y} answers, each time either of the two
+# ---- Conversations: a hero meets a pet; {X} asks and {Y} answers, each time either of the two
 MEETINGS = (
     "{X} and {Y} meet at the {p}.", "{X} calls {Y} from the {p}.", "{X} sits near the {p} and talks with {Y}.",
     "{X} visits {Y} and brings {n} {f}.")

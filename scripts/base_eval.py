@@ -12,7 +12,7 @@ from configurator import configure
 from nanochat.checkpoint import load_model
 from nanochat.compiling import set_compile
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
-from nanochat.dataset import iter_texts
+from nanochat.dataset import iter_texts, load_manifest
 from nanochat.distributed import compute_cleanup, compute_init, print0
 from nanochat.loss_eval import document_nats, evaluate_bpb, greedy_completes, sample
 from nanochat.report import write_section
@@ -45,15 +45,16 @@ for split, name in (("train", "training"), ("val", "validation")):
     print0(f"{name}: {results[f'{name} bits per byte']:.4f} bits per byte")
 
 # --- the usual prompts, greedily
-lines, floor = ["| prompt | greedy completion |", "|---|---|"], None
+in_tinyworld = load_manifest(data)["source"] == "tinyworld"
+lines = ["| prompt | greedy completion |", "|---|---|"]
 for prompt, expected in PROMPTS if rank == 0 else ():
     text = sample(model, tokenizer, prompt, sample_tokens)
-    verdict = "" if expected is None or data != "tinyworld" else " ✓" if text.startswith(f" {expected}") else " ✗"
+    verdict = "" if expected is None or not in_tinyworld else " ✓" if text.startswith(f" {expected}") else " ✗"
     print0(f"  {prompt}{text}{verdict}")
     lines.append(f"| {prompt} |{text.replace('|', ' ')}{verdict} |")
 
 # --- the embedded world: excess over the entropy of each validation document, and held-out questions
-if data == "tinyworld" and rank == 0:
+if in_tinyworld and rank == 0:
     texts = list(iter_texts(data, "val"))
     documents = tokenizer.encode(texts, prepend=tokenizer.get_bos_token_id())
     by_topic = defaultdict(lambda: [0.0, 0.0, 0])  # the model's bits, the floor's bits, bytes

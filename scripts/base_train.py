@@ -20,8 +20,9 @@ from nanochat.distributed import all_reduce_mean, compute_cleanup, compute_dtype
 from nanochat.errors import UserError
 from nanochat.flops import peak_flops
 from nanochat.gpt import GPT, config_from_depth
-from nanochat.loss_eval import evaluate_bpb, sample
+from nanochat.loss_eval import entropy_floor, evaluate_bpb, sample
 from nanochat.metrics import Metrics
+from nanochat.report import settings_table, write_section
 from nanochat.schedule import accumulation_steps, apply_schedule, choose_batch_size, choose_num_iterations, lr_multiplier
 from nanochat.tinyworld import PROMPTS
 from nanochat.tokenizer import ensure_tokenizer
@@ -180,4 +181,10 @@ while True:
 
 # ---- End
 metrics.close()
+if rank == 0:
+    state = metrics.state
+    write_section("base_train", "Base model: pretraining", settings_table(config), metrics=metrics.path, floor=entropy_floor(data), results={"base": {
+        "parameters": f"{parameters:,}", "tokens trained on": f"{num_iterations * total_batch_size:,}",
+        "training minutes": state["elapsed"] / 60, "best validation bits per byte": state["min_val_bpb"] or "-",
+    }})
 compute_cleanup()

@@ -7,8 +7,12 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanochat.attention import attention, blockwise_attention, reference_attention
+from nanochat.compiling import set_compile
 from nanochat.gpt import GPT, GPTConfig, config_from_depth
 from nanochat.loss import CHUNK_LOGITS, softcapped_cross_entropy, token_losses
+
+
+set_compile(False, "cpu")
 
 
 def small_model(n_kv_head: int = 2, vocab_size: int = 70, seed: int = 1) -> GPT:
@@ -93,7 +97,7 @@ def test_attention_kernels_equal_the_reference(heads, kv_heads, length):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_loss_and_gradients_equal_autograds(monkeypatch, compiled):
     """In one chunk and in four, with padding and masked targets, against autograd in float64 on the plain formula."""
-    torch.compiler.set_stance("default" if compiled else "force_eager")
+    set_compile(compiled, "cpu")
     generator = torch.Generator().manual_seed(0)
     x, head = torch.randn(32, 24, generator=generator) * 3, torch.randn(64, 24, generator=generator)
     targets = torch.randint(50, (32,), generator=generator)
@@ -114,7 +118,7 @@ def test_loss_and_gradients_equal_autograds(monkeypatch, compiled):
         each = token_losses(x, head, targets, 50, 15.0)
         torch.testing.assert_close(each.sum().double(), expected, rtol=1e-6, atol=0)
         assert torch.all(each[::5] == 0)
-    torch.compiler.set_stance("default")
+    set_compile(False, "cpu")
 
 
 def test_the_softcap_is_not_rounded_to_bfloat16():

@@ -1,6 +1,7 @@
 """The tiny world: true, unambiguous, the same for ever, and with an entropy that is exactly what it says."""
 import calendar
 import datetime
+import functools
 import hashlib
 import math
 import random
@@ -9,7 +10,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,7 @@ from nanochat.tinyworld import Draw, Fact, derivations, document, facts, floor_b
 KNOWLEDGE = ("capitals", "elements", "opposites", "calendar", "planets", "colors", "animals", "spelling")
 
 
-@cache
+@functools.cache
 def corpus(seed: int = 7, count: int = 20_000) -> list[str]:
     return [document(seed, index) for index in range(count)]
 
@@ -37,13 +38,15 @@ def test_documents_are_pure_functions_of_seed_and_index_and_never_change():
     random.seed(5)  # nobody else's generator may matter, nor the order of the calls
     assert [document(*key) for key in reversed(keys)] == texts[::-1]
     assert len(set(texts)) == len(keys), "seeds n and -n, or (1, 11) and (11, 1), coincide"
-    # A change of this digest is a change of the corpus: every published bits-per-byte figure refers to the old one.
-    assert hashlib.sha256("\n".join(texts).encode()).hexdigest() == "GOLDEN"
+    # Another digest is another corpus: every bits-per-byte figure published for it refers to the old one.
+    digest = hashlib.sha256("\n".join(corpus(seed=0, count=1000) + texts).encode()).hexdigest()
+    assert digest.startswith("2283d33781c614e19b8222e836a922c1")
 
 
 def test_importing_builds_no_tables():
-    code = "from nanochat import tinyworld as t; assert not t.facts.cache_info().currsize; import sys; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    code = ("import sys, nanochat.tinyworld as t\n"
+            "assert t.facts.cache_info().currsize == 0 and 'torch' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[1])
 
 
 def test_documents_are_one_line_of_whole_sentences_and_of_the_promised_length():
@@ -77,26 +80,26 @@ def test_there_are_many_facts_with_many_tellings_and_no_two_read_alike():
 
 
 def test_days_and_months_agree_with_the_calendar_module():
-    moves = {"the day after": 1, "the day before": -1, "the day two days after": 2}
-    checked = 0
+    days, months = list(calendar.day_name), list(calendar.month_name)[1:]
+    checked = Counter()
     for fact in facts_of("calendar"):
-        noun = re.search(r"What is (.*)\?", " ".join(q for q, _ in (*fact.tellings, fact.held_out or ("", "")))).group(1)
-        noun = noun.split("?")[0]
-        if fact.subject in calendar.day_name:
-            step = moves[noun.removesuffix(f" {fact.subject}")]
-            day = datetime.date(2024, 1, 1) + datetime.timedelta(list(calendar.day_name).index(fact.subject) + step)
-            assert fact.answer == calendar.day_name[day.weekday()]
-        elif noun.startswith("the number of days"):
-            assert int(fact.answer) == calendar.monthrange(2023, list(calendar.month_name).index(fact.subject))[1]
-        elif noun.startswith("the month"):
-            step = 1 if "after" in noun else -1
-            month = (list(calendar.month_name).index(fact.subject) - 1 + step) % 12 + 1
-            assert fact.answer == calendar.month_name[month]
-        else:
+        everything = " ".join(f"{q} {reply}" for q, reply in fact.tellings)
+        kind = re.search(r"(two days after|the day after|the day before|month after|month before|number of days|"
+                         r"month of)", everything).group(1)
+        if fact.subject in days:
+            step = {"the day after": 1, "the day before": -1, "two days after": 2}[kind]
+            monday = datetime.date(2024, 1, 1)
+            day = monday + datetime.timedelta(days.index(fact.subject) + step)
+            assert fact.answer == day.strftime("%A")
+        elif kind == "number of days":
+            assert int(fact.answer) == calendar.monthrange(2023, 1 + months.index(fact.subject))[1]
+        elif kind == "month of":
             ordinals = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
-            assert fact.answer == calendar.month_name[1 + ordinals.index(fact.subject)]
-        checked += 1
-    assert checked == 7 * 3 + 12 * 3 + 11
+            assert fact.answer == months[ordinals.index(fact.subject)]
+        else:
+            assert months[(months.index(fact.subject) + (1 if kind == "month after" else -1)) % 12] == fact.answer
+        checked[kind.split()[-1]] += 1
+    assert checked == {"after": 7 + 7 + 12, "before": 7 + 12, "days": 11, "of": 12}
 
 
 def test_what_is_computed_is_right():
@@ -119,15 +122,15 @@ def test_what_is_computed_is_right():
 
 
 def test_some_facts_from_elsewhere():
-    distance = {"Earth": 1.0, "Mars": 1.52, "Venus": 0.72, "Mercury": 0.39, "Neptune": 30.1, "Uranus": 19.2, "Saturn": 9.5,
-                "Jupiter": 5.2}  # astronomical units
+    distance = {"Earth": 1.0, "Mars": 1.52, "Venus": 0.72, "Mercury": 0.39, "Neptune": 30.1, "Uranus": 19.2,
+                "Saturn": 9.5, "Jupiter": 5.2}  # astronomical units
     answers = {(fact.topic, fact.subject): fact.answer for fact in facts()}
     assert answers["planets", "planets"].split(", ") == sorted(distance, key=distance.get)
     assert answers["planets", "third"] == "Earth"
-    expected = {"Japan": "Tokyo", "Chad": "N'Djamena", "Australia": "Canberra", "Canada": "Ottawa", "Turkey": "Ankara",
-                "potassium": "K", "tungsten": "W", "silver": "Ag", "sodium": "Na", "gold": "Au", "early": "late", "late": "early"}
-    for subject, answer in expected.items():
-        assert next(fact for fact in facts() if fact.subject == subject).answer == answer
+    for subject, answer in {"Japan": "Tokyo", "Chad": "N'Djamena", "Australia": "Canberra", "Turkey": "Ankara"}.items():
+        assert answers["capitals", subject] == answer
+    for subject, answer in {"potassium": "K", "tungsten": "W", "silver": "Ag", "sodium": "Na", "gold": "Au"}.items():
+        assert answers["elements", subject] == answer
     for fact in facts_of("opposites"):
         assert answers["opposites", fact.answer] == fact.subject != fact.answer
 
@@ -170,6 +173,8 @@ def test_what_is_held_out_never_occurs_and_has_no_probability():
     held = [fact for fact in facts() if fact.held_out]
     assert 0.4 < len(held) / sum(fact.topic in KNOWLEDGE for fact in facts()) < 0.6
     text = "\n".join(corpus())
+    kept_prompts = [tinyworld._prompt(telling, "") for fact in facts() for telling in fact.tellings]
+    assert not any(kept.startswith(f"{question.prompt} ") for kept in kept_prompts for question in questions)
     for fact, question in zip(held, questions, strict=True):
         assert fact.held_out not in fact.tellings
         assert question.topic == fact.topic and question.answer == fact.answer
@@ -190,11 +195,11 @@ def test_phrasing_and_fact_of_every_held_out_question_occur_apart():
     def phrasing(fact: Fact, prompt: str) -> str:
         return re.sub(rf"\b{re.escape(fact.subject)}\b", "…", prompt, flags=re.IGNORECASE)
 
-    told = Counter(phrasing(fact, tinyworld._prompt(telling, fact.answer)) for fact in facts() for telling in fact.tellings)
-    held = [fact for fact in facts() if fact.held_out]
-    rarest = min((told[phrasing(fact, question.prompt)], question.prompt)
-                 for fact, question in zip(held, held_out_questions(), strict=True) if fact.subject != "planets")  # one list
-    assert rarest[0] >= 4, rarest
+    told = Counter(phrasing(fact, tinyworld._prompt(telling, fact.answer))
+                   for fact in facts() for telling in fact.tellings)
+    held = [fact for fact in facts() if fact.held_out and fact.subject != "planets"]  # there is but one list of them
+    for fact in held:
+        assert told[phrasing(fact, tinyworld._prompt(fact.held_out, fact.answer))] >= 4, fact
 
 
 # ---- The floor ----------------------------------------------------------------------------------------------------
@@ -270,8 +275,9 @@ def first_only(taken: list[int], sizes: list[int]) -> bool:
 def test_the_probabilities_of_all_openings_sum_to_one():
     total, entropy = {}, {}
     for topic in tinyworld.FACT_TOPICS:
-        write = lambda draw: tinyworld._told_fact(topic, draw)
-        masses = [(many * 2 ** -bits, bits) for text, many in every(write, to_the_frame(topic)) for bits in [floor_bits(text)]]
+        write = functools.partial(tinyworld._told_fact, topic)
+        scored = [(many, floor_bits(text)) for text, many in every(write, to_the_frame(topic))]
+        masses = [(many * 2 ** -bits, bits) for many, bits in scored]
         total[topic] = math.fsum(mass for mass, _ in masses)
         entropy[topic] = 13 * math.fsum(mass * bits for mass, bits in masses) - math.log2(13)
     for topic, templates in (("stories", tinyworld_facts.OPENINGS), ("conversations", tinyworld_facts.MEETINGS)):
@@ -298,13 +304,14 @@ def test_the_probabilities_of_all_continuations_of_a_story_sum_to_that_of_the_st
     told = 0
     for text in [text for text in corpus()[:400] if topic_of(text) == "stories"]:
         sentences = [sentence.rstrip(".") + "." for sentence in text.split(". ")]
-        settled = tinyworld._begin(sentences[0]).__next__().settled
+        settled = next(tinyworld._begin(sentences[0])).settled
         for count in range(1, len(sentences)):
             prefix = " ".join(sentences[:count])
             mass = 0.0
             for templates in (tinyworld_facts.EVENTS, tinyworld_facts.ENDINGS):
                 for sentence, many in every(fill(templates, settled), first_only):
-                    mass += sum(many * 2 ** (floor_bits(prefix) - bits) for _, bits in derivations(f"{prefix} {sentence}"))
+                    longer = derivations(f"{prefix} {sentence}")  # none where the story must end, or must not yet
+                    mass += sum(many * 2 ** (floor_bits(prefix) - bits) for _, bits in longer)
             assert abs(mass - 1) < 1e-9
             told += 1
     assert told > 100
@@ -313,7 +320,7 @@ def test_the_probabilities_of_all_continuations_of_a_story_sum_to_that_of_the_st
 def test_the_probabilities_of_all_next_lines_of_a_conversation_sum_to_one():
     text = next(text for text in corpus() if topic_of(text) == "conversations" and text.count(". ") == 6)
     sentences = [sentence.rstrip(".") + "." for sentence in text.split(". ")]
-    settled = tinyworld._begin(sentences[0]).__next__().settled
+    settled = next(tinyworld._begin(sentences[0])).settled
     prefix = " ".join(sentences[:2])  # no conversation has only two sentences: going on is certain
     mass = Counter()
     for turn in (settled, {"X": settled["Y"], "Y": settled["X"]}):
@@ -322,35 +329,32 @@ def test_the_probabilities_of_all_next_lines_of_a_conversation_sum_to_one():
         for fact in facts():
             for question, reply in fact.tellings:
                 if question:
-                    line = f"{turn['X']}: {question} {turn['Y']}: {reply}"
-                    mass["fact"] += 2 ** (floor_bits(prefix) - floor_bits(f"{prefix} {line}"))
+                    longer = f"{prefix} {turn['X']}: {question} {turn['Y']}: {reply}"
+                    mass["fact"] += 2 ** (floor_bits(prefix) - floor_bits(longer))
     assert abs(mass["line"] - 0.5) < 1e-10 and abs(mass["fact"] - 0.5) < 1e-10
 
 
-@pytest.mark.parametrize("text", [
-    "", ".", " ", "The capital of France is Paris", "The capital of France is Paris. ", "The capital of France is Paris.\n",
-    "The capital of France is Rome.", "the capital of France is Paris.", "The  capital of France is Paris.",
-    "Ana to Ana: The capital of France is Paris.", "Xerxes: The capital of France is Paris.",
-    "Ana, page 7: The capital of France is Paris.", "Question: What is the capital of France? Answer: Rome.",
-    "Ana: What is the capital of France? Ana: Paris.", "The capital of France is Paris. Grass is green.",
-    "Ana likes red and Tom likes red.", " ".join(["The capital of France is Paris."] * 8),
-    "Alice has a red cat called Luna. Alice sings for Ana and Ana.", "Alice has a red cat called Luna. Emma sings for Ana and Ben.",
-    "Alice and Bear meet at the lake. Emma: Where is Ben? Bear: At the lake, with Ida.",
-    "Alice has a red cat called Luna. Question: What color is Luna? Answer: red."])
-def test_no_other_text_has_a_floor(text: str):
-    """Each is one small step away from a text that has one; the last is a story that is too short."""
-    assert derivations(text) == []
+PARIS = "The capital of France is Paris."
+PET = "Alice has a red cat called Luna."
+STORY = PET + 3 * " Alice sings for Ana and Ben."
+MEET = "Alice and Luna meet at the lake."
+
+
+@pytest.mark.parametrize("text, wrong", [
+    (PARIS, "The capital of France is Rome."), (PARIS, "the capital of France is Paris."), (PARIS, PARIS[:-1]),
+    (PARIS, PARIS + " "), (PARIS, PARIS + "\n"), (PARIS, PARIS.replace(" ", "  ")), (PARIS, PARIS + "."), (PARIS, ""),
+    (f"Ana to Tom: {PARIS}", f"Ana to Ana: {PARIS}"), (f"Ana to Tom: {PARIS}", f"Ana to Alice: {PARIS}"),
+    (f"Ana, page 70: {PARIS}", f"Ana, page 7: {PARIS}"), (f"{PARIS} {PARIS}", f"{PARIS} Grass is green."),
+    ("Ana: What is the capital of France? Tom: Paris.", "Ana: What is the capital of France? Ana: Paris."),
+    ("Ana likes red and Tom likes blue.", "Ana likes red and Tom likes red."),
+    (" ".join(7 * [PARIS]), " ".join(8 * [PARIS])),
+    (f"{PET} Alice sings for Ana and Ben.", f"{PET} Emma sings for Ana and Ben."),
+    (f"{STORY} Question: What color is Luna? Answer: red.", f"{STORY} Question: What color is Luna? Answer: blue."),
+    (f"{STORY} Question: What color is Luna? Answer: red.", f"{PET} Question: What color is Luna? Answer: red."),
+    (f"{MEET} Luna: Where is Ben? Alice: At the lake, with Ida.", f"{MEET} Emma: Where is Ben? Luna: At the lake, with Ida."),
+])
+def test_one_small_step_outside_the_language_there_is_no_floor(text: str, wrong: str):
+    assert 0 < floor_bits(text) < 300
+    assert derivations(wrong) == []
     with pytest.raises(UserError):
-        floor_bits(text)
-
-
-def test_near_misses_have_a_floor_once_they_are_mended():
-    for text in ("The capital of France is Paris.", "Ana to Tom: The capital of France is Paris.",
-                 "Ana: What is the capital of France? Tom: Paris.", "Ana likes red and Tom likes blue.",
-                 " ".join(["The capital of France is Paris."] * 7),
-                 "Alice has a red cat called Luna. Alice sings for Ana and Ben.",
-                 "Alice and Bear meet at the lake. Bear: Where is Ben? Alice: At the lake, with Ida."):
-        assert 0 < floor_bits(text) < 300
-    story = "Alice has a red cat called Luna." + 3 * " Alice sings for Ana and Ben."
-    assert floor_bits(f"{story} Question: What color is Luna? Answer: red.") > floor_bits(story)
-    assert derivations(f"{story} Question: What color is Luna? Answer: blue.") == []
+        floor_bits(wrong)

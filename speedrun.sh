@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# From an empty machine to a trained, evaluated base model and its report.
+#
+#     bash speedrun.sh
+#
+# It adapts to what it finds: 8 GPUs, one GPU, or a CPU. Run it again after anything went wrong: data and tokenizer are
+# kept, and training goes on from its newest checkpoint.
+set -euo pipefail
+cd "$(dirname "$0")"
+. ./setup.sh
+export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
+started=$SECONDS
+
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+if [ "$gpus" -ge 1 ]; then
+    # The public corpus, about 250 million characters a shard; tokens to train on = 20 per parameter.
+    data=fineweb-edu shards=240 vocab=65536 tag=d20
+    model=(--depth=20 --max_seq_len=2048 --total_batch_size=524288 --save_every=1000 --keep_last=2)
+    memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n | head -1)  # MiB
+    if [ "$gpus" -ge 8 ]; then
+        launch=(torchrun --standalone --nproc_per_node=8 -m) model+=(--device_batch_size=32)
+    else
+        # One GPU: a smaller model, and as many rows at a time as its memory holds.
+        launch=(python -m) shards=24 tag=d12 model+=(--depth=12)
+        if   [ "$memory" -ge 70000 ]; then model+=(--device_batch_size=32)
+        elif [ "$memory" -ge 22000 ]; then model+=(--device_batch_size=8)
+        else                               model+=(--device_batch_size=4 --activation_checkpointing)
+        fi
+    fi
+else
+    # The embedded world: nothing to download, and a model small enough for minutes on two cores.
+    data=tinyworld shards=-1 vocab=8192 tag=d4
+    launch=(python -m)
+    model=(--depth=4 --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=700
+           --warmdown_ratio=0.6 --eval_every=100 --save_every=100 --keep_last=2)
+fi
+
+stage() { echo; echo "=== $1 ($(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s)"; }
+
+stage "data: $data"
+python -m nanochat.dataset --source="$data" --num_shards="$shards"
+
+stage "tokenizer"
+if [ -e "$NANOCHAT_BASE_DIR/tokenizer/$data" ]; then echo "there already"; else
+    python -m scripts.tok_train --data="$data" --vocab_size="$vocab"
+fi
+
+stage "base model: training"
+"${launch[@]}" scripts.base_train --data="$data" --model_tag="$tag" --resume=auto "${model[@]}"
+
+stage "base model: evaluation"
+"${launch[@]}" scripts.base_eval --model_tag="$tag"
+
+stage "report"
+python -m nanochat.report
+stage "done"

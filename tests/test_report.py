@@ -1,0 +1,254 @@
+"""The report is read back as a reader sees it: tables cell by cell, links followed, figures asked for the points they draw."""
+import json
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import run_module
+
+from nanochat import report
+from nanochat.errors import UserError
+from nanochat.metrics import read_metrics
+
+SETTLED = 100.0  # tokens per second after the first step
+
+
+def train_record(step: int, loss: float, dt: float = 0.5, **other: object) -> dict:
+    return {"step": step, "train/loss": loss, "train/lrm": 1.0, "train/dt": dt, "train/tok_per_sec": SETTLED, "train/mfu": 0.25} | other
+
+
+def write_run(path: Path, records: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def short_run(path: Path) -> Path:
+    """Six steps, of which the first compiles, and three validations."""
+    steps = [train_record(0, 8.0, dt=60.0, **{"train/tok_per_sec": 1.0}), *(train_record(step, 8.0 - step) for step in range(1, 6))]
+    return write_run(path, steps + [{"step": step, "val/bpb": 3.0 - step / 3} for step in (0, 3, 6)])
+
+
+def table_after(markdown: str, heading: str) -> list[list[str]]:
+    """The cells of the first table after a heading, without its rule; a backslash keeps a bar inside its cell."""
+    lines = markdown.split(heading, 1)[1].splitlines()
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines if line.startswith("|")]
+    assert all(len(row) == len(rows[0]) for row in rows) and all(re.fullmatch(r" -+:? ", cell) for cell in rows[1])
+    return [[cell.strip() for cell in row] for row in rows[:1] + rows[2:]]
+
+
+def headings(markdown: str) -> list[str]:
+    return re.findall(r"^## (.*)$", markdown, re.MULTILINE)
+
+
+def images(path: Path) -> list[Path]:
+    return [path.parent / link for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", path.read_text())]
+
+
+def test_sections_come_in_the_order_of_the_pipeline_and_others_by_name():
+    for stage in ("zoo", "chat_eval", "base_eval", "ablation", "tokenizer", "chat_sft", "base_train", "mid_train", "data", "chat_rl"):
+        report.write_section(stage, stage.upper(), f"Body of {stage}.")
+    text = report.generate().read_text()
+    assert headings(text) == ["DATA", "TOKENIZER", "BASE_TRAIN", "BASE_EVAL", "MID_TRAIN", "CHAT_SFT", "CHAT_RL", "CHAT_EVAL", "ABLATION", "ZOO"]
+    assert all(f"Body of {name.lower()}." in text for name in headings(text)), "no results, so no summary, and every body"
+
+
+def test_summary_table_joins_the_results_of_all_sections():
+    report.write_section("chat_eval", "Chat", "", {"rl": {"ARC": 0.5}, "other": {"ARC": "n/a"}, "sft": {"ARC": 0.123456, "GSM8K": 0.0}})
+    report.write_section("base_eval", "Eval", "", {"base": {"CORE | centered": 0.2, "bits per byte": np.float32(0.91237)}})
+    report.write_section("base_train", "Train", "", {"base": {"parameters": 73_531_392, "bits per byte": 0.95, "tokens": 123456.7}})
+    report.write_section("mid_train", "Mid", "", {"mid": {"ARC": 1e-5}})
+    assert table_after(report.generate().read_text(), "## Summary") == [
+        ["", "base", "mid", "sft", "rl", "other"],
+        ["parameters", "73,531,392", "-", "-", "-", "-"],
+        ["bits per byte", "0.9124", "-", "-", "-", "-"],  # the later stage's
+        ["tokens", "123,500", "-", "-", "-", "-"],
+        [r"CORE \| centered", "0.2", "-", "-", "-", "-"],
+        ["ARC", "-", "1e-05", "0.1235", "0.5", "n/a"],
+        ["GSM8K", "-", "-", "0", "-", "-"],
+    ]
+
+
+def test_writing_a_section_again_replaces_all_of_it(base_folder):
+    report.write_section("base_train", "First", "old body", {"base": {"old row": 1.0}}, short_run(base_folder / "run" / "metrics.jsonl"))
+    assert len(images(report.generate())) == 1
+    report.write_section("base_train", "Second", "new body", {"base": {"new row": 2.0}})
+    path = report.generate()
+    assert headings(path.read_text()) == ["Summary", "Second"] and images(path) == []
+    assert "old" not in path.read_text() and "new body" in path.read_text() and "| new row | 2 |" in path.read_text()
+
+
+def test_only_rank_0_writes(base_folder, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    report.write_section("base_train", "Rank 1", "")
+    assert not base_folder.exists()
+
+
+def test_a_stage_that_cannot_name_a_file_is_refused():
+    for stage in ("../evil", "", "a b", ".hidden", "über"):
+        with pytest.raises(AssertionError):
+            report.write_section(stage, "", "")
+
+
+def test_figure_is_a_png_beside_the_report_and_survives_moving_the_base_folder(base_folder, tmp_path, monkeypatch):
+    report.write_section("base_train", "Train", "", metrics=short_run(base_folder / "run" / "metrics.jsonl"), floor=0.8)
+    moved = tmp_path / "moved"
+    shutil.move(base_folder, moved)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(moved))
+    path = report.generate()
+    assert images(path) == [moved / "report" / "base_train.png"]
+    data = images(path)[0].read_bytes()
+    width, height = struct.unpack(">II", data[16:24])
+    assert data.startswith(b"\x89PNG\r\n\x1a\n") and width > height > 500 and len(data) > 20_000
+    assert sorted(file.name for file in path.parent.iterdir()) == ["base_train.png", "report.md", "sections"], "no debris"
+
+
+def test_panels_draw_the_records_and_leave_out_the_step_that_compiles(tmp_path):
+    loss, validation, rate, throughput, mfu = report.metrics_figure(read_metrics(short_run(tmp_path / "m.jsonl")), floor=0.8).axes
+    assert loss.lines[0].get_xydata().tolist() == [[step, 8.0 - step] for step in range(6)]
+    assert validation.lines[0].get_xydata().tolist() == [[0, 3.0], [3, 2.0], [6, 1.0]]
+    assert set(validation.lines[1].get_ydata()) == {0.8} and validation.lines[1].get_linestyle() == "--"
+    assert validation.get_ylim()[0] < 0.8, "the floor is inside the panel"
+    assert rate.lines[0].get_ydata().tolist() == [1.0] * 6
+    assert throughput.lines[0].get_xydata().tolist() == [[step, SETTLED] for step in range(1, 6)]
+    assert mfu.lines[0].get_xydata().tolist() == [[step, 0.25] for step in range(1, 6)]
+    assert {axes.get_xlabel() for axes in (loss, validation, rate, throughput)} == {"step"}
+    assert "bits per byte" in validation.get_ylabel() and "tokens per second" in throughput.get_ylabel()
+
+
+def test_panels_without_records_and_losses_without_a_number_still_make_a_figure():
+    loss, validation, *_ = report.metrics_figure([train_record(0, 5.0), train_record(1, float("nan")), train_record(2, 4.0)], None).axes
+    assert np.array_equal(loss.lines[0].get_ydata(), [5, np.nan, 4], equal_nan=True)
+    assert [text.get_text() for text in validation.texts] == ["not recorded"]
+    assert len(report.metrics_figure([{"step": 0, "val/bpb": 1.0}], None).axes) == 4
+
+
+def test_steps_run_again_after_a_resume_count_once(base_folder):
+    """Killed at step 3, resumed from step 2: the record that the later run wrote is drawn, and only its time is counted."""
+    records = [train_record(step, 9.0, dt=60.0) for step in range(4)] + [train_record(step, 5.0, dt=120.0) for step in range(2, 5)]
+    path = write_run(base_folder / "run" / "metrics.jsonl", records)
+    path.write_text(path.read_text() + '{"step": 5, "train/lo')
+    figure = report.metrics_figure(read_metrics(path), None)
+    assert figure.axes[0].lines[0].get_xydata().tolist() == [[0, 9], [1, 9], [2, 5], [3, 5], [4, 5]]
+    report.write_section("base_train", "Train", "", metrics=path)
+    assert "- Training: 8.0m " in report.generate().read_text()  # 2 x 60 s + 3 x 120 s
+
+
+def test_smoothing_equals_a_mean_written_out():
+    """At the start as many steps after as before, at the end what is left; a NaN is not part of any mean."""
+    values = np.random.default_rng(0).normal(3, 1, 1000)
+    values[[0, 300, *range(400, 430)]] = np.nan
+    expected = []
+    for step in range(1000):
+        reach = min(step, 10)
+        around = [value for value in values[step - reach : step + reach + 1] if value == value]
+        expected.append(sum(around) / len(around) if around else float("nan"))
+    assert np.isnan(expected).sum() == 1 + 10  # the first step, and the middle of the hole
+    np.testing.assert_allclose(report.smoothed(values), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "\x00\xff", '{"title": "t"}', "cut", "results"])
+def test_a_damaged_section_is_one_line_and_the_others_stay(base_folder, damage):
+    for stage in ("base_train", "mid_train"):
+        report.write_section(stage, stage, "A body.", {"base": {"row of " + stage: 1.0}})
+    file = base_folder / "report" / "sections" / "base_train.json"
+    whole = file.read_text()
+    replaced = json.dumps(json.loads(whole) | {"results": {"base": {"row": [1]}}})
+    file.write_bytes({"cut": whole[:-20], "results": replaced}.get(damage, damage).encode("latin-1"))
+    text = report.generate().read_text()
+    assert headings(text) == ["Summary", "base_train", "mid_train"] and text.count("A body.") == 1
+    assert [line for line in text.splitlines() if "base_train.json is damaged" in line and "run its stage again" in line]
+    assert [row[0] for row in table_after(text, "## Summary")] == ["", "row of mid_train"]
+
+
+@pytest.mark.parametrize("content, told", [
+    (None, "is missing"),
+    (b"\xff\xfe\x00", "is damaged"),
+    (b"7\n", "is damaged"),
+    (b'{"train/loss": 1}\n', "is damaged"),
+    (b'{"step": 0, "train/loss": "low"}\n', "is damaged"),
+    (b'{"step": 0, "train/loss": [1], "train/dt": 1}\n', "is damaged"),
+    (b"", "has no records"),
+    (b'{"step": 0, "tr', "has no records"),
+])
+def test_metrics_that_cannot_be_read_are_one_line(base_folder, content, told):
+    path = short_run(base_folder / "run" / "metrics.jsonl")
+    path.unlink() if content is None else path.write_bytes(content)
+    report.write_section("base_train", "Train", "A body.", metrics=path)
+    written = report.generate()
+    assert images(written) == [] and "A body." in written.read_text()
+    assert [line for line in written.read_text().splitlines() if str(path) in line and told in line]
+
+
+def test_without_matplotlib_there_is_a_line_in_place_of_the_plot(base_folder, monkeypatch):
+    for name in {"matplotlib", "matplotlib.figure", *(name for name in sys.modules if name.startswith("matplotlib."))}:
+        monkeypatch.setitem(sys.modules, name, None)  # importing it raises ImportError
+    report.write_section("base_train", "Train", "A body.", metrics=short_run(base_folder / "run" / "metrics.jsonl"))
+    path = report.generate()
+    assert images(path) == [] and not list(path.parent.glob("*.png"))
+    assert "matplotlib is not installed" in path.read_text() and "- Training: 1.0m" in path.read_text()
+
+
+def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
+    import matplotlib
+
+    before = dict(matplotlib.rcParams), "matplotlib.pyplot" in sys.modules
+    report.metrics_figure(read_metrics(short_run(tmp_path / "m.jsonl")), 0.8).savefig(tmp_path / "f.png", format="png")
+    assert (dict(matplotlib.rcParams), "matplotlib.pyplot" in sys.modules) == before
+
+
+def test_settings_are_folded_away_and_the_changed_ones_seen():
+    config = {"depth": 4, "data": "a|b", "run": "", "note": "a `tick` <b>", "lr": 0.02}
+    markdown = report.settings_table(config, {"depth": 20, "data": "a|b", "run": "", "note": "", "lr": 0.02})
+    assert "<summary>5 settings: depth=4, note=a `tick` &lt;b&gt;</summary>\n\n|" in markdown and markdown.endswith("</details>")
+    assert table_after(markdown, "<details>") == [
+        ["setting", "value", "default"],
+        ["depth", "`4`", "`20`"],
+        ["data", r"`'a\|b'`", ""],
+        ["run", "`''`", ""],
+        ["note", "`` 'a `tick` <b>' ``", "`''`"],
+        ["lr", "`0.02`", ""],
+    ]
+    assert table_after(report.settings_table({"depth": 4}), "1 settings") == [["setting", "value"], ["depth", "`4`"]]
+
+
+def test_commit_is_that_of_the_folder_itself(tmp_path):
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.hooksPath=/dev/null"]
+        return subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True, text=True).stdout.strip()
+
+    assert report.commit(tmp_path) == "none"
+    git("init")
+    git("commit", "--allow-empty", "-m", "first")
+    (tmp_path / "inside").mkdir()
+    assert report.commit(tmp_path) == git("log", "-1", "--format=%h")
+    assert report.commit(tmp_path / "inside") == "none", "somebody else's repository around a copy"
+    (tmp_path / "new").write_text("")
+    assert report.commit(tmp_path) == git("log", "-1", "--format=%h") + " with uncommitted changes"
+
+
+def test_header_names_the_machine_and_a_section_from_another_one_says_so(base_folder):
+    report.write_section("base_train", "Train", "")
+    report.write_section("base_eval", "Eval", "")
+    file = base_folder / "report" / "sections" / "base_train.json"
+    section = json.loads(file.read_text())
+    section["made"]["Machine"] = "8 × Abacus"
+    file.write_text(json.dumps(section))
+    header, train, evaluation = report.generate().read_text().split("## ")
+    assert all(f"- {name}: " in header for name in ("Date", "Machine", "Software", "Commit")) and "torch" in header
+    assert "machine: 8 × Abacus" in train and "machine" not in evaluation
+
+
+def test_command_needs_a_section_and_then_prints_the_path(base_folder):
+    with pytest.raises(UserError, match="python -m scripts.base_train") as refusal:
+        report.generate()
+    assert "\n" not in str(refusal.value) and not base_folder.exists()
+    report.write_section("data", "Data", "Some text.")
+    done = run_module("nanochat.report")
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == base_folder / "report" / "report.md" and "Some text." in Path(done.stdout.strip()).read_text()
