@@ -12,9 +12,9 @@ from configurator import configure
 from nanochat.checkpoint import load_model
 from nanochat.compiling import set_compile
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
-from nanochat.dataset import iter_texts, load_manifest
+from nanochat.dataset import iter_texts
 from nanochat.distributed import compute_cleanup, compute_init, print0
-from nanochat.loss_eval import document_nats, evaluate_bpb, greedy_completes, sample
+from nanochat.loss_eval import document_nats, entropy_floor, evaluate_bpb, greedy_completes, sample
 from nanochat.report import write_section
 from nanochat.tinyworld import PROMPTS, floor_bits, held_out_questions, topic_of
 
@@ -45,7 +45,7 @@ for split, name in (("train", "training"), ("val", "validation")):
     print0(f"{name}: {results[f'{name} bits per byte']:.4f} bits per byte")
 
 # --- the usual prompts, greedily
-in_tinyworld = load_manifest(data)["source"] == "tinyworld"
+in_tinyworld = entropy_floor(data) is not None
 lines = ["| prompt | greedy completion |", "|---|---|"]
 for prompt, expected in PROMPTS if rank == 0 else ():
     text = sample(model, tokenizer, prompt, sample_tokens)
@@ -74,8 +74,8 @@ if in_tinyworld and rank == 0:
     lines += ["", "| topic | bits per byte | floor | excess | held-out questions |", "|---|---|---|---|---|"]
     print0(f"{'topic':16} bits/byte   floor  excess  held-out questions")
     for topic in sorted(by_topic, key=lambda key: (key == "all documents", key)):
-        bits, floor_of_topic, count = by_topic[topic]
-        bpb, floor = bits / count, floor_of_topic / count
+        bits, floor_bits_of_topic, count = by_topic[topic]
+        bpb, floor = bits / count, floor_bits_of_topic / count
         answers = f"{sum(asked[topic])}/{len(asked[topic])}" if asked[topic] else "-"
         print0(f"{topic:16} {bpb:9.4f} {floor:7.4f} {bpb - floor:7.4f}  {answers}")
         lines.append(f"| {topic} | {bpb:.4f} | {floor:.4f} | {bpb - floor:.4f} | {answers} |")
