@@ -73,13 +73,18 @@ class TokenizedShards:
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # let go by the system when its holder dies
             if not path.exists():
-                texts, parts = read_shard(self.paths[shard]), []
-                for start in range(0, len(texts), ENCODE_BATCH):
-                    batch = self.tokenizer.encode(texts[start : start + ENCODE_BATCH], prepend=self.bos, num_threads=self.num_threads)
-                    parts.append(np.concatenate([np.array(ids, dtype=self.dtype) for ids in batch]))
+                tokens = self.encode_shard(shard)
                 with write_aside(path) as aside, open(aside, "wb") as file:
-                    np.save(file, np.concatenate(parts))
+                    np.save(file, tokens)
         return path
+
+    def encode_shard(self, shard: int) -> np.ndarray:
+        """The tokens of a shard's documents, from its text."""
+        texts, parts = read_shard(self.paths[shard]), []
+        for start in range(0, len(texts), ENCODE_BATCH):
+            batch = self.tokenizer.encode(texts[start : start + ENCODE_BATCH], prepend=self.bos, num_threads=self.num_threads)
+            parts += [np.array(ids, dtype=self.dtype) for ids in batch]
+        return np.concatenate(parts)
 
 
 class RowPlanner:

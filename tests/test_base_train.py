@@ -1,0 +1,228 @@
+"""The whole pretraining script, as its users run it: real processes, real files, real kills."""
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import REPO, run_module
+from nanochat.dataset import dataset_dir
+from nanochat.make_dataset import make
+from nanochat.metrics import read_metrics
+from nanochat.tokenizer import train_tokenizer
+
+TINY = ["--depth=1", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128", "--compile=False",
+        "--eval_tokens=512", "--sample_every=-1", "--eval_every=-1"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A base folder with a small data set and its tokenizer, made once; each test copies it."""
+    folder = tmp_path_factory.mktemp("made")
+    before = os.environ.get("NANOCHAT_BASE_DIR")
+    os.environ["NANOCHAT_BASE_DIR"] = str(folder)
+    source = folder / "texts"
+    source.mkdir()
+    for i in range(400):
+        (source / f"{i}.txt").write_text(f"Document {i} says that {i} plus {i} is {2 * i}, and that {i} minus one is {i - 1}.")
+    make(str(source), "sums")
+    train_tokenizer("sums", 400, 10**6, 10**4)
+    os.environ.pop("NANOCHAT_BASE_DIR") if before is None else os.environ.update(NANOCHAT_BASE_DIR=before)
+    return folder
+
+
+@pytest.fixture
+def base(made, base_folder):
+    shutil.copytree(made, base_folder)
+    return base_folder
+
+
+def train(*args, **settings):
+    return run_module("scripts.base_train", "--data=sums", *TINY, *args, **settings)
+
+
+def checkpoint(base: Path, tag: str, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint: weights, masters, moments, step counts."""
+    folder = base / "base_checkpoints" / tag / f"step_{step:06d}"
+    return load_file(folder / "model.safetensors") | load_file(folder / "optimizer_rank_00000.safetensors")
+
+
+def losses(base: Path, tag: str) -> dict[int, float]:
+    records = read_metrics(base / "base_checkpoints" / tag / "metrics.jsonl")
+    return {record["step"]: record["train/loss"] for record in records if "train/loss" in record}
+
+
+def assert_same_run(base: Path, a: str, b: str, step: int):
+    first, second = checkpoint(base, a, step), checkpoint(base, b, step)
+    assert first.keys() == second.keys()
+    different = [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
+    assert not different, f"{len(different)} of {len(first)} tensors differ: {different[:3]}"
+    assert losses(base, a) == losses(base, b)
+
+
+def test_an_empty_base_folder_is_enough(base_folder):
+    """The README's first command: the embedded corpus and a tokenizer are made first, then everything is there."""
+    result = run_module("scripts.base_train", "--depth=4", "--max_seq_len=512", "--device_batch_size=1",
+                        "--total_batch_size=512", "--num_iterations=20", "--eval_tokens=2048", timeout=500)
+    assert result.returncode == 0, result.stderr
+    assert "data set 'tinyworld' is not there yet, making it" in result.stdout
+    assert "no tokenizer for 'tinyworld' yet, training one" in result.stdout
+    assert "The capital of France is" in result.stdout and "of measured" not in result.stderr
+    assert "measured float32 matmul" in result.stdout or "measured bfloat16 matmul" in result.stdout, "MFU says what it is of"
+    folder = base_folder / "base_checkpoints" / "d4"
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "train/loss" in record]
+    validations = {record["step"]: record["val/bpb"] for record in records if "val/bpb" in record}
+    assert [record["step"] for record in steps] == list(range(20))
+    assert set(validations) == {0, 20} and validations[20] < 0.6 * validations[0], "before the first step and after the last"
+    for record in steps:
+        assert record["train/tok_per_sec"] == pytest.approx(512 / record["train/dt"])
+        assert 0 < record["train/mfu"] < 2 and 0 <= record["train/lrm"] <= 1
+    meta = json.loads((folder / "step_000020" / "meta.json").read_text())
+    assert meta["config"]["depth"] == 4 and meta["model_config"]["n_embd"] == 256 and meta["data_state"]["epoch"] == 0
+    evaluation = run_module("scripts.base_eval", "--eval_tokens=2048", timeout=500)
+    assert evaluation.returncode == 0, evaluation.stderr
+    assert "held-out questions" in evaluation.stdout and "excess over the floor" in evaluation.stdout
+    report = run_module("nanochat.report")
+    assert report.returncode == 0 and "held-out questions" in (base_folder / "report" / "report.md").read_text()
+
+
+@pytest.mark.parametrize("dtype,compiled", [("float32", False), ("bfloat16", False), ("float32", True), ("bfloat16", True)])
+def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, dtype, compiled):
+    """2N = N + stop + resume + N: parameters, masters, moments, and every loss in the log."""
+    half, whole = (4, 8) if not compiled else (2, 4)
+    args = [f"--dtype={dtype}", f"--compile={compiled}", f"--num_iterations={whole}", f"--save_every={half}", "--weight_decay=0.1"]
+    straight = train("--model_tag=straight", *args)
+    assert straight.returncode == 0, straight.stderr
+    folder = base / "base_checkpoints"
+    (folder / "resumed").mkdir()
+    shutil.copytree(folder / "straight" / f"step_{half:06d}", folder / "resumed" / f"step_{half:06d}")
+    lines = (folder / "straight" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    # As the stopped run would have left it: one step further than its checkpoint, cut short by the kill.
+    (folder / "resumed" / "metrics.jsonl").write_text("".join(lines[: half + 1]) + lines[half + 1][:20])
+    resumed = train("--model_tag=resumed", f"--resume_from_step={half}", *args)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"step {half:05d}" in resumed.stdout and f"step {half - 1:05d}/" not in resumed.stdout
+    assert_same_run(base, "straight", "resumed", whole)
+    smoothed = [[line.split("|")[1] for line in run.stdout.splitlines() if f"{whole - 1:05d}/" in line] for run in (straight, resumed)]
+    assert smoothed[0] == smoothed[1], "the smoothed loss goes on too"
+
+
+def test_killed_and_resumed_matches_an_undisturbed_run(base):
+    """SIGKILL at some moment, with saves so frequent that it often hits one; --resume=auto finds what is whole."""
+    args = ["--num_iterations=40", "--save_every=2", "--keep_last=3"]
+    assert train("--model_tag=undisturbed", *args).returncode == 0
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scripts.base_train", "--data=sums", *TINY, *args, "--model_tag=killed"],
+        cwd=REPO, stdout=subprocess.PIPE, text=True,
+    )
+    for line in process.stdout:
+        if line.startswith("saved") and line.strip().endswith(("step_000012", "step_000014")):
+            break
+    time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (base / "base_checkpoints" / "killed" / "step_000040").exists(), "the kill came too late to mean anything"
+    resumed = train("--model_tag=killed", "--resume=auto", *args)
+    assert resumed.returncode == 0 and "resuming from" in resumed.stdout, resumed.stderr
+    assert_same_run(base, "undisturbed", "killed", 40)
+    again = train("--model_tag=killed", "--resume=auto", *args)
+    assert again.returncode == 0, "resuming a finished run evaluates and ends"
+
+
+def test_one_and_two_ranks_draw_the_same_curve(base):
+    """The same tokens in every step, gradients averaged over ranks; float32 sums in another order leave less than 1e-4."""
+    args = ["--num_iterations=12", "--eval_every=6", "--grad_clip=0.5", "--dtype=float32"]
+    assert train("--model_tag=one", *args).returncode == 0
+    two = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.base_train",
+         "--", "--data=sums", *TINY, *args, "--model_tag=two"],
+        cwd=REPO, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert two.returncode == 0, two.stderr
+    one, two = losses(base, "one"), losses(base, "two")
+    assert one.keys() == two.keys() == set(range(12))
+    assert max(abs(one[step] - two[step]) for step in one) < 1e-4
+    assert one[11] < one[0] - 0.5, "and it is a curve that falls"
+
+
+def test_bad_input_is_one_clear_line(base):
+    """The value, what was expected, what to do; nothing that was there is lost."""
+    assert train("--num_iterations=1", "--model_tag=there").returncode == 0
+    before = sorted(path.name for path in (base / "base_checkpoints" / "there").rglob("*"))
+    make(str(base / "texts"), "untokenized")
+    cases = [
+        (["--total_batch_size=100"], "total_batch_size=100 is not a multiple of device_batch_size * max_seq_len * world_size = 2 * 32 * 1 = 64; "
+                                     "try total_batch_size=64 or 128"),
+        (["--device_type=tpu"], "device_type=tpu is unknown; expected one of cuda, mps, cpu"),
+        (["--device_type=cuda"], "this torch sees no GPU") if not torch.cuda.is_available() else (["--device_type=x"], "unknown"),
+        (["--data=nowhere"], "no data set 'nowhere'"),
+        (["--data=untokenized"], "no tokenizer for data 'untokenized'"),
+        (["--model_tag=there"], "has checkpoints; continue with --resume=auto"),
+        (["--model_tag=there", "--depth=2", "--resume=auto"], "does not fit this run"),
+        (["--resume_from_step=5"], "no valid checkpoint of step 5"),
+        (["--core_metric_every=5"], "CORE is not here yet"),
+        (["--num_iterations=-1", "--target_param_data_ratio=-1"], "no horizon"),
+    ]
+    for args, expected in cases:
+        result = train("--num_iterations=1", *args)
+        assert result.returncode == 1, f"{args}: {result.stdout}{result.stderr}"
+        errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and expected in errors[0] and "Traceback" not in result.stderr, f"{args}: {result.stderr}"
+    assert before == sorted(path.name for path in (base / "base_checkpoints" / "there").rglob("*"))
+    assert train("--num_iterations=1", "--model_tag=there", "--overwrite").returncode == 0
+
+
+def test_a_tokenizer_that_does_not_belong_is_refused(base):
+    assert train("--num_iterations=2").returncode == 0
+    train_tokenizer("sums", 350, 10**6, 10**4)
+    result = train("--num_iterations=4", "--resume=auto")
+    assert result.returncode == 1 and "trained with another tokenizer" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_running_out_of_memory_names_the_next_smaller_batch(base):
+    """A real limit on the address space, hit by a real allocation of logits and activations."""
+    result = subprocess.run(
+        [sys.executable, "-m", "scripts.base_train", "--data=sums", *TINY, "--num_iterations=1", "--max_seq_len=2048",
+         "--device_batch_size=64", "--total_batch_size=131072"],
+        cwd=REPO, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (3 * 2**30, 3 * 2**30)),
+    )
+    assert result.returncode == 1 and "error: out of memory with device_batch_size=64; try --device_batch_size=32" in result.stderr, result.stderr
+
+
+def test_a_full_disk_is_one_line_and_costs_nothing_already_written(base, tmp_path):
+    """A file system of 2 MB, filled by the second checkpoint: the first is still valid and the run continues elsewhere."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        for name in ("data", "tokenizer"):
+            shutil.copytree(base / name, disk / name)
+        result = train("--num_iterations=8", "--save_every=1", env={"NANOCHAT_BASE_DIR": str(disk)})
+        errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+        assert result.returncode == 1 and len(errors) == 1 and "No space left" in errors[0], result.stderr
+        assert "Traceback" not in result.stderr
+        shutil.copytree(disk / "base_checkpoints", base / "base_checkpoints")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    saved = [line for line in result.stdout.splitlines() if line.startswith("saved")]
+    assert saved and not list(base.rglob(".step*")), "some checkpoints were written, and no debris is left of the last"
+    resumed = train("--num_iterations=8", "--save_every=1", "--resume=auto")
+    assert resumed.returncode == 0 and f"step_{len(saved):06d}" in resumed.stdout, resumed.stderr
+
+
+def test_the_corpus_floor_is_below_any_model(base):
+    """Only the embedded world has one; other data say None."""
+    from nanochat.loss_eval import entropy_floor
+
+    assert entropy_floor("sums") is None and dataset_dir("sums").exists()
