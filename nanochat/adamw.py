@@ -6,20 +6,18 @@ from torch.nn import Parameter
 
 def adamw_update(
     master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
-    lr: Tensor, decay: Tensor, correction1: Tensor, correction2: Tensor,
-    beta1: float, beta2: float, eps: float,
+    step: int, lr: float, weight_decay: float, betas: tuple[float, float], eps: float,
 ) -> None:
     """
-    One step in place on any slice of a parameter; everything float32. Loshchilov & Hutter 2019, arXiv:1711.05101.
-
-    lr and decay = lr · weight decay; correction = 1 − betaᵗ: scalar tensors, because they change from step to step
-    and a compiled function would otherwise be compiled anew. eps is added after the bias correction.
+    Step number `step` (from 1) in place on any slice of a parameter; everything float32. Loshchilov & Hutter 2019,
+    arXiv:1711.05101. Scalars are Python floats (double precision); eps is added after the bias correction.
     """
-    master.mul_(1 - decay)
+    beta1, beta2 = betas
+    master.mul_(1 - lr * weight_decay)
     exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
-    denominator = (exp_avg_sq / correction2).sqrt() + eps
-    master.sub_(lr * (exp_avg / correction1) / denominator)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    denominator = exp_avg_sq.sqrt().div_((1 - beta2**step) ** 0.5).add_(eps)
+    master.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
 
 
 class AdamW:
@@ -46,18 +44,13 @@ class AdamW:
     def step(self) -> None:
         """Apply the gradients; parameters without one are left alone."""
         self.steps += 1
-        beta1, beta2 = self.betas
-        correction1, correction2 = (1 - beta ** self.steps.item() for beta in self.betas)
         for group in self.param_groups:
             for name, p in group["params"].items():
                 if p.grad is None:
                     continue
-                lr = group["lr"] * getattr(p, "lr_mul", 1.0)
-                decay = lr * group["weight_decay"] * getattr(p, "wd_mul", 1.0)
-                scalars = torch.tensor([lr, decay, correction1, correction2], dtype=torch.float32)
                 adamw_update(
-                    self.masters[name], p.grad.float(), self.exp_avg[name], self.exp_avg_sq[name],
-                    *scalars.to(p.device, non_blocking=True).unbind(), beta1, beta2, self.eps,
+                    self.masters[name], p.grad.float(), self.exp_avg[name], self.exp_avg_sq[name], self.steps.item(),
+                    group["lr"] * getattr(p, "lr_mul", 1.0), group["weight_decay"] * getattr(p, "wd_mul", 1.0), self.betas, self.eps,
                 )
                 write_back(p, self.masters[name])
 

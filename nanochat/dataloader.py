@@ -100,7 +100,7 @@ class RowPlanner:
 
     def __init__(self, shards: TokenizedShards, row_len: int, seed: int, state: dict | None = None):
         self.shards, self.row_len, self.seed = shards, row_len, seed
-        self.capacity = max(min(BUFFER_DOCUMENTS, shards.rows // 4), 1)  # of a small corpus: few epochs at a time
+        self.capacity = max(min(BUFFER_DOCUMENTS, shards.rows // 32), 1)  # a small part of any corpus: what waits here is not seen this epoch
         self.epoch = self.shard_position = self.document_position = self.ordinal = self.epoch_tokens = 0
         self.buffer: dict[int, tuple[int, int, int]] = {}  # ordinal -> (shard, start, end), the oldest first
         if state is not None:

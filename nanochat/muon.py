@@ -29,16 +29,17 @@ def orthogonalize(G: Tensor) -> Tensor:
     G: (..., rows, cols), any float dtype; the iteration runs in G's dtype. Returns the same shape; singular values of
     at least 1/1000 of the matrix's norm end within [0.7, 1.2], zero matrices stay zero.
     """
-    X = G.mT if G.size(-2) > G.size(-1) else G  # the Gram matrix is taken on the shorter side
+    stack = G.reshape(-1, *G.shape[-2:])
+    X = stack.mT if G.size(-2) > G.size(-1) else stack  # the Gram matrix is taken on the shorter side
     # 2% above the Frobenius norm: rounding must not leave a singular value above one, where the iteration diverges.
     X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT
-        X = a * X + (b * A + c * A @ A) @ X
-    return X.mT if G.size(-2) > G.size(-1) else X
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)  # aX + (bA + cA²)X
+    return (X.mT if G.size(-2) > G.size(-1) else X).reshape(G.shape)
 
 
-def nesterov_momentum(grad: Tensor, buffer: Tensor, momentum: Tensor) -> Tensor:
+def nesterov_momentum(grad: Tensor, buffer: Tensor, momentum: float) -> Tensor:
     """Moves the buffer (in place) towards the gradient and returns the gradient moved towards the buffer."""
     buffer.lerp_(grad, 1 - momentum)
     return torch.lerp(grad, buffer, momentum)
@@ -90,8 +91,7 @@ class Muon:
             params = [group["params"][name] for name in names]
             master, buffer = self.masters[rows, cols], self.momentum_buffers[rows, cols]
             grad = torch.stack([p.grad for p in params]).float()
-            momentum = torch.tensor(group["momentum"], dtype=torch.float32, device=grad.device)
-            update = orthogonalize(nesterov_momentum(grad, buffer, momentum).to(params[0].dtype))
+            update = orthogonalize(nesterov_momentum(grad, buffer, group["momentum"]).to(params[0].dtype))
             lr = [group["lr"] * shape_scale(rows, cols) * getattr(p, "lr_mul", 1.0) for p in params]
             decay = [group["lr"] * getattr(p, "lr_mul", 1.0) * group["weight_decay"] * getattr(p, "wd_mul", 1.0) for p in params]
             scalars = torch.tensor([lr, decay], dtype=torch.float32).to(grad.device, non_blocking=True)[..., None, None]

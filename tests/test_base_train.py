@@ -226,3 +226,15 @@ def test_the_corpus_floor_is_below_any_model(base):
     from nanochat.loss_eval import entropy_floor
 
     assert entropy_floor("sums") is None and dataset_dir("sums").exists()
+
+
+def test_wandb_is_imported_only_when_asked_for_and_works_offline(base, tmp_path):
+    """First with a wandb on the path that breaks when touched, then with the real one in its offline mode."""
+    (tmp_path / "wandb.py").write_text("raise RuntimeError('imported')")
+    assert train("--num_iterations=1", env={"PYTHONPATH": str(tmp_path)}).returncode == 0
+    asked = train("--num_iterations=1", "--run=me", "--overwrite", env={"PYTHONPATH": str(tmp_path)})
+    assert asked.returncode == 1 and "imported" in asked.stderr
+    pytest.importorskip("wandb")
+    real = train("--num_iterations=2", "--run=me", "--overwrite", env={"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)})
+    assert real.returncode == 0, real.stderr
+    assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb")), "the run is on disk, to be synced later"
