@@ -10,12 +10,14 @@ Checkpoints: a folder per step, whole or absent, checked when it is read.
 """
 import base64
 import json
+import os
 import re
 import shutil
 from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -46,8 +48,8 @@ def save_checkpoint(
     meta = meta | {"step": step, "rng": random_states(), "model_config": vars(model.config)}
     target = folder / f"step_{step:06d}"
     with write_folder_aside(target) as aside:
-        save_file({name: p.detach().cpu().contiguous() for name, p in model.state_dict().items()}, aside / "model.safetensors")
-        save_file({name: t.cpu().contiguous() for name, t in optimizer_tensors(model, optimizers).items()}, aside / OPTIMIZER_FILE)
+        write_tensors(model.state_dict(), aside / "model.safetensors")
+        write_tensors(optimizer_tensors(model, optimizers), aside / OPTIMIZER_FILE)
         (aside / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
         tokenizer.save(aside)
         sums = {file.name: sha256(file) for file in sorted(aside.iterdir())}
@@ -56,6 +58,16 @@ def save_checkpoint(
         for old in list_steps(folder)[:-keep_last]:
             shutil.rmtree(folder / f"step_{old:06d}")
     return target
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """A safetensors file of the tensors, from whatever device. OSError when the disk refuses."""
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:  # hides the system's refusal in its text
+        if number := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        raise
 
 
 def optimizer_tensors(model: nn.Module, optimizers) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from nanochat.make_dataset import make
 from nanochat.metrics import read_metrics
 from nanochat.tokenizer import train_tokenizer
 
-TINY = ["--depth=1", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128", "--compile=False",
+TINY = ["--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128", "--compile=False",
         "--eval_tokens=512", "--sample_every=-1", "--eval_every=-1"]
 
 
@@ -45,8 +45,13 @@ def base(made, base_folder):
     return base_folder
 
 
+def arguments(*args):
+    """The tiny run with some settings replaced: giving one twice is an error, as it should be."""
+    return list({arg.split("=")[0]: arg for arg in (*TINY, *args)}.values())
+
+
 def train(*args, **settings):
-    return run_module("scripts.base_train", "--data=sums", *TINY, *args, **settings)
+    return run_module("scripts.base_train", *arguments(*args), **settings)
 
 
 def checkpoint(base: Path, tag: str, step: int) -> dict[str, torch.Tensor]:
@@ -121,7 +126,7 @@ def test_killed_and_resumed_matches_an_undisturbed_run(base):
     args = ["--num_iterations=40", "--save_every=2", "--keep_last=3"]
     assert train("--model_tag=undisturbed", *args).returncode == 0
     process = subprocess.Popen(
-        [sys.executable, "-m", "scripts.base_train", "--data=sums", *TINY, *args, "--model_tag=killed"],
+        [sys.executable, "-m", "scripts.base_train", *arguments(*args, "--model_tag=killed")],
         cwd=REPO, stdout=subprocess.PIPE, text=True,
     )
     for line in process.stdout:
@@ -144,7 +149,7 @@ def test_one_and_two_ranks_draw_the_same_curve(base):
     assert train("--model_tag=one", *args).returncode == 0
     two = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.base_train",
-         "--", "--data=sums", *TINY, *args, "--model_tag=two"],
+         "--", *arguments(*args, "--model_tag=two")],
         cwd=REPO, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert two.returncode == 0, two.stderr
@@ -191,8 +196,8 @@ def test_a_tokenizer_that_does_not_belong_is_refused(base):
 def test_running_out_of_memory_names_the_next_smaller_batch(base):
     """A real limit on the address space, hit by a real allocation of logits and activations."""
     result = subprocess.run(
-        [sys.executable, "-m", "scripts.base_train", "--data=sums", *TINY, "--num_iterations=1", "--max_seq_len=2048",
-         "--device_batch_size=64", "--total_batch_size=131072"],
+        [sys.executable, "-m", "scripts.base_train",
+         *arguments("--num_iterations=1", "--max_seq_len=2048", "--device_batch_size=64", "--total_batch_size=131072")],
         cwd=REPO, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (3 * 2**30, 3 * 2**30)),
     )
@@ -200,7 +205,7 @@ def test_running_out_of_memory_names_the_next_smaller_batch(base):
 
 
 def test_a_full_disk_is_one_line_and_costs_nothing_already_written(base, tmp_path):
-    """A file system of 2 MB, filled by the second checkpoint: the first is still valid and the run continues elsewhere."""
+    """A file system of 6 MB, filled by one of the checkpoints: those before it are still valid and the run continues elsewhere."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]).returncode != 0:
