@@ -27,7 +27,7 @@ def orthogonalize(G: Tensor) -> Tensor:
     The nearest semi-orthogonal matrices to a stack of matrices, by five steps of Newton–Schulz iteration.
 
     G: (..., rows, cols), any float dtype; the iteration runs in G's dtype. Returns the same shape; singular values of
-    at least 1/1000 of the matrix's norm end within [0.7, 1.2], zero matrices stay zero.
+    at least 1/1000 of the Frobenius norm end within [0.7, 1.2], zero matrices stay zero.
     """
     stack = G.reshape(-1, *G.shape[-2:])
     X = stack.mT if G.size(-2) > G.size(-1) else stack  # the Gram matrix is taken on the shorter side

@@ -1,0 +1,141 @@
+"""Bits per byte, exact answers and the log, against their definitions."""
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from nanochat.compiling import set_compile
+from nanochat.distributed import compute_dtype, compute_init
+from nanochat.errors import UserError
+from nanochat.flops import peak_flops
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.loss_eval import document_nats, entropy_floor, evaluate_bpb, greedy_completes, sample
+from nanochat.make_dataset import make
+from nanochat.metrics import Metrics, read_metrics
+from nanochat.tinyworld import document
+from nanochat.tokenizer import Tokenizer
+
+set_compile(False, "cpu")
+TOKENIZER = Tokenizer.train(["the cat sat on the mat, and 日本語 too"] * 3, 290)
+TEXTS = ["the cat sat", "日本語 on the mat", "a", "é" * 9, "the mat, and the cat, and the mat"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = GPT(GPTConfig(sequence_len=24, vocab_size=TOKENIZER.get_vocab_size(), n_layer=2, n_embd=32, n_head=2, n_kv_head=2))
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.data.normal_(0, 0.4, generator=generator)
+    return model.eval()
+
+
+def nats_one_by_one(model, ids):
+    """The sum over text tokens of −log p, each from a forward pass of its own."""
+    total = 0.0
+    for i in range(1, len(ids)):
+        if ids[i] < TOKENIZER.get_vocab_size() - 9:
+            total -= model(torch.tensor([ids[:i]]))[0, -1].double().log_softmax(-1)[ids[i]].item()
+    return total
+
+
+def test_document_nats_and_bytes_are_those_of_each_document_alone(model):
+    """Batches, padding and order change nothing; multi-byte characters split over tokens count their true bytes."""
+    bos = TOKENIZER.get_bos_token_id()
+    documents = [[bos, *TOKENIZER.encode(text)][:25] for text in TEXTS]
+    for batch_size in (1, 2, 5):
+        results = document_nats(model, documents, TOKENIZER.token_bytes(), batch_size)
+        for ids, (nats, count) in zip(documents, results):
+            assert count == len(TOKENIZER.decode_bytes(ids[1:])) and nats == pytest.approx(nats_one_by_one(model, ids), rel=1e-4)
+
+
+def test_bits_per_byte_is_nats_over_bytes_without_special_tokens(model):
+    bos = TOKENIZER.get_bos_token_id()
+    rows = [[bos, *TOKENIZER.encode("the cat"), bos, *TOKENIZER.encode("日本")][:10] for _ in range(2)]
+    tokens = torch.tensor(rows)
+    batch = tokens[:, :-1], tokens[:, 1:]
+    nats, count = sum(nats_one_by_one(model, row) for row in rows), sum(len(TOKENIZER.decode_bytes([t for t in row[1:] if t != bos])) for row in rows)
+    endless = itertools.repeat((*batch, {}))  # a validation loader never ends; the evaluation must
+    assert evaluate_bpb(model, endless, 3, TOKENIZER.token_bytes()) == pytest.approx(nats / math.log(2) / count, rel=1e-4)
+    with pytest.raises(UserError, match="zero bytes"):
+        evaluate_bpb(model, endless, 1, np.zeros_like(TOKENIZER.token_bytes()))
+
+
+def test_greedy_completes_agrees_with_decoding():
+    """A model that has learnt one sentence by heart; right and wrong completions of different lengths in one batch."""
+    model = GPT(GPTConfig(sequence_len=24, vocab_size=TOKENIZER.get_vocab_size(), n_layer=1, n_embd=32, n_head=1, n_kv_head=1))
+    model.init_weights(0)
+    optimizers = model.setup_optimizers()
+    tokens = torch.tensor([TOKENIZER.encode("the cat sat on the mat, and 日本語 too", prepend="<|bos|>")])
+    for _ in range(60):
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+    assert sample(model, TOKENIZER, "the cat", 12).startswith(" sat on the mat, and")
+    pairs = [("the cat", " sat on the mat,"), ("the cat", " sat on the cat"), ("the", " cat"), ("the cat sat on", " too"), ("the cat sat on", " the mat, and 日本語")]
+    assert greedy_completes(model, TOKENIZER, pairs, batch_size=3) == [True, False, True, False, True]
+
+
+def test_the_floor_is_known_for_the_embedded_world_alone(tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    for i in range(50):
+        (tmp_path / "texts" / f"{i}.txt").write_text(document(0, i))
+    make(str(tmp_path / "texts"), "copied")
+    assert entropy_floor("copied") is None
+
+
+def test_the_log_is_complete_and_later_records_win(tmp_path, capsys):
+    metrics = Metrics(tmp_path, "", {}, 4, 1000, flops_per_token=10, peak_flops=1e6)
+    for step, loss in enumerate((4.0, 2.0)):
+        metrics.log_step(step, torch.tensor(loss), 1.0)
+    metrics.pause()
+    metrics.log_validation(2, 1.5)
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "a") as file:
+        file.write('{"step": 2, "train/lo')  # killed while writing
+    metrics = Metrics(tmp_path, "", {}, 4, 1000, 10, 1e6, state=metrics.state)
+    for step, loss in ((1, 3.0), (2, 1.0)):
+        metrics.log_step(step, torch.tensor(loss), 0.5)
+    metrics.close()
+    records = read_metrics(path)
+    assert [(r["step"], r.get("train/loss"), r.get("val/bpb")) for r in records] == [
+        (0, 4.0, None), (1, 3.0, None), (2, 1.0, None), (2, None, 1.5)
+    ]
+    for record in records[:3]:
+        assert record["train/tok_per_sec"] == pytest.approx(1000 / record["train/dt"])
+        assert record["train/mfu"] == pytest.approx(1000 * 10 / record["train/dt"] / 1e6)
+    ema, weights = 0.0, 0.0
+    for loss in (4.0, 2.0, 3.0, 1.0):
+        ema, weights = 0.9 * ema + 0.1 * loss, 0.9 * weights + 0.1
+    assert f"step 00002/00004 ( 75.0%) | loss {ema / weights:.4f} | lrm 0.50" in capsys.readouterr().out
+    assert metrics.state["min_val_bpb"] == 1.5
+
+
+def test_mfu_says_what_it_is_a_share_of(monkeypatch):
+    peak, source = peak_flops(torch.device("cpu"), torch.float32)
+    assert 1e9 < peak < 1e14 and source.startswith("measured float32 matmul")
+    for name, expected in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA GeForce RTX 4090", 165.2e12)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(torch.device("cuda"), torch.bfloat16) == (expected, f"{name} datasheet")
+
+
+def test_auto_dtype_follows_the_hardware(monkeypatch):
+    cpu = torch.device("cpu")
+    for capabilities, expected in (({}, torch.float32), ({"avx512_bf16": True}, torch.bfloat16), ({"amx_bf16": True}, torch.bfloat16)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda c=capabilities: c)
+        assert compute_dtype("auto", cpu) == expected
+        assert compute_dtype("float32", cpu) == torch.float32
+    assert compute_init("cpu")[:4] == (False, 0, 0, 1)
+    with pytest.raises(UserError, match="device_type=gpu is unknown"):
+        compute_init("gpu")
+
+
+def test_metrics_file_is_one_json_object_per_line(tmp_path):
+    metrics = Metrics(tmp_path, "", {}, 1, 8, 1, 1.0)
+    metrics.log_step(0, torch.tensor(1.0), 1.0)
+    metrics.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line).keys() == {"step", "train/loss", "train/lrm", "train/dt", "train/tok_per_sec", "train/mfu"}
