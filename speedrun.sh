@@ -32,7 +32,7 @@ else
     data=tinyworld shards=-1 vocab=8192 tag=d4
     launch=(python -m)
     model=(--depth=4 --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=700
-           --warmdown_ratio=0.6 --eval_every=100 --save_every=100 --keep_last=2)
+           --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=65536 --save_every=100 --keep_last=2)
 fi
 
 stage() { echo; echo "=== $1 ($(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s)"; }

@@ -12,7 +12,6 @@ held out for validation, and a manifest with their SHA-256 that is written last.
 A data set lies in <base folder>/data/NAME and is there exactly if its manifest is.
 """
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -27,8 +26,6 @@ from nanochat.files import base_dir, recover_folder, sha256
 
 OFFLINE = ("tinyworld", "python")        # sources that every machine has
 REMOTE = ("fineweb-edu", "climbmix")     # sources that are downloaded as finished shards
-ENTRY = {"file": str, "rows": int, "bytes": int, "text_bytes": int, "sha256": str}
-NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}  # some cluster file systems
 
 
 def dataset_dir(name: str) -> Path:
@@ -47,18 +44,12 @@ def load_manifest(name: str) -> dict:
         raise UserError(f"no data set {name!r} in {folder.parent}; make it: {how_to_make(name, {})}")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        shards = manifest["shards"]
-        whole = all(isinstance(shard[key], kind) for shard in shards for key, kind in ENTRY.items())
-        whole = whole and len(shards) >= 2
-    except (ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
-        raise UserError(f"{path} is damaged; make the data set again: {how_to_make(name, {})}")
-    for shard in shards:
-        file = folder / shard["file"]
-        size = file.stat().st_size if file.exists() else None
-        if size != shard["bytes"]:
-            found = "is missing" if size is None else f"has {size} bytes, the manifest says {shard['bytes']}"
+        sizes = {folder / shard["file"]: shard["bytes"] for shard in manifest["shards"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged; make the data set again: {how_to_make(name, {})}") from error
+    for file, size in sizes.items():
+        if not file.exists() or file.stat().st_size != size:
+            found = f"has {file.stat().st_size} bytes, the manifest says {size}" if file.exists() else "is missing"
             raise UserError(f"{file} {found}; delete what is there of it and run: {how_to_make(name, manifest)}")
     return manifest
 
@@ -149,14 +140,8 @@ def locked(name: str) -> Iterator[None]:
     path = dataset_dir(name).with_name(f".{name}.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"another process is making {name!r}, waiting for it")
+        with contextlib.suppress(OSError):  # some cluster file systems have no locks
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
         yield
 
 
@@ -185,4 +170,12 @@ if __name__ == "__main__":
         dataset.verify(name)
         print(f"every checksum is right: {dataset.dataset_dir(name)}")
     else:
-        make(**{key: value for key, value in config.items() if key != "verify"})
+        manifest = make(**{key: value for key, value in config.items() if key != "verify"})
+
+        from nanochat.report import write_section  # imports torch: only the command can afford it
+
+        lines = [f"| {s['file']} | {s['rows']:,} | {s['text_bytes']:,} | `{s['sha256'][:16]}` |" for s in manifest["shards"][-5:]]
+        write_section("data", "Data", "\n".join([
+            f"`{manifest['source']}`: {len(manifest['shards'])} shards, the last of them for validation; the last five:", "",
+            "| shard | documents | bytes of text | SHA-256 |", "|---|---|---|---|", *lines,
+        ]))

@@ -223,7 +223,7 @@ class GPT(nn.Module):
     ):
         """
         Yields up to max_tokens further tokens, each from a full forward pass over all before it: slow, plain, and
-        what the engine is compared with. temperature 0 is greedy; top_k None considers every token.
+        what the engine is compared with. temperature 0 is greedy; top_k None or 0 considers every token.
         """
         device = self.lm_head.weight.device
         generator = torch.Generator(device=device).manual_seed(seed)
@@ -233,7 +233,7 @@ class GPT(nn.Module):
             if temperature == 0:
                 next_id = logits.argmax(-1, keepdim=True)
             else:
-                if top_k is not None:
+                if top_k:
                     kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                     logits = logits.masked_fill(logits < kth, float("-inf"))
                 next_id = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)

@@ -8,7 +8,6 @@ last, a killed process leaves nothing that looks like a data set, and the same c
 import contextlib
 import hashlib
 import json
-import re
 import shutil
 import sys
 import time
@@ -19,10 +18,10 @@ from tqdm import tqdm
 
 from nanochat import sources
 from nanochat.dataset import OFFLINE, REMOTE, dataset_dir, load_manifest, locked
-from nanochat.download import Patience, Watch, fetch_all
+from nanochat.download import Patience, fetch_all
 from nanochat.errors import UserError
 from nanochat.files import recover_folder, write_folder_aside, write_text
-from nanochat.shards import build, describe, validation_bytes
+from nanochat.shards import build, describe
 
 # Finished, shuffled shard sets on the Hugging Face hub: repository and index of the last shard, which is validation.
 # They are kept as they come, so that their checksums can be verified; they are not deduplicated here.
@@ -48,12 +47,12 @@ def make(
     Make or complete a data set, print what came of it and return its manifest. The settings are those of the command,
     see dataset.py. What is there already is kept or replaced as a whole; of two processes one works, the other waits.
     """
-    if num_shards < 1 and num_shards != -1 or shard_mb <= 0 or workers < 1:
-        raise UserError(f"{num_shards=} must be -1 or at least 1, {shard_mb=} above 0 and {workers=} at least 1")
+    if num_shards < 1 and num_shards != -1 or not 0 < shard_mb <= 1000 or workers < 1:
+        raise UserError(f"{num_shards=} must be -1 or at least 1, {shard_mb=} above 0 (at most 1000) and {workers=} at least 1")
     if not (source in (*OFFLINE, *REMOTE) or source.startswith("hf:")):
-        if not source or not sources.own_paths(source)[0].exists():
+        if not source or not Path(source).expanduser().exists():
             raise UserError(f"no source {source!r}, and no such path; expected {SOURCES}")
-        source = ",".join(map(str, sources.own_paths(source)))  # absolute: it names the same data from anywhere
+        source = str(Path(source).expanduser().resolve())  # absolute: it names the same data from anywhere
     name = name or default_name(source)
     check_name(name, source)
     settings = {"source": source, "num_shards": num_shards, "seed": seed, "field": field, "shard_mb": shard_mb}
@@ -82,8 +81,7 @@ def make_from_text(name: str, settings: dict) -> dict:
     """
     source, num_shards, seed = settings["source"], settings["num_shards"], settings["seed"]
     shard_bytes = max(1, int(settings["shard_mb"] * 1e6))
-    enough = -1 if num_shards < 0 else num_shards * shard_bytes
-    enough += 0 if num_shards < 0 else validation_bytes(enough, shard_bytes)
+    enough = -1 if num_shards < 0 else int(1.1 * num_shards * shard_bytes)  # a tenth is held out at most
     tally: Counter = Counter()
     own = False
     if source == "tinyworld":
@@ -100,7 +98,7 @@ def make_from_text(name: str, settings: dict) -> dict:
         own = Path(hub_name).exists()
     else:
         own = True
-        documents = sources.own_documents(source, settings["field"], tally)
+        documents = sources.own_documents(Path(source), settings["field"], tally)
     with contextlib.suppress(UserError):
         manifest = load_manifest(name)
         if not own and manifest.get("settings") == settings:
@@ -140,7 +138,7 @@ def make_from_hub(name: str, source: str, num_shards: int, workers: int, url: st
             bar.set_description(f"{sum(file in entries for file in files)} of {len(files)} shards")
 
         jobs = [(f"{url}/{file}", folder / file) for file in missing]
-        fetch_all(jobs, inspect, workers, PATIENCE, Watch(came=bar.update, line=bar.write))
+        fetch_all(jobs, inspect, workers, PATIENCE, bar)
     settings = {"source": source, "num_shards": num_shards}
     manifest = manifest_of(name, settings, [entries[file] for file in files], Counter())
     write_text(folder / "manifest.json", json.dumps(manifest, indent=1))
@@ -149,7 +147,7 @@ def make_from_hub(name: str, source: str, num_shards: int, workers: int, url: st
 
 def manifest_of(name: str, settings: dict, shards: list[dict], tally: Counter) -> dict:
     """What is known of a data set, as JSON."""
-    counted = {key: tally[key] for key in ("duplicates", "empty", "invalid_bytes", "left_out")}
+    counted = {key: tally[key] for key in ("duplicates", "empty", "invalid", "left_out")}
     totals = {"documents": sum(shard["rows"] for shard in shards), "text_bytes": sum(s["text_bytes"] for s in shards)}
     fixed = {"format": 1, "name": name, "source": settings["source"], "seed": settings.get("seed")}
     return fixed | totals | counted | {"settings": settings, "shards": shards}
@@ -163,7 +161,7 @@ def summary(manifest: dict, seconds: float) -> str:
         f" {len(manifest['shards']) - 1} training shards and 1 of validation ({val['rows']:,} documents,"
         f" {val['text_bytes'] / 1e6:,.2f} MB); {seconds:.1f} s: {dataset_dir(manifest['name'])}\n"
         f"  duplicates dropped: {manifest['duplicates']:,}; empty: {manifest['empty']:,};"
-        f" left out by num_shards: {manifest['left_out']:,}; invalid bytes replaced: {manifest['invalid_bytes']:,}"
+        f" left out by num_shards: {manifest['left_out']:,}; invalid UTF-8 replaced: {manifest['invalid']:,}"
     )
 
 
@@ -181,8 +179,8 @@ def default_name(source: str) -> str:
         return Path(split_hf(source)[0]).name
     if source in (*OFFLINE, *REMOTE):
         return source
-    path = sources.own_paths(source)[0]
-    return path.name if path.is_dir() else re.sub(r"\.(txt|md|jsonl|parquet)(\.gz|\.zst)?$", "", path.name, flags=re.I)
+    path = Path(source).expanduser().resolve()
+    return path.name if path.is_dir() else sources.KIND.sub("", path.name)
 
 
 def check_name(name: str, source: str) -> None:

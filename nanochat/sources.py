@@ -3,8 +3,8 @@ Where text comes from. A source is an iterator of (text, kin): documents of equa
 split between training and validation; mostly a document is its own kin.
 
     tinyworld            the embedded corpus, generated
-    python               the standard library of the running interpreter, see python_corpus.py
-    FOLDER or FILE[,…]   one's own text in any language: .txt .md .jsonl .parquet, and .gz or .zst of the first three
+    python               the standard library of the running interpreter and the reference behind its `help()`
+    FOLDER or FILE       one's own text in any language: .txt .md .jsonl .parquet, and .gz or .zst of the first three
     hf:NAME[:CONFIG]     any text data set that the `datasets` package can load, from the hub or from a folder
 
 (fineweb-edu and climbmix are fetched as finished shards instead, see download.py.)
@@ -13,23 +13,26 @@ import io
 import itertools
 import json
 import os
+import re
+import sysconfig
+import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat import python_corpus, tinyworld
+from nanochat import tinyworld
 from nanochat.dataset import first_line
 from nanochat.errors import UserError
 
 TINYWORLD_BYTES = 24_000_000   # text in all: about 75,000 documents, a few seconds to make
 PIECE_BYTES = 64 << 10         # a text file longer than this becomes several documents
 SHUFFLE_BUFFER = 10_000        # rows of a hub data set that are mixed before num_shards cuts it off
-SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
+KIND = re.compile(r"\.(txt|md|jsonl|parquet)(\.gz|\.zst)?$", re.IGNORECASE)
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
-EXPECTED = "expected .txt .md .jsonl .parquet (or .gz/.zst of them)"
 
 Documents = Iterator[tuple[str, str]]
 
@@ -46,33 +49,52 @@ def tinyworld_documents(seed: int, text_bytes: int = -1) -> Documents:
 
 
 def python_documents(tally: Counter) -> Documents:
-    """The sources and the reference documentation of the running interpreter's standard library."""
-    return python_corpus.documents(PIECE_BYTES, tally)
+    """The standard library's sources (all pieces of a file are kin), and the language reference by topic."""
+    for path in files_below(Path(sysconfig.get_path("stdlib"))):
+        if path.suffix == ".py" and not {"site-packages", "dist-packages", "pydoc_data"} & set(path.parts):
+            data = path.read_bytes()
+            try:
+                encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+                source = data.decode(encoding)
+            except (SyntaxError, UnicodeDecodeError, LookupError):  # tests of the interpreter declare nonsense
+                source = decode(data, tally)
+            for piece in pieces(io.BytesIO(source.encode()), PIECE_BYTES):
+                yield piece.decode(), source
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions leave it out
+        return
+    yield from ((page, page) for page in topics.values())
 
 
 # ---- Files of one's own
 
-def own_paths(source: str) -> list[Path]:
-    """The absolute path that a source names, or the several between its commas."""
-    whole = Path(source).expanduser()
-    parts = [whole] if whole.exists() or "," not in source else [Path(part).expanduser() for part in source.split(",")]
-    return [part.resolve() for part in parts]
+def own_documents(path: Path, field: str, tally: Counter) -> Documents:
+    """
+    The documents of a file, or of a folder's usable files: a .txt or .md file is one, cut at blank lines where it is
+    longer than PIECE_BYTES; so is a line of .jsonl and a row of .parquet, from its `field`.
+    Bytes that are not UTF-8 become U+FFFD and are counted; anything else that is wrong is a UserError with its place.
+    """
+    files = [file for file in ([path] if path.is_file() else files_below(path)) if KIND.search(file.name)]
+    if not files:
+        raise UserError(f"no documents in {path}: expected .txt .md .jsonl .parquet (or .gz/.zst of them)")
+    # A single short text has to become several documents as well, or there is nothing to hold out.
+    most = PIECE_BYTES if len(files) > 1 else max(64, min(PIECE_BYTES, files[0].stat().st_size // 8))
+    for file in files:
+        try:
+            kind = KIND.search(file.name)[1].lower()
+            if kind == "parquet":
+                texts = parquet_texts(file, field, tally)
+            elif kind == "jsonl":
+                texts = jsonl_texts(file, field, tally)
+            else:
+                texts = plain_texts(file, most, tally)
+            yield from ((text, text) for text in texts)
+        except OSError as error:  # of a .gz or .zst as well, where it is cut or damaged
+            raise UserError(f"cannot read {file}: {error.strerror or first_line(error)}") from error
 
 
-def own_files(source: str) -> list[Path]:
-    """The usable files of a folder (recursively, nothing hidden), of a file, or of several separated by commas."""
-    files: list[Path] = []
-    for path in own_paths(source):
-        if not path.exists():
-            raise UserError(f"no such file or folder: {path}")
-        usable = [file for file in ([path] if path.is_file() else walk(path)) if kind_of(file)]
-        if not usable:
-            raise UserError(f"no documents in {path}: {EXPECTED}")
-        files += usable
-    return files
-
-
-def walk(folder: Path) -> Iterator[Path]:
+def files_below(folder: Path) -> Iterator[Path]:
     """All files below a folder that are not hidden, in a fixed order."""
     def refuse(error: OSError) -> None:
         raise UserError(f"cannot read {error.filename}: {error.strerror}")
@@ -82,80 +104,42 @@ def walk(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
 
 
-def kind_of(path: Path) -> str:
-    """`.txt`, `.md`, `.jsonl` or `.parquet`, whatever it is compressed with; "" for other files."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSION:
-        suffixes.pop()
-        return suffixes[-1] if suffixes and suffixes[-1] in SUFFIXES[:3] else ""
-    return suffixes[-1] if suffixes and suffixes[-1] in SUFFIXES else ""
-
-
-def own_documents(source: str, field: str, tally: Counter) -> Documents:
-    """
-    The documents of one's own files: a .txt or .md file is one, cut at blank lines where it is longer than
-    PIECE_BYTES; so is a line of .jsonl and a row of .parquet, from its `field`.
-    Bytes that are not UTF-8 become U+FFFD and are counted; anything else that is wrong is a UserError with its place.
-    """
-    for path in own_files(source):
-        try:
-            if kind_of(path) == ".parquet":
-                texts = parquet_texts(path, field, tally)
-            elif kind_of(path) == ".jsonl":
-                texts = jsonl_texts(path, field, tally)
-            else:
-                texts = plain_texts(path, tally)
-            yield from ((text, text) for text in texts)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror or first_line(error)}") from error
-
-
-def open_bytes(path: Path) -> io.BufferedReader:
-    """A file's bytes, decompressed. A truncated or damaged .gz or .zst raises OSError at the place of the damage."""
+def open_bytes(path: Path) -> BinaryIO:
+    """A file's bytes, decompressed."""
     codec = COMPRESSION.get(path.suffix.lower())
-    if codec is None:
-        return open(path, "rb")
-    return io.BufferedReader(pa.input_stream(str(path), compression=codec))
+    return io.BufferedReader(pa.input_stream(str(path), compression=codec)) if codec else open(path, "rb")
 
 
-def plain_texts(path: Path, tally: Counter) -> Iterator[str]:
-    """A text file, in pieces of at most PIECE_BYTES."""
+def plain_texts(path: Path, most: int, tally: Counter) -> Iterator[str]:
+    """A text file, in pieces of at most `most` bytes."""
     with open_bytes(path) as file:
-        rest, first = b"", True
-        while block := file.read(16 * PIECE_BYTES):
-            rest += block.removeprefix(b"\xef\xbb\xbf") if first else block
-            first = False
-            while len(rest) > PIECE_BYTES:
-                end = cut(rest, PIECE_BYTES)
-                yield decode(rest[:end], tally)
-                rest = rest[end:]
-        yield decode(rest, tally)
+        for piece in pieces(file, most):
+            yield decode(piece, tally)
 
 
-def cut(data: bytes, most: int) -> int:
-    """Where to end a piece of at most `most` bytes: at a blank line, or else a line, a space, a whole character."""
-    for mark in (b"\n\n", b"\n\r\n", b"\n", b" "):
-        found = data.rfind(mark, most // 4, most)
-        if found >= 0:
-            return found + len(mark)
-    end = most
-    while end > most - 4 and data[end] & 0xC0 == 0x80:  # inside a UTF-8 sequence
-        end -= 1
-    return end
+def pieces(file: BinaryIO, most: int) -> Iterator[bytes]:
+    """
+    A text in pieces of at most `most` bytes, each cut at the last gap between chapters (or Python's top-level
+    definitions) that fits, else between paragraphs, lines, words, characters.
+    """
+    rest = file.read(most + 1)
+    while len(rest) > most:
+        for mark in (b"\n\n\n", b"\n\n", b"\n\r\n", b"\n", b" "):
+            if (found := rest.rfind(mark, most // 4, most)) >= 0:
+                end = found + len(mark)
+                break
+        else:
+            end = next(end for end in range(most, 0, -1) if rest[end] & 0xC0 != 0x80 or end == most - 3)
+        yield rest[:end]
+        rest = rest[end:] + file.read(end)
+    yield rest
 
 
 def jsonl_texts(path: Path, field: str, tally: Counter) -> Iterator[str]:
-    """The field of every line; blank lines are passed over, null is an empty document."""
+    """The field of every line; blank lines are passed over."""
     with open_bytes(path) as file:
-        for number in itertools.count(1):
+        for number, line in enumerate(file, start=1):
             place = f"{path}, line {number}"
-            try:
-                line = file.readline()
-            except OSError as error:
-                raise UserError(f"{place}: cannot be read: {error.strerror or first_line(error)}") from error
-            if not line:
-                return
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if not line.strip():
                 continue
             try:
@@ -174,15 +158,13 @@ def parquet_texts(path: Path, field: str, tally: Counter) -> Iterator[str]:
             schema = parquet.schema_arrow
             if field not in schema.names:
                 raise UserError(missing(str(path), field, schema.names))
-            kind = schema.field(field).type
-            kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind)):
-                raise UserError(f"{path}: field {field!r} holds {kind}, expected strings")
             for batch in parquet.iter_batches(batch_size=256, columns=[field]):
-                column = batch.column(0)
-                column = column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column
-                for data in column.cast(pa.large_binary()).to_pylist():  # parquet does not check that text is UTF-8
-                    yield decode(data or b"", tally)
+                try:
+                    column = batch.column(0).cast(pa.large_binary())  # parquet does not check that text is UTF-8
+                except pa.ArrowNotImplementedError:
+                    held = schema.field(field).type
+                    raise UserError(f"{path}: field {field!r} holds {held}, expected strings") from None
+                yield from (decode(data or b"", tally) for data in column.to_pylist())
     except pa.ArrowException as error:
         raise UserError(f"{path}: not a whole parquet file: {first_line(error)}") from error
 
@@ -233,9 +215,7 @@ def missing(place: str, field: str, there: Iterable[str]) -> str:
 
 
 def decode(data: bytes, tally: Counter) -> str:
-    """UTF-8 to text; invalid bytes are counted in the tally and become U+FFFD."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        tally["invalid_bytes"] += sum("\udc80" <= char <= "\udcff" for char in data.decode(errors="surrogateescape"))
-        return data.decode(errors="replace")
+    """UTF-8 to text without a byte order mark; what is invalid becomes U+FFFD, and these are counted."""
+    text = data.decode(errors="replace").removeprefix("\ufeff")
+    tally["invalid"] += text.count("\ufffd")
+    return text

@@ -10,6 +10,7 @@ from itertools import islice
 
 from configurator import configure
 from nanochat.dataset import iter_texts
+from nanochat.report import settings_table, write_section
 from nanochat.tokenizer import bytes_per_token, tokenizer_dir, train_tokenizer
 
 # ---- Data
@@ -28,4 +29,9 @@ if tokenizer.get_vocab_size() < vocab_size:
 
 # --- how well they do on text they were not learned from
 held_out = list(islice(iter_texts(data, "val"), 1000))
-print(f"validation split: {bytes_per_token(tokenizer.encoding, held_out):.3f} bytes per token")
+compression = bytes_per_token(tokenizer.encoding, held_out)
+print(f"validation split: {compression:.3f} bytes per token")
+write_section("tokenizer", "Tokenizer", (
+    f"{tokenizer.get_vocab_size():,} ids learned from `{data}`; {compression:.3f} bytes per token on its validation split; "
+    f"fingerprint `{tokenizer.fingerprint[:16]}`.\n\n{settings_table(config)}"
+))

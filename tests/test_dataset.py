@@ -158,11 +158,12 @@ def test_every_kind_of_file_gives_the_same_documents(inputs):
 
 
 def test_a_file_or_folder_names_its_data_set(inputs, monkeypatch):
-    (inputs / "book.txt.gz").write_bytes(gzip.compress("\n".join(texts(10)).encode()))
+    (inputs / "book.txt.gz").write_bytes(gzip.compress("\n".join(texts(1000)).encode()))
     make(f"{inputs}/book.txt.gz")
     monkeypatch.chdir(inputs.parent)
     make("in")  # a relative folder
-    assert all_rows("in") == all_rows("book") and "".join(sorted(all_rows("in"))).split("\n") == texts(10)
+    assert all_rows("in") == all_rows("book") and len(all_rows("in")) > 8
+    assert sorted(line for row in all_rows("in") for line in row.splitlines()) == sorted(texts(1000))
 
 
 def test_hidden_and_other_files_are_passed_over(inputs):
@@ -173,7 +174,7 @@ def test_hidden_and_other_files_are_passed_over(inputs):
     (inputs / "code.py").write_text("no")
     (inputs / "archive.gz").write_bytes(b"no")
     make(str(inputs))
-    assert not {"secret", "no"} & set(all_rows("in")) and len(all_rows("in")) == 2
+    assert sorted(row.strip() for row in all_rows("in")) == texts(9)
 
 
 def test_a_large_text_file_is_cut_at_blank_lines(inputs):
@@ -186,7 +187,7 @@ def test_a_large_text_file_is_cut_at_blank_lines(inputs):
 
 
 def test_a_text_without_any_blank_is_cut_between_characters(inputs):
-    text = "".join(chr(0x4E00 + i % 5000) for i in range(150_000))  # three bytes each, no space in 450 kB
+    text = "".join(chr(0x4E00 + i * i // 7 % 19997) for i in range(150_000))  # three bytes each, no space in 450 kB
     (inputs / "a.txt").write_text(text)
     manifest = make(str(inputs))
     assert manifest["invalid"] == 0 and sum(map(len, all_rows("in"))) == len(text)

@@ -326,11 +326,11 @@ def test_one_failure_stops_all_and_keeps_what_came(server, tmp_path):
     jobs = [(f"{server.url}/{i}", tmp_path / f"{i}") for i in range(6)]
     began = time.monotonic()
     with pytest.raises(UserError, match="/3: 404"):
-        fetch_all(jobs, lambda file, digest: None, 2, QUICK)
+        fetch_all(jobs, lambda file, digest: None, 2, QUICK, Bar())
     assert time.monotonic() - began < 1.4  # the slow one would take 1.5 s
     assert {path.name for path in tmp_path.iterdir()} - {"2.part"} == {"0", "1"}
     server.requests.clear()
-    fetch_all(jobs, lambda file, digest: None, 2, QUICK)
+    fetch_all(jobs, lambda file, digest: None, 2, QUICK, Bar())
     assert all((tmp_path / f"{i}").read_bytes() == BODY for i in range(6)) and len(list(tmp_path.iterdir())) == 6
     assert not {"0", "1"} & {path for path, _, _ in server.requests}
 

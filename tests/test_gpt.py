@@ -202,6 +202,7 @@ def test_generate_is_the_argmax_and_the_seeded_draw():
         assert token == definition(model, torch.tensor([ids]))[0, -1].argmax().item()
         ids.append(token)
     assert list(model.generate(prompt, 6, temperature=1.0, top_k=1)) == greedy
+    assert list(model.generate(prompt, 6, top_k=0)) == list(model.generate(prompt, 6)) == list(model.generate(prompt, 6, top_k=10**6))
     first, second, other = (list(model.generate(prompt, 20, temperature=1.0, seed=seed)) for seed in (5, 5, 6))
     assert first == second != other
     assert max(first + other) < 70, "padding is never drawn"
