@@ -14,19 +14,20 @@ started=$SECONDS
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 if [ "$gpus" -ge 1 ]; then
     # The public corpus, about 250 million characters a shard; tokens to train on = 20 per parameter.
-    data=fineweb-edu shards=240 vocab=65536 tag=d20
-    model=(--depth=20 --max_seq_len=2048 --total_batch_size=524288 --save_every=1000 --keep_last=2)
+    data=fineweb-edu shards=240 vocab=65536 depth=20
+    model=(--max_seq_len=2048 --total_batch_size=524288 --save_every=1000 --keep_last=2)
     memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n | head -1)  # MiB
     if [ "$gpus" -ge 8 ]; then
         launch=(torchrun --standalone --nproc_per_node=8 -m) model+=(--device_batch_size=32)
     else
         # One GPU: a smaller model, and as many rows at a time as its memory holds.
-        launch=(python -m) shards=24 tag=d12 model+=(--depth=12)
+        launch=(python -m) shards=70 depth=12
         if   [ "$memory" -ge 70000 ]; then model+=(--device_batch_size=32)
         elif [ "$memory" -ge 22000 ]; then model+=(--device_batch_size=8)
         else                               model+=(--device_batch_size=4 --activation_checkpointing)
         fi
     fi
+    model+=(--depth=$depth) tag=d$depth
 else
     # The embedded world: nothing to download, and a model small enough for minutes on two cores.
     data=tinyworld shards=-1 vocab=8192 tag=d4
@@ -41,7 +42,7 @@ stage "data: $data"
 python -m nanochat.dataset --source="$data" --num_shards="$shards"
 
 stage "tokenizer"
-if [ -e "$NANOCHAT_BASE_DIR/tokenizer/$data" ]; then echo "there already"; else
+if [ -e "$NANOCHAT_BASE_DIR/tokenizer/$data/tokenizer_nanochat.json" ]; then echo "there already"; else
     python -m scripts.tok_train --data="$data" --vocab_size="$vocab"
 fi
 

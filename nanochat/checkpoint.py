@@ -42,11 +42,13 @@ def save_checkpoint(
     folder: Path, step: int, model: nn.Module, optimizers, tokenizer: Tokenizer, meta: dict, keep_last: int = -1
 ) -> Path:
     """
-    Write folder/step_NNNNNN, then remove all but the newest `keep_last` checkpoints (−1 keeps all).
+    Write folder/step_NNNNNN, then remove all but the newest `keep_last` checkpoints up to it (−1 keeps all).
     meta must be JSON; the random states and the step are added to it. A kill at any moment costs nothing older.
     """
     meta = meta | {"step": step, "rng": random_states(), "model_config": vars(model.config)}
     target = folder / f"step_{step:06d}"
+    for debris in folder.glob(".step_*.tmp-*"):  # of a save that was killed
+        shutil.rmtree(debris)
     with write_folder_aside(target) as aside:
         write_tensors(model.state_dict(), aside / "model.safetensors")
         write_tensors(optimizer_tensors(model, optimizers), aside / OPTIMIZER_FILE)
@@ -55,7 +57,7 @@ def save_checkpoint(
         sums = {file.name: sha256(file) for file in sorted(aside.iterdir())}
         (aside / "manifest.json").write_text(json.dumps(sums, indent=1), encoding="utf-8")
     if keep_last > 0:
-        for old in list_steps(folder)[:-keep_last]:
+        for old in [there for there in list_steps(folder) if there <= step][:-keep_last]:
             shutil.rmtree(folder / f"step_{old:06d}")
     return target
 
@@ -116,6 +118,35 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
         print0(f"warning: {path}: {problem}")
     have = ", ".join(map(str, list_steps(folder))) or "none"
     raise UserError(f"no valid checkpoint{'' if step is None else f' of step {step}'} in {folder} (steps there: {have})")
+
+
+def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bool) -> Path | None:
+    """
+    The checkpoint a run continues from, or None to start anew in an empty folder. What stands in the way of that,
+    checkpoints of another run or newer ones than the step to go back to, is removed with `overwrite`, else a UserError.
+    """
+    steps = list_steps(folder)
+    if resume_from_step >= 0:
+        checkpoint = find_checkpoint(folder, resume_from_step)
+        newer = [step for step in steps if step > resume_from_step]
+        if newer and not overwrite:
+            raise UserError(f"{folder} has newer checkpoints than step {resume_from_step}: {', '.join(map(str, newer))}; --overwrite removes them")
+        for step in newer:
+            shutil.rmtree(folder / f"step_{step:06d}")
+        return checkpoint
+    if steps and resume == "auto":
+        return find_checkpoint(folder)
+    if steps and not overwrite:
+        raise UserError(f"{folder} has checkpoints; continue with --resume=auto, choose another --model_tag, or --overwrite")
+    shutil.rmtree(folder, ignore_errors=True)
+    return None
+
+
+def changed_settings(before: dict, now: dict) -> str:
+    """A line for each setting that a resumed run does not share with its checkpoint; it is bit for bit only without."""
+    about_resuming = ("run", "overwrite", "resume", "resume_from_step")
+    changed = [name for name in now if name not in about_resuming and before.get(name) != now[name]]
+    return "".join(f"\n  with another {name}: {before.get(name)} before, {now[name]} now" for name in changed)
 
 
 def read_meta(checkpoint: Path) -> dict:

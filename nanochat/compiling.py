@@ -3,10 +3,11 @@ torch.compile where it pays, in one place: hot functions are called as `compiled
 model by `Module.compile`. `set_compile(False)` turns all of it into plain eager code.
 """
 import functools
-import shutil
 from collections.abc import Callable
 
 import torch
+
+from nanochat.distributed import print0
 
 
 @functools.cache
@@ -17,13 +18,24 @@ def compiled(function: Callable) -> Callable:
 
 def set_compile(wanted: bool, device_type: str) -> bool:
     """
-    Switch compilation on or off for this process. Returns whether it is on: on a CPU generated C++ needs a
-    compiler, and a machine without one trains eagerly rather than not at all.
+    Switch compilation on or off for this process. Returns whether it is on: generated code needs a compiler and
+    Python's headers, so it is tried once, and a machine without them trains eagerly rather than not at all.
     """
-    possible = device_type == "cuda" or device_type == "cpu" and any(map(shutil.which, ("g++", "clang++", "c++")))
-    on = wanted and bool(possible)
+    on = wanted and device_type in ("cpu", "cuda")
+    torch.compiler.set_stance("default")
+    if on:
+        try:
+            compiled(probe)(torch.zeros(64, device=device_type))
+        except Exception as error:  # whatever keeps it from working, eager code does not need it
+            print0(f"not compiling: {(str(error).strip() or repr(error)).splitlines()[0]}")
+            on = False
     torch.compiler.set_stance("default" if on else "force_eager")
     return on
+
+
+def probe(x: torch.Tensor) -> torch.Tensor:
+    """Something to compile."""
+    return x.exp() + 1
 
 
 def eagerly():

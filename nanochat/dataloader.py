@@ -6,7 +6,6 @@ token): later epochs, evaluations and restarts read it by memory map. A planner 
 only lengths, so every rank plans all rows and agrees without a word. Each rank then copies out just its own rows.
 """
 import bisect
-import fcntl
 import queue
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.dataset import dataset_dir, fingerprint, load_manifest, read_shard, shard_paths
+from nanochat.dataset import dataset_dir, fingerprint, load_manifest, locked, read_shard, shard_paths
 from nanochat.errors import UserError
 from nanochat.files import write_aside
 from nanochat.tokenizer import Tokenizer
@@ -69,9 +68,7 @@ class TokenizedShards:
         """The shard's token file, made now unless it is there. Of several processes one makes it, the others wait."""
         name = f"{self.entries[shard]['sha256'][:16]}-{self.tokenizer.fingerprint[:16]}.npy"
         path = dataset_dir(self.data) / "tokens" / name
-        path.parent.mkdir(exist_ok=True)
-        with open(path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # let go by the system when its holder dies
+        with locked(path.with_suffix(".lock")):
             if not path.exists():
                 tokens = self.encode_shard(shard)
                 with write_aside(path) as aside, open(aside, "wb") as file:
@@ -228,7 +225,8 @@ def tokenizing_distributed_data_loader(
 
     for inputs, targets, step_state in prefetched(batches(), ahead=2 * grad_accum_steps):
         # From pinned memory the copy runs beside whatever the device computes.
-        yield inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True), step_state
+        pinned = device.type == "cuda"  # elsewhere such a copy could read memory that is already used anew
+        yield inputs.to(device, non_blocking=pinned), targets.to(device, non_blocking=pinned), step_state
 
 
 def prefetched(iterator: Iterator, ahead: int) -> Iterator:

@@ -37,7 +37,7 @@ def load_manifest(name: str) -> dict:
     """The manifest of a data set whose shards are all there. UserError, with what to do, where anything is missing."""
     folder = dataset_dir(name)
     if not folder.exists() and folder.with_name(name + ".old").exists():
-        with locked(name):
+        with locked(lock_path(name)):
             recover_folder(folder)
     path = folder / "manifest.json"
     if not path.exists():
@@ -134,10 +134,14 @@ def first_line(error: Exception) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
+def lock_path(name: str) -> Path:
+    """Held by the process that makes a data set."""
+    return dataset_dir(name).with_name(f".{name}.lock")
+
+
 @contextlib.contextmanager
-def locked(name: str) -> Iterator[None]:
-    """One process at a time makes a data set. The system lets go of the lock when its holder dies."""
-    path = dataset_dir(name).with_name(f".{name}.lock")
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time goes on, by a lock on this file. The system lets go of it when its holder dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         with contextlib.suppress(OSError):  # some cluster file systems have no locks

@@ -71,6 +71,14 @@ def rank0_first(function, *args):
     return result
 
 
+def from_rank0(function, *args):
+    """What the function returns on rank 0, on every rank: for decisions that must not differ."""
+    result = [function(*args) if is_rank0() else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(result, src=0)
+    return result[0]
+
+
 def all_reduce_mean(tensors: list[Tensor]) -> None:
     """Each tensor becomes its mean over the ranks, in place; nothing happens on one rank."""
     if dist.is_initialized():

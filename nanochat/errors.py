@@ -12,6 +12,13 @@ class UserError(Exception):
     """Bad input. The message is one or two lines: the value, what was expected, what to do."""
 
 
+def require_positive(config: dict, *names: str) -> None:
+    """UserError for the first of these settings that is below 1."""
+    for name in names:
+        if config[name] < 1:
+            raise UserError(f"{name}={config[name]} must be at least 1")
+
+
 def one_line(error: BaseException, config: dict | None = None) -> str | None:
     """The line to show instead of a traceback, or None where the traceback is what helps. config: a script's settings."""
     if isinstance(error, UserError):

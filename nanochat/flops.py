@@ -1,4 +1,5 @@
 """FLOP/s that a device can reach, and the share of them a run makes use of (MFU)."""
+import re
 import time
 
 import torch
@@ -21,7 +22,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         for part, peak in PEAK_BF16:
-            if part in name:
+            if re.search(rf"\b{part}\b", name):  # whole words: an RTX A4000 is no A40
                 return peak, f"{name} datasheet"
     peak = measured_matmul_flops(device, dtype)
     return peak, f"measured {str(dtype).removeprefix('torch.')} matmul, {peak / 1e9:,.0f} GFLOP/s"

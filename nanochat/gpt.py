@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanochat.adamw import AdamW
 from nanochat.attention import attention
+from nanochat.errors import UserError
 from nanochat.loss import cap, softcapped_cross_entropy, token_losses
 from nanochat.muon import Muon
 
@@ -52,7 +53,8 @@ def config_from_depth(depth: int, vocab_size: int, sequence_len: int, kv_group: 
     width = depth * 64
     n_head = next(n for n in range(math.ceil(width / 128), width + 1) if width % (2 * n) == 0)
     if n_head % kv_group:
-        raise ValueError(f"kv_group={kv_group} does not divide the {n_head} heads of depth {depth}")
+        divisors = ", ".join(str(n) for n in range(1, n_head + 1) if n_head % n == 0)
+        raise UserError(f"kv_group={kv_group} does not divide the {n_head} heads of depth {depth}; expected one of {divisors}")
     return GPTConfig(sequence_len, vocab_size, depth, width, n_head, n_head // kv_group)
 
 

@@ -23,7 +23,7 @@ def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) 
     """
     device = next(model.parameters()).device
     bytes_of = torch.from_numpy(token_bytes).to(device)
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # nats, bytes
+    total = torch.zeros(2, dtype=sum_dtype(device), device=device)  # nats, bytes
     for _, (inputs, targets, *_) in zip(range(steps), batches):
         nats, target_bytes = counted_nats(model, inputs, targets, bytes_of)
         total += torch.stack((nats.sum(), target_bytes.sum()))
@@ -35,10 +35,15 @@ def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) 
 
 
 def counted_nats(model, inputs: Tensor, targets: Tensor, bytes_of: Tensor) -> tuple[Tensor, Tensor]:
-    """Nats and bytes of each row, (B,) float64, over targets that stand for at least one byte of text."""
+    """Nats and bytes of each row, (B,), over targets that stand for at least one byte of text."""
     target_bytes = bytes_of[targets.clamp(min=0)] * (targets >= 0)
     losses = model(inputs, targets, reduction="none") * (target_bytes > 0)  # (B, T)
-    return losses.sum(1, dtype=torch.float64), target_bytes.sum(1, dtype=torch.float64)
+    return tuple(values.sum(1, dtype=sum_dtype(inputs.device)) for values in (losses, target_bytes))
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """float64 for long sums, but for Apple GPUs, which have none."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @torch.no_grad()
@@ -72,7 +77,9 @@ def greedy_completes(
         right = model(inputs).argmax(-1) == targets  # (B, T)
         for index, line in zip(indices, right.cpu()):
             # Position i predicts token i + 1.
-            results[index] = bool(line[len(prompts[index]) - 1 : len(wholes[index]) - 1].all())
+            # What does not fit into a row was not seen to the end, and is not right.
+            fits = len(wholes[index]) <= model.config.sequence_len + 1
+            results[index] = fits and bool(line[len(prompts[index]) - 1 : len(wholes[index]) - 1].all())
     return results
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from nanochat import sources
-from nanochat.dataset import OFFLINE, REMOTE, dataset_dir, load_manifest, locked
+from nanochat.dataset import OFFLINE, REMOTE, dataset_dir, load_manifest, lock_path, locked
 from nanochat.download import Patience, fetch_all
 from nanochat.errors import UserError
 from nanochat.files import recover_folder, write_folder_aside, write_text
@@ -57,7 +57,7 @@ def make(
     check_name(name, source)
     settings = {"source": source, "num_shards": num_shards, "seed": seed, "field": field, "shard_mb": shard_mb}
     try:
-        with locked(name):
+        with locked(lock_path(name)):
             recover_folder(dataset_dir(name))
             started = time.monotonic()
             if source in REMOTE:

@@ -3,9 +3,11 @@ import json
 import time
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from nanochat.distributed import is_rank0, print0
+from nanochat.files import write_text
 
 EMA_DECAY = 0.9  # of the smoothed loss, per step
 
@@ -16,20 +18,20 @@ class Metrics:
     never waits. `pause` reads the one still held back.
     """
 
-    def __init__(self, folder: Path, run: str, config: dict, num_iterations: int, total_batch_size: int,
-                 flops_per_token: int, peak_flops: float, state: dict | None = None):
+    def __init__(self, folder: Path, run: str, config: dict, start_step: int, num_iterations: int,
+                 total_batch_size: int, flops_per_token: int, peak_flops: float, state: dict | None = None):
         self.path = folder / "metrics.jsonl"
         self.num_iterations, self.total_batch_size = num_iterations, total_batch_size
         self.step_flops, self.peak_flops = flops_per_token * total_batch_size, peak_flops
         self.state = state or {"ema": 0.0, "ema_steps": 0, "elapsed": 0.0, "min_val_bpb": None}
-        self.pending: tuple[int, Tensor, dict] | None = None
+        self.pending: tuple[int, Tensor, torch.cuda.Event | None, dict] | None = None
         self.clock, self.paused = time.perf_counter(), False
         self.session_steps, self.session_seconds = 0, 0.0
         self.wandb = None
         if is_rank0():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
-                self.write_line("")  # a kill cut the last line short: what follows must not be glued to it
+            kept = [record for record in read_metrics(self.path) if record["step"] < start_step] if self.path.exists() else []
+            write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))  # the rest is to come again
             if run:
                 import wandb
 
@@ -49,15 +51,23 @@ class Metrics:
         """A finished optimizer step; loss is the global mean, still on the device."""
         self.flush()
         now = time.perf_counter()
-        self.pending = step, loss, {"train/lrm": lrm, "train/dt": now - self.clock}
+        copied = None
+        if loss.is_cuda:
+            # Its own copy and event: reading the loss later must not wait for the step that was queued behind it.
+            loss = torch.empty((), pin_memory=True).copy_(loss, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        self.pending = step, loss, copied, {"train/lrm": lrm, "train/dt": now - self.clock}
         self.clock = now
 
     def flush(self) -> None:
         if self.pending is None:
             return
-        step, loss, record = self.pending
+        step, loss, copied, record = self.pending
         self.pending = None
-        loss = loss.item()  # waits for the step before the one the device is at
+        if copied:
+            copied.synchronize()  # waits for the step before the one the device is at
+        loss = loss.item()  # on the CPU by now
         state, dt = self.state, record["train/dt"]
         state["ema"] = EMA_DECAY * state["ema"] + (1 - EMA_DECAY) * loss
         state["ema_steps"] += 1
@@ -85,13 +95,10 @@ class Metrics:
 
     def write(self, record: dict) -> None:
         if is_rank0():
-            self.write_line(json.dumps(record))
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
             if self.wandb:
                 self.wandb.log(record, step=record["step"])
-
-    def write_line(self, line: str) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
 
     def close(self) -> None:
         self.flush()

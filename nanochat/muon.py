@@ -94,7 +94,7 @@ class Muon:
             update = orthogonalize(nesterov_momentum(grad, buffer, group["momentum"]).to(params[0].dtype))
             lr = [group["lr"] * shape_scale(rows, cols) * getattr(p, "lr_mul", 1.0) for p in params]
             decay = [group["lr"] * getattr(p, "lr_mul", 1.0) * group["weight_decay"] * getattr(p, "wd_mul", 1.0) for p in params]
-            scalars = torch.tensor([lr, decay], dtype=torch.float32).to(grad.device, non_blocking=True)[..., None, None]
+            scalars = torch.tensor([lr, decay], dtype=torch.float32).to(grad.device)[..., None, None]
             muon_update(master, update, *scalars)  # (n, 1, 1): a rate for each matrix
             for p, matrix in zip(params, master):
                 write_back(p, matrix)

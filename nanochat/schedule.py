@@ -46,6 +46,8 @@ def choose_batch_size(tokens_or_none: float | None, num_iterations: int, rows_un
     the rule above, but at least one micro-batch on every rank (rows_unit tokens) and a multiple of it.
     """
     if tokens_or_none is not None:
+        if tokens_or_none <= 0:
+            raise UserError("no horizon: set num_iterations, target_flops or target_param_data_ratio")
         batch = REFERENCE_BATCH * (tokens_or_none / REFERENCE_TOKENS) ** BATCH_EXPONENT
     else:  # tokens = steps · batch: solve batch = ref · (steps · batch / ref_tokens)^e for batch
         batch = (REFERENCE_BATCH * (num_iterations / REFERENCE_TOKENS) ** BATCH_EXPONENT) ** (1 / (1 - BATCH_EXPONENT))
@@ -55,9 +57,8 @@ def choose_batch_size(tokens_or_none: float | None, num_iterations: int, rows_un
 
 def accumulation_steps(total_batch_size: int, device_batch_size: int, max_seq_len: int, world_size: int) -> int:
     """Micro-steps per optimizer step on each rank, or an error that names the nearest batches that work."""
-    for name, value in (("device_batch_size", device_batch_size), ("max_seq_len", max_seq_len), ("total_batch_size", total_batch_size)):
-        if value < 1:
-            raise UserError(f"{name}={value} must be at least 1")
+    if total_batch_size < 1:
+        raise UserError(f"total_batch_size={total_batch_size} must be at least 1, or -1 to have it chosen")
     unit = device_batch_size * max_seq_len * world_size
     if total_batch_size % unit == 0:
         return total_batch_size // unit

@@ -6,18 +6,17 @@ Pretrain a base model.
 
 The outer loop is one optimizer step, the inner loop accumulates the gradient of total_batch_size tokens in micro-steps.
 """
-import shutil
 from typing import Literal
 
 import torch
 
 from configurator import configure
-from nanochat.checkpoint import checkpoint_dir, find_checkpoint, list_steps, load_training_state, read_meta, save_checkpoint
+from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, load_training_state, read_meta, save_checkpoint
 from nanochat.compiling import eagerly, set_compile
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
 from nanochat.dataset import ensure_dataset
-from nanochat.distributed import all_reduce_mean, compute_cleanup, compute_dtype, compute_init, print0, rank0_first
-from nanochat.errors import UserError
+from nanochat.distributed import all_reduce_mean, compute_cleanup, compute_dtype, compute_init, from_rank0, print0, rank0_first
+from nanochat.errors import UserError, require_positive
 from nanochat.flops import peak_flops
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.loss_eval import entropy_floor, evaluate_bpb, sample
@@ -30,7 +29,7 @@ from nanochat.tokenizer import ensure_tokenizer
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
 model_tag = ""              # folder of the checkpoints; empty: d<depth>
-overwrite = False           # start anew in a folder that has checkpoints, removing them
+overwrite = False           # remove the checkpoints that stand in the way of this run
 seed = 0                    # of weights and data order
 # ---- Device
 device_type = ""            # cuda | mps | cpu; empty: the best there is
@@ -75,6 +74,9 @@ config = configure(globals())
 # ---- Setup: who we are, and what we compute on
 if core_metric_every > 0:
     raise UserError(f"core_metric_every={core_metric_every}, but CORE is not here yet; leave it at -1")
+if seed < 0:
+    raise UserError(f"seed={seed} must be at least 0")
+require_positive(config, "depth", "kv_group", "max_seq_len", "device_batch_size", "eval_tokens")
 ddp, rank, local_rank, world_size, device = compute_init(device_type)
 model_dtype = compute_dtype(dtype, device)
 compiling = set_compile(compile, device.type)
@@ -97,7 +99,16 @@ model.activation_checkpointing = activation_checkpointing
 if compiling:
     model.compile_blocks()
 
+# ---- Where to start: rank 0 decides, so that no rank can see other files than another
+checkpoints = checkpoint_dir("base", model_tag or f"d{depth}")
+checkpoint = from_rank0(choose_start, checkpoints, resume, resume_from_step, overwrite)
+meta = read_meta(checkpoint) if checkpoint else None
+if meta and meta["tokenizer"] != tokenizer.fingerprint:
+    raise UserError(f"{checkpoint} was trained with another tokenizer than the one of data {data!r}; use that one, or another --model_tag")
+
 # ---- Batch and horizon
+if total_batch_size == -1 and meta:
+    total_batch_size = meta["total_batch_size"]
 parameters = sum(p.numel() for p in model.parameters())
 flops_per_token = model.estimate_flops()
 if total_batch_size == -1:
@@ -117,24 +128,17 @@ print0(
 print0(f"mfu: of {peak / 1e12:,.2f} TFLOP/s per rank ({peak_source})")
 
 # ---- Resume, exactly: weights, masters, moments, random states, place in the data, smoothed loss
-checkpoints = checkpoint_dir("base", model_tag or f"d{depth}")
 step, data_state, metrics_state = 0, None, None
-if resume_from_step >= 0 or resume == "auto" and list_steps(checkpoints):
-    checkpoint = find_checkpoint(checkpoints, resume_from_step if resume_from_step >= 0 else None)
-    if read_meta(checkpoint)["tokenizer"] != tokenizer.fingerprint:
-        raise UserError(f"{checkpoint} was trained with another tokenizer than the one of data {data!r}; use that one, or another --model_tag")
-    meta = load_training_state(checkpoint, model, optimizers)
+if meta:
+    load_training_state(checkpoint, model, optimizers)
     step, data_state, metrics_state = meta["step"], meta["data_state"], meta["metrics_state"]
-    print0(f"resuming from {checkpoint}")
-elif list_steps(checkpoints):
-    if not overwrite:
-        raise UserError(f"{checkpoints} has checkpoints; continue with --resume=auto, choose another --model_tag, or --overwrite")
-    rank0_first(shutil.rmtree, checkpoints)
+    print0(f"resuming from {checkpoint}{changed_settings(meta['config'], config)}")
+start_step = step
 
-metrics = Metrics(checkpoints, run, config, num_iterations, total_batch_size, flops_per_token, peak * world_size, metrics_state)
+metrics = Metrics(checkpoints, run, config, start_step, num_iterations, total_batch_size, flops_per_token, peak * world_size, metrics_state)
 rows = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=rank, world_size=world_size, seed=seed, device=device)
 train_loader = tokenizing_distributed_data_loader(data, "train", tokenizer, grad_accum_steps=grad_accum_steps, state=data_state, **rows)
-validation_tokens = min(eval_tokens, rank0_first(count_tokens, data, "val", tokenizer))
+validation_tokens = min(eval_tokens, from_rank0(count_tokens, data, "val", tokenizer))
 eval_steps = max(validation_tokens // (device_batch_size * max_seq_len * world_size), 1)
 inputs, targets, data_state = next(train_loader)  # data_state: where the step of these rows begins
 
@@ -142,15 +146,17 @@ while True:
     last_step = step >= num_iterations
 
     # --- look: checkpoint first, so that no evaluation can cost a run; each looks at the parameters before this step
-    if last_step or save_every > 0 and step > 0 and step % save_every == 0:
+    if step > start_step and (last_step or save_every > 0 and step % save_every == 0):
         metrics.pause()
         if rank == 0:
-            meta = dict(config=config, tokenizer=tokenizer.fingerprint, data=data, data_state=data_state, metrics_state=metrics.state)
+            meta = dict(config=config, total_batch_size=total_batch_size, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
+                        data=data, data_state=data_state, metrics_state=metrics.state)
             print0(f"saved {save_checkpoint(checkpoints, step, model, optimizers, tokenizer, meta, keep_last)}")
     if eval_every > 0 and (last_step or step % eval_every == 0):
         metrics.pause()
         validation = tokenizing_distributed_data_loader(data, "val", tokenizer, **rows)  # the same rows every time
         metrics.log_validation(step, evaluate_bpb(model, validation, eval_steps, token_bytes))
+        validation.close()
     if sample_every > 0 and (last_step or step > 0 and step % sample_every == 0) and rank == 0:
         metrics.pause()
         with eagerly():

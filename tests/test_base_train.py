@@ -139,14 +139,33 @@ def test_killed_and_resumed_matches_an_undisturbed_run(base):
     resumed = train("--model_tag=killed", "--resume=auto", *args)
     assert resumed.returncode == 0 and "resuming from" in resumed.stdout, resumed.stderr
     assert_same_run(base, "undisturbed", "killed", 40)
+    saved_at = (base / "base_checkpoints" / "killed" / "step_000040").stat().st_mtime_ns
     again = train("--model_tag=killed", "--resume=auto", *args)
     assert again.returncode == 0, "resuming a finished run evaluates and ends"
+    assert saved_at == (base / "base_checkpoints" / "killed" / "step_000040").stat().st_mtime_ns, "and does not save it again"
+    assert not list((base / "base_checkpoints" / "killed").glob(".step*")), "nor leave what the kill left"
+
+
+def test_going_back_to_an_older_step_needs_a_word_and_other_settings_are_named(base):
+    """Newer checkpoints are never dropped in silence, nor mistaken for the newer branch."""
+    args = ["--num_iterations=9", "--save_every=3", "--model_tag=branch"]
+    assert train(*args).returncode == 0
+    refused = train(*args, "--resume_from_step=3")
+    assert refused.returncode == 1 and "newer checkpoints than step 3: 6, 9; --overwrite removes them" in refused.stderr
+    back = train("--num_iterations=5", "--save_every=3", "--keep_last=2", "--model_tag=branch", "--resume_from_step=3", "--overwrite", "--matrix_lr=0.01")
+    assert back.returncode == 0 and "with another matrix_lr: 0.02 before, 0.01 now" in back.stdout, back.stderr
+    folder = base / "base_checkpoints" / "branch"
+    assert sorted(path.name for path in folder.glob("step_*")) == ["step_000003", "step_000005"]
+    assert losses(base, "branch").keys() == set(range(5)), "the log is that of the branch that is left"
 
 
 def test_one_and_two_ranks_draw_the_same_curve(base):
-    """The same tokens in every step, gradients averaged over ranks; float32 sums in another order leave less than 1e-4."""
+    """The same tokens in every step, gradients averaged over ranks; float32 sums in another order leave less than 1e-4.
+    The two-rank run begins by removing another one: what only one rank may do."""
     args = ["--num_iterations=12", "--eval_every=6", "--grad_clip=0.5", "--dtype=float32"]
     assert train("--model_tag=one", *args).returncode == 0
+    assert train("--model_tag=two", "--num_iterations=1").returncode == 0
+    args.append("--overwrite")
     two = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.base_train",
          "--", *arguments(*args, "--model_tag=two")],
@@ -176,6 +195,8 @@ def test_bad_input_is_one_clear_line(base):
         (["--resume_from_step=5"], "no valid checkpoint of step 5"),
         (["--core_metric_every=5"], "CORE is not here yet"),
         (["--num_iterations=-1", "--target_param_data_ratio=-1"], "no horizon"),
+        (["--depth=0"], "depth=0 must be at least 1"),
+        (["--kv_group=3"], "kv_group=3 does not divide the 1 heads of depth 1; expected one of 1"),
     ]
     for args, expected in cases:
         result = train("--num_iterations=1", *args)

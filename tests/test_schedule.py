@@ -28,8 +28,8 @@ def test_accumulation_divides_or_names_what_would():
         accumulation_steps(5000, 4, 512, 2)
     with pytest.raises(UserError, match=r"try total_batch_size=8192, or device_batch_size=2"):
         accumulation_steps(2048, 8, 512, 2)
-    with pytest.raises(UserError, match="device_batch_size=0"):
-        accumulation_steps(4096, 0, 512, 2)
+    with pytest.raises(UserError, match="total_batch_size=0 must be at least 1"):
+        accumulation_steps(0, 4, 512, 2)
 
 
 def test_horizon_from_steps_flops_or_data():
@@ -46,4 +46,6 @@ def test_batch_size_grows_with_the_horizon_and_is_always_valid():
     assert choose_batch_size(1.2e9, -1, 2048) == 2**19
     assert choose_batch_size(1.2e9 * 2 ** (2 / 0.383), -1, 2048) == 2**21
     assert choose_batch_size(1e3, -1, 4096 * 3) == 4096 * 3
+    with pytest.raises(UserError, match="no horizon"):
+        choose_batch_size(-5.0, -1, 2048)
     assert choose_batch_size(None, round(1.2e9 / 2**19), 2048) == 2**19, "the same point reached by steps"
