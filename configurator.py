@@ -17,7 +17,6 @@ Source, files and values are parsed (`ast`, `tokenize`), never executed.
 import ast
 import difflib
 import io
-import math
 import operator
 import os
 import re

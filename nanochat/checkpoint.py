@@ -122,8 +122,8 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
 
 def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bool) -> Path | None:
     """
-    The checkpoint a run continues from, or None to start anew in an empty folder. What stands in the way of that,
-    checkpoints of another run or newer ones than the step to go back to, is removed with `overwrite`, else a UserError.
+    The checkpoint a run continues from, or None to start anew. UserError where checkpoints would have to go, those of
+    another run or newer ones than the step to go back to, unless `overwrite` says so. Nothing is removed here.
     """
     steps = list_steps(folder)
     if resume_from_step >= 0:
@@ -131,15 +131,19 @@ def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bo
         newer = [step for step in steps if step > resume_from_step]
         if newer and not overwrite:
             raise UserError(f"{folder} has newer checkpoints than step {resume_from_step}: {', '.join(map(str, newer))}; --overwrite removes them")
-        for step in newer:
-            shutil.rmtree(folder / f"step_{step:06d}")
         return checkpoint
     if steps and resume == "auto":
         return find_checkpoint(folder)
     if steps and not overwrite:
         raise UserError(f"{folder} has checkpoints; continue with --resume=auto, choose another --model_tag, or --overwrite")
-    shutil.rmtree(folder, ignore_errors=True)
     return None
+
+
+def discard_after(folder: Path, start_step: int) -> None:
+    """Remove the checkpoints of later steps; all of them for a run that starts at 0."""
+    for step in list_steps(folder):
+        if step > start_step or start_step == 0:
+            shutil.rmtree(folder / f"step_{step:06d}")
 
 
 def changed_settings(before: dict, now: dict) -> str:

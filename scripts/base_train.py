@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from configurator import configure
-from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, load_training_state, read_meta, save_checkpoint
+from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, discard_after, load_training_state, read_meta, save_checkpoint
 from nanochat.compiling import eagerly, set_compile
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
 from nanochat.dataset import ensure_dataset
@@ -134,6 +134,8 @@ if meta:
     step, data_state, metrics_state = meta["step"], meta["data_state"], meta["metrics_state"]
     print0(f"resuming from {checkpoint}{changed_settings(meta['config'], config)}")
 start_step = step
+if overwrite:  # only now, when nothing can be wrong with the settings any more
+    from_rank0(discard_after, checkpoints, start_step)
 
 metrics = Metrics(checkpoints, run, config, start_step, num_iterations, total_batch_size, flops_per_token, peak * world_size, metrics_state)
 rows = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=rank, world_size=world_size, seed=seed, device=device)

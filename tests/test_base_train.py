@@ -195,6 +195,7 @@ def test_bad_input_is_one_clear_line(base):
         (["--resume_from_step=5"], "no valid checkpoint of step 5"),
         (["--core_metric_every=5"], "CORE is not here yet"),
         (["--num_iterations=-1", "--target_param_data_ratio=-1"], "no horizon"),
+        (["--model_tag=there", "--overwrite", "--total_batch_size=100"], "total_batch_size=100 is not"),
         (["--depth=0"], "depth=0 must be at least 1"),
         (["--kv_group=3"], "kv_group=3 does not divide the 1 heads of depth 1; expected one of 1"),
     ]

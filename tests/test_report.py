@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import run_module
 
-from nanochat import report
+from nanochat import plots, report
 from nanochat.errors import UserError
 from nanochat.metrics import read_metrics
 
@@ -109,7 +109,7 @@ def test_figure_is_a_png_beside_the_report_and_survives_moving_the_base_folder(b
 
 
 def test_panels_draw_the_records_and_leave_out_the_step_that_compiles(tmp_path):
-    loss, validation, rate, throughput, mfu = report.metrics_figure(read_metrics(short_run(tmp_path / "m.jsonl")), floor=0.8).axes
+    loss, validation, rate, throughput, mfu = plots.metrics_figure(read_metrics(short_run(tmp_path / "m.jsonl")), floor=0.8).axes
     assert loss.lines[0].get_xydata().tolist() == [[step, 8.0 - step] for step in range(6)]
     assert validation.lines[0].get_xydata().tolist() == [[0, 3.0], [3, 2.0], [6, 1.0]]
     assert set(validation.lines[1].get_ydata()) == {0.8} and validation.lines[1].get_linestyle() == "--"
@@ -122,10 +122,10 @@ def test_panels_draw_the_records_and_leave_out_the_step_that_compiles(tmp_path):
 
 
 def test_panels_without_records_and_losses_without_a_number_still_make_a_figure():
-    loss, validation, *_ = report.metrics_figure([train_record(0, 5.0), train_record(1, float("nan")), train_record(2, 4.0)], None).axes
+    loss, validation, *_ = plots.metrics_figure([train_record(0, 5.0), train_record(1, float("nan")), train_record(2, 4.0)], None).axes
     assert np.array_equal(loss.lines[0].get_ydata(), [5, np.nan, 4], equal_nan=True)
     assert [text.get_text() for text in validation.texts] == ["not recorded"]
-    assert len(report.metrics_figure([{"step": 0, "val/bpb": 1.0}], None).axes) == 4
+    assert len(plots.metrics_figure([{"step": 0, "val/bpb": 1.0}], None).axes) == 4
 
 
 def test_steps_run_again_after_a_resume_count_once(base_folder):
@@ -133,7 +133,7 @@ def test_steps_run_again_after_a_resume_count_once(base_folder):
     records = [train_record(step, 9.0, dt=60.0) for step in range(4)] + [train_record(step, 5.0, dt=120.0) for step in range(2, 5)]
     path = write_run(base_folder / "run" / "metrics.jsonl", records)
     path.write_text(path.read_text() + '{"step": 5, "train/lo')
-    figure = report.metrics_figure(read_metrics(path), None)
+    figure = plots.metrics_figure(read_metrics(path), None)
     assert figure.axes[0].lines[0].get_xydata().tolist() == [[0, 9], [1, 9], [2, 5], [3, 5], [4, 5]]
     report.write_section("base_train", "Train", "", metrics=path)
     assert "- Training: 8.0m " in report.generate().read_text()  # 2 x 60 s + 3 x 120 s
@@ -149,7 +149,7 @@ def test_smoothing_equals_a_mean_written_out():
         around = [value for value in values[step - reach : step + reach + 1] if value == value]
         expected.append(sum(around) / len(around) if around else float("nan"))
     assert np.isnan(expected).sum() == 1 + 10  # the first step, and the middle of the hole
-    np.testing.assert_allclose(report.smoothed(values), expected, rtol=1e-10)
+    np.testing.assert_allclose(plots.smoothed(values), expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "\x00\xff", '{"title": "t"}', "cut", "results"])
@@ -198,7 +198,7 @@ def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
     import matplotlib
 
     before = dict(matplotlib.rcParams), "matplotlib.pyplot" in sys.modules
-    report.metrics_figure(read_metrics(short_run(tmp_path / "m.jsonl")), 0.8).savefig(tmp_path / "f.png", format="png")
+    plots.metrics_figure(read_metrics(short_run(tmp_path / "m.jsonl")), 0.8).savefig(tmp_path / "f.png", format="png")
     assert (dict(matplotlib.rcParams), "matplotlib.pyplot" in sys.modules) == before
 
 
