@@ -34,7 +34,7 @@ seed = 0                    # of weights and data order
 # ---- Device
 device_type = ""            # cuda | mps | cpu; empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
-compile = True              # compile the blocks, the loss and the update rules
+compile = True              # compile the blocks and the loss
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Data
 data = "tinyworld"          # name of a data set made by nanochat.dataset
