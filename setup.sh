@@ -2,7 +2,7 @@
 #     . ./setup.sh [extra]
 # A torch that already works in .venv is never replaced. Without a GPU, torch's CPU wheels are asked for first: the
 # default ones bring gigabytes of CUDA.
-[ -d .venv ] || "${PYTHON:-python3}" -m venv .venv || exit 1
+[ -d .venv ] || "${PYTHON:-python3}" -m venv .venv || return 1
 if ! .venv/bin/python -c "import torch; torch.ones(1) + 1" 2>/dev/null; then
     if [ "$(uname)" = Linux ] && ! nvidia-smi >/dev/null 2>&1; then
         .venv/bin/python -m pip install --quiet --retries 1 --timeout 20 \
@@ -13,7 +13,7 @@ fi
 stamp="$(cksum pyproject.toml) ${1:-}"
 if [ "$(cat .venv/installed 2>/dev/null)" != "$stamp" ]; then
     echo "installing into .venv ..."
-    .venv/bin/python -m pip install --quiet --editable ".${1:+[$1]}" || exit 1
+    .venv/bin/python -m pip install --quiet --editable ".${1:+[$1]}" || return 1
     echo "$stamp" > .venv/installed
 fi
 PATH="$PWD/.venv/bin:$PATH"

@@ -27,10 +27,10 @@ if [ "$gpus" -ge 1 ]; then
         else                               model+=(--device_batch_size=4 --activation_checkpointing)
         fi
     fi
-    model+=(--depth=$depth) tag=d$depth
+    model+=(--depth=$depth) tag=speedrun-d$depth
 else
     # The embedded world: nothing to download, and a model small enough for minutes on two cores.
-    data=tinyworld shards=-1 vocab=8192 tag=d4
+    data=tinyworld shards=-1 vocab=8192 tag=speedrun-d4
     launch=(python -m)
     model=(--depth=4 --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=700
            --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=65536 --save_every=100 --keep_last=2)

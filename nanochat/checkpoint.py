@@ -35,6 +35,8 @@ def checkpoint_dir(source: str, model_tag: str) -> Path:
     """The folder of all checkpoints of a stage ("base", "mid", "sft", "rl") and tag."""
     if source not in STAGES:
         raise UserError(f"source={source} is unknown; expected one of {', '.join(STAGES)}")
+    if not re.fullmatch(r"[\w.-]*", model_tag) or model_tag.startswith("."):
+        raise UserError(f"model_tag={model_tag} cannot name a folder; expected letters, digits, '_', '-' and '.'")
     return base_dir() / f"{source}_checkpoints" / model_tag
 
 

@@ -19,10 +19,19 @@ def require_positive(config: dict, *names: str) -> None:
             raise UserError(f"{name}={config[name]} must be at least 1")
 
 
+def require_fraction(config: dict, *names: str) -> None:
+    """UserError for the first of these settings that is not within [0, 1]."""
+    for name in names:
+        if not 0 <= config[name] <= 1:
+            raise UserError(f"{name}={config[name]} must be within 0 and 1")
+
+
 def one_line(error: BaseException, config: dict | None = None) -> str | None:
     """The line to show instead of a traceback, or None where the traceback is what helps. config: a script's settings."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted" + "; --resume=auto continues from the last checkpoint" * ("resume" in (config or {}))
     if isinstance(error, OSError) and error.errno in USER_ERRNOS:
         where = f": {error.filename}" if error.filename else ""
         return f"{os.strerror(error.errno)}{where} (free space there, or set NANOCHAT_BASE_DIR to another folder)"

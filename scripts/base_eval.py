@@ -14,6 +14,7 @@ from nanochat.compiling import set_compile
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
 from nanochat.dataset import iter_texts
 from nanochat.distributed import compute_cleanup, compute_init, print0
+from nanochat.errors import require_positive
 from nanochat.loss_eval import document_nats, entropy_floor, evaluate_bpb, greedy_completes, sample
 from nanochat.report import write_section
 from nanochat.tinyworld import PROMPTS, floor_bits, held_out_questions, topic_of
@@ -28,11 +29,13 @@ eval_tokens = 10485760      # tokens of each split, at most one pass over valida
 sample_tokens = 32          # tokens of each sample
 config = configure(globals())
 
+require_positive(config, "device_batch_size", "eval_tokens", "sample_tokens")
 ddp, rank, local_rank, world_size, device = compute_init(device_type)
 set_compile(False, device.type)  # shapes change from batch to batch
 model, tokenizer, meta = load_model("base", device, "eval", model_tag, step)
 data, token_bytes = meta["data"], tokenizer.token_bytes()
-print0(f"model: step {meta['step']} of {meta['config']['model_tag'] or 'd' + str(meta['config']['depth'])}, trained on {data}")
+name = f"step {meta['step']} of {meta['config']['model_tag'] or 'd' + str(meta['config']['depth'])}, trained on {data}"
+print0(f"model: {name}")
 
 # --- bits per byte on both splits, as in training: rows packed with documents
 results: dict[str, float | str] = {}
@@ -46,7 +49,7 @@ for split, name in (("train", "training"), ("val", "validation")):
 
 # --- the usual prompts, greedily
 in_tinyworld = entropy_floor(data) is not None
-lines = ["| prompt | greedy completion |", "|---|---|"]
+lines = [f"Model: {name}.", "", "| prompt | greedy completion |", "|---|---|"]
 for prompt, expected in PROMPTS if rank == 0 else ():
     text = sample(model, tokenizer, prompt, sample_tokens)
     verdict = "" if expected is None or not in_tinyworld else " ✓" if text.startswith(f" {expected}") else " ✗"
@@ -79,6 +82,8 @@ if in_tinyworld and rank == 0:
         answers = f"{sum(asked[topic])}/{len(asked[topic])}" if asked[topic] else "-"
         print0(f"{topic:16} {bpb:9.4f} {floor:7.4f} {bpb - floor:7.4f}  {answers}")
         lines.append(f"| {topic} | {bpb:.4f} | {floor:.4f} | {bpb - floor:.4f} | {answers} |")
+    bits, floor_bits_of_all, count = by_topic["all documents"]
+    bpb, floor = bits / count, floor_bits_of_all / count
     results |= {
         "bits per byte of validation documents": bpb, "their floor": floor,
         "excess over the floor": f"{bpb - floor:.4f} ({bpb / floor - 1:.1%})", "held-out questions": f"{sum(right) / len(right):.1%}",

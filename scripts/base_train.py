@@ -16,11 +16,11 @@ from nanochat.compiling import eagerly, set_compile
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
 from nanochat.dataset import ensure_dataset
 from nanochat.distributed import all_reduce_mean, compute_cleanup, compute_dtype, compute_init, from_rank0, print0, rank0_first
-from nanochat.errors import UserError, require_positive
+from nanochat.errors import UserError, require_fraction, require_positive
 from nanochat.flops import peak_flops
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.loss_eval import entropy_floor, evaluate_bpb, sample
-from nanochat.metrics import Metrics
+from nanochat.metrics import Metrics, minutes
 from nanochat.report import settings_table, write_section
 from nanochat.schedule import accumulation_steps, apply_schedule, choose_batch_size, choose_num_iterations, lr_multiplier
 from nanochat.tinyworld import PROMPTS
@@ -76,6 +76,9 @@ if core_metric_every > 0:
     raise UserError(f"core_metric_every={core_metric_every}, but CORE is not here yet; leave it at -1")
 if seed < 0:
     raise UserError(f"seed={seed} must be at least 0")
+if num_iterations == 0:
+    raise UserError("num_iterations=0 trains nothing; set the steps, or -1 for the other horizons")
+require_fraction(config, "warmup_ratio", "warmdown_ratio", "final_lr_frac")
 require_positive(config, "depth", "kv_group", "max_seq_len", "device_batch_size", "eval_tokens")
 ddp, rank, local_rank, world_size, device = compute_init(device_type)
 model_dtype = compute_dtype(dtype, device)
@@ -125,7 +128,10 @@ print0(
     f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {world_size} rank(s) x {grad_accum_steps} "
     f"micro-step(s); {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {num_iterations * total_batch_size * flops_per_token:.2e} FLOPs"
 )
-print0(f"mfu: of {peak / 1e12:,.2f} TFLOP/s per rank ({peak_source})")
+print0(
+    f"mfu: of {peak / 1e12:,.2f} TFLOP/s per rank ({peak_source}); at that rate the run would take "
+    f"{minutes(num_iterations * total_batch_size * flops_per_token / (peak * world_size))}"
+)
 
 # ---- Resume, exactly: weights, masters, moments, random states, place in the data, smoothed loss
 step, data_state, metrics_state = 0, None, None
@@ -133,6 +139,8 @@ if meta:
     load_training_state(checkpoint, model, optimizers)
     step, data_state, metrics_state = meta["step"], meta["data_state"], meta["metrics_state"]
     print0(f"resuming from {checkpoint}{changed_settings(meta['config'], config)}")
+elif resume == "auto":
+    print0(f"nothing to resume in {checkpoints}: starting from step 0")
 start_step = step
 if overwrite:  # only now, when nothing can be wrong with the settings any more
     from_rank0(discard_after, checkpoints, start_step)

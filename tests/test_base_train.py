@@ -196,6 +196,9 @@ def test_bad_input_is_one_clear_line(base):
         (["--core_metric_every=5"], "CORE is not here yet"),
         (["--num_iterations=-1", "--target_param_data_ratio=-1"], "no horizon"),
         (["--model_tag=there", "--overwrite", "--total_batch_size=100"], "total_batch_size=100 is not"),
+        (["--model_tag=a/../../b"], "model_tag=a/../../b cannot name a folder"),
+        (["--num_iterations=0"], "num_iterations=0 trains nothing"),
+        (["--warmdown_ratio=2"], "warmdown_ratio=2.0 must be within 0 and 1"),
         (["--depth=0"], "depth=0 must be at least 1"),
         (["--kv_group=3"], "kv_group=3 does not divide the 1 heads of depth 1; expected one of 1"),
     ]
