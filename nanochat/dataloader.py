@@ -251,7 +251,8 @@ def prefetched(iterator: Iterator, ahead: int) -> Iterator:
         except BaseException as error:  # whatever it is, the consumer has to see it
             put((None, error))
 
-    threading.Thread(target=produce, daemon=True, name="loader").start()
+    thread = threading.Thread(target=produce, daemon=True, name="loader")
+    thread.start()
     try:
         while True:
             item, error = items.get()
@@ -260,6 +261,7 @@ def prefetched(iterator: Iterator, ahead: int) -> Iterator:
             yield item
     finally:
         closed.set()
+        thread.join()  # a thread inside native code when the interpreter ends would abort the process
 
 
 def count_tokens(data: str, split: str, tokenizer: Tokenizer) -> int:

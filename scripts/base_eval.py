@@ -45,6 +45,7 @@ eval_steps = max(min(eval_tokens, count_tokens(data, "val", tokenizer)) // row_t
 for split, name in (("train", "training"), ("val", "validation")):
     loader = tokenizing_distributed_data_loader(data, split, tokenizer, **rows)
     results[f"{name} bits per byte"] = evaluate_bpb(model, loader, eval_steps, token_bytes)
+    loader.close()
     print0(f"{name}: {results[f'{name} bits per byte']:.4f} bits per byte")
 
 # --- the usual prompts, greedily

@@ -196,6 +196,7 @@ while True:
     step += 1
 
 # ---- End
+train_loader.close()
 metrics.close()
 if rank == 0:
     state = metrics.state
