@@ -1,5 +1,6 @@
-"""Ranks and devices: who this process is, what it computes on, and what all ranks share."""
+"""Ranks and devices: who this process is, what it computes on, what all ranks share, and how they end together."""
 import os
+import signal
 from datetime import timedelta
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 from nanochat.errors import UserError
 
 DEVICE_TYPES = ("cuda", "mps", "cpu")
+# How long a rank waits for the others: rank 0 may be making data or every rank compiling, until training runs.
+SETUP_TIMEOUT, TRAINING_TIMEOUT = timedelta(minutes=30), timedelta(minutes=5)
 
 
 def autodetect_device_type() -> str:
@@ -40,7 +43,10 @@ def compute_init(device_type: str = "") -> tuple[bool, int, int, int, torch.devi
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.fp32_precision = "ieee"
     if ddp and not dist.is_initialized():
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+        # The flight recorder: when a collective hangs, every rank writes down which ones it was in.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=SETUP_TIMEOUT)
     return ddp, rank, local_rank, world_size, device
 
 
@@ -49,6 +55,31 @@ def compute_cleanup() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def expect_short_waits() -> None:
+    """From here on every rank is training: one that is not heard of for long has hung."""
+    if dist.is_initialized():
+        dist.distributed_c10d._set_pg_timeout(TRAINING_TIMEOUT)
+
+
+class StopRequest:
+    """
+    SIGTERM and SIGINT become a request, `asked`, that the ranks agree on; from its making on. A second Ctrl-C in a
+    process of its own interrupts at once (torchrun passes every signal on a second time).
+    """
+
+    def __init__(self):
+        self.asked = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.ask)
+
+    def ask(self, number: int, _frame: object) -> None:
+        if self.asked and number == signal.SIGINT and "RANK" not in os.environ:
+            raise KeyboardInterrupt
+        if not self.asked and is_rank0():
+            os.write(1, f"{signal.Signals(number).name}: finishing this step, then saving\n".encode())  # print is not for handlers
+        self.asked = True
 
 
 def is_rank0() -> bool:
@@ -79,12 +110,28 @@ def from_rank0(function, *args):
     return result[0]
 
 
-def all_reduce_mean(tensors: list[Tensor]) -> None:
-    """Each tensor becomes its mean over the ranks, in place; nothing happens on one rank."""
-    if dist.is_initialized():
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-            tensor.div_(dist.get_world_size())
+def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None):
+    """
+    Starts output = this rank's chunk of the sum of all ranks' inputs, and returns the work to `wait()` for.
+
+    input: (N · n,), output: (n,), both referenced until the wait is over. Gloo's own reduce-scatter is an all-reduce
+    in disguise, which sends twice the bytes and blocks at its start: there the chunks go to their owners, who add.
+    """
+    if dist.get_backend(group) != "gloo":
+        return dist.reduce_scatter_tensor(output, input, group=group, async_op=True)
+    received = torch.empty_like(input)
+    return SumOfChunks(dist.all_to_all_single(received, input, group=group, async_op=True), received, output)
+
+
+class SumOfChunks:
+    """The chunks of all ranks on their way to their owner, who adds them in the order of ranks."""
+
+    def __init__(self, work: dist.Work, received: Tensor, output: Tensor):
+        self.work, self.received, self.output = work, received, output
+
+    def wait(self) -> None:
+        self.work.wait()
+        torch.sum(self.received.view(-1, len(self.output)), dim=0, out=self.output)
 
 
 def all_reduce_sum(tensor: Tensor) -> None:

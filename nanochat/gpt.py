@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nanochat.adamw import AdamW
+from nanochat.adamw import DistAdamW
 from nanochat.attention import attention
 from nanochat.errors import UserError
 from nanochat.loss import cap, softcapped_cross_entropy, token_losses
-from nanochat.muon import Muon
+from nanochat.muon import DistMuon
+from nanochat.zero import Sharding
 
 LOGIT_SOFTCAP = 15.0
 ROPE_THETA = 10_000.0
@@ -119,6 +120,19 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
+class Head(nn.Linear):
+    """What turns hidden states into logits, or with targets into the loss."""
+
+    def forward(self, x: Tensor, targets: Tensor | None, vocab_size: int, reduction: str) -> Tensor:
+        if targets is None:
+            return cap(x @ self.weight.T, vocab_size, LOGIT_SOFTCAP)[..., :vocab_size]
+        if reduction == "none":
+            losses = token_losses(x.flatten(0, 1), self.weight, targets.flatten(), vocab_size, LOGIT_SOFTCAP)
+            return losses.view(targets.shape)
+        loss = softcapped_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten(), vocab_size, LOGIT_SOFTCAP)
+        return loss / (targets >= 0).sum() if reduction == "mean" else loss
+
+
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -127,7 +141,7 @@ class GPT(nn.Module):
             "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
             "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
         })
-        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head = Head(config.n_embd, config.padded_vocab_size, bias=False)
         self.activation_checkpointing = False  # recompute each block in the backward pass
 
     @torch.no_grad()
@@ -171,25 +185,16 @@ class GPT(nn.Module):
         Without targets: logits (B, T, vocab_size), float32. With targets (B, T), −1 where there is none: the loss
         in nats as one number, mean or sum over the targets, or with "none" of each target (B, T), without gradient.
         """
-        x = self.hidden(tokens)
-        head, vocab_size = self.lm_head.weight, self.config.vocab_size
-        if targets is None:
-            return cap(x @ head.T, vocab_size, LOGIT_SOFTCAP)[..., :vocab_size]
-        if reduction == "none":
-            losses = token_losses(x.flatten(0, 1), head, targets.flatten(), vocab_size, LOGIT_SOFTCAP)
-            return losses.view(targets.shape)
-        loss = softcapped_cross_entropy(x.flatten(0, 1), head, targets.flatten(), vocab_size, LOGIT_SOFTCAP)
-        return loss / (targets >= 0).sum() if reduction == "mean" else loss
+        return self.lm_head(self.hidden(tokens), targets, self.config.vocab_size, reduction)
 
     def compile_blocks(self) -> None:
-        """All blocks share one compiled body: start-up does not grow with depth."""
+        """All blocks share one compiled body: start-up does not grow with depth. Hooks of a block stay outside of it."""
         for block in self.transformer.h:
-            block.compile(dynamic=False)
+            block.forward = torch.compile(block.forward, dynamic=False)
 
-    def accumulate_in_float32(self) -> None:
-        """Gradients of bfloat16 parameters are summed over micro-steps in float32."""
-        for p in self.parameters():
-            p.grad_dtype = torch.float32
+    def units(self) -> list[nn.Module]:
+        """The modules whose parameters are sent and gathered together, in the order of the forward pass."""
+        return [self.transformer.wte, *self.transformer.h, self.lm_head]
 
     def estimate_flops(self) -> int:
         """
@@ -201,23 +206,21 @@ class GPT(nn.Module):
 
     def setup_optimizers(
         self,
+        sharding: Sharding,
         unembedding_lr: float = 0.004,
         embedding_lr: float = 0.2,
         matrix_lr: float = 0.02,
         weight_decay: float = 0.0,
-    ) -> tuple[AdamW, Muon]:
+    ) -> tuple[DistAdamW, DistMuon]:
         """
-        [adamw, muon]: AdamW for the embedding and the head, Muon for the matrices of the blocks, which alone decay.
-        AdamW's rates are those of a model 768 wide and change as 1/√width.
-        Call it while the weights are float32: they are the masters; `model.to(dtype)` comes after it.
+        (adamw, muon), for the slices that this rank keeps: AdamW for the embedding and the head, Muon for the matrices
+        of the blocks, which alone decay. AdamW's rates are those of a model 768 wide and change as 1/√width.
         """
         scale = (self.config.n_embd / 768) ** -0.5
-        adamw = AdamW([
-            {"params": {"lm_head.weight": self.lm_head.weight}, "lr": unembedding_lr * scale},
-            {"params": {"transformer.wte.weight": self.transformer.wte.weight}, "lr": embedding_lr * scale},
-        ])
-        matrices = {name: p for name, p in self.named_parameters() if name.startswith("transformer.h.")}
-        return adamw, Muon(matrices, lr=matrix_lr, weight_decay=weight_decay)
+        rates = {"lm_head.weight": unembedding_lr * scale, "transformer.wte.weight": embedding_lr * scale}
+        groups = [{"slices": [s for s in sharding.slices if s.name == name], "lr": lr} for name, lr in rates.items()]
+        matrices = [name for name, _ in self.named_parameters() if name.startswith("transformer.h.")]
+        return DistAdamW(groups, sharding.device), DistMuon(sharding, matrices, matrix_lr, weight_decay)
 
     @torch.inference_mode()
     def generate(

@@ -1,5 +1,6 @@
 """What a run tells: the console line, metrics.jsonl beside the checkpoints, wandb when asked for. Rank 0 only."""
 import json
+import math
 import time
 from pathlib import Path
 
@@ -8,14 +9,17 @@ from torch import Tensor
 
 from nanochat.distributed import is_rank0, print0
 from nanochat.files import write_text
+from nanochat.zero import Verdict
 
 EMA_DECAY = 0.9  # of the smoothed loss, per step
 
 
 class Metrics:
     """
-    Losses are handed over as device tensors and read one step late, when the device is long done with them: logging
-    never waits. `pause` reads the one still held back.
+    Verdicts are handed over as they lie on the device and read one step late, when the device is long done with them:
+    logging never waits. `pause` reads the one still held back. On a CPU there is nothing to wait for.
+
+    Every rank reads them, so that all know at the same step of `stop_requested` and `bad_in_a_row`.
     """
 
     def __init__(self, folder: Path, run: str, config: dict, start_step: int, num_iterations: int,
@@ -23,7 +27,8 @@ class Metrics:
         self.path = folder / "metrics.jsonl"
         self.num_iterations, self.total_batch_size = num_iterations, total_batch_size
         self.step_flops, self.peak_flops = flops_per_token * total_batch_size, peak_flops
-        self.state = state or {"ema": 0.0, "ema_steps": 0, "elapsed": 0.0, "min_val_bpb": None}
+        self.state = state or {"ema": 0.0, "ema_steps": 0, "elapsed": 0.0, "min_val_bpb": None, "skipped": 0}
+        self.stop_requested, self.bad_in_a_row = False, 0
         self.pending: tuple[int, Tensor, torch.cuda.Event | None, dict] | None = None
         self.clock, self.paused = time.perf_counter(), False
         self.session_steps, self.session_seconds = 0, 0.0
@@ -47,38 +52,46 @@ class Metrics:
         if self.paused:
             self.clock, self.paused = time.perf_counter(), False
 
-    def log_step(self, step: int, loss: Tensor, lrm: float) -> None:
-        """A finished optimizer step; loss is the global mean, still on the device."""
+    def log_step(self, step: int, verdict: Verdict, lrm: float) -> None:
+        """A finished optimizer step."""
         self.flush()
         now = time.perf_counter()
-        copied = None
-        if loss.is_cuda:
-            # Its own copy and event: reading the loss later must not wait for the step that was queued behind it.
-            loss = torch.empty((), pin_memory=True).copy_(loss, non_blocking=True)
+        report, copied = verdict.report, None
+        if report.is_cuda:
+            # Its own copy and event: reading it later must not wait for the step that was queued behind it.
+            report = torch.empty(report.shape, pin_memory=True).copy_(report, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        self.pending = step, loss, copied, {"train/lrm": lrm, "train/dt": now - self.clock}
+        self.pending = step, report, copied, {"train/lrm": lrm, "train/dt": now - self.clock}
         self.clock = now
+        if copied is None:
+            self.flush()
 
     def flush(self) -> None:
         if self.pending is None:
             return
-        step, loss, copied, record = self.pending
+        step, report, copied, record = self.pending
         self.pending = None
         if copied:
             copied.synchronize()  # waits for the step before the one the device is at
-        loss = loss.item()  # on the CPU by now
+        loss, norm, ok, stops = report.tolist()  # on the CPU by now
         state, dt = self.state, record["train/dt"]
-        state["ema"] = EMA_DECAY * state["ema"] + (1 - EMA_DECAY) * loss
-        state["ema_steps"] += 1
+        self.stop_requested |= stops > 0
+        self.bad_in_a_row = 0 if ok else self.bad_in_a_row + 1
+        if ok:
+            state["ema"] = EMA_DECAY * state["ema"] + (1 - EMA_DECAY) * loss
+            state["ema_steps"] += 1
+        else:
+            state["skipped"] += 1
         state["elapsed"] += dt
         if self.session_steps:  # the first step of a session compiles: it says nothing about the ones to come
             self.session_seconds += dt
         self.session_steps += 1
         tok_per_sec = self.total_batch_size / dt
         mfu = self.step_flops / dt / self.peak_flops
-        self.write({"step": step, "train/loss": loss, **record, "train/tok_per_sec": tok_per_sec, "train/mfu": mfu})
-        smoothed = state["ema"] / (1 - EMA_DECAY ** state["ema_steps"])
+        seen = {"train/loss": loss, "train/grad_norm": norm} if ok else {"train/skipped": state["skipped"]}
+        self.write({"step": step, **seen, **record, "train/tok_per_sec": tok_per_sec, "train/mfu": mfu})
+        smoothed = state["ema"] / (1 - EMA_DECAY ** state["ema_steps"]) if state["ema_steps"] else math.nan
         mean_dt = self.session_seconds / (self.session_steps - 1) if self.session_steps > 1 else dt
         left = mean_dt * (self.num_iterations - step - 1)
         print0(
@@ -86,6 +99,8 @@ class Metrics:
             f"lrm {record['train/lrm']:.2f} | {1000 * dt:,.0f} ms | {tok_per_sec:,.0f} tok/s | mfu {100 * mfu:.1f}% | "
             f"{minutes(state['elapsed'])} done, {minutes(left)} left"
         )
+        if not ok:
+            print0(f"step {step:05d}: skipped on every rank, for loss or gradient is not finite ({state['skipped']} skipped so far)")
 
     def log_validation(self, step: int, bpb: float) -> None:
         best = self.state["min_val_bpb"]

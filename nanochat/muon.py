@@ -6,9 +6,10 @@ near one: no direction of the gradient is drowned by the few that dominate it.
 """
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from nanochat.adamw import write_back
+from nanochat.exchange import MatrixExchange
+from nanochat.ownership import balance
+from nanochat.zero import Sharding, Verdict
 
 # Odd quintic polynomials, one per step, each the best for the interval of singular values the one before it leaves.
 # Amsel et al. 2025 ("Polar Express"), arXiv:2505.16932, for five steps; docs/decisions.md has the comparison with
@@ -39,20 +40,24 @@ def orthogonalize(G: Tensor) -> Tensor:
     return (X.mT if G.size(-2) > G.size(-1) else X).reshape(G.shape)
 
 
-def nesterov_momentum(grad: Tensor, buffer: Tensor, momentum: float) -> Tensor:
-    """Moves the buffer (in place) towards the gradient and returns the gradient moved towards the buffer."""
-    buffer.lerp_(grad, 1 - momentum)
+def nesterov_momentum(grad: Tensor, buffer: Tensor, momentum: float, ok: Tensor) -> Tensor:
+    """Moves the buffer (in place, unless ok is 0) towards the gradient and returns the gradient moved towards the buffer."""
+    buffer.lerp_(grad, (1 - momentum) * ok)
     return torch.lerp(grad, buffer, momentum)
 
 
-def muon_update(master: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
+def muon_update(master: Tensor, update: Tensor, lr: Tensor, decay: Tensor | None) -> None:
     """
-    One step in place on any slice. decay = lr · weight decay; it acts only where it and the update agree in sign
-    ("cautious" weight decay, Liang et al. 2024, arXiv:2411.16085): it never undoes what the gradient asks for.
+    One step in place on any slice; with lr and decay 0 nothing changes. decay = lr · weight decay, None for none; it
+    acts only where it and the update agree in sign ("cautious" weight decay, Liang et al. 2024, arXiv:2411.16085): it
+    never undoes what the gradient asks for.
     """
     update = update.to(master.dtype)
-    agree = (update * master > 0).to(master.dtype)
-    master.sub_(lr * update + decay * agree * master)
+    if decay is not None:
+        agree = (update * master > 0).to(master.dtype)
+        master.sub_(lr * update + decay * agree * master)
+    else:
+        master.addcmul_(update, lr, value=-1)
 
 
 def shape_scale(rows: int, cols: int) -> float:
@@ -60,49 +65,53 @@ def shape_scale(rows: int, cols: int) -> float:
     return max(1.0, rows / cols) ** 0.5
 
 
-class Muon:
+class DistMuon:
     """
-    Muon on float32 masters, for matrices. Matrices of one shape are kept in one stack, so that a step is a handful
-    of batched products; parameters become views of the stacks (until the model is cast to another dtype).
-    A parameter's attributes `lr_mul` and `wd_mul` scale its learning rate and weight decay.
+    Muon for matrices, on a rank's slices. Momentum is elementwise and stays in the slices; once per step the pieces of
+    each matrix travel to one rank of the shard group (each has about the same work), are orthogonalised there in
+    stacks of one shape and in the compute dtype, and travel back.
+    A slice's `lr_mul` and `wd_mul` scale its learning rate and weight decay.
     """
 
-    def __init__(self, params: dict[str, Parameter], lr: float, weight_decay: float = 0.0, momentum: float = 0.95):
+    kind = "muon"
+
+    def __init__(self, sharding: Sharding, names: list[str], lr: float, weight_decay: float = 0.0, momentum: float = 0.95):
+        slices = [s for s in sharding.slices if s.name in set(names)]
         self.param_groups = [{
-            "params": params, "lr": lr, "initial_lr": lr,
+            "slices": slices, "lr": lr, "initial_lr": lr,
             "weight_decay": weight_decay, "initial_weight_decay": weight_decay, "momentum": momentum,
         }]
-        self.names_by_shape: dict[tuple[int, int], list[str]] = {}
-        for name, p in params.items():
-            assert p.ndim == 2 and p.dtype == torch.float32, f"Muon takes float32 matrices, not {name}: {p.dtype} {p.shape}"
-            self.names_by_shape.setdefault(tuple(p.shape), []).append(name)
-        self.masters, self.momentum_buffers = {}, {}
-        for shape, names in self.names_by_shape.items():
-            self.masters[shape] = torch.stack([params[name].data for name in names])  # (n, rows, cols)
-            self.momentum_buffers[shape] = torch.zeros_like(self.masters[shape])
-            for name, master in zip(names, self.masters[shape]):
-                params[name].data = master
+        self.dtype = sharding.dtype
+        self.state = {"momentum": {s.name: torch.zeros_like(s.master) for s in slices}}
+        self.counters: dict[str, Tensor] = {}
+        self.exchanges: dict[tuple[int, int], MatrixExchange] = {}
+        shapes = {name: tuple(p.shape) for name, p in sharding.model.named_parameters() if name in set(names)}
+        loads = [0.0] * sharding.shards
+        for shape in sorted(set(shapes.values()), key=lambda s: -s[0] * s[1] * min(s)):  # the dearest first
+            assert len(shape) == 2, f"Muon takes matrices, not {shape}"
+            pieces = {name: sharding.pieces[name] for name in shapes if shapes[name] == shape}
+            owners = balance([shape[0] * shape[1] * min(shape)] * len(pieces), loads)
+            self.exchanges[shape] = MatrixExchange(
+                shape, pieces, owners, sharding.shard_rank, sharding.shards, sharding.shard_group, sharding.dtype, sharding.device
+            )
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Apply the gradients of all matrices. Orthogonalisation runs in the dtype of the parameters."""
+    def step(self, verdict: Verdict) -> None:
+        """Apply the slices' gradients, unless the verdict says that no rank may."""
         (group,) = self.param_groups
-        for (rows, cols), names in self.names_by_shape.items():
-            params = [group["params"][name] for name in names]
-            master, buffer = self.masters[rows, cols], self.momentum_buffers[rows, cols]
-            grad = torch.stack([p.grad for p in params]).float()
-            update = orthogonalize(nesterov_momentum(grad, buffer, group["momentum"]).to(params[0].dtype))
-            lr = [group["lr"] * shape_scale(rows, cols) * getattr(p, "lr_mul", 1.0) for p in params]
-            decay = [group["lr"] * getattr(p, "lr_mul", 1.0) * group["weight_decay"] * getattr(p, "wd_mul", 1.0) for p in params]
-            scalars = torch.tensor([lr, decay], dtype=torch.float32).to(grad.device)[..., None, None]
-            muon_update(master, update, *scalars)  # (n, 1, 1): a rate for each matrix
-            for p, matrix in zip(params, master):
-                write_back(p, matrix)
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Everything that must survive a restart, by parameter name; views of the stacks."""
-        tensors = {}
-        for shape, names in self.names_by_shape.items():
-            for name, master, buffer in zip(names, self.masters[shape], self.momentum_buffers[shape]):
-                tensors |= {f"master.{name}": master, f"momentum.{name}": buffer}
-        return tensors
+        kept = {shape: [s for s in group["slices"] if s.shape == shape] for shape in self.exchanges}
+        # All shapes are sent before the first is waited for: one shape travels while another is worked on.
+        sent, sent_back = {}, {}
+        for shape, exchange in self.exchanges.items():
+            updates = {}
+            for s in kept[shape]:
+                update = nesterov_momentum(s.grad, self.state["momentum"][s.name], group["momentum"], verdict.ok)
+                updates[s.name] = update.to(self.dtype)
+            sent[shape] = exchange.send(updates)
+        for shape, exchange in self.exchanges.items():
+            sent_back[shape] = exchange.send_back(orthogonalize(exchange.matrices(sent.pop(shape))))
+        for shape, exchange in self.exchanges.items():
+            updates = exchange.pieces(sent_back.pop(shape))
+            for s in kept[shape]:
+                lr, decay = group["lr"] * s.lr_mul, group["weight_decay"] * s.wd_mul
+                muon_update(s.master, updates[s.name], lr * shape_scale(*shape) * verdict.ok, lr * decay * verdict.ok if decay else None)

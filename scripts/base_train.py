@@ -11,20 +11,24 @@ from typing import Literal
 import torch
 
 from configurator import configure
-from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, discard_after, load_training_state, read_meta, save_checkpoint
+from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, discard_after, last_checkpoint, load_training_state, read_meta
 from nanochat.compiling import eagerly, set_compile
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
 from nanochat.dataset import ensure_dataset
-from nanochat.distributed import all_reduce_mean, compute_cleanup, compute_dtype, compute_init, from_rank0, print0, rank0_first
+from nanochat.distributed import (
+    StopRequest, compute_cleanup, compute_dtype, compute_init, expect_short_waits, from_rank0, print0, rank0_first,
+)
 from nanochat.errors import UserError, require_fraction, require_positive
 from nanochat.flops import peak_flops
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.loss_eval import entropy_floor, evaluate_bpb, sample
 from nanochat.metrics import Metrics, minutes
 from nanochat.report import settings_table, write_section
+from nanochat.saving import CheckpointWriter
 from nanochat.schedule import accumulation_steps, apply_schedule, choose_batch_size, choose_num_iterations, lr_multiplier
 from nanochat.tinyworld import PROMPTS
 from nanochat.tokenizer import ensure_tokenizer
+from nanochat.zero import Sharding
 
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
@@ -49,6 +53,10 @@ target_param_data_ratio = 20.0  # tokens per parameter; 20 is Chinchilla
 # ---- Batch
 device_batch_size = 32      # rows per rank and micro-step; halve it when memory runs out
 total_batch_size = 524288   # tokens per optimizer step, over all ranks; -1: chosen from the horizon
+# ---- Sharding over the ranks
+zero_stage: Literal[0, 1, 2, 3] = 2  # each rank keeps its share of 1: optimizer state, 2: and gradients, 3: and parameters
+shard_size = -1             # ranks that share one copy; the groups of so many ranks are replicas; -1: all ranks
+reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients on their way between ranks
 # ---- Optimizers
 embedding_lr = 0.2          # AdamW, for a model 768 wide
 unembedding_lr = 0.004      # AdamW, for a model 768 wide
@@ -58,6 +66,7 @@ grad_clip = 0.0             # largest norm of the averaged gradient; 0: no limit
 warmup_ratio = 0.0          # part of the run in which the learning rate rises
 warmdown_ratio = 0.4        # part of the run in which it falls
 final_lr_frac = 0.0         # what is left of it at the end
+max_bad_steps = 10          # stop after so many steps in a row without a finite loss and gradient
 # ---- Looking
 eval_every = 250            # steps between validations, which also open and end the run; -1: never
 eval_tokens = 10485760      # tokens of a validation, at most one pass over the split
@@ -90,21 +99,21 @@ rank0_first(ensure_dataset, data)
 tokenizer = rank0_first(ensure_tokenizer, data)
 token_bytes = tokenizer.token_bytes()
 
-# ---- Model: weights are drawn in float32 on every rank alike; the optimizers keep those as masters
+# ---- Model: weights are drawn in float32 on every rank alike; then each rank keeps of it what its stage asks for
 model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, kv_group)
 model = GPT(model_config)
 model.init_weights(seed)
 model.to(device)
-adamw, muon = optimizers = model.setup_optimizers(unembedding_lr, embedding_lr, matrix_lr, weight_decay)
-model.to(model_dtype)
-model.accumulate_in_float32()
 model.activation_checkpointing = activation_checkpointing
+parameters, flops_per_token = sum(p.numel() for p in model.parameters()), model.estimate_flops()
+sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, max(shard_size, 0), getattr(torch, reduce_dtype))
+adamw, muon = optimizers = model.setup_optimizers(sharding, unembedding_lr, embedding_lr, matrix_lr, weight_decay)
 if compiling:
     model.compile_blocks()
 
 # ---- Where to start: rank 0 decides, so that no rank can see other files than another
 checkpoints = checkpoint_dir("base", model_tag or f"d{depth}")
-checkpoint = from_rank0(choose_start, checkpoints, resume, resume_from_step, overwrite)
+checkpoint = choose_start(checkpoints, resume, resume_from_step, overwrite)
 meta = read_meta(checkpoint) if checkpoint else None
 if meta and meta["tokenizer"] != tokenizer.fingerprint:
     raise UserError(f"{checkpoint} was trained with another tokenizer than the one of data {data!r}; use that one, or another --model_tag")
@@ -112,8 +121,6 @@ if meta and meta["tokenizer"] != tokenizer.fingerprint:
 # ---- Batch and horizon
 if total_batch_size == -1 and meta:
     total_batch_size = meta["total_batch_size"]
-parameters = sum(p.numel() for p in model.parameters())
-flops_per_token = model.estimate_flops()
 if total_batch_size == -1:
     horizon = target_flops / flops_per_token if target_flops > 0 else target_param_data_ratio * parameters
     rows_unit = device_batch_size * max_seq_len * world_size
@@ -136,7 +143,7 @@ print0(
 # ---- Resume, exactly: weights, masters, moments, random states, place in the data, smoothed loss
 step, data_state, metrics_state = 0, None, None
 if meta:
-    load_training_state(checkpoint, model, optimizers)
+    load_training_state(checkpoint, sharding, optimizers)
     step, data_state, metrics_state = meta["step"], meta["data_state"], meta["metrics_state"]
     print0(f"resuming from {checkpoint}{changed_settings(meta['config'], config)}")
 elif resume == "auto":
@@ -145,33 +152,38 @@ start_step = step
 if overwrite:  # only now, when nothing can be wrong with the settings any more
     from_rank0(discard_after, checkpoints, start_step)
 
+saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
 metrics = Metrics(checkpoints, run, config, start_step, num_iterations, total_batch_size, flops_per_token, peak * world_size, metrics_state)
 rows = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=rank, world_size=world_size, seed=seed, device=device)
 train_loader = tokenizing_distributed_data_loader(data, "train", tokenizer, grad_accum_steps=grad_accum_steps, state=data_state, **rows)
 validation_tokens = min(eval_tokens, from_rank0(count_tokens, data, "val", tokenizer))
 eval_steps = max(validation_tokens // (device_batch_size * max_seq_len * world_size), 1)
 inputs, targets, data_state = next(train_loader)  # data_state: where the step of these rows begins
+stop = StopRequest()
 
 while True:
     last_step = step >= num_iterations
+    stopping = metrics.stop_requested  # agreed on by all ranks: one was sent SIGTERM or SIGINT
 
     # --- look: checkpoint first, so that no evaluation can cost a run; each looks at the parameters before this step
-    if step > start_step and (last_step or save_every > 0 and step % save_every == 0):
+    if step > start_step and (last_step or stopping or save_every > 0 and step % save_every == 0):
         metrics.pause()
-        if rank == 0:
-            meta = dict(config=config, total_batch_size=total_batch_size, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
-                        data=data, data_state=data_state, metrics_state=metrics.state)
-            print0(f"saved {save_checkpoint(checkpoints, step, model, optimizers, tokenizer, meta, keep_last)}")
+        saver.save(step, dict(config=config, total_batch_size=total_batch_size, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
+                              data=data, data_state=data_state, metrics_state=metrics.state))
+    if stopping:
+        break
     if eval_every > 0 and (last_step or step % eval_every == 0):
         metrics.pause()
         validation = tokenizing_distributed_data_loader(data, "val", tokenizer, **rows)  # the same rows every time
         metrics.log_validation(step, evaluate_bpb(model, validation, eval_steps, token_bytes))
         validation.close()
-    if sample_every > 0 and (last_step or step > 0 and step % sample_every == 0) and rank == 0:
+    if sample_every > 0 and (last_step or step > 0 and step % sample_every == 0):
         metrics.pause()
+        whole_model = sharding.whole_model()  # on rank 0
         with eagerly():
-            for prompt, _ in PROMPTS:
-                print0(f"  {prompt}{sample(model, tokenizer, prompt, max_tokens=24)}")
+            for prompt, _ in PROMPTS if rank == 0 else ():
+                print0(f"  {prompt}{sample(whole_model, tokenizer, prompt, max_tokens=24)}")
+        del whole_model
     if last_step:
         break
     metrics.resume()
@@ -179,26 +191,35 @@ while True:
     # --- one optimizer step: accumulate the gradient of total_batch_size tokens, then apply it
     step_loss = torch.zeros((), device=device)
     for micro_step in range(grad_accum_steps):
-        loss = model(inputs, targets)  # mean over this micro-batch; every micro-batch has equally many targets
-        (loss / grad_accum_steps).backward()
+        with sharding.micro_step(last=micro_step == grad_accum_steps - 1):  # the last lets gradients travel as they appear
+            loss = model(inputs, targets)  # mean over this micro-batch; every micro-batch has equally many targets
+            (loss / grad_accum_steps).backward()
         step_loss += loss.detach() / grad_accum_steps
         inputs, targets, data_state = next(train_loader)  # the copy overlaps the backward pass
 
-    all_reduce_mean([step_loss, *(p.grad for p in model.parameters())])  # over the ranks: the loss of the whole batch
-    if grad_clip > 0:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+    # One small collective: mean loss, norm of the averaged gradient, whether all is finite, whether to stop.
+    verdict = sharding.agree(step_loss, grad_clip=grad_clip, stop=stop.asked)
     lrm = lr_multiplier(step, num_iterations, warmup_ratio, warmdown_ratio, final_lr_frac)
     apply_schedule(optimizers, step, num_iterations, lrm)
     for optimizer in optimizers:
-        optimizer.step()
-    model.zero_grad(set_to_none=True)
-    metrics.log_step(step, step_loss, lrm)  # read one step late: no wait for the device
+        optimizer.step(verdict)  # of this rank's slices; changes nothing on any rank if any saw a NaN
+    sharding.gather()  # the updated slices are on their way while the next forward pass begins
+    metrics.log_step(step, verdict, lrm)  # read one step late: no wait for the device
+    if step == start_step:
+        expect_short_waits()
     step += 1
+    if metrics.bad_in_a_row >= max_bad_steps:
+        saver.wait()
+        raise UserError(f"loss or gradient not finite in {max_bad_steps} steps in a row, up to step {step}; {last_checkpoint(checkpoints)}; "
+                        "try lower learning rates, a longer warmup_ratio or grad_clip=1")
 
 # ---- End
 train_loader.close()
+saver.wait()
 metrics.close()
-if rank == 0:
+if stopping:
+    print0(f"stopped after step {step}; --resume=auto continues")
+elif rank == 0:
     state = metrics.state
     write_section("base_train", "Base model: pretraining", settings_table(config), metrics=metrics.path, floor=entropy_floor(data), results={"base": {
         "parameters": f"{parameters:,}", "tokens trained on": f"{num_iterations * total_batch_size:,}",

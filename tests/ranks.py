@@ -1,0 +1,142 @@
+"""A function on several ranks: real processes joined by gloo, which end in any case."""
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+REPO = Path(__file__).parent.parent
+if str(REPO) not in sys.path:  # ranks import this file first, so they find what the tests find
+    sys.path.insert(0, str(REPO))
+
+# Ranks are forked from a server that has imported torch once. It starts with the first call and ends with this process.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
+
+CONSEQUENCES = 0.3  # seconds in which other ranks may report after the first failure: a crash can be heard of before it is seen
+
+
+class Failure(NamedTuple):
+    """How a rank ended badly: when on the machine's clock, what was raised (None: the process died), and the story."""
+
+    time: float
+    error: BaseException | None
+    text: str
+
+
+def run_on_ranks(world_size: int, function: Callable, *args, timeout: float = 120) -> list:
+    """
+    [function(rank, world_size, *args) of each rank]; the function is a test module's own, args and results are pickled.
+
+    Each rank is a process with the environment of this moment, one thread, and the default process group joined. What a
+    rank raises is raised here with its traceback as a note, the earliest if several did; a rank that dies is a
+    RuntimeError. After `timeout` seconds: TimeoutError, saying where each unfinished rank was. No rank outlives the call.
+    """
+    processes, connections = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                job = (function.__module__, function.__qualname__, pickle.dumps(args), dict(os.environ), timeout)
+                process = context.Process(target=rank_main, args=(rank, world_size, *job, folder, theirs), daemon=True)
+                process.start()
+                theirs.close()  # so that the rank's death is the end of the file here
+                processes.append(process)
+                connections.append(ours)
+            outcomes = collect(processes, connections, Path(folder), time.monotonic() + timeout)
+            stuck = [rank for rank in range(world_size) if rank not in outcomes]
+            failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
+            if stuck and not failures:
+                places = "\n".join(f"--- rank {rank}\n{where(processes[rank], Path(folder, str(rank)))}" for rank in stuck)
+                raise TimeoutError(f"ranks {stuck} of {world_size} did not finish within {timeout} s\n{places}")
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+    if failures:
+        rank, failure = min(failures.items(), key=lambda item: item[1].time)
+        error = failure.error or RuntimeError(f"rank {rank} of {world_size} failed")
+        error.add_note(f"--- rank {rank} of {world_size}\n{failure.text}")
+        raise error
+    return [outcomes[rank] for rank in range(world_size)]
+
+
+def collect(processes: list, connections: list[Connection], folder: Path, deadline: float) -> dict:
+    """What each rank reported until the deadline, or until shortly after the first failure: {rank: result or Failure}."""
+    outcomes, pending = {}, {connection: rank for rank, connection in enumerate(connections)}
+    while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
+        for connection in ready:
+            rank = pending.pop(connection)
+            try:
+                outcomes[rank] = pickle.loads(connection.recv_bytes())
+            except (EOFError, OSError):
+                # Errors of other ranks can only follow from a death: a rank that raised stays, with its connections open.
+                processes[rank].join(5)
+                outcomes[rank] = Failure(0.0, None, f"died, exit code {processes[rank].exitcode}\n{text(folder / str(rank))}")
+            if isinstance(outcomes[rank], Failure):
+                deadline = min(deadline, time.monotonic() + CONSEQUENCES)
+    return outcomes
+
+
+def where(process, dump: Path) -> str:
+    """The stacks of a rank, which faulthandler writes at once upon the signal, whatever the rank is waiting for."""
+    if not text(dump):
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.3)
+    return text(dump) or "not yet started"
+
+
+def text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def rank_main(
+    rank: int, world_size: int, module: str, name: str, args: bytes, environment: dict, timeout: float, folder: str, report: Connection
+) -> None:
+    """The life of one rank: join, call, report, and stay until killed, so that no other rank loses a connection."""
+    dump = open(Path(folder, str(rank)), "w")
+    faulthandler.enable(dump)
+    faulthandler.register(signal.SIGUSR1, dump)
+    faulthandler.dump_traceback_later(timeout + 30, exit=True, file=dump)  # should the parent be gone by then
+    try:
+        os.environ.clear()  # the server's is that of the first call
+        os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in dict(socket.if_nameindex()).values() else "lo0"
+        torch.set_num_threads(1)
+        function = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+        dist.init_process_group(
+            "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size, timeout=timedelta(seconds=2 * timeout)
+        )
+        outcome = pickle.dumps(function(rank, world_size, *pickle.loads(args)))
+        if dist.is_initialized():
+            dist.barrier()  # finds a rank with one collective more than the others
+    except BaseException as error:
+        outcome = pickle.dumps(Failure(time.monotonic(), portable(error), traceback.format_exc()))
+    report.send_bytes(outcome)
+    report.poll(None)  # nothing ever comes: ends when the parent kills this rank, or is gone itself
+    os._exit(0)
+
+
+def portable(error: BaseException) -> BaseException | None:
+    """The error, if it survives pickling."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None
