@@ -118,7 +118,7 @@ class Sharding:
             self.shard_group, self.replica_group = self.mesh.get_group("shard"), self.mesh.get_group("replica")
         self.masters_apart = dtype != torch.float32  # else a master is the parameter's own memory
         self.sending, self.last = False, False
-        self.in_flight: deque = deque()  # (bucket, work, what it reads, what it fills): referenced until it has finished
+        self.in_flight: deque = deque()  # (bucket, work, what it fills and reads, last micro-step?): referenced until it is done
         self.buckets: list[Bucket] = []
         self.slices: list[Slice] = []
         self.pieces: dict[str, list[Piece]] = {}
@@ -173,7 +173,7 @@ class Sharding:
     @contextlib.contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
         """Around forward and backward pass; the last one of a step lets gradients travel as they appear."""
-        self.last, sends = last, self.world_size > 1 and (last or self.stage == 2)
+        self.last, sends = last, self.world_size > 1 and (last or self.stage == 2 and self.shards > 1)
         self.sending = sends and self.overlap
         yield
         for bucket in self.buckets:  # what did not go by itself: parameters that took no part have a gradient of zero
@@ -198,20 +198,17 @@ class Sharding:
         whole = bucket.take_gradients(self.reduce_dtype)
         if self.shards > 1:
             own = whole.new_empty(bucket.slice_size)
-            self.in_flight.append((bucket, reduce_scatter(own, whole, self.shard_group), own, whole))
+            self.in_flight.append((bucket, reduce_scatter(own, whole, self.shard_group), own, whole, self.last))
         elif self.replicas > 1:
             work = dist.all_reduce(whole, group=self.replica_group, async_op=True)
-            self.in_flight.append((bucket, work, whole, whole))
+            self.in_flight.append((bucket, work, whole, whole, self.last))
 
     def receive(self) -> None:
         """Add the oldest gradients on their way to what this rank keeps; the last ones go on to the replicas."""
-        bucket, work, own, _ = self.in_flight.popleft()
+        bucket, work, own, _whole, last = self.in_flight.popleft()
         work.wait()
-        if self.shards == 1 or bucket.grad is None:
-            bucket.grad = own.float()
-        else:
-            bucket.grad += own
-        if self.last and self.shards > 1 and self.replicas > 1:
+        bucket.grad = own.float() if bucket.grad is None else bucket.grad.add_(own)
+        if last and self.shards > 1 and self.replicas > 1:
             bucket.pending.append((dist.all_reduce(bucket.grad, group=self.replica_group, async_op=True), bucket.grad))
 
     def summed_gradients(self) -> None:
