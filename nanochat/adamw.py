@@ -4,7 +4,6 @@ import math
 import torch
 from torch import Tensor
 
-from nanochat.ownership import Slice
 from nanochat.zero import Verdict
 
 

@@ -1,34 +1,48 @@
 """
-Checkpoints: a folder per step, whole or absent, checked when it is read.
+Checkpoints: a folder per step, whole or absent, checked when it is read, and loaded on any number of ranks.
 
     $NANOCHAT_BASE_DIR/base_checkpoints/<model_tag>/step_000020/
-        model.safetensors                  the weights in the compute dtype: what inference needs
-        optimizer_rank_00000.safetensors   masters and moments
-        meta.json                          settings, shapes, where the data and the loop are
-        tokenizer…                         the tokenizer the weights belong to
-        manifest.json                      SHA-256 of each file above; its presence makes the folder a checkpoint
+        model.safetensors                    the weights in the compute dtype, whole: what inference needs
+        optimizer_rank_00000.safetensors …   masters and moments, as each rank of a shard group kept them
+        meta.json                            settings, shapes, where the data and the loop are
+        tokenizer…                           the tokenizer the weights belong to
+        manifest.json                        SHA-256 of each file above; its presence makes the folder a checkpoint
+
+nanochat.saving writes them. Functions marked COLLECTIVE are called by every rank, and raise on all or none.
 """
 import base64
 import json
 import os
 import re
 import shutil
+import socket
+from collections.abc import Iterable
+from contextlib import ExitStack
+from math import ceil, prod
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
 
-from nanochat.distributed import print0
+from nanochat.distributed import from_rank0, print0
 from nanochat.errors import UserError
-from nanochat.files import base_dir, recover_folder, sha256, write_folder_aside
+from nanochat.files import base_dir, recover_folder, sha256
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from nanochat.ownership import Slice
+    from nanochat.zero import Sharding
+
 STAGES = ("base", "mid", "sft", "rl")
-OPTIMIZER_FILE = "optimizer_rank_00000.safetensors"
+MODEL_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer_rank_{:05d}.safetensors"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}  # as safetensors calls them
+UNSEEN = "it is not there on every node; NANOCHAT_BASE_DIR must be on a file system that all nodes share"
 
 
 def checkpoint_dir(source: str, model_tag: str) -> Path:
@@ -40,48 +54,8 @@ def checkpoint_dir(source: str, model_tag: str) -> Path:
     return base_dir() / f"{source}_checkpoints" / model_tag
 
 
-def save_checkpoint(
-    folder: Path, step: int, model: nn.Module, optimizers, tokenizer: Tokenizer, meta: dict, keep_last: int = -1
-) -> Path:
-    """
-    Write folder/step_NNNNNN, then remove all but the newest `keep_last` checkpoints up to it (−1 keeps all).
-    meta must be JSON; the random states and the step are added to it. A kill at any moment costs nothing older.
-    """
-    meta = meta | {"step": step, "rng": random_states(), "model_config": vars(model.config)}
-    target = folder / f"step_{step:06d}"
-    for debris in folder.glob(".step_*.tmp-*"):  # of a save that was killed
-        shutil.rmtree(debris)
-    with write_folder_aside(target) as aside:
-        write_tensors(model.state_dict(), aside / "model.safetensors")
-        write_tensors(optimizer_tensors(model, optimizers), aside / OPTIMIZER_FILE)
-        (aside / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        tokenizer.save(aside)
-        sums = {file.name: sha256(file) for file in sorted(aside.iterdir())}
-        (aside / "manifest.json").write_text(json.dumps(sums, indent=1), encoding="utf-8")
-    if keep_last > 0:
-        for old in [there for there in list_steps(folder) if there <= step][:-keep_last]:
-            shutil.rmtree(folder / f"step_{old:06d}")
-    return target
-
-
-def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """A safetensors file of the tensors, from whatever device. OSError when the disk refuses."""
-    try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:  # hides the system's refusal in its text
-        if number := re.search(r"os error (\d+)", str(error)):
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-        raise
-
-
-def optimizer_tensors(model: nn.Module, optimizers) -> dict[str, Tensor]:
-    """State by name. Masters that are the parameters themselves (float32 training) are in model.safetensors already."""
-    shared = {p.data_ptr() for p in model.parameters()}
-    tensors = {}
-    for optimizer in optimizers:
-        kind = type(optimizer).__name__.lower()
-        tensors |= {f"{kind}.{name}": t for name, t in optimizer.state_tensors().items() if t.data_ptr() not in shared}
-    return tensors
+def step_dir(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}"
 
 
 def list_steps(folder: Path) -> list[int]:
@@ -92,33 +66,72 @@ def list_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in names if match)  # as numbers: step_1000000 is newer than step_999999
 
 
-def problem_with(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, naming the file; None when every file is there with the sum of its manifest."""
+# ---- Finding: every file is verified before anything is loaded from it
+
+
+def list_tags(folder: Path) -> list[str]:
+    """The models of a stage that have a checkpoint."""
+    return sorted(path.name for path in folder.glob("*") if list_steps(path))
+
+
+def last_checkpoint(folder: Path) -> str:
+    """The newest checkpoint in words."""
+    steps = list_steps(folder)
+    return f"the last checkpoint is {step_dir(folder, steps[-1])}" if steps else "there is no checkpoint yet"
+
+
+def problem_with(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
+    """
+    What is wrong with a checkpoint, naming the file; None when every file is there with the sum of its manifest.
+    With `parts` only every parts-th file is read, beginning with file `part`.
+    """
+    if not checkpoint.exists():
+        return "there is no such checkpoint"
     try:
         sums = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
         return "manifest.json is missing or damaged"
-    for name, expected in sums.items():
+    for name in sorted(sums)[part::parts]:
         if not (checkpoint / name).exists():
             return f"{name} is missing"
-        if sha256(checkpoint / name) != expected:
+        if sha256(checkpoint / name) != sums[name]:
             return f"{name} does not match its checksum"
     return None
+
+
+def problem_anywhere(checkpoint: Path) -> str | None:
+    """`problem_with` on any rank, each file read once per node. COLLECTIVE."""
+    if not dist.is_initialized():
+        return problem_with(checkpoint)
+    parts = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    problem = problem_with(checkpoint, int(os.environ.get("LOCAL_RANK", 0)) % parts, parts)
+    if not checkpoint.exists() and dist.get_rank() > 0:
+        problem = f"{UNSEEN} (rank {dist.get_rank()} on {socket.gethostname()})"
+    return first_problem(problem)
+
+
+def first_problem(problem: str | None) -> str | None:
+    """The problem of the first rank that has one, on every rank: what one cannot use, none may use. COLLECTIVE."""
+    if not dist.is_initialized():
+        return problem
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return next(filter(None, problems), None)
 
 
 def find_checkpoint(folder: Path, step: int | None = None) -> Path:
     """
     The checkpoint of a step, or the newest valid one (step None): a damaged one is named and the one before it used.
-    UserError when there is none.
+    UserError when there is none. COLLECTIVE.
     """
-    steps = list_steps(folder) if step is None else [step]
-    for candidate in reversed(steps):
-        path = folder / f"step_{candidate:06d}"
-        problem = problem_with(path) if path.exists() else "there is no such checkpoint"
+    steps = from_rank0(list_steps, folder)
+    for candidate in reversed(steps) if step is None else [step]:
+        path = step_dir(folder, candidate)
+        problem = problem_anywhere(path)
         if problem is None:
             return path
         print0(f"warning: {path}: {problem}")
-    have = ", ".join(map(str, list_steps(folder))) or "none"
+    have = ", ".join(map(str, steps)) or "none"
     raise UserError(f"no valid checkpoint{'' if step is None else f' of step {step}'} in {folder} (steps there: {have})")
 
 
@@ -126,8 +139,11 @@ def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bo
     """
     The checkpoint a run continues from, or None to start anew. UserError where checkpoints would have to go, those of
     another run or newer ones than the step to go back to, unless `overwrite` says so. Nothing is removed here.
+    A job that its launcher started again after a failure continues from its newest checkpoint. COLLECTIVE.
     """
-    steps = list_steps(folder)
+    steps = from_rank0(list_steps, folder)
+    if restarted():
+        resume, resume_from_step, overwrite = "auto", -1, False
     if resume_from_step >= 0:
         checkpoint = find_checkpoint(folder, resume_from_step)
         newer = [step for step in steps if step > resume_from_step]
@@ -141,11 +157,17 @@ def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bo
     return None
 
 
+def restarted() -> bool:
+    """Whether torchrun, given --max-restarts, started this process again after a failure."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return count.isdecimal() and int(count) > 0
+
+
 def discard_after(folder: Path, start_step: int) -> None:
     """Remove the checkpoints of later steps; all of them for a run that starts at 0."""
     for step in list_steps(folder):
         if step > start_step or start_step == 0:
-            shutil.rmtree(folder / f"step_{step:06d}")
+            shutil.rmtree(step_dir(folder, step))
 
 
 def changed_settings(before: dict, now: dict) -> str:
@@ -159,27 +181,123 @@ def read_meta(checkpoint: Path) -> dict:
     return json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
 
 
-def load_training_state(checkpoint: Path, model: nn.Module, optimizers) -> dict:
-    """Copy weights, masters and moments of a verified checkpoint into model and optimizers; returns its meta."""
+# ---- Loading: ranges of flattened tensors, from whatever ranks saved them to whatever ranks need them
+
+
+class Kept(NamedTuple):
+    """What this rank keeps of a tensor: elements [start, end) of it, flattened."""
+
+    start: int
+    end: int
+    tensor: Tensor  # (end − start,)
+
+
+class Stored(NamedTuple):
+    """What an open file holds of a tensor: elements [start, end) of it, flattened."""
+
+    start: int
+    end: int
+    file: safe_open
+
+
+def kept_state(sharding: "Sharding", optimizers) -> dict[str, Kept]:
+    """
+    What this rank keeps beyond the weights, by name: `master.<parameter>`, `adamw.exp_avg.<parameter>`, … Masters that
+    are the weights themselves (float32) are in the model's file already.
+    """
+    slices = {s.name: s for s in sharding.slices}
+    tensors = {f"{o.kind}.{key}": by_name for o in optimizers for key, by_name in o.state.items()}
+    if sharding.masters_apart:
+        tensors["master"] = {name: s.master for name, s in slices.items()}
+    return {
+        f"{key}.{name}": Kept(slices[name].start, slices[name].end, tensor)
+        for key, by_name in tensors.items() for name, tensor in by_name.items()
+    }
+
+
+def counters(optimizers) -> dict[str, Kept]:
+    """What every rank has alike, such as `adamw.steps`."""
+    return {f"{o.kind}.{name}": Kept(0, t.numel(), t.view(-1)) for o in optimizers for name, t in o.counters.items()}
+
+
+@torch.no_grad()
+def load_training_state(checkpoint: Path, sharding: "Sharding", optimizers) -> dict:
+    """
+    Copy weights, masters and moments of a verified checkpoint into model and optimizers, each rank what it keeps;
+    returns the checkpoint's meta. UserError, before anything is changed, when it does not fit the run. COLLECTIVE.
+    """
     meta = read_meta(checkpoint)
-    copy_by_name(load_file(checkpoint / "model.safetensors"), model.state_dict(), checkpoint)
-    copy_by_name(load_file(checkpoint / OPTIMIZER_FILE), optimizer_tensors(model, optimizers), checkpoint)
+    kept = kept_state(sharding, optimizers) | counters(optimizers)
+    with ExitStack() as stack:
+        weights = stack.enter_context(safe_open(checkpoint / MODEL_FILE, framework="pt"))
+        paths = sorted(checkpoint.glob("optimizer_rank_*.safetensors"))
+        stored = index_of(stack.enter_context(safe_open(path, framework="pt")) for path in paths)
+        if problem := first_problem(weights_problem(weights, sharding) or state_problem(stored, kept, optimizers)):
+            raise UserError(f"{checkpoint} does not fit this run: {problem}")
+        if sharding.stage < 3:
+            for name in weights.keys():
+                sharding.load_whole(name, weights.get_tensor(name))
+        elif not sharding.masters_apart:
+            for s in sharding.slices:
+                s.master.copy_(read_range(weights, s))
+        for name, (start, end, tensor) in kept.items():
+            for low, high, piece in overlaps(stored.get(name, []), start, end):
+                tensor[low - start : high - start].copy_(piece.file.get_slice(name)[low - piece.start : high - piece.start])
     restore_random_states(meta["rng"])
     return meta
 
 
-@torch.no_grad()
-def copy_by_name(saved: dict[str, Tensor], live: dict[str, Tensor], checkpoint: Path) -> None:
-    """live[name] ← saved[name] for exactly the same names, shapes and dtypes; UserError names the first difference."""
-    for name in saved.keys() ^ live.keys():
-        raise UserError(f"{checkpoint} does not fit this run: {name} is only in {'it' if name in saved else 'the run'} (other depth or dtype?)")
-    for name, tensor in saved.items():
-        if (tensor.shape, tensor.dtype) != (live[name].shape, live[name].dtype):
-            raise UserError(
-                f"{checkpoint} does not fit this run: {name} is {tuple(tensor.shape)} {tensor.dtype} there, "
-                f"{tuple(live[name].shape)} {live[name].dtype} here"
-            )
-        live[name].copy_(tensor)
+def index_of(files: Iterable[safe_open]) -> dict[str, list[Stored]]:
+    """Where the elements of each tensor are, in rising order."""
+    index: dict[str, list[Stored]] = {}
+    for file in files:
+        for name, (start, end) in json.loads(file.metadata()["pieces"]).items():
+            index.setdefault(name, []).append(Stored(start, end, file))
+    return {name: sorted(pieces, key=lambda piece: piece[:2]) for name, pieces in index.items()}
+
+
+def overlaps(pieces: list[Stored], start: int, end: int) -> list[tuple[int, int, Stored]]:
+    """(low, high, piece) for each piece that holds some of [start, end): [low, high) is what it holds of it."""
+    found = [(max(piece.start, start), min(piece.end, end), piece) for piece in pieces]
+    return [(low, high, piece) for low, high, piece in found if low < high]
+
+
+def read_range(weights: safe_open, s: "Slice") -> Tensor:
+    """The elements of a slice from a file of whole tensors, (end − start,); only the rows that hold them are read."""
+    row = prod(s.shape[1:])
+    first, last = s.start // row, ceil(s.end / row)
+    return weights.get_slice(s.name)[first:last].flatten()[s.start - first * row : s.end - first * row]
+
+
+def weights_problem(weights: safe_open, sharding: "Sharding") -> str | None:
+    """The first name, shape or dtype in which the model's file and this rank's slices differ; all ranks together have all."""
+    there, here = set(weights.keys()), {name for name, _ in sharding.model.named_parameters()}
+    for name in sorted(there ^ here):
+        return f"{name} is only in {'it' if name in there else 'the run'} (other depth?)"
+    for s in sharding.slices:
+        saved = weights.get_slice(s.name)
+        shape, dtype = tuple(saved.get_shape()), DTYPES[saved.get_dtype()]
+        if (shape, dtype) != (s.shape, sharding.dtype):
+            return f"{s.name} is {shape} {dtype} there, {s.shape} {sharding.dtype} here (other depth or dtype?)"
+    return None
+
+
+def state_problem(stored: dict[str, list[Stored]], kept: dict[str, Kept], optimizers) -> str | None:
+    """The first tensor that this run does not know, or that this rank does not find there, every element exactly once."""
+    # Other ranks keep other parameters, of the same kinds of state.
+    kinds = tuple(f"{o.kind}.{key}." for o in optimizers for key in o.state) + ("master.",)
+    for name in sorted(stored.keys() - kept.keys()):
+        if not name.startswith(kinds):
+            return f"{name} is only in it (other optimizers?)"
+    for name, (start, end, tensor) in kept.items():
+        pieces = overlaps(stored.get(name, []), start, end)
+        edges = [start, *(edge for low, high, _ in pieces for edge in (low, high)), end]
+        if edges[0::2] != edges[1::2]:  # each piece begins where the one before it ends
+            return f"{name} is {'not whole in its optimizer files' if pieces else 'only in the run (other optimizers?)'}"
+        for _, _, piece in pieces:
+            if (dtype := DTYPES[piece.file.get_slice(name).get_dtype()]) != tensor.dtype:
+                return f"{name} is {dtype} there, {tensor.dtype} here"
+    return None
 
 
 def load_model(
@@ -187,11 +305,11 @@ def load_model(
 ) -> tuple[GPT, Tokenizer, dict]:
     """
     (model, tokenizer, meta) of a stage's checkpoint, in the dtype it was saved in. model_tag None is the only one
-    there is; step None the newest valid one. UserError when the choice is not clear or nothing is there.
+    there is; step None the newest valid one. UserError when the choice is not clear or nothing is there. COLLECTIVE.
     """
     folder = checkpoint_dir(source, model_tag or "")
     if model_tag is None:
-        tags = sorted(path.name for path in folder.glob("*") if list_steps(path)) if folder.exists() else []
+        tags = from_rank0(list_tags, folder)
         if len(tags) != 1:
             raise UserError(f"{len(tags)} models in {folder}: {', '.join(tags) or 'train one first'}" + "; choose one with --model_tag" * bool(tags))
         folder = folder / tags[0]

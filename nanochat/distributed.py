@@ -13,6 +13,10 @@ DEVICE_TYPES = ("cuda", "mps", "cpu")
 # How long a rank waits for the others: rank 0 may be making data or every rank compiling, until training runs.
 SETUP_TIMEOUT, TRAINING_TIMEOUT = timedelta(minutes=30), timedelta(minutes=5)
 
+# torch 2.13 renamed the collectives on single tensors, and warns of the older names.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def autodetect_device_type() -> str:
     if torch.cuda.is_available():
@@ -118,7 +122,7 @@ def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup | Non
     in disguise, which sends twice the bytes and blocks at its start: there the chunks go to their owners, who add.
     """
     if dist.get_backend(group) != "gloo":
-        return dist.reduce_scatter_tensor(output, input, group=group, async_op=True)
+        return reduce_scatter_single(output, input, group=group, async_op=True)
     received = torch.empty_like(input)
     return SumOfChunks(dist.all_to_all_single(received, input, group=group, async_op=True), received, output)
 

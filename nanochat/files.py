@@ -63,34 +63,46 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def write_folder_aside(path: Path) -> Iterator[Path]:
-    """
-    Yields a temporary folder beside `path` to fill; on success its files are synced and it becomes `path`.
-    A folder that is already there is kept as `<name>.old` until the new one is in place: a kill between the two
-    renames leaves the old one under that name, complete (`recover_folder` puts it back).
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.tmp-", dir=path.parent))
-    old = path.with_name(path.name + ".old")
+    """Yields a temporary folder beside `path` to fill; on success it becomes `path`, else nothing of it remains."""
+    aside = make_folder_aside(path)
     try:
-        aside.chmod(0o755)
         yield aside
-        for file in aside.rglob("*"):
-            sync(file)
-        sync(aside)
-        recover_folder(path)
-        if path.exists():
-            os.rename(path, old)
-        os.rename(aside, path)
-        sync(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        publish_folder(aside, path)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
+def make_folder_aside(path: Path) -> Path:
+    """A new temporary folder beside `path`, for one or several processes to fill."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.tmp-", dir=path.parent))
+    aside.chmod(0o755)
+    return aside
+
+
+def publish_folder(aside: Path, path: Path) -> None:
+    """
+    Sync the files of a folder and rename it to `path`. A folder that is already there is kept as `<name>.old` until
+    the new one is in place: a kill between the two renames leaves the old one under that name, complete
+    (`recover_folder` puts it back).
+    """
+    path = Path(path)
+    old = path.with_name(path.name + ".old")
+    for file in aside.rglob("*"):
+        sync(file)
+    sync(aside)
+    recover_folder(path)
+    if path.exists():
+        os.rename(path, old)
+    os.rename(aside, path)
+    sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def recover_folder(path: Path) -> None:
-    """Finish what a kill interrupted in `write_folder_aside`: keep the new folder if it is there, else the old."""
+    """Finish what a kill interrupted in `publish_folder`: keep the new folder if it is there, else the old."""
     old = path.with_name(path.name + ".old")
     if old.exists():
         if path.exists():

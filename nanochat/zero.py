@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
-from nanochat.distributed import reduce_scatter
+from nanochat.distributed import all_gather_single, reduce_scatter
 from nanochat.errors import UserError
 from nanochat.ownership import Piece, Slice, equal_pieces, row_pieces
 
@@ -264,7 +264,7 @@ class Sharding:
         for bucket in self.buckets:
             if self.shards > 1:
                 own = bucket.master.to(self.dtype, copy=True)
-                bucket.pending.append((dist.all_gather_into_tensor(bucket.flat, own, self.shard_group, async_op=True), own))
+                bucket.pending.append((all_gather_single(bucket.flat, own, self.shard_group, async_op=True), own))
                 if not self.overlap:
                     bucket.wait()
             elif self.masters_apart:

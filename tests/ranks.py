@@ -106,7 +106,8 @@ def text(path: Path) -> str:
 
 
 def rank_main(
-    rank: int, world_size: int, module: str, name: str, args: bytes, environment: dict, timeout: float, folder: str, report: Connection
+    rank: int, world_size: int, module: str, name: str, args: bytes,
+    environment: dict, timeout: float, folder: str, report: Connection,
 ) -> None:
     """The life of one rank: join, call, report, and stay until killed, so that no other rank loses a connection."""
     dump = open(Path(folder, str(rank)), "w")

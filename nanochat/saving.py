@@ -1,0 +1,195 @@
+"""
+Saving in the background: training waits until what it changes is copied to host memory, not for the disk.
+
+    main thread, every rank        wait for the save before; copy what this rank writes
+    background thread, every rank  write, sync and hash these files; send the sums to rank 0
+    background thread, rank 0      add meta.json, the tokenizer and the manifest; rename; prune; tell the others
+
+A save that fails is a warning while training goes on, and an error when it was the last.
+"""
+import json
+import os
+import re
+import shutil
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from errno import ENOENT
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nanochat.checkpoint import MODEL_FILE, OPTIMIZER_FILE, UNSEEN, counters, kept_state, list_steps, random_states, step_dir
+from nanochat.distributed import from_rank0, print0
+from nanochat.errors import one_line
+from nanochat.files import make_folder_aside, publish_folder, sha256, sync
+from nanochat.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanochat.zero import Sharding
+
+PATIENCE = timedelta(minutes=30)  # with the slowest rank's disk; a rank that dies is noticed at once
+
+Files = dict[str, tuple[dict[str, Tensor], dict[str, tuple[int, int]]]]  # by file: its tensors, and the pieces they are
+
+
+class CheckpointWriter:
+    """
+    Writes the checkpoints of a run into `folder`, one at a time, keeping the newest `keep_last` (−1: all).
+    COLLECTIVE, as are its methods: every rank calls each of them in the same order.
+    """
+
+    def __init__(self, folder: Path, sharding: "Sharding", optimizers, tokenizer: Tokenizer, keep_last: int = -1):
+        self.folder, self.sharding, self.optimizers = folder, sharding, optimizers
+        self.tokenizer, self.keep_last = tokenizer, keep_last
+        self.thread: threading.Thread | None = None
+        self.failed: tuple[int, Exception] | None = None  # step and reason, the same on every rank
+        # A group for the thread alone: in a shared one its messages would mix with those of the main thread.
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if several else None
+
+    def save(self, step: int, meta: dict) -> None:
+        """
+        Begin to save folder/step_NNNNNN; what is saved may change as soon as this returns. meta must be JSON; step,
+        model and random states are added to it. A kill at any moment costs nothing older.
+        """
+        self.join()
+        if self.failed:
+            print0(f"warning: step {self.failed[0]} was not saved: {reason(self.failed[1])}; training goes on, the next save tries again")
+            self.failed = None
+        meta = meta | {"step": step, "rng": random_states(), "model_config": vars(self.sharding.model.config)}
+        aside = from_rank0(outcome, make_room, step_dir(self.folder, step))
+        if isinstance(aside, Exception):
+            self.failed = step, aside
+            return
+        files = copy_to_host(self.sharding, self.optimizers)
+        # Not a daemon: at the end of a run that fails the interpreter waits for it, instead of killing it in mid-write.
+        self.thread = threading.Thread(target=self.write, args=(step, aside, files, json.dumps(meta, indent=1)), name="checkpoint")
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Return when the last save is finished. Raises on every rank what made it fail: OSError when the disk refused."""
+        self.join()
+        if self.failed:
+            (_, error), self.failed = self.failed, None
+            raise error
+
+    def join(self) -> None:
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+
+    def write(self, step: int, aside: Path, files: Files, meta: str) -> None:
+        """The thread: whatever happens on one rank, all end with the same outcome, and without debris."""
+        result = outcome(write_files, aside, files)
+        try:
+            gathered = self.gather(result)
+            failure = self.broadcast(outcome(self.publish, step, aside, gathered, meta) if self.sharding.rank == 0 else None)
+        except Exception as error:  # the connection is lost: another rank has died
+            failure = error
+        if self.sharding.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)  # it has its final name by now, unless something failed
+        self.failed = (step, failure) if failure else None
+
+    def publish(self, step: int, aside: Path, gathered: list[dict[str, str] | Exception], meta: str) -> None:
+        """Rank 0: make the filled folder a checkpoint, then remove all but the newest `keep_last` up to this one."""
+        sums: dict[str, str] = {}
+        for part in gathered:
+            if isinstance(part, Exception):
+                raise part
+            sums |= part
+        (aside / "meta.json").write_text(meta, encoding="utf-8")
+        self.tokenizer.save(aside)
+        sums |= {file.name: sha256(file) for file in aside.iterdir() if file.name not in sums}
+        (aside / "manifest.json").write_text(json.dumps(sums, indent=1, sort_keys=True), encoding="utf-8")
+        publish_folder(aside, step_dir(self.folder, step))
+        if self.keep_last > 0:
+            for old in [there for there in list_steps(self.folder) if there <= step][: -self.keep_last]:
+                shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)  # what is in use (NFS) goes next time
+        print0(f"saved {step_dir(self.folder, step)}")
+
+    def gather(self, result) -> list:
+        """Every rank's result, on rank 0."""
+        if self.group is None:
+            return [result]
+        gathered = [None] * self.sharding.world_size if self.sharding.rank == 0 else None
+        dist.gather_object(result, gathered, dst=0, group=self.group)
+        return gathered
+
+    def broadcast(self, result):
+        """Rank 0's result, on every rank."""
+        box = [result]
+        if self.group is not None:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+
+def make_room(target: Path) -> Path:
+    """A folder to fill beside the target; what killed saves left there is removed."""
+    for debris in target.parent.glob(".step_*.tmp-*"):
+        shutil.rmtree(debris)
+    return make_folder_aside(target)
+
+
+def copy_to_host(sharding: "Sharding", optimizers) -> Files:
+    """
+    Copies of what this rank writes: the whole model on rank 0, and in one replica each rank's slices. COLLECTIVE.
+    Waits for the device once per tensor; training goes on when all of them are in host memory.
+    """
+    files: Files = {}
+    whole = {name: host_copy(tensor) for name, tensor in sharding.whole_tensors() if sharding.rank == 0}  # all ranks iterate
+    if sharding.rank == 0:
+        files[MODEL_FILE] = whole, {}
+    if sharding.replica == 0:
+        kept = kept_state(sharding, optimizers) | (counters(optimizers) if sharding.shard_rank == 0 else {})
+        tensors = {name: host_copy(part.tensor) for name, part in kept.items()}
+        files[OPTIMIZER_FILE.format(sharding.shard_rank)] = tensors, {name: (part.start, part.end) for name, part in kept.items()}
+    return files
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy also of what is in host memory already: training goes on and changes it in place."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def write_files(aside: Path, files: Files) -> dict[str, str]:
+    """Write what `copy_to_host` returned into the folder, to the disk; {file name: SHA-256}. OSError when the disk refuses."""
+    if not aside.exists():
+        raise FileNotFoundError(ENOENT, UNSEEN, str(aside))
+    sums = {}
+    for name, (tensors, pieces) in files.items():
+        write_tensors(aside / name, tensors, {"pieces": json.dumps(pieces)})
+        sync(aside / name)
+        sums[name] = sha256(aside / name)
+    return sums
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """A safetensors file. OSError when the disk refuses."""
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:  # hides the system's refusal in its text
+        if number := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        raise
+
+
+def outcome(function: Callable, *args):
+    """What the function returns, or its exception: a value that can be sent to the other ranks."""
+    try:
+        return function(*args)
+    except OSError as error:
+        return error
+    except Exception as error:  # of any class, which another rank may not be able to rebuild
+        failure = RuntimeError(f"{type(error).__name__}: {error}")
+        failure.add_note(traceback.format_exc())
+        return failure
+
+
+def reason(error: Exception) -> str:
+    return one_line(error) or f"{type(error).__name__}: {error}"

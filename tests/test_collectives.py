@@ -1,0 +1,212 @@
+"""The five collectives against plain arithmetic, the bytes that they put on the wire, and the harness that tests them."""
+import fcntl
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ranks import run_on_ranks  # first: it makes the repo importable where this file is run by itself
+
+from nanochat.distributed import all_gather_single as all_gather, reduce_scatter, reduce_scatter_single
+
+PRIVATE_NETWORK = ["unshare", "--net", "--map-root-user"]  # a network of its own, in which nobody else sends
+ELEMENTS = 4_194_300  # 16 MB of float32, divisible by 2, 3 and 4
+
+
+def tensors_of_all_ranks(world_size: int, dtype: torch.dtype) -> Tensor:
+    """(world_size, world_size · 5) multiples of 1/64 below 16 (or whole numbers): every order of adding them is exact."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(-1000, 1000, (world_size, world_size * 5), generator=generator)
+    return numbers if dtype == torch.int64 else (numbers / 64).to(dtype)
+
+
+def collectives_equal_arithmetic(rank: int, world_size: int) -> None:
+    for dtype in (torch.int64, torch.float32, torch.float64):
+        tensors = tensors_of_all_ranks(world_size, dtype)
+        total, mine = tensors.sum(0, dtype=dtype), slice(rank * 5, rank * 5 + 5)
+
+        # broadcast and reduce: one rank that is not the first sends to all, and collects from all
+        x = tensors[rank].clone()
+        dist.broadcast(x, src=1)
+        assert torch.equal(x, tensors[1]), f"broadcast {dtype}"
+        x = tensors[rank].clone()
+        dist.reduce(x, dst=2)
+        assert rank != 2 or torch.equal(x, total), f"reduce {dtype}"
+
+        # all-gather: each rank's chunk of its own tensor
+        gathered = torch.empty_like(total)
+        all_gather(gathered, tensors[rank, mine].contiguous())
+        expected = torch.cat([tensors[r, r * 5 : r * 5 + 5] for r in range(world_size)])
+        assert torch.equal(gathered, expected), f"all-gather {dtype}"
+
+        # reduce-scatter: two in flight at once, waited for in the other order
+        parts, inputs = torch.full((2, 5), 77).to(dtype), [tensors[rank].clone(), 2 * tensors[rank]]
+        works = [reduce_scatter(part, x) for part, x in zip(parts, inputs)]
+        for work in reversed(works):
+            work.wait()
+        assert torch.equal(parts[0], total[mine]) and torch.equal(parts[1], 2 * total[mine]), f"reduce-scatter {dtype}"
+        assert torch.equal(inputs[0], tensors[rank]), "reduce-scatter leaves its input alone"
+
+        # all-reduce is one after the other
+        x = tensors[rank].clone()
+        dist.all_reduce(x)
+        all_gather(gathered, parts[0])
+        assert torch.equal(x, total) and torch.equal(gathered, x), f"all-reduce {dtype}"
+
+
+def reduce_scatter_within_groups(rank: int, world_size: int) -> None:
+    """Ranks 0 and 2, and 1 and 3: chunks go by the rank within the group, not the global one."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    members, position = ([0, 2], [1, 3])[rank % 2], rank // 2
+    tensors = tensors_of_all_ranks(world_size, torch.float32)  # (4, 20)
+    part = torch.empty(10)
+    reduce_scatter(part, tensors[rank].clone(), groups[rank % 2]).wait()
+    assert torch.equal(part, tensors[members].sum(0)[position * 10 : position * 10 + 10])
+
+
+def test_collectives_equal_sums_and_concatenations():
+    run_on_ranks(3, collectives_equal_arithmetic)
+
+
+def test_reduce_scatter_within_groups_of_strided_ranks():
+    run_on_ranks(4, reduce_scatter_within_groups)
+
+
+# ---- Bytes on the wire
+
+def bytes_by_formula(n: int) -> dict[str, float]:
+    """What all n ranks together send, in tensors: of every tensor once to every other rank, or a chunk of it."""
+    return {
+        "broadcast": n - 1, "all-gather": n - 1, "reduce-scatter": n - 1, "all-reduce": 2 * (n - 1),
+        "gloo's own reduce": n - 1, "gloo's own reduce-scatter": n - 1,
+    }
+
+
+def sent_through_lo() -> int:
+    """Bytes since the network began, headers and acknowledgements included."""
+    with open("/proc/self/net/dev") as lines:
+        return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
+
+
+def bytes_of_collectives(rank: int, world_size: int) -> dict[str, float]:
+    """What all ranks together sent for one collective, in tensors of ELEMENTS: {collective: the least of five times}."""
+    x = torch.full((ELEMENTS,), float(rank))
+    gathered = torch.empty_like(x)
+    part = torch.empty(ELEMENTS // world_size)
+    collectives = {
+        "broadcast": (dist.broadcast, x, 0),
+        "all-gather": (all_gather, gathered, part),
+        "reduce-scatter": (lambda output, input: reduce_scatter(output, input).wait(), part, x),
+        "all-reduce": (dist.all_reduce, x),
+        "gloo's own reduce": (dist.reduce, x, 0),
+        "gloo's own reduce-scatter": (reduce_scatter_single, part, x),
+    }
+    result = {}
+    for name, (collective, *args) in collectives.items():
+        counts = []
+        for _ in range(5):  # TCP sends a little twice on a busy machine, so the least is the truth
+            dist.barrier()
+            before = sent_through_lo()
+            dist.barrier()
+            collective(*args)
+            dist.barrier()
+            counts.append(sent_through_lo() - before)
+        result[name] = min(counts) / (4 * ELEMENTS)
+    return result
+
+
+def measure() -> None:
+    """Run in a private network: bring its only interface up, measure, print one line of JSON."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh22x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+    print(json.dumps({n: run_on_ranks(n, bytes_of_collectives)[0] for n in (2, 3, 4)}))
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[int, dict[str, float]]:
+    """{ranks: {collective: tensors sent by all ranks together}}"""
+    if not shutil.which("unshare") or subprocess.run([*PRIVATE_NETWORK, "true"], capture_output=True).returncode:
+        pytest.skip("counting bytes needs a network of its own, and this machine does not let us make one")
+    run = subprocess.run([*PRIVATE_NETWORK, sys.executable, __file__], text=True, capture_output=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return {int(n): counts for n, counts in json.loads(run.stdout).items()}
+
+
+def test_bytes_on_the_wire_are_the_formulas(measured):
+    """Within 2%: headers and acknowledgements are 0.3% of 64 KB segments. -s prints the table of docs/collectives.md."""
+    print("\n| each rank sends, in tensors: measured / formula |" + "".join(f" {n} ranks |" for n in measured))
+    print("|---|" + "---|" * len(measured))
+    for name in bytes_by_formula(2):
+        cells = [f"{counts[name] / n:.3f} / {bytes_by_formula(n)[name] / n:.3f}" for n, counts in measured.items()]
+        print(f"| {name} | {' | '.join(cells)} |")
+    for n, counts in measured.items():
+        for name in ("broadcast", "all-gather", "reduce-scatter", "all-reduce"):
+            assert counts[name] == pytest.approx(bytes_by_formula(n)[name], rel=0.02), f"{name} on {n} ranks"
+        assert counts["reduce-scatter"] + counts["all-gather"] == pytest.approx(counts["all-reduce"], rel=0.02)
+
+
+def test_gloos_own_reduce_scatter_is_an_all_reduce(measured):
+    """The reason why nanochat.distributed has its own. When this fails, gloo has learnt it, and ours may go."""
+    for n, counts in measured.items():
+        assert counts["gloo's own reduce-scatter"] == pytest.approx(counts["all-reduce"], rel=0.02), f"{n} ranks"
+
+
+# ---- The harness
+
+def environment(rank: int, world_size: int, key: str) -> tuple:
+    return rank, os.environ.get(key), os.environ["RANK"], os.environ["WORLD_SIZE"], torch.get_num_threads()
+
+
+def one_raises(rank: int, world_size: int) -> None:
+    dist.barrier()
+    if rank == 1:
+        raise ValueError("the cause")
+    dist.barrier()
+
+
+def one_dies(rank: int, world_size: int) -> None:
+    dist.barrier()
+    if rank == 1:
+        os._exit(7)
+    dist.barrier()
+
+
+def one_collective_too_many(rank: int, world_size: int) -> None:
+    if rank == 1:
+        dist.barrier()
+
+
+def test_ranks_see_the_environment_of_the_moment(monkeypatch):
+    for value in ("first", "second"):
+        monkeypatch.setenv("NANOCHAT_BASE_DIR", value)
+        assert run_on_ranks(2, environment, "NANOCHAT_BASE_DIR") == [(r, value, str(r), "2", 1) for r in range(2)]
+    monkeypatch.delenv("NANOCHAT_BASE_DIR")
+    assert run_on_ranks(1, environment, "NANOCHAT_BASE_DIR") == [(0, None, "0", "1", 1)]
+
+
+@pytest.mark.parametrize(("function", "error", "notes"), [
+    (one_raises, ValueError, ["rank 1 of 3", "in one_raises", "the cause"]),
+    (one_dies, RuntimeError, ["rank 1 of 3", "exit code 7"]),
+])
+def test_the_first_failure_is_told_and_not_its_consequences(function, error, notes):
+    with pytest.raises(error) as caught:
+        run_on_ranks(3, function)
+    story = "\n".join(caught.value.__notes__)
+    assert all(note in story for note in notes) and "rank 0" not in story and "rank 2" not in story
+
+
+def test_a_rank_that_waits_for_ever_is_named_with_its_place():
+    with pytest.raises(TimeoutError, match=r"(?s)ranks \[1\] of 2 did not finish within 3 s.*in barrier.*in rank_main"):
+        run_on_ranks(2, one_collective_too_many, timeout=3)
+
+
+if __name__ == "__main__":
+    measure()
