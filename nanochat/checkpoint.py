@@ -103,8 +103,8 @@ def problem_anywhere(checkpoint: Path) -> str | None:
     """`problem_with` on any rank, each file read once per node. COLLECTIVE."""
     if not dist.is_initialized():
         return problem_with(checkpoint)
-    parts = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    problem = problem_with(checkpoint, int(os.environ.get("LOCAL_RANK", 0)) % parts, parts)
+    local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    problem = problem_with(checkpoint, local_rank, local_world_size)
     if not checkpoint.exists() and dist.get_rank() > 0:
         problem = f"{UNSEEN} (rank {dist.get_rank()} on {socket.gethostname()})"
     return first_problem(problem)

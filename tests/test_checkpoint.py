@@ -1,5 +1,7 @@
 """Checkpoints survive kills, damage and re-saving; what is loaded is what was saved, or an error says why not."""
+import contextlib
 import copy
+import io
 import json
 import os
 import shutil
@@ -380,16 +382,16 @@ def save_and_load(rank, world_size, folder):
     for step in (1, 2, 3):
         writer.save(step, META)
     writer.wait()
+    patch = pytest.MonkeyPatch()
     if rank == 1:
-        writer.write_error = pytest.MonkeyPatch()
-        writer.write_error.setattr("nanochat.saving.sync", refusal)
+        patch.setattr("nanochat.saving.sync", refusal)
     writer.save(4, META)
     try:
         writer.wait()
     except OSError as error:
         seen.append((error.errno, error.filename))
+    patch.undo()
     if rank == 1:
-        writer.write_error.undo()
         (folder / "step_000003" / "optimizer_rank_00001.safetensors").write_bytes(b"damaged")
     torch.distributed.barrier()
     checkpoint = choose_start(folder, "auto", -1, False)
@@ -416,16 +418,17 @@ def test_ranks_save_and_load_together_and_agree_on_what_went_wrong(local_world_s
 
 
 def find_apart(rank, world_size, folder):
-    """Rank 1 is on a node that has another disk."""
-    try:
+    """Rank 1 is on a node that has another disk. Returns what was printed and raised."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(UserError) as raised:
         find_checkpoint(folder / str(rank))
-    except UserError as error:
-        return str(error)
+    return printed.getvalue(), str(raised.value)
 
 
 def test_a_folder_that_not_every_node_has_is_no_checkpoint(tmp_path):
     save(tmp_path / "0", 1, Rank())
-    assert all("no valid checkpoint" in said and "steps there: 1" in said for said in run_on_ranks(2, find_apart, tmp_path))
+    (printed, error), (_, error_of_rank_1) = run_on_ranks(2, find_apart, tmp_path)
+    assert "must be on a file system that all nodes share (rank 1 on " in printed
+    assert all("no valid checkpoint" in said and "steps there: 1" in said for said in (error, error_of_rank_1))
 
 
 WRITER_WITHOUT_PEER = """

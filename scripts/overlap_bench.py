@@ -1,0 +1,177 @@
+"""
+What it is worth that ranks compute while they communicate: two ranks, on a link slowed down to a fixed rate.
+
+    python -m scripts.overlap_bench                 # Linux with iproute2, two cores; root, or where users may have namespaces
+    python -m scripts.overlap_bench --zero_stage=1
+
+Each rank has a core and a network namespace to itself; a veth pair joins the two, with a token bucket filter (tc … tbf)
+on both ends. The namespaces have no names: they and the link go with the ranks, whatever ends those.
+docs/overlap.md explains the figure.
+"""
+import atexit
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from configurator import configure
+from nanochat.distributed import compute_cleanup, compute_init, print0
+from nanochat.errors import UserError, require_positive
+from nanochat.gpt import GPT, config_from_depth
+from nanochat.zero import Sharding
+
+# ---- Model
+depth = 8                   # layers; the width (64 per layer) and the heads follow from it
+vocab_size = 512            # tokens; few, so that nearly all parameters are in the blocks
+max_seq_len = 256           # tokens per row
+device_batch_size = 4       # rows per rank; one micro-step
+zero_stage: Literal[0, 1, 2] = 2  # 0: gradients are all-reduced, 1 and 2: reduce-scattered, and parameters gathered
+# ---- Link
+communication = 0.65        # time that communication adds if nothing overlaps, in backward passes; the rate follows from it
+# ---- Measurement
+warmup_rounds = 3           # rounds that set the rate; the first has the allocations in it
+num_rounds = 10             # rounds measured: a step that overlaps, one that does not, one on the unthrottled link
+config = configure(globals())
+require_positive(config, "depth", "vocab_size", "max_seq_len", "device_batch_size", "warmup_rounds", "num_rounds")
+
+OWN_NETWORK = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--net", "--map-root-user"]
+TBF = "burst 128kb limit 64mb"  # bursts of the link's largest packets; a queue that holds all that is sent at once: no loss
+
+
+def run(command: str) -> None:
+    subprocess.run(command.split(), check=True)
+
+
+# ---- Alone so far: become rank 0, in a network of its own
+if "RANK" not in os.environ:
+    probe = f"ip link add end0 type veth peer name end1 && tc qdisc add dev end0 root tbf rate 1gbit {TBF} && unshare --net true"
+    try:
+        allowed = subprocess.run([*OWN_NETWORK, "sh", "-c", probe], capture_output=True, text=True)
+    except FileNotFoundError as error:
+        sys.exit(print(f"skipped: {error.filename} is not here (it comes with util-linux)"))
+    if allowed.returncode:
+        sys.exit(print(f"skipped: no network namespaces with a throttled link here ({allowed.stderr.strip()})"))
+    if len(os.sched_getaffinity(0)) < 2:
+        raise UserError("overlap_bench needs two cores: on one, the ranks disturb each other")
+    os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="10.0.0.1", MASTER_PORT="29500", OMP_NUM_THREADS="1")
+    os.execvp(OWN_NETWORK[0], [*OWN_NETWORK, sys.executable, "-m", "scripts.overlap_bench", *sys.argv[1:]])
+
+# ---- The link: rank 0 starts rank 1, whose network is again one of its own; rank 1 lays the link and hands over an end
+rank = int(os.environ["RANK"])
+end = f"end{rank}"
+if rank == 0:
+    other = subprocess.Popen(["unshare", "--net", sys.executable, *sys.orig_argv[1:]], env={**os.environ, "RANK": "1"})
+    atexit.register(other.terminate)
+    while end not in dict(socket.if_nameindex()).values():
+        if other.poll() is not None:
+            raise UserError("rank 1 could not lay the link")
+        time.sleep(0.1)
+else:
+    run(f"ip link add end1 type veth peer name end0 netns {os.getppid()}")
+run("ip link set lo up")
+run(f"ip addr add 10.0.0.{rank + 1}/24 dev {end}")
+run(f"ip link set {end} gso_max_size 16384 up")  # else packets of 64 KiB, half a burst
+os.environ["GLOO_SOCKET_IFNAME"] = end
+os.sched_setaffinity(0, [sorted(os.sched_getaffinity(0))[rank]])  # before there are threads: gloo's are on the rank's core
+torch.set_num_threads(1)
+*_, device = compute_init("cpu")
+
+# ---- Model, optimizers, tokens
+model = GPT(config_from_depth(depth, vocab_size, max_seq_len))
+model.init_weights(seed=0)
+sharding = Sharding(model, model.units(), device, torch.float32, zero_stage)
+optimizers = model.setup_optimizers(sharding)
+generator = torch.Generator().manual_seed(rank)
+tokens = torch.randint(vocab_size, (device_batch_size, max_seq_len + 1), generator=generator)
+inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def throttle(bits_per_second: float | None) -> None:
+    """Both ends of the link send at this rate; None: as fast as they can."""
+    if bits_per_second:
+        run(f"tc qdisc replace dev {end} root tbf rate {bits_per_second:.0f}bit {TBF}")
+    elif throttle.rate:
+        run(f"tc qdisc del dev {end} root")
+    throttle.rate = bits_per_second
+
+
+def bytes_sent() -> int:
+    """Through this rank's end of the link, headers included."""
+    with open("/proc/self/net/dev") as lines:
+        return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith(f"{end}:"))
+
+
+def slower_rank(*seconds: float) -> list[float]:
+    times = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return times.tolist()
+
+
+def one_step(overlap: bool) -> tuple[float, float]:
+    """
+    Seconds of an optimizer step, and of its backward pass. A step is counted from one gather to the next: there alone
+    nothing is on its way, so that no step pays for another's communication.
+    """
+    sharding.overlap = overlap
+    dist.barrier()
+    start = time.perf_counter()
+    sharding.gather()
+    with sharding.micro_step(last=True):
+        loss = model(inputs, targets)
+        forward_end = time.perf_counter()
+        loss.backward()
+        backward_end = time.perf_counter()
+    verdict = sharding.agree(loss)
+    for optimizer in optimizers:
+        optimizer.step(verdict)
+    return slower_rank(time.perf_counter() - start, backward_end - forward_end)
+
+
+def one_round(rate: float) -> tuple[float, float, float, float]:
+    """Seconds: of a step with overlap, of one without, of one without on the unthrottled link, of its backward pass."""
+    throttle(rate)
+    on, _ = one_step(overlap=True)
+    off, _ = one_step(overlap=False)
+    throttle(None)
+    unthrottled, backward = one_step(overlap=False)
+    return on, off, unthrottled, backward
+
+
+# ---- Set the rate: first from the bytes of a step, then from the time that they add
+throttle.rate = None
+for _ in range(2):
+    before = bytes_sent()
+    _, backward = one_step(overlap=False)
+    sent = bytes_sent() - before
+rate, = slower_rank(8 * sent / (communication * backward))
+print0(f"{sum(p.numel() for p in model.parameters()):,} parameters, stage {zero_stage}: each rank sends {sent / 1e6:.0f} MB a step")
+for _ in range(warmup_rounds):
+    _, off, unthrottled, backward = one_round(rate)
+    rate *= max((off - unthrottled) / (communication * backward), 0.2)
+    print0(f"communication adds {(off - unthrottled) / backward:.2f} of the backward pass; the rate becomes {rate / 1e6:,.0f} Mbit/s")
+
+# ---- Is the link what it says? Each of two ranks sends a tensor once to all-reduce it
+throttle(rate)
+x = torch.zeros(8 * 2**20 // 4)
+dist.barrier()
+before, start = bytes_sent(), time.perf_counter()
+dist.all_reduce(x)
+print0(f"an all-reduce of 8 MB gets {8 * (bytes_sent() - before) / (time.perf_counter() - start) / rate:.2f} of that rate")
+
+# ---- Measure: in turn, so that a machine that drifts does so under all of them
+rounds = [one_round(rate) for _ in range(num_rounds)]
+hidden = [(off - on) / min(off - unthrottled, backward) for on, off, unthrottled, backward in rounds]
+on, off, unthrottled, backward = (statistics.median(column) for column in zip(*rounds))
+print0(f"medians of {num_rounds}, in ms: backward pass {1e3 * backward:.0f}; step unthrottled {1e3 * unthrottled:.0f}, "
+       f"throttled without overlap {1e3 * off:.0f}, with overlap {1e3 * on:.0f}")
+print0(f"communication is {(off - unthrottled) / backward:.2f} of the backward pass")
+print0(f"hidden: {statistics.median(hidden):.2f} of it (median of {num_rounds}; {min(hidden):.2f} to {max(hidden):.2f})")
+compute_cleanup()
+if rank == 0:
+    other.wait()

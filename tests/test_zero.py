@@ -1,0 +1,300 @@
+"""Every stage of ZeRO on one to five ranks against a plain unsharded reference, with the shapes that break naive sharding."""
+from math import prod
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ranks import run_on_ranks
+
+from nanochat.adamw import DistAdamW
+from nanochat.muon import DistMuon, orthogonalize, shape_scale
+from nanochat.ownership import equal_pieces, row_pieces
+from nanochat.zero import Sharding
+
+ROWS = 120      # rows of a batch: they divide by 1, 2, 3, 4 and 5 ranks and by 2 micro-steps
+MICRO_STEPS, STEPS = 2, 10
+LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
+
+# Rows per ranks 1/2, 3/2, 5/4, 17/4, a vector, a scalar; units of which some ranks keep nothing. Two matrices of one
+# shape on five ranks; (17, 8) lies across the boundaries of every flat slice.
+ADAMW_SHAPES = [{"one_row": (1, 7)}, {"three_rows": (3, 5), "vector": (5,)}, {"scalar": (1,), "tall": (17, 2)}]
+MUON_SHAPES = [{"m1": (17, 8), "m2": (5, 3)}, {"m1": (17, 8), "m2": (3, 8), "m3": (1, 4)}]
+
+
+class Unit(nn.Module):
+    """Parameters whose gradients are whatever is asked for: the loss is the sum of their products with it."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]):
+        super().__init__()
+        for name, shape in shapes.items():
+            setattr(self, name, Parameter(torch.empty(shape)))
+
+    def forward(self, wanted: dict[str, Tensor]) -> Tensor:
+        return sum((p * wanted[name]).sum() for name, p in self.named_parameters())
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Unit(shapes) for shapes in (*ADAMW_SHAPES[:2], *MUON_SHAPES, ADAMW_SHAPES[2]))
+        generator = torch.Generator().manual_seed(7)
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=generator) / 4
+        self.parts[1].three_rows.lr_mul = 0.5
+        self.parts[2].m1.lr_mul, self.parts[3].m2.wd_mul, self.parts[0].one_row.wd_mul = 0.25, 3.0, 5.0
+
+    def forward(self, wanted: dict[str, Tensor]) -> Tensor:
+        return sum(
+            unit({name: wanted[f"parts.{i}.{name}"] for name, _ in unit.named_parameters()}) for i, unit in enumerate(self.parts)
+        )
+
+
+def names_of(model: Model, kind: str) -> list[str]:
+    return [name for name, _ in model.named_parameters() if (int(name.split(".")[1]) in (2, 3)) == (kind == "muon")]
+
+
+def row_gradients(step: int, dyadic: bool) -> dict[str, Tensor]:
+    """The gradient of each row of the batch, (ROWS, *shape); dyadic: −1, 0 or 1, whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(step)
+    draw = (lambda shape: torch.randint(-1, 2, shape, generator=generator).float()) if dyadic else (lambda shape: torch.randn(shape, generator=generator))
+    return {name: draw((ROWS, *p.shape)) for name, p in Model().named_parameters()}
+
+
+def sharded_run(rank: int, world_size: int, stage: int, dtype: torch.dtype, dyadic: bool, shard_size: int = 0, **settings) -> dict:
+    """Ten steps through the real thing. Returns the whole parameters and norms after every step, and which steps were applied."""
+    model = Model()
+    sharding = Sharding(model, list(model.parts), torch.device("cpu"), dtype, stage, shard_size)
+    adamw = DistAdamW([{"slices": [s for s in sharding.slices if s.name in names_of(model, "adamw")], "lr": LR}], weight_decay=DECAY)
+    optimizers = [adamw, DistMuon(sharding, names_of(model, "muon"), LR, DECAY, MOMENTUM)]
+    whole, norms, applied, losses = [], [], [], []
+    for step in range(STEPS):
+        rows = row_gradients(step, dyadic)
+        share = ROWS // world_size // MICRO_STEPS
+        loss_sum = torch.zeros(())
+        for micro_step in range(MICRO_STEPS):
+            first = (micro_step * world_size + rank) * share
+            with sharding.micro_step(last=micro_step == MICRO_STEPS - 1):
+                loss = model({name: g[first : first + share].sum(0) for name, g in rows.items()})
+                if (step, rank, micro_step) == settings.get("bad"):
+                    loss = loss * float("nan") if world_size > 1 else loss * float("inf")
+                loss.backward()  # sums, divided by the rows of all ranks when they agree
+            loss_sum += loss.detach()
+        before = state_of(sharding, optimizers)
+        verdict = sharding.agree(loss_sum, share * MICRO_STEPS, settings.get("grad_clip", 0.0))
+        for optimizer in optimizers:
+            optimizer.step(verdict)
+        sharding.gather()
+        losses.append(verdict.report[0].item())
+        norms.append(verdict.report[1].item())
+        applied.append(bool(verdict.ok))
+        unchanged = all(torch.equal(a, b) for a, b in zip(before, state_of(sharding, optimizers)))
+        assert unchanged != applied[-1], "a step that is not applied leaves every master, moment and counter as it was"
+        whole.append({name: tensor.clone() for name, tensor in sharding.whole_tensors()})
+    return {"whole": whole, "norms": norms, "applied": applied, "losses": losses}
+
+
+def state_of(sharding, optimizers) -> list[Tensor]:
+    tensors = [s.master for s in sharding.slices]
+    for optimizer in optimizers:
+        tensors += [t for by_name in optimizer.state.values() for t in by_name.values()] + list(optimizer.counters.values())
+    return [t.clone() for t in tensors]
+
+
+def plain_run(grad_clip: float = 0.0, skip: int = -1, dyadic: bool = False) -> tuple[list[dict[str, Tensor]], list[float]]:
+    """The same ten steps on whole float32 tensors, written out; shares only Newton–Schulz with what it is compared to."""
+    params = {name: p.detach().clone() for name, p in Model().named_parameters()}
+    multipliers = {name: (getattr(p, "lr_mul", 1.0), getattr(p, "wd_mul", 1.0)) for name, p in Model().named_parameters()}
+    m, v = ({name: torch.zeros_like(p) for name, p in params.items()} for _ in range(2))
+    history, norms, taken = [], [], 0
+    for step in range(STEPS):
+        grads = {name: g.sum(0) / ROWS for name, g in row_gradients(step, dyadic).items()}
+        norms.append(torch.cat([g.flatten().double() for g in grads.values()]).norm().item())
+        if grad_clip:
+            grads = {name: g * min(1.0, grad_clip / norms[-1]) for name, g in grads.items()}
+        taken += step != skip
+        for name, p in params.items() if step != skip else ():
+            lr, decay, g = LR * multipliers[name][0], DECAY * multipliers[name][1], grads[name]
+            if name in names_of(Model(), "muon"):
+                m[name] = m[name].lerp(g, 1 - MOMENTUM)
+                update = orthogonalize(g.lerp(m[name], MOMENTUM))
+                p -= lr * shape_scale(*p.shape) * update + lr * decay * p * (update * p > 0)
+            else:
+                m[name], v[name] = m[name].lerp(g, 0.2), v[name].lerp(g * g, 0.05)
+                p *= 1 - lr * decay
+                p -= lr / (1 - 0.8**taken) * m[name] / ((v[name] / (1 - 0.95**taken)).sqrt() + 1e-10)
+        history.append({name: p.clone() for name, p in params.items()})
+    return history, norms
+
+
+def largest_difference(a: list[dict[str, Tensor]], b: list[dict[str, Tensor]]) -> float:
+    return max((x[name].float() - y[name].float()).abs().max().item() for x, y in zip(a, b) for name in x)
+
+
+def all_stages(rank: int, world_size: int) -> dict:
+    """One process start for everything a number of ranks has to show."""
+    results = {}
+    for stage in range(4):
+        results[stage, "random"] = sharded_run(rank, world_size, stage, torch.float32, dyadic=False)
+        for dtype in (torch.float32, torch.bfloat16):
+            results[stage, dtype] = sharded_run(rank, world_size, stage, dtype, dyadic=True)
+        bad = (4, world_size - 1, 0)
+        results[stage, "bad"] = sharded_run(rank, world_size, stage, torch.float32, dyadic=False, bad=bad)
+        results[stage, "clipped"] = sharded_run(rank, world_size, stage, torch.float32, dyadic=False, grad_clip=0.5)
+    if world_size == 4:
+        for stage in (1, 2, 3):
+            results[stage, "replicas"] = sharded_run(rank, world_size, stage, torch.float32, dyadic=False, shard_size=2)
+    return results
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict:
+    return run_on_ranks(1, all_stages)[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_every_stage_equals_the_unsharded_optimizer(world_size, one_rank):
+    """
+    With gradients whose sums are exact, nothing about ranks and stages may show: equal to one rank to the bit, AdamW and
+    Muon, in float32 and with bfloat16 parameters and float32 masters, and within 2e-7 of the plain reference.
+
+    With random gradients sums come in another order: 2e-7 for AdamW. Newton-Schulz multiplies such rounding for the
+    smallest matrices (the reference itself moves by 6e-7 when it adds its rows in another order): 2e-6 for Muon.
+    """
+    ranks = run_on_ranks(world_size, all_stages) if world_size > 1 else [one_rank]
+    exact, random, norms = plain_run(dyadic=True)[0], *plain_run()
+    skipped, clipped = plain_run(skip=4)[0], plain_run(grad_clip=0.5)[0]
+    for key, first in ranks[0].items():
+        for other in ranks[1:]:
+            assert all(torch.equal(t, y[name]) for x, y in zip(first["whole"], other[key]["whole"]) for name, t in x.items()), key
+            assert first["applied"] == other[key]["applied"] and (key[1] == "bad" or first["norms"] == other[key]["norms"]), key
+    for (stage, kind), run in ranks[0].items():
+        if isinstance(kind, torch.dtype):
+            for ours, expected in zip(run["whole"], one_rank[0, kind]["whole"]):
+                assert all(t.dtype == kind and torch.equal(t, expected[name]) for name, t in ours.items()), f"stage {stage} {kind}"
+            if kind == torch.float32:
+                assert largest_difference(run["whole"], exact) <= 2e-7, f"stage {stage}"
+            continue
+        reference = {"random": random, "replicas": random, "bad": skipped, "clipped": clipped}[kind]
+        for optimizer, limit in (("adamw", 2e-7), ("muon", 2e-6)):
+            ours, expected = ([{name: x[name] for name in names_of(Model(), optimizer)} for x in history] for history in (run["whole"], reference))
+            assert largest_difference(ours, expected) <= limit, f"stage {stage}, {kind} gradients, {optimizer}"
+        assert run["applied"] == [kind != "bad" or step != 4 for step in range(STEPS)]
+        if kind != "bad":
+            assert run["norms"] == pytest.approx(norms, rel=1e-6)  # of the averaged gradient, before clipping
+        if kind == "random":
+            assert run["losses"] == pytest.approx(one_rank[0, "random"]["losses"], rel=1e-4, abs=1e-5)
+
+
+def test_clipping_and_bad_steps_matter_here():
+    """The references differ from the plain run by far more than the tolerances above: those tests can fail."""
+    plain, norms = plain_run()
+    assert min(norms) > 0.5 and largest_difference(plain, plain_run(grad_clip=0.5)[0]) > 1e-3
+    assert largest_difference(plain, plain_run(skip=4)[0]) > 1e-3
+
+
+def kept_elements(rank: int, world_size: int) -> list[int]:
+    """Elements of masters that a rank keeps, by stage."""
+    kept = []
+    for stage in range(4):
+        model = Model()
+        sharding = Sharding(model, list(model.parts), torch.device("cpu"), torch.float32, stage)
+        kept.append(sum(len(s.master) for s in sharding.slices))
+    return kept
+
+
+def test_slices_tile_the_model_and_are_equal():
+    """A share of at most 1/N and a row of padding per unit on stages 1 and 2; FSDP's rows on stage 3."""
+    total = sum(p.numel() for p in Model().parameters())
+    kept = run_on_ranks(4, kept_elements)
+    assert [k[0] for k in kept] == [total] * 4
+    assert all(sum(k[stage] for k in kept) == total for stage in (1, 2, 3))
+    assert max(k[1] for k in kept) <= total / 4 + len(Model().parts)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 64])
+def test_pieces_are_torchs_chunks_and_cover_everything(ranks):
+    shapes = {name: tuple(p.shape) for name, p in Model().named_parameters()}
+    size, pieces = equal_pieces(shapes, ranks)
+    assert size == -(-sum(map(prod, shapes.values())) // ranks)
+    for name, shape in shapes.items():
+        flat = torch.arange(prod(shape)).view(shape)
+        for parts in (pieces[name], row_pieces(shape, ranks)):
+            assert [e for p in parts for e in range(p.start, p.end)] == flat.flatten().tolist()
+            assert [p.rank for p in parts] == sorted({p.rank for p in parts}), "one run for each rank"
+        chunks = [chunk.flatten().tolist() for chunk in flat.chunk(ranks)]
+        assert [list(range(p.start, p.end)) for p in row_pieces(shape, ranks)] == chunks
+
+
+def part_of_a_model(rank: int, world_size: int, stage: int) -> list[Tensor]:
+    """A step in which the middle unit takes no part in the last micro-step, and one unit in none."""
+    model = Model()
+    sharding = Sharding(model, list(model.parts), torch.device("cpu"), torch.float32, stage)
+    for micro_step in range(2):
+        with sharding.micro_step(last=micro_step == 1):
+            wanted = {"three_rows": torch.ones(3, 5), "vector": torch.full((5,), float(rank))}
+            loss = model.parts[1](wanted) + (model.parts[0]({"one_row": torch.full((1, 7), 2.0)}) if micro_step == 0 else 0)
+            loss.backward()
+    sharding.agree(loss)
+    whole = {name: torch.zeros(p.shape).flatten() for name, p in Model().named_parameters()}
+    for s in sharding.slices:
+        whole[s.name][s.start : s.end] = s.grad
+    summed = torch.cat(list(whole.values()))
+    if sharding.shards > 1:
+        dist.all_reduce(summed)
+    return list(summed.split([len(t) for t in whole.values()]))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_that_take_no_part_have_no_gradient_and_hang_nothing(stage):
+    for grads in run_on_ranks(3, part_of_a_model, stage, timeout=60):
+        by_name = dict(zip((name for name, _ in Model().named_parameters()), grads))
+        assert torch.equal(by_name["parts.0.one_row"], torch.full((7,), 2.0)), "from the micro-step before the last"
+        assert torch.equal(by_name["parts.1.three_rows"], torch.full((15,), 2.0))
+        assert torch.allclose(by_name["parts.1.vector"], torch.full((5,), 2.0)), "mean of 0, 1 and 2, twice"
+        assert not by_name["parts.2.m1"].any()
+
+
+def timeline(rank: int, world_size: int, stage: int) -> list[str]:
+    """What is sent when, seen from rank 0: the backward pass of each unit and each collective that starts."""
+    model, events = Model(), []
+    sharding = Sharding(model, list(model.parts), torch.device("cpu"), torch.float32, stage)
+    send = sharding.send
+    sharding.send = lambda bucket: (events.append(f"send {sharding.buckets.index(bucket)}"), send(bucket))
+    for i, unit in enumerate(model.parts):
+        unit.register_full_backward_pre_hook(lambda *_, i=i: events.append(f"backward {i}"))
+    x = torch.ones((), requires_grad=True)
+    for micro_step in range(2):
+        with sharding.micro_step(last=micro_step == 1):
+            total = x
+            for i, unit in enumerate(model.parts):  # a chain, so that the backward pass goes from the last to the first
+                total = Scaled.apply(unit({name: torch.ones(p.shape) for name, p in unit.named_parameters()}), total)
+            total.backward()
+        events.append("micro-step")
+    return events
+
+
+class Scaled(torch.autograd.Function):
+    """The sum of both, in whose backward pass the second waits for the first."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        return a + b
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_leave_while_the_backward_pass_runs(stage):
+    """On stages 0 and 1 nothing is sent before the last micro-step; then every unit's as soon as they are there."""
+    events = run_on_ranks(2, timeline, stage)[0]
+    first, last = events[: events.index("micro-step")], events[events.index("micro-step") + 1 : -1]
+    assert any("send" in event for event in first) == (stage == 2)
+    for part in (first, last) if stage == 2 else (last,):
+        assert sorted(event for event in part if "send" in event) == [f"send {i}" for i in range(5)]
+        before_the_end = part[: max(i for i, event in enumerate(part) if "backward" in event)]
+        assert sum("send" in event for event in before_the_end) >= 3, part
