@@ -17,21 +17,19 @@ from collections.abc import Callable
 from datetime import timedelta
 from errno import ENOENT
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanochat.checkpoint import MODEL_FILE, OPTIMIZER_FILE, UNSEEN, counters, kept_state, list_steps, random_states, step_dir
+from nanochat.checkpoint import MODEL_FILE, OPTIMIZER_FILE, UNSEEN, list_steps, random_states, step_dir
 from nanochat.distributed import from_rank0, print0
 from nanochat.errors import one_line
 from nanochat.files import make_folder_aside, publish_folder, sha256, sync
+from nanochat.resharding import counters, kept_state
 from nanochat.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from nanochat.zero import Sharding
+from nanochat.zero import Sharding
 
 PATIENCE = timedelta(minutes=30)  # with the slowest rank's disk; a rank that dies is noticed at once
 
@@ -44,7 +42,7 @@ class CheckpointWriter:
     COLLECTIVE, as are its methods: every rank calls each of them in the same order.
     """
 
-    def __init__(self, folder: Path, sharding: "Sharding", optimizers, tokenizer: Tokenizer, keep_last: int = -1):
+    def __init__(self, folder: Path, sharding: Sharding, optimizers, tokenizer: Tokenizer, keep_last: int = -1):
         self.folder, self.sharding, self.optimizers = folder, sharding, optimizers
         self.tokenizer, self.keep_last = tokenizer, keep_last
         self.thread: threading.Thread | None = None
@@ -136,7 +134,7 @@ def make_room(target: Path) -> Path:
     return make_folder_aside(target)
 
 
-def copy_to_host(sharding: "Sharding", optimizers) -> Files:
+def copy_to_host(sharding: Sharding, optimizers) -> Files:
     """
     Copies of what this rank writes: the whole model on rank 0, and in one replica each rank's slices. COLLECTIVE.
     Waits for the device once per tensor; training goes on when all of them are in host memory.

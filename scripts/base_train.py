@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from configurator import configure
-from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, discard_after, last_checkpoint, load_training_state, read_meta
+from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, discard_after, last_checkpoint, read_meta
 from nanochat.compiling import eagerly, set_compile
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
 from nanochat.dataset import ensure_dataset
@@ -24,6 +24,7 @@ from nanochat.gpt import GPT, config_from_depth
 from nanochat.loss_eval import entropy_floor, evaluate_bpb, sample
 from nanochat.metrics import Metrics, minutes
 from nanochat.report import settings_table, write_section
+from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import accumulation_steps, apply_schedule, choose_batch_size, choose_num_iterations, lr_multiplier
 from nanochat.tinyworld import PROMPTS

@@ -18,12 +18,13 @@ from torch import nn
 
 from conftest import REPO
 from nanochat.checkpoint import (
-    checkpoint_dir, choose_start, discard_after, find_checkpoint, list_steps, load_model, load_training_state, problem_with, step_dir,
+    checkpoint_dir, choose_start, discard_after, find_checkpoint, list_steps, load_model, problem_with, step_dir,
 )
 from nanochat.compiling import set_compile
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.ownership import Slice, equal_pieces, row_pieces
+from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter, copy_to_host, make_room, outcome, write_files, write_tensors
 from nanochat.tokenizer import Tokenizer
 from ranks import run_on_ranks

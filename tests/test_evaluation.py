@@ -17,6 +17,7 @@ from nanochat.make_dataset import make
 from nanochat.metrics import Metrics, read_metrics
 from nanochat.tinyworld import document
 from nanochat.tokenizer import Tokenizer
+from nanochat.zero import Sharding, Verdict
 
 set_compile(False, "cpu")
 TOKENIZER = Tokenizer.train(["the cat sat on the mat, and 日本語 too"] * 3, 290)
@@ -67,13 +68,17 @@ def test_greedy_completes_agrees_with_decoding():
     """A model that has learnt one sentence by heart; right and wrong completions of different lengths in one batch."""
     model = GPT(GPTConfig(sequence_len=24, vocab_size=TOKENIZER.get_vocab_size(), n_layer=1, n_embd=32, n_head=1, n_kv_head=1))
     model.init_weights(0)
-    optimizers = model.setup_optimizers()
+    sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage=0)
+    optimizers = model.setup_optimizers(sharding)
     tokens = torch.tensor([TOKENIZER.encode("the cat sat on the mat, and 日本語 too", prepend="<|bos|>")])
     for _ in range(60):
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        with sharding.micro_step(last=True):
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+        verdict = sharding.agree(loss)
         for optimizer in optimizers:
-            optimizer.step()
-        model.zero_grad()
+            optimizer.step(verdict)
+        sharding.gather()
     assert sample(model, TOKENIZER, "the cat", 12).startswith(" sat on the mat, and")
     pairs = [("the cat", " sat on the mat,"), ("the cat", " sat on the cat"), ("the", " cat"), ("the cat sat on", " too"), ("the cat sat on", " the mat, and 日本語")]
     assert greedy_completes(model, TOKENIZER, pairs, batch_size=3) == [True, False, True, False, True]
@@ -87,10 +92,26 @@ def test_the_floor_is_known_for_the_embedded_world_alone(tmp_path, capsys):
     assert entropy_floor("copied") is None
 
 
+def verdict(loss: float, ok: bool = True, stops: int = 0) -> Verdict:
+    return Verdict(torch.tensor(float(ok)), torch.tensor([loss if ok else float("nan"), 0.5, float(ok), float(stops)]))
+
+
+def test_steps_without_a_finite_loss_are_counted_and_do_not_reach_the_smoothed_loss(tmp_path, capsys):
+    metrics = Metrics(tmp_path, "", {}, 0, 9, 1000, flops_per_token=10, peak_flops=1e6)
+    for step, (ok, stops) in enumerate(((True, 0), (False, 0), (False, 0), (True, 0), (False, 1))):
+        metrics.log_step(step, verdict(2.0, ok, stops), 1.0)
+        assert metrics.bad_in_a_row == (0, 1, 2, 0, 1)[step] and metrics.stop_requested == (step == 4)
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record.get("train/skipped") for record in records] == [None, 1, 2, None, 3]
+    assert [record.get("train/loss") for record in records] == [2.0, None, None, 2.0, None]
+    said = capsys.readouterr().out
+    assert said.count("loss 2.0000") == 5 and "nan" not in said and "step 00004: skipped on every rank" in said
+
+
 def test_the_log_is_complete_and_later_records_win(tmp_path, capsys):
     metrics = Metrics(tmp_path, "", {}, 0, 4, 1000, flops_per_token=10, peak_flops=1e6)
     for step, loss in enumerate((4.0, 2.0)):
-        metrics.log_step(step, torch.tensor(loss), 1.0)
+        metrics.log_step(step, verdict(loss), 1.0)
     metrics.pause()
     metrics.log_validation(2, 1.5)
     path = tmp_path / "metrics.jsonl"
@@ -98,7 +119,7 @@ def test_the_log_is_complete_and_later_records_win(tmp_path, capsys):
         file.write('{"step": 2, "train/lo')  # killed while writing
     metrics = Metrics(tmp_path, "", {}, 1, 4, 1000, 10, 1e6, state=metrics.state)
     for step, loss in ((1, 3.0), (2, 1.0)):
-        metrics.log_step(step, torch.tensor(loss), 0.5)
+        metrics.log_step(step, verdict(loss), 0.5)
     metrics.close()
     records = read_metrics(path)
     assert [(r["step"], r.get("train/loss"), r.get("val/bpb")) for r in records] == [
@@ -135,7 +156,7 @@ def test_auto_dtype_follows_the_hardware(monkeypatch):
 
 def test_metrics_file_is_one_json_object_per_line(tmp_path):
     metrics = Metrics(tmp_path, "", {}, 0, 1, 8, 1, 1.0)
-    metrics.log_step(0, torch.tensor(1.0), 1.0)
+    metrics.log_step(0, verdict(1.0), 1.0)
     metrics.close()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line).keys() == {"step", "train/loss", "train/lrm", "train/dt", "train/tok_per_sec", "train/mfu"}
+    assert json.loads(line).keys() == {"step", "train/loss", "train/grad_norm", "train/lrm", "train/dt", "train/tok_per_sec", "train/mfu"}

@@ -10,6 +10,7 @@ from nanochat.attention import attention, blockwise_attention, reference_attenti
 from nanochat.compiling import set_compile
 from nanochat.gpt import GPT, GPTConfig, config_from_depth
 from nanochat.loss import CHUNK_LOGITS, softcapped_cross_entropy, token_losses
+from nanochat.zero import Sharding
 
 
 set_compile(False, "cpu")
@@ -132,8 +133,8 @@ def test_the_softcap_is_not_rounded_to_bfloat16():
 
 
 def test_bfloat16_gradients_are_summed_in_float32():
-    model = small_model().bfloat16()
-    model.accumulate_in_float32()
+    model = small_model()
+    Sharding(model, model.units(), torch.device("cpu"), torch.bfloat16, stage=0)
     tokens = torch.randint(70, (2, 32))
     for _ in range(3):
         model(tokens, tokens).backward()

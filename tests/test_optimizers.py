@@ -1,12 +1,25 @@
 """AdamW against torch's own, Muon against an SVD and against its rule written out for one matrix at a time."""
-import copy
-
 import pytest
 import torch
+from torch import nn
 from torch.nn import Parameter
 
-from nanochat.adamw import AdamW
-from nanochat.muon import Muon, orthogonalize, shape_scale
+from nanochat.adamw import DistAdamW
+from nanochat.muon import DistMuon, orthogonalize, shape_scale
+from nanochat.zero import Sharding
+
+
+def on_one_rank(params: dict[str, Parameter], dtype: torch.dtype = torch.float32) -> Sharding:
+    """The parameters as one unit, all of which this rank keeps."""
+    unit = nn.ParameterDict(params)
+    return Sharding(unit, [unit], torch.device("cpu"), dtype, stage=0)
+
+
+def apply(sharding: Sharding, *optimizers) -> None:
+    verdict = sharding.agree(torch.zeros(()))
+    for optimizer in optimizers:
+        optimizer.step(verdict)
+    sharding.gather()
 
 
 def test_adamw_equals_torchs_over_many_steps():
@@ -15,7 +28,9 @@ def test_adamw_equals_torchs_over_many_steps():
     start = [torch.randn(5, 3, generator=generator), torch.randn(7, generator=generator), torch.randn(1, generator=generator)]
     ours, theirs = ([Parameter(t.clone()) for t in start] for _ in range(2))
     ours[1].lr_mul, ours[1].wd_mul = 0.5, 3.0
-    optimizer = AdamW([{"params": {str(i): p}, "lr": 0.1 * (i + 1)} for i, p in enumerate(ours)], (0.8, 0.95), 1e-4, weight_decay=0.1)
+    sharding = on_one_rank({str(i): p for i, p in enumerate(ours)})
+    groups = [{"slices": [s], "lr": 0.1 * (i + 1)} for i, s in enumerate(sharding.slices)]
+    optimizer = DistAdamW(groups, betas=(0.8, 0.95), eps=1e-4, weight_decay=0.1)
     lrs, decays = (0.1, 0.2 * 0.5, 0.3), (0.1, 0.1 * 3.0, 0.1)
     oracle = torch.optim.AdamW(
         [{"params": [p], "lr": lr, "weight_decay": wd} for p, lr, wd in zip(theirs, lrs, decays)], betas=(0.8, 0.95), eps=1e-4
@@ -26,7 +41,7 @@ def test_adamw_equals_torchs_over_many_steps():
             b.grad = a.grad.clone()
         for group, other, lr in zip(optimizer.param_groups, oracle.param_groups, lrs):
             group["lr"], other["lr"] = group["initial_lr"] / (step + 1), lr / (step + 1)
-        optimizer.step()
+        apply(sharding, optimizer)
         oracle.step()
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
@@ -57,7 +72,8 @@ def test_muon_equals_its_rule_one_matrix_at_a_time():
     params["m2"].lr_mul, params["m4"].wd_mul = 0.25, 5.0
     plain = {name: p.data.clone() for name, p in params.items()}
     velocity = {name: torch.zeros_like(p) for name, p in plain.items()}
-    muon = Muon(params, lr=0.05, weight_decay=0.3)
+    sharding = on_one_rank(params)
+    muon = DistMuon(sharding, list(params), lr=0.05, weight_decay=0.3)
     for step in range(6):
         momentum = muon.param_groups[0]["momentum"] = 0.85 + 0.01 * step
         for p in params.values():
@@ -69,7 +85,7 @@ def test_muon_equals_its_rule_one_matrix_at_a_time():
             decay = 0.05 * getattr(p, "lr_mul", 1.0) * 0.3 * getattr(p, "wd_mul", 1.0)
             shrink = torch.where(update.sign() == plain[name].sign(), decay, 0.0)
             plain[name] = plain[name] - lr * update - shrink * plain[name]
-        muon.step()
+        apply(sharding, muon)
     for name, p in params.items():
         torch.testing.assert_close(p.data, plain[name], atol=2e-6, rtol=1e-5)
     assert shape_scale(16, 8) == 2**0.5 and shape_scale(8, 24) == 1
@@ -77,30 +93,26 @@ def test_muon_equals_its_rule_one_matrix_at_a_time():
 
 def test_bfloat16_parameters_follow_float32_masters():
     """Steps far below bfloat16's resolution must add up; the parameter is its master, rounded, after every step."""
-    ours = Parameter(torch.ones(4, 4))
-    optimizer = AdamW([{"params": {"p": ours}, "lr": 1e-4}])
-    matrix = Parameter(torch.ones(4, 4))
-    muon = Muon({"m": matrix}, lr=1e-4)
-    for p in (ours, matrix):
-        p.data = p.data.bfloat16()
-        p.grad_dtype = torch.float32
+    ours, matrix = Parameter(torch.ones(4, 4)), Parameter(torch.ones(4, 4))
+    sharding = on_one_rank({"p": ours, "m": matrix}, torch.bfloat16)
+    slices = {s.name: s for s in sharding.slices}
+    optimizers = DistAdamW([{"slices": [slices["p"]], "lr": 1e-4}]), DistMuon(sharding, ["m"], lr=1e-4)
     for _ in range(100):
         ours.grad, matrix.grad = torch.ones(4, 4), torch.eye(4)
-        optimizer.step()
-        muon.step()
-        assert torch.equal(ours, optimizer.masters["p"].bfloat16())
-        assert torch.equal(matrix, muon.masters[4, 4][0].bfloat16())
-    torch.testing.assert_close(optimizer.masters["p"], torch.full((4, 4), 0.99), atol=6e-6, rtol=0)  # 100 roundings of 6e-8
+        apply(sharding, *optimizers)
+        assert torch.equal(ours.flatten(), slices["p"].master.bfloat16())
+        assert torch.equal(matrix.flatten(), slices["m"].master.bfloat16())
+    torch.testing.assert_close(slices["p"].master, torch.full((16,), 0.99), atol=6e-6, rtol=0)  # 100 roundings of 6e-8
     assert ours.dtype == torch.bfloat16 and ours[0, 0] < 1, "a hundred steps of 1e-4 are visible in bfloat16 (spacing 0.004)"
     assert matrix[0, 0] < 1 and matrix[0, 1] == 1
 
 
 def test_float32_parameters_are_their_masters():
-    """No second copy: in float32 the optimizer updates the parameter's own memory."""
+    """No second copy: in float32 the optimizer updates the parameter's own memory, and gradients are let go."""
     matrix, vector = Parameter(torch.ones(4, 4)), Parameter(torch.ones(4))
-    muon, adamw = Muon({"m": matrix}, lr=0.1), AdamW([{"params": {"v": vector}, "lr": 0.1}])
-    assert muon.masters[4, 4][0].data_ptr() == matrix.data_ptr() and adamw.masters["v"].data_ptr() == vector.data_ptr()
+    sharding = on_one_rank({"m": matrix, "v": vector})
     matrix.grad, vector.grad = torch.eye(4), torch.ones(4)
-    before = copy.deepcopy(matrix.data)
-    muon.step()
-    assert not torch.equal(before, matrix.data)
+    for s, p in zip(sharding.slices, (matrix, vector)):
+        assert s.master.data_ptr() == p.data_ptr()
+    apply(sharding, DistMuon(sharding, ["m"], lr=0.1), DistAdamW([{"slices": sharding.slices[1:], "lr": 0.1}]))
+    assert matrix[0, 0] < 1 and vector[0] < 1 and matrix.grad is None and sharding.slices[0].grad is None
