@@ -144,6 +144,11 @@ def all_reduce_sum(tensor: Tensor) -> None:
         dist.all_reduce(tensor)
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """float64 for long sums, but for Apple GPUs, which have none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """
     The dtype of parameters and activations: `auto` is bfloat16 where the hardware multiplies it faster than

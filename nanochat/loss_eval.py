@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanochat.dataset import iter_texts, load_manifest
-from nanochat.distributed import all_reduce_sum, print0
+from nanochat.distributed import all_reduce_sum, print0, sum_dtype
 from nanochat.errors import UserError
 from nanochat.tinyworld import floor_bits
 from nanochat.tokenizer import Tokenizer
@@ -39,11 +39,6 @@ def counted_nats(model, inputs: Tensor, targets: Tensor, bytes_of: Tensor) -> tu
     target_bytes = bytes_of[targets.clamp(min=0)] * (targets >= 0)
     losses = model(inputs, targets, reduction="none") * (target_bytes > 0)  # (B, T)
     return tuple(values.sum(1, dtype=sum_dtype(inputs.device)) for values in (losses, target_bytes))
-
-
-def sum_dtype(device: torch.device) -> torch.dtype:
-    """float64 for long sums, but for Apple GPUs, which have none."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
-from nanochat.distributed import all_gather_single, reduce_scatter
+from nanochat.distributed import all_gather_single, reduce_scatter, sum_dtype
 from nanochat.errors import UserError
 from nanochat.ownership import Piece, Slice, equal_pieces, row_pieces
 
@@ -238,10 +238,13 @@ class Sharding:
         stop: this rank was asked to stop.
         """
         self.summed_gradients()
-        # Slices tile the gradient once per shard group: replicas would count it again.
-        squared = sum((torch.dot(s.grad, s.grad) for s in self.slices), torch.zeros((), device=self.device)) / self.replicas
-        sums = torch.stack([loss.detach().float(), torch.as_tensor(count, device=self.device).float(), squared])
-        bad = (~sums.isfinite().all()).float()  # NaN and Inf anywhere in the gradient make its norm so
+        # Slices tile the gradient once per shard group: replicas would count it again. Where clipping depends on it, the
+        # norm is summed in float64: in float32 its last digits, and so the run, would depend on how the gradient is cut.
+        exact = sum_dtype(self.device)
+        norms = [torch.linalg.vector_norm(s.grad, dtype=exact if grad_clip > 0 else torch.float32) for s in self.slices]
+        squared = sum((norm.to(exact).square() for norm in norms), torch.zeros((), dtype=exact, device=self.device)) / self.replicas
+        sums = torch.stack([loss.detach().to(exact), torch.as_tensor(count, dtype=exact, device=self.device), squared])
+        bad = (~sums.isfinite().all()).to(exact)  # NaN and Inf anywhere in the gradient make its norm so
         sums = torch.cat([sums, torch.stack([bad, bad.new_full((), float(stop))])])
         if self.world_size > 1:
             dist.all_reduce(sums)
@@ -252,7 +255,7 @@ class Sharding:
         for s in self.slices:
             # A product with zero would keep NaN: bad gradients are replaced, not scaled away.
             s.grad = torch.where(ok > 0, s.grad / divisor, 0.0)
-        return Verdict(ok, torch.stack([loss / count, norm, ok, stops]))
+        return Verdict(ok, torch.stack([loss / count, norm, ok, stops]).float())
 
     def gather(self) -> None:
         """

@@ -116,7 +116,7 @@ def rank_main(
     faulthandler.dump_traceback_later(timeout + 30, exit=True, file=dump)  # should the parent be gone by then
     try:
         os.environ.clear()  # the server's is that of the first call
-        os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
+        os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)})
         os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in dict(socket.if_nameindex()).values() else "lo0"
         torch.set_num_threads(1)
         function = importlib.import_module(module)

@@ -1,0 +1,299 @@
+"""The pretraining script on several ranks: one loss curve whatever the ranks and the stage, and no way to lose a run."""
+import contextlib
+import io
+import os
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import REPO
+from nanochat.make_dataset import make
+from nanochat.metrics import read_metrics
+from nanochat.tokenizer import train_tokenizer
+from ranks import run_on_ranks
+
+TINY = {"data": "sums", "depth": 1, "max_seq_len": 32, "device_batch_size": 2, "total_batch_size": 512, "num_iterations": 30, "compile": False,
+        "eval_tokens": 512, "sample_every": -1, "eval_every": -1, "dtype": "float32", "grad_clip": 1.0, "weight_decay": 0.1}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A base folder with a small data set and its tokenizer, for all tests: each trains under a tag of its own."""
+    folder = tmp_path_factory.mktemp("base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(folder))
+        (folder / "texts").mkdir()
+        for i in range(400):
+            (folder / "texts" / f"{i}.txt").write_text(f"Document {i} says that {i} plus {i} is {2 * i}, and that {i} minus one is {i - 1}.")
+        make(str(folder / "texts"), "sums")
+        train_tokenizer("sums", 400, 10**6, 10**4)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def in_base(base, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
+
+
+def arguments(tag: str, settings: dict) -> list[str]:
+    return [f"--{key}={value}" for key, value in (TINY | settings | {"model_tag": tag}).items()]
+
+
+def script(rank: int, world_size: int, args: list[str], patch: str) -> tuple[str, list[list[tuple]]]:
+    """scripts.base_train in this process. What it printed, and the rows of tokens of each forward pass with gradients."""
+    from nanochat import dataloader, gpt
+
+    rows, forward, loader = [], gpt.GPT.forward, dataloader.tokenizing_distributed_data_loader
+
+    def recorded(self, tokens, targets=None, reduction="mean"):
+        loss = forward(self, tokens, targets, reduction)
+        if torch.is_grad_enabled():
+            rows.append([tuple(row) for row in tokens.tolist()])
+            step = len(rows) - 1
+            if patch == "nan on the last rank in step 5" and step == 5 * 4 // world_size and rank == world_size - 1:
+                loss = loss * torch.tensor(float("nan"))
+            if patch == "nan from step 7 on" and step >= 7 * 4 // world_size * 2:
+                loss = loss * float("nan")
+            if patch == "the last rank fails in step 3" and step == 12 and rank == world_size - 1:
+                raise ArithmeticError("a bug on one rank")
+        return loss
+
+    def reversed_loader(*args, **settings):
+        batches = loader(*args, **settings)
+        while True:
+            yield from reversed([next(batches) for _ in range(settings.get("grad_accum_steps", 1))])
+
+    gpt.GPT.forward = recorded
+    if patch == "micro-steps in reverse":
+        dataloader.tokenizing_distributed_data_loader = reversed_loader
+    sys.argv = ["base_train", *args]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=False)
+    return printed.getvalue(), rows
+
+
+def train(world_size: int, tag: str, patch: str = "", **settings) -> tuple[str, list[list[list[tuple]]]]:
+    """A whole run on so many ranks: (what rank 0 printed, rows of tokens by rank and micro-step)."""
+    results = run_on_ranks(world_size, script, arguments(tag, settings), patch)
+    return results[0][0], [rows for _, rows in results]
+
+
+def folder(base: Path, tag: str) -> Path:
+    return base / "base_checkpoints" / tag
+
+
+def losses(base: Path, tag: str) -> dict[int, float]:
+    records = read_metrics(folder(base, tag) / "metrics.jsonl")
+    return {record["step"]: record["train/loss"] for record in records if "train/loss" in record}
+
+
+def difference(a: dict[int, float], b: dict[int, float]) -> float:
+    assert a.keys() == b.keys()
+    return max(abs(a[step] - b[step]) for step in a)
+
+
+def tensors(base: Path, tag: str, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, by file and name."""
+    files = (folder(base, tag) / f"step_{step:06d}").glob("*.safetensors")
+    return {f"{file.name} {name}": t for file in files for name, t in load_file(file).items()}
+
+
+def assert_same_checkpoint(base: Path, a: str, b: str, step: int) -> None:
+    first, second = tensors(base, a, step), tensors(base, b, step)
+    assert first.keys() == second.keys() and first
+    assert [name for name, t in first.items() if not torch.equal(t, second[name])] == []
+
+
+def rows_by_step(ranks: list[list[list[tuple]]], steps: int) -> list[list[tuple]]:
+    """All rows of tokens of each step, sorted: which rank had which is no matter."""
+    per_step = len(ranks[0]) // steps
+    return [sorted(row for rows in ranks for part in rows[step * per_step : (step + 1) * per_step] for row in part) for step in range(steps)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base):
+    """Two ranks, stage 2, forty steps: what interrupted runs are compared with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(base))
+        train(2, "undisturbed", num_iterations=40, save_every=4)
+    return "undisturbed"
+
+
+def test_one_two_and_four_ranks_draw_the_same_curve_on_every_stage(base):
+    """The same tokens in every step, and losses within 1e-4 over 30 steps: float32 sums in another order."""
+    expected = rows_by_step(train(1, "1")[1], 30)
+    one = losses(base, "1")
+    assert one[29] < one[0] - 1, "a curve that falls"
+    for world_size in (2, 4):
+        for stage in range(4):
+            tag = f"{world_size}-{stage}"
+            _, rows = train(world_size, tag, zero_stage=stage)
+            assert rows_by_step(rows, 30) == expected, tag
+            assert difference(losses(base, tag), one) < 1e-4, tag
+
+
+def test_bfloat16_differs_no_more_than_by_the_order_of_micro_steps(base):
+    """
+    Three times what reversing the micro-steps of one rank does. That is next to nothing (sums of bfloat16 gradients are
+    nearly exact in float32), so this holds only while nothing else depends on the cut, the norm that clips included.
+    """
+    train(1, "bf16", dtype="bfloat16")
+    train(1, "bf16-reversed", "micro-steps in reverse", dtype="bfloat16")
+    noise = max(difference(losses(base, "bf16"), losses(base, "bf16-reversed")), 4.8e-7)  # at least a loss's last bit
+    assert noise < 1e-3
+    for world_size, stage in ((2, 0), (2, 2), (4, 1), (2, 3)):
+        tag = f"bf16-{world_size}-{stage}"
+        train(world_size, tag, dtype="bfloat16", zero_stage=stage)
+        assert difference(losses(base, tag), losses(base, "bf16")) <= 3 * noise, tag
+
+
+@pytest.mark.parametrize("stage,dtype", [(2, "float32"), (2, "bfloat16"), (3, "float32"), (3, "bfloat16")])
+def test_two_ranks_stopped_and_resumed_are_the_run_that_was_not(base, stage, dtype):
+    """2N = N + stop + resume + N, bit for bit: weights, masters, moments, losses."""
+    straight, resumed = f"straight-{stage}-{dtype}", f"resumed-{stage}-{dtype}"
+    settings = dict(num_iterations=8, save_every=4, zero_stage=stage, dtype=dtype)
+    train(2, straight, **settings)
+    shutil.copytree(folder(base, straight) / "step_000004", folder(base, resumed) / "step_000004")
+    shutil.copy(folder(base, straight) / "metrics.jsonl", folder(base, resumed))
+    printed, _ = train(2, resumed, resume="auto", **settings)
+    assert "resuming from" in printed and "step 00004/" in printed and "step 00003/" not in printed
+    assert_same_checkpoint(base, straight, resumed, 8)
+    assert losses(base, straight) == losses(base, resumed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_moves_between_ranks_and_stages(base, dtype):
+    """2 ranks on stage 2, then 4 on stage 3, then 1: the float32 losses are those of the run that stayed, within 1e-4."""
+    settings = dict(num_iterations=12, save_every=4, dtype=dtype)
+    train(2, f"stayed-{dtype}", zero_stage=2, **settings)
+    before = f"stayed-{dtype}"
+    for world_size, stage, step in ((4, 3, 4), (1, 2, 8)):
+        tag = f"moved-{world_size}-{dtype}"
+        shutil.copytree(folder(base, before) / f"step_{step:06d}", folder(base, tag) / f"step_{step:06d}")
+        shutil.copy(folder(base, before) / "metrics.jsonl", folder(base, tag))
+        printed, _ = train(world_size, tag, zero_stage=stage, resume="auto", **settings)
+        assert f"with another zero_stage: {2 if stage == 3 else 3} before" in printed
+        before = tag
+    limit = 1e-4 if dtype == "float32" else 0.03
+    assert difference(losses(base, before), losses(base, f"stayed-{dtype}")) < limit
+
+
+def test_a_bad_step_is_nobodys_update_and_many_stop_the_run(base):
+    """A NaN on one of two ranks: both skip that step, count it, and go on; a run of them stops with a way back."""
+    printed, _ = train(2, "nan", "nan on the last rank in step 5", num_iterations=8, save_every=4)
+    assert "step 00002: skipped on every rank" in printed and printed.count("skipped on every rank") == 1
+    records = {record["step"]: record for record in read_metrics(folder(base, "nan") / "metrics.jsonl")}
+    assert [step for step in records if "train/loss" not in records[step]] == [2] and records[2]["train/skipped"] == 1
+    assert all(t.isfinite().all() for t in tensors(base, "nan", 8).values() if t.is_floating_point())
+    with pytest.raises(Exception, match=r"not finite in 3 steps in a row, up to step \d+; the last checkpoint is .*step_0000"):
+        train(2, "nans", "nan from step 7 on", num_iterations=40, save_every=2, max_bad_steps=3)
+
+
+# ---- Real kills, under torchrun
+
+class Job:
+    """torchrun with two ranks of the script, its output in a file."""
+
+    def __init__(self, log: Path, tag: str, launcher: tuple[str, ...] = (), **settings):
+        self.log = log
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher, "-m", "scripts.base_train",
+             "--", *arguments(tag, settings)],
+            cwd=REPO, stdout=open(log, "w"), stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, pattern: str, timeout: float = 120) -> None:
+        deadline = time.monotonic() + timeout
+        while not re.search(pattern, self.text()):
+            assert time.monotonic() < deadline and self.process.poll() is None, f"{pattern} never came:\n{self.text()}"
+            time.sleep(0.01)
+
+    def worker(self, rank: int) -> int:
+        """The process of a rank; the newest one, should there have been others."""
+        children = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout.split()
+        for pid in sorted(map(int, children), reverse=True):
+            with contextlib.suppress(OSError):
+                if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes() + b"\0":
+                    return pid
+        raise AssertionError(f"no process of rank {rank}: {self.text()}")
+
+    def end(self, timeout: float = 120) -> int:
+        return self.process.wait(timeout)
+
+
+def test_a_killed_rank_ends_the_job_and_torchrun_brings_it_back(base, tmp_path, undisturbed):
+    """SIGKILL of rank 1 in mid-step: with --max-restarts the same command finishes, and matches the undisturbed run."""
+    job = Job(tmp_path / "log", "killed", ("--max-restarts=1",), num_iterations=40, save_every=4)
+    job.wait_for("saved .*step_000012(?s:.*)step 00013/")
+    os.kill(job.worker(1), signal.SIGKILL)
+    assert job.end() == 0, job.text()
+    assert re.search(r"resuming from .*step_0000(12|16|20|24|28|32|36)", job.text())
+    assert_same_checkpoint(base, undisturbed, "killed", 40)
+    assert losses(base, undisturbed) == losses(base, "killed")
+
+
+def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, undisturbed):
+    """SIGKILL of everything when a save has begun; the newest checkpoint is then damaged as well, named and passed over."""
+    job = Job(tmp_path / "log", "saving", num_iterations=40, save_every=4)
+    job.wait_for("saved .*step_000008")
+    deadline = time.monotonic() + 60
+    while not list(folder(base, "saving").glob(".step_0000*/*")) and time.monotonic() < deadline:
+        pass  # the moment in which files of the next checkpoint are being written
+    for pid in (job.worker(0), job.worker(1), job.process.pid):
+        os.kill(pid, signal.SIGKILL)
+    job.end()
+    newest = max(folder(base, "saving").glob("step_*"))
+    shard = newest / "optimizer_rank_00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    printed, _ = train(2, "saving", resume="auto", num_iterations=40, save_every=4)
+    assert f"warning: {newest}: optimizer_rank_00001.safetensors does not match its checksum" in printed
+    assert "resuming from" in printed and not list(folder(base, "saving").glob(".step*"))
+    assert_same_checkpoint(base, undisturbed, "saving", 40)
+
+
+def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturbed):
+    """To the launcher, as schedulers do: every worker exits 0 with a checkpoint of the step it was in."""
+    job = Job(tmp_path / "log", "stopped", num_iterations=40, save_every=-1)
+    job.wait_for("step 00010/")
+    job.process.send_signal(signal.SIGTERM)
+    job.end()  # torchrun's own status is 1
+    step = int(re.search(r"stopped after step (\d+); --resume=auto continues", job.text())[1])
+    assert 10 < step < 40 and "exitcode" not in job.text(), job.text()
+    assert [path.name for path in folder(base, "stopped").glob("step_*")] == [f"step_{step:06d}"]
+    train(2, "stopped", resume="auto", num_iterations=40, save_every=-1)
+    assert_same_checkpoint(base, undisturbed, "stopped", 40)
+    assert losses(base, undisturbed) == losses(base, "stopped")
+
+
+def test_ctrl_c_in_one_process_saves_too(base, tmp_path):
+    process = subprocess.Popen([sys.executable, "-m", "scripts.base_train", *arguments("alone", dict(num_iterations=2000))],
+                               cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    for line in process.stdout:
+        if line.startswith("step 00003/"):
+            process.send_signal(signal.SIGINT)
+            break
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and re.search(r"saved .*step_0000\d\d\n", printed) and "--resume=auto continues" in printed, printed
+
+
+def test_a_rank_that_fails_shows_its_own_traceback_first_and_ends_the_job(base, tmp_path):
+    """Through the harness: the first failure is the rank's own error, within seconds, not a hang of the others."""
+    began = time.monotonic()
+    with pytest.raises(ArithmeticError, match="a bug on one rank"):
+        train(2, "buggy", "the last rank fails in step 3", num_iterations=40)
+    assert time.monotonic() - began < 60
