@@ -1,7 +1,10 @@
 """What a user can cause and act on is said in one line; everything else keeps its traceback."""
 import errno
 import os
+import signal
 import sys
+import time
+import traceback
 from types import TracebackType
 
 # Operating-system refusals that the user, not the program, has to mend.
@@ -46,13 +49,21 @@ def one_line(error: BaseException, config: dict | None = None) -> str | None:
 def install_one_line_errors(config: dict | None = None) -> None:
     """From here on an uncaught error that `one_line` knows ends the process with that line and exit code 1.
     NANOCHAT_TRACEBACK=1 shows the traceback as well."""
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        line = one_line(error, config)
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        line, rank = one_line(error, config), os.environ.get("RANK")
+        out = sys.__stderr__  # torch's own hook, around this one, holds back what goes to sys.stderr until it is over
+        if line is not None and rank not in (None, "0"):
+            # What every rank found wrong is said once: rank 0 speaks first, and torchrun ends those that still wait.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(3)
         if line is None or os.environ.get("NANOCHAT_TRACEBACK") == "1":
-            previous(kind, error, traceback)
+            print(f"rank {rank}:" if rank else "", end="\n" if rank else "", file=out)
+            traceback.print_exception(kind, error, trace, file=out)
         if line is not None:
-            print(f"error: {line}", file=sys.stderr)
+            print(f"error: {line}" + f" (rank {rank})" * (rank not in (None, "0")), file=out)
+        if rank is not None:  # among several ranks, an orderly end could wait for one that will never answer
+            sys.stdout.flush()
+            out.flush()
+            os._exit(1)
 
     sys.excepthook = hook

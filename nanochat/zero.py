@@ -26,7 +26,7 @@ from nanochat.distributed import all_gather_single, reduce_scatter, sum_dtype
 from nanochat.errors import UserError
 from nanochat.ownership import Piece, Slice, equal_pieces, row_pieces
 
-MAX_IN_FLIGHT = 2  # units on stage 2 whose whole gradients wait for their collective
+MAX_IN_FLIGHT = 2  # units whose whole gradients are on their way at once on stage 2
 
 
 @dataclass
@@ -188,9 +188,9 @@ class Sharding:
         """Called by the backward pass for each parameter."""
         bucket.computed += 1
         if self.sending and bucket.computed == len(bucket.params):
-            self.send(bucket)
-            while self.stage == 2 and len(self.in_flight) > MAX_IN_FLIGHT:
+            while self.stage == 2 and len(self.in_flight) >= MAX_IN_FLIGHT:
                 self.receive()
+            self.send(bucket)
 
     def send(self, bucket: Bucket) -> None:
         """Start the sum over ranks of a bucket's gradients: over the shard group, where each rank gets its own slice."""

@@ -100,17 +100,11 @@ rank0_first(ensure_dataset, data)
 tokenizer = rank0_first(ensure_tokenizer, data)
 token_bytes = tokenizer.token_bytes()
 
-# ---- Model: weights are drawn in float32 on every rank alike; then each rank keeps of it what its stage asks for
+# ---- Model: its shapes first, without memory, so that wrong settings are found at once
 model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, kv_group)
-model = GPT(model_config)
-model.init_weights(seed)
-model.to(device)
-model.activation_checkpointing = activation_checkpointing
+with torch.device("meta"):
+    model = GPT(model_config)
 parameters, flops_per_token = sum(p.numel() for p in model.parameters()), model.estimate_flops()
-sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, max(shard_size, 0), getattr(torch, reduce_dtype))
-adamw, muon = optimizers = model.setup_optimizers(sharding, unembedding_lr, embedding_lr, matrix_lr, weight_decay)
-if compiling:
-    model.compile_blocks()
 
 # ---- Where to start: rank 0 decides, so that no rank can see other files than another
 checkpoints = checkpoint_dir("base", model_tag or f"d{depth}")
@@ -140,6 +134,15 @@ print0(
     f"mfu: of {peak / 1e12:,.2f} TFLOP/s per rank ({peak_source}); at that rate the run would take "
     f"{minutes(num_iterations * total_batch_size * flops_per_token / (peak * world_size))}"
 )
+
+# ---- Weights: drawn in float32 on every rank alike; then each rank keeps of them what its stage asks for
+model.to_empty(device=device)
+model.init_weights(seed)
+model.activation_checkpointing = activation_checkpointing
+sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, max(shard_size, 0), getattr(torch, reduce_dtype))
+adamw, muon = optimizers = model.setup_optimizers(sharding, unembedding_lr, embedding_lr, matrix_lr, weight_decay)
+if compiling:
+    model.compile_blocks()
 
 # ---- Resume, exactly: weights, masters, moments, random states, place in the data, smoothed loss
 step, data_state, metrics_state = 0, None, None

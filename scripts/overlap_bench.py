@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from nanochat.zero import Sharding
 depth = 8                   # layers; the width (64 per layer) and the heads follow from it
 vocab_size = 512            # tokens; few, so that nearly all parameters are in the blocks
 max_seq_len = 256           # tokens per row
-device_batch_size = 4       # rows per rank; one micro-step
+device_batch_size = 8       # rows per rank; one micro-step
 zero_stage: Literal[0, 1, 2] = 2  # 0: gradients are all-reduced, 1 and 2: reduce-scattered, and parameters gathered
 # ---- Link
 communication = 0.65        # time that communication adds if nothing overlaps, in backward passes; the rate follows from it
@@ -59,7 +59,8 @@ if "RANK" not in os.environ:
         sys.exit(print(f"skipped: no network namespaces with a throttled link here ({allowed.stderr.strip()})"))
     if len(os.sched_getaffinity(0)) < 2:
         raise UserError("overlap_bench needs two cores: on one, the ranks disturb each other")
-    os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="10.0.0.1", MASTER_PORT="29500", OMP_NUM_THREADS="1")
+    os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="10.0.0.1", MASTER_PORT="29500")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # addresses have no names here, and torch would warn
     os.execvp(OWN_NETWORK[0], [*OWN_NETWORK, sys.executable, "-m", "scripts.overlap_bench", *sys.argv[1:]])
 
 # ---- The link: rank 0 starts rank 1, whose network is again one of its own; rank 1 lays the link and hands over an end
@@ -92,13 +93,26 @@ tokens = torch.randint(vocab_size, (device_batch_size, max_seq_len + 1), generat
 inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+class Round(NamedTuple):
+    """Seconds: of a step with overlap, of one without, of one without on the unthrottled link, of its backward pass."""
+
+    on: float
+    off: float
+    unthrottled: float
+    backward: float
+
+    def added(self) -> float:
+        """By communication that does not overlap, in backward passes."""
+        return (self.off - self.unthrottled) / self.backward
+
+    def hidden(self) -> float:
+        """Of what a backward pass could hide of it."""
+        return (self.off - self.on) / min(self.off - self.unthrottled, self.backward)
+
+
 def throttle(bits_per_second: float | None) -> None:
     """Both ends of the link send at this rate; None: as fast as they can."""
-    if bits_per_second:
-        run(f"tc qdisc replace dev {end} root tbf rate {bits_per_second:.0f}bit {TBF}")
-    elif throttle.rate:
-        run(f"tc qdisc del dev {end} root")
-    throttle.rate = bits_per_second
+    run(f"tc qdisc replace dev {end} root " + (f"tbf rate {bits_per_second:.0f}bit {TBF}" if bits_per_second else "noqueue"))
 
 
 def bytes_sent() -> int:
@@ -133,28 +147,27 @@ def one_step(overlap: bool) -> tuple[float, float]:
     return slower_rank(time.perf_counter() - start, backward_end - forward_end)
 
 
-def one_round(rate: float) -> tuple[float, float, float, float]:
-    """Seconds: of a step with overlap, of one without, of one without on the unthrottled link, of its backward pass."""
+def one_round() -> Round:
     throttle(rate)
     on, _ = one_step(overlap=True)
     off, _ = one_step(overlap=False)
     throttle(None)
     unthrottled, backward = one_step(overlap=False)
-    return on, off, unthrottled, backward
+    times = Round(on, off, unthrottled, backward)
+    print0(*(f"{1e3 * seconds:12.0f}" for seconds in times), f"{times.added():12.2f} {times.hidden():12.2f}")
+    return times
 
 
 # ---- Set the rate: first from the bytes of a step, then from the time that they add
-throttle.rate = None
-for _ in range(2):
+for _ in range(2):  # the first has the allocations in it
     before = bytes_sent()
     _, backward = one_step(overlap=False)
     sent = bytes_sent() - before
 rate, = slower_rank(8 * sent / (communication * backward))
 print0(f"{sum(p.numel() for p in model.parameters()):,} parameters, stage {zero_stage}: each rank sends {sent / 1e6:.0f} MB a step")
-for _ in range(warmup_rounds):
-    _, off, unthrottled, backward = one_round(rate)
-    rate *= max((off - unthrottled) / (communication * backward), 0.2)
-    print0(f"communication adds {(off - unthrottled) / backward:.2f} of the backward pass; the rate becomes {rate / 1e6:,.0f} Mbit/s")
+print0(*(f"{title:>12}" for title in ("overlapping", "not", "unthrottled", "backward ms", "added", "hidden")))
+correction = statistics.median(one_round().added() for _ in range(warmup_rounds)) / communication
+rate *= min(max(correction, 0.5), 2)  # communication that hides in both, as behind Muon's products; not a machine that hiccuped
 
 # ---- Is the link what it says? Each of two ranks sends a tensor once to all-reduce it
 throttle(rate)
@@ -162,16 +175,17 @@ x = torch.zeros(8 * 2**20 // 4)
 dist.barrier()
 before, start = bytes_sent(), time.perf_counter()
 dist.all_reduce(x)
-print0(f"an all-reduce of 8 MB gets {8 * (bytes_sent() - before) / (time.perf_counter() - start) / rate:.2f} of that rate")
+achieved = 8 * (bytes_sent() - before) / (time.perf_counter() - start)
+print0(f"the link is set to {rate / 1e6:,.0f} Mbit/s; an all-reduce of 8 MB gets {achieved / 1e6:,.0f}")
 
 # ---- Measure: in turn, so that a machine that drifts does so under all of them
-rounds = [one_round(rate) for _ in range(num_rounds)]
-hidden = [(off - on) / min(off - unthrottled, backward) for on, off, unthrottled, backward in rounds]
-on, off, unthrottled, backward = (statistics.median(column) for column in zip(*rounds))
-print0(f"medians of {num_rounds}, in ms: backward pass {1e3 * backward:.0f}; step unthrottled {1e3 * unthrottled:.0f}, "
-       f"throttled without overlap {1e3 * off:.0f}, with overlap {1e3 * on:.0f}")
-print0(f"communication is {(off - unthrottled) / backward:.2f} of the backward pass")
-print0(f"hidden: {statistics.median(hidden):.2f} of it (median of {num_rounds}; {min(hidden):.2f} to {max(hidden):.2f})")
+rounds = [one_round() for _ in range(num_rounds)]
+median = Round(*(statistics.median(column) for column in zip(*rounds)))
+hidden = sorted(times.hidden() for times in rounds)
+print0(f"medians of {num_rounds}, ms: backward {1e3 * median.backward:.0f}; step on the unthrottled link {1e3 * median.unthrottled:.0f}, "
+       f"on the throttled one {1e3 * median.off:.0f}, with overlap {1e3 * median.on:.0f}")
+print0(f"communication adds {median.added():.2f} backward passes; overlap hides {statistics.median(hidden):.2f} of it "
+       f"(median of {num_rounds}, {hidden[0]:.2f} to {hidden[-1]:.2f}; from the medians above {median.hidden():.2f})")
 compute_cleanup()
 if rank == 0:
     other.wait()
