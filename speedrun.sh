@@ -18,7 +18,7 @@ if [ "$gpus" -ge 1 ]; then
     model=(--max_seq_len=2048 --total_batch_size=524288 --save_every=1000 --keep_last=2)
     memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n | head -1)  # MiB
     if [ "$gpus" -ge 8 ]; then
-        launch=(torchrun --standalone --nproc_per_node=8 -m) model+=(--device_batch_size=32)
+        launch=(torchrun --standalone --nproc_per_node=8 --max-restarts=3 --shutdown-timeout=300 -m) model+=(--device_batch_size=32)
     else
         # One GPU: a smaller model, and as many rows at a time as its memory holds.
         launch=(python -m) shards=70 depth=12

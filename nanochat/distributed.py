@@ -11,7 +11,7 @@ from nanochat.errors import UserError
 
 DEVICE_TYPES = ("cuda", "mps", "cpu")
 # How long a rank waits for the others: rank 0 may be making data or every rank compiling, until training runs.
-SETUP_TIMEOUT, TRAINING_TIMEOUT = timedelta(minutes=30), timedelta(minutes=5)
+SETUP_TIMEOUT, TRAINING_TIMEOUT = timedelta(minutes=60), timedelta(minutes=10)
 
 # torch 2.13 renamed the collectives on single tensors, and warns of the older names.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

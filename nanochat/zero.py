@@ -95,20 +95,20 @@ class Sharding:
     from then on gives each rank its `slices` to update, brings their gradients and shares what became of them.
 
     units: the modules whose parameters travel together, in the order of the forward pass; they hold all parameters.
-    shard_size: ranks of a shard group, 0 for all; the others are replicas. reduce_dtype: of gradients on their way.
+    shard_size: ranks of a shard group, -1 for all; the others are replicas. reduce_dtype: of gradients on their way.
     overlap=False sends only when nothing computes (to measure what overlapping is worth).
     """
 
     def __init__(
         self, model: nn.Module, units: list[nn.Module], device: torch.device, dtype: torch.dtype, stage: int,
-        shard_size: int = 0, reduce_dtype: torch.dtype = torch.float32, overlap: bool = True,
+        shard_size: int = -1, reduce_dtype: torch.dtype = torch.float32, overlap: bool = True,
     ):
         self.model, self.model_class, self.units, self.device = model, type(model), units, device
         self.dtype, self.reduce_dtype, self.stage, self.overlap = dtype, reduce_dtype, stage, overlap
         if stage == 3 and not dist.is_initialized():  # fully_shard wants a process group, be it of one
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.shards = 1 if stage == 0 else shard_size or self.world_size
+        self.shards = 1 if stage == 0 else shard_size if shard_size > 0 else self.world_size
         if self.world_size % self.shards:
             raise UserError(f"shard_size={shard_size} does not divide the {self.world_size} ranks")
         self.replicas, (self.replica, self.shard_rank) = self.world_size // self.shards, divmod(self.rank, self.shards)

@@ -89,7 +89,7 @@ if seed < 0:
 if num_iterations == 0:
     raise UserError("num_iterations=0 trains nothing; set the steps, or -1 for the other horizons")
 require_fraction(config, "warmup_ratio", "warmdown_ratio", "final_lr_frac")
-require_positive(config, "depth", "kv_group", "max_seq_len", "device_batch_size", "eval_tokens")
+require_positive(config, "depth", "kv_group", "max_seq_len", "device_batch_size", "eval_tokens", "max_bad_steps")
 ddp, rank, local_rank, world_size, device = compute_init(device_type)
 model_dtype = compute_dtype(dtype, device)
 compiling = set_compile(compile, device.type)
@@ -139,7 +139,7 @@ print0(
 model.to_empty(device=device)
 model.init_weights(seed)
 model.activation_checkpointing = activation_checkpointing
-sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, max(shard_size, 0), getattr(torch, reduce_dtype))
+sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, getattr(torch, reduce_dtype))
 adamw, muon = optimizers = model.setup_optimizers(sharding, unembedding_lr, embedding_lr, matrix_lr, weight_decay)
 if compiling:
     model.compile_blocks()
@@ -183,7 +183,7 @@ while True:
         validation.close()
     if sample_every > 0 and (last_step or step > 0 and step % sample_every == 0):
         metrics.pause()
-        whole_model = sharding.whole_model()  # on rank 0
+        whole_model = sharding.whole_model()  # on rank 0; on stage 3 its parameters are gathered for this
         with eagerly():
             for prompt, _ in PROMPTS if rank == 0 else ():
                 print0(f"  {prompt}{sample(whole_model, tokenizer, prompt, max_tokens=24)}")

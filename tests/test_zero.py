@@ -63,7 +63,7 @@ def row_gradients(step: int, dyadic: bool) -> dict[str, Tensor]:
     return {name: draw((ROWS, *p.shape)) for name, p in Model().named_parameters()}
 
 
-def sharded_run(rank: int, world_size: int, stage: int, dtype: torch.dtype, dyadic: bool, shard_size: int = 0, **settings) -> dict:
+def sharded_run(rank: int, world_size: int, stage: int, dtype: torch.dtype, dyadic: bool, shard_size: int = -1, **settings) -> dict:
     """Ten steps through the real thing. Returns the whole parameters and norms after every step, and which steps were applied."""
     model = Model()
     sharding = Sharding(model, list(model.parts), torch.device("cpu"), dtype, stage, shard_size)
