@@ -1,0 +1,119 @@
+"""
+Conversations and their tokens: what a dialogue looks like to the model, and which of its tokens are trained.
+
+    {"messages": [{"role": "user", "content": "What is 12 * 3?"},
+                  {"role": "assistant", "content": [{"type": "python", "text": "12 * 3"},
+                                                    {"type": "python_output", "text": "36"},
+                                                    {"type": "text", "text": "It is 36."}]}]}
+
+User and assistant take turns, the user first; a system message may come before them and joins the first user turn.
+"""
+from typing import Any, NamedTuple
+
+from nanochat.errors import UserError
+from nanochat.tokenizer import Tokenizer
+
+ROLES = ("system", "user", "assistant")
+# Kind of part -> the special tokens around it, and whether the assistant is the one who writes it.
+PARTS = {
+    "text": ("", "", True),
+    "python": ("<|python_start|>", "<|python_end|>", True),
+    "python_output": ("<|output_start|>", "<|output_end|>", False),
+}
+
+Conversation = dict[str, Any]
+
+
+class Rendered(NamedTuple):
+    ids: list[int]
+    mask: list[int]     # 1 for what the assistant writes, its <|assistant_end|> included; 0 for all that is only read
+    cut: int            # messages left out because the conversation would not fit
+
+
+def check_conversation(conversation: Conversation, where: str = "conversation") -> None:
+    """UserError, beginning with `where`, for anything that `render` would not take."""
+
+    def require(condition: bool, problem: str) -> None:
+        if not condition:
+            raise UserError(f"{where}: {problem}")
+
+    require(isinstance(conversation, dict) and isinstance(conversation.get("messages"), list), 'expected {"messages": [...]}')
+    messages = conversation["messages"]
+    for number, message in enumerate(messages, 1):
+        require(isinstance(message, dict) and "role" in message and "content" in message, f"message {number} needs a role and a content")
+        role, content = message["role"], message["content"]
+        require(role in ROLES, f"message {number} has role {role!r}; expected one of {', '.join(ROLES)}")
+        if isinstance(content, list):
+            require(role == "assistant", f"message {number}: only the assistant's content may have parts")
+            for part in content:
+                fine = isinstance(part, dict) and part.get("type") in PARTS and isinstance(part.get("text"), str)
+                require(fine, f"message {number} has the part {part!r:.80}; expected a type ({', '.join(PARTS)}) and a text")
+        else:
+            require(isinstance(content, str), f"message {number}: its content is neither text nor a list of parts")
+    turns = [message["role"] for message in messages]
+    if turns[:1] == ["system"]:
+        turns = turns[1:]
+    require("system" not in turns, "a system message can only come first")
+    require(bool(turns), "there are no messages of user and assistant")
+    expected = ["user", "assistant"] * len(turns)
+    wrong = next((i for i, (turn, should) in enumerate(zip(turns, expected)) if turn != should), None)
+    require(wrong is None, f"user and assistant must take turns, the user first: {' '.join(turns)}")
+
+
+def render(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int | None = None) -> Rendered:
+    """
+    The tokens of a conversation that begins with <|bos|>, for training. Beyond max_tokens it is cut before the user's
+    turn that would not fit with its answer; nothing is left (no ids) where not even the first exchange fits.
+    """
+    ids, mask = [tokenizer.get_bos_token_id()], [0]
+    fits = 1, 0  # tokens and messages up to the last answer that fits
+    messages = joined(conversation["messages"])
+    for number, message in enumerate(messages, 1):
+        for text_ids, trained in pieces(tokenizer, message):
+            ids += text_ids
+            mask += [int(trained)] * len(text_ids)
+        if max_tokens is not None and len(ids) > max_tokens:
+            break
+        if message["role"] == "assistant":
+            fits = len(ids), number
+    end, kept = fits if fits[1] else (0, 0)
+    return Rendered(ids[:end], mask[:end], len(messages) - kept)
+
+
+def render_prompt(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
+    """The tokens up to where the assistant has to write: an answer at the end of the conversation is left out."""
+    messages = joined(conversation["messages"])
+    if messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    ids = [tokenizer.get_bos_token_id()]
+    for message in messages:
+        for text_ids, _ in pieces(tokenizer, message):
+            ids += text_ids
+    return ids + [tokenizer.encode_special("<|assistant_start|>")]
+
+
+def joined(messages: list[dict]) -> list[dict]:
+    """The messages, a system message put in front of the first user's."""
+    if messages[0]["role"] != "system":
+        return messages
+    system, user, *rest = messages
+    return [{"role": "user", "content": f"{system['content']}\n\n{user['content']}"}, *rest]
+
+
+def pieces(tokenizer: Tokenizer, message: dict):
+    """(ids, whether they are trained) of a message's parts in order, its special tokens around them."""
+    role, content = message["role"], message["content"]
+    yield [tokenizer.encode_special(f"<|{role}_start|>")], False
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        start, end, written = PARTS[part["type"]]
+        ids = tokenizer.encode(part["text"])
+        if start:
+            ids = [tokenizer.encode_special(start), *ids, tokenizer.encode_special(end)]
+        yield ids, role == "assistant" and written
+    yield [tokenizer.encode_special(f"<|{role}_end|>")], role == "assistant"
+
+
+def visible_text(conversation: Conversation) -> str:
+    """What the assistant says in its last message, without what it tells the tool and hears from it."""
+    content = conversation["messages"][-1]["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content if part["type"] == "text")
