@@ -1,4 +1,4 @@
-"""A function on several ranks: real processes joined by gloo, which end in any case."""
+"""A function on several ranks: real processes joined by gloo, or by NCCL where there is a GPU for each, which end in any case."""
 import faulthandler
 import importlib
 import multiprocessing
@@ -105,6 +105,11 @@ def text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
+def device_of(rank: int, world_size: int) -> torch.device:
+    """A GPU for each rank where there are so many, else the CPU for all."""
+    return torch.device("cuda", rank) if torch.cuda.device_count() >= world_size else torch.device("cpu")
+
+
 def rank_main(
     rank: int, world_size: int, module: str, name: str, args: bytes,
     environment: dict, timeout: float, folder: str, report: Connection,
@@ -122,8 +127,11 @@ def rank_main(
         function = importlib.import_module(module)
         for part in name.split("."):
             function = getattr(function, part)
+        device = device_of(rank, world_size)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         dist.init_process_group(
-            "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size, timeout=timedelta(seconds=2 * timeout)
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size, timeout=timedelta(seconds=2 * timeout)
         )
         outcome = pickle.dumps(function(rank, world_size, *pickle.loads(args)))
         if dist.is_initialized():

@@ -22,7 +22,8 @@ from nanochat.tokenizer import train_tokenizer
 from ranks import run_on_ranks
 
 TINY = {"data": "sums", "depth": 1, "max_seq_len": 32, "device_batch_size": 2, "total_batch_size": 512, "num_iterations": 30, "compile": False,
-        "eval_tokens": 512, "sample_every": -1, "eval_every": -1, "dtype": "float32", "grad_clip": 1.0, "weight_decay": 0.1}
+        "eval_tokens": 512, "sample_every": -1, "eval_every": -1, "dtype": "float32", "grad_clip": 1.0, "weight_decay": 0.1,
+        "device_type": "cuda" if torch.cuda.device_count() >= 4 else "cpu"}
 
 
 @pytest.fixture(scope="module")

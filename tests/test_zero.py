@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ranks import run_on_ranks
+from ranks import device_of, run_on_ranks
 
 from nanochat.adamw import DistAdamW
 from nanochat.muon import DistMuon, orthogonalize, shape_scale
@@ -65,19 +65,20 @@ def row_gradients(step: int, dyadic: bool) -> dict[str, Tensor]:
 
 def sharded_run(rank: int, world_size: int, stage: int, dtype: torch.dtype, dyadic: bool, shard_size: int = -1, **settings) -> dict:
     """Ten steps through the real thing. Returns the whole parameters and norms after every step, and which steps were applied."""
-    model = Model()
-    sharding = Sharding(model, list(model.parts), torch.device("cpu"), dtype, stage, shard_size)
-    adamw = DistAdamW([{"slices": [s for s in sharding.slices if s.name in names_of(model, "adamw")], "lr": LR}], weight_decay=DECAY)
+    device = device_of(rank, world_size)
+    model = Model().to(device)
+    sharding = Sharding(model, list(model.parts), device, dtype, stage, shard_size)
+    adamw = DistAdamW([{"slices": [s for s in sharding.slices if s.name in names_of(model, "adamw")], "lr": LR}], device, weight_decay=DECAY)
     optimizers = [adamw, DistMuon(sharding, names_of(model, "muon"), LR, DECAY, MOMENTUM)]
     whole, norms, applied, losses = [], [], [], []
     for step in range(STEPS):
         rows = row_gradients(step, dyadic)
         share = ROWS // world_size // MICRO_STEPS
-        loss_sum = torch.zeros(())
+        loss_sum = torch.zeros((), device=device)
         for micro_step in range(MICRO_STEPS):
             first = (micro_step * world_size + rank) * share
             with sharding.micro_step(last=micro_step == MICRO_STEPS - 1):
-                loss = model({name: g[first : first + share].sum(0) for name, g in rows.items()})
+                loss = model({name: g[first : first + share].sum(0).to(device) for name, g in rows.items()})
                 if (step, rank, micro_step) == settings.get("bad"):
                     loss = loss * float("nan") if world_size > 1 else loss * float("inf")
                 loss.backward()  # sums, divided by the rows of all ranks when they agree
@@ -92,7 +93,7 @@ def sharded_run(rank: int, world_size: int, stage: int, dtype: torch.dtype, dyad
         applied.append(bool(verdict.ok))
         unchanged = all(torch.equal(a, b) for a, b in zip(before, state_of(sharding, optimizers)))
         assert unchanged != applied[-1], "a step that is not applied leaves every master, moment and counter as it was"
-        whole.append({name: tensor.clone() for name, tensor in sharding.whole_tensors()})
+        whole.append({name: tensor.to("cpu", copy=True) for name, tensor in sharding.whole_tensors()})
     return {"whole": whole, "norms": norms, "applied": applied, "losses": losses}
 
 
