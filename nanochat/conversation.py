@@ -112,8 +112,3 @@ def pieces(tokenizer: Tokenizer, message: dict):
         yield ids, role == "assistant" and written
     yield [tokenizer.encode_special(f"<|{role}_end|>")], role == "assistant"
 
-
-def visible_text(conversation: Conversation) -> str:
-    """What the assistant says in its last message, without what it tells the tool and hears from it."""
-    content = conversation["messages"][-1]["content"]
-    return content if isinstance(content, str) else "".join(part["text"] for part in content if part["type"] == "text")

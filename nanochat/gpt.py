@@ -123,13 +123,14 @@ class Block(nn.Module):
 class Head(nn.Linear):
     """What turns hidden states into logits, or with targets into the loss."""
 
-    def forward(self, x: Tensor, targets: Tensor | None, vocab_size: int, reduction: str) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None, weights: Tensor | None, vocab_size: int, reduction: str) -> Tensor:
         if targets is None:
             return cap(x @ self.weight.T, vocab_size, LOGIT_SOFTCAP)[..., :vocab_size]
         if reduction == "none":
             losses = token_losses(x.flatten(0, 1), self.weight, targets.flatten(), vocab_size, LOGIT_SOFTCAP)
             return losses.view(targets.shape)
-        loss = softcapped_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten(), vocab_size, LOGIT_SOFTCAP)
+        weights = None if weights is None else weights.flatten()
+        loss = softcapped_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten(), vocab_size, LOGIT_SOFTCAP, weights)
         return loss / (targets >= 0).sum() if reduction == "mean" else loss
 
 
@@ -179,13 +180,15 @@ class GPT(nn.Module):
         return norm(x)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, reduction: Literal["mean", "sum", "none"] = "mean"
+        self, tokens: Tensor, targets: Tensor | None = None, reduction: Literal["mean", "sum", "none"] = "mean",
+        weights: Tensor | None = None,
     ) -> Tensor:
         """
         Without targets: logits (B, T, vocab_size), float32. With targets (B, T), −1 where there is none: the loss
         in nats as one number, mean or sum over the targets, or with "none" of each target (B, T), without gradient.
+        weights (B, T), float32: what each target counts for in a sum.
         """
-        return self.lm_head(self.hidden(tokens), targets, self.config.vocab_size, reduction)
+        return self.lm_head(self.hidden(tokens), targets, weights, self.config.vocab_size, reduction)
 
     def compile_blocks(self) -> None:
         """All blocks share one compiled body: start-up does not grow with depth. Hooks of a block stay outside of it."""

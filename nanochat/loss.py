@@ -13,39 +13,43 @@ from nanochat.compiling import compiled
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**28}  # logits in flight; 8 MiB of fp32 fit a CPU's cache
 
 
-def softcapped_cross_entropy(x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float) -> Tensor:
+def softcapped_cross_entropy(
+    x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float, weights: Tensor | None = None
+) -> Tensor:
     """
     Sum over the targets of −log softmax(softcap · tanh(x headᵀ / softcap))[target], in float32, a scalar.
 
     x: (N, C); head: (V, C) with V ≥ vocab_size, the rows beyond it being padding that gets no probability;
-    targets: (N,) int64, negative where there is nothing to predict. Gradients flow to x and head, in their dtypes
-    (head's in float32 where its `grad_dtype` asks for that).
+    targets: (N,) int64, negative where there is nothing to predict; weights: (N,) float32, what each target counts for,
+    one if there are none. Gradients flow to x and head, in their dtypes (head's in float32 where its `grad_dtype`
+    asks for that).
     """
-    return SoftcappedCrossEntropy.apply(x, head, targets, vocab_size, softcap)
+    valid = (targets >= 0).float()
+    return SoftcappedCrossEntropy.apply(x, head, targets, valid if weights is None else valid * weights, vocab_size, softcap)
 
 
 def token_losses(x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float) -> Tensor:
     """The same loss for each target by itself, (N,) float32, zero where the target is negative. No gradients."""
     real, losses = real_columns(head, vocab_size), []
-    for rows, row_targets in chunks(x, targets, head.size(0)):
+    for rows, row_targets in chunks(head.size(0), x, targets):
         logits = rows @ head.T
         total = compiled(sum_of_exponentials)(logits, real, softcap)
         losses.append(losses_and_target_gradient(logits, total, row_targets, softcap)[0])
-    return torch.cat(losses)
+    return torch.cat(losses) * (targets >= 0)
 
 
 class SoftcappedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float) -> Tensor:
+    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, softcap: float) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         real = real_columns(head, vocab_size)
         grad_x, grad_head, start = torch.empty_like(x), None, 0
-        for rows, row_targets in chunks(x, targets, head.size(0)):
+        for rows, row_targets, row_weights in chunks(head.size(0), x, targets, weights):
             logits = rows @ head.T
-            total, grad = compiled(probabilities_as_gradient)(logits, row_targets, real, softcap)
+            total, grad = compiled(probabilities_as_gradient)(logits, row_weights, real, softcap)
             losses, target_grad = losses_and_target_gradient(logits, total, row_targets, softcap)
-            grad.scatter_(1, row_targets.clamp(min=0)[:, None], target_grad[:, None].to(grad.dtype))
-            loss += losses.sum()
+            grad.scatter_(1, row_targets.clamp(min=0)[:, None], (target_grad * row_weights)[:, None].to(grad.dtype))
+            loss += (losses * row_weights).sum()
             torch.mm(grad, head, out=grad_x[start : start + len(rows)])
             start += len(rows)
             # Sums over chunks are kept in fp32, whatever the dtype of the products.
@@ -57,15 +61,15 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
         grad_x, grad_head = ctx.saved_tensors
-        return grad_x * grad_loss.to(grad_x.dtype), (grad_head * grad_loss).to(ctx.head_dtype), None, None, None
+        return grad_x * grad_loss.to(grad_x.dtype), (grad_head * grad_loss).to(ctx.head_dtype), None, None, None, None
 
 
-def chunks(x: Tensor, targets: Tensor, vocab: int):
-    """Pairs of row blocks of x and targets, all of one shape (a compiled kernel for each), none with too many logits."""
-    count = 1
-    while len(x) // count * vocab > CHUNK_LOGITS.get(x.device.type, 2**24) and len(x) % (2 * count) == 0:
+def chunks(vocab: int, *tensors: Tensor):
+    """Blocks of rows of all tensors, of one shape (each would be a compiled kernel), none with too many logits."""
+    count, rows = 1, len(tensors[0])
+    while rows // count * vocab > CHUNK_LOGITS.get(tensors[0].device.type, 2**24) and rows % (2 * count) == 0:
         count *= 2
-    return zip(x.chunk(count), targets.chunk(count))
+    return zip(*(tensor.chunk(count) for tensor in tensors))
 
 
 def cap(logits: Tensor, vocab_size: int, softcap: float) -> Tensor:
@@ -90,25 +94,23 @@ def sum_of_exponentials(logits: Tensor, real: Tensor, softcap: float) -> Tensor:
     return ((softcap * fast_tanh(logits.float() / softcap)).exp() * real).sum(-1)
 
 
-def probabilities_as_gradient(logits: Tensor, targets: Tensor, real: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
+def probabilities_as_gradient(logits: Tensor, weights: Tensor, real: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
     """
-    Σ exp(capped logit), (N,), and softmax · (1 − tanh²), (N, V) in the logits' dtype: the gradient with respect to the
-    raw logits but for the targets' own entries; zero in rows without a target and in padded columns.
+    Σ exp(capped logit), (N,), and weight · softmax · (1 − tanh²), (N, V) in the logits' dtype: the gradient with respect
+    to the raw logits but for the targets' own entries; zero in padded columns.
     """
     tanh = fast_tanh(logits.float() / softcap)
     # No maximum is subtracted: capped logits are at most `softcap`, and exp(softcap) is far from overflow.
     exp = (softcap * tanh).exp() * real
     total = exp.sum(-1, keepdim=True)
-    grad = exp / total * (1 - tanh * tanh) * (targets >= 0).float()[:, None]
+    grad = exp / total * (1 - tanh * tanh) * weights[:, None]
     return total[:, 0], grad.to(logits.dtype)
 
 
 def losses_and_target_gradient(logits: Tensor, total: Tensor, targets: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
     """
-    Of each row's target: −log p and (p − 1) · (1 − tanh²), (N,) float32, zero where there is none. In float32 from
-    the raw logit: where p is near one, p − 1 would drown in the rounding of a stored p.
+    Of each row's target: −log p and (p − 1) · (1 − tanh²), (N,) float32; where there is none, some finite numbers. In
+    float32 from the raw logit: where p is near one, p − 1 would drown in the rounding of a stored p.
     """
-    valid = (targets >= 0).float()
     tanh = fast_tanh(logits.gather(1, targets.clamp(min=0)[:, None])[:, 0].float() / softcap)
-    losses = total.log() - softcap * tanh
-    return losses * valid, ((softcap * tanh).exp() / total - 1) * (1 - tanh * tanh) * valid
+    return total.log() - softcap * tanh, ((softcap * tanh).exp() / total - 1) * (1 - tanh * tanh)

@@ -97,7 +97,7 @@ def test_attention_kernels_equal_the_reference(heads, kv_heads, length):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_loss_and_gradients_equal_autograds(monkeypatch, compiled):
-    """In one chunk and in four, with padding and masked targets, against autograd in float64 on the plain formula."""
+    """In one chunk and in four, with padding, masked and weighted targets, against autograd in float64 on the plain formula."""
     set_compile(compiled, "cpu")
     generator = torch.Generator().manual_seed(0)
     x, head = torch.randn(32, 24, generator=generator) * 3, torch.randn(64, 24, generator=generator)
@@ -105,19 +105,20 @@ def test_loss_and_gradients_equal_autograds(monkeypatch, compiled):
     targets[::5] = -1
     x64, head64 = x.double().requires_grad_(), head.double().requires_grad_()
     logits = 15 * torch.tanh(x64 @ head64[:50].T / 15)
-    expected = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
-    grad_x, grad_head = torch.autograd.grad(expected / 3, (x64, head64))
-    for chunk_logits in (32 * 64, 8 * 64):
+    expected_each = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    for chunk_logits, weights in ((32 * 64, None), (8 * 64, None), (8 * 64, torch.randn(32, generator=generator))):
         monkeypatch.setitem(CHUNK_LOGITS, "cpu", chunk_logits)
+        expected = expected_each.sum() if weights is None else expected_each @ weights.double()
+        grad_x, grad_head = torch.autograd.grad(expected / 3, (x64, head64), retain_graph=True)
         x_, head_ = x.clone().requires_grad_(), head.clone().requires_grad_()
-        loss = softcapped_cross_entropy(x_, head_, targets, 50, 15.0)
+        loss = softcapped_cross_entropy(x_, head_, targets, 50, 15.0, weights)
         (loss / 3).backward()
         torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
         torch.testing.assert_close(x_.grad.double(), grad_x, atol=2e-6, rtol=1e-5)
         torch.testing.assert_close(head_.grad.double(), grad_head, atol=5e-6, rtol=1e-5)
         assert torch.all(head_.grad[50:] == 0), "padded rows get no gradient"
         each = token_losses(x, head, targets, 50, 15.0)
-        torch.testing.assert_close(each.sum().double(), expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(each.double(), expected_each, rtol=1e-6, atol=2e-6)
         assert torch.all(each[::5] == 0)
     set_compile(False, "cpu")
 
