@@ -174,12 +174,10 @@ def read_meta(checkpoint: Path) -> dict:
 # ---- Loading
 
 
-def load_model(
-    source: str, device: torch.device, phase: Literal["train", "eval"], model_tag: str | None = None, step: int | None = None
-) -> tuple[GPT, Tokenizer, dict]:
+def find_model(source: str, model_tag: str | None = None, step: int | None = None) -> Path:
     """
-    (model, tokenizer, meta) of a stage's checkpoint, in the dtype it was saved in. model_tag None is the only one
-    there is; step None the newest valid one. UserError when the choice is not clear or nothing is there. COLLECTIVE.
+    A verified checkpoint of a stage. model_tag None is the only model there is; step None the newest valid one.
+    UserError when the choice is not clear or nothing is there. COLLECTIVE.
     """
     folder = checkpoint_dir(source, model_tag or "")
     if model_tag is None:
@@ -187,13 +185,25 @@ def load_model(
         if len(tags) != 1:
             raise UserError(f"{len(tags)} models in {folder}: {', '.join(tags) or 'train one first'}" + "; choose one with --model_tag" * bool(tags))
         folder = folder / tags[0]
-    checkpoint = find_checkpoint(folder, step)
+    return find_checkpoint(folder, step)
+
+
+def load_checkpoint(checkpoint: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict]:
+    """(model, tokenizer, meta) of a verified checkpoint, in the dtype it was saved in."""
     meta, tokenizer = read_meta(checkpoint), Tokenizer.load(checkpoint)
     if tokenizer.fingerprint != meta["tokenizer"]:
         raise UserError(f"{checkpoint}: the tokenizer there is not the one the model was trained with")
     with torch.device("meta"):
         model = GPT(GPTConfig(**meta["model_config"]))
-    model.load_state_dict(load_file(checkpoint / "model.safetensors", device=str(device)), assign=True)
+    model.load_state_dict(load_file(checkpoint / MODEL_FILE, device=str(device)), assign=True)
+    return model, tokenizer, meta
+
+
+def load_model(
+    source: str, device: torch.device, phase: Literal["train", "eval"], model_tag: str | None = None, step: int | None = None
+) -> tuple[GPT, Tokenizer, dict]:
+    """`load_checkpoint` of what `find_model` finds. COLLECTIVE."""
+    model, tokenizer, meta = load_checkpoint(find_model(source, model_tag, step), device)
     return model.train(phase == "train"), tokenizer, meta
 
 

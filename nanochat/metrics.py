@@ -26,10 +26,10 @@ class Metrics:
                  total_batch_size: int, flops_per_token: int, peak_flops: float, state: dict | None = None):
         self.path = folder / "metrics.jsonl"
         self.num_iterations, self.total_batch_size = num_iterations, total_batch_size
-        self.step_flops, self.peak_flops = flops_per_token * total_batch_size, peak_flops
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.state = state or {"ema": 0.0, "ema_steps": 0, "elapsed": 0.0, "min_val_bpb": None, "skipped": 0}
         self.stop_requested, self.bad_in_a_row = False, 0
-        self.pending: tuple[int, Tensor, torch.cuda.Event | None, dict] | None = None
+        self.pending: tuple[int, Tensor, torch.cuda.Event | None, int, dict] | None = None
         self.clock, self.paused = time.perf_counter(), False
         self.session_steps, self.session_seconds = 0, 0.0
         self.wandb = None
@@ -52,8 +52,8 @@ class Metrics:
         if self.paused:
             self.clock, self.paused = time.perf_counter(), False
 
-    def log_step(self, step: int, verdict: Verdict, lrm: float) -> None:
-        """A finished optimizer step."""
+    def log_step(self, step: int, verdict: Verdict, lrm: float, tokens: int | None = None) -> None:
+        """A finished optimizer step, of so many tokens over all ranks where they are not those of every step."""
         self.flush()
         now = time.perf_counter()
         report, copied = verdict.report, None
@@ -62,7 +62,7 @@ class Metrics:
             report = torch.empty(report.shape, pin_memory=True).copy_(report, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        self.pending = step, report, copied, {"train/lrm": lrm, "train/dt": now - self.clock}
+        self.pending = step, report, copied, tokens or self.total_batch_size, {"train/lrm": lrm, "train/dt": now - self.clock}
         self.clock = now
         if copied is None:
             self.flush()
@@ -70,7 +70,7 @@ class Metrics:
     def flush(self) -> None:
         if self.pending is None:
             return
-        step, report, copied, record = self.pending
+        step, report, copied, tokens, record = self.pending
         self.pending = None
         if copied:
             copied.synchronize()  # waits for the step before the one the device is at
@@ -87,8 +87,8 @@ class Metrics:
         if self.session_steps:  # the first step of a session compiles: it says nothing about the ones to come
             self.session_seconds += dt
         self.session_steps += 1
-        tok_per_sec = self.total_batch_size / dt
-        mfu = self.step_flops / dt / self.peak_flops
+        tok_per_sec = tokens / dt
+        mfu = self.flops_per_token * tok_per_sec / self.peak_flops
         seen = {"train/loss": loss, "train/grad_norm": norm} if ok else {"train/skipped": state["skipped"]}
         self.write({"step": step, **seen, **record, "train/tok_per_sec": tok_per_sec, "train/mfu": mfu})
         smoothed = state["ema"] / (1 - EMA_DECAY ** state["ema_steps"]) if state["ema_steps"] else math.nan
@@ -105,8 +105,12 @@ class Metrics:
     def log_validation(self, step: int, bpb: float) -> None:
         best = self.state["min_val_bpb"]
         self.state["min_val_bpb"] = bpb if best is None else min(best, bpb)
-        self.write({"step": step, "val/bpb": bpb})
+        self.log(step, {"val/bpb": bpb})
         print0(f"step {step:05d}/{self.num_iterations:05d} | validation {bpb:.4f} bits per byte")
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Anything else that was measured; names are <kind>/<what>, and a step has one record of a kind."""
+        self.write({"step": step, **values})
 
     def write(self, record: dict) -> None:
         if is_rank0():
@@ -126,13 +130,14 @@ def read_metrics(path: Path) -> list[dict]:
     The records of a metrics.jsonl in order of steps. After a resume steps repeat: the later record of a step and kind
     supersedes the earlier. A last line that a kill cut short is left out.
     """
-    records: dict[tuple[int, bool], dict] = {}
+    records: dict[tuple[int, str], dict] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue  # cut short by a kill; the resumed run wrote that step again on a line of its own
-        records[record["step"], "val/bpb" in record] = record
+        kind = next((name.partition("/")[0] for name in record if name != "step"), "")
+        records[record["step"], kind] = record
     return [records[key] for key in sorted(records)]
 
 

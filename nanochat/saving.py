@@ -23,9 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanochat.checkpoint import MODEL_FILE, OPTIMIZER_FILE, UNSEEN, list_steps, random_states, step_dir
+from nanochat.checkpoint import MODEL_FILE, OPTIMIZER_FILE, UNSEEN, last_checkpoint, list_steps, random_states, step_dir
 from nanochat.distributed import from_rank0, print0
-from nanochat.errors import one_line
+from nanochat.errors import UserError, one_line
 from nanochat.files import make_folder_aside, publish_folder, sha256, sync
 from nanochat.resharding import counters, kept_state
 from nanochat.tokenizer import Tokenizer
@@ -76,6 +76,13 @@ class CheckpointWriter:
         if self.failed:
             (_, error), self.failed = self.failed, None
             raise error
+
+    def give_up_after(self, max_bad_steps: int, bad_in_a_row: int, step: int) -> None:
+        """UserError on every rank when the loss has not been finite for so many steps, once what was being saved is safe."""
+        if bad_in_a_row >= max_bad_steps:
+            self.wait()
+            raise UserError(f"loss or gradient not finite in {max_bad_steps} steps in a row, up to step {step}; {last_checkpoint(self.folder)}; "
+                            "try lower learning rates, a longer warmup or grad_clip=1")
 
     def join(self) -> None:
         if self.thread:

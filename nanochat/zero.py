@@ -290,14 +290,15 @@ class Sharding:
                 bucket.wait()
                 bucket.params[name].data.copy_(tensor)
 
-    def whole_model(self) -> nn.Module | None:
-        """On rank 0 a model that computes without the other ranks, for sampling. Every rank must call it."""
+    def whole_model(self, everywhere: bool = False) -> nn.Module | None:
+        """On rank 0, or on every rank, a model that computes without the other ranks, to sample from. Every rank must call it."""
+        wanted = everywhere or self.rank == 0
         if self.stage < 3:
             for bucket in self.buckets:
                 bucket.wait()
-            return self.model if self.rank == 0 else None
-        tensors = {name: tensor for name, tensor in self.whole_tensors() if self.rank == 0}
-        if self.rank != 0:
+            return self.model if wanted else None
+        tensors = {name: tensor for name, tensor in self.whole_tensors() if wanted}  # every rank goes through all
+        if not wanted:
             return None
         with torch.device("meta"):
             model = self.model_class(self.model.config)

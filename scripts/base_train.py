@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from configurator import configure
-from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, discard_after, last_checkpoint, read_meta
+from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, discard_after, read_meta
 from nanochat.compiling import eagerly, set_compile
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
 from nanochat.dataset import ensure_dataset
@@ -212,10 +212,7 @@ while True:
     if step == start_step:
         expect_short_waits()
     step += 1
-    if metrics.bad_in_a_row >= max_bad_steps:
-        saver.wait()
-        raise UserError(f"loss or gradient not finite in {max_bad_steps} steps in a row, up to step {step}; {last_checkpoint(checkpoints)}; "
-                        "try lower learning rates, a longer warmup_ratio or grad_clip=1")
+    saver.give_up_after(max_bad_steps, metrics.bad_in_a_row, step)
 
 # ---- End
 train_loader.close()

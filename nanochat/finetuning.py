@@ -1,0 +1,61 @@
+"""How the stages after pretraining begin: from the model of the stage before, or from where an interrupted run was."""
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from nanochat.adamw import DistAdamW
+from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, discard_after, find_model, load_checkpoint
+from nanochat.distributed import from_rank0, print0
+from nanochat.errors import UserError
+from nanochat.gpt import GPT
+from nanochat.muon import DistMuon
+from nanochat.resharding import load_training_state
+from nanochat.tokenizer import Tokenizer
+from nanochat.zero import Sharding
+
+
+class Stage(NamedTuple):
+    model: GPT
+    tokenizer: Tokenizer
+    sharding: Sharding
+    optimizers: tuple[DistAdamW, DistMuon]
+    checkpoints: Path       # the folder of this stage's checkpoints
+    step: int               # the first to take
+    meta: dict | None       # of the interrupted run that goes on
+
+
+def begin_stage(stage: str, config: dict, device: torch.device, dtype: torch.dtype, compiling: bool) -> Stage:
+    """
+    The model of `stage` ("mid", "sft", "rl"), ready to train: loaded, sharded, compiled. config: the script's settings,
+    of which it takes those that say where the model is, how it is resumed, sharded and optimized. Weights of the stage
+    before are taken in the dtype they were saved in; an interrupted run goes on with its masters and moments. COLLECTIVE.
+    """
+    origin = find_model(config["source"], config["model_tag"], config["step"])
+    checkpoints = checkpoint_dir(stage, origin.parent.name)
+    checkpoint = choose_start(checkpoints, config["resume"], config["resume_from_step"], config["overwrite"])
+    model, tokenizer, meta = load_checkpoint(checkpoint or origin, device)
+    model.float()  # what a Sharding takes; masters in float32 come of it
+    model.activation_checkpointing = config["activation_checkpointing"]
+    reduce_dtype = getattr(torch, config["reduce_dtype"])
+    sharding = Sharding(model, model.units(), device, dtype, config["zero_stage"], config["shard_size"], reduce_dtype)
+    rates = (config[name] * config["init_lr_frac"] for name in ("unembedding_lr", "embedding_lr", "matrix_lr"))
+    optimizers = model.setup_optimizers(sharding, *rates, config["weight_decay"])
+    if compiling:
+        model.compile_blocks()
+    if checkpoint:
+        load_training_state(checkpoint, sharding, optimizers)
+        print0(f"resuming from {checkpoint}{changed_settings(meta['config'], config)}")
+    else:
+        print0(f"starting from {origin}")
+    step = meta["step"] if checkpoint else 0
+    if config["overwrite"]:  # only now, when nothing can be wrong with the settings any more
+        from_rank0(discard_after, checkpoints, step)
+    return Stage(model, tokenizer, sharding, optimizers, checkpoints, step, meta if checkpoint else None)
+
+
+def require_same_data(meta: dict | None, identity: dict) -> None:
+    """UserError when a run would go on with other rows than it was interrupted in."""
+    for key, value in identity.items():
+        if meta is not None and meta["data_state"][key] != value:
+            raise UserError(f"cannot continue exactly: {key} was {meta['data_state'][key]} when the checkpoint was saved and is {value} now")

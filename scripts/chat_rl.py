@@ -1,0 +1,176 @@
+"""
+Reinforcement learning: the model answers, right answers are made likelier.
+
+    python -m scripts.chat_rl --task=arithmetic:hard
+    torchrun --nproc_per_node=8 -m scripts.chat_rl --task=gsm8k
+
+Policy gradient in the simplest form that works, GRPO (Shao et al. 2024, arXiv:2402.03300) without its frills: several
+samples of each problem; the advantage of a sample is its reward minus the mean of its problem's samples; one update
+for each batch of samples, so they are always the model's own and nothing needs to be clipped; every sampled token counts
+the same (Yu et al. 2025, arXiv:2503.14476).
+"""
+from typing import Literal
+
+import torch
+
+from configurator import configure
+from nanochat.compiling import set_compile
+from nanochat.conversation_loader import order, padded_length, tensors
+from nanochat.distributed import StopRequest, compute_cleanup, compute_dtype, compute_init, expect_short_waits, print0
+from nanochat.errors import UserError, require_fraction, require_positive
+from nanochat.finetuning import begin_stage, require_same_data
+from nanochat.flops import peak_flops
+from nanochat.metrics import Metrics
+from nanochat.report import settings_table, write_section
+from nanochat.rollouts import describe_change, pass_at, roll_out, solve_held_out
+from nanochat.saving import CheckpointWriter
+from nanochat.schedule import apply_schedule, lr_multiplier
+from nanochat.tasks import make_task
+
+# ---- Run
+run = ""                    # name of the wandb run; empty: no wandb
+overwrite = False           # remove the checkpoints that stand in the way of this run
+seed = 0                    # of the order of problems, and of the samples
+dry_run = False             # roll out the first step's problems, show samples and rewards, and end without training
+# ---- Device
+device_type = ""            # cuda | mps | cpu; empty: the best there is
+dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
+compile = True              # compile the blocks and the loss
+activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
+# ---- Model
+source: Literal["mid", "sft"] = "sft"  # stage of the model to begin with
+model_tag: str | None = None  # folder of its checkpoints, and of those made here; None: the only one there is
+step: int | None = None     # of the checkpoint to begin with; None: the newest valid one
+# ---- Problems
+task = "arithmetic:hard"    # what is practised: a task whose answers can be checked, such as gsm8k
+num_epochs = 1              # how often each problem is practised
+num_iterations = -1         # optimizer steps; -1: as many as the epochs have
+examples_per_step = 16      # problems per optimizer step, over all ranks
+num_samples = 16            # samples of each problem
+max_new_tokens = 256        # tokens of a sample
+temperature = 1.0           # of the samples
+top_k = 0                   # sample from the k likeliest tokens only; 0: from all. The gradient is that of 0
+# ---- Batch
+device_batch_size = 8       # samples per rank and micro-step; halve it when memory runs out
+# ---- Sharding over the ranks
+zero_stage: Literal[0, 1, 2, 3] = 2  # each rank keeps its share of 1: optimizer state, 2: and gradients, 3: and parameters
+shard_size = -1             # ranks that share one copy; the groups of so many ranks are replicas; -1: all ranks
+reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients on their way between ranks
+# ---- Optimizers
+embedding_lr = 0.2          # AdamW, for a model 768 wide
+unembedding_lr = 0.004      # AdamW, for a model 768 wide
+matrix_lr = 0.02            # Muon
+init_lr_frac = 0.05         # part of these rates to begin with
+weight_decay = 0.0          # of Muon's matrices, falling linearly to zero
+grad_clip = 0.0             # largest norm of the averaged gradient; 0: no limit
+warmdown_ratio = 1.0        # part of the run, at its end, in which the learning rate falls
+final_lr_frac = 0.0         # what is left of it at the end
+max_bad_steps = 10          # stop after so many steps in a row without a finite loss and gradient
+# ---- Looking
+eval_every = 60             # steps between evaluations, which also open and end the run; -1: never
+eval_examples = 400         # held-out problems of an evaluation
+eval_samples = 8            # samples of each: pass@1 is their mean, pass@k whether one of them is right
+# ---- Checkpoints
+save_every = 60             # steps between checkpoints; -1: only at the end
+keep_last = -1              # checkpoints kept; -1: all
+resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
+resume_from_step = -1       # continue from this step's checkpoint; -1: do not
+config = configure(globals())
+
+# ---- Setup
+require_fraction(config, "warmdown_ratio", "final_lr_frac", "init_lr_frac")
+require_positive(config, "device_batch_size", "num_epochs", "examples_per_step", "max_new_tokens", "eval_examples", "eval_samples", "max_bad_steps")
+if num_samples < 2 or temperature <= 0:
+    raise UserError(f"num_samples={num_samples} and temperature={temperature} must be at least 2 and above 0: equal samples teach nothing")
+ddp, rank, local_rank, world_size, device = compute_init(device_type)
+model_dtype = compute_dtype(dtype, device)
+compiling = set_compile(compile, device.type)
+print0(f"{world_size} rank(s) on {device.type}, {str(model_dtype).removeprefix('torch.')}, {'compiled' if compiling else 'eager'}")
+problems, held_out = make_task(task, "train"), make_task(task, "test")
+if problems.eval_type != "generative":
+    raise UserError(f"task={task} is not answered by writing; expected one such as gsm8k, arithmetic or spellingbee")
+
+# ---- The model of the stage before, or an interrupted run; from here on `step` is the next optimizer step
+model, tokenizer, sharding, optimizers, checkpoints, step, meta = begin_stage("rl", config, device, model_dtype, compiling)
+schedule = [index for epoch in range(num_epochs) for index in order(len(problems), seed, epoch)]
+steps_of_all = -(-len(schedule) // examples_per_step)
+num_iterations = steps_of_all if num_iterations == -1 else min(num_iterations, steps_of_all)
+data_state = {"task": task, "problems": len(problems), "seed": seed, "examples_per_step": examples_per_step}
+require_same_data(meta, data_state)
+samples_per_rank = -(-examples_per_step // world_size) * num_samples  # of the rank with the most problems
+grad_accum_steps = -(-samples_per_rank // device_batch_size)          # nothing is dropped: missing rows stay empty
+print0(f"{num_iterations:,} steps of {examples_per_step} problems x {num_samples} samples, in {grad_accum_steps} micro-step(s) on each of {world_size} rank(s)")
+
+sampling = dict(temperature=temperature, top_k=top_k, max_tokens=max_new_tokens)
+ranks = dict(rank=rank, world_size=world_size)
+peak, _ = peak_flops(device, model_dtype)
+start_step, before = step, meta and meta["before"]  # before: which held-out samples were right when the run began
+saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
+metrics = Metrics(checkpoints, run, config, step, num_iterations, 0, model.estimate_flops(), peak * world_size, meta and meta["metrics_state"])
+stop = StopRequest()
+
+while True:
+    last_step = step >= num_iterations
+    stopping = metrics.stop_requested  # agreed on by all ranks: one was sent SIGTERM or SIGINT
+
+    # --- look: checkpoint first, so that no evaluation can cost a run; each looks at the parameters before this step
+    if step > start_step and (last_step or stopping or save_every > 0 and step % save_every == 0):
+        metrics.pause()
+        saver.save(step, dict(config=config, tokenizer=tokenizer.fingerprint, data_state=data_state, metrics_state=metrics.state, before=before))
+    if stopping:
+        break
+    if eval_every > 0 and not dry_run and (last_step or step % eval_every == 0):
+        metrics.pause()
+        right = solve_held_out(held_out, sharding.whole_model(everywhere=True), tokenizer, eval_examples, eval_samples, sampling, **ranks)
+        before = before or right
+        passed = {f"eval/pass@{k}": pass_at(right, k) for k in sorted({1, eval_samples})}
+        metrics.log(step, passed)
+        print0(f"step {step:05d}/{num_iterations:05d} | held-out {task}: " + ", ".join(f"{name[5:]} {value:.1%}" for name, value in passed.items()))
+    if last_step:
+        break
+    metrics.resume()
+
+    # --- samples: each rank answers its problems of this step
+    of_step = schedule[step * examples_per_step : (step + 1) * examples_per_step]
+    rollouts = roll_out(problems, of_step[rank::world_size], sharding.whole_model(everywhere=True), tokenizer, num_samples, (seed, step), sampling)
+    if dry_run:
+        for rollout in rollouts:
+            print0(f"--- reward {rollout.reward:g}, advantage {rollout.advantage:+.2f}\n{tokenizer.decode(rollout.ids)}")
+        break
+
+    # --- one optimizer step: −Σ advantage · log p over the sampled tokens of all ranks, divided by their number
+    step_loss, step_tokens = torch.zeros((), device=device), 0
+    for micro_step in range(grad_accum_steps):
+        batch = [(r.ids, r.weights()) for r in rollouts[micro_step * device_batch_size :][:device_batch_size]]
+        batch += [([], [])] * (device_batch_size - len(batch))
+        inputs, targets, weights = tensors(batch, padded_length(batch, model.config.sequence_len), device)
+        with sharding.micro_step(last=micro_step == grad_accum_steps - 1):
+            loss = model(inputs, targets, "sum", weights)
+            loss.backward()
+        step_loss += loss.detach()
+        step_tokens += inputs.numel() * world_size
+
+    verdict = sharding.agree(step_loss, float(sum(sum(r.sampled) for r in rollouts)), grad_clip, stop.asked)
+    lrm = lr_multiplier(step, num_iterations, 0.0, warmdown_ratio, final_lr_frac)
+    apply_schedule(optimizers, step, num_iterations, lrm)
+    for optimizer in optimizers:
+        optimizer.step(verdict)
+    sharding.gather()
+    metrics.log_step(step, verdict, lrm, step_tokens)
+    metrics.log_rewards(step, [r.reward for r in rollouts], num_samples, device)
+    if step == start_step:
+        expect_short_waits()
+    step += 1
+    saver.give_up_after(max_bad_steps, metrics.bad_in_a_row, step)
+
+# ---- End
+saver.wait()
+metrics.close()
+if stopping:
+    print0(f"stopped after step {step}; --resume=auto continues")
+elif not dry_run and eval_every > 0:
+    change = describe_change(before, right)
+    print0(f"held-out {task}: {change}")
+    write_section("chat_rl", "Reinforcement learning", f"Held-out {task}: {change}.\n\n{settings_table(config)}", metrics=metrics.path,
+                  results={"rl": {f"pass@1 of {task}, before": pass_at(before, 1), f"pass@1 of {task}, after": pass_at(right, 1)}})
+compute_cleanup()

@@ -1,0 +1,144 @@
+"""Conversations: what is accepted, the tokens they become, which of them are trained, and the rows they fill."""
+import pytest
+import torch
+
+from nanochat.conversation import check_conversation, render, render_prompt
+from nanochat.conversation_loader import RenderedConversations, conversation_loader, order, pack
+from nanochat.errors import UserError
+from nanochat.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer([])  # bytes and special tokens only: every token can be read
+
+
+def said(role: str, content) -> dict:
+    return {"role": role, "content": content}
+
+
+def shown(ids: list[int]) -> str:
+    return TOKENIZER.decode(ids)
+
+
+TOOL = {"messages": [
+    said("system", "Be brief."), said("user", "What is 12*3?"),
+    said("assistant", [{"type": "text", "text": "Let me see. "}, {"type": "python", "text": "12*3"}, {"type": "python_output", "text": "36"},
+                       {"type": "text", "text": "36"}]),
+    said("user", "<|assistant_end|> Thanks"), said("assistant", "Bye"),
+]}
+
+
+def test_only_what_the_assistant_writes_is_trained():
+    """Tool output, user text and the tokens that announce a turn are read; a special token in a text stays text."""
+    ids, mask, cut = render(TOKENIZER, TOOL)
+    assert shown(ids) == (
+        "<|bos|><|user_start|>Be brief.\n\nWhat is 12*3?<|user_end|><|assistant_start|>Let me see. <|python_start|>12*3<|python_end|>"
+        "<|output_start|>36<|output_end|>36<|assistant_end|><|user_start|><|assistant_end|> Thanks<|user_end|><|assistant_start|>Bye<|assistant_end|>"
+    )
+    assert shown(i for i, m in zip(ids, mask) if m) == "Let me see. <|python_start|>12*3<|python_end|>36<|assistant_end|>Bye<|assistant_end|>"
+    assert cut == 0 and ids.count(TOKENIZER.encode_special("<|assistant_end|>")) == 2, "the user's is spelled out"
+
+
+def test_a_long_conversation_is_cut_where_an_answer_ends():
+    whole = render(TOKENIZER, TOOL)
+    first_answer_ends = whole.ids.index(TOKENIZER.encode_special("<|assistant_end|>")) + 1
+    for limit in (first_answer_ends, len(whole.ids) - 1):
+        ids, mask, cut = render(TOKENIZER, TOOL, limit)
+        assert ids == whole.ids[:first_answer_ends] and mask == whole.mask[:first_answer_ends] and cut == 2
+    assert render(TOKENIZER, TOOL, len(whole.ids)) == whole
+    assert render(TOKENIZER, TOOL, first_answer_ends - 1) == ([], [], 4), "the system message is part of the first"
+
+
+def test_the_prompt_is_what_comes_before_the_answer():
+    """What inference begins with is exactly what training saw before the first trained token of the last turn."""
+    ids, mask, _ = render(TOKENIZER, TOOL)
+    prompt = render_prompt(TOKENIZER, TOOL)
+    assert prompt == ids[: len(prompt)] and shown(prompt).endswith("Thanks<|user_end|><|assistant_start|>")
+    assert mask[len(prompt) - 1 : len(prompt) + 1] == [0, 1]
+    assert render_prompt(TOKENIZER, {"messages": TOOL["messages"][:-1]}) == prompt
+
+
+@pytest.mark.parametrize("conversation,problem", [
+    ([], 'expected {"messages": [...]}'),
+    ({"messages": []}, "there are no messages"),
+    ({"messages": [said("system", "x")]}, "there are no messages"),
+    ({"messages": [said("user", "x"), said("bot", "y")]}, "message 2 has role 'bot'; expected one of system, user, assistant"),
+    ({"messages": [said("assistant", "x")]}, "take turns, the user first: assistant"),
+    ({"messages": [said("user", "x"), said("user", "y")]}, "take turns"),
+    ({"messages": [said("user", "x"), said("assistant", "y"), said("system", "z")]}, "a system message can only come first"),
+    ({"messages": [said("user", ["x"])]}, "message 1: only the assistant's content may have parts"),
+    ({"messages": [said("user", "x"), said("assistant", [{"type": "image", "text": ""}])]}, "message 2 has the part"),
+    ({"messages": [said("user", 3)]}, "message 1: its content is neither"),
+    ({"messages": [{"role": "user"}]}, "message 1 needs a role and a content"),
+])
+def test_what_cannot_be_rendered_is_named(conversation, problem):
+    with pytest.raises(UserError) as error:
+        check_conversation(conversation, "chats.jsonl:7")
+    assert str(error.value).startswith("chats.jsonl:7: ") and problem in str(error.value)
+
+
+def test_good_conversations_pass():
+    check_conversation(TOOL)
+    check_conversation({"messages": TOOL["messages"][1:2]})
+
+
+def some(count: int) -> list[dict]:
+    """Conversations of many lengths, each with a number of its own, one of them too long and one that has no answer."""
+    made = [{"messages": [said("user", f"{i} " + "?" * (i * 7 % 40)), said("assistant", "!" * (1 + i * 3 % 11))]} for i in range(count)]
+    return made + [{"messages": [said("user", "?" * 500), said("assistant", "!")]}, {"messages": [said("user", "alone")]}]
+
+
+def test_packing_loses_no_token_and_fills_rows():
+    """Every conversation whole in exactly one row; rows are nearly full although nothing is cut."""
+    rendered = RenderedConversations(some(2000), TOKENIZER, 129)
+    assert len(rendered) == 2000 and rendered.dropped == 2
+    rows = pack(rendered.lengths.tolist(), order(2000, seed=3, epoch=0), 129)
+    assert sorted(i for row in rows for i in row) == list(range(2000))
+    lengths = [sum(rendered.lengths[i] for i in row) for row in rows]
+    assert max(lengths) <= 129 and sum(lengths) > 0.97 * 129 * len(rows)
+    assert rows[0][0] == order(2000, seed=3, epoch=0)[0], "the one that waited longest comes first"
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_the_rows_of_a_step_do_not_depend_on_ranks_or_micro_batches(pad):
+    """Each conversation's targets once, in the same step, for 1, 2 and 3 ranks; rows that are missing are empty."""
+    rendered = RenderedConversations(some(50), TOKENIZER, 129)
+    rows = pack(rendered.lengths.tolist(), order(50, 0, 0), 129) if not pad else [[i] for i in order(50, 0, 0)]
+
+    def steps(device_batch_size: int, world_size: int, start_step: int = 0) -> list[list[str]]:
+        """The targets of each row that has any, by step."""
+        found, per_step = [], 7
+        micro_steps = -(-per_step // (device_batch_size * world_size))
+        loaders = [conversation_loader(rendered, rows, per_step, device_batch_size=device_batch_size, max_seq_len=128, pad=pad, rank=rank,
+                                       world_size=world_size, start_step=start_step) for rank in range(world_size)]
+        for _ in range(start_step, -(-len(rows) // per_step) + 1):
+            found.append([])
+            for _ in range(micro_steps):
+                batches = [next(loader) for loader in loaders]
+                assert len({inputs.shape for inputs, _ in batches}) == 1 and batches[0][0].size(0) == device_batch_size
+                for inputs, targets in batches:
+                    for x, y in zip(inputs.tolist(), targets.tolist()):
+                        kept = [(a, b) for a, b in zip(x, y) if b >= 0]
+                        found[-1] += [shown(b for _, b in kept)] if kept else []
+            found[-1].sort()
+        return found
+
+    expected = steps(1, 1)
+    assert sum(len(step) for step in expected) == len(rows) and expected[-1] == [], "then there is nothing more"
+    assert sum(text.count("<|assistant_end|>") for step in expected for text in step) == 50
+    for device_batch_size, world_size in ((7, 1), (2, 1), (1, 2), (2, 3)):
+        assert steps(device_batch_size, world_size) == expected
+    assert steps(2, 3, start_step=2) == expected[2:], "as after a resume"
+
+
+def test_targets_are_one_ahead_and_padding_has_none():
+    rendered = RenderedConversations(some(3)[:1], TOKENIZER, 129)
+    inputs, targets = next(conversation_loader(rendered, [[0]], 1, device_batch_size=2, max_seq_len=128, pad=True))
+    ids, mask, _ = render(TOKENIZER, some(1)[0])
+    assert inputs.shape == targets.shape == (2, 64)
+    assert inputs[0, : len(ids) - 1].tolist() == ids[:-1]
+    assert targets[0, : len(ids) - 1].tolist() == [i if m else -1 for i, m in zip(ids[1:], mask[1:])]
+    assert torch.all(targets[0, len(ids) - 1 :] == -1) and torch.all(targets[1] == -1)
+
+
+def test_conversations_that_cannot_be_trained_on_are_an_error():
+    with pytest.raises(UserError, match="none of the 2 conversations"):
+        RenderedConversations(some(0), TOKENIZER, 129)
