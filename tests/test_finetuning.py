@@ -1,0 +1,86 @@
+"""The stages after pretraining: the weighting of fine-tuning does not depend on how rows fall into batches and onto ranks."""
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanochat.compiling import set_compile
+from nanochat.conversation import render
+from nanochat.conversation_loader import RenderedConversations, conversation_loader, order
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.tokenizer import Tokenizer
+from nanochat.zero import Sharding
+from ranks import run_on_ranks
+
+EXAMPLES = 10  # of the step; with micro-batches of 4 on 3 ranks, one micro-batch is empty
+
+
+def conversation(i: int) -> dict:
+    return {"messages": [{"role": "user", "content": "ab" * (i % 4)}, {"role": "assistant", "content": "xyz" * (1 + 5 * i % 13)}]}
+
+
+def one_step(rank: int, world_size: int, device_batch_size: int, stage: int) -> tuple[float, torch.Tensor]:
+    """The loss and the whole gradient of a step, computed as scripts/chat_sft.py does."""
+    tokenizer = Tokenizer([])
+    model = GPT(GPTConfig(64, tokenizer.get_vocab_size(), 2, 32, 4, 2))
+    generator = torch.Generator().manual_seed(5)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2, generator=generator)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage)
+    conversations = RenderedConversations([conversation(i) for i in range(EXAMPLES)], tokenizer, 65)
+    loader = conversation_loader(conversations, [[i] for i in order(EXAMPLES, 0, 0)], EXAMPLES, device_batch_size=device_batch_size,
+                                 max_seq_len=64, pad=True, rank=rank, world_size=world_size)
+    grad_accum_steps = -(-EXAMPLES // (device_batch_size * world_size))
+    step_loss, step_targets = torch.zeros(()), torch.zeros(())
+    for micro_step in range(grad_accum_steps):
+        inputs, targets = next(loader)
+        with sharding.micro_step(last=micro_step == grad_accum_steps - 1):
+            loss = model(inputs, targets, reduction="sum")
+            loss.backward()
+        step_loss += loss.detach()
+        step_targets += (targets >= 0).sum()
+    verdict = sharding.agree(step_loss, step_targets)
+    whole = {name: torch.zeros(size) for name, size in sizes.items()}
+    for s in sharding.slices:
+        whole[s.name][s.start : s.end] = s.grad
+    gradient = torch.cat(list(whole.values()))
+    if sharding.shards > 1:
+        dist.all_reduce(gradient)
+    return verdict.report[0].item(), gradient
+
+
+def all_steps(rank: int, world_size: int) -> dict[tuple[int, int], tuple[float, torch.Tensor]]:
+    """For 1, 2 and 4 rows a micro-batch, on every stage."""
+    set_compile(False, "cpu")
+    return {(size, stage): one_step(rank, world_size, size, stage) for size in (1, 2, 4) for stage in (0, 2, 3)}
+
+
+def plain_step() -> tuple[float, torch.Tensor]:
+    """The definition: the mean over all target tokens of all conversations, each by itself, in float64."""
+    tokenizer = Tokenizer([])
+    model = GPT(GPTConfig(64, tokenizer.get_vocab_size(), 2, 32, 4, 2))
+    generator = torch.Generator().manual_seed(5)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2, generator=generator)
+    total, count = 0.0, 0
+    for i in range(EXAMPLES):
+        ids, mask, _ = render(tokenizer, conversation(i))
+        logits = model(torch.tensor([ids[:-1]])).double()
+        losses = -logits.log_softmax(-1)[0, torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+        trained = torch.tensor(mask[1:], dtype=torch.float64)
+        total, count = total + losses @ trained, count + trained.sum()
+    (total / count).backward()
+    return (total / count).item(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_losses_and_gradients_do_not_depend_on_micro_batches_and_ranks(world_size):
+    """
+    1, 2 and 4 rows a micro-batch, on every stage; an average over micro-batches would weight short answers more. Float32
+    sums of another order: 1e-6 of the gradient's norm.
+    """
+    loss, gradient = plain_step()
+    for steps in run_on_ranks(world_size, all_steps):
+        for key, (got_loss, got) in steps.items():
+            assert got_loss == pytest.approx(loss, rel=1e-6), key
+            assert (got - gradient).norm() <= 1e-6 * gradient.norm(), key
