@@ -64,12 +64,6 @@ def list_tags(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*") if list_steps(path))
 
 
-def last_checkpoint(folder: Path) -> str:
-    """The newest checkpoint in words."""
-    steps = list_steps(folder)
-    return f"the last checkpoint is {step_dir(folder, steps[-1])}" if steps else "there is no checkpoint yet"
-
-
 def problem_with(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
     """
     What is wrong with a checkpoint, naming the file; None when every file is there with the sum of its manifest.
@@ -79,13 +73,16 @@ def problem_with(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
         return "there is no such checkpoint"
     try:
         sums = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError):  # not there, not UTF-8, not JSON
         return "manifest.json is missing or damaged"
     for name in sorted(sums)[part::parts]:
-        if not (checkpoint / name).exists():
+        try:
+            if sha256(checkpoint / name) != sums[name]:
+                return f"{name} does not match its checksum"
+        except FileNotFoundError:
             return f"{name} is missing"
-        if sha256(checkpoint / name) != sums[name]:
-            return f"{name} does not match its checksum"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
     return None
 
 
@@ -129,11 +126,14 @@ def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bo
     """
     The checkpoint a run continues from, or None to start anew. UserError where checkpoints would have to go, those of
     another run or newer ones than the step to go back to, unless `overwrite` says so. Nothing is removed here.
-    A job that its launcher started again after a failure continues from its newest checkpoint. COLLECTIVE.
+    A job that its launcher started again after a failure continues from the newest checkpoint that it has itself
+    written, whatever its settings say; without one it begins as they say. COLLECTIVE.
     """
     steps = from_rank0(list_steps, folder)
-    if restarted():
-        resume, resume_from_step, overwrite = "auto", -1, False
+    if steps and restarted():
+        newest = find_checkpoint(folder)
+        if read_meta(newest)["job"] == from_rank0(job):
+            return newest
     if resume_from_step >= 0:
         checkpoint = find_checkpoint(folder, resume_from_step)
         newer = [step for step in steps if step > resume_from_step]
@@ -151,6 +151,12 @@ def restarted() -> bool:
     """Whether torchrun, given --max-restarts, started this process again after a failure."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return count.isdecimal() and int(count) > 0
+
+
+def job() -> str:
+    """What tells this job from others, and stays the same when torchrun restarts it: torchrun's id, or its process."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return run_id if run_id != "none" else f"{socket.gethostname()} {os.getppid()}"
 
 
 def discard_after(folder: Path, start_step: int) -> None:

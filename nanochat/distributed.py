@@ -1,6 +1,8 @@
 """Ranks and devices: who this process is, what it computes on, what all ranks share, and how they end together."""
 import os
 import signal
+import threading
+import time
 from datetime import timedelta
 
 import torch
@@ -12,6 +14,7 @@ from nanochat.errors import UserError
 DEVICE_TYPES = ("cuda", "mps", "cpu")
 # How long a rank waits for the others: rank 0 may be making data or every rank compiling, until training runs.
 SETUP_TIMEOUT, TRAINING_TIMEOUT = timedelta(minutes=60), timedelta(minutes=10)
+STUCK_AFTER = 120  # seconds between a signal and Python's handler: longer than any step waits for its device
 
 # torch 2.13 renamed the collectives on single tensors, and warns of the older names.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -61,22 +64,43 @@ def compute_cleanup() -> None:
         dist.destroy_process_group()
 
 
-def expect_short_waits() -> None:
+def set_timeout(timeout: timedelta, *groups: dist.ProcessGroup | None) -> None:
+    """How long collectives of these groups wait for a rank; None: the group of all ranks."""
+    for group in groups if dist.is_initialized() else ():
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def expect_short_waits(*groups: dist.ProcessGroup | None) -> None:
     """From here on every rank is training: one that is not heard of for long has hung."""
-    if dist.is_initialized():
-        dist.distributed_c10d._set_pg_timeout(TRAINING_TIMEOUT)
+    set_timeout(TRAINING_TIMEOUT, None, *groups)
 
 
 class StopRequest:
     """
     SIGTERM and SIGINT become a request, `asked`, that the ranks agree on; from its making on. A second Ctrl-C in a
     process of its own interrupts at once (torchrun passes every signal on a second time).
+
+    Among several ranks, SIGTERM may also mean that another rank is dead. Who waits for it inside a collective on a GPU
+    never gets to Python's handler, and would hold up the job until torchrun's patience ends: it is ended here.
     """
 
     def __init__(self):
         self.asked = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.ask)
+        if dist.is_initialized():
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # written to at once, whatever the main thread waits for
+            threading.Thread(target=self.watch, args=(reader,), daemon=True, name="signals").start()
+
+    def watch(self, reader: int) -> None:
+        """The thread: ends the process when a signal has come and the main thread has not been in Python for long since."""
+        os.read(reader, 1)
+        time.sleep(STUCK_AFTER)
+        if not self.asked:
+            os.write(2, f"stuck for {STUCK_AFTER} s after a signal, most likely waiting for a rank that is gone\n".encode())
+            os._exit(1)
 
     def ask(self, number: int, _frame: object) -> None:
         if self.asked and number == signal.SIGINT and "RANK" not in os.environ:

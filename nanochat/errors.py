@@ -3,6 +3,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from types import TracebackType
@@ -56,14 +57,16 @@ def install_one_line_errors(config: dict | None = None) -> None:
             # What every rank found wrong is said once: rank 0 speaks first, and torchrun ends those that still wait.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
-        if line is None or os.environ.get("NANOCHAT_TRACEBACK") == "1":
-            print(f"rank {rank}:" if rank else "", end="\n" if rank else "", file=out)
-            traceback.print_exception(kind, error, trace, file=out)
+        if line is None or os.environ.get("NANOCHAT_TRACEBACK") == "1":  # in one write: ranks must not mix their lines
+            out.write((f"rank {rank}:\n" if rank else "") + "".join(traceback.format_exception(kind, error, trace)))
         if line is not None:
             print(f"error: {line}" + f" (rank {rank})" * (rank not in (None, "0")), file=out)
         if rank is not None:  # among several ranks, an orderly end could wait for one that will never answer
             sys.stdout.flush()
             out.flush()
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint":  # nearly written, perhaps
+                    thread.join(timeout=20)
             os._exit(1)
 
     sys.excepthook = hook

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanochat.checkpoint import MODEL_FILE, OPTIMIZER_FILE, UNSEEN, last_checkpoint, list_steps, random_states, step_dir
+from nanochat.checkpoint import MODEL_FILE, OPTIMIZER_FILE, UNSEEN, find_checkpoint, job, list_steps, random_states, step_dir
 from nanochat.distributed import from_rank0, print0
 from nanochat.errors import UserError, one_line
 from nanochat.files import make_folder_aside, publish_folder, sha256, sync
@@ -60,7 +60,7 @@ class CheckpointWriter:
         if self.failed:
             print0(f"warning: step {self.failed[0]} was not saved: {reason(self.failed[1])}; training goes on, the next save tries again")
             self.failed = None
-        meta = meta | {"step": step, "rng": random_states(), "model_config": vars(self.sharding.model.config)}
+        meta = meta | {"step": step, "job": job(), "rng": random_states(), "model_config": vars(self.sharding.model.config)}
         aside = from_rank0(outcome, make_room, step_dir(self.folder, step))
         if isinstance(aside, Exception):
             self.failed = step, aside
@@ -81,7 +81,8 @@ class CheckpointWriter:
         """UserError on every rank when the loss has not been finite for so many steps, once what was being saved is safe."""
         if bad_in_a_row >= max_bad_steps:
             self.wait()
-            raise UserError(f"loss or gradient not finite in {max_bad_steps} steps in a row, up to step {step}; {last_checkpoint(self.folder)}; "
+            good = f"the last good checkpoint is {find_checkpoint(self.folder)}" if from_rank0(list_steps, self.folder) else "there is no checkpoint yet"
+            raise UserError(f"loss or gradient not finite in {max_bad_steps} steps in a row, up to step {step}; {good}; "
                             "try lower learning rates, a longer warmup or grad_clip=1")
 
     def join(self) -> None:

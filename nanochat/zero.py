@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
-from nanochat.distributed import all_gather_single, reduce_scatter, sum_dtype
+from nanochat.distributed import SETUP_TIMEOUT, all_gather_single, reduce_scatter, set_timeout, sum_dtype
 from nanochat.errors import UserError
 from nanochat.ownership import Piece, Slice, equal_pieces, row_pieces
 
-MAX_IN_FLIGHT = 2  # units whose whole gradients are on their way at once on stage 2
+MAX_IN_FLIGHT = 2  # units whose whole gradients are on their way at once
 
 
 @dataclass
@@ -116,6 +116,7 @@ class Sharding:
         if dist.is_initialized():
             self.mesh = init_device_mesh(device.type, (self.replicas, self.shards), mesh_dim_names=("replica", "shard"))
             self.shard_group, self.replica_group = self.mesh.get_group("shard"), self.mesh.get_group("replica")
+            set_timeout(SETUP_TIMEOUT, self.shard_group, self.replica_group)
         self.masters_apart = dtype != torch.float32  # else a master is the parameter's own memory
         self.sending, self.last = False, False
         self.in_flight: deque = deque()  # (bucket, work, what it fills and reads, last micro-step?): referenced until it is done
@@ -175,6 +176,8 @@ class Sharding:
         """Around forward and backward pass; the last one of a step lets gradients travel as they appear."""
         self.last, sends = last, self.world_size > 1 and (last or self.stage == 2 and self.shards > 1)
         self.sending = sends and self.overlap
+        if self.stage == 3 and self.replicas > 1:
+            self.model.set_requires_all_reduce(last)
         yield
         for bucket in self.buckets:  # what did not go by itself: parameters that took no part have a gradient of zero
             if sends and not bucket.sent and (last or bucket.computed or not self.overlap):
@@ -187,8 +190,9 @@ class Sharding:
     def gradient_is_there(self, bucket: Bucket) -> None:
         """Called by the backward pass for each parameter."""
         bucket.computed += 1
+        assert bucket.computed <= len(bucket.params), "one backward pass in a micro_step"
         if self.sending and bucket.computed == len(bucket.params):
-            while self.stage == 2 and len(self.in_flight) >= MAX_IN_FLIGHT:
+            while self.shards > 1 and len(self.in_flight) >= MAX_IN_FLIGHT:
                 self.receive()
             self.send(bucket)
 
@@ -243,7 +247,9 @@ class Sharding:
         exact = sum_dtype(self.device)
         norms = [torch.linalg.vector_norm(s.grad, dtype=exact if grad_clip > 0 else torch.float32) for s in self.slices]
         squared = sum((norm.to(exact).square() for norm in norms), torch.zeros((), dtype=exact, device=self.device)) / self.replicas
-        sums = torch.stack([loss.detach().to(exact), torch.as_tensor(count, dtype=exact, device=self.device), squared])
+        # Filled on the device: a number copied there would wait for the whole backward pass.
+        count = count.to(exact) if isinstance(count, Tensor) else squared.new_full((), count)
+        sums = torch.stack([loss.detach().to(exact), count, squared])
         bad = (~sums.isfinite().all()).to(exact)  # NaN and Inf anywhere in the gradient make its norm so
         sums = torch.cat([sums, torch.stack([bad, bad.new_full((), float(stop))])])
         if self.world_size > 1:
@@ -280,6 +286,8 @@ class Sharding:
         """(name, whole parameter in the compute dtype), one at a time, on every rank; every rank must go through all."""
         for bucket in self.buckets:
             bucket.wait()
+        for unit in self.units if self.stage == 3 else ():  # the last one stays whole after a forward pass without a backward
+            unit.reshard()
         for name, p in self.model.named_parameters():
             yield name, p.detach().to(self.dtype).full_tensor() if self.stage == 3 else p.detach()
 

@@ -22,9 +22,11 @@ from nanochat.finetuning import begin_stage, require_same_data
 from nanochat.flops import peak_flops
 from nanochat.metrics import Metrics
 from nanochat.report import settings_table, write_section
-from nanochat.rollouts import describe_change, pass_at, roll_out, solve_held_out
+from nanochat.rollouts import describe_change, pass_at, roll_out, summary
+from nanochat.sampling import Sampling
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import apply_schedule, lr_multiplier
+from nanochat.task_eval import numbered, solve
 from nanochat.tasks import make_task
 
 # ---- Run
@@ -52,6 +54,7 @@ temperature = 1.0           # of the samples
 top_k = 0                   # sample from the k likeliest tokens only; 0: from all. The gradient is that of 0
 # ---- Batch
 device_batch_size = 8       # samples per rank and micro-step; halve it when memory runs out
+sampling_batch_size = 64    # samples that a rank writes at a time
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # each rank keeps its share of 1: optimizer state, 2: and gradients, 3: and parameters
 shard_size = -1             # ranks that share one copy; the groups of so many ranks are replicas; -1: all ranks
@@ -79,7 +82,7 @@ config = configure(globals())
 
 # ---- Setup
 require_fraction(config, "warmdown_ratio", "final_lr_frac", "init_lr_frac")
-require_positive(config, "device_batch_size", "num_epochs", "examples_per_step", "max_new_tokens", "eval_examples", "eval_samples", "max_bad_steps")
+require_positive(config, "device_batch_size", "sampling_batch_size", "num_epochs", "examples_per_step", "max_new_tokens", "eval_examples", "eval_samples", "max_bad_steps")
 if num_samples < 2 or temperature <= 0:
     raise UserError(f"num_samples={num_samples} and temperature={temperature} must be at least 2 and above 0: equal samples teach nothing")
 ddp, rank, local_rank, world_size, device = compute_init(device_type)
@@ -101,8 +104,7 @@ samples_per_rank = -(-examples_per_step // world_size) * num_samples  # of the r
 grad_accum_steps = -(-samples_per_rank // device_batch_size)          # nothing is dropped: missing rows stay empty
 print0(f"{num_iterations:,} steps of {examples_per_step} problems x {num_samples} samples, in {grad_accum_steps} micro-step(s) on each of {world_size} rank(s)")
 
-sampling = dict(temperature=temperature, top_k=top_k, max_tokens=max_new_tokens)
-ranks = dict(rank=rank, world_size=world_size)
+sampling = Sampling(max_new_tokens, temperature, top_k, seed=seed)
 peak, _ = peak_flops(device, model_dtype)
 start_step, before = step, meta and meta["before"]  # before: which held-out samples were right when the run began
 saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
@@ -121,7 +123,7 @@ while True:
         break
     if eval_every > 0 and not dry_run and (last_step or step % eval_every == 0):
         metrics.pause()
-        right = solve_held_out(held_out, sharding.whole_model(everywhere=True), tokenizer, eval_examples, eval_samples, sampling, **ranks)
+        right = solve(held_out, sharding.whole_model(everywhere=True), tokenizer, sampling_batch_size, eval_examples, sampling, eval_samples)
         before = before or right
         passed = {f"eval/pass@{k}": pass_at(right, k) for k in sorted({1, eval_samples})}
         metrics.log(step, passed)
@@ -132,7 +134,8 @@ while True:
 
     # --- samples: each rank answers its problems of this step
     of_step = schedule[step * examples_per_step : (step + 1) * examples_per_step]
-    rollouts = roll_out(problems, of_step[rank::world_size], sharding.whole_model(everywhere=True), tokenizer, num_samples, (seed, step), sampling)
+    rollouts = roll_out(problems, of_step[rank::world_size], sharding.whole_model(everywhere=True), tokenizer, num_samples,
+                        numbered(sampling, step), sampling_batch_size)
     if dry_run:
         for rollout in rollouts:
             print0(f"--- reward {rollout.reward:g}, advantage {rollout.advantage:+.2f}\n{tokenizer.decode(rollout.ids)}")
@@ -157,9 +160,11 @@ while True:
         optimizer.step(verdict)
     sharding.gather()
     metrics.log_step(step, verdict, lrm, step_tokens)
-    metrics.log_rewards(step, [r.reward for r in rollouts], num_samples, device)
+    seen = summary(rollouts, device)
+    metrics.log(step, seen)
+    print0(f"step {step:05d}/{num_iterations:05d} | reward {seen['rl/reward']:.3f} | {seen['rl/tokens']:.1f} tokens an answer")
     if step == start_step:
-        expect_short_waits()
+        expect_short_waits(sharding.shard_group, sharding.replica_group)
     step += 1
     saver.give_up_after(max_bad_steps, metrics.bad_in_a_row, step)
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from configurator import configure
-from nanochat.compiling import set_compile
+from nanochat.compiling import eagerly, set_compile
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order
 from nanochat.distributed import StopRequest, compute_cleanup, compute_dtype, compute_init, expect_short_waits, print0
 from nanochat.errors import UserError, require_fraction, require_positive
@@ -23,8 +23,8 @@ from nanochat.metrics import Metrics
 from nanochat.report import settings_table, write_section
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import apply_schedule, lr_multiplier
-from nanochat.task_eval import evaluate_tasks
-from nanochat.tasks import make_mixture
+from nanochat.task_eval import accuracy, solve
+from nanochat.tasks import make_mixture, make_tasks
 
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
@@ -81,6 +81,7 @@ model_dtype = compute_dtype(dtype, device)
 compiling = set_compile(compile, device.type)
 print0(f"{world_size} rank(s) on {device.type}, {str(model_dtype).removeprefix('torch.')}, {'compiled' if compiling else 'eager'}")
 train_tasks, val_tasks = (make_mixture(tasks, split, seed) for split in ("train", "test"))
+measured = [task for task in make_tasks(tasks, "test") if task.eval_type]
 
 # ---- The model of the stage before, or an interrupted run of this script; from here on `step` is the next optimizer step
 model, tokenizer, sharding, optimizers, checkpoints, step, meta = begin_stage("sft", config, device, model_dtype, compiling)
@@ -129,8 +130,12 @@ while True:
         metrics.log_validation(step, bpb)
     if eval_metrics_every > 0 and (last_step or step > 0 and step % eval_metrics_every == 0):
         metrics.pause()
-        accuracies = evaluate_tasks(tasks, sharding.whole_model(everywhere=True), tokenizer, device_batch_size, eval_metrics_max_problems)
-        metrics.log(step, {f"tasks/{name}": accuracy for name, accuracy in accuracies.items()})
+        whole_model = sharding.whole_model(everywhere=True)  # on stage 3 its parameters are gathered for this
+        with eagerly():
+            solved = {task.name: accuracy(solve(task, whole_model, tokenizer, device_batch_size, eval_metrics_max_problems)) for task in measured}
+        metrics.log(step, {f"tasks/{name}": value for name, value in solved.items()})
+        print0(f"step {step:05d}/{num_iterations:05d} | " + ", ".join(f"{name} {value:.1%}" for name, value in solved.items()))
+        del whole_model
     if last_step:
         break
     metrics.resume()
@@ -155,7 +160,7 @@ while True:
     sharding.gather()
     metrics.log_step(step, verdict, lrm, step_tokens)  # read one step late: no wait for the device
     if step == start_step:
-        expect_short_waits()
+        expect_short_waits(sharding.shard_group, sharding.replica_group)
     step += 1
     saver.give_up_after(max_bad_steps, metrics.bad_in_a_row, step)
 

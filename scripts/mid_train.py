@@ -148,7 +148,7 @@ while True:
     sharding.gather()
     metrics.log_step(step, verdict, lrm)  # read one step late: no wait for the device
     if step == start_step:
-        expect_short_waits()
+        expect_short_waits(sharding.shard_group, sharding.replica_group)
     step += 1
     saver.give_up_after(max_bad_steps, metrics.bad_in_a_row, step)
 

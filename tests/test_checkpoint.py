@@ -18,7 +18,7 @@ from torch import nn
 
 from conftest import REPO
 from nanochat.checkpoint import (
-    checkpoint_dir, choose_start, discard_after, find_checkpoint, list_steps, load_model, problem_with, step_dir,
+    checkpoint_dir, choose_start, discard_after, find_checkpoint, job, list_steps, load_model, problem_with, step_dir,
 )
 from nanochat.compiling import set_compile
 from nanochat.errors import UserError
@@ -247,7 +247,7 @@ def test_the_newest_step_is_found_by_number_and_only_the_last_are_kept():
 
 
 @pytest.mark.parametrize("victim", ["optimizer_rank_00002.safetensors", "model.safetensors"])
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing file", "missing manifest"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing file", "missing manifest", "manifest no text", "unreadable"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, victim, capsys):
     folder = checkpoint_dir("base", "x")
     good, bad = (save_all(folder, step, ranks(3, stage=2)) for step in (10, 20))
@@ -258,11 +258,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, victim
     elif damage == "flipped":
         content[len(content) // 2] ^= 1
         victim.write_bytes(content)
+    elif damage == "unreadable":
+        victim.unlink()
+        victim.mkdir()  # reading it is an error of the system's, as of a bad disk
+    elif damage == "manifest no text":
+        manifest = bytearray((bad / "manifest.json").read_bytes())
+        manifest[5] ^= 128  # no UTF-8 any more
+        (bad / "manifest.json").write_bytes(manifest)
     else:
         (victim if damage == "missing file" else bad / "manifest.json").unlink()
     assert find_checkpoint(folder) == good
     said = capsys.readouterr().out
-    assert "step_000020" in said and ("manifest.json" if damage == "missing manifest" else victim.name) in said
+    assert "step_000020" in said and ("manifest.json" if "manifest" in damage else victim.name) in said
     with pytest.raises(UserError, match="no valid checkpoint of step 20 .*steps there: 10, 20"):
         find_checkpoint(folder, 20)
     (good / "meta.json").unlink()
@@ -291,11 +298,24 @@ def test_the_choice_of_a_model_is_never_guessed():
         load_model("base", torch.device("cpu"), "eval", "d3")
 
 
-def test_a_job_that_was_restarted_continues_whatever_its_settings_say(monkeypatch):
-    """torchrun --max-restarts repeats the command line: --overwrite or a step to go back to would lose what was done since."""
+@pytest.mark.parametrize("run_id", ["none", "a-job"])
+def test_a_job_that_was_restarted_continues_what_it_wrote_itself(monkeypatch, run_id):
+    """
+    torchrun --max-restarts repeats the command line: --overwrite or a step to go back to would lose what was done since.
+    Checkpoints that were there before are not the job's: a first attempt that died early must not turn into resuming them.
+    """
     folder = checkpoint_dir("base", "x")
+    save(folder, 5, Rank())
+    meta = step_dir(folder, 5) / "meta.json"
+    assert json.loads(meta.read_text())["job"] == job()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert choose_start(folder, "", -1, False) is None, "it failed before its first checkpoint"
+    if run_id == "none":
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert choose_start(folder, "", -1, True) is None, "it failed before its first checkpoint"
+    with pytest.raises(UserError, match="has checkpoints; continue with --resume=auto"):
+        choose_start(folder, "", -1, False)
+    assert choose_start(folder, "auto", -1, False).name == "step_000005"
     save(folder, 10, Rank())
     newest = save(folder, 20, Rank())
     for settings in (("", -1, False), ("", -1, True), ("", 10, True), ("auto", -1, False)):

@@ -258,6 +258,31 @@ def test_parameters_that_take_no_part_have_no_gradient_and_hang_nothing(stage):
         assert not by_name["parts.2.m1"].any()
 
 
+def count_all_reduces(rank: int, world_size: int, stage: int) -> int:
+    """In a step of four micro-steps, on two replicas of two ranks each."""
+    model, count, all_reduce = Model(), 0, dist.all_reduce
+
+    def counted(tensor, *args, **settings):
+        nonlocal count
+        count += 1
+        return all_reduce(tensor, *args, **settings)
+
+    dist.all_reduce = counted
+    sharding = Sharding(model, list(model.parts), torch.device("cpu"), torch.float32, stage, shard_size=2)
+    for micro_step in range(4):
+        with sharding.micro_step(last=micro_step == 3):
+            loss = model({name: torch.ones(p.shape) for name, p in Model().named_parameters()})
+            loss.backward()
+    sharding.agree(loss)
+    return count
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_replicas_add_their_gradients_once_a_step(stage):
+    """One all-reduce for each unit, after the last micro-step, and one for the verdict: it crosses the slowest link."""
+    assert run_on_ranks(4, count_all_reduces, stage) == [len(Model().parts) + 1] * 4
+
+
 def timeline(rank: int, world_size: int, stage: int) -> list[str]:
     """What is sent when, seen from rank 0: the backward pass of each unit and each collective that starts."""
     model, events = Model(), []

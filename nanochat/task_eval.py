@@ -1,0 +1,82 @@
+"""How well a model solves tasks: the likeliest letter of a multiple choice, or an answer that it writes. All ranks share the work."""
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from nanochat.conversation import render_prompt
+from nanochat.engine import Answer, Engine, to_parts
+from nanochat.gpt import GPT
+from nanochat.sampling import Sampling
+from nanochat.tasks import Task
+from nanochat.tokenizer import Tokenizer
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def solve(
+    task: Task, model: GPT, tokenizer: Tokenizer, batch_size: int, max_problems: int = -1, sampling: Sampling = GREEDY, num_samples: int = 1,
+) -> list[list[bool]]:
+    """
+    Whether each sample of each of the first max_problems problems (-1: all) is right, on every rank the same list. model:
+    whole on this rank. batch_size: problems, or sequences, at a time. COLLECTIVE.
+    """
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    count = len(task) if max_problems < 0 else min(max_problems, len(task))
+    conversations = [task[index] for index in range(rank, count, world_size)]
+    if task.eval_type == "categorical":
+        right = [[task.evaluate(c, letter)] for c, letter in zip(conversations, likeliest_letters(model, tokenizer, conversations, batch_size))]
+    else:
+        engine = Engine(model, tokenizer, batch_size)
+        prompts = [render_prompt(tokenizer, conversation) for conversation in conversations]
+        answers = engine.generate(prompts, [numbered(sampling, rank + i * world_size) for i in range(len(prompts))], num_samples, truncate=True)
+        right = [[task.evaluate(conversation, said(tokenizer, answer)) for answer in answers[i * num_samples :][:num_samples]]
+                 for i, conversation in enumerate(conversations)]
+    if world_size == 1:
+        return right
+    of_ranks: list = [None] * world_size
+    dist.all_gather_object(of_ranks, right)
+    return [of_ranks[index % world_size][index // world_size] for index in range(count)]
+
+
+def numbered(sampling: Sampling, problem: int) -> Sampling:
+    """With a seed of the problem's own: which rank has it, and what else is asked, does not change its samples."""
+    return Sampling(**vars(sampling) | {"seed": hash((sampling.seed or 0, problem))})  # of integers: the same in every process
+
+
+def said(tokenizer: Tokenizer, answer: Answer) -> str:
+    """What the answer says to the user: without what it tells the tool and hears from it."""
+    return "".join(part["text"] for part in to_parts(tokenizer, answer.tokens) if part["type"] == "text")
+
+
+@torch.inference_mode()
+def likeliest_letters(model: GPT, tokenizer: Tokenizer, conversations: Sequence[dict], batch_size: int) -> list[str]:
+    """The letter of each multiple choice to which the model gives the most probability as the first token of its answer."""
+    device, limit = model.lm_head.weight.device, model.config.sequence_len
+    prompts = [render_prompt(tokenizer, conversation) for conversation in conversations]
+    prompts = [prompt if len(prompt) <= limit else prompt[:1] + prompt[1 - limit :] for prompt in prompts]  # the question comes last
+    chosen = [""] * len(prompts)
+    in_order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # alike lengths together
+    for start in range(0, len(in_order), batch_size):
+        indices = in_order[start : start + batch_size]
+        tokens = torch.zeros(len(indices), len(prompts[indices[-1]]), dtype=torch.int64)
+        for row, index in zip(tokens, indices):
+            row[: len(prompts[index])] = torch.tensor(prompts[index])
+        last = torch.tensor([len(prompts[index]) - 1 for index in indices])
+        hidden = model.hidden(tokens.to(device))[torch.arange(len(indices)), last.to(device)]  # (B, C): no logits of other positions
+        logits = (hidden @ model.lm_head.weight.T).float().cpu()  # before the softcap, which keeps their order
+        for row, index in zip(logits, indices):
+            letters = conversations[index]["letters"]
+            first = [tokenizer.encode(letter)[0] for letter in letters]
+            chosen[index] = letters[int(row[first].argmax())]
+    return chosen
+
+
+def accuracy(right: list[list[bool]]) -> float:
+    """Mean over problems and samples."""
+    return sum(map(sum, right)) / sum(map(len, right))
+
+
+def centred(accuracy: float, baseline: float) -> float:
+    """0 for guessing, 1 for perfect."""
+    return (accuracy - baseline) / (1 - baseline)

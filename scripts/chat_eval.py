@@ -1,0 +1,61 @@
+"""
+Evaluate a chat model on tasks: multiple choice by the likeliest letter, everything else by what it writes.
+
+    python -m scripts.chat_eval --source=sft
+    torchrun --nproc_per_node=8 -m scripts.chat_eval --source=rl --tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, spellingbee"
+"""
+from typing import Literal
+
+from configurator import configure
+from nanochat.checkpoint import find_model, load_checkpoint
+from nanochat.compiling import set_compile
+from nanochat.distributed import compute_cleanup, compute_init, print0
+from nanochat.errors import UserError, require_positive
+from nanochat.report import write_section
+from nanochat.rollouts import pass_at
+from nanochat.sampling import Sampling
+from nanochat.task_eval import accuracy, centred, solve
+from nanochat.tasks import make_tasks
+
+# ---- Model
+source: Literal["base", "mid", "sft", "rl"] = "sft"  # stage of the model
+model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
+step: int | None = None     # of the checkpoint; None: the newest valid one
+device_type = ""            # cuda | mps | cpu; empty: the best there is
+# ---- Evaluation
+tasks = "tinyworld, arithmetic, spellingbee"  # whose held-out problems are solved; [:n]: its first n
+max_problems = -1           # of each task; -1: all
+batch_size = 32             # problems, or sequences, at a time on each rank; halve it when memory runs out
+num_samples = 1             # answers to each problem that is answered by writing
+max_new_tokens = 256        # tokens of an answer
+temperature = 0.0           # of the answers; 0: always the likeliest token
+top_k = 50                  # draw from the k likeliest tokens only; 0: from all
+seed = 0                    # of the draws
+config = configure(globals())
+
+require_positive(config, "batch_size", "num_samples", "max_new_tokens")
+if num_samples > 1 and temperature == 0:
+    raise UserError(f"num_samples={num_samples} with temperature=0 would all be the same; set a temperature")
+ddp, rank, local_rank, world_size, device = compute_init(device_type)
+set_compile(False, device.type)  # shapes change from batch to batch
+measured = [task for task in make_tasks(tasks, "test") if task.eval_type]
+if not measured:
+    raise UserError(f"tasks={tasks} has nothing that can be measured, only what can be trained on")
+checkpoint = find_model(source, model_tag, step)
+model, tokenizer, meta = load_checkpoint(checkpoint, device)
+print0(f"model: {checkpoint}")
+
+results, scores = {}, []
+lines = [f"Model: step {meta['step']} of {checkpoint.parent.name}.", "", "| task | problems | right | guessing |", "|---|---:|---:|---:|"]
+for task in measured:
+    right = solve(task, model.eval(), tokenizer, batch_size, max_problems, Sampling(max_new_tokens, temperature, top_k, seed=seed), num_samples)
+    results[task.name] = accuracy(right)
+    scores.append(centred(accuracy(right), task.baseline))
+    print0(f"{task.name:24} {accuracy(right):6.1%} of {len(right):,} problems" + f", pass@{num_samples} {pass_at(right, num_samples):.1%}" * (num_samples > 1))
+    lines.append(f"| {task.name} | {len(right):,} | {accuracy(right):.1%} | {task.baseline:.1%} |")
+
+# ChatCORE: the mean over tasks of how far the way from guessing to perfect the model has come.
+results["ChatCORE"] = sum(scores) / len(scores)
+print0(f"{'ChatCORE':24} {results['ChatCORE']:6.3f}")
+write_section(f"chat_eval_{source}", f"Chat evaluation: {source}", "\n".join(lines), {source: results})
+compute_cleanup()
