@@ -53,7 +53,10 @@ def compute_init(device_type: str = "") -> tuple[bool, int, int, int, torch.devi
         # The flight recorder: when a collective hangs, every rank writes down which ones it was in.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=SETUP_TIMEOUT)
+        # torchrun keeps its store over a restart, where ranks would find the addresses of the dead: each attempt has its own part.
+        store, *_ = next(dist.rendezvous("env://", timeout=SETUP_TIMEOUT))
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=store, rank=rank, world_size=world_size, timeout=SETUP_TIMEOUT)
     return ddp, rank, local_rank, world_size, device
 
 
