@@ -1,5 +1,5 @@
 """
-Evaluate a base model: bits per byte and samples, and on the embedded world what nothing else can tell: how far the
+Evaluate a base model: bits per byte, CORE and samples, and on the embedded world what nothing else can tell: how far the
 model is above the corpus's entropy, topic by topic, and whether it answers questions in words it has never read.
 
     python -m scripts.base_eval                      # the only model there is
@@ -11,9 +11,10 @@ from collections import defaultdict
 from configurator import configure
 from nanochat.checkpoint import load_model
 from nanochat.compiling import set_compile
+from nanochat.core_eval import bundle_dir, evaluate_core, load_tasks, why_no_bundle
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
 from nanochat.dataset import iter_texts
-from nanochat.distributed import compute_cleanup, compute_init, print0
+from nanochat.distributed import compute_cleanup, compute_init, from_rank0, print0
 from nanochat.errors import require_positive
 from nanochat.loss_eval import document_nats, entropy_floor, evaluate_bpb, greedy_completes, sample
 from nanochat.report import write_section
@@ -26,6 +27,7 @@ device_type = ""            # cuda | mps | cpu; empty: the best there is
 # ---- Evaluation
 device_batch_size = 16      # rows per rank at a time; halve it when memory runs out
 eval_tokens = 10485760      # tokens of each split, at most one pass over validation
+core_metric_max_per_task = 500  # items of each task of CORE, whose bundle is downloaded if it is not there; -1: all, 0: no CORE
 sample_tokens = 32          # tokens of each sample
 config = configure(globals())
 
@@ -42,11 +44,25 @@ results: dict[str, float | str] = {}
 rows = dict(device_batch_size=device_batch_size, max_seq_len=model.config.sequence_len, rank=rank, world_size=world_size, device=device)
 row_tokens = device_batch_size * model.config.sequence_len * world_size
 eval_steps = max(min(eval_tokens, count_tokens(data, "val", tokenizer)) // row_tokens, 1)
-for split, name in (("train", "training"), ("val", "validation")):
+for split, title in (("train", "training"), ("val", "validation")):
     loader = tokenizing_distributed_data_loader(data, split, tokenizer, **rows)
-    results[f"{name} bits per byte"] = evaluate_bpb(model, loader, eval_steps, token_bytes)
+    results[f"{title} bits per byte"] = evaluate_bpb(model, loader, eval_steps, token_bytes)
     loader.close()
-    print0(f"{name}: {results[f'{name} bits per byte']:.4f} bits per byte")
+    print0(f"{title}: {results[f'{title} bits per byte']:.4f} bits per byte")
+
+# --- CORE: tasks that any model of English can try, above guessing
+core_lines = []
+if core_metric_max_per_task and (reason := from_rank0(why_no_bundle)):
+    print0(f"CORE is left out: {reason}")
+elif core_metric_max_per_task:
+    core_tasks = load_tasks(bundle_dir())
+    core, scores = evaluate_core(model, tokenizer, core_tasks, core_metric_max_per_task, device_batch_size * model.config.sequence_len)
+    results |= {"CORE": core} | {f"CORE: {score.label}": score.centered for score in scores}
+    core_lines = ["", "| CORE task | items | accuracy | guessing | centred |", "|---|---:|---:|---:|---:|"]
+    for score in scores:
+        print0(f"{score.label:32} {score.accuracy:.4f}, centred {score.centered:7.4f}")
+        core_lines.append(f"| {score.label} | {score.items:,} | {score.accuracy:.4f} | {score.baseline:.4f} | {score.centered:.4f} |")
+    print0(f"CORE: {core:.4f}")
 
 # --- the usual prompts, greedily
 in_tinyworld = entropy_floor(data) is not None
@@ -92,5 +108,5 @@ if in_tinyworld and rank == 0:
     print0(f"excess over the floor: {results['excess over the floor']} bits per byte; held-out questions: {results['held-out questions']}")
 
 if rank == 0:
-    write_section("base_eval", "Base model: evaluation", "\n".join(lines), {"base": results})
+    write_section("base_eval", "Base model: evaluation", "\n".join(lines + core_lines), {"base": results})
 compute_cleanup()

@@ -13,6 +13,7 @@ import torch
 from configurator import configure
 from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, discard_after, read_meta
 from nanochat.compiling import eagerly, set_compile
+from nanochat.core_eval import bundle_dir, evaluate_core, load_tasks, why_no_bundle
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
 from nanochat.dataset import ensure_dataset
 from nanochat.distributed import (
@@ -71,8 +72,8 @@ max_bad_steps = 10          # stop after so many steps in a row without a finite
 # ---- Looking
 eval_every = 250            # steps between validations, which also open and end the run; -1: never
 eval_tokens = 10485760      # tokens of a validation, at most one pass over the split
-core_metric_every = -1      # steps between CORE evaluations; -1: never (it comes with chat evaluation)
-core_metric_max_per_task = 500  # examples per task of CORE
+core_metric_every = -1      # steps between CORE evaluations, which also end the run; -1: never
+core_metric_max_per_task = 500  # items of each task of CORE; -1: all
 sample_every = 2000         # steps between samples, which also end the run; -1: never
 # ---- Checkpoints
 save_every = -1             # steps between checkpoints; -1: only at the end
@@ -82,8 +83,8 @@ resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())
 
 # ---- Setup: who we are, and what we compute on
-if core_metric_every > 0:
-    raise UserError(f"core_metric_every={core_metric_every}, but CORE is not here yet; leave it at -1")
+if core_metric_max_per_task == 0:
+    raise UserError("core_metric_max_per_task=0 measures nothing; set the items of each task, or -1 for all")
 if seed < 0:
     raise UserError(f"seed={seed} must be at least 0")
 if num_iterations == 0:
@@ -99,6 +100,9 @@ print0(f"{world_size} rank(s) on {device.type}, {str(model_dtype).removeprefix('
 rank0_first(ensure_dataset, data)
 tokenizer = rank0_first(ensure_tokenizer, data)
 token_bytes = tokenizer.token_bytes()
+if core_metric_every > 0 and (reason := from_rank0(why_no_bundle)):
+    raise UserError(f"core_metric_every={core_metric_every}, but there is {reason}")
+core_tasks = load_tasks(bundle_dir()) if core_metric_every > 0 else []
 
 # ---- Model: its shapes first, without memory, so that wrong settings are found at once
 model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, kv_group)
@@ -181,6 +185,11 @@ while True:
         validation = tokenizing_distributed_data_loader(data, "val", tokenizer, **rows)  # the same rows every time
         metrics.log_validation(step, evaluate_bpb(model, validation, eval_steps, token_bytes))
         validation.close()
+    if core_metric_every > 0 and (last_step or step > 0 and step % core_metric_every == 0):
+        metrics.pause()
+        core, scores = evaluate_core(model, tokenizer, core_tasks, core_metric_max_per_task, device_batch_size * max_seq_len)
+        metrics.write({"step": step, "core/metric": core} | {f"core/{score.label}": score.centered for score in scores})
+        print0(f"step {step:05d}/{num_iterations:05d} | CORE {core:.4f}")
     if sample_every > 0 and (last_step or step > 0 and step % sample_every == 0):
         metrics.pause()
         whole_model = sharding.whole_model()  # on rank 0; on stage 3 its parameters are gathered for this
@@ -210,7 +219,7 @@ while True:
     sharding.gather()  # the updated slices are on their way while the next forward pass begins
     metrics.log_step(step, verdict, lrm)  # read one step late: no wait for the device
     if step == start_step:
-        expect_short_waits()
+        expect_short_waits(sharding.shard_group, sharding.replica_group)
     step += 1
     saver.give_up_after(max_bad_steps, metrics.bad_in_a_row, step)
 

@@ -1,0 +1,414 @@
+"""CORE against an own computation by the plain model, one item at a time, on a bundle in the usual format made here."""
+import csv
+import http.server
+import io
+import json
+import os
+import random
+import shutil
+import threading
+import time
+from functools import partial
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import run_module
+from nanochat import core_eval
+from nanochat.core_eval import CoreTask, bundle_dir, evaluate_core, load_items, load_tasks, prompts_of, rows_of, why_no_bundle
+from nanochat.download import Patience
+from nanochat.errors import UserError
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.make_dataset import make
+from nanochat.tokenizer import Tokenizer, train_tokenizer
+from nanochat.zero import Sharding
+from ranks import run_on_ranks
+
+WORDS = "red blue sun moon tree a the in of cold water is not".split()
+ENDS = ["red", "blue", "sun", "tree"]  # what continuations are made of, and what the model is made to say
+TASKS = {  # label: (type, examples, delimiter, random baseline in percent)
+    "choices": ("multiple_choice", 0, None, 30.0),  # None: not given, which means one blank
+    "choices_with_examples": ("multiple_choice", 2, "\nAnswer: ", 25.0),
+    "choices_with_blanks": ("multiple_choice", 0, "", 50),
+    "schema": ("schema", 0, None, 50.0),
+    "schema_with_examples": ("schema", 2, " ", 50.0),
+    "continuations": ("language_modeling", 0, None, 0.0),
+    "continuations_with_examples": ("language_modeling", 2, "\nAnswer: ", 5.0),
+}
+ITEMS = 45  # of each task: more than a block, and no multiple of two
+
+
+def text(rng: random.Random, words: list[str], low: int, high: int) -> str:
+    return " ".join(rng.choices(words, k=rng.randint(low, high)))
+
+
+def make_items(kind: str, label: str) -> list[dict]:
+    rng = random.Random(label)
+    items = []
+    for number in range(ITEMS):
+        if kind == "multiple_choice":
+            choices = rng.sample([text(rng, ENDS, 1, 3) + str(i) for i in range(5)], rng.randint(2, 5))  # all different
+            if number % 5 == 0:  # one of two begins the other: they share all that it has
+                choices = [choices[0], choices[0] + " red"][:: 1 if number % 2 else -1]
+            if label == "choices_with_blanks":
+                choices = [" " * rng.randint(1, 2) + choice for choice in choices]
+            items.append({"query": text(rng, WORDS, 2, 9), "choices": choices, "gold": rng.randrange(len(choices))})
+        elif kind == "schema":
+            contexts = [text(rng, WORDS, 1, 6) + str(i) for i in range(rng.randint(2, 3))]
+            items.append({"context_options": contexts, "continuation": text(rng, ENDS, 1, 4), "gold": rng.randrange(len(contexts))})
+        else:
+            items.append({"context": text(rng, WORDS, 2, 9) + " " * rng.randint(0, 2), "continuation": text(rng, ENDS, 1, 1)})
+    return items
+
+
+def make_bundle(folder: Path) -> Path:
+    entries = []
+    for label, (kind, examples, delimiter, _) in TASKS.items():
+        path = folder / "eval_data" / kind / f"{label}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(item) + "\n" for item in make_items(kind, label)))
+        given = "" if delimiter is None else f"\n  continuation_delimiter: {json.dumps(delimiter)}"
+        entries.append(f"-\n  label: {label}\n  dataset_uri: {kind}/{label}.jsonl\n  num_fewshot: [{examples}]\n  icl_task_type: {kind}{given}\n")
+    (folder / "core.yaml").write_text("icl_tasks:\n" + "".join(entries))
+    with open(folder / "eval_meta_data.csv", "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["Eval Task", "Task Category", "Random baseline", "Description"])
+        rows.writerows([label, "made, for tests", percent, "x, y"] for label, (_, _, _, percent) in TASKS.items())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory) -> Path:
+    return make_bundle(tmp_path_factory.mktemp("made") / "bundle")
+
+
+def make_tokenizer() -> Tokenizer:
+    rng = random.Random(0)
+    return Tokenizer.train([text(rng, WORDS + ENDS, 5, 20) for _ in range(200)], 256 + 9 + 40)
+
+
+def make_model(tokenizer: Tokenizer, sequence_len: int = 256) -> GPT:
+    """Random in every weight (c_proj starts at zero), and loud about the ends, so that it is right now and then."""
+    model = GPT(GPTConfig(sequence_len, tokenizer.get_vocab_size(), n_layer=2, n_embd=32, n_head=4, n_kv_head=2))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.2)
+        for word in ENDS:
+            model.lm_head.weight[tokenizer.encode(f" {word}")] *= 4
+    return model
+
+
+# ---- The oracle: nothing of core_eval but the bundle's files
+
+
+def oracle_prompt(kind: str, examples: list[dict], delimiter: str) -> str:
+    out = ""
+    for example in examples:
+        if kind == "multiple_choice":
+            out += f"{example['query']}{delimiter}{example['choices'][example['gold']]}\n\n"
+        elif kind == "schema":
+            out += f"{example['context_options'][example['gold']]}{delimiter}{example['continuation']}\n\n"
+        else:
+            out += f"{example['context'].strip()}{delimiter}{example['continuation']}\n\n"
+    return out
+
+
+@torch.no_grad()
+def log_p(model: GPT, tokens: list[int]) -> torch.Tensor:
+    """(T − 1, V): what the model expects at each place but the first."""
+    return model(torch.tensor([tokens[:-1]])).double().log_softmax(-1)[0]
+
+
+def oracle(model: GPT, tokenizer: Tokenizer, bundle: Path, label: str, max_items: int | None = None) -> float:
+    """Accuracy of a task."""
+    kind, num_examples, delimiter, _ = TASKS[label]
+    delimiter = " " if delimiter is None else delimiter
+    items = [json.loads(line) for line in (bundle / "eval_data" / kind / f"{label}.jsonl").open()]
+    random.Random(1337).shuffle(items)
+    items = items[:max_items]
+    right, bos = 0, tokenizer.get_bos_token_id()
+
+    def mean_loss(tokens: list[int], count: int) -> float:
+        """Of the last `count` tokens, in a row cut from the left."""
+        tokens = tokens[-model.config.sequence_len - 1 :]
+        count = min(count, len(tokens) - 1)
+        return -log_p(model, tokens)[range(-count, 0), tokens[-count:]].mean().item()
+
+    for index, item in enumerate(items):
+        others = [i for i in range(len(items)) if i != index]
+        shots = oracle_prompt(kind, [items[i] for i in random.Random(1234 + index).sample(others, num_examples)], delimiter)
+        if kind == "multiple_choice":
+            rows = [tokenizer.encode(shots + item["query"] + delimiter + choice, prepend=bos) for choice in item["choices"]]
+            shared = len(os.path.commonprefix(rows))
+            losses = [mean_loss(row, max(len(row) - shared, 1)) for row in rows]
+            right += losses.index(min(losses)) == item["gold"]
+        elif kind == "schema":
+            rows = [tokenizer.encode(shots + context + delimiter + item["continuation"], prepend=bos) for context in item["context_options"]]
+            shared = len(os.path.commonprefix([row[::-1] for row in rows]))
+            losses = [mean_loss(row, shared) for row in rows]
+            right += losses.index(min(losses)) == item["gold"]
+        else:
+            before = tokenizer.encode((shots + item["context"].strip() + delimiter).rstrip(), prepend=bos)
+            row = tokenizer.encode(shots + item["context"].strip() + delimiter + item["continuation"], prepend=bos)
+            assert row[: len(before)] == before
+            end = row[len(before) :]
+            row = row[-model.config.sequence_len - 1 :]
+            right += log_p(model, row).argmax(-1)[-len(end) :].tolist() == end
+    return right / len(items)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return make_tokenizer()
+
+
+def test_scores_are_those_of_the_plain_model_one_item_at_a_time(bundle, tokenizer):
+    model = make_model(tokenizer)
+    core, scores = evaluate_core(model, tokenizer, load_tasks(bundle), tokens_per_forward=512)
+    centered = []
+    for score in scores:
+        accuracy, guessing = oracle(model, tokenizer, bundle, score.label), TASKS[score.label][3] / 100
+        assert 0.05 < accuracy < 0.95, f"{score.label} could not fail: {accuracy}"
+        assert score.accuracy == pytest.approx(accuracy, abs=1e-12) and score.items == ITEMS, score
+        centered.append((accuracy - guessing) / (1 - guessing))
+        assert score.centered == pytest.approx(centered[-1], abs=1e-12)
+    assert [score.label for score in scores] == list(TASKS) and core == pytest.approx(sum(centered) / len(centered), abs=1e-12)
+
+
+def test_rows_that_are_too_long_lose_their_beginning(bundle, tokenizer):
+    """With examples most rows are longer than the model's; it is asked about the end all the same."""
+    model = make_model(tokenizer, sequence_len=24)
+    tasks = [task for task in load_tasks(bundle) if task.num_fewshot]
+    lengths = [len(row.tokens) for task in tasks for row in rows_of(task, load_items(task, -1), 0, ITEMS, tokenizer, 10**9)]
+    assert sum(length > 25 for length in lengths) > len(lengths) // 2
+    for score in evaluate_core(model, tokenizer, tasks)[1]:
+        assert score.accuracy == pytest.approx(oracle(model, tokenizer, bundle, score.label), abs=1e-12), score
+    whole = evaluate_core(make_model(tokenizer), tokenizer, tasks)[1]
+    assert [score.accuracy for score in whole] != [oracle(model, tokenizer, bundle, score.label) for score in whole], "the cut tells"
+
+
+def test_the_first_items_of_a_task(bundle, tokenizer):
+    """Examples come from among them as well."""
+    model = make_model(tokenizer)
+    for score in evaluate_core(model, tokenizer, load_tasks(bundle), max_per_task=7)[1]:
+        assert score.items == 7 and score.accuracy == pytest.approx(oracle(model, tokenizer, bundle, score.label, 7), abs=1e-12)
+
+
+def test_prompts_as_they_are_written(tokenizer):
+    """Examples first, the item itself never among them; one blank where no delimiter is given; contexts without blanks around."""
+    choices = [{"query": f"Q{i}?", "choices": ["no", f"yes{i}"], "gold": 1} for i in range(4)]
+    task = CoreTask("t", "multiple_choice", 3, "\nA: ", 0.5, Path())
+    for index in range(4):
+        order = random.Random(1234 + index).sample([i for i in range(4) if i != index], 3)
+        shots = "".join(f"Q{i}?\nA: yes{i}\n\n" for i in order)
+        assert prompts_of(task, choices, index) == [f"{shots}Q{index}?\nA: no", f"{shots}Q{index}?\nA: yes{index}"]
+    schema = [{"context_options": ["Ann", "Bob"], "continuation": "sings.", "gold": 1},
+              {"context_options": ["Cy", "Di"], "continuation": "ran.", "gold": 0}]
+    assert prompts_of(CoreTask("t", "schema", 1, " ", 0.5, Path()), schema, 0) == ["Cy ran.\n\nAnn sings.", "Cy ran.\n\nBob sings."]
+    language = [{"context": " 1, 2,  ", "continuation": "3"}, {"context": "a b", "continuation": "c"}]
+    assert prompts_of(CoreTask("t", "language_modeling", 5, " ", 0.0, Path()), language, 0) == ["a b c\n\n1, 2,", "a b c\n\n1, 2, 3"]
+
+
+def test_every_forward_pass_is_bounded(bundle, tokenizer):
+    """No more tokens than allowed (but for one row alone), logits only where they are asked for; the scores stay."""
+    model, sizes, logits = make_model(tokenizer), [], []
+    model.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape))
+    model.lm_head.register_forward_hook(lambda module, args, out: logits.append(out.numel()))
+    expected = None
+    for limit in (10**6, 300, 1):
+        sizes.clear()
+        logits.clear()
+        scores = evaluate_core(model, tokenizer, load_tasks(bundle), tokens_per_forward=limit)[1]
+        assert all(B * (T + 1) <= limit or B == 1 for B, T in sizes)
+        expected = expected or [score.accuracy for score in scores]
+        assert [score.accuracy for score in scores] == expected
+        assert max(logits) <= max(B for B, _ in sizes) * 4 * tokenizer.get_vocab_size(), "an end has four tokens at most"
+        assert not model.lm_head._forward_pre_hooks, "the head is left as it was"
+    assert max(B for B, _ in sizes) == 1
+
+
+def core_on_a_rank(rank: int, world_size: int, bundle: Path, stage: int) -> tuple:
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    if stage >= 0:
+        Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage)
+    return evaluate_core(model, tokenizer, load_tasks(bundle), tokens_per_forward=300)
+
+
+@pytest.mark.parametrize("world_size,stage", [(3, -1), (2, 3)], ids=["3 ranks", "2 ranks, ZeRO 3"])
+def test_any_number_of_ranks_gives_the_same(bundle, world_size, stage):
+    """45 items in blocks of 32: ranks have unequally many forward passes, and some none, which on stage 3 would never end."""
+    alone = core_on_a_rank(0, 1, bundle, -1)
+    assert run_on_ranks(world_size, core_on_a_rank, bundle, stage, timeout=60) == [alone] * world_size
+
+
+# ---- Bundles that are not right
+
+
+def test_what_is_wrong_with_a_bundle_is_named(bundle, tmp_path):
+    def broken(change) -> str:
+        folder = tmp_path / "broken"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(bundle, folder)
+        change(folder)
+        with pytest.raises(UserError) as caught:
+            for task in load_tasks(folder):
+                load_items(task, -1)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    def append(line: str, kind: str = "schema"):
+        def change(folder: Path) -> None:
+            with open(folder / "eval_data" / kind / f"{'schema' if kind == 'schema' else 'choices'}.jsonl", "a") as file:
+                file.write(line + "\n")
+        return change
+
+    def edit(name: str, old: str, new: str):
+        return lambda folder: (folder / name).write_text((folder / name).read_text().replace(old, new))
+
+    assert f"schema.jsonl:{ITEMS + 1}: no schema item (JSONDecodeError" in broken(append('{"context_options": '))
+    assert f"schema.jsonl:{ITEMS + 1}: no schema item (KeyError: 'continuation'" in broken(append('{"context_options": ["a"], "gold": 0}'))
+    assert "no schema item (IndexError" in broken(append('{"context_options": ["a"], "continuation": "b", "gold": 1}'))
+    no_gold = append('{"query": "a", "choices": ["b", "c"]}', "multiple_choice")
+    assert f"choices.jsonl:{ITEMS + 1}: no multiple_choice item (KeyError: 'gold')" in broken(no_gold)
+    assert "no schema item (TypeError" in broken(append("[]"))
+    assert "choices.jsonl is empty" in broken(lambda folder: (folder / "eval_data/multiple_choice/choices.jsonl").write_text(""))
+    assert "schema.jsonl is missing" in broken(lambda folder: (folder / "eval_data/schema/schema.jsonl").unlink())
+    assert "is of type 'essay'; expected one of multiple_choice" in broken(edit("core.yaml", "type: schema", "type: essay"))
+    assert "is not a CORE bundle (KeyError: 'schema')" in broken(edit("eval_meta_data.csv", "schema,", "other,"))
+    assert "is not a CORE bundle" in broken(lambda folder: (folder / "core.yaml").write_text("icl_tasks: [}"))
+    assert "is not a CORE bundle (FileNotFoundError" in broken(lambda folder: (folder / "core.yaml").unlink())
+
+
+# ---- Download
+
+
+def zipped(bundle: Path, top: str = "eval_bundle/", extra: dict[str, str] | None = None) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for path in sorted(bundle.rglob("*")):
+            archive.write(path, top + str(path.relative_to(bundle)))
+        for name, text in (extra or {}).items():
+            archive.writestr(name, text)
+    return out.getvalue()
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """`serve(body)` puts what is to be downloaded on a local server, and returns its address."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    requests = []
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *arguments) -> None:
+            requests.append(arguments)
+
+    monkeypatch.setattr(core_eval, "PATIENCE", Patience(connect_s=2, read_s=2, tries=2, first_pause_s=0.01))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+
+        def serve(body: bytes) -> str:
+            (folder / "bundle.zip").write_bytes(body)
+            return f"http://127.0.0.1:{server.server_port}/bundle.zip"
+
+        serve.requests = requests
+        yield serve
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("top", ["eval_bundle/", ""])
+def test_the_bundle_is_downloaded_once_and_whole(server, bundle, base_folder, top):
+    url = server(zipped(bundle, top, {"__MACOSX/._core.yaml": "x", "eval_bundle/extra/note": "x"} if top else None))
+    assert why_no_bundle(url) is None
+    files = {path.relative_to(bundle): path.read_bytes() for path in bundle.rglob("*") if path.is_file()}
+    got = {path.relative_to(bundle_dir()): path.read_bytes() for path in bundle_dir().rglob("*") if path.is_file()}
+    assert files == {name: content for name, content in got.items() if name != Path("extra/note")}
+    assert [task.label for task in load_tasks(bundle_dir())] == list(TASKS)
+    assert sorted(path.name for path in base_folder.iterdir()) == [".eval_bundle.lock", "eval_bundle"], "nothing else is left"
+    asked = len(server.requests)
+    assert why_no_bundle(url) is None and len(server.requests) == asked
+
+
+def link(name: str) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("core.yaml", "")
+        info = zipfile.ZipInfo(name)
+        info.external_attr = 0o120777 << 16
+        archive.writestr(info, "/etc")
+    return out.getvalue()
+
+
+def test_what_is_no_bundle_is_refused_whole(server, bundle, base_folder, tmp_path):
+    """Members that lead out of the folder, links, half a zip, an error page, no core.yaml: one line, and no folder."""
+    good = zipped(bundle)
+    spoilt = bytearray(good)
+    spoilt[good.index(b"icl_tasks") + 3] ^= 1
+    bad = {
+        "member '../evil' leads out": zipped(bundle, extra={"../evil": "x"}),
+        "member 'eval_bundle/../../evil' leads out": zipped(bundle, extra={"eval_bundle/../../evil": "x"}),
+        "member '/tmp/evil' leads out": zipped(bundle, extra={"/tmp/evil": "x"}),
+        "member 'eval_bundle/data' leads out": link("eval_bundle/data"),
+        "not a zip file": good[: len(good) // 2],
+        "not a zip file (File is not a zip file)": b"<html>please log in</html>",
+        "is damaged": bytes(spoilt),
+        "it has no core.yaml": zipped(bundle / "eval_data"),
+    }
+    for expected, body in bad.items():
+        reason = why_no_bundle(server(body))
+        assert reason and expected in reason and "\n" not in reason, (expected, reason)
+        assert sorted(path.name for path in base_folder.iterdir()) == [".eval_bundle.lock"]
+    assert not list(tmp_path.rglob("evil"))
+    assert why_no_bundle(server(good)) is None
+
+
+def test_without_a_network_it_takes_one_line_and_little_time(base_folder, monkeypatch, capfd):
+    monkeypatch.setattr(core_eval, "PATIENCE", Patience(connect_s=1, tries=2, first_pause_s=0.01))
+    began = time.monotonic()
+    reason = why_no_bundle("http://127.0.0.1:9/bundle.zip")
+    assert reason.startswith(f"no CORE bundle in {base_folder / 'eval_bundle'}, and it cannot be downloaded: http://127.0.0.1:9/bundle.zip: ")
+    assert reason.endswith("; put one there to measure CORE") and "\n" not in reason and time.monotonic() - began < 5
+    assert capfd.readouterr() == ("", "") and not bundle_dir().exists()
+
+
+# ---- The scripts
+
+
+def test_base_train_and_base_eval_measure_core(bundle, base_folder, tmp_path):
+    """During training into the log, afterwards into the report, the same number; without a bundle training refuses before it begins."""
+    no_network = {"HTTPS_PROXY": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
+    source = tmp_path / "texts"
+    source.mkdir()
+    for i in range(100):
+        (source / f"{i}.txt").write_text(f"Document {i} says that {i} plus {i} is {2 * i}, and that the sun is not the moon.")
+    make(str(source), "sums")
+    train_tokenizer("sums", 300, 10**6, 10**4)
+    tiny = ["--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=64", "--compile=False", "--dtype=float32",
+            "--sample_every=-1", "--eval_every=-1", "--num_iterations=3", "--core_metric_every=2", "--core_metric_max_per_task=10"]
+    refused = run_module("scripts.base_train", *tiny, env=no_network)
+    assert refused.returncode == 1 and "error: core_metric_every=2, but there is no CORE bundle in" in refused.stderr, refused.stderr
+    assert not (base_folder / "base_checkpoints").exists() and "Traceback" not in refused.stderr
+    shutil.copytree(bundle, base_folder / "eval_bundle")
+    trained = run_module("scripts.base_train", *tiny, env=no_network)
+    assert trained.returncode == 0, trained.stderr
+    lines = [json.loads(line) for line in (base_folder / "base_checkpoints/d1/metrics.jsonl").read_text().splitlines()]
+    measured = {record["step"]: record for record in lines if "core/metric" in record}
+    assert list(measured) == [2, 3] and measured[3].keys() == {"step", "core/metric", *(f"core/{label}" for label in TASKS)}
+    evaluated = run_module("scripts.base_eval", "--eval_tokens=64", "--core_metric_max_per_task=10", env=no_network)
+    assert evaluated.returncode == 0, evaluated.stderr
+    section = json.loads((base_folder / "report/sections/base_eval.json").read_text())
+    results = section["results"]["base"]
+    assert results["CORE"] == pytest.approx(measured[3]["core/metric"], abs=1e-12)
+    assert [name for name in results if name.startswith("CORE: ")] == [f"CORE: {label}" for label in TASKS]
+    assert "| schema_with_examples | 10 |" in section["body"] and "Model: step 3 of d1" in section["body"]
+    shutil.rmtree(base_folder / "eval_bundle")
+    without = run_module("scripts.base_eval", "--eval_tokens=64", env=no_network)
+    assert without.returncode == 0, without.stderr
+    assert without.stdout.count("CORE is left out: no CORE bundle in") == 1 and "Traceback" not in without.stderr
+    assert "CORE" not in json.loads((base_folder / "report/sections/base_eval.json").read_text())["results"]["base"]

@@ -1,0 +1,353 @@
+"""Real programs that misbehave: each ends within its limit, leaves nothing running and nothing behind, and is told apart."""
+import ctypes
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from nanochat.execution import FOLDER_BYTES, LINUX, MAX_FILE_BYTES, MAX_PROCESSES, Result, run_python
+
+REPO = Path(__file__).parent.parent
+GIB = 2**30
+linux_only = pytest.mark.skipif(not LINUX, reason="there are no such walls on this system")
+numbers = itertools.count(os.getpid() * 1000)
+
+
+def running(mark: str) -> list[str]:
+    """Command lines of the processes that have `mark` in theirs, but for zombies, which run no more."""
+    if not LINUX:
+        return [line for line in subprocess.check_output(["ps", "-axww", "-o", "command="], text=True).splitlines() if mark in line]
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(path.read_text(errors="replace"))
+        except OSError:
+            pass  # it ended while we looked
+    return [line for line in lines if mark in line]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """
+    run_python that fails when anything is left. The mark of a run is its memory limit, which is on the command line of
+    the supervisor and of what it forks; programs put it on the command lines of what they start, as MARK.
+    """
+    folders = tmp_path / "temporary"
+    folders.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folders))
+
+    def run(code: str, timeout: float = 20, memory_bytes: int = 400 * 2**20, **limits) -> Result:
+        memory_bytes += next(numbers)
+        began = time.monotonic()
+        result = run_python(code.replace("MARK", str(memory_bytes)), timeout, memory_bytes, **limits)
+        assert time.monotonic() - began < timeout + 10, "it did not end within its limit"
+        assert not running(str(memory_bytes)), "processes are left"
+        assert not list(folders.iterdir()), "its folder is left"
+        return result
+
+    return run
+
+
+@linux_only
+def test_every_wall_that_this_machine_allows_is_there(run):
+    """The tests below skip what is not guarded; here the system itself says what could be."""
+    allowed = shutil.which("unshare") and not subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--net", "--ipc", "--mount", "true"], capture_output=True
+    ).returncode
+    assert run("").unprotected == () if allowed else {"network", "processes"} <= set(run("").unprotected)
+
+
+def test_the_search_for_what_is_left_finds_something():
+    """The oracle of all tests here can fail: a child of ours is found until it is gone."""
+    mark = f"mark{next(numbers)}"
+    with subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)", mark], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        found = running(mark)
+        process.kill()
+    assert len(found) == 1
+    assert not running(mark)
+
+
+@pytest.mark.parametrize("code,stdout,stderr", [
+    ("print(1 + 1)", "2\n", ""),
+    ("", "", ""),
+    ("print('é😀', end='')", "é😀", ""),
+    ("import sys; print('out'); print('err', file=sys.stderr)", "out\n", "err\n"),
+    ("import sys; sys.stdout.buffer.write(b'\\xff')", "\ufffd", ""),
+    ("import sys; sys.exit(0)", "", ""),
+    ("exit()", "", ""),
+    ("if __name__ == '__main__': print(__file__)", "main.py\n", ""),
+    ("open('x', 'w').write('kept'); print(open('x').read())", "kept\n", ""),
+    ("import os; os.mkdir('a'); os.chmod('a', 0); os.symlink('/', 'b')", "", ""),
+    ("import threading; threading.Timer(0.1, print, ['later']).start()", "later\n", ""),
+    ("import subprocess; print(subprocess.check_output(['echo', 'hi']).decode())", "hi\n\n", ""),
+    ("import dataclasses, json, math, re, random, collections, itertools, typing; print('all there')", "all there\n", ""),
+])
+def test_right_programs(run, code, stdout, stderr):
+    result = run(code)
+    assert (result.ok, result.error, result.stdout, result.stderr) == (True, None, stdout, stderr)
+
+
+@pytest.mark.parametrize("code,error", [
+    ("assert 1 + 1 == 3, 'wrong sum'", "exit code 1: AssertionError: wrong sum"),
+    ("print('so far')\nassert False", "exit code 1: AssertionError"),
+    ("def f(:\n  pass", "exit code 1: SyntaxError: invalid syntax"),
+    ("import sys; sys.exit(3)", "exit code 3"),
+    ("import sys; sys.exit('that is all')", "exit code 1: that is all"),
+    ("import os; os._exit(7)", "exit code 7"),
+    ("input()", "exit code 1: EOFError: EOF when reading a line"),
+    ("def f(): f()\nf()", "exit code 1: RecursionError: maximum recursion depth exceeded"),
+    ("import torch", "exit code 1: ModuleNotFoundError: No module named 'torch'"),
+    ("x = '\ud800'", "exit code 1: SyntaxError: (unicode error) 'utf-8' codec can't decode"),
+    ("import os; os.abort()", "SIGABRT"),
+    ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
+])
+def test_what_is_wrong_is_named(run, code, error):
+    result = run(code)
+    assert not result.ok and result.error.startswith(error)
+    assert result.stdout == ("so far\n" if "so far" in code else "")
+
+
+@pytest.mark.parametrize("code", ["while True: pass", "import time; print('begun', flush=True); time.sleep(1000)"])
+def test_an_infinite_loop(run, code):
+    began = time.monotonic()
+    result = run(code, timeout=1)
+    assert result.error == "timeout" and time.monotonic() - began > 1
+    assert result.stdout == ("begun\n" if "begun" in code else ""), "what it said so far is kept"
+
+
+def test_the_limits_of_a_process(run):
+    limits = "RLIMIT_CPU RLIMIT_AS RLIMIT_FSIZE RLIMIT_CORE".split()
+    result = run(f"import resource\nfor name in {limits}: print(resource.getrlimit(getattr(resource, name))[1])\nprint(MARK)", timeout=7.5)
+    cpu, memory, file, core, mark = map(int, result.stdout.split())
+    assert (cpu, file, core) == (8, MAX_FILE_BYTES, 0) and (memory == mark or not LINUX)
+
+
+@linux_only
+@pytest.mark.parametrize("code", ["x = bytearray(2**30)", "x = []\nwhile True: x.append(bytes(10**7))", "import mmap; mmap.mmap(-1, 2**30)"])
+def test_too_much_memory(run, code):
+    assert run(code).error == "memory"
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_gigabyte_of_output(run, stream):
+    """And more, without end: it is over long before its time."""
+    result = run(f"import sys\nwhile True: sys.{stream}.write('x' * 2**20)", timeout=5, max_output_bytes=5000)
+    assert result.error == "too much output" and getattr(result, stream) == "x" * 5000
+
+
+def test_output_up_to_the_limit_and_one_byte_more(run):
+    assert run("print('x' * 4999)", max_output_bytes=5000).ok
+    result = run("print('x' * 5000)", max_output_bytes=5000)
+    assert result.error == "too much output" and result.stdout == "x" * 5000
+
+
+def test_large_files(run):
+    """One file, and where it has a file system of its own the sum of all files."""
+    assert "File too large" in run("f = open('x', 'wb')\nfor _ in range(1024): f.write(bytes(2**20))").error
+    code = f"for i in range({2 * FOLDER_BYTES // 10**7}):\n with open(str(i), 'wb') as f: f.write(bytes(10**7))\n print(i)"
+    result = run(code)
+    assert "No space left" in (result.error or "") or {"files", "processes"} & set(result.unprotected)
+
+
+WRITES = {
+    "a new file": "open(PATH + '/new', 'w')",
+    "an existing file": "open(PATH + '/file', 'w').write('spoilt')",
+    "an existing file, appended": "open(PATH + '/file', 'a').write('spoilt')",
+    "removing": "os.remove(PATH + '/file')",
+    "renaming": "os.rename(PATH + '/file', PATH + '/other')",
+    "a folder": "os.mkdir(PATH + '/new')",
+    "by a link": "os.symlink(PATH + '/file', 'link'); open('link', 'w').write('spoilt')",
+    "by another process": "import subprocess; subprocess.run(['rm', PATH + '/file'], check=True)",
+    "modes": "os.chmod(PATH + '/file', 0o777)",
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_writing_outside_its_folder(run, tmp_path, how):
+    """The program is refused, and what was there is as it was; the same line does its work in a plain Python."""
+    place = tmp_path / "outside"
+    place.mkdir()
+    (place / "file").write_text("as it was")
+
+    def state() -> list:
+        return [(path.name, path.stat().st_mode, path.is_file() and path.read_text()) for path in sorted(place.iterdir())]
+
+    before, code = state(), f"import os\nPATH = {str(place)!r}\n{WRITES[how]}"
+    result = run(code)
+    if "files" in result.unprotected or how == "modes" and "processes" in result.unprotected:
+        pytest.skip("this machine allows no walls around files")
+    assert not result.ok and state() == before
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    assert state() != before
+
+
+def test_reading_the_environment(run, monkeypatch):
+    """Neither its own nor that of any process it can see; a plain process shows the secret both ways."""
+    monkeypatch.setenv("NANOCHAT_SECRET", "a secret to keep")
+    code = "import os\nprint(dict(os.environ))\n"
+    code += "for name in os.listdir('/proc') if os.path.exists('/proc') else []:\n"
+    code += "  try: print(open(f'/proc/{name}/environ').read())\n  except OSError: pass"
+    result = run(code)
+    assert result.ok and result.stdout.startswith("{}\n") and "secret" not in result.stdout
+    plain = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert plain.count("a secret to keep") >= 1 + LINUX
+
+
+SLEEPER = "[sys.executable, '-I', '-S', '-c', 'import time; time.sleep(1000)', 'MARK']"
+BACKGROUND = {
+    "a child": "import subprocess, sys\nsubprocess.Popen(SLEEPER)",
+    "a child in a session of its own": "import subprocess, sys\nsubprocess.Popen(SLEEPER, start_new_session=True)",
+    "a daemon": "import os, sys\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0: os.execv(sys.executable, SLEEPER)\n os._exit(0)\nos.wait()",
+    "one that ignores signals": "import os, signal, sys\nfor s in (1, 2, 3, 15): signal.signal(s, signal.SIG_IGN)\n"
+                                "if os.fork() == 0:\n os.setsid()\n os.execv(sys.executable, SLEEPER)",
+}
+
+
+@linux_only
+@pytest.mark.parametrize("end", ["", "\nwhile True: pass", "\nraise SystemExit(3)"], ids=["which ends", "which hangs", "which fails"])
+@pytest.mark.parametrize("how", BACKGROUND)
+def test_leaving_something_in_the_background(run, how, end):
+    began = time.monotonic()
+    result = run(BACKGROUND[how].replace("SLEEPER", SLEEPER) + "\nimport time; time.sleep(0.2); print('it has begun')" + end, timeout=1.5)
+    assert result.error == {"": None}.get(end, "timeout" if "while" in end else "exit code 3")
+    assert result.stdout == "it has begun\n" and time.monotonic() - began < 12, "nobody waits for the child's end of the pipe"
+
+
+@linux_only
+@pytest.mark.parametrize("code", [
+    "while True: os.fork()",
+    "while True:\n try: os.fork()\n except OSError: pass",
+    "while True:\n try: os.fork(); os.setsid()\n except OSError: pass",
+    "while True:\n try: subprocess.Popen(['sleep', '1000', 'MARK'], start_new_session=True)\n except OSError: pass",
+])
+def test_a_fork_bomb(run, code):
+    """Never more processes than allowed, whoever we are (root has no limit of its own), and none at the end."""
+    counted = run("import os, time\nfor n in range(50):\n try:\n  if os.fork() == 0: time.sleep(100)\n except OSError: break\nprint(n + 1)")
+    assert int(counted.stdout) == MAX_PROCESSES, "a small bomb goes further than it may: no large one is tried"
+    peak, done, mark = 0, threading.Event(), 400 * 2**20 + next(numbers) + 1  # the mark of the run to come
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, len(running(str(mark))))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        result = run("import os, subprocess, time\n" + code, timeout=1.5)
+    finally:
+        done.set()
+        thread.join()
+    assert result.error == "timeout" or result.error.startswith("exit code 1: BlockingIOError")
+    assert peak <= MAX_PROCESSES + 2, "with supervisor and init"
+    assert peak > MAX_PROCESSES // 2 or "except" not in code, "it was a bomb"
+
+
+def test_no_network(run):
+    """Not even to this machine: our server hears of no one, but for a plain client."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        code = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), timeout=5)"
+        result = run(code)
+        if "network" in result.unprotected:
+            pytest.skip("this machine allows no network namespaces")
+        assert not result.ok
+        with pytest.raises(TimeoutError):
+            server.accept()
+        subprocess.run([sys.executable, "-c", code], check=True)
+        server.accept()[0].close()
+
+
+def test_other_processes_are_out_of_reach(run):
+    with subprocess.Popen(["sleep", "100"]) as other:
+        result = run(f"import os, signal; os.kill({other.pid}, signal.SIGTERM)")
+        alive = other.poll() is None
+        other.kill()
+    if "processes" in result.unprotected:
+        pytest.skip("this machine allows no process namespaces")
+    assert alive and result.error == "exit code 1: ProcessLookupError: [Errno 3] No such process"
+
+
+def test_many_at_a_time_from_threads(run):
+    """Good and bad ones together, none on the main thread, each with its own output."""
+    codes = [f"print({i})" if i % 3 else f"print({i}); raise ValueError({i})" for i in range(12)]
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(run_python, codes))
+    assert [result.stdout for result in results] == [f"{i}\n" for i in range(12)]
+    assert [result.error for result in results] == [None if i % 3 else f"exit code 1: ValueError: {i}" for i in range(12)]
+
+
+@linux_only
+@pytest.mark.parametrize("who,how", [("trainer", signal.SIGKILL), ("trainer", signal.SIGINT), ("supervisor", signal.SIGKILL)])
+def test_nothing_is_left_when_someone_in_between_is_gone(tmp_path, who, how):
+    """The trainer is killed or interrupted while a program runs, and its supervisor cleans up; or the supervisor is."""
+    mark = 400 * 2**20 + next(numbers)
+    code = f"import tempfile\nfrom nanochat.execution import run_python\ntempfile.tempdir = {str(tmp_path)!r}\n"
+    code += f"print(run_python('while True: pass', 100, {mark}).error)"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    deadline = time.monotonic() + 20
+    while len(running(str(mark))) < 4 and time.monotonic() < deadline:  # the trainer, supervisor, init, program
+        time.sleep(0.01)
+    assert len(running(str(mark))) == 4 and len(list(tmp_path.iterdir())) == 1
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(process.pid if who == "trainer" else int(children[0]), how)
+    assert process.communicate(timeout=20)[0] == ("" if who == "trainer" else "killed\n")
+    while running(str(mark)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not running(str(mark))
+    if who == "trainer":
+        assert not list(tmp_path.iterdir())
+
+
+WITHOUT_NAMESPACES = """
+import json, os, sys
+sys.path.insert(0, {repo!r})
+from nanochat.execution import run_python
+
+def others():
+    names = [name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+    return [name for name in names if open(f"/proc/{{name}}/stat").read().rpartition(")")[2].split()[0] != "Z"]
+
+before = others()
+for code in {codes!r}:
+    print(json.dumps(run_python(code, 1)))
+assert others() == before, "processes are left"
+"""
+
+
+@linux_only
+def test_where_namespaces_are_not_allowed(tmp_path):
+    """
+    Tried in a user namespace that forbids further ones (and a process namespace, so that what goes wrong stays there):
+    what could not be guarded is said; descendants die all the same; Landlock, where it is there, guards the files.
+    """
+    daemon = BACKGROUND["a daemon"].replace("SLEEPER", SLEEPER)
+    (tmp_path / "file").write_text("as it was")
+    codes = ["print(1)", daemon, daemon + "\nwhile True: pass", "while True: pass", f"open({str(tmp_path / 'file')!r}, 'w')",
+             "open('x', 'w').write('x'); print(open('x').read()); print('nothing', file=open('/dev/null', 'w'))"]
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_NAMESPACES.format(repo=str(REPO), codes=codes))
+    shell = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
+    unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "sh", "-c", shell, "sh"]
+    if not shutil.which("unshare") or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("this machine allows no namespaces, so the other tests were about what this one is for")
+    done = subprocess.run([*unshare, sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    results = [Result(*json.loads(line)) for line in done.stdout.splitlines()]
+    landlock = ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
+    assert all(result.unprotected == ["network", "processes"] + ["files"] * (not landlock) for result in results)
+    assert [result.ok for result in results] == [True, True, False, False, not landlock, True]
+    assert results[2].error == results[3].error == "timeout" and results[5].stdout == "x\n"
+    assert (tmp_path / "file").read_text() == "as it was" or not landlock
