@@ -9,6 +9,7 @@ line is the setting's help, and a comment line such as `# ---- Batch` opens a se
 
     --key=value   override; a number may be arithmetic (2**19), and None goes where the annotation allows it
     --flag        short for --flag=True
+    -p value      short for --p=value, where a setting's name is one letter
     file.py       overrides as `key = value` lines; a key on the command line beats the same key in a file
     --help        the docstring and every setting
 
@@ -209,7 +210,11 @@ def read_arguments(argv: list[str], settings: dict[str, Setting]) -> dict[str, A
     """The overrides of a command line and of the files it names, by setting. Raises UserError where it does not fit."""
     from_files: dict[str, Any] = {}
     from_keys: dict[str, Any] = {}
-    for argument in argv:
+    arguments = iter(argv)
+    for argument in arguments:
+        if re.fullmatch("-[a-z]", argument) and argument[1] in settings:
+            value = next(arguments, None)
+            argument = f"-{argument}" if value is None else f"-{argument}={value}"
         if argument == "--":  # torchrun puts it between its own arguments and ours
             continue
         if argument.endswith(".py") and not argument.startswith("-"):

@@ -1,0 +1,304 @@
+"""
+The engine: any number of conversations decoded together, each with its own settings, coming and going at any step.
+
+    engine = Engine(model, tokenizer)
+    for piece in engine.stream(prompt, Sampling(temperature=0)):     # one answer, as it is written
+        print(piece.text, end="")
+    answers = engine.generate(prompts, Sampling(max_tokens=64))      # many, several at a time
+
+A server calls `add` when a request comes in, `remove` when its client has gone, and `step` all the time: one token for
+everyone who has a place. All from one thread.
+"""
+import codecs
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+
+from nanochat.calculator import calculate
+from nanochat.errors import UserError
+from nanochat.gpt import GPT
+from nanochat.kv_cache import CachedModel, Prefix
+from nanochat.sampling import Sampling, draw
+from nanochat.tokenizer import Tokenizer
+
+FinishReason = Literal["stop", "length"]  # a stop token; max_tokens or the end of the context
+
+
+class Event(NamedTuple):
+    """One token of one request."""
+    id: int
+    token: int
+    forced: bool                            # written by the tool, not drawn from the model
+    finish_reason: FinishReason | None      # set on the last token, a stop token included
+
+
+@dataclass
+class Answer:
+    """What `generate` returns for each sample. A stop token that ended it is the last of its tokens."""
+    prompt: list[int]                       # as the model read it: truncated, if that was asked for
+    tokens: list[int] = field(default_factory=list)
+    forced: list[bool] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class Running:
+    """A request that has a row of the cache."""
+    id: int
+    sampling: Sampling
+    left: int                               # tokens until max_tokens or the end of the context
+    dice: random.Random
+    token: int = -1                         # the last one, which the model has not read yet
+    forced: deque[int] = field(default_factory=deque)  # what the tool has still to write
+    expression: list[int] | None = None     # tokens since <|python_start|>
+
+
+@dataclass
+class Waiting:
+    """Samples of one prompt that have no row yet. The prompt is read once, when the first of them gets one."""
+    prompt: list[int]
+    sampling: Sampling
+    ids: deque[int]
+    draws: deque[int]                       # for each id, which draw of the seed it is
+    prefix: Prefix | None = None
+
+
+class Engine:
+    """
+    Decodes up to max_batch sequences at once; others wait until one ends.
+
+    It keeps its own copy of the weights: after a training step, make a new one (milliseconds for a small model).
+    """
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer, max_batch: int = 16):
+        if max_batch < 1:
+            raise UserError(f"max_batch={max_batch} must be at least 1")
+        assert tokenizer.get_vocab_size() == model.config.vocab_size, "a model and another one's tokenizer"
+        self.model, self.tokenizer, self.max_batch = CachedModel(model, max_batch), tokenizer, max_batch
+        self.context = model.config.sequence_len
+        special = tokenizer.encode_special
+        self.default_stop = special("<|assistant_end|>"), special("<|bos|>")
+        self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
+        self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
+        self.running: list[Running] = []    # in the order of the cache's rows
+        self.waiting: deque[Waiting] = deque()
+        self.next_id = 0
+
+    # ---- Requests
+
+    def add(self, prompt: Sequence[int], sampling: Sampling = Sampling(), num_samples: int = 1, truncate: bool = False, first_draw: int = 0) -> list[int]:
+        """
+        Queue a prompt, of which step() then writes num_samples continuations; returns the id of each. UserError for a
+        prompt or a sampling that cannot be.
+
+        Sample i is the draw number first_draw + i of sampling.seed: the same whatever else the engine is doing, and
+        no two are alike.
+        """
+        sampling.check()
+        if num_samples < 1:
+            raise UserError(f"num_samples={num_samples} must be at least 1")
+        prompt = self.fit(prompt, sampling, truncate)
+        ids = list(range(self.next_id, self.next_id + num_samples))
+        self.next_id += num_samples
+        self.waiting.append(Waiting(prompt, sampling, deque(ids), deque(range(first_draw, first_draw + num_samples))))
+        return ids
+
+    def fit(self, prompt: Sequence[int], sampling: Sampling, truncate: bool) -> list[int]:
+        """
+        The prompt, if the model can read it; else UserError. With truncate one that is longer than the context loses
+        what follows its first token (<|bos|>), so much that max_tokens, or half of the context, become free.
+        """
+        prompt, vocab_size = list(prompt), self.model.config.vocab_size
+        if not prompt:
+            raise UserError("an empty prompt; expected at least <|bos|>")
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise UserError(f"the prompt has tokens from {min(prompt)} to {max(prompt)}; this model knows 0 to {vocab_size - 1}")
+        if len(prompt) <= self.context:
+            return prompt
+        if not truncate:
+            raise UserError(f"the prompt has {len(prompt)} tokens, the model's context only {self.context}; shorten or truncate it")
+        kept = self.context - min(sampling.max_tokens, self.context // 2)
+        return prompt[:1] + prompt[len(prompt) - kept + 1 :]
+
+    def remove(self, id: int) -> None:
+        """End a request now, without a further event. Nothing happens if it has ended already."""
+        for row, request in enumerate(self.running):
+            if request.id == id:
+                self._free(row)
+                return
+        for group in self.waiting:
+            if id in group.ids:
+                del group.draws[group.ids.index(id)]
+                group.ids.remove(id)
+        self.waiting = deque(group for group in self.waiting if group.ids)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is running or waiting."""
+        return bool(self.running or self.waiting)
+
+    # ---- One token for everyone
+
+    def step(self) -> list[Event]:
+        """One more token for each running request and for those that get a place now. Ended requests leave."""
+        logits = [self.model.decode([request.token for request in self.running])] if self.running else []
+        logits += self._admit()
+        if not logits:
+            return []
+        uniforms = [0.0 if request.forced else request.dice.getrandbits(24) / 2**24 for request in self.running]
+        drawn = draw(torch.cat(logits), [request.sampling for request in self.running], uniforms)
+        events = [self._advance(request, token) for request, token in zip(self.running, drawn)]
+        for row in reversed(range(len(events))):
+            if events[row].finish_reason:
+                self._free(row)
+        return events
+
+    def _admit(self) -> list[torch.Tensor]:
+        """Give free rows to those who have waited longest; returns the logits after their prompts, (1, V) each."""
+        logits = []
+        while self.waiting and len(self.running) < self.max_batch:
+            group = self.waiting[0]
+            group.prefix = group.prefix or self.model.prefill(group.prompt)
+            self.model.insert(group.prefix)
+            logits.append(group.prefix.logits)
+            # The last token is written, not read: an answer may end one token beyond the context.
+            left = min(group.sampling.max_tokens, self.context + 1 - len(group.prompt))
+            seed = group.sampling.seed
+            dice = random.Random(None if seed is None else f"{seed} {group.draws[0]}")
+            self.running.append(Running(group.ids.popleft(), group.sampling, left, dice))
+            group.draws.popleft()
+            if not group.ids:
+                self.waiting.popleft()
+        return logits
+
+    def _advance(self, request: Running, drawn: int) -> Event:
+        """The request's next token: what the tool has to say, or else what was drawn."""
+        forced = bool(request.forced)
+        request.token = token = request.forced.popleft() if forced else drawn
+        request.left -= 1
+        if not forced and request.sampling.tools:
+            self._use_tool(request, token)
+        stop = self.default_stop if request.sampling.stop is None else request.sampling.stop
+        ended = "stop" if token in stop and not forced else "length" if request.left == 0 else None
+        return Event(request.id, token, forced, ended)
+
+    def _use_tool(self, request: Running, token: int) -> None:
+        """Collect an expression; at its end the result comes next. What cannot be computed is left to the model."""
+        if token == self.python_start:
+            request.expression = []
+        elif token == self.python_end and request.expression is not None:
+            result = calculate(self.tokenizer.decode(request.expression))
+            if result is not None:
+                request.forced.extend([self.output_start, *self.tokenizer.encode(result), self.output_end])
+            request.expression = None
+        elif request.expression is not None:
+            request.expression.append(token)
+
+    def _free(self, row: int) -> None:
+        """Empty a row; as in the cache, the last one moves into its place."""
+        self.model.remove(row)
+        self.running[row] = self.running[-1]
+        self.running.pop()
+
+    # ---- Whole answers
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling] = Sampling(), num_samples: int = 1, truncate: bool = False
+    ) -> list[Answer]:
+        """
+        num_samples answers to each prompt, those to one prompt next to each other. More than max_batch take turns.
+
+        One sampling for all: prompt i takes the draws from i · num_samples on of its seed. One for each: every prompt
+        takes the draws from 0 on of its own seed.
+        """
+        assert not self.busy, "an engine that serves requests is driven by step() alone"
+        shared = isinstance(sampling, Sampling)
+        answers: dict[int, Answer] = {}
+        try:
+            for i, prompt in enumerate(prompts):
+                its_sampling = sampling if shared else sampling[i]
+                prompt = self.fit(prompt, its_sampling, truncate)
+                ids = self.add(prompt, its_sampling, num_samples, first_draw=i * num_samples if shared else 0)
+                answers |= {id: Answer(prompt) for id in ids}
+            while self.busy:
+                for event in self.step():
+                    answer = answers[event.id]
+                    answer.tokens.append(event.token)
+                    answer.forced.append(event.forced)
+                    answer.finish_reason = event.finish_reason
+        finally:
+            self._drop_all()
+        return list(answers.values())
+
+    def stream(self, prompt: Sequence[int], sampling: Sampling = Sampling(), truncate: bool = False) -> Iterator["Piece"]:
+        """One answer in pieces of text, as they are written. Stopping early ends the request."""
+        assert not self.busy, "an engine that serves requests is driven by step() alone"
+        self.add(prompt, sampling, truncate=truncate)
+        pieces = Pieces(self.tokenizer)
+        try:
+            while self.busy:
+                for event in self.step():
+                    yield from pieces.add(event.token)
+            yield from pieces.end()
+        finally:
+            self._drop_all()
+
+    def _drop_all(self) -> None:
+        self.running, self.waiting = [], deque()
+        self.model.clear()
+
+
+# ---- Tokens to text
+
+
+class Piece(NamedTuple):
+    """A bit of text, and which kind of part of a message it belongs to."""
+    type: Literal["text", "python", "python_output"]
+    text: str
+
+
+class Pieces:
+    """Turns the tokens of an answer into text, one at a time. A character spread over tokens comes out whole, with the last."""
+
+    STARTS = {"<|python_start|>": "python", "<|python_end|>": "text", "<|output_start|>": "python_output", "<|output_end|>": "text"}
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer, self.type = tokenizer, "text"
+        self.names = {tokenizer.encode_special(name): name for name in tokenizer.special_tokens}
+        self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token: int) -> list[Piece]:
+        """The text that this token completes. Special tokens are no text; those of the tool change the type of what follows."""
+        if token not in self.names:
+            return self._piece(self.utf8.decode(self.tokenizer.decode_bytes([token])))
+        rest = self.end()
+        self.type = self.STARTS.get(self.names[token], self.type)
+        return rest
+
+    def end(self) -> list[Piece]:
+        """What is left of a character that never became whole: U+FFFD."""
+        return self._piece(self.utf8.decode(b"", final=True))
+
+    def _piece(self, text: str) -> list[Piece]:
+        return [Piece(self.type, text)] if text else []
+
+
+def to_parts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[dict[str, str]]:
+    """The tokens of an answer as the parts of a message: {"type": "text" | "python" | "python_output", "text": …}."""
+    pieces = Pieces(tokenizer)
+    return parts_of([piece for token in tokens for piece in pieces.add(token)] + pieces.end())
+
+
+def parts_of(pieces: Sequence[Piece]) -> list[dict[str, str]]:
+    """The same of pieces: neighbours of one type become one part."""
+    parts: list[dict[str, str]] = []
+    for piece in pieces:
+        if parts and parts[-1]["type"] == piece.type:
+            parts[-1]["text"] += piece.text
+        else:
+            parts.append({"type": piece.type, "text": piece.text})
+    return parts

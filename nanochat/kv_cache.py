@@ -1,0 +1,187 @@
+"""
+The model with a memory. A token's keys and values never change once it has been read, so they are kept: a prompt is
+read in one pass, and each further token costs one row of matrix products instead of a pass over all before it.
+
+Sequences of any lengths sit in the first rows of the cache, one each, from position 0 on; where one leaves, the last
+one moves in. Where a row or a position is missing the cache grows by a good part at once, so that hardly anything is
+copied; when nobody is in it any more, it is dropped.
+"""
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat.attention import attention
+from nanochat.gpt import GPT, norm, rotary_angles, rotate
+
+CAPACITY_UNIT = 64  # positions; the capacity is a multiple of it
+
+
+class Prefix(NamedTuple):
+    """What reading a prompt of T tokens leaves behind; any number of sequences may go on from it."""
+    keys: Tensor    # (n_layer, H_kv, T, D)
+    values: Tensor
+    logits: Tensor  # (1, vocab_size), raw: before the softcap
+
+
+class CachedModel:
+    """
+    A model's weights, laid out for decoding, and a cache in their dtype. What training changes later is not seen here.
+    `lengths[row]` is how many tokens of the sequence in that row have been read; there are at most max_rows.
+    """
+
+    def __init__(self, model: GPT, max_rows: int):
+        self.config, self.wte, self.max_rows = model.config, model.transformer.wte.weight, max_rows
+        with torch.inference_mode():
+            self.layers = [
+                (linear(torch.cat((block.attn.c_q.weight, block.attn.c_k.weight, block.attn.c_v.weight))),
+                 linear(block.attn.c_proj.weight), linear(block.mlp.c_fc.weight), linear(block.mlp.c_proj.weight))
+                for block in model.transformer.h
+            ]
+            self.head = linear(model.lm_head.weight)
+            self.cos, self.sin = rotary_angles(self.config.sequence_len, self.config.head_dim, self.wte.device)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every sequence."""
+        shape = self.config.n_layer, 0, self.config.n_kv_head, 0, self.config.head_dim
+        self.lengths: list[int] = []
+        self.keys, self.values = self.wte.new_empty(shape), self.wte.new_empty(shape)  # (n_layer, rows, H_kv, capacity, D)
+
+    @torch.inference_mode()
+    def prefill(self, prompt: list[int]) -> Prefix:
+        """Read a prompt of at most sequence_len tokens, all at once; the cache is left alone."""
+        keys, values = [], []
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))  # (1, H, T, D)
+            keys.append(k[0])
+            values.append(v[0])
+            return attention(q, k, v)[0].transpose(0, 1)
+
+        x = self.hidden(prompt, slice(len(prompt)), attend)
+        return Prefix(torch.stack(keys), torch.stack(values), self.logits(x[-1:]))
+
+    @torch.inference_mode()
+    def insert(self, prefix: Prefix) -> None:
+        """Add a row that goes on from a prefix."""
+        row, length = len(self.lengths), prefix.keys.size(2)
+        self.reserve(row + 1, length)
+        self.keys[:, row, :, :length] = prefix.keys
+        self.values[:, row, :, :length] = prefix.values
+        self.lengths.append(length)
+
+    @torch.inference_mode()
+    def remove(self, row: int) -> None:
+        """Free a row; the last one moves into its place."""
+        last = len(self.lengths) - 1
+        length = self.lengths[row] = self.lengths[last]
+        if row != last:
+            for kept in (self.keys, self.values):
+                kept[:, row, :, :length] = kept[:, last, :, :length]
+        self.lengths.pop()
+        if not self.lengths:
+            self.clear()
+
+    @torch.inference_mode()
+    def decode(self, tokens: list[int]) -> Tensor:
+        """One more token for every row → the raw logits of what follows it, (rows, vocab_size) in float32."""
+        rows, device = len(tokens), self.wte.device
+        self.reserve(rows, max(self.lengths) + 1)
+        positions = torch.tensor(self.lengths, device=device)
+        everyone = torch.arange(rows, device=device)
+        # A whole rectangle of the cache: contiguous, which a CPU's bf16 products need (10 times slower otherwise), and
+        # of the same shape in every step until it grows. The mask hides what a row has not reached.
+        keys, values = self.keys[:, :rows].unbind(), self.values[:, :rows].unbind()  # each (rows, H_kv, capacity, D)
+        unread = torch.arange(keys[0].size(2), device=device) > positions[:, None]
+        mask = torch.zeros(unread.shape, device=device).masked_fill_(unread, float("-inf"))[:, None, None]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys[layer][everyone, :, positions] = k
+            values[layer][everyone, :, positions] = v
+            return attend_one(q, keys[layer], values[layer], mask)
+
+        x = self.hidden(tokens, positions, attend)
+        self.lengths = [length + 1 for length in self.lengths]
+        return self.logits(x)
+
+    def hidden(self, tokens: list[int], positions: Tensor | slice, attend: Callable) -> Tensor:
+        """
+        The blocks of the model, for N tokens in a row or each of a sequence of its own → (N, C). What they see of
+        others is up to attend(layer, q (N, H, D), k (N, H_kv, D), v) → (N, H, D).
+        """
+        heads, kv_heads = self.config.n_head, self.config.n_kv_head
+        cos, sin = self.cos[positions], self.sin[positions]
+        x = norm(F.embedding(torch.tensor(tokens, device=self.wte.device), self.wte))
+        for layer, (qkv, attn_proj, fc, mlp_proj) in enumerate(self.layers):
+            qk, v = qkv(norm(x)).view(len(tokens), -1, self.config.head_dim).split((heads + kv_heads, kv_heads), dim=1)
+            q, k = norm(rotate(qk, cos, sin)).split((heads, kv_heads), dim=1)
+            x = x + attn_proj(attend(layer, q, k, v).reshape(x.shape))
+            x = x + mlp_proj(F.relu(fc(norm(x))).square())
+        return norm(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(x)[:, : self.config.vocab_size].float()
+
+    def reserve(self, rows: int, length: int) -> None:
+        """
+        Make room: twice the rows, a quarter more positions. What is copied is a few times the final size in all; what
+        is computed in vain, for positions that nobody has reached, is at most that quarter.
+        """
+        have_rows, capacity = self.keys.size(1), self.keys.size(3)
+        if rows <= have_rows and length <= capacity:
+            return
+        assert rows <= self.max_rows and length <= self.config.sequence_len, "positions beyond it were never trained"
+        if rows > have_rows:
+            have_rows = min(max(2 * have_rows, rows), self.max_rows)
+        if length > capacity:
+            units = math.ceil(max(length, 1.25 * capacity) / CAPACITY_UNIT)
+            capacity = min(units * CAPACITY_UNIT, self.config.sequence_len)
+        self.keys, self.values = (enlarged(kept, have_rows, capacity) for kept in (self.keys, self.values))
+
+
+def enlarged(kept: Tensor, rows: int, capacity: int) -> Tensor:
+    """(n_layer, rows, H_kv, capacity, D). Zeros, not whatever memory holds: a masked NaN, times zero, is still a NaN."""
+    n_layer, old_rows, heads, old_capacity, D = kept.shape
+    new = kept.new_zeros(n_layer, rows, heads, capacity, D)
+    new[:, :old_rows, :, :old_capacity] = kept
+    return new
+
+
+def attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """
+    One query per row against that row's keys: q (N, H, D); keys, values (N, H_kv, T, D); mask (N, 1, 1, T), 0 or −inf.
+    Returns (N, H, D). Two plain products, like `blockwise_attention`; scores and softmax in float32.
+    """
+    N, H, D = q.shape
+    q = q.reshape(N, keys.size(1), -1, D) * D**-0.5                    # (N, H_kv, G, D)
+    p = ((q @ keys.mT).float() + mask).softmax(-1).to(values.dtype)    # (N, H_kv, G, T)
+    return (p @ values).view(N, H, D)
+
+
+def linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """
+    x ↦ x weightᵀ for x (N, C). On a CPU the weight is laid out here, once, in the blocks that oneDNN's kernels read;
+    F.linear does that anew in every call, which at 16 rows is half of its time.
+    """
+    if weight.device.type != "cpu" or not can_pack(weight.dtype):
+        return partial(F.linear, weight=weight)
+    return partial(packed_product, torch.ops.mkldnn._reorder_linear_weight(weight))
+
+
+def packed_product(packed: Tensor, x: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this torch and this CPU have those kernels: they are torch's own, not its public interface, so they are tried."""
+    x, weight = torch.ones(2, 32, dtype=dtype), torch.ones(64, 32, dtype=dtype)
+    try:
+        return torch.equal(packed_product(torch.ops.mkldnn._reorder_linear_weight(weight), x), x @ weight.T)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False

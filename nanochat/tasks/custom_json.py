@@ -1,0 +1,62 @@
+"""
+Conversations of one's own: a JSONL file, each line {"messages": [...]} or only the list of messages.
+
+    json:/path/to/file.jsonl        one conversation in 20 is kept for the test split
+    json:/path/to/file.jsonl:all    all of them, whichever split is asked for: a file that is one split already
+"""
+import json
+from pathlib import Path
+
+from nanochat.conversation import check_conversation
+from nanochat.errors import UserError
+from nanochat.tasks.common import Conversation, Task, side
+
+TEST_SHARE = 20  # one conversation in so many
+
+
+class CustomJSON(Task):
+    """
+    The conversations of a file that belong to a split. Their own text decides, so equal conversations are never on both
+    sides, and lines added later move none. Every line is checked at once: UserError with file and line.
+    """
+    name = "CustomJSON"
+
+    def __init__(self, argument: str, split: str) -> None:
+        path, everything = argument.removesuffix(":all"), argument.endswith(":all")
+        self.conversations = [conversation for conversation in read_conversations(Path(path))
+                              if everything or side(json.dumps(conversation, sort_keys=True), TEST_SHARE) == split]
+        if not self.conversations:
+            raise UserError(f"{path} has no conversation for the {split} split (one in {TEST_SHARE} is for test); "
+                            f"json:{path}:all takes all of them")
+
+    def __len__(self) -> int:
+        return len(self.conversations)
+
+    def conversation(self, index: int) -> Conversation:
+        return self.conversations[index]
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """The conversations of a JSONL file; blank lines are passed over."""
+    found = []
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    found.append(read_conversation(line, f"{path}:{number}"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    return found
+
+
+def read_conversation(line: bytes, where: str) -> Conversation:
+    """The conversation on a line; UserError, beginning with `where`, when it is none that can be trained on."""
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # bytes that are not UTF-8 as well
+        raise UserError(f"{where}: not JSON: {error}") from error
+    conversation = {"messages": value} if isinstance(value, list) else value
+    check_conversation(conversation, where=where)
+    if conversation["messages"][-1]["role"] != "assistant":
+        raise UserError(f"{where}: the last message must be the assistant's: there is nothing to learn after it")
+    return {"messages": conversation["messages"]}

@@ -1,0 +1,50 @@
+"""GSM8K (openai/gsm8k): word problems of primary school, solved with the calculator."""
+import re
+
+from nanochat.tasks.common import Conversation, HubTask, exchange, reference
+
+ANNOTATION = re.compile(r"<<([^<>]*)>>")
+CALCULABLE = re.compile(r"[\d\s.+\-*/()]+")
+FINAL = re.compile(r"####\s*\$?\s*(-?)\$?((?:\d[\d,]*)?(?:\.\d+)?)")
+
+
+class GSM8K(HubTask):
+    name, eval_type = "GSM8K", "generative"
+    hub, folder, columns = "openai/gsm8k", "gsm8k", ("question", "answer")
+
+    def __init__(self, argument: str, split: str) -> None:
+        super().__init__("main", split)
+
+    def converse(self, row: dict) -> Conversation:
+        """question; answer: prose with <<expression=result>> before each computed number, and "#### number" last."""
+        if final_number(row["answer"]) is None:
+            raise ValueError("no number after ####")
+        return exchange(row["question"], answer_parts(row["answer"]))
+
+    def evaluate(self, conversation: Conversation, answer: str) -> bool:
+        number = final_number(answer)
+        return number is not None and number == final_number(reference(conversation))
+
+
+def answer_parts(answer: str) -> list[dict]:
+    """
+    The answer as text and calls of the calculator: "6 / 2 = <<6/2=3>>3 eggs" becomes text "6 / 2 = ", python "6/2",
+    python_output "3", text "3 eggs". Annotations that the calculator could not compute (20% of …) are left out.
+    """
+    parts, text, end = [], "", 0
+    for found in ANNOTATION.finditer(answer):
+        text += answer[end:found.start()]
+        end = found.end()
+        expression, _, result = (piece.strip().replace(",", "") for piece in found[1].rpartition("="))
+        if CALCULABLE.fullmatch(expression) and result:
+            if text:
+                parts.append({"type": "text", "text": text})
+            parts += [{"type": "python", "text": expression}, {"type": "python_output", "text": result}]
+            text = ""
+    return [*parts, {"type": "text", "text": text + answer[end:]}]
+
+
+def final_number(answer: str) -> float | None:
+    """The number after the last "####"; commas and a dollar sign do not matter. None where there is none."""
+    found = [sign + digits for sign, digits in FINAL.findall(answer) if digits]
+    return float(found[-1].replace(",", "")) if found else None

@@ -1,0 +1,51 @@
+"""HumanEval (openai/openai_humaneval): Python functions to complete, judged by running their tests. To be measured by."""
+import re
+import textwrap
+
+from nanochat.errors import UserError
+from nanochat.tasks.common import Conversation, HubTask, exchange
+
+FENCED = re.compile(r"```[ \t]*(?:[Pp]ython3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)  # an unfinished block counts too
+PASSED = "all tests have passed"
+
+
+class HumanEval(HubTask):
+    name, eval_type = "HumanEval", "generative"
+    hub, folder = "openai/openai_humaneval", "humaneval"
+    columns = ("prompt", "canonical_solution", "test", "entry_point")
+
+    def __init__(self, argument: str, split: str) -> None:
+        if split != "test":
+            raise UserError("humaneval has only a test split: 164 problems, to be measured by")
+        super().__init__("openai_humaneval", split)
+
+    def converse(self, row: dict) -> Conversation:
+        """prompt: imports and a function up to its docstring; test: a function check(candidate); the rest as it says."""
+        question = f"Complete this Python function.\n\n```python\n{row['prompt'].rstrip()}\n```"
+        conversation = exchange(question, f"```python\n{row['prompt']}{row['canonical_solution'].rstrip()}\n```")
+        return conversation | {key: row[key] for key in ("prompt", "test", "entry_point")}
+
+    def evaluate(self, conversation: Conversation, answer: str) -> bool:
+        """Runs what the model wrote, apart from this program: see nanochat/execution.py for what that does not protect from."""
+        from nanochat.execution import run_python
+
+        result = run_python(program(conversation, code_of(answer)))
+        # A program that ends before its tests, by exit() say, ends well too: only the last line tells.
+        return result.ok and result.stdout.rstrip().endswith(PASSED)
+
+
+def code_of(answer: str) -> str:
+    """The first fenced block of an answer, or all of it where there is none."""
+    found = FENCED.search(answer)
+    return found[1] if found else answer
+
+
+def program(conversation: Conversation, code: str) -> str:
+    """The code with the tests of its problem. Code that does not define the function is taken for its body."""
+    prompt, name = conversation["prompt"], conversation["entry_point"]
+    if re.search(rf"^(async )?def {re.escape(name)}\b", code, re.MULTILINE):
+        # The prompt alone is a program that does nothing: it brings its imports and helpers, the code redefines the function.
+        code = f"{prompt.rstrip()}\n    pass\n\n{code}"
+    else:
+        code = prompt.rstrip() + "\n" + textwrap.indent(textwrap.dedent(code.strip("\n")), "    ")
+    return f"{code}\n\n{conversation['test']}\n\ncheck({name})\nprint({PASSED!r})\n"

@@ -1,0 +1,99 @@
+"""
+Spelling words and counting their letters: needs no download, and words of the test split are never trained on.
+
+    spellingbee:spell    How do you spell "kamot"?                            k-a-m-o-t.
+    spellingbee:tool     How many o's are in "kamot"?                         the tool computes "kamot".count("o")
+    spellingbee:hand     How many o's are in "kamot"? Go letter by letter.    k-a-m-o:1-t. The letter o occurs 1 time.
+    spellingbee          the three in turn
+
+Most words are made of syllables, so that there are enough of them. Those of the embedded corpus are only trained on:
+its documents spell them, so they cannot be held out.
+
+Words to count in are quoted: the call of the tool then has them token for token as the question, and copying is enough.
+(Double quotes, because the tokenizer takes the 'm of 'mirror' for the end of a word such as I'm.) The letter is not: its
+token, with the blank before it, can then be none of the word's, which matters when each letter is compared with it.
+"""
+import re
+from collections.abc import Iterator
+from functools import cache
+
+from nanochat import tinyworld_facts as data
+from nanochat.tasks.common import Conversation, Task, drawing, exchange, hashed, last_number, reference, side, with_tool
+
+SIZES = {"train": 20_000, "test": 2_000}  # words; each is spelled, and counted in, in both ways
+KINDS = ("spell", "tool", "hand")
+ONSETS = "b c d f g h j k l m n p r s t v w y z bl br cl cr dr fl gr pl pr qu sh st tr".split()
+VOWELS = "a e i o u".split()
+CODAS = "d k l m n p r s t x".split()
+LONGEST = 8  # letters
+
+SPELL = (
+    'Spell "{w}".', 'How do you spell "{w}"?', "Spell the word {w}.", "How is {w} spelled?", 'What are the letters of "{w}"?',
+    "Please spell {w} letter by letter.", "I cannot spell {w}. Can you?", 'Tell me how to spell "{w}".')
+COUNT = (
+    'How many {x}\'s are in "{w}"?', 'How often does {x} occur in "{w}"?', 'Count the letter {x} in "{w}".', 'Count each {x} in "{w}".',
+    'How many times is the letter {x} in "{w}"?', 'In "{w}", how often do you find {x}?', 'Tell me how often {x} is in "{w}".')
+WAYS = {  # of counting, and what the question adds to ask for it; without a wish it is the tool, which is always right
+    "tool": ("", "", " Use the tool."),
+    "hand": (" Go letter by letter.", " Do not use the tool.", " Count by hand.")}
+
+
+class SpellingBee(Task):
+    eval_type = "generative"
+
+    def __init__(self, argument: str, split: str) -> None:
+        self.name = f"SpellingBee {argument}".rstrip()
+        self.kinds = (argument,) if argument else KINDS
+        self.words = words(split)
+
+    def __len__(self) -> int:
+        return len(self.words) * len(self.kinds)
+
+    def conversation(self, index: int) -> Conversation:
+        """In every pass over the words each of them once, in another kind each time."""
+        turn, number = divmod(index, len(self.words))
+        kind, word = self.kinds[(number + turn) % len(self.kinds)], self.words[number]
+        draw = drawing(f"spellingbee:{kind}:{word}")
+        if kind == "spell":
+            return exchange(SPELL[draw(len(SPELL))].format(w=word), f"{'-'.join(word)}.") | {"word": word}
+        # Letters that the word has are worth more than those it has not: three times as frequent.
+        letter = word[draw(len(word))] if draw(4) else chr(ord("a") + draw(26))
+        question = COUNT[draw(len(COUNT))].format(w=word, x=letter) + WAYS[kind][draw(len(WAYS[kind]))]
+        count = word.count(letter)
+        answer = f"The letter {letter} occurs {count} time{'s' * (count != 1)}."
+        if kind == "tool":
+            return exchange(question, with_tool(f'"{word}".count("{letter}")', f"{count}", answer))
+        return exchange(question, f"{counted(word, letter)}. {answer}")
+
+    def evaluate(self, conversation: Conversation, answer: str) -> bool:
+        """Spelling: the last letters joined by hyphens are the word's. Counting: the last number is right."""
+        if "word" in conversation:
+            spelled = re.findall(r"\b[a-z](?:-[a-z])+\b", answer.lower())
+            return bool(spelled) and spelled[-1].replace("-", "") == conversation["word"]
+        return last_number(answer) == last_number(reference(conversation))
+
+
+def counted(word: str, letter: str) -> str:
+    """The letters of a word with a running count behind those that are counted: "k-o:1-m-o:2-t"."""
+    return "-".join(f"{char}:{word[:i + 1].count(letter)}" if char == letter else char for i, char in enumerate(word))
+
+
+@cache
+def words(split: str) -> tuple[str, ...]:
+    """The words of a split: a word's own letters decide its side. Sorted by hash, so that every slice is a mixture."""
+    found = set(data.WORDS) if split == "train" else set()
+    for word in pseudo_words():
+        if len(found) == SIZES[split]:
+            return tuple(sorted(found, key=hashed))
+        if side(word) == split and word not in data.WORDS:
+            found.add(word)
+
+
+def pseudo_words() -> Iterator[str]:
+    """Endless words of two or three syllables, the last of them closed; the same ones every time, some more than once."""
+    draw = drawing("spellingbee: words")
+    while True:
+        syllables = [ONSETS[draw(len(ONSETS))] + VOWELS[draw(len(VOWELS))] for _ in range(2 + (draw(4) == 0))]
+        word = "".join(syllables) + CODAS[draw(len(CODAS))]
+        if len(word) <= LONGEST:
+            yield word

@@ -1,0 +1,644 @@
+"""Tasks: both sides disjoint by construction, right answers right and wrong ones wrong, rows of the hub as they really look."""
+import ast
+import json
+import operator
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat import tinyworld_facts
+from nanochat.calculator import calculate
+from nanochat.conversation import check_conversation
+from nanochat.errors import UserError
+from nanochat.tasks import TASKS, Concatenation, Mixture, Task, make_mixture, make_task, make_tasks, spellingbee
+from nanochat.tasks import tinyworld as world
+from nanochat.tasks.common import exchange, last_number, reference, shuffled, side
+from nanochat.tasks.gsm8k import answer_parts, final_number
+from nanochat.tinyworld import facts
+
+EMBEDDED = ("arithmetic", "arithmetic:easy", "arithmetic:medium", "arithmetic:hard", "spellingbee", "spellingbee:spell",
+            "spellingbee:tool", "spellingbee:hand", "tinyworld", "tinyworld:facts", "tinyworld:identity")
+
+
+class Numbers(Task):
+    """Conversation i of `name` asks for i."""
+    eval_type = "generative"
+
+    def __init__(self, name: str, count: int) -> None:
+        self.name, self.count = name, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def conversation(self, index: int) -> dict:
+        return exchange(f"{self.name}{index}", f"{index}")
+
+    def evaluate(self, conversation: dict, answer: str) -> bool:
+        return answer == reference(conversation)
+
+
+def questions(task: Task) -> list[str]:
+    return [asked(conversation) for conversation in task]
+
+
+def asked(conversation: dict) -> str:
+    return conversation["messages"][-2]["content"]
+
+
+def parts_of(conversation: dict) -> list[tuple[str, str]]:
+    return [(part["type"], part["text"]) for part in conversation["messages"][-1]["content"]]
+
+
+# ---- Sequences, parts, mixtures -----------------------------------------------------------------------------------
+
+def test_indices_and_slices_are_those_of_a_list():
+    task, whole = Numbers("a", 10), [f"a{i}" for i in range(10)]
+    for part in (slice(3), slice(2, 5), slice(-3, None), slice(None, None, -4), slice(8, 99), slice(5, 5)):
+        assert questions(task[part]) == whole[part]
+        assert questions(task[1:][part]) == whole[1:][part]
+    assert asked(task[-1]) == "a9" and asked(task[2:][-1]) == "a9"
+    for index in (10, -11):
+        with pytest.raises(IndexError):
+            task[index]
+    with pytest.raises(IndexError):
+        task[:3][3]
+
+
+def test_a_slice_is_measured_as_its_task_is():
+    part = Numbers("a", 10)[4:6]
+    assert (part.name, part.eval_type, part.baseline) == ("a", "generative", 0)
+    assert part.evaluate(part[0], "4") and not part.evaluate(part[0], "5")
+    assert part.reward(part[0], "4") == 1.0 and part.reward(part[0], "5") == 0.0
+
+
+def test_a_mixture_has_every_conversation_of_every_pass_once_and_an_order_of_its_seed():
+    tasks = [Numbers("a", 50), Numbers("b", 7), Numbers("none", 0), Numbers("b", 7)]
+    one_after_the_other = [f"a{i}" for i in range(50)] + 2 * [f"b{i}" for i in range(7)]
+    assert questions(Concatenation(tasks)) == one_after_the_other
+    orders = [questions(Mixture(tasks, seed)) for seed in (0, 0, 1, -1)]
+    assert orders[0] == orders[1]
+    assert len({tuple(order) for order in orders}) == 3, "seeds n and -n coincide"
+    assert all(Counter(order) == Counter(one_after_the_other) for order in orders)
+    assert Mixture(tasks, 0).eval_type is None
+    with pytest.raises(NotImplementedError):
+        Mixture(tasks, 0).evaluate({}, "")
+
+
+def test_shuffling_is_even():
+    """Each of 6 orders of 3 things about equally often: 200 of 1,200 expected, standard deviation 13."""
+    orders = Counter(tuple(shuffled(3, f"{key}")) for key in range(1200))
+    assert len(orders) == 6 and all(140 < count < 260 for count in orders.values())
+
+
+def test_nothing_depends_on_hash_randomisation_or_on_who_drew_before():
+    code = ("import hashlib, json, random\nfrom nanochat.tasks import make_mixture\nrandom.seed(3)\n"
+            "mixture = make_mixture('tinyworld, arithmetic[:300], spellingbee[:300]*2', 'test', seed=5)\n"
+            "text = json.dumps([mixture[i] for i in range(len(mixture))])\n"
+            "print(len(mixture), hashlib.sha256(text.encode()).hexdigest())")
+    results = {
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True,
+                       cwd=Path(__file__).parents[1], env=os.environ | {"PYTHONHASHSEED": seed}).stdout for seed in "12"}
+    assert len(results) == 1
+
+
+def test_importing_loads_no_data_and_no_optional_package():
+    code = "import sys, nanochat.tasks as t; assert not {'datasets', 'torch'} & set(sys.modules); assert len(t.TASKS) == 9"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[1])
+
+
+# ---- The embedded tasks -------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("spec", EMBEDDED)
+def test_embedded_conversations_are_whole_and_their_own_answers_right(spec: str):
+    for split in ("train", "test"):
+        task = make_task(spec, split)
+        assert task.eval_type == "generative" and task.name
+        for conversation in task[::7]:
+            check_conversation(conversation)
+            assert conversation["messages"][-1]["role"] == "assistant"
+            assert task.evaluate(conversation, reference(conversation))
+            for wrong in ("", asked(conversation), "I do not know.", "99999999."):
+                assert not task.evaluate(conversation, wrong), (wrong, conversation)
+        assert task[5] == make_task(spec, split)[5]
+
+
+@pytest.mark.parametrize("spec", EMBEDDED)
+def test_what_is_asked_in_the_test_split_is_never_trained_on(spec: str):
+    """Greetings in front and earlier turns do not make a question another one."""
+    def last_question(conversation: dict) -> str:
+        return re.sub("|".join(f"^{greeting}(?=.)" for greeting in world.GREETINGS if greeting), "", asked(conversation))
+
+    trained, tested = ({last_question(conversation) for conversation in make_task(spec, split)} for split in ("train", "test"))
+    # "And what about hot?" may have been trained on: it depends on the turn before it, looked at in a test of its own.
+    trained, tested = ({q for q in side if not q.startswith(("And ", "What about "))} for side in (trained, tested))
+    assert len(trained) > 50 and len(tested) > 15 and not trained & tested
+
+
+def test_evaluating_finds_the_last_number():
+    for text, number in {"The answer is 36.": 36, "36 of 40": 40, "It costs $1,234.50.": 1234.5, "12 - 40 = -28.": -28, "7-3=4": 4,
+                         "x=-4": -4, "1,2,3": 3, "12,34": 34, "1,234,567": 1234567, "3.": 3, "none": None, "": None, "a1": None}.items():
+        assert last_number(text) == number, text
+
+
+# ---- Arithmetic
+
+def value(expression: str) -> float:
+    """What Python's grammar says an expression of numbers is worth; nobody has fewer than no apples on the way."""
+    operators = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+    def walk(node: ast.AST) -> float:
+        result = node.value if isinstance(node, ast.Constant) else operators[type(node.op)](walk(node.left), walk(node.right))
+        assert result >= 0, expression
+        return result
+
+    return walk(ast.parse(expression, mode="eval").body)
+
+
+@pytest.mark.parametrize("level", ["easy", "medium", "hard"])
+def test_arithmetic_calls_the_tool_with_what_was_asked_and_says_what_it_answers(level: str):
+    for split in ("train", "test"):
+        for conversation in make_task(f"arithmetic:{level}", split)[::5]:
+            (_, expression), (_, output), (_, text) = parts = parts_of(conversation)
+            assert [kind for kind, _ in parts] == ["python", "python_output", "text"]
+            assert value(expression) == int(output) >= 0 and text == f"The answer is {output}."
+            # Every number of the call is in the question (one that is used twice may stand there once), and none is left out.
+            assert set(re.findall("[0-9]+", expression)) == set(re.findall("[0-9]+", asked(conversation)))
+
+
+def test_what_the_tool_is_made_to_say_is_what_the_calculator_says():
+    """Otherwise a model would be trained on outputs that it never gets to see."""
+    called = Counter()
+    for spec in ("arithmetic", "spellingbee:tool"):
+        for conversation in make_task(spec, "test"):
+            (_, expression), (_, output), _ = parts_of(conversation)
+            assert calculate(expression) == output
+            called[spec] += 1
+    assert called == {"arithmetic": 2000, "spellingbee:tool": 2000}
+
+
+READINGS = {  # an easy question, read independently of how it was written
+    r"What is (\d+) plus (\d+)\?|Add (\d+) and (\d+)\.|What is the sum of (\d+) and (\d+)\?|How much is (\d+) plus (\d+)\?": lambda x, y: x + y,
+    r"What is (\d+) minus (\d+)\?|How much is (\d+) minus (\d+)\?": lambda x, y: x - y,
+    r"Subtract (\d+) from (\d+)\.|Take (\d+) away from (\d+)\.": lambda x, y: y - x,
+    r"What is (\d+) times (\d+)\?|Multiply (\d+) by (\d+)\.|What is the product of (\d+) and (\d+)\?|How much is (\d+) times (\d+)\?": lambda x, y: x * y,
+    r"What is (\d+) divided by (\d+)\?|Divide (\d+) by (\d+)\.|How much is (\d+) divided by (\d+)\?": lambda x, y: x / y,
+    r"How often does (\d+) go into (\d+)\?": lambda x, y: y / x,
+}
+STORIES = {  # and stories, by their last sentence and their numbers in order
+    r"has (\d+) \w+ and buys (\d+) boxes with (\d+) .* now\?": lambda x, y, z: x + y * z,
+    r"has (\d+) (\w+)\. (\w+) has (\d+) more\..* together\?": lambda x, _, __, y: x + (x + y),
+    r"are (\d+) \w+ in each of (\d+) baskets\. \w+ eats (\d+) .* left\?": lambda x, y, z: x * y - z,
+    r"picks (\d+) \w+ and \w+ picks (\d+)\..* after (\d+) days\?": lambda x, y, z: x * z + y * z,
+    r"buys (\d+) \w+ for (\d+) coins each and pays with (\d+) coins": lambda x, y, z: z - x * y,
+    r"^(\d+) friends share (\d+) \w+\. .* had (\d+)\.": lambda x, y, z: y / x + z,
+    r"(\d+) people on a train\. (\d+) get off and (\d+) get on": lambda x, y, z: x - y + z,
+}
+
+
+def test_arithmetic_questions_mean_what_is_computed():
+    read = Counter()
+    for readings, level in ((READINGS, "easy"), (STORIES, "hard")):
+        for conversation in make_task(f"arithmetic:{level}", "test"):
+            for pattern, compute in readings.items():
+                if found := re.search(pattern, asked(conversation)):
+                    numbers = [int(group) if group.isdigit() else group for group in found.groups() if group]
+                    assert compute(*numbers) == last_number(reference(conversation)), asked(conversation)
+                    read[pattern] += 1
+    assert set(read) == {*READINGS, *STORIES} and min(read.values()) >= 10
+
+
+def test_arithmetic_holds_out_an_expression_on_every_level_and_in_every_order_of_its_numbers():
+    def problem(expression: str) -> tuple[str, tuple[int, ...]]:
+        return re.sub("[0-9]+", "n", expression), tuple(sorted(map(int, re.findall("[0-9]+", expression))))
+
+    sides = {"train": set(), "test": set()}
+    for spec in ("arithmetic", "arithmetic:easy", "arithmetic:medium", "arithmetic:hard"):
+        for split, expressions in sides.items():
+            expressions |= {problem(parts_of(conversation)[0][1]) for conversation in make_task(spec, split)}
+    assert min(map(len, sides.values())) > 5000 and not sides["train"] & sides["test"]
+    # Told in the documents of the embedded corpus, so not to be held out.
+    told = {problem(row[0]) for row in tinyworld_facts.ADDITIONS + tinyworld_facts.SUBTRACTIONS}
+    assert not told & sides["test"]
+
+
+def test_arithmetic_is_judged_by_its_last_number():
+    task = make_task("arithmetic:easy", "test")
+    right = parts_of(task[0])[1][1]
+    for answer in (right, f"It is {right}.", f"12 + 1 makes {right}", f"{right}.0"):
+        assert task.evaluate(task[0], answer)
+    for answer in (f"{right}1", f"1{right}", f"-{right}", f"{right} or 3.5", f"{right}.5", "twelve"):
+        assert not task.evaluate(task[0], answer)
+
+
+# ---- SpellingBee
+
+def test_spellingbee_sides_share_no_word_and_test_none_that_the_corpus_spells(monkeypatch):
+    trained, tested = (set(make_task("spellingbee", split).words) for split in ("train", "test"))
+    assert len(trained) == 20_000 and len(tested) == 2_000 and not trained & tested
+    assert set(tinyworld_facts.WORDS) <= trained
+    assert all(re.fullmatch("[a-z]{3,8}", word) for word in trained | tested)
+    assert all(side(word) == "test" for word in tested)
+    assert set("".join(tested)) == set("abcdefghijklmnopqrstuvwxyz")
+    monkeypatch.setattr(spellingbee, "pseudo_words", lambda: iter([*tinyworld_facts.WORDS, *trained, *tested, "more"]))  # should one be drawn
+    assert set(spellingbee.words.__wrapped__("test")) == tested
+    for split, words in (("train", trained), ("test", tested)):
+        task = make_task("spellingbee", split)
+        used = Counter(word for conversation in task for word in set(re.findall("[a-z]{3,8}", asked(conversation))) & words)
+        assert set(used) == words and min(used.values()) >= 3  # every word in each of three kinds
+
+
+def test_spellingbee_spells_and_counts_right():
+    kinds = Counter()
+    for conversation in make_task("spellingbee", "test"):
+        question, answer = asked(conversation), conversation["messages"][-1]["content"]
+        if "word" in conversation:
+            assert answer == "-".join(re.search(rf"\b{conversation['word']}\b", question)[0]) + "."
+            kinds["spell"] += 1
+            continue
+        word = re.search('"([a-z]+)"', question)[1]
+        letter = re.search(r" ([a-z])\b(?!')| ([a-z])'s", question.replace(" a re", "").partition(". ")[0])
+        letter = letter[1] or letter[2]
+        count = sum(char == letter for char in word)
+        assert last_number(reference(conversation)) == count
+        if isinstance(answer, list):
+            assert parts_of(conversation)[:2] == [("python", f'"{word}".count("{letter}")'), ("python_output", str(count))]
+            kinds["tool"] += 1
+        else:
+            spelled = answer.partition(".")[0]
+            assert re.sub("[^a-z]", "", spelled) == word
+            assert re.findall("(.):([0-9])", spelled) == [(letter, str(i + 1)) for i in range(count)]
+            kinds["hand"] += 1
+        kinds[count] += 1
+    assert kinds["spell"] == kinds["tool"] == kinds["hand"] == 2000 and min(kinds[0], kinds[2]) > 200 and kinds[3]
+
+
+def test_spellingbee_is_strict_about_every_letter():
+    task = make_task("spellingbee:spell", "test")
+    word = task[0]["word"]
+    spelled = "-".join(word)
+    for answer in (spelled, f"{spelled}.", f"The word {word} is spelled {spelled}.", f"No, not x-y-z but {spelled.upper()}!"):
+        assert task.evaluate(task[0], answer)
+    for answer in (word, spelled[2:], f"{spelled}-e", spelled[::-1], spelled.replace("-", " - "), f"{spelled}, or a-b-c."):
+        assert not task.evaluate(task[0], answer)
+
+
+# ---- TinyWorld
+
+def test_every_fact_is_held_out_in_some_phrasing_that_is_trained_with_other_facts():
+    in_documents = {telling.question for fact in facts() for telling in fact.tellings if telling.question}
+    tested, trained = ([item for item in world.items(split) if item.right] for split in ("test", "train"))
+    assert not {item.question for item in tested} & {item.question for item in trained}
+    assert not {item.question for item in tested} & in_documents
+    assert in_documents <= {item.question for item in trained}
+    # Each fact is recognised by its bare answer, its own in the world: how often it is asked for on either side.
+    assert len(tested) >= 2 * len(facts()) and len(trained) >= 8 * len(facts())
+    held_back = {fact.held_out.question for fact in facts() if fact.held_out and fact.held_out.question}
+    assert held_back and held_back <= {item.question for item in tested}
+    for template in world.CHAT:
+        pattern = re.compile(re.escape(template).replace(r"\{np\}", "the .*").replace(r"\{Np\}", "The .*"))
+        assert all(sum(bool(pattern.fullmatch(item.question)) for item in items) > 40 for items in (tested, trained))
+
+
+def test_no_two_facts_are_asked_for_in_the_same_words():
+    for split in ("train", "test"):
+        replies = {}
+        for item in world.items(split):
+            assert replies.setdefault(item.question, item.reply) == item.reply
+    for item in (*world.items("train"), *world.items("test")):
+        if item.right:
+            assert not re.search(r"\ba [aeiou]|\ban [^aeiou]", f"{item.question} {item.reply}".lower().replace("letter a ", "")
+                                 .replace("contain a", "")) or re.search(r"\b[a-z]\b", item.question), item.question
+
+
+def test_second_questions_are_held_out_with_what_they_refer_to():
+    def pair(conversation: dict) -> tuple[str, str]:
+        return asked(conversation), reference(conversation)
+
+    sides = []
+    for split in ("train", "test"):
+        task = make_task("tinyworld", split)
+        two = [c for c in task if len([m for m in c["messages"] if m["role"] == "user"]) == 2]
+        assert len(two) == world.TWO_TURNS[split]
+        sides.append({pair(c) for c in two if asked(c).startswith(("And ", "What about "))})
+    assert min(map(len, sides)) > 80 and not sides[0] & sides[1]
+    # Without the turn before it, the question could mean another relation: some subjects have several.
+    replies = {}
+    for question, reply in sides[0]:
+        replies.setdefault(question, set()).add(reply)
+    assert max(map(len, replies.values())) > 1
+
+
+def judge(question: str, answer: str) -> bool:
+    """Whether TinyWorld takes the answer to one of its questions, of either side."""
+    item = next(item for split in ("train", "test") for item in world.items(split) if item.question == question)
+    task = make_task("tinyworld", "train")
+    return task.evaluate(exchange(item.question, item.reply) | {"right": sorted(item.right)}, answer)
+
+
+@pytest.mark.parametrize("question, right, wrong", [
+    ("Tell me the capital of Germany.",
+     ("Berlin.", "Berlin", "It is Berlin.", "Yes, it is Berlin.", "The capital of Germany is Berlin.", "Berlin is the capital of Germany.",
+      "In Germany, the capital is Berlin."),
+     ("Paris.", "Germany.", "The capital of Germany is Paris.", "The capital of France is Berlin.", "Berlin is the capital of France.",
+      "Paris, Berlin.", "Berlin or Paris.", "The capital of Germany.", "Berliner.", "East Berlin.", "berlin.")),
+    ("Which country has the capital Paris?",
+     ("France.", "It is France.", "Paris is the capital of France.", "The capital of France is Paris."),
+     ("Paris.", "It is Paris.", "Yes, it is Paris.", "The country has the capital Paris.", "Paris is the capital of Germany.", "Germany.")),
+    ("Which element has the symbol Na?", ("Sodium.", "sodium", "Na is the chemical symbol of sodium."), ("Na.", "It is Na.", "Neon.")),
+    ("Where does a bee live?", ("In a hive.", "A hive.", "The home of a bee is a hive."), ("A bee.", "In a nest.", "A bee lives.")),
+    ("If 2*x + 2 = 6, what is x?", ("2.", "If 2*x + 2 = 6, then 2*x = 4 and x is 2."), ("2*x + 2 = 6.", "6.", "12.", "If 2*x + 2 = 6, then x.")),
+    ("What is 7 + 5?", ("12.", "7 + 5 = 12.", "7 and 5 make 12."), ("7 + 5.", "5.", "112.", "7 + 5 = 13.", "8 + 4 = 12.")),
+    ("In apple, how often does p occur?", ("twice.", "Twice.", "In apple, the letter p occurs twice."), ("once.", "p.", "In apple, the letter p occurs once.")),
+])
+def test_tinyworld_takes_the_fact_and_nothing_near_it(question: str, right: tuple, wrong: tuple):
+    for answer in right:
+        assert judge(question, answer), answer
+    for answer in (*wrong, question, question.rstrip("?.") + ".", ""):
+        assert not judge(question, answer), answer
+
+
+def test_the_model_says_who_it_is():
+    task = make_task("tinyworld:identity", "test")
+    assert len(task) == 2 + 6 * 3 * sum(len(phrasings) // 4 for reply, phrasings in world.IDENTITY if not reply.startswith("Hello"))
+    for conversation in make_task("tinyworld:identity", "train"):
+        assert "nanochat" in reference(conversation) and task.evaluate(conversation, reference(conversation))
+    for wrong in ("I am Alice.", "nanochat?", "Are you nanochat?", "What is nanochat?", "I am nanochatty.", "The capital of France is Paris."):
+        assert not task.evaluate(task[0], wrong)
+
+
+# ---- Data sets of the hub, from local folders in its layout ---------------------------------------------------------
+
+SMOLTALK = [{"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]},
+            {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "One."}, {"role": "user", "content": "2?"},
+                          {"role": "assistant", "content": "Two."}]}]
+MMLU = [{"question": f"{i} + 1?", "subject": "sums", "choices": [str(i), str(i + 1), "7", "9"], "answer": 1} for i in range(3)]
+ARC = [{"id": "M1", "question": "What is hot?", "choices": {"text": ["ice", "fire", "snow"], "label": ["1", "2", "3"]}, "answerKey": "2"},
+       {"id": "M2", "question": "What falls?", "choices": {"text": ["rain", "hills", "sky", "sun", "air"], "label": list("ABCDE")}, "answerKey": "A"}]
+GSM8K = [{"question": "Ann has 6 eggs and sells half. How many dollars at $1,000 each?",
+          "answer": "She sells 6 / 2 = <<6/2=3>>3 eggs.\nThat is 3 * 1,000 = $<<3*1,000=3,000>>3,000.\n#### 3,000"}]
+HUMANEVAL = [{"task_id": "HumanEval/0", "entry_point": "double",
+              "prompt": 'from typing import List\n\n\ndef double(numbers: List[int]) -> List[int]:\n    """ Twice each number.\n    >>> double([1])\n    [2]\n    """\n',
+              "canonical_solution": "    return [2 * number for number in numbers]\n",
+              "test": "\n\nMETADATA = {}\n\n\ndef check(candidate):\n    assert candidate([]) == []\n    assert candidate([1, 2]) == [2, 4]\n\n"}]
+
+
+def write(base_folder: Path, name: str, rows: list[dict]) -> Path:
+    """A file of a local data set, parquet or JSONL by its ending."""
+    path = base_folder / "tasks" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_smoltalk_from_several_files_keeps_roles_and_texts(base_folder):
+    write(base_folder, "smoltalk/data/train-00000-of-00002.parquet", SMOLTALK[:1])
+    write(base_folder, "smoltalk/data/train-00001-of-00002.parquet", SMOLTALK[1:])
+    write(base_folder, "smoltalk/data/test-00000-of-00001.parquet", SMOLTALK[:1])
+    task = make_task("smoltalk", "train")
+    assert task.eval_type is None and sorted(map(json.dumps, task)) == sorted(map(json.dumps, SMOLTALK))
+    assert list(make_task("smoltalk", "test")) == SMOLTALK[:1]
+    for conversation in task:
+        check_conversation(conversation)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_mmlu_trains_on_the_auxiliary_rows_and_is_measured_on_all(base_folder, wrapped: bool):
+    auxiliary = [{"train": row} for row in MMLU] if wrapped else MMLU  # the hub has them wrapped
+    write(base_folder, "mmlu/auxiliary_train/train-00000-of-00001.parquet", auxiliary)
+    write(base_folder, "mmlu/all/test-00000-of-00001.parquet", MMLU[:1])
+    assert sorted(asked(conversation).splitlines()[1] for conversation in make_task("mmlu", "train")) == ["0 + 1?", "1 + 1?", "2 + 1?"]
+    task = make_task("mmlu", "test")
+    assert (len(task), task.name, task.eval_type, task.baseline) == (1, "MMLU", "categorical", 0.25)
+    assert task[0]["letters"] == list("ABCD") and reference(task[0]) == "B"
+    assert asked(task[0]).splitlines()[1:] == ["0 + 1?", "0", "A", "1", "B", "7", "C", "9", "D"]
+    assert [letter for letter in "ABCD" if task.evaluate(task[0], letter)] == ["B"]
+    check_conversation(task[0])
+
+
+def test_arc_has_letters_whatever_its_labels_and_three_to_five_choices(base_folder):
+    write(base_folder, "arc/ARC-Easy/test.jsonl", ARC)
+    task = make_task("arc", "test")
+    assert task.name == "ARC-Easy" and task.baseline == pytest.approx((1 / 3 + 1 / 5) / 2)
+    found = {asked(conversation).splitlines()[1]: conversation for conversation in task}
+    assert found["What is hot?"]["letters"] == list("ABC") and reference(found["What is hot?"]) == "B"
+    assert found["What falls?"]["letters"] == list("ABCDE") and reference(found["What falls?"]) == "A"
+    assert task.evaluate(found["What is hot?"], "B") and not task.evaluate(found["What is hot?"], "2")
+    write(base_folder, "arc/ARC-Challenge/test.jsonl", ARC[:1])
+    challenge = make_task("arc:ARC-Challenge", "test")
+    assert (challenge.name, len(challenge), challenge.baseline) == ("ARC-Challenge", 1, 1 / 3)
+    assert task[:1].baseline in (1 / 3, 1 / 5)  # of the part that is asked, not of the whole
+
+
+def test_the_letter_in_the_question_is_the_token_of_the_answer(base_folder):
+    """After a blank or a sign it would be another one; this tokenizer has merged them as often as it could."""
+    from nanochat.tokenizer import Tokenizer
+
+    write(base_folder, "mmlu/all/test.jsonl", MMLU)
+    conversation = make_task("mmlu", "test")[0]
+    tokenizer = Tokenizer.train([f"{mark}{letter}{mark}{letter} " * 3 for mark in ("", " ", "=", "(", "\n", ".", "\n\n") for letter in "ABCD"], 400)
+    ids = tokenizer.encode(asked(conversation))
+    assert all(ids.count(tokenizer.encode(letter)[0]) == 1 for letter in "ABCD")
+    assert len(tokenizer.encode("A")) == 1 and tokenizer.encode(" A") != tokenizer.encode("A")
+
+
+def test_gsm8k_calls_the_calculator_where_it_was_annotated(base_folder):
+    write(base_folder, "gsm8k/main/test-00000-of-00001.parquet", GSM8K)
+    task = make_task("gsm8k", "test")
+    assert parts_of(task[0]) == [
+        ("text", "She sells 6 / 2 = "), ("python", "6/2"), ("python_output", "3"), ("text", "3 eggs.\nThat is 3 * 1,000 = $"),
+        ("python", "3*1000"), ("python_output", "3000"), ("text", "3,000.\n#### 3,000")]
+    assert reference(task[0]) == "She sells 6 / 2 = 3 eggs.\nThat is 3 * 1,000 = $3,000.\n#### 3,000"
+    check_conversation(task[0])
+    for answer in (reference(task[0]), "#### 3000", "So\n####3,000.", "#### $3,000.00", "#### 4\nNo:\n#### 3000 dollars"):
+        assert task.evaluate(task[0], answer)
+    for answer in ("3000", "The answer is 3,000.", "#### 300", "#### -3000", "#### 3,0001", "####", "#### three", "#### 3000\n#### 4", "### 3000"):
+        assert not task.evaluate(task[0], answer)
+
+
+@pytest.mark.parametrize("answer, expected", [
+    ("None here.\n#### 5", [("text", "None here.\n#### 5")]),
+    ("<<2+3=5>>5\n#### 5", [("python", "2+3"), ("python_output", "5"), ("text", "5\n#### 5")]),
+    ("a <<1+1=2>>2<<2*2=4>>4 b", [("text", "a "), ("python", "1+1"), ("python_output", "2"), ("text", "2"),
+                                  ("python", "2*2"), ("python_output", "4"), ("text", "4 b")]),
+    ("<< 1 + .5 = 1.5 >>1.5", [("python", "1 + .5"), ("python_output", "1.5"), ("text", "1.5")]),
+    ("<<2*3=6=6>>6", [("text", "6")]),                           # what is before the last "=" is no expression
+    ("20% of 50 is <<50*20%=10>>10, x", [("text", "20% of 50 is 10, x")]),  # nothing that the calculator knows
+    ("<<5>>5 and <<=5>>5 and <<5=>>5", [("text", "5 and 5 and 5")]),
+    ("no << end", [("text", "no << end")]),
+])
+def test_annotations_become_calls_of_the_tool(answer: str, expected: list[tuple[str, str]]):
+    parts = answer_parts(answer)
+    assert [(part["type"], part["text"]) for part in parts] == expected
+    assert "".join(text for kind, text in expected if kind == "text") == re.sub("<<[^<>]*>>", "", answer)
+
+
+def test_final_numbers():
+    for text, number in {"#### 7": 7, "#### -7": -7, "#### 1,234,567": 1234567, "#### .5": 0.5, "#### 7.50": 7.5, "#### $-7": -7, "#### -$7": -7,
+                         "####  7 apples": 7, "7": None, "#### x": None, "#### -": None, "####\n7": 7}.items():
+        assert final_number(text) == number, text
+
+
+def test_humaneval_runs_the_tests_of_its_problem(base_folder):
+    write(base_folder, "humaneval/openai_humaneval/test-00000-of-00001.parquet", HUMANEVAL)
+    task = make_task("humaneval", "test")
+    check_conversation(task[0])
+    assert "def double" in asked(task[0]) and "return" not in asked(task[0])
+    body = "return [number + number for number in numbers]"
+    whole = f"def double(numbers: List[int]) -> List[int]:\n    {body}"  # the import is in the prompt only
+    for right in (reference(task[0]), whole, f"Sure!\n\n```python\n{whole}\n```\nIt doubles.", f"```\n{whole}\n```", f"```py\n{whole}",
+                  f"    {body}\n", f"```python\n    numbers = list(numbers)\n    {body}\n```"):
+        assert task.evaluate(task[0], right), right
+    for wrong in ("", "I cannot.", whole.replace("+", "*"), f"{whole}\nimport sys\nsys.exit(0)", "def double(numbers):\n    exit()",
+                  f"```python\n{whole.replace('double', 'twice')}\n```", f"```python\nx = 1\n```\n{whole}", f"{whole}\nassert False"):
+        assert not task.evaluate(task[0], wrong), wrong
+    with pytest.raises(UserError, match="only a test split"):
+        make_task("humaneval", "train")
+
+
+def test_rows_come_in_one_shuffled_order(base_folder):
+    """A data set that is sorted by subject: its first tenth must not be one subject, and must always be the same."""
+    rows = [row | {"question": f"{subject}{i}"} for subject in "abcdefghij" for i, row in enumerate(MMLU[:1] * 20)]
+    write(base_folder, "mmlu/all/test.jsonl", rows)
+    first, second = (questions(make_task("mmlu[:20]", "test")) for _ in range(2))
+    assert first == second and len({question.splitlines()[1][0] for question in first}) >= 5
+    assert len(set(questions(make_task("mmlu", "test")))) == 200
+
+
+# ---- One's own conversations ----------------------------------------------------------------------------------------
+
+def own_file(folder: Path, lines: list[str]) -> Path:
+    path = folder / "own.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_own_conversations_are_split_by_their_text_and_duplicates_stay_together(tmp_path):
+    lines = [json.dumps(exchange(f"Frage {i} ü", f"{i}")) for i in range(400)]
+    again = [json.dumps(json.loads(line)["messages"], ensure_ascii=False, indent=None, separators=(",", ":")) for line in lines]  # a bare list
+    path = own_file(tmp_path, [*lines, "", *again])
+    sides = {split: make_task(f"json:{path}", split) for split in ("train", "test")}
+    assert {split: Counter(Counter(questions(task)).values()) for split, task in sides.items()}.keys() == {"train", "test"}
+    counts = [Counter(questions(task)) for task in sides.values()]
+    assert not set(counts[0]) & set(counts[1]) and len(counts[0]) + len(counts[1]) == 400
+    assert all(set(count.values()) == {2} for count in counts) and 5 < len(counts[1]) < 45
+    assert set(sides["train"][0]) == {"messages"} and sides["train"].eval_type is None
+    longer = own_file(tmp_path, [*lines, *(json.dumps(exchange(f"new {i}", "x")) for i in range(100))])
+    assert counts[1].keys() < set(questions(make_task(f"json:{longer}", "test")))  # lines added later move none
+    for split in ("train", "test"):
+        assert questions(make_task(f"json:{longer}:all", split))[:400] == [f"Frage {i} ü" for i in range(400)]
+
+
+GOOD = json.dumps(exchange("a", "b"))
+
+
+@pytest.mark.parametrize("line, problem", [
+    ('{"messages": [', "not JSON"), ("hello", "not JSON"), ("[" * 100_000, "not JSON"), ("17", "messages"), ("{}", "messages"), ("[]", "no messages"),
+    ('{"messages": []}', "no messages"), ('[{"role": "bot", "content": "x"}]', "bot"),
+    ('[{"role": "user", "content": "x"}]', "last message"), ('[{"role": "assistant", "content": "x"}]', "take turns"),
+    ('[{"role": "user"}]', "message 1"), ('[{"role": "user", "content": 5}]', "message 1"),
+])
+def test_a_bad_line_is_named_by_file_and_line(tmp_path, line: str, problem: str):
+    path = own_file(tmp_path, [GOOD, "", GOOD, line, "worse"])
+    with pytest.raises(UserError, match=problem) as caught:
+        make_task(f"json:{path}", "train")
+    assert str(caught.value).startswith(f"{path}:4: ") and "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_used_say_why(tmp_path):
+    (tmp_path / "latin.jsonl").write_bytes(GOOD.encode() + b"\n" + GOOD.replace('"a"', '"\xe4"').encode("latin-1"))
+    with pytest.raises(UserError, match="latin.jsonl:2: not JSON"):
+        make_task(f"json:{tmp_path}/latin.jsonl:all", "train")
+    with pytest.raises(UserError, match="cannot read .*missing.jsonl"):
+        make_task(f"json:{tmp_path}/missing.jsonl", "train")
+    with pytest.raises(UserError, match="cannot read"):
+        make_task(f"json:{tmp_path}", "train")
+    with pytest.raises(UserError, match="no conversation for the test split.*:all takes all"):
+        make_task(f"json:{own_file(tmp_path, [GOOD])}", "test")
+    with pytest.raises(UserError, match="no conversation"):
+        make_task(f"json:{own_file(tmp_path, [''])}:all", "train")
+
+
+# ---- Specs, and data that is not there ------------------------------------------------------------------------------
+
+def test_specs_say_which_task_which_part_and_how_often(tmp_path):
+    assert len(make_task("arithmetic:hard[:30]", "train")) == 30
+    assert questions(make_task("spellingbee[10:12]", "test")) == questions(make_task("spellingbee", "test"))[10:12]
+    assert len(make_task("arithmetic[100:]", "test")) == len(make_task("arithmetic", "test")) - 100
+    path = own_file(tmp_path, [json.dumps(exchange(f"own {i}", "x")) for i in range(10)])
+    mixture = make_mixture(f"arithmetic:easy[:30],spellingbee[:20]*2 , json:{path}:all*3, json:{path}:all[:1]", "train", seed=1)
+    assert len(mixture) == 30 + 40 + 30 + 1
+    counts = Counter(questions(mixture))
+    assert counts["own 0"] == 4 and counts["own 1"] == 3
+    assert sum(count == 2 for count in counts.values()) == 20
+
+
+def test_a_list_to_be_measured_by_has_each_task_once_whatever_its_passes():
+    tasks = make_tasks("arithmetic:hard[:30], spellingbee:spell*3", "test")
+    assert [(task.name, len(task)) for task in tasks] == [("Arithmetic hard", 30), ("SpellingBee spell", 2000)]
+    with pytest.raises(UserError, match="no task 'arithmetics'"):
+        make_tasks("spellingbee, arithmetics", "test")
+
+
+@pytest.mark.parametrize("spec, problem", [
+    ("arithmetics", r"no task 'arithmetics'; known: .*arithmetic, .*json"), ("", "known"), ("arithmetic,", "known"), ("arithmetic*", "known names"),
+    ("arithmetic[5]", "NAME"), ("arithmetic[:x]", "NAME"), ("arithmetic[:-5]", "NAME"), ("arithmetic*2*3", "'2'|NAME|no "), ("arithmetic*2[:5]", "NAME"),
+    ("arithmetic*0", "at least 1"), ("arithmetic:brutal", "expected one of easy, medium, hard"), ("gsm8k:x", "takes no argument"),
+    ("arithmetic[99999:]", "nothing is left of its 20,000"), ("json", "json:/path"), ("arc:Easy", "ARC-Easy, ARC-Challenge"),
+    ("Arithmetic", "no task 'Arithmetic'"),
+])
+def test_wrong_specs_are_said_to_be_wrong(spec: str, problem: str):
+    with pytest.raises(UserError, match=problem) as caught:
+        make_mixture(spec, "train", seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_splits_and_passes_of_a_single_task():
+    with pytest.raises(UserError, match="split='val'.*train, test"):
+        make_task("arithmetic", "val")
+    with pytest.raises(UserError, match=r"leave out \*2"):
+        make_task("arithmetic*2", "train")
+
+
+def test_local_folders_without_the_right_files_say_what_is_missing(base_folder):
+    write(base_folder, "gsm8k/main/train-00000-of-00001.parquet", GSM8K)
+    with pytest.raises(UserError, match=r"no test-\*.parquet or test.jsonl in .*tasks/gsm8k/main.*openai/gsm8k"):
+        make_task("gsm8k", "test")
+    write(base_folder, "gsm8k/main/test.jsonl", [{"question": "x", "solution": "y"}])
+    with pytest.raises(UserError, match="no column 'answer'; there is: question, solution"):
+        make_task("gsm8k", "test")
+    write(base_folder, "mmlu/all/test.parquet", MMLU).write_bytes(b"PAR1 and no more")
+    with pytest.raises(UserError, match="cannot read .*tasks/mmlu/all") as caught:
+        make_task("mmlu", "test")
+    assert "\n" not in str(caught.value)
+    write(base_folder, "arc/ARC-Easy/test.jsonl", [ARC[0] | {"answerKey": "E"}])
+    with pytest.raises(UserError, match="ai2_arc: row 0 is not as expected"):
+        make_task("arc", "test")[0]
+    write(base_folder, "gsm8k/main/test.jsonl", [{"question": "x", "answer": "none"}])
+    with pytest.raises(UserError, match="row 0.*no number after ####"):
+        make_task("gsm8k", "test")[0]
+
+
+def test_without_network_or_package_it_says_so_in_one_line(monkeypatch):
+    """In a process of its own: whether the hub may be asked is settled when its package is imported."""
+    code = ("from nanochat.errors import UserError\nfrom nanochat.tasks import make_task\n"
+            "try:\n    make_task('gsm8k', 'train')\nexcept UserError as error:\n    print(error)")
+    run = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True, cwd=Path(__file__).parents[1],
+                         env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": os.environ["NANOCHAT_BASE_DIR"]})
+    assert re.fullmatch(r"no .*tasks/gsm8k/main, and cannot load openai/gsm8k from the hub: .*\n", run.stdout)
+    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it fails
+    with pytest.raises(UserError, match="pip install datasets"):
+        make_task("gsm8k", "train")
+
+
+def test_every_name_is_a_task():
+    assert set(TASKS) == {"smoltalk", "mmlu", "arc", "gsm8k", "humaneval", "json", "arithmetic", "spellingbee", "tinyworld"}
