@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 
 from nanochat.adamw import DistAdamW
-from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, discard_after, find_model, load_checkpoint
-from nanochat.distributed import from_rank0, print0
+from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, find_model, load_checkpoint
+from nanochat.distributed import print0
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.muon import DistMuon
@@ -49,8 +49,6 @@ def begin_stage(stage: str, config: dict, device: torch.device, dtype: torch.dty
     else:
         print0(f"starting from {origin}")
     step = meta["step"] if checkpoint else 0
-    if config["overwrite"]:  # only now, when nothing can be wrong with the settings any more
-        from_rank0(discard_after, checkpoints, step)
     return Stage(model, tokenizer, sharding, optimizers, checkpoints, step, meta if checkpoint else None)
 
 

@@ -14,9 +14,10 @@ from typing import Literal
 import torch
 
 from configurator import configure
+from nanochat.checkpoint import discard_after
 from nanochat.compiling import set_compile
 from nanochat.conversation_loader import order, padded_length, tensors
-from nanochat.distributed import StopRequest, compute_cleanup, compute_dtype, compute_init, expect_short_waits, print0
+from nanochat.distributed import StopRequest, compute_cleanup, compute_dtype, compute_init, expect_short_waits, from_rank0, print0
 from nanochat.errors import UserError, require_fraction, require_positive
 from nanochat.finetuning import begin_stage, require_same_data
 from nanochat.flops import peak_flops
@@ -107,6 +108,8 @@ print0(f"{num_iterations:,} steps of {examples_per_step} problems x {num_samples
 sampling = Sampling(max_new_tokens, temperature, top_k, seed=seed)
 peak, _ = peak_flops(device, model_dtype)
 start_step, before = step, meta and meta["before"]  # before: which held-out samples were right when the run began
+if overwrite:  # only now, when nothing can be wrong with the settings any more
+    from_rank0(discard_after, checkpoints, step)
 saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
 metrics = Metrics(checkpoints, run, config, step, num_iterations, 0, model.estimate_flops(), peak * world_size, meta and meta["metrics_state"])
 stop = StopRequest()

@@ -12,9 +12,10 @@ from typing import Literal
 import torch
 
 from configurator import configure
+from nanochat.checkpoint import discard_after
 from nanochat.compiling import eagerly, set_compile
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order
-from nanochat.distributed import StopRequest, compute_cleanup, compute_dtype, compute_init, expect_short_waits, print0
+from nanochat.distributed import StopRequest, compute_cleanup, compute_dtype, compute_init, expect_short_waits, from_rank0, print0
 from nanochat.errors import UserError, require_fraction, require_positive
 from nanochat.finetuning import begin_stage, require_same_data
 from nanochat.flops import peak_flops
@@ -106,6 +107,8 @@ held_out_rows = [[index] for index in order(len(held_out), seed, epoch=0)][: eva
 
 peak, _ = peak_flops(device, model_dtype)
 start_step = step
+if overwrite:  # only now, when nothing can be wrong with the settings any more
+    from_rank0(discard_after, checkpoints, step)
 saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
 metrics = Metrics(checkpoints, run, config, step, num_iterations, target_examples_per_step * max_seq_len, model.estimate_flops(), peak * world_size,
                   meta and meta["metrics_state"])

@@ -11,9 +11,10 @@ from typing import Literal
 import torch
 
 from configurator import configure
+from nanochat.checkpoint import discard_after
 from nanochat.compiling import set_compile
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order, pack
-from nanochat.distributed import StopRequest, compute_cleanup, compute_dtype, compute_init, expect_short_waits, print0
+from nanochat.distributed import StopRequest, compute_cleanup, compute_dtype, compute_init, expect_short_waits, from_rank0, print0
 from nanochat.errors import UserError, require_fraction, require_positive
 from nanochat.finetuning import begin_stage, require_same_data
 from nanochat.flops import peak_flops
@@ -103,6 +104,8 @@ rows_at_once = device_batch_size * world_size
 
 peak, _ = peak_flops(device, model_dtype)
 start_step = step
+if overwrite:  # only now, when nothing can be wrong with the settings any more
+    from_rank0(discard_after, checkpoints, step)
 saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
 metrics = Metrics(checkpoints, run, config, step, num_iterations, total_batch_size, model.estimate_flops(), peak * world_size,
                   meta and meta["metrics_state"])

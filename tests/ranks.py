@@ -1,11 +1,14 @@
 """A function on several ranks: real processes joined by gloo, or by NCCL where there is a GPU for each, which end in any case."""
+import contextlib
 import faulthandler
 import importlib
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -149,3 +152,35 @@ def portable(error: BaseException) -> BaseException | None:
         return pickle.loads(pickle.dumps(error))
     except Exception:
         return None
+
+
+class Job:
+    """torchrun with two ranks of a script, its output in a file."""
+
+    def __init__(self, log: Path, module: str, args: list[str], launcher: tuple[str, ...] = ()):
+        self.log = log
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher, "-m", module, "--", *args],
+            cwd=REPO, stdout=open(log, "w"), stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, pattern: str, timeout: float = 120) -> None:
+        deadline = time.monotonic() + timeout
+        while not re.search(pattern, self.text()):
+            assert time.monotonic() < deadline and self.process.poll() is None, f"{pattern} never came:\n{self.text()}"
+            time.sleep(0.01)
+
+    def worker(self, rank: int) -> int:
+        """The process of a rank; the newest one, should there have been others."""
+        children = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout.split()
+        for pid in sorted(map(int, children), reverse=True):
+            with contextlib.suppress(OSError):
+                if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes() + b"\0":
+                    return pid
+        raise AssertionError(f"no process of rank {rank}: {self.text()}")
+
+    def end(self, timeout: float = 120) -> int:
+        return self.process.wait(timeout)

@@ -19,7 +19,7 @@ from conftest import REPO
 from nanochat.make_dataset import make
 from nanochat.metrics import read_metrics
 from nanochat.tokenizer import train_tokenizer
-from ranks import run_on_ranks
+from ranks import Job, run_on_ranks
 
 TINY = {"data": "sums", "depth": 1, "max_seq_len": 32, "device_batch_size": 2, "total_batch_size": 512, "num_iterations": 30, "compile": False,
         "eval_tokens": 512, "sample_every": -1, "eval_every": -1, "dtype": "float32", "grad_clip": 1.0, "weight_decay": 0.1,
@@ -208,42 +208,13 @@ def test_a_bad_step_is_nobodys_update_and_many_stop_the_run(base):
 
 # ---- Real kills, under torchrun
 
-class Job:
-    """torchrun with two ranks of the script, its output in a file."""
-
-    def __init__(self, log: Path, tag: str, launcher: tuple[str, ...] = (), **settings):
-        self.log = log
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher, "-m", "scripts.base_train",
-             "--", *arguments(tag, settings)],
-            cwd=REPO, stdout=open(log, "w"), stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-
-    def text(self) -> str:
-        return self.log.read_text()
-
-    def wait_for(self, pattern: str, timeout: float = 120) -> None:
-        deadline = time.monotonic() + timeout
-        while not re.search(pattern, self.text()):
-            assert time.monotonic() < deadline and self.process.poll() is None, f"{pattern} never came:\n{self.text()}"
-            time.sleep(0.01)
-
-    def worker(self, rank: int) -> int:
-        """The process of a rank; the newest one, should there have been others."""
-        children = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout.split()
-        for pid in sorted(map(int, children), reverse=True):
-            with contextlib.suppress(OSError):
-                if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes() + b"\0":
-                    return pid
-        raise AssertionError(f"no process of rank {rank}: {self.text()}")
-
-    def end(self, timeout: float = 120) -> int:
-        return self.process.wait(timeout)
+def start_job(log: Path, tag: str, launcher: tuple[str, ...] = (), **settings) -> Job:
+    return Job(log, "scripts.base_train", arguments(tag, settings), launcher)
 
 
 def test_a_killed_rank_ends_the_job_and_torchrun_brings_it_back(base, tmp_path, undisturbed):
     """SIGKILL of rank 1 in mid-step: with --max-restarts the same command finishes, and matches the undisturbed run."""
-    job = Job(tmp_path / "log", "killed", ("--max-restarts=1",), num_iterations=40, save_every=4)
+    job = start_job(tmp_path / "log", "killed", ("--max-restarts=1",), num_iterations=40, save_every=4)
     job.wait_for("saved .*step_000012(?s:.*)step 00013/")
     os.kill(job.worker(1), signal.SIGKILL)
     assert job.end() == 0, job.text()
@@ -254,7 +225,7 @@ def test_a_killed_rank_ends_the_job_and_torchrun_brings_it_back(base, tmp_path, 
 
 def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, undisturbed):
     """SIGKILL of everything when a save has begun; the newest checkpoint is then damaged as well, named and passed over."""
-    job = Job(tmp_path / "log", "saving", num_iterations=40, save_every=4)
+    job = start_job(tmp_path / "log", "saving", num_iterations=40, save_every=4)
     job.wait_for("saved .*step_000008")
     deadline = time.monotonic() + 60
     while not list(folder(base, "saving").glob(".step_0000*/*")) and time.monotonic() < deadline:
@@ -275,7 +246,7 @@ def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, 
 
 def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturbed):
     """To the launcher, as schedulers do: every worker exits 0 with a checkpoint of the step it was in."""
-    job = Job(tmp_path / "log", "stopped", num_iterations=40, save_every=-1)
+    job = start_job(tmp_path / "log", "stopped", num_iterations=40, save_every=-1)
     job.wait_for("step 00010/")
     job.process.send_signal(signal.SIGTERM)
     job.end()  # torchrun's own status is 1

@@ -1,0 +1,133 @@
+"""Mid-training, fine-tuning and reinforcement learning as people run them: whole scripts, two ranks, real kills, bad input."""
+import contextlib
+import io
+import json
+import os
+import runpy
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import run_module
+from nanochat.make_dataset import make
+from nanochat.metrics import read_metrics
+from nanochat.tokenizer import train_tokenizer
+from ranks import Job, run_on_ranks
+
+COMMON = {"compile": False, "dtype": "float32", "device_type": "cpu", "device_batch_size": 2, "model_tag": "tiny"}
+STAGES = {  # what each stage is run with; every one has several micro-steps on each of two ranks
+    "mid": ("scripts.mid_train", {"tasks": "json:{chats}", "total_batch_size": 1024, "eval_every": 4, "eval_tokens": 256, "zero_stage": 2}),
+    "sft": ("scripts.chat_sft", {"tasks": "json:{chats}, arithmetic:easy[:20]", "target_examples_per_step": 7, "eval_every": 4, "eval_steps": 1,
+                                 "eval_metrics_every": 4, "eval_metrics_max_problems": 3, "zero_stage": 3}),
+    "rl": ("scripts.chat_rl", {"task": "arithmetic:easy[:40]", "examples_per_step": 3, "num_samples": 3, "max_new_tokens": 6, "eval_every": 4,
+                               "eval_examples": 3, "eval_samples": 2, "zero_stage": 2}),
+}
+
+
+def run_script(rank: int, world_size: int, module: str, args: list[str]) -> str:
+    sys.argv = [module, *args]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_module(module, run_name="__main__", alter_sys=False)
+    return printed.getvalue()
+
+
+def arguments(settings: dict) -> list[str]:
+    return [f"--{key}={value}" for key, value in (COMMON | settings).items()]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A base folder with a base model hardly trained, and conversations to train on."""
+    folder = tmp_path_factory.mktemp("base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(folder))
+        (folder / "texts").mkdir()
+        for i in range(200):
+            (folder / "texts" / f"{i}.txt").write_text(f"What is {i} plus {i}? The answer is {2 * i}. " * 3)
+        make(str(folder / "texts"), "sums")
+        train_tokenizer("sums", 350, 10**6, 10**4)
+        base_run = {"data": "sums", "depth": 1, "max_seq_len": 128, "total_batch_size": 512, "num_iterations": 2, "eval_every": -1, "sample_every": -1}
+        run_on_ranks(1, run_script, "scripts.base_train", arguments(base_run))
+        with open(folder / "chats.jsonl", "w") as file:
+            for i in range(150):
+                turns = [{"role": role, "content": f"{role} says {i} " * (1 + i % 4)} for role in ("user", "assistant")]
+                file.write(json.dumps({"messages": turns * (1 + i % 2)}) + "\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def in_base(base, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
+
+
+def stage_arguments(base: Path, stage: str, **settings) -> tuple[str, list[str]]:
+    module, own = STAGES[stage]
+    own = {key: value.format(chats=base / "chats.jsonl") if isinstance(value, str) else value for key, value in own.items()}
+    return module, arguments(own | {"num_iterations": 14, "save_every": 2} | settings)
+
+
+@pytest.mark.parametrize("stage", ["mid", "sft", "rl"])
+def test_a_stage_killed_on_two_ranks_goes_on_exactly(base, tmp_path, stage):
+    """
+    SIGKILL of one rank in mid-step under torchrun --max-restarts: weights, masters, moments and the log end as those of
+    a run that nobody disturbed. Each stage begins with what the one before it left.
+    """
+    if stage != "mid" and not (base / "mid_checkpoints" / "tiny").exists():
+        pytest.skip("needs the stage before it: run the whole file")
+    module, args = stage_arguments(base, stage)
+    run_on_ranks(2, run_script, module, args)
+    folder, undisturbed = base / f"{stage}_checkpoints" / "tiny", tmp_path / "undisturbed"
+    shutil.move(folder, undisturbed)
+    job = Job(tmp_path / "log", module, args, ("--max-restarts=1",))
+    job.wait_for("saved .*step_000004")
+    os.kill(job.worker(1), signal.SIGKILL)
+    assert job.end() == 0, job.text()
+    assert "resuming from" in job.text(), job.text()
+    for file in (undisturbed / "step_000014").glob("*.safetensors"):
+        expected, got = load_file(file), load_file(folder / "step_000014" / file.name)
+        assert expected.keys() == got.keys() and [name for name, t in expected.items() if not torch.equal(t, got[name])] == []
+    timing = ("train/dt", "train/tok_per_sec", "train/mfu")
+    logs = [[{k: v for k, v in record.items() if k not in timing} for record in read_metrics(path / "metrics.jsonl")] for path in (undisturbed, folder)]
+    assert logs[0] == logs[1] and any("train/loss" in record for record in logs[0])
+
+
+def test_a_mixture_is_seen_once_and_the_rate_only_falls(base):
+    """As many steps as its rows fill, the same on any number of ranks; the multiplier goes from 1 to nearly 0, never up."""
+    module, args = stage_arguments(base, "mid", num_iterations=-1, model_tag="tiny", overwrite=True, eval_every=-1, save_every=-1)
+    seen = []
+    for world_size in (1, 2):
+        printed = run_on_ranks(world_size, run_script, module, args)[0]
+        records = read_metrics(base / "mid_checkpoints" / "tiny" / "metrics.jsonl")
+        rates = [record["train/lrm"] for record in records]
+        assert rates == sorted(rates, reverse=True) and rates[0] == 1 and 0 < rates[-1] < 0.2
+        assert f"{len(rates)} steps of 8 rows" in printed
+        seen.append([record["train/loss"] for record in records])
+    assert seen[0] == pytest.approx(seen[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("module,settings,message", [
+    ("scripts.mid_train", {"model_tag": "nobody"}, "no valid checkpoint in"),
+    ("scripts.mid_train", {"source": "sft"}, "source=sft"),
+    ("scripts.chat_sft", {"tasks": "json:{broken}"}, "broken.jsonl:2"),
+    ("scripts.chat_sft", {"tasks": "gsm9k"}, "there is no task 'gsm9k'; known:"),
+    ("scripts.chat_sft", {"source": "base", "max_seq_len": 999, "overwrite": True}, "max_seq_len=999 must be within 1 and the model's 128"),
+    ("scripts.chat_rl", {"source": "mid", "temperature": 0}, "equal samples teach nothing"),
+    ("scripts.chat_rl", {"source": "mid", "task": "json:{chats}"}, "is not answered by writing"),
+    ("scripts.chat_eval", {"source": "rl", "model_tag": "nobody"}, "no valid checkpoint in"),
+])
+def test_bad_input_is_one_clear_line(base, module, settings, message):
+    """The value, what was expected; before any work, and nothing that is there is lost."""
+    (base / "broken.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n{"messages": [{\n')
+    before = sorted(str(path) for path in base.rglob("*"))
+    common = {"model_tag": "tiny", "device_type": "cpu"} | ({"compile": False} if module != "scripts.chat_eval" else {})
+    args = [f"--{key}={str(value).format(broken=base / 'broken.jsonl', chats=base / 'chats.jsonl')}" for key, value in (common | settings).items()]
+    result = run_module(module, *args)
+    assert result.returncode in (1, 2) and message in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr and len(result.stderr.strip().splitlines()) <= 2
+    assert sorted(str(path) for path in base.rglob("*")) == before
