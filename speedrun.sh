@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From an empty machine to a trained, evaluated base model and its report.
+# From an empty machine to a model you can talk to, evaluated at every stage, and its report.
 #
 #     bash speedrun.sh
 #
@@ -28,12 +28,24 @@ if [ "$gpus" -ge 1 ]; then
         fi
     fi
     model+=(--depth=$depth) tag=speedrun-d$depth
+    chat=(--device_batch_size=4)
+    mid=(--tasks="smoltalk, mmlu, gsm8k, spellingbee[:80000], tinyworld:identity*2" --device_batch_size=8 --total_batch_size=524288 --save_every=200)
+    sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], spellingbee[:600], tinyworld:identity" "${chat[@]}")
+    rl=(--task=gsm8k "${chat[@]}")
+    tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, spellingbee[:256]" problems=-1 core=500
 else
     # The embedded world: nothing to download, and a model small enough for minutes on two cores.
     data=tinyworld shards=-1 vocab=8192 tag=speedrun-d4
     launch=(python -m)
     model=(--depth=4 --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=700
            --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=65536 --save_every=100 --keep_last=2)
+    mid=(--tasks="tinyworld*3, arithmetic[:6000], spellingbee[:9000]" --device_batch_size=16 --total_batch_size=4096
+         --eval_every=200 --eval_tokens=65536 --save_every=100 --keep_last=2)
+    sft=(--tasks="tinyworld[:5000], arithmetic[6000:10000], spellingbee[9000:19000]" --device_batch_size=16 --target_examples_per_step=64
+         --init_lr_frac=0.3 --eval_every=150 --eval_steps=20 --eval_metrics_every=-1 --save_every=100 --keep_last=2)
+    rl=(--task=spellingbee:hand --num_iterations=60 --examples_per_step=16 --num_samples=8 --max_new_tokens=100 --device_batch_size=16
+        --eval_every=60 --eval_examples=1000 --eval_samples=1 --keep_last=2)
+    tasks="tinyworld:facts, tinyworld:identity, arithmetic, spellingbee" problems=1000 core=0
 fi
 
 stage() { echo; echo "=== $1 ($(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s)"; }
@@ -50,8 +62,20 @@ stage "base model: training"
 "${launch[@]}" scripts.base_train --data="$data" --model_tag="$tag" --resume=auto "${model[@]}"
 
 stage "base model: evaluation"
-"${launch[@]}" scripts.base_eval --model_tag="$tag"
+"${launch[@]}" scripts.base_eval --model_tag="$tag" --core_metric_max_per_task="$core"
+
+# From here on the model learns to converse: each stage begins with the one before it, and is measured on held-out problems.
+for name in mid sft rl; do
+    case $name in
+        mid) stage "mid-training" && "${launch[@]}" scripts.mid_train --model_tag="$tag" --resume=auto "${mid[@]}" ;;
+        sft) stage "fine-tuning" && "${launch[@]}" scripts.chat_sft --model_tag="$tag" --resume=auto "${sft[@]}" ;;
+        rl)  stage "reinforcement learning" && "${launch[@]}" scripts.chat_rl --model_tag="$tag" --resume=auto "${rl[@]}" ;;
+    esac
+    stage "evaluation: $name"
+    "${launch[@]}" scripts.chat_eval --source=$name --model_tag="$tag" --tasks="$tasks" --max_problems="$problems"
+done
 
 stage "report"
 python -m nanochat.report
 stage "done"
+echo "talk to it: . ./setup.sh && python -m scripts.chat_cli --source=sft --model_tag=$tag"

@@ -25,7 +25,7 @@ from nanochat.report import settings_table, write_section
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import apply_schedule, lr_multiplier
 from nanochat.task_eval import accuracy, solve
-from nanochat.tasks import make_mixture, make_tasks
+from nanochat.tasks import make_mixture, make_tasks, without_parts
 
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
@@ -81,8 +81,8 @@ ddp, rank, local_rank, world_size, device = compute_init(device_type)
 model_dtype = compute_dtype(dtype, device)
 compiling = set_compile(compile, device.type)
 print0(f"{world_size} rank(s) on {device.type}, {str(model_dtype).removeprefix('torch.')}, {'compiled' if compiling else 'eager'}")
-train_tasks, val_tasks = (make_mixture(tasks, split, seed) for split in ("train", "test"))
-measured = [task for task in make_tasks(tasks, "test") if task.eval_type]
+train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(without_parts(tasks), "test", seed)
+measured = [task for task in make_tasks(without_parts(tasks), "test") if task.eval_type]
 
 # ---- The model of the stage before, or an interrupted run of this script; from here on `step` is the next optimizer step
 model, tokenizer, sharding, optimizers, checkpoints, step, meta = begin_stage("sft", config, device, model_dtype, compiling)

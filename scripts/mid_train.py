@@ -23,7 +23,7 @@ from nanochat.metrics import Metrics
 from nanochat.report import settings_table, write_section
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import accumulation_steps, apply_schedule, lr_multiplier
-from nanochat.tasks import make_mixture
+from nanochat.tasks import make_mixture, without_parts
 
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
@@ -76,7 +76,7 @@ ddp, rank, local_rank, world_size, device = compute_init(device_type)
 model_dtype = compute_dtype(dtype, device)
 compiling = set_compile(compile, device.type)
 print0(f"{world_size} rank(s) on {device.type}, {str(model_dtype).removeprefix('torch.')}, {'compiled' if compiling else 'eager'}")
-train_tasks, val_tasks = (make_mixture(tasks, split, seed) for split in ("train", "test"))
+train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(without_parts(tasks), "test", seed)
 
 # ---- The base model, or an interrupted run of this script; from here on `step` is the next optimizer step
 model, tokenizer, sharding, optimizers, checkpoints, step, meta = begin_stage("mid", config, device, model_dtype, compiling)

@@ -26,7 +26,7 @@ TASKS: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
 }
 SPEC = re.compile(r"(?P<name>[^:\[*]+?)(?::(?P<argument>.+?))?(?P<part>\[(?P<start>\d*):(?P<stop>\d*)\])?(?:\*(?P<passes>\d+))?")
 
-__all__ = ["Concatenation", "Mixture", "Task", "make_mixture", "make_task", "make_tasks"]
+__all__ = ["Concatenation", "Mixture", "Task", "make_mixture", "make_task", "make_tasks", "without_parts"]
 
 
 def make_task(spec: str, split: str) -> Task:
@@ -43,6 +43,11 @@ def make_task(spec: str, split: str) -> Task:
 def make_tasks(specs: str, split: str) -> list[Task]:
     """The tasks of several specs, separated by commas, each once: to be measured by."""
     return [parse(spec.strip(), split)[0] for spec in specs.split(",")]
+
+
+def without_parts(specs: str) -> str:
+    """The same tasks whole and once: what a mixture that is trained on in parts is measured by."""
+    return ",".join(re.sub(r"(\[\d*:\d*\])?(\*\d+)?$", "", spec.strip()) for spec in specs.split(","))
 
 
 def make_mixture(specs: str, split: str, seed: int) -> Mixture:

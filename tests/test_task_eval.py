@@ -1,0 +1,121 @@
+"""Solving tasks and practising on them: letters, answers, ranks, rewards and advantages, and what changed."""
+import itertools
+import math
+from statistics import fmean
+
+import pytest
+import torch
+
+from nanochat.compiling import set_compile
+from nanochat.conversation import render_prompt
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.rollouts import describe_change, pass_at, roll_out
+from nanochat.sampling import Sampling
+from nanochat.task_eval import accuracy, centred, likeliest_letters, solve
+from nanochat.tasks.common import Task
+from nanochat.tokenizer import Tokenizer
+from ranks import run_on_ranks
+
+TOKENIZER = Tokenizer([])
+
+
+def random_model() -> GPT:
+    set_compile(False, "cpu")
+    model = GPT(GPTConfig(96, TOKENIZER.get_vocab_size(), 2, 32, 4, 2))
+    generator = torch.Generator().manual_seed(3)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3, generator=generator)
+    return model
+
+
+class Choices(Task):
+    """Multiple choice with differing numbers of choices and lengths, one of them too long for a row."""
+    name, eval_type = "Choices", "categorical"
+
+    def __len__(self) -> int:
+        return 13
+
+    def conversation(self, index: int) -> dict:
+        letters = ["A", "B", "C", "D", "E"][: 2 + index % 4]
+        messages = [{"role": "user", "content": f"{index} " + "?" * (120 if index == 5 else index * 3)}, {"role": "assistant", "content": letters[index % len(letters)]}]
+        return {"messages": messages, "letters": letters}
+
+
+class Writing(Task):
+    """An answer is right if it has an even number of letters: a model that writes anything is sometimes right."""
+    name, eval_type = "Writing", "generative"
+
+    def __len__(self) -> int:
+        return 7
+
+    def conversation(self, index: int) -> dict:
+        return {"messages": [{"role": "user", "content": f"write {index}"}, {"role": "assistant", "content": "ab"}]}
+
+    def evaluate(self, conversation: dict, answer: str) -> bool:
+        return len(answer) % 2 == 0
+
+
+def test_the_letter_is_the_likeliest_first_token_of_the_answer():
+    """Against the plain model, one problem at a time; batches mix lengths, and what is too long keeps its end."""
+    model, conversations = random_model(), list(Choices())
+    expected = []
+    for conversation in conversations:
+        prompt = render_prompt(TOKENIZER, conversation)
+        prompt = prompt if len(prompt) <= 96 else prompt[:1] + prompt[-95:]
+        logits = model(torch.tensor([prompt]))[0, -1]
+        expected.append(max(conversation["letters"], key=lambda letter: logits[ord(letter)].item()))
+    assert len(set(expected)) > 1, "the case decides something"
+    for batch_size in (1, 4, 13):
+        assert likeliest_letters(model, TOKENIZER, conversations, batch_size) == expected
+    right = solve(Choices(), model, TOKENIZER, 4)
+    assert right == [[letter == c["messages"][-1]["content"]] for letter, c in zip(expected, conversations)]
+    assert accuracy(solve(Choices(), model, TOKENIZER, 4, max_problems=3)) == fmean(r[0] for r in right[:3])
+
+
+def solve_both(rank: int, world_size: int) -> list:
+    model = random_model()
+    return [solve(Choices(), model, TOKENIZER, 4), solve(Writing(), model, TOKENIZER, 4, -1, Sampling(8, 1.0, seed=5), 3)]
+
+
+def test_ranks_share_the_problems_and_agree():
+    """13 and 7 problems on 1, 2 and 3 ranks: the same answers, in the same order, sampled ones too; all ranks know them."""
+    expected = solve_both(0, 1)
+    assert any(map(any, expected[1])) and not all(map(all, expected[1]))
+    for world_size in (2, 3):
+        assert run_on_ranks(world_size, solve_both) == [expected] * world_size
+
+
+def test_advantages_are_within_a_problem_and_only_sampled_tokens_count():
+    model = random_model()
+    rollouts = roll_out(Writing(), [4, 2, 0], model, TOKENIZER, 4, Sampling(10, 1.0, seed=1), batch_size=5)
+    assert len(rollouts) == 12 and 0 < sum(r.reward for r in rollouts) < 12
+    for number, index in enumerate((4, 2, 0)):
+        group, prompt = rollouts[4 * number :][:4], render_prompt(TOKENIZER, Writing()[index])
+        assert sum(r.advantage for r in group) == pytest.approx(0) and len({tuple(r.ids) for r in group}) == 4, "samples differ"
+        for r in group:
+            assert r.ids[: len(prompt)] == prompt and not any(r.sampled[: len(prompt)]) and all(r.sampled[len(prompt) :])
+            assert r.advantage == r.reward - fmean(other.reward for other in group)
+            assert r.weights() == [0.0] * len(prompt) + [r.advantage] * (len(r.ids) - len(prompt))
+    again = roll_out(Writing(), [2], model, TOKENIZER, 4, Sampling(10, 1.0, seed=1), batch_size=2)
+    assert [r.ids for r in again] == [r.ids for r in rollouts[4:8]], "a problem's samples depend on seed and problem only"
+
+
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples():
+    right = [[True, False, False, True, False], [False] * 5, [True] * 5]
+    for k in (1, 2, 5):
+        by_hand = fmean(fmean(any(chosen) for chosen in itertools.combinations(samples, k)) for samples in right)
+        assert pass_at(right, k) == pytest.approx(by_hand)
+
+
+def test_a_change_is_described_with_the_interval_of_paired_differences():
+    """Ten problems better, two worse, of 100: +8 points; the standard error of differences of −1, 0 and 1 by hand."""
+    before = [[False]] * 10 + [[True]] * 2 + [[True]] * 88
+    after = [[True]] * 10 + [[False]] * 2 + [[True]] * 88
+    error = math.sqrt((12 - 100 * 0.08**2) / 99) / 10
+    text = describe_change(before, after)
+    assert "pass@1 from 90.0% to 98.0%, +8.0 points" in text and f"{100 * (0.08 - 1.96 * error):+.1f} to {100 * (0.08 + 1.96 * error):+.1f}" in text
+    assert "over 100 problems" in text
+
+
+def test_centred_accuracy():
+    assert centred(0.25, 0.25) == 0 and centred(1, 0.25) == 1 and centred(0.1, 0.25) < 0
