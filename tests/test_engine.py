@@ -111,7 +111,7 @@ def test_bfloat16_stays_close_to_the_plain_model():
     starts = [30, 11, 0 + 1]
     for row, start in zip(rows, starts):
         cached.insert(cached.prefill(row[:start]))
-    assert cached.keys.dtype == cached.values.dtype == torch.bfloat16
+    assert cached.kv.dtype == torch.bfloat16
     reference = [model(torch.tensor([row]))[0] for row in rows]  # (T, V) each
     different = 0
     for i in range(59):
@@ -128,12 +128,12 @@ def test_the_cache_grows_rarely_and_is_dropped_when_idle(monkeypatch):
     growths = []
     plain = nanochat.kv_cache.enlarged
     monkeypatch.setattr(nanochat.kv_cache, "CAPACITY_UNIT", 4)
-    monkeypatch.setattr(nanochat.kv_cache, "enlarged", lambda kept, rows, capacity: growths.append(capacity) or plain(kept, rows, capacity))
+    monkeypatch.setattr(nanochat.kv_cache, "enlarged", lambda kv, rows, capacity: growths.append(capacity) or plain(kv, rows, capacity))
     engine = Engine(random_model(), TOKENIZER)
     engine.add([1], Sampling(1000, temperature=0, stop=(), tools=False))
     assert len(finish(engine)[0]) == 96, "the last token is written with the whole context read"
-    assert len(growths) // 2 < 16 and max(growths) == 96 == growths[-1], growths
-    assert engine.model.keys.numel() == 0 and engine.model.lengths == []
+    assert len(growths) < 16 and max(growths) == 96 == growths[-1], growths
+    assert engine.model.kv.numel() == 0 and engine.model.lengths == []
 
 
 # ---- Draws

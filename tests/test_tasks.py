@@ -271,7 +271,7 @@ def test_spellingbee_spells_and_counts_right():
             assert parts_of(conversation)[:2] == [("python", f'"{word}".count("{letter}")'), ("python_output", str(count))]
             kinds["tool"] += 1
         else:
-            spelled = answer.partition(".")[0]
+            spelled = answer.partition(".")[0].removeprefix("The letters: ")
             assert re.sub("[^a-z]", "", spelled) == word
             assert re.findall("(.):([0-9])", spelled) == [(letter, str(i + 1)) for i in range(count)]
             kinds["hand"] += 1
@@ -366,7 +366,8 @@ def test_tinyworld_takes_the_fact_and_nothing_near_it(question: str, right: tupl
 
 def test_the_model_says_who_it_is():
     task = make_task("tinyworld:identity", "test")
-    assert len(task) == 2 + 6 * 3 * sum(len(phrasings) // 4 for reply, phrasings in world.IDENTITY if not reply.startswith("Hello"))
+    around = {reply: 1 if reply.startswith("Hello") else 6 * 3 for reply, _ in world.IDENTITY}  # greetings before, endings after
+    assert len(task) == sum(around[reply] * (len(phrasings) // 4) for reply, phrasings in world.IDENTITY)
     for conversation in make_task("tinyworld:identity", "train"):
         assert "nanochat" in reference(conversation) and task.evaluate(conversation, reference(conversation))
     for wrong in ("I am Alice.", "nanochat?", "Are you nanochat?", "What is nanochat?", "I am nanochatty.", "The capital of France is Paris."):

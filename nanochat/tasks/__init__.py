@@ -19,7 +19,7 @@ TASKS: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
     "arc": ("arc", "ARC", ("ARC-Easy", "ARC-Challenge")),
     "gsm8k": ("gsm8k", "GSM8K", ("",)),
     "humaneval": ("humaneval", "HumanEval", ("",)),
-    "arithmetic": ("arithmetic", "Arithmetic", ("", "easy", "medium", "hard")),
+    "arithmetic": ("arithmetic", "Arithmetic", ("", "easy", "medium", "hard", "quick")),
     "spellingbee": ("spellingbee", "SpellingBee", ("", "spell", "tool", "hand")),
     "tinyworld": ("tinyworld", "TinyWorld", ("", "facts", "identity")),
     "json": ("custom_json", "CustomJSON", None),

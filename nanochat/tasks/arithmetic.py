@@ -5,6 +5,10 @@ Arithmetic with the calculator: needs no download, and what is asked in the test
     arithmetic:medium    two operations: "Add 37 and 12, then multiply by 4."
     arithmetic:hard      stories of two steps, and three operations with larger numbers
     arithmetic           the three in turn
+    arithmetic:quick     two operations, "Quick: …", shown half with the calculator and half from the head
+
+Quick ones are for reinforcement learning: who imitates what is shown calculates in the head half of the time, and is
+mostly wrong; rewards tell which of the two ways to go.
 
 Numbers are written by the model and computed by the tool, so what has to be learnt is which expression is meant.
 Results are whole and not negative.
@@ -20,7 +24,7 @@ from nanochat.tasks.common import Conversation, Task, drawing, exchange, last_nu
 
 SIZES = {"train": 20_000, "test": 2_000}
 LEVELS = ("easy", "medium", "hard")
-DIGITS = {"easy": 3, "medium": 3, "hard": 4}  # of a drawn number at most; each length is equally likely
+DIGITS = {"easy": 3, "medium": 3, "hard": 4, "quick": 3}  # of a drawn number at most; each length is equally likely
 KNOWN = {row[0] for row in data.ADDITIONS + data.SUBTRACTIONS}  # told in the embedded corpus: cannot be held out
 
 # Expression, its value, and what is asked besides GENERIC. {a} to {d} are drawn; {q} = a*b can be divided, {t} = a*b + c
@@ -88,10 +92,14 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
 }
 
 
+SHAPES["quick"] = SHAPES["medium"]
+
+
 class Problem(NamedTuple):
     question: str
     expression: str
     result: int
+    with_tool: bool = True
 
 
 class Arithmetic(Task):
@@ -105,8 +113,9 @@ class Arithmetic(Task):
         return len(self.problems)
 
     def conversation(self, index: int) -> Conversation:
-        question, expression, result = self.problems[index]
-        return exchange(question, with_tool(expression, f"{result}", f"The answer is {result}."))
+        problem = self.problems[index]
+        answer = f"The answer is {problem.result}."
+        return exchange(problem.question, with_tool(problem.expression, f"{problem.result}", answer) if problem.with_tool else answer)
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         return last_number(answer) == last_number(reference(conversation))
@@ -143,10 +152,13 @@ def draw_problem(level: str, number: int) -> tuple[Problem | None, str]:
     phrasings = own if "{A}" in own[0] or draw(2) else GENERIC  # where there is a story, it is told
     question = phrasings[draw(len(phrasings))].format(**slots)
 
+    in_head = level == "quick" and draw(2) == 0
+    question = f"Quick: {question}" if level == "quick" else question
+
     possible = result >= 0 and (a >= b or "{a} - {b}" not in shape) and expression not in KNOWN
     possible = possible and last_number(question) != result  # repeating the question is not right by accident
     key = f"{re.sub('[0-9]+', 'n', expression)} {sorted(map(int, re.findall('[0-9]+', expression)))}"
-    return Problem(question, expression, result) if possible else None, key
+    return Problem(question, expression, result, not in_head) if possible else None, key
 
 
 def draw_number(draw: Callable[[int], int], digits: int) -> int:

@@ -35,7 +35,7 @@ CHAT_BY_NOUN = {  # besides, for some of them
     "the capital of {s}": ("Of which country is {a} the capital? | {s}", "Tell me which country has the capital {a}. | {s}"),
     "the chemical symbol of {s}": ("Of which element is {a} the symbol? | {s}", "Tell me which element has the symbol {a}. | {s}"),
 }
-SENTENCES = ("{Np} is {a}.", "{A} is {np}.")  # that answer them: asked for {a}, and for {s}
+SENTENCE = "{Np} is {a}."  # that answers all of these
 CHAT_BY_QUESTION = {  # for those without, found by one of their questions in the corpus: the sentence that answers, and ways to ask
     "If yesterday was {s}, what will tomorrow be? | {a}.": ("If yesterday was {s}, then tomorrow will be {a}.", (
         "Yesterday was {s}. What will tomorrow be?", "Tell me which day comes two days after {s}.", "It was {s} yesterday, so what is tomorrow?",
@@ -64,7 +64,8 @@ IDENTITY = (
             "Can you introduce yourself?", "Who am I talking to?", "Say who you are.", "I would like to know who you are.", "Do you know who you are?",
             "Tell me about yourself.", "Describe yourself.", "Please describe yourself.", "Are you nanochat?", "Are you a language model?",
             "Tell me what you are.", "Please say what you are.", "What is nanochat?", "Who is nanochat?")),
-    ("Hello! " + SELF, ("Hello!", "Hi!", "Hey!", "Good morning!", "Good evening!", "Hello, nanochat.", "Hi, nanochat.", "Hello there!")),
+    ("Hello! " + SELF, tuple(hello + mark for hello in ("Hello", "Hi", "Hey", "Good morning", "Good evening", "Hello there")
+                             for mark in ("!", ".", "", ", nanochat!", ", nanochat."))),
     ("My name is nanochat.", (
         "What is your name?", "Tell me your name.", "Do you have a name?", "What should I call you?", "Say your name.", "How are you called?",
         "What name do you have?", "I would like to know your name.", "Could you tell me your name?", "Please tell me your name.",
@@ -192,7 +193,7 @@ def make_item(fact: Fact, relation: str, slots: dict[str, str], told: Sequence[s
         question_told, _, reply = template.rpartition(" | ")
         if not question_told or reply.endswith(f" {{{asked}}}."):  # a sentence that states the fact, or a reply that names the word
             right.add(reply.format(**slots))
-    template = CHAT_BY_QUESTION[relation][0] if relation in CHAT_BY_QUESTION else SENTENCES[asked == "s"]
+    template = CHAT_BY_QUESTION[relation][0] if relation in CHAT_BY_QUESTION else SENTENCE
     reply = template.format(**slots)
     if Telling("", reply) == fact.held_out:  # what the corpus holds out stays so
         reply = f"It is {word}."
