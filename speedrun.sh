@@ -7,7 +7,7 @@
 # kept, and training goes on from its newest checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")"
-. ./setup.sh
+. ./setup.sh $(nvidia-smi >/dev/null 2>&1 && echo hub)  # the larger tasks come from the hub
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
 started=$SECONDS
 
@@ -41,11 +41,11 @@ else
            --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=65536 --save_every=100 --keep_last=2)
     mid=(--tasks="tinyworld*3, arithmetic[:6000], spellingbee[:9000]" --device_batch_size=16 --total_batch_size=4096
          --eval_every=200 --eval_tokens=65536 --save_every=100 --keep_last=2)
-    sft=(--tasks="tinyworld[:5000], arithmetic[6000:10000], spellingbee[9000:19000]" --device_batch_size=16 --target_examples_per_step=64
-         --init_lr_frac=0.3 --eval_every=150 --eval_steps=20 --eval_metrics_every=-1 --save_every=100 --keep_last=2)
-    rl=(--task=spellingbee:hand --num_iterations=60 --examples_per_step=16 --num_samples=8 --max_new_tokens=100 --device_batch_size=16
-        --eval_every=60 --eval_examples=1000 --eval_samples=1 --keep_last=2)
-    tasks="tinyworld:facts, tinyworld:identity, arithmetic, spellingbee" problems=1000 core=0
+    sft=(--tasks="tinyworld[:4000], arithmetic[6000:9000], arithmetic:quick[:3000], spellingbee[9000:17000]" --device_batch_size=16
+         --target_examples_per_step=64 --init_lr_frac=0.3 --eval_every=150 --eval_steps=20 --eval_metrics_every=-1 --save_every=100 --keep_last=2)
+    rl=(--task=arithmetic:quick --num_iterations=30 --num_samples=8 --max_new_tokens=60 --device_batch_size=32
+        --eval_every=30 --eval_examples=1000 --eval_samples=1 --save_every=10 --keep_last=2)
+    tasks="tinyworld:facts, tinyworld:identity, arithmetic, arithmetic:quick, spellingbee" problems=600 core=0
 fi
 
 stage() { echo; echo "=== $1 ($(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s)"; }

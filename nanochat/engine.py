@@ -71,7 +71,7 @@ class Engine:
     """
     Decodes up to max_batch sequences at once; others wait until one ends.
 
-    It keeps its own copy of the weights: after a training step, make a new one (milliseconds for a small model).
+    Part of the weights are copied: after a training step, make a new one (milliseconds for a small model).
     """
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, max_batch: int = 16):
@@ -90,7 +90,9 @@ class Engine:
 
     # ---- Requests
 
-    def add(self, prompt: Sequence[int], sampling: Sampling = Sampling(), num_samples: int = 1, truncate: bool = False, first_draw: int = 0) -> list[int]:
+    def add(
+        self, prompt: Sequence[int], sampling: Sampling = Sampling(), num_samples: int = 1, truncate: bool = False, first_draw: int = 0
+    ) -> list[int]:
         """
         Queue a prompt, of which step() then writes num_samples continuations; returns the id of each. UserError for a
         prompt or a sampling that cannot be.

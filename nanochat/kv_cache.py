@@ -4,7 +4,7 @@ read in one pass, and each further token costs one row of matrix products instea
 
 Sequences of any lengths sit in the first rows of the cache, one each, from position 0 on; where one leaves, the last
 one moves in. Where a row or a position is missing the cache grows by a good part at once, so that hardly anything is
-copied; when nobody is in it any more, it is dropped.
+copied; it shrinks when the long sequences have left, and is dropped when all have.
 """
 import math
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Prefix(NamedTuple):
 
 class CachedModel:
     """
-    A model's weights, laid out for decoding, and a cache in their dtype. What training changes later is not seen here.
+    A model's weights, laid out for decoding, and a cache in their dtype. Some are copies: make a new one after training.
     `lengths[row]` is how many tokens of the sequence in that row have been read; there are at most max_rows.
     """
 
@@ -83,6 +83,8 @@ class CachedModel:
             self.kv[:, :, row, :, :length] = self.kv[:, :, last, :, :length]
         if not self.lengths:
             self.clear()
+        elif self.kv.size(4) > 2 * (capacity := self.capacity_for(1.25 * max(self.lengths))):
+            self.kv = resized(self.kv, self.kv.size(2), capacity)
 
     @torch.inference_mode()
     def decode(self, tokens: list[int]) -> Tensor:
@@ -127,7 +129,7 @@ class CachedModel:
     def reserve(self, rows: int, length: int) -> None:
         """
         Make room: twice the rows, a quarter more positions. What is copied is a few times the final size in all; what
-        is computed in vain, for positions that nobody has reached, is at most that quarter.
+        is computed in vain, for positions that the longest sequence has not reached, is at most that quarter or a unit.
         """
         have_rows, capacity = self.kv.size(2), self.kv.size(4)
         if rows <= have_rows and length <= capacity:
@@ -136,16 +138,19 @@ class CachedModel:
         if rows > have_rows:
             have_rows = min(max(2 * have_rows, rows), self.max_rows)
         if length > capacity:
-            units = math.ceil(max(length, 1.25 * capacity) / CAPACITY_UNIT)
-            capacity = min(units * CAPACITY_UNIT, self.config.sequence_len)
-        self.kv = enlarged(self.kv, have_rows, capacity)
+            capacity = self.capacity_for(max(length, 1.25 * capacity))
+        self.kv = resized(self.kv, have_rows, capacity)
+
+    def capacity_for(self, length: float) -> int:
+        return min(math.ceil(length / CAPACITY_UNIT) * CAPACITY_UNIT, self.config.sequence_len)
 
 
-def enlarged(kv: Tensor, rows: int, capacity: int) -> Tensor:
-    """More rows and positions. Zeros, not whatever memory holds: a masked NaN, times zero, is still a NaN."""
+def resized(kv: Tensor, rows: int, capacity: int) -> Tensor:
+    """With so many rows and positions. New ones are zeros: a masked NaN that was in memory, times zero, is still a NaN."""
     n_layer, _, old_rows, heads, old_capacity, D = kv.shape
     new = kv.new_zeros(n_layer, 2, rows, heads, capacity, D)
-    new[:, :, :old_rows, :, :old_capacity] = kv
+    both = min(capacity, old_capacity)
+    new[:, :, :old_rows, :, :both] = kv[:, :, :, :, :both]
     return new
 
 

@@ -6,6 +6,7 @@ Talk with a model in the terminal.
 
 What the model has the calculator compute is shown in brackets: [12*3 = 36].
 """
+import contextlib
 import sys
 from typing import Literal
 
@@ -74,7 +75,8 @@ if p is not None:
     answer([{"role": "user", "content": p}])
     raise SystemExit
 
-import readline  # noqa: E402,F401  the arrow keys work in input() from here on
+with contextlib.suppress(ImportError):  # not on Windows
+    import readline  # noqa: F401  the arrow keys work in input() from here on
 
 print0(f"{source} model of step {meta['step']}; /new begins again, /quit ends, Ctrl-C stops an answer")
 messages: list[dict] = []

@@ -25,7 +25,7 @@ def test_values(text, result):
     "", " ", "1 +", "* 2", "(1", "1)", "()", "1 2", "+5", "five", "x = 1", "1 = 1", "1 < 2", "20%", "$5", "1 / 0", "1 // 0", "1 % (2 - 2)",
     "1,23", "1,2345", "1234,567", "1.2.3", "1e9", "3.", "0x10", "1_000", "٣ + 1", "2 ** 3", "9 ** 9 ** 9", "1 << 9",
     "'a'", "'a'.count", "'a'.count()", "'a'.count('')", "'a'.count(1)", "'a'.upper()", "'a' * 9", "'it\\'s'.count('s')", "3.count('3')",
-    "__import__('os').system('true')", "().__class__", "print(1)", "[1][0]", "lambda: 1", "<|bos|>", "1;2", "\0",
+    "__import__('os').system('true')", "().__class__", "print(1)", "[1][0]", "lambda: 1", "<|bos|>", "(" * 100 + "1" + ")" * 100, "1;2", "\0",
 ])
 def test_what_is_no_expression_has_no_value(text):
     """None, not an exception: the model may write anything between its python tokens."""

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import nanochat.engine
 import nanochat.kv_cache
+from configurator import Setting, read_arguments
 from nanochat.conversation import render, render_prompt
 from nanochat.engine import Engine, Pieces, to_parts
 from nanochat.errors import UserError
@@ -123,17 +124,26 @@ def test_bfloat16_stays_close_to_the_plain_model():
     assert different < 12, "near ties may fall either way, but most tokens are the same"
 
 
-def test_the_cache_grows_rarely_and_is_dropped_when_idle(monkeypatch):
+def test_the_cache_grows_rarely_shrinks_and_is_dropped(monkeypatch):
     """90 positions in units of 4: a growth in every step would be 80 of them."""
     growths = []
-    plain = nanochat.kv_cache.enlarged
+    plain = nanochat.kv_cache.resized
     monkeypatch.setattr(nanochat.kv_cache, "CAPACITY_UNIT", 4)
-    monkeypatch.setattr(nanochat.kv_cache, "enlarged", lambda kv, rows, capacity: growths.append(capacity) or plain(kv, rows, capacity))
+    monkeypatch.setattr(nanochat.kv_cache, "resized", lambda kv, rows, capacity: growths.append(capacity) or plain(kv, rows, capacity))
     engine = Engine(random_model(), TOKENIZER)
     engine.add([1], Sampling(1000, temperature=0, stop=(), tools=False))
     assert len(finish(engine)[0]) == 96, "the last token is written with the whole context read"
     assert len(growths) < 16 and max(growths) == 96 == growths[-1], growths
     assert engine.model.kv.numel() == 0 and engine.model.lengths == []
+
+    long, short = random_prompts(80, 3)
+    engine.add(long, Sampling(2, temperature=0, stop=(), tools=False))
+    [id] = engine.add(short, GREEDY)
+    engine.step()
+    assert engine.model.kv.size(4) >= 80
+    tokens = [event.token for event in engine.step() if event.id == id]
+    assert engine.model.kv.size(4) <= 8, "when the long one has left, nobody computes with its positions any more"
+    assert uncached(random_model(), short, 30)[1:] == tokens + finish(engine)[id]
 
 
 # ---- Draws
@@ -196,7 +206,7 @@ def test_samples_do_not_depend_on_the_company():
     assert finish(engine)[id] == alone
     assert Engine(model, TOKENIZER).generate([prompt], Sampling(**vars(sampling) | {"seed": 4}))[0].tokens != alone
     unseeded = Sampling(**vars(sampling) | {"seed": None})
-    first, second = Engine(model, TOKENIZER).generate([prompt, prompt], unseeded)
+    first, second = (Engine(model, TOKENIZER).generate([prompt], unseeded)[0] for _ in range(2))
     assert first.tokens != second.tokens
 
 
@@ -215,6 +225,10 @@ def test_samples_of_one_prompt_share_its_reading_and_nothing_else(monkeypatch):
     engine = Engine(model, TOKENIZER)
     [id] = engine.add(prompts[1], sampling, first_draw=8 + 5)
     assert finish(engine)[id] == answers[8 + 5].tokens
+    ids = engine.add(prompts[1], sampling, num_samples=4, first_draw=8)
+    engine.remove(ids[1])
+    tokens = finish(engine)
+    assert [tokens.get(id) for id in ids] == [answers[8].tokens, None, answers[10].tokens, answers[11].tokens]
     own = Engine(model, TOKENIZER).generate(prompts, [sampling, sampling], num_samples=2)
     assert own[0].tokens == answers[0].tokens and own[2].tokens != answers[8].tokens, "with a list every prompt begins at draw 0"
 
@@ -302,7 +316,11 @@ def test_removing_what_is_not_there_and_what_waits():
 def scripted(monkeypatch, *tokens: int) -> None:
     """Draws of the first row follow the script, then are 5."""
     script = list(tokens)
-    monkeypatch.setattr(nanochat.engine, "draw", lambda logits, samplings, uniforms: [script.pop(0) if script else 5] + [5] * (len(samplings) - 1))
+
+    def drawn(logits, samplings, uniforms):
+        return [script.pop(0) if script else 5] + [5] * (len(samplings) - 1)
+
+    monkeypatch.setattr(nanochat.engine, "draw", drawn)
 
 
 @pytest.mark.parametrize("expression,result", [("12 * 3", "36"), ("'the three'.count('e')", "3"), ("1 +", None), ("9 ** 9", None), ("the", None)])
@@ -316,7 +334,8 @@ def test_results_are_forced_in_and_read_like_any_token(monkeypatch, expression, 
     engine = Engine(model, TOKENIZER, max_batch=2)
     logits, decode = [], engine.model.decode
     engine.model.decode = lambda tokens: logits.append(decode(tokens)) or logits[-1]
-    answer, other = engine.generate(prompts, Sampling(1 + len(call) + len(forced) + 5))
+    stop = SPECIAL("<|output_end|>"),  # ends what the model writes, not what the tool does
+    answer, other = engine.generate(prompts, Sampling(1 + len(call) + len(forced) + 5, stop=stop))
     assert answer.tokens == [65, *call, *forced] + ([70] if forced else [70]) + [5] * 4
     assert answer.forced == [False] * (1 + len(call)) + [True] * len(forced) + [False] * 5
     assert other.tokens == [5] * len(other.tokens) and not any(other.forced)
@@ -326,12 +345,13 @@ def test_results_are_forced_in_and_read_like_any_token(monkeypatch, expression, 
 
 
 def test_the_tool_keeps_quiet_where_it_should(monkeypatch):
-    """Switched off; an end without a start; a result cut off by max_tokens; output that the model itself makes up."""
+    """Switched off; an end without a start, or twice; a result cut off by max_tokens; output that the model itself makes up."""
     start, end = SPECIAL("<|python_start|>"), SPECIAL("<|python_end|>")
     one = TOKENIZER.encode("1+1")
+    made_up = [SPECIAL("<|output_start|>"), *one, SPECIAL("<|output_end|>")]
     for script, settings, forced in (
         ([start, *one, end], {"tools": False}, 0), ([*one, end], {}, 0), ([end, start], {}, 0), ([start, *one, end], {"max_tokens": 7}, 2),
-        ([start, *one, start, *one, end], {}, 3), ([SPECIAL("<|output_start|>"), *one, SPECIAL("<|output_end|>")], {}, 0),
+        ([start, *one, start, *one, end], {}, 3), ([start, *one, end, 9, 9, 9, end], {}, 3), (made_up, {}, 0),
     ):
         scripted(monkeypatch, *script)
         answer = Engine(random_model(), TOKENIZER).generate([[1]], Sampling(**{"max_tokens": 20} | settings))[0]
@@ -389,6 +409,14 @@ def test_streaming_is_generating_and_may_be_left(monkeypatch):
 
 
 # ---- The terminal
+
+
+def test_a_setting_of_one_letter_may_be_written_with_one_dash():
+    settings = {name: Setting(name, default, (str,), "", "") for name, default in {"p": "", "q": "x"}.items()}
+    assert read_arguments(["-p", "--q=1 = 2", "-q", ""], settings) == {"p": "--q=1 = 2", "q": ""}
+    for wrong, message in ((["-p"], "--p needs a value"), (["-p", "a", "--p=b"], "twice"), (["-x", "a"], "stray argument '-x'")):
+        with pytest.raises(UserError, match=message):
+            read_arguments(wrong, settings)
 
 
 def write_checkpoint(folder, model: GPT) -> None:
