@@ -153,7 +153,7 @@ class GPT(nn.Module):
         """
         bound = math.sqrt(3 / self.config.n_embd)  # uniform with standard deviation 1/√width
         for name, p in self.named_parameters():
-            generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # of which a CPU's reads 32 bits
             weights = torch.empty(p.shape)
             match name.split(".")[-2]:
                 case "wte":

@@ -37,9 +37,9 @@ def roll_out(
     prompts = [render_prompt(tokenizer, conversation) for conversation in conversations]
     answers = Engine(model, tokenizer, batch_size).generate(prompts, [numbered(sampling, index) for index in indices], num_samples, truncate=True)
     rollouts = []
-    for i, (conversation, prompt) in enumerate(zip(conversations, prompts)):
+    for i, conversation in enumerate(conversations):
         group = [
-            Rollout(prompt + answer.tokens, [False] * len(prompt) + [not forced for forced in answer.forced],
+            Rollout(answer.prompt + answer.tokens, [False] * len(answer.prompt) + [not forced for forced in answer.forced],
                     task.reward(conversation, said(tokenizer, answer)))
             for answer in answers[i * num_samples :][:num_samples]
         ]

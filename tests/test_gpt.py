@@ -160,6 +160,9 @@ def test_every_weight_is_initialised_from_its_own_name():
     assert all(p.isfinite().all() and torch.equal(p, again[name]) for name, p in shallow.items())
     assert not torch.equal(shallow["transformer.h.0.attn.c_q.weight"], shallow["transformer.h.1.attn.c_q.weight"])
     assert all(not p.any() for name, p in shallow.items() if name.endswith("c_proj.weight"))
+    models[1].init_weights(seed=8)
+    drawn = [name for name, p in shallow.items() if p.any()]
+    assert drawn and not any(torch.equal(shallow[name], again[name]) for name in drawn), "another seed draws other weights"
     assert abs(shallow["transformer.h.0.mlp.c_fc.weight"].std().item() - 128**-0.5) < 0.02 * 128**-0.5
     tokens = torch.randint(100, (2, 16))
     assert abs(models[0](tokens, tokens).item() - math.log(100)) < 0.01, "an untrained model is uniform over 100, not 128"
