@@ -45,7 +45,7 @@ def show(pieces: list[Piece], piece: Piece | None) -> None:
     """Print the next piece of an answer, or what ends it (None); the tool's part in brackets and dim."""
     before, now = pieces[-1].type if pieces else "text", piece.type if piece else "text"
     if before != now:
-        print({"text": "]" + PLAIN, "python_output": " = "}.get(now, DIM + "[" if before == "text" else "; "), end="")
+        print({"text": "]" + PLAIN + " " * bool(piece), "python_output": " = "}.get(now, DIM + "[" if before == "text" else "; "), end="")
     print(piece.text if piece else "", end="", flush=True)
 
 

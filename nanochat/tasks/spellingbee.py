@@ -3,7 +3,7 @@ Spelling words and counting their letters: needs no download, and words of the t
 
     spellingbee:spell    How do you spell "kamot"?                            k-a-m-o-t.
     spellingbee:tool     How many o's are in "kamot"?                         the tool computes "kamot".count("o")
-    spellingbee:hand     How many o's are in "kamot"? Go letter by letter.    The letters: k a m o:1 t. The letter o occurs 1 time.
+    spellingbee:hand     How many o's are in "kamot"? Go letter by letter.    k-a-m-o:1-t. The letter o occurs 1 time.
     spellingbee          the three in turn
 
 Most words are made of syllables, so that there are enough of them. Those of the embedded corpus are only trained on:
@@ -11,8 +11,7 @@ its documents spell them, so they cannot be held out.
 
 Words to count in are quoted: the call of the tool then has them token for token as the question, and copying is enough.
 (Double quotes, because the tokenizer takes the 'm of 'mirror' for the end of a word such as I'm.) The letter is not: its
-token, with the blank before it, can then be none of the word's; and counting by hand writes letters with blanks, too, so
-that comparing letters is comparing tokens.
+token, with the blank before it, can then be none of the word's, which matters when each letter is compared with it.
 """
 import re
 from collections.abc import Iterator
@@ -58,13 +57,13 @@ class SpellingBee(Task):
         if kind == "spell":
             return exchange(SPELL[draw(len(SPELL))].format(w=word), f"{'-'.join(word)}.") | {"word": word}
         # Letters that the word has are worth more than those it has not: three times as frequent.
-        letter = word[draw(len(word))] if draw(4) else chr(ord("a") + draw(26))
+        letter = sorted(set(word))[draw(len(set(word)))] if draw(4) else chr(ord("a") + draw(26))
         question = COUNT[draw(len(COUNT))].format(w=word, x=letter) + WAYS[kind][draw(len(WAYS[kind]))]
         count = word.count(letter)
         answer = f"The letter {letter} occurs {count} time{'s' * (count != 1)}."
         if kind == "tool":
             return exchange(question, with_tool(f'"{word}".count("{letter}")', f"{count}", answer))
-        return exchange(question, f"The letters: {counted(word, letter)}. {answer}")
+        return exchange(question, f"{counted(word, letter)}. {answer}")
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """Spelling: the last letters joined by hyphens are the word's. Counting: the last number is right."""
@@ -75,8 +74,8 @@ class SpellingBee(Task):
 
 
 def counted(word: str, letter: str) -> str:
-    """The letters of a word with a running count behind those that are counted: "k o:1 m o:2 t"."""
-    return " ".join(f"{char}:{word[:i + 1].count(letter)}" if char == letter else char for i, char in enumerate(word))
+    """The letters of a word with a running count behind those that are counted: "k-o:1-m-o:2-t"."""
+    return "-".join(f"{char}:{word[:i + 1].count(letter)}" if char == letter else char for i, char in enumerate(word))
 
 
 @cache
