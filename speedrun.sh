@@ -14,7 +14,7 @@ started=$SECONDS
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 if [ "$gpus" -ge 1 ]; then
     # The public corpus, about 250 million characters a shard; tokens to train on = 20 per parameter.
-    data=fineweb-edu shards=240 vocab=65536 depth=20
+    data=fineweb-edu shards=240 vocab=65536 depth=20 rows=8 chat=()
     model=(--max_seq_len=2048 --total_batch_size=524288 --save_every=1000 --keep_last=2)
     memory=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n | head -1)  # MiB
     if [ "$gpus" -ge 8 ]; then
@@ -24,14 +24,14 @@ if [ "$gpus" -ge 1 ]; then
         launch=(python -m) shards=70 depth=12
         if   [ "$memory" -ge 70000 ]; then model+=(--device_batch_size=32)
         elif [ "$memory" -ge 22000 ]; then model+=(--device_batch_size=8)
-        else                               model+=(--device_batch_size=4 --activation_checkpointing)
+        else                               model+=(--device_batch_size=4 --activation_checkpointing) rows=4 chat=(--activation_checkpointing)
         fi
     fi
     model+=(--depth=$depth) tag=speedrun-d$depth
-    chat=(--device_batch_size=4)
-    mid=(--tasks="smoltalk, mmlu, gsm8k, spellingbee[:80000], tinyworld:identity*2" --device_batch_size=8 --total_batch_size=524288 --save_every=200)
-    sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], spellingbee[:600], tinyworld:identity" "${chat[@]}")
-    rl=(--task=gsm8k "${chat[@]}")
+    chat+=(--save_every=200 --keep_last=2)
+    mid=(--tasks="smoltalk, mmlu, gsm8k, spellingbee[:80000], tinyworld:identity*2" --device_batch_size=$rows --total_batch_size=524288 "${chat[@]}")
+    sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], spellingbee[:600], tinyworld:identity" --device_batch_size=4 "${chat[@]}")
+    rl=(--task=gsm8k --device_batch_size=4 "${chat[@]}")
     tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, spellingbee[:256]" problems=-1 core=500
 else
     # The embedded world: nothing to download, and a model small enough for minutes on two cores.
@@ -78,4 +78,4 @@ done
 stage "report"
 python -m nanochat.report
 stage "done"
-echo "talk to it: . ./setup.sh && python -m scripts.chat_cli --source=sft --model_tag=$tag"
+echo "talk to it: . ./setup.sh && python -m scripts.chat_cli --source=rl --model_tag=$tag"

@@ -180,18 +180,20 @@ def read_meta(checkpoint: Path) -> dict:
 # ---- Loading
 
 
-def find_model(source: str, model_tag: str | None = None, step: int | None = None) -> Path:
-    """
-    A verified checkpoint of a stage. model_tag None is the only model there is; step None the newest valid one.
-    UserError when the choice is not clear or nothing is there. COLLECTIVE.
-    """
+def model_dir(source: str, model_tag: str | None) -> Path:
+    """The folder of a model's checkpoints; model_tag None is the only one there is, UserError when there are others. COLLECTIVE."""
     folder = checkpoint_dir(source, model_tag or "")
     if model_tag is None:
         tags = from_rank0(list_tags, folder)
         if len(tags) != 1:
             raise UserError(f"{len(tags)} models in {folder}: {', '.join(tags) or 'train one first'}" + "; choose one with --model_tag" * bool(tags))
         folder = folder / tags[0]
-    return find_checkpoint(folder, step)
+    return folder
+
+
+def find_model(source: str, model_tag: str | None = None, step: int | None = None) -> Path:
+    """A verified checkpoint of a stage; step None is the newest valid one. UserError when there is none. COLLECTIVE."""
+    return find_checkpoint(model_dir(source, model_tag), step)
 
 
 def load_checkpoint(checkpoint: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict]:

@@ -57,6 +57,10 @@ class RenderedConversations:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def row_length(self, indices: list[int]) -> int:
+        """Tokens of these conversations together."""
+        return sum(int(self.lengths[i]) for i in indices)
+
     def read(self, indices: list[int]) -> Row:
         """These conversations, one after the other."""
         parts = [slice(self.starts[i], self.starts[i] + self.lengths[i]) for i in indices]
@@ -106,13 +110,15 @@ def tensors(rows: list[Row], length: int, device: torch.device) -> tuple[Tensor,
         tokens[i, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         weights[i, : len(ids)] = torch.tensor(counts)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].masked_fill(weights[:, 1:] == 0, -1)
-    return tuple(t.to(device) for t in (inputs, targets, weights[:, 1:].contiguous()))
+    pinned = device.type == "cuda"  # from there the copy does not wait for what the device computes
+    parts = (inputs, targets, weights[:, 1:].contiguous())
+    return tuple((part.pin_memory() if pinned else part).to(device, non_blocking=pinned) for part in parts)
 
 
-def padded_length(rows: list[Row], max_seq_len: int) -> int:
-    """The next of few lengths that holds these rows."""
-    longest, length = max((len(ids) - 1 for ids, _ in rows), default=0), SHORTEST_PADDED
-    while length < longest:
+def padded_length(longest: int, max_seq_len: int) -> int:
+    """The next of few lengths that holds rows of so many tokens."""
+    length = SHORTEST_PADDED
+    while length < longest - 1:  # the last token is only a target
         length *= 2
     return min(length, max_seq_len)
 
@@ -130,11 +136,12 @@ def conversation_loader(
     """
     step, unit = start_step, device_batch_size * world_size
     while True:
-        of_step = [conversations.read(row) for row in rows[step * rows_per_step : (step + 1) * rows_per_step]]
-        of_step.sort(key=lambda row: -len(row[0]))  # alike lengths together: little padding, and ranks wait for none
+        of_step = rows[step * rows_per_step : (step + 1) * rows_per_step]
+        of_step.sort(key=conversations.row_length, reverse=True)  # alike lengths together: little padding, and ranks wait for none
         for start in range(0, rows_per_step, unit):
             of_ranks = of_step[start : start + unit]
-            batch = of_ranks[rank * device_batch_size :][:device_batch_size]
-            length = padded_length(of_ranks, max_seq_len) if pad else max_seq_len
+            batch = [conversations.read(row) for row in of_ranks[rank * device_batch_size :][:device_batch_size]]
+            longest = conversations.row_length(of_ranks[0]) if of_ranks else 0
+            length = padded_length(longest, max_seq_len) if pad else max_seq_len
             yield tensors(batch + [([], [])] * (device_batch_size - len(batch)), length, torch.device(device))[:2]
         step += 1

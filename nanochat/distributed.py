@@ -14,7 +14,9 @@ from nanochat.errors import UserError
 DEVICE_TYPES = ("cuda", "mps", "cpu")
 # How long a rank waits for the others: rank 0 may be making data or every rank compiling, until training runs.
 SETUP_TIMEOUT, TRAINING_TIMEOUT = timedelta(minutes=60), timedelta(minutes=10)
-STUCK_AFTER = 120  # seconds between a signal and Python's handler: longer than any step waits for its device
+# Seconds between a signal and Python's handler, in which a rank may wait for its device or for a slower rank: just under
+# the --shutdown-timeout=300 that the launchers here give.
+STUCK_AFTER = 240
 
 # torch 2.13 renamed the collectives on single tensors, and warns of the older names.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

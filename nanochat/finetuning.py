@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 
 from nanochat.adamw import DistAdamW
-from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, find_model, load_checkpoint
+from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, find_checkpoint, load_checkpoint, model_dir
 from nanochat.distributed import print0
-from nanochat.errors import UserError
+from nanochat.errors import UserError, require_fraction, require_positive
 from nanochat.gpt import GPT
 from nanochat.muon import DistMuon
 from nanochat.resharding import load_training_state
@@ -31,10 +31,17 @@ def begin_stage(stage: str, config: dict, device: torch.device, dtype: torch.dty
     of which it takes those that say where the model is, how it is resumed, sharded and optimized. Weights of the stage
     before are taken in the dtype they were saved in; an interrupted run goes on with its masters and moments. COLLECTIVE.
     """
-    origin = find_model(config["source"], config["model_tag"], config["step"])
-    checkpoints = checkpoint_dir(stage, origin.parent.name)
+    require_fraction(config, "warmdown_ratio", "final_lr_frac", "init_lr_frac")
+    require_positive(config, "device_batch_size", "max_bad_steps")
+    if config["seed"] < 0:
+        raise UserError(f"seed={config['seed']} must be at least 0")
+    if config["num_iterations"] == 0 or config["num_iterations"] < -1:
+        raise UserError(f"num_iterations={config['num_iterations']} trains nothing; set the steps, or -1 for as many as the data has")
+    source = model_dir(config["source"], config["model_tag"])
+    checkpoints = checkpoint_dir(stage, source.name)
     checkpoint = choose_start(checkpoints, config["resume"], config["resume_from_step"], config["overwrite"])
-    model, tokenizer, meta = load_checkpoint(checkpoint or origin, device)
+    begin = checkpoint or find_checkpoint(source, config["step"])
+    model, tokenizer, meta = load_checkpoint(begin, device)
     model.float()  # what a Sharding takes; masters in float32 come of it
     model.activation_checkpointing = config["activation_checkpointing"]
     reduce_dtype = getattr(torch, config["reduce_dtype"])
@@ -47,7 +54,7 @@ def begin_stage(stage: str, config: dict, device: torch.device, dtype: torch.dty
         load_training_state(checkpoint, sharding, optimizers)
         print0(f"resuming from {checkpoint}{changed_settings(meta['config'], config)}")
     else:
-        print0(f"starting from {origin}")
+        print0(f"starting from {begin}")
     step = meta["step"] if checkpoint else 0
     return Stage(model, tokenizer, sharding, optimizers, checkpoints, step, meta if checkpoint else None)
 

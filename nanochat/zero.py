@@ -109,8 +109,8 @@ class Sharding:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.shards = 1 if stage == 0 else shard_size if shard_size > 0 else self.world_size
-        if self.world_size % self.shards:
-            raise UserError(f"shard_size={shard_size} does not divide the {self.world_size} ranks")
+        if shard_size != -1 and (shard_size < 1 or stage == 0) or self.world_size % self.shards:
+            raise UserError(f"shard_size={shard_size} does not divide the {self.world_size} ranks, or shards nothing on stage 0; -1 is all ranks")
         self.replicas, (self.replica, self.shard_rank) = self.world_size // self.shards, divmod(self.rank, self.shards)
         self.mesh = self.shard_group = self.replica_group = None
         if dist.is_initialized():

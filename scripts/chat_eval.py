@@ -34,6 +34,8 @@ seed = 0                    # of the draws
 config = configure(globals())
 
 require_positive(config, "batch_size", "num_samples", "max_new_tokens")
+if max_problems == 0:
+    raise UserError("max_problems=0 measures nothing; set the problems of each task, or -1 for all")
 if num_samples > 1 and temperature == 0:
     raise UserError(f"num_samples={num_samples} with temperature=0 would all be the same; set a temperature")
 ddp, rank, local_rank, world_size, device = compute_init(device_type)
@@ -51,7 +53,7 @@ for task in measured:
     right = solve(task, model.eval(), tokenizer, batch_size, max_problems, Sampling(max_new_tokens, temperature, top_k, seed=seed), num_samples)
     results[task.name] = accuracy(right)
     scores.append(centred(accuracy(right), task.baseline))
-    print0(f"{task.name:24} {accuracy(right):6.1%} of {len(right):,} problems" + f", pass@{num_samples} {pass_at(right, num_samples):.1%}" * (num_samples > 1))
+    print0(f"{task.name:24} {accuracy(right):6.1%} of {len(right):,} problems" + (f", pass@{num_samples} {pass_at(right, num_samples):.1%}" if len(right[0]) > 1 else ""))
     lines.append(f"| {task.name} | {len(right):,} | {accuracy(right):.1%} | {task.baseline:.1%} |")
 
 # ChatCORE: the mean over tasks of how far the way from guessing to perfect the model has come.

@@ -18,17 +18,17 @@ from nanochat.checkpoint import discard_after
 from nanochat.compiling import set_compile
 from nanochat.conversation_loader import order, padded_length, tensors
 from nanochat.distributed import StopRequest, compute_cleanup, compute_dtype, compute_init, expect_short_waits, from_rank0, print0
-from nanochat.errors import UserError, require_fraction, require_positive
+from nanochat.errors import UserError, require_positive
 from nanochat.finetuning import begin_stage, require_same_data
 from nanochat.flops import peak_flops
 from nanochat.metrics import Metrics
 from nanochat.report import settings_table, write_section
-from nanochat.rollouts import describe_change, pass_at, roll_out, summary
+from nanochat.rollouts import Rollout, describe_change, pass_at, roll_out, summary
 from nanochat.sampling import Sampling
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import apply_schedule, lr_multiplier
 from nanochat.task_eval import numbered, solve
-from nanochat.tasks import make_task
+from nanochat.tasks import make_task, without_parts
 
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
@@ -41,7 +41,7 @@ dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and acti
 compile = True              # compile the blocks and the loss
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Model
-source: Literal["mid", "sft"] = "sft"  # stage of the model to begin with
+source: Literal["base", "mid", "sft"] = "sft"  # stage of the model to begin with
 model_tag: str | None = None  # folder of its checkpoints, and of those made here; None: the only one there is
 step: int | None = None     # of the checkpoint to begin with; None: the newest valid one
 # ---- Problems
@@ -51,8 +51,8 @@ num_iterations = -1         # optimizer steps; -1: as many as the epochs have
 examples_per_step = 16      # problems per optimizer step, over all ranks
 num_samples = 16            # samples of each problem
 max_new_tokens = 256        # tokens of a sample
-temperature = 1.0           # of the samples
-top_k = 0                   # sample from the k likeliest tokens only; 0: from all. The gradient is that of 0
+temperature = 1.0           # of the samples; with anything but 1 they are another policy's than the one that is improved
+top_k = 0                   # sample from the k likeliest tokens only; with anything but 0, which is all, likewise
 # ---- Batch
 device_batch_size = 8       # samples per rank and micro-step; halve it when memory runs out
 sampling_batch_size = 64    # samples that a rank writes at a time
@@ -82,30 +82,45 @@ resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())
 
 # ---- Setup
-require_fraction(config, "warmdown_ratio", "final_lr_frac", "init_lr_frac")
-require_positive(config, "device_batch_size", "sampling_batch_size", "num_epochs", "examples_per_step", "max_new_tokens", "eval_examples", "eval_samples", "max_bad_steps")
+require_positive(config, "sampling_batch_size", "num_epochs", "examples_per_step", "max_new_tokens", "eval_examples", "eval_samples")
 if num_samples < 2 or temperature <= 0:
     raise UserError(f"num_samples={num_samples} and temperature={temperature} must be at least 2 and above 0: equal samples teach nothing")
 ddp, rank, local_rank, world_size, device = compute_init(device_type)
 model_dtype = compute_dtype(dtype, device)
 compiling = set_compile(compile, device.type)
 print0(f"{world_size} rank(s) on {device.type}, {str(model_dtype).removeprefix('torch.')}, {'compiled' if compiling else 'eager'}")
-problems, held_out = make_task(task, "train"), make_task(task, "test")
+problems, held_out = make_task(task, "train"), make_task(without_parts(task), "test")
 if problems.eval_type != "generative":
     raise UserError(f"task={task} is not answered by writing; expected one such as gsm8k, arithmetic or spellingbee")
 
 # ---- The model of the stage before, or an interrupted run; from here on `step` is the next optimizer step
-model, tokenizer, sharding, optimizers, checkpoints, step, meta = begin_stage("rl", config, device, model_dtype, compiling)
+start = config | {"overwrite": True, "resume": "", "resume_from_step": -1} if dry_run else config  # which removes and continues nothing
+model, tokenizer, sharding, optimizers, checkpoints, step, meta = begin_stage("rl", start, device, model_dtype, compiling)
 schedule = [index for epoch in range(num_epochs) for index in order(len(problems), seed, epoch)]
 steps_of_all = -(-len(schedule) // examples_per_step)
 num_iterations = steps_of_all if num_iterations == -1 else min(num_iterations, steps_of_all)
-data_state = {"task": task, "problems": len(problems), "seed": seed, "examples_per_step": examples_per_step}
+data_state = {"task": task, "problems": len(problems), "seed": seed, "examples_per_step": examples_per_step, "eval_examples": eval_examples, "eval_samples": eval_samples}
 require_same_data(meta, data_state)
 samples_per_rank = -(-examples_per_step // world_size) * num_samples  # of the rank with the most problems
 grad_accum_steps = -(-samples_per_rank // device_batch_size)          # nothing is dropped: missing rows stay empty
 print0(f"{num_iterations:,} steps of {examples_per_step} problems x {num_samples} samples, in {grad_accum_steps} micro-step(s) on each of {world_size} rank(s)")
 
 sampling = Sampling(max_new_tokens, temperature, top_k, seed=seed)
+
+
+def rollouts_of(step: int) -> list[Rollout]:
+    """This rank's answers to its problems of a step."""
+    of_step = schedule[step * examples_per_step : (step + 1) * examples_per_step]
+    model = sharding.whole_model(everywhere=True)  # on stage 3 its parameters are gathered for this
+    return roll_out(problems, of_step[rank::world_size], model, tokenizer, num_samples, numbered(sampling, step), sampling_batch_size)
+
+
+if dry_run:
+    for rollout in rollouts_of(step=0):
+        print0(f"--- reward {rollout.reward:g}, advantage {rollout.advantage:+.2f}\n{tokenizer.decode(rollout.ids)}")
+    compute_cleanup()
+    raise SystemExit
+
 peak, _ = peak_flops(device, model_dtype)
 start_step, before = step, meta and meta["before"]  # before: which held-out samples were right when the run began
 if overwrite:  # only now, when nothing can be wrong with the settings any more
@@ -124,10 +139,10 @@ while True:
         saver.save(step, dict(config=config, tokenizer=tokenizer.fingerprint, data_state=data_state, metrics_state=metrics.state, before=before))
     if stopping:
         break
-    if eval_every > 0 and not dry_run and (last_step or step % eval_every == 0):
+    if eval_every > 0 and (last_step or step % eval_every == 0):
         metrics.pause()
         right = solve(held_out, sharding.whole_model(everywhere=True), tokenizer, sampling_batch_size, eval_examples, sampling, eval_samples)
-        before = before or right
+        before = right if step == 0 else before
         passed = {f"eval/pass@{k}": pass_at(right, k) for k in sorted({1, eval_samples})}
         metrics.log(step, passed)
         print0(f"step {step:05d}/{num_iterations:05d} | held-out {task}: " + ", ".join(f"{name[5:]} {value:.1%}" for name, value in passed.items()))
@@ -136,20 +151,14 @@ while True:
     metrics.resume()
 
     # --- samples: each rank answers its problems of this step
-    of_step = schedule[step * examples_per_step : (step + 1) * examples_per_step]
-    rollouts = roll_out(problems, of_step[rank::world_size], sharding.whole_model(everywhere=True), tokenizer, num_samples,
-                        numbered(sampling, step), sampling_batch_size)
-    if dry_run:
-        for rollout in rollouts:
-            print0(f"--- reward {rollout.reward:g}, advantage {rollout.advantage:+.2f}\n{tokenizer.decode(rollout.ids)}")
-        break
+    rollouts = rollouts_of(step)
 
     # --- one optimizer step: −Σ advantage · log p over the sampled tokens of all ranks, divided by their number
     step_loss, step_tokens = torch.zeros((), device=device), 0
     for micro_step in range(grad_accum_steps):
         batch = [(r.ids, r.weights()) for r in rollouts[micro_step * device_batch_size :][:device_batch_size]]
         batch += [([], [])] * (device_batch_size - len(batch))
-        inputs, targets, weights = tensors(batch, padded_length(batch, model.config.sequence_len), device)
+        inputs, targets, weights = tensors(batch, padded_length(max(len(ids) for ids, _ in batch), model.config.sequence_len), device)
         with sharding.micro_step(last=micro_step == grad_accum_steps - 1):
             loss = model(inputs, targets, "sum", weights)
             loss.backward()
@@ -176,7 +185,7 @@ saver.wait()
 metrics.close()
 if stopping:
     print0(f"stopped after step {step}; --resume=auto continues")
-elif not dry_run and eval_every > 0:
+elif eval_every > 0 and before:
     change = describe_change(before, right)
     print0(f"held-out {task}: {change}")
     write_section("chat_rl", "Reinforcement learning", f"Held-out {task}: {change}.\n\n{settings_table(config)}", metrics=metrics.path,

@@ -16,7 +16,7 @@ from nanochat.checkpoint import discard_after
 from nanochat.compiling import eagerly, set_compile
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order
 from nanochat.distributed import StopRequest, compute_cleanup, compute_dtype, compute_init, expect_short_waits, from_rank0, print0
-from nanochat.errors import UserError, require_fraction, require_positive
+from nanochat.errors import UserError, require_positive
 from nanochat.finetuning import begin_stage, require_same_data
 from nanochat.flops import peak_flops
 from nanochat.loss_eval import evaluate_bpb
@@ -75,8 +75,7 @@ resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())
 
 # ---- Setup
-require_fraction(config, "warmdown_ratio", "final_lr_frac", "init_lr_frac")
-require_positive(config, "device_batch_size", "target_examples_per_step", "num_epochs", "eval_steps", "eval_metrics_max_problems", "max_bad_steps")
+require_positive(config, "target_examples_per_step", "num_epochs", "eval_steps", "eval_metrics_max_problems")
 ddp, rank, local_rank, world_size, device = compute_init(device_type)
 model_dtype = compute_dtype(dtype, device)
 compiling = set_compile(compile, device.type)

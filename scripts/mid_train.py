@@ -15,14 +15,14 @@ from nanochat.checkpoint import discard_after
 from nanochat.compiling import set_compile
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order, pack
 from nanochat.distributed import StopRequest, compute_cleanup, compute_dtype, compute_init, expect_short_waits, from_rank0, print0
-from nanochat.errors import UserError, require_fraction, require_positive
+from nanochat.errors import UserError, require_positive
 from nanochat.finetuning import begin_stage, require_same_data
 from nanochat.flops import peak_flops
 from nanochat.loss_eval import evaluate_bpb
 from nanochat.metrics import Metrics
 from nanochat.report import settings_table, write_section
 from nanochat.saving import CheckpointWriter
-from nanochat.schedule import accumulation_steps, apply_schedule, lr_multiplier
+from nanochat.schedule import apply_schedule, lr_multiplier
 from nanochat.tasks import make_mixture, without_parts
 
 # ---- Run
@@ -70,8 +70,7 @@ resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())
 
 # ---- Setup
-require_fraction(config, "warmdown_ratio", "final_lr_frac", "init_lr_frac")
-require_positive(config, "device_batch_size", "eval_tokens", "max_bad_steps")
+require_positive(config, "eval_tokens", "total_batch_size")
 ddp, rank, local_rank, world_size, device = compute_init(device_type)
 model_dtype = compute_dtype(dtype, device)
 compiling = set_compile(compile, device.type)
@@ -87,8 +86,10 @@ if not 1 <= max_seq_len <= model.config.sequence_len:
 # ---- Data: every rank packs all rows, and so knows where the run ends
 conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1)
 packed = pack(conversations.lengths.tolist(), order(len(conversations), seed, epoch=0), max_seq_len + 1)
-grad_accum_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, world_size)
-rows_per_step = total_batch_size // max_seq_len
+rows_per_step, rest = divmod(total_batch_size, max_seq_len)
+if rest or not rows_per_step:
+    raise UserError(f"total_batch_size={total_batch_size} must be a multiple of max_seq_len={max_seq_len}: rows are whole")
+grad_accum_steps = -(-rows_per_step // (device_batch_size * world_size))  # rows that are missing stay empty
 steps_of_all = -(-len(packed) // rows_per_step)
 num_iterations = steps_of_all if num_iterations == -1 else min(num_iterations, steps_of_all)
 data_state = {"conversations": conversations.fingerprint, "seed": seed, "max_seq_len": max_seq_len, "rows_per_step": rows_per_step}

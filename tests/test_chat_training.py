@@ -32,7 +32,7 @@ STAGES = {  # what each stage is run with; every one has several micro-steps on 
 def run_script(rank: int, world_size: int, module: str, args: list[str]) -> str:
     sys.argv = [module, *args]
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):  # an early end is no error
         runpy.run_module(module, run_name="__main__", alter_sys=False)
     return printed.getvalue()
 
@@ -111,14 +111,24 @@ def test_a_mixture_is_seen_once_and_the_rate_only_falls(base):
     assert seen[0] == pytest.approx(seen[1], abs=1e-4)
 
 
+def test_a_dry_run_shows_samples_and_changes_nothing(base):
+    """Whatever the other settings say; --overwrite would remove checkpoints."""
+    before = {path: path.stat().st_mtime_ns for path in base.rglob("*")}
+    module, args = stage_arguments(base, "rl", dry_run=True, overwrite=True, source="base")
+    printed = run_on_ranks(1, run_script, module, args)[0]
+    assert printed.count("--- reward") == 9 and "<|assistant_start|>" in printed
+    assert {path: path.stat().st_mtime_ns for path in base.rglob("*")} == before
+
+
 @pytest.mark.parametrize("module,settings,message", [
     ("scripts.mid_train", {"model_tag": "nobody"}, "no valid checkpoint in"),
     ("scripts.mid_train", {"source": "sft"}, "source=sft"),
     ("scripts.chat_sft", {"tasks": "json:{broken}"}, "broken.jsonl:2"),
     ("scripts.chat_sft", {"tasks": "gsm9k"}, "there is no task 'gsm9k'; known:"),
     ("scripts.chat_sft", {"source": "base", "max_seq_len": 999, "overwrite": True}, "max_seq_len=999 must be within 1 and the model's 128"),
+    ("scripts.chat_sft", {"source": "base", "num_iterations": 0}, "num_iterations=0 trains nothing"),
     ("scripts.chat_rl", {"source": "mid", "temperature": 0}, "equal samples teach nothing"),
-    ("scripts.chat_rl", {"source": "mid", "task": "json:{chats}"}, "is not answered by writing"),
+    ("scripts.chat_rl", {"source": "base", "task": "json:{chats}"}, "is not answered by writing"),
     ("scripts.chat_eval", {"source": "rl", "model_tag": "nobody"}, "no valid checkpoint in"),
 ])
 def test_bad_input_is_one_clear_line(base, module, settings, message):

@@ -47,7 +47,7 @@ def make_tasks(specs: str, split: str) -> list[Task]:
 
 def without_parts(specs: str) -> str:
     """The same tasks whole and once: what a mixture that is trained on in parts is measured by."""
-    return ",".join(re.sub(r"(\[\d*:\d*\])?(\*\d+)?$", "", spec.strip()) for spec in specs.split(","))
+    return ",".join(dict.fromkeys(re.sub(r"(\[\d*:\d*\])?(\*\d+)?$", "", spec.strip()) for spec in specs.split(",")))
 
 
 def make_mixture(specs: str, split: str, seed: int) -> Mixture:
