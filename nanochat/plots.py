@@ -67,14 +67,10 @@ def metrics_figure(records: list[dict], floor: float | None) -> "Figure":
         loss.plot(steps, smoothed(values), color=BLUE, linewidth=1.6, label=f"smoothed, last {smoothed(values)[-1]:#.4g}")
         finish_panel(loss, values)
 
-    steps, values = series(records, "val/bpb")
-    if start_panel(validation, "Validation", "bits per byte", values):
-        marker = "o" if len(steps) <= 40 else ""
-        validation.plot(steps, values, color=BLUE, linewidth=1.6, marker=marker, markersize=4, label=f"last {values[-1]:#.4g}")
-        if floor is not None:
-            validation.axhline(floor, color=ORANGE, linewidth=1.4, linestyle="--", label=f"entropy floor {floor:#.4g}")
-            values = np.append(values, floor)
-        finish_panel(validation, values)
+    if any("rl/reward" in record for record in records):
+        plot_reward(validation, *series(records, "rl/reward"))
+    else:
+        plot_validation(validation, *series(records, "val/bpb"), floor)
 
     steps, values = series(records, "train/lrm")
     if start_panel(rate, "Learning-rate factor", "times the initial rate", values):
@@ -83,6 +79,24 @@ def metrics_figure(records: list[dict], floor: float | None) -> "Figure":
 
     plot_throughput(throughput, [record for record in records if "train/dt" in record][1:])  # the first step compiles
     return figure
+
+
+def plot_validation(axes: "Axes", steps: np.ndarray, values: np.ndarray, floor: float | None) -> None:
+    if start_panel(axes, "Validation", "bits per byte", values):
+        marker = "o" if len(steps) <= 40 else ""
+        axes.plot(steps, values, color=BLUE, linewidth=1.6, marker=marker, markersize=4, label=f"last {values[-1]:#.4g}")
+        if floor is not None:
+            axes.axhline(floor, color=ORANGE, linewidth=1.4, linestyle="--", label=f"entropy floor {floor:#.4g}")
+            values = np.append(values, floor)
+        finish_panel(axes, values)
+
+
+def plot_reward(axes: "Axes", steps: np.ndarray, values: np.ndarray) -> None:
+    """What reinforcement learning has in place of a validation."""
+    if start_panel(axes, "Samples", "mean reward", values):
+        axes.plot(steps, values, color=GREY, linewidth=0.6, label="each step")
+        axes.plot(steps, smoothed(values), color=BLUE, linewidth=1.6, label=f"smoothed, last {smoothed(values)[-1]:#.3g}")
+        finish_panel(axes)
 
 
 def plot_throughput(axes: "Axes", records: list[dict]) -> None:
