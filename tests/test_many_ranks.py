@@ -142,9 +142,9 @@ def test_one_two_and_four_ranks_draw_the_same_curve_on_every_stage(base):
     for world_size in (2, 4):
         for stage in range(4):
             tag = f"{world_size}-{stage}"
-            looking = dict(eval_every=15, sample_every=15) if stage == 3 else {}
+            looking = dict(eval_every=30, sample_every=30) if (world_size, stage) == (2, 3) else {}
             printed, rows = train(world_size, tag, zero_stage=stage, overwrite=True, **looking)
-            assert printed.count("The capital of France is") == 2 * bool(looking)
+            assert printed.count("The capital of France is") == bool(looking)
             assert rows_by_step(rows, 30) == expected, tag
             assert difference(losses(base, tag), one) < 1e-4, tag
 
@@ -158,7 +158,7 @@ def test_bfloat16_differs_no_more_than_by_the_order_of_micro_steps(base):
     train(1, "bf16-reversed", "micro-steps in reverse", dtype="bfloat16")
     noise = max(difference(losses(base, "bf16"), losses(base, "bf16-reversed")), 4.8e-7)  # at least a loss's last bit
     assert noise < 1e-3
-    for world_size, stage in ((2, 0), (2, 2), (4, 1), (2, 3)):
+    for world_size, stage in ((2, 2), (4, 1), (2, 3)):
         tag = f"bf16-{world_size}-{stage}"
         train(world_size, tag, dtype="bfloat16", zero_stage=stage)
         assert difference(losses(base, tag), losses(base, "bf16")) <= 3 * noise, tag
@@ -281,11 +281,12 @@ distributed.STUCK_AFTER = 0.5
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 distributed.StopRequest()
 print("ready", flush=True)
-hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if sys.argv[1] == "stuck" else time.sleep(1.5)
+hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if sys.argv[1] == "stuck" else time.sleep(4)
 """
     for argument, status in (("stuck", 1), ("alive", 0)):
         process = subprocess.Popen([sys.executable, "-c", program, argument], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "ready\n"
+        time.sleep(2)  # it must be inside of the native code by then
         process.send_signal(signal.SIGTERM)
         try:
             assert process.wait(timeout=30) == status, process.stderr.read()
