@@ -59,14 +59,6 @@ def summary(rollouts: list[Rollout], device: torch.device) -> dict[str, float]:
     return {"rl/reward": reward / count, "rl/tokens": tokens / count}
 
 
-def pass_at(right: list[list[bool]], k: int) -> float:
-    """
-    The probability that at least one of k samples solves a problem, mean over problems; unbiased, from n ≥ k samples of
-    each: 1 − C(n − c, k) / C(n, k) where c are right. Chen et al. 2021, arXiv:2107.03374.
-    """
-    return fmean(1 - math.comb(len(samples) - sum(samples), k) / math.comb(len(samples), k) for samples in right)
-
-
 def describe_change(before: list[list[bool]], after: list[list[bool]]) -> str:
     """How pass@1 changed on the same problems, in words, with a 95% interval from the problems' own differences."""
     differences = [fmean(b) - fmean(a) for a, b in zip(before, after, strict=True)]

@@ -1,9 +1,12 @@
 """How well a model solves tasks: the likeliest letter of a multiple choice, or an answer that it writes. All ranks share the work."""
+import math
 from collections.abc import Sequence
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
 
+from nanochat.compiling import eagerly
 from nanochat.conversation import render_prompt
 from nanochat.engine import Answer, Engine, to_parts
 from nanochat.gpt import GPT
@@ -25,7 +28,9 @@ def solve(
     count = len(task) if max_problems < 0 else min(max_problems, len(task))
     conversations = [task[index] for index in range(rank, count, world_size)]
     if task.eval_type == "categorical":
-        right = [[task.evaluate(c, letter)] for c, letter in zip(conversations, likeliest_letters(model, tokenizer, conversations, batch_size))]
+        with eagerly():  # shapes change from batch to batch
+            letters = likeliest_letters(model, tokenizer, conversations, batch_size)
+        right = [[task.evaluate(conversation, letter)] for conversation, letter in zip(conversations, letters)]
     else:
         engine = Engine(model, tokenizer, batch_size)
         prompts = [render_prompt(tokenizer, conversation) for conversation in conversations]
@@ -75,6 +80,14 @@ def likeliest_letters(model: GPT, tokenizer: Tokenizer, conversations: Sequence[
 def accuracy(right: list[list[bool]]) -> float:
     """Mean over problems and samples."""
     return sum(map(sum, right)) / sum(map(len, right))
+
+
+def pass_at(right: list[list[bool]], k: int) -> float:
+    """
+    The probability that at least one of k samples solves a problem, mean over problems; unbiased, from n ≥ k samples of
+    each: 1 − C(n − c, k) / C(n, k) where c are right. Chen et al. 2021, arXiv:2107.03374.
+    """
+    return fmean(1 - math.comb(len(samples) - sum(samples), k) / math.comb(len(samples), k) for samples in right)
 
 
 def centred(accuracy: float, baseline: float) -> float:

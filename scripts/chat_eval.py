@@ -12,9 +12,8 @@ from nanochat.compiling import set_compile
 from nanochat.distributed import compute_cleanup, compute_init, print0
 from nanochat.errors import UserError, require_positive
 from nanochat.report import write_section
-from nanochat.rollouts import pass_at
 from nanochat.sampling import Sampling
-from nanochat.task_eval import accuracy, centred, solve
+from nanochat.task_eval import accuracy, centred, pass_at, solve
 from nanochat.tasks import make_tasks
 
 # ---- Model

@@ -23,11 +23,11 @@ from nanochat.finetuning import begin_stage, require_same_data
 from nanochat.flops import peak_flops
 from nanochat.metrics import Metrics
 from nanochat.report import settings_table, write_section
-from nanochat.rollouts import Rollout, describe_change, pass_at, roll_out, summary
+from nanochat.rollouts import Rollout, describe_change, roll_out, summary
 from nanochat.sampling import Sampling
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import apply_schedule, lr_multiplier
-from nanochat.task_eval import numbered, solve
+from nanochat.task_eval import numbered, pass_at, solve
 from nanochat.tasks import make_task, without_parts
 
 # ---- Run

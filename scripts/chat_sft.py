@@ -13,7 +13,7 @@ import torch
 
 from configurator import configure
 from nanochat.checkpoint import discard_after
-from nanochat.compiling import eagerly, set_compile
+from nanochat.compiling import set_compile
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order
 from nanochat.distributed import StopRequest, compute_cleanup, compute_dtype, compute_init, expect_short_waits, from_rank0, print0
 from nanochat.errors import UserError, require_positive
@@ -133,8 +133,7 @@ while True:
     if eval_metrics_every > 0 and (last_step or step > 0 and step % eval_metrics_every == 0):
         metrics.pause()
         whole_model = sharding.whole_model(everywhere=True)  # on stage 3 its parameters are gathered for this
-        with eagerly():
-            solved = {task.name: accuracy(solve(task, whole_model, tokenizer, device_batch_size, eval_metrics_max_problems)) for task in measured}
+        solved = {task.name: accuracy(solve(task, whole_model, tokenizer, device_batch_size, eval_metrics_max_problems)) for task in measured}
         metrics.log(step, {f"tasks/{name}": value for name, value in solved.items()})
         print0(f"step {step:05d}/{num_iterations:05d} | " + ", ".join(f"{name} {value:.1%}" for name, value in solved.items()))
         del whole_model

@@ -9,9 +9,9 @@ import torch
 from nanochat.compiling import set_compile
 from nanochat.conversation import render_prompt
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.rollouts import describe_change, pass_at, roll_out
+from nanochat.rollouts import describe_change, roll_out
 from nanochat.sampling import Sampling
-from nanochat.task_eval import accuracy, centred, likeliest_letters, solve
+from nanochat.task_eval import accuracy, centred, likeliest_letters, pass_at, solve
 from nanochat.tasks.common import Task
 from nanochat.tokenizer import Tokenizer
 from ranks import run_on_ranks

@@ -15,15 +15,15 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
+from nanochat.conversation import Conversation
 from nanochat.dataset import first_line
 from nanochat.errors import UserError
 from nanochat.files import base_dir
 
-Conversation = dict[str, Any]
 SPLITS = ("train", "test")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 FORMATS = {"parquet": ("parquet",), "json": ("jsonl", "json")}  # loader of `datasets` -> endings of its files
