@@ -1,7 +1,11 @@
 # Make .venv with everything the repo needs, unless it is there; sourced by speedrun.sh and tests/run.sh:
 #     . ./setup.sh [extra]
+# NANOCHAT_NO_VENV=1: nothing is made, the Python on the PATH is used as it is (a container that has everything).
 # A torch that already works in .venv is never replaced. Without a GPU, torch's CPU wheels are asked for first: the
 # default ones bring gigabytes of CUDA.
+# OpenMP threads that wait should not spin for long: beside any other busy process that costs a third of the speed.
+export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
+[ -z "${NANOCHAT_NO_VENV:-}" ] || return 0
 [ -d .venv ] || "${PYTHON:-python3}" -m venv .venv || return 1
 if ! .venv/bin/python -c "import torch; torch.ones(1) + 1" 2>/dev/null; then
     if [ "$(uname)" = Linux ] && ! nvidia-smi >/dev/null 2>&1; then
@@ -11,11 +15,9 @@ if ! .venv/bin/python -c "import torch; torch.ones(1) + 1" 2>/dev/null; then
 fi
 # The stamp holds what was installed: a second run costs nothing, a changed pyproject.toml installs again.
 stamp="$(cksum pyproject.toml) ${1:-}"
-if [ "$(cat .venv/installed 2>/dev/null)" != "$stamp" ]; then
+case "$(cat .venv/installed 2>/dev/null)" in "$stamp" | "$(cksum pyproject.toml) dev") ;; *)  # dev has everything
     echo "installing into .venv ..."
     .venv/bin/python -m pip install --quiet --editable ".${1:+[$1]}" || return 1
     echo "$stamp" > .venv/installed
-fi
+esac
 PATH="$PWD/.venv/bin:$PATH"
-# OpenMP threads that wait should not spin for long: beside any other busy process that costs a third of the speed.
-export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"

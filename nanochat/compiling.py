@@ -4,16 +4,34 @@ model by `Module.compile`. `set_compile(False)` turns all of it into plain eager
 """
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from nanochat.distributed import print0
+from nanochat.distributed import compute_dtype, compute_init, print0
 
 
 @functools.cache
 def compiled(function: Callable) -> Callable:
     """`function` compiled on its first call for each shape; the compiler is not even imported before that."""
     return torch.compile(function, dynamic=False)
+
+
+class Machine(NamedTuple):
+    rank: int
+    world_size: int
+    device: torch.device
+    dtype: torch.dtype      # of parameters and activations
+    compiling: bool
+
+
+def set_up(device_type: str, dtype: str, compile: bool) -> Machine:
+    """What a training script begins with: joins the other ranks, and says what it computes on. COLLECTIVE."""
+    _, rank, _, world_size, device = compute_init(device_type)
+    machine = Machine(rank, world_size, device, compute_dtype(dtype, device), set_compile(compile, device.type))
+    name = str(machine.dtype).removeprefix("torch.")
+    print0(f"{world_size} rank(s) on {device.type}, {name}, {'compiled' if machine.compiling else 'eager'}")
+    return machine
 
 
 def set_compile(wanted: bool, device_type: str) -> bool:

@@ -5,9 +5,12 @@ from typing import NamedTuple
 import torch
 
 from nanochat.adamw import DistAdamW
-from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, find_checkpoint, load_checkpoint, model_dir
-from nanochat.distributed import print0
+from nanochat.checkpoint import (
+    changed_settings, checkpoint_dir, choose_start, find_checkpoint, list_steps, load_checkpoint, model_dir, restarted, step_dir,
+)
+from nanochat.distributed import from_rank0, print0
 from nanochat.errors import UserError, require_fraction, require_positive
+from nanochat.files import sha256
 from nanochat.gpt import GPT
 from nanochat.muon import DistMuon
 from nanochat.resharding import load_training_state
@@ -21,6 +24,7 @@ class Stage(NamedTuple):
     sharding: Sharding
     optimizers: tuple[DistAdamW, DistMuon]
     checkpoints: Path       # the folder of this stage's checkpoints
+    origin: str             # the checkpoint of the stage before that it all began with, and its sums
     step: int               # the first to take
     meta: dict | None       # of the interrupted run that goes on
 
@@ -42,6 +46,12 @@ def begin_stage(stage: str, config: dict, device: torch.device, dtype: torch.dty
     checkpoint = choose_start(checkpoints, config["resume"], config["resume_from_step"], config["overwrite"])
     begin = checkpoint or find_checkpoint(source, config["step"])
     model, tokenizer, meta = load_checkpoint(begin, device)
+    if checkpoint is None:
+        origin = from_rank0(describe_origin, begin)
+    elif restarted():  # by torchrun, in the middle of a run: a model that has been trained on meanwhile is no reason to stop
+        origin = meta["data_state"]["origin"]
+    else:
+        origin = from_rank0(origin_now, source, config["step"]) or meta["data_state"]["origin"]
     model.float()  # what a Sharding takes; masters in float32 come of it
     model.activation_checkpointing = config["activation_checkpointing"]
     reduce_dtype = getattr(torch, config["reduce_dtype"])
@@ -56,11 +66,33 @@ def begin_stage(stage: str, config: dict, device: torch.device, dtype: torch.dty
     else:
         print0(f"starting from {begin}")
     step = meta["step"] if checkpoint else 0
-    return Stage(model, tokenizer, sharding, optimizers, checkpoints, step, meta if checkpoint else None)
+    return Stage(model, tokenizer, sharding, optimizers, checkpoints, origin, step, meta if checkpoint else None)
 
 
-def require_same_data(meta: dict | None, identity: dict) -> None:
-    """UserError when a run would go on with other rows than it was interrupted in."""
-    for key, value in identity.items():
-        if meta is not None and meta["data_state"][key] != value:
-            raise UserError(f"cannot continue exactly: {key} was {meta['data_state'][key]} when the checkpoint was saved and is {value} now")
+def describe_origin(checkpoint: Path) -> str:
+    """Name and sums of a checkpoint: equal only for the same weights."""
+    return f"{'/'.join(checkpoint.parts[-3:])} ({sha256(checkpoint / 'manifest.json')[:16]})"
+
+
+def origin_now(source: Path, step: int | None) -> str | None:
+    """What a run that started now would begin with; None where that is gone, as it may be once a run has begun."""
+    steps = list_steps(source) if step is None else [step]
+    try:
+        return describe_origin(step_dir(source, steps[-1]))
+    except (IndexError, FileNotFoundError):
+        return None
+
+
+def row_length(max_seq_len: int, model: GPT) -> int:
+    """Tokens of a row: the setting, or for −1 the model's. UserError for rows that the model was not made for."""
+    if max_seq_len != -1 and not 1 <= max_seq_len <= model.config.sequence_len:
+        raise UserError(f"max_seq_len={max_seq_len} must be within 1 and the model's {model.config.sequence_len}, or -1 for that")
+    return model.config.sequence_len if max_seq_len == -1 else max_seq_len
+
+
+def require_same_data(meta: dict | None, data_state: dict) -> None:
+    """UserError when a run would go on from another model, or with other rows, than the one that was interrupted."""
+    for key, value in data_state.items():
+        before = value if meta is None else meta["data_state"].get(key)
+        if before != value:
+            raise UserError(f"cannot continue exactly: {key} was {before} when the checkpoint was saved and is {value} now; --overwrite starts anew")

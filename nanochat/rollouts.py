@@ -50,13 +50,13 @@ def roll_out(
     return rollouts
 
 
-def summary(rollouts: list[Rollout], device: torch.device) -> dict[str, float]:
-    """Mean reward, and sampled tokens of an answer, over all ranks. COLLECTIVE."""
-    sums = [sum(r.reward for r in rollouts), sum(sum(r.sampled) for r in rollouts), len(rollouts)]
+def summary(rollouts: list[Rollout], device: torch.device) -> tuple[dict[str, float], int]:
+    """(mean reward and sampled tokens of an answer, tokens of all prompts and answers), over all ranks. COLLECTIVE."""
+    sums = [sum(r.reward for r in rollouts), sum(sum(r.sampled) for r in rollouts), len(rollouts), sum(len(r.ids) for r in rollouts)]
     totals = torch.tensor(sums, dtype=sum_dtype(device), device=device)
     all_reduce_sum(totals)
-    reward, tokens, count = totals.tolist()
-    return {"rl/reward": reward / count, "rl/tokens": tokens / count}
+    reward, sampled, count, tokens = totals.tolist()
+    return {"rl/reward": reward / count, "rl/tokens": sampled / count}, int(tokens)
 
 
 def describe_change(before: list[list[bool]], after: list[list[bool]]) -> str:

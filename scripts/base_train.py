@@ -12,13 +12,11 @@ import torch
 
 from configurator import configure
 from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, discard_after, read_meta
-from nanochat.compiling import eagerly, set_compile
+from nanochat.compiling import eagerly, set_up
 from nanochat.core_eval import bundle_dir, evaluate_core, load_tasks, why_no_bundle
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
 from nanochat.dataset import ensure_dataset
-from nanochat.distributed import (
-    StopRequest, compute_cleanup, compute_dtype, compute_init, expect_short_waits, from_rank0, print0, rank0_first,
-)
+from nanochat.distributed import StopRequest, compute_cleanup, expect_short_waits, from_rank0, print0, rank0_first
 from nanochat.errors import UserError, require_fraction, require_positive
 from nanochat.flops import peak_flops
 from nanochat.gpt import GPT, config_from_depth
@@ -91,10 +89,7 @@ if num_iterations == 0:
     raise UserError("num_iterations=0 trains nothing; set the steps, or -1 for the other horizons")
 require_fraction(config, "warmup_ratio", "warmdown_ratio", "final_lr_frac")
 require_positive(config, "depth", "kv_group", "max_seq_len", "device_batch_size", "eval_tokens", "max_bad_steps")
-ddp, rank, local_rank, world_size, device = compute_init(device_type)
-model_dtype = compute_dtype(dtype, device)
-compiling = set_compile(compile, device.type)
-print0(f"{world_size} rank(s) on {device.type}, {str(model_dtype).removeprefix('torch.')}, {'compiled' if compiling else 'eager'}")
+rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
 
 # ---- Data and tokenizer: the embedded ones are made when they are not there
 rank0_first(ensure_dataset, data)

@@ -15,9 +15,9 @@ import torch
 
 from configurator import configure
 from nanochat.checkpoint import discard_after
-from nanochat.compiling import set_compile
+from nanochat.compiling import set_up
 from nanochat.conversation_loader import order, padded_length, tensors
-from nanochat.distributed import StopRequest, compute_cleanup, compute_dtype, compute_init, expect_short_waits, from_rank0, print0
+from nanochat.distributed import StopRequest, compute_cleanup, expect_short_waits, from_rank0, print0
 from nanochat.errors import UserError, require_positive
 from nanochat.finetuning import begin_stage, require_same_data
 from nanochat.flops import peak_flops
@@ -85,21 +85,18 @@ config = configure(globals())
 require_positive(config, "sampling_batch_size", "num_epochs", "examples_per_step", "max_new_tokens", "eval_examples", "eval_samples")
 if num_samples < 2 or temperature <= 0:
     raise UserError(f"num_samples={num_samples} and temperature={temperature} must be at least 2 and above 0: equal samples teach nothing")
-ddp, rank, local_rank, world_size, device = compute_init(device_type)
-model_dtype = compute_dtype(dtype, device)
-compiling = set_compile(compile, device.type)
-print0(f"{world_size} rank(s) on {device.type}, {str(model_dtype).removeprefix('torch.')}, {'compiled' if compiling else 'eager'}")
+rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
 problems, held_out = make_task(task, "train"), make_task(without_parts(task), "test")
 if problems.eval_type != "generative":
     raise UserError(f"task={task} is not answered by writing; expected one such as gsm8k, arithmetic or spellingbee")
 
 # ---- The model of the stage before, or an interrupted run; from here on `step` is the next optimizer step
 start = config | {"overwrite": True, "resume": "", "resume_from_step": -1} if dry_run else config  # which removes and continues nothing
-model, tokenizer, sharding, optimizers, checkpoints, step, meta = begin_stage("rl", start, device, model_dtype, compiling)
+model, tokenizer, sharding, optimizers, checkpoints, origin, step, meta = begin_stage("rl", start, device, model_dtype, compiling)
 schedule = [index for epoch in range(num_epochs) for index in order(len(problems), seed, epoch)]
 steps_of_all = -(-len(schedule) // examples_per_step)
 num_iterations = steps_of_all if num_iterations == -1 else min(num_iterations, steps_of_all)
-data_state = {"task": task, "problems": len(problems), "seed": seed, "examples_per_step": examples_per_step, "eval_examples": eval_examples, "eval_samples": eval_samples}
+data_state = {"origin": origin, "task": task, "problems": len(problems), "seed": seed, "examples_per_step": examples_per_step, "eval_examples": eval_examples, "eval_samples": eval_samples}
 require_same_data(meta, data_state)
 samples_per_rank = -(-examples_per_step // world_size) * num_samples  # of the rank with the most problems
 grad_accum_steps = -(-samples_per_rank // device_batch_size)          # nothing is dropped: missing rows stay empty
@@ -154,7 +151,7 @@ while True:
     rollouts = rollouts_of(step)
 
     # --- one optimizer step: −Σ advantage · log p over the sampled tokens of all ranks, divided by their number
-    step_loss, step_tokens = torch.zeros((), device=device), 0
+    step_loss = torch.zeros((), device=device)
     for micro_step in range(grad_accum_steps):
         batch = [(r.ids, r.weights()) for r in rollouts[micro_step * device_batch_size :][:device_batch_size]]
         batch += [([], [])] * (device_batch_size - len(batch))
@@ -163,7 +160,6 @@ while True:
             loss = model(inputs, targets, "sum", weights)
             loss.backward()
         step_loss += loss.detach()
-        step_tokens += inputs.numel() * world_size
 
     verdict = sharding.agree(step_loss, float(sum(sum(r.sampled) for r in rollouts)), grad_clip, stop.asked)
     lrm = lr_multiplier(step, num_iterations, 0.0, warmdown_ratio, final_lr_frac)
@@ -171,8 +167,8 @@ while True:
     for optimizer in optimizers:
         optimizer.step(verdict)
     sharding.gather()
-    metrics.log_step(step, verdict, lrm, step_tokens)
-    seen = summary(rollouts, device)
+    seen, step_tokens = summary(rollouts, device)
+    metrics.log_step(step, verdict, lrm, step_tokens)  # whose time is that of sampling and training
     metrics.log(step, seen)
     print0(f"step {step:05d}/{num_iterations:05d} | reward {seen['rl/reward']:.3f} | {seen['rl/tokens']:.1f} tokens an answer")
     if step == start_step:
@@ -185,9 +181,12 @@ saver.wait()
 metrics.close()
 if stopping:
     print0(f"stopped after step {step}; --resume=auto continues")
-elif eval_every > 0 and before:
-    change = describe_change(before, right)
-    print0(f"held-out {task}: {change}")
-    write_section("chat_rl", "Reinforcement learning", f"Held-out {task}: {change}.\n\n{settings_table(config)}", metrics=metrics.path,
-                  results={"rl": {f"pass@1 of {task}, before": pass_at(before, 1), f"pass@1 of {task}, after": pass_at(right, 1)}})
+else:
+    body, results = settings_table(config), {"training minutes": metrics.state["elapsed"] / 60}
+    if eval_every > 0 and before:
+        change = describe_change(before, right)
+        print0(f"held-out {task}: {change}")
+        body = f"Held-out {task}: {change}.\n\n{body}"
+        results |= {f"pass@1 of {task}, before": pass_at(before, 1), f"pass@1 of {task}, after": pass_at(right, 1)}
+    write_section("chat_rl", "Reinforcement learning", body, {"rl": results}, metrics.path)
 compute_cleanup()

@@ -13,11 +13,11 @@ import torch
 
 from configurator import configure
 from nanochat.checkpoint import discard_after
-from nanochat.compiling import set_compile
+from nanochat.compiling import set_up
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order
-from nanochat.distributed import StopRequest, compute_cleanup, compute_dtype, compute_init, expect_short_waits, from_rank0, print0
+from nanochat.distributed import StopRequest, compute_cleanup, expect_short_waits, from_rank0, print0
 from nanochat.errors import UserError, require_positive
-from nanochat.finetuning import begin_stage, require_same_data
+from nanochat.finetuning import begin_stage, require_same_data, row_length
 from nanochat.flops import peak_flops
 from nanochat.loss_eval import evaluate_bpb
 from nanochat.metrics import Metrics
@@ -64,9 +64,9 @@ final_lr_frac = 0.0         # what is left of it at the end
 max_bad_steps = 10          # stop after so many steps in a row without a finite loss and gradient
 # ---- Looking
 eval_every = 100            # steps between validations, which also open and end the run; -1: never
-eval_steps = 100            # micro-batches of a validation, at most one pass over the held-out conversations
+eval_steps = 100            # steps' worth of conversations in a validation, at most one pass over the held-out ones
 eval_metrics_every = 200    # steps between evaluations of the tasks, which also end the run; -1: never
-eval_metrics_max_problems = 256  # held-out problems of each task
+eval_metrics_max_problems = 256  # held-out problems of each task; -1: all
 # ---- Checkpoints
 save_every = -1             # steps between checkpoints; -1: only at the end
 keep_last = -1              # checkpoints kept; -1: all
@@ -75,19 +75,16 @@ resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())
 
 # ---- Setup
-require_positive(config, "target_examples_per_step", "num_epochs", "eval_steps", "eval_metrics_max_problems")
-ddp, rank, local_rank, world_size, device = compute_init(device_type)
-model_dtype = compute_dtype(dtype, device)
-compiling = set_compile(compile, device.type)
-print0(f"{world_size} rank(s) on {device.type}, {str(model_dtype).removeprefix('torch.')}, {'compiled' if compiling else 'eager'}")
+require_positive(config, "target_examples_per_step", "num_epochs", "eval_steps")
+if eval_metrics_max_problems == 0:
+    raise UserError("eval_metrics_max_problems=0 measures nothing; set the problems of each task, or -1 for all")
+rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
 train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(without_parts(tasks), "test", seed)
 measured = [task for task in make_tasks(without_parts(tasks), "test") if task.eval_type]
 
 # ---- The model of the stage before, or an interrupted run of this script; from here on `step` is the next optimizer step
-model, tokenizer, sharding, optimizers, checkpoints, step, meta = begin_stage("sft", config, device, model_dtype, compiling)
-max_seq_len = model.config.sequence_len if max_seq_len == -1 else max_seq_len
-if not 1 <= max_seq_len <= model.config.sequence_len:
-    raise UserError(f"max_seq_len={max_seq_len} must be within 1 and the model's {model.config.sequence_len}")
+model, tokenizer, sharding, optimizers, checkpoints, origin, step, meta = begin_stage("sft", config, device, model_dtype, compiling)
+max_seq_len = row_length(max_seq_len, model)
 
 # ---- Data: every rank knows all rows, and so where the run ends
 conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1)
@@ -95,14 +92,14 @@ rows = [[index] for epoch in range(num_epochs) for index in order(len(conversati
 grad_accum_steps = -(-target_examples_per_step // (device_batch_size * world_size))  # rows that are missing stay empty
 steps_of_all = -(-len(rows) // target_examples_per_step)
 num_iterations = steps_of_all if num_iterations == -1 else min(num_iterations, steps_of_all)
-data_state = {"conversations": conversations.fingerprint, "seed": seed, "max_seq_len": max_seq_len, "rows_per_step": target_examples_per_step}
+data_state = {"origin": origin, "conversations": conversations.fingerprint, "seed": seed, "max_seq_len": max_seq_len, "rows_per_step": target_examples_per_step}
 require_same_data(meta, data_state)
 print0(f"{num_iterations:,} steps of {target_examples_per_step} conversations = {grad_accum_steps} micro-step(s) x {world_size} rank(s) x {device_batch_size}")
 
 shape = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=rank, world_size=world_size, device=device, pad=True)
 rows_at_once = device_batch_size * world_size
 held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1)
-held_out_rows = [[index] for index in order(len(held_out), seed, epoch=0)][: eval_steps * rows_at_once]
+held_out_rows = [[index] for index in order(len(held_out), seed, epoch=0)][: eval_steps * target_examples_per_step]
 
 peak, _ = peak_flops(device, model_dtype)
 start_step = step

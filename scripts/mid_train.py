@@ -12,11 +12,11 @@ import torch
 
 from configurator import configure
 from nanochat.checkpoint import discard_after
-from nanochat.compiling import set_compile
+from nanochat.compiling import set_up
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order, pack
-from nanochat.distributed import StopRequest, compute_cleanup, compute_dtype, compute_init, expect_short_waits, from_rank0, print0
+from nanochat.distributed import StopRequest, compute_cleanup, expect_short_waits, from_rank0, print0
 from nanochat.errors import UserError, require_positive
-from nanochat.finetuning import begin_stage, require_same_data
+from nanochat.finetuning import begin_stage, require_same_data, row_length
 from nanochat.flops import peak_flops
 from nanochat.loss_eval import evaluate_bpb
 from nanochat.metrics import Metrics
@@ -71,17 +71,12 @@ config = configure(globals())
 
 # ---- Setup
 require_positive(config, "eval_tokens", "total_batch_size")
-ddp, rank, local_rank, world_size, device = compute_init(device_type)
-model_dtype = compute_dtype(dtype, device)
-compiling = set_compile(compile, device.type)
-print0(f"{world_size} rank(s) on {device.type}, {str(model_dtype).removeprefix('torch.')}, {'compiled' if compiling else 'eager'}")
+rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
 train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(without_parts(tasks), "test", seed)
 
 # ---- The base model, or an interrupted run of this script; from here on `step` is the next optimizer step
-model, tokenizer, sharding, optimizers, checkpoints, step, meta = begin_stage("mid", config, device, model_dtype, compiling)
-max_seq_len = model.config.sequence_len if max_seq_len == -1 else max_seq_len
-if not 1 <= max_seq_len <= model.config.sequence_len:
-    raise UserError(f"max_seq_len={max_seq_len} must be within 1 and the model's {model.config.sequence_len}")
+model, tokenizer, sharding, optimizers, checkpoints, origin, step, meta = begin_stage("mid", config, device, model_dtype, compiling)
+max_seq_len = row_length(max_seq_len, model)
 
 # ---- Data: every rank packs all rows, and so knows where the run ends
 conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1)
@@ -92,7 +87,7 @@ if rest or not rows_per_step:
 grad_accum_steps = -(-rows_per_step // (device_batch_size * world_size))  # rows that are missing stay empty
 steps_of_all = -(-len(packed) // rows_per_step)
 num_iterations = steps_of_all if num_iterations == -1 else min(num_iterations, steps_of_all)
-data_state = {"conversations": conversations.fingerprint, "seed": seed, "max_seq_len": max_seq_len, "rows_per_step": rows_per_step}
+data_state = {"origin": origin, "conversations": conversations.fingerprint, "seed": seed, "max_seq_len": max_seq_len, "rows_per_step": rows_per_step}
 require_same_data(meta, data_state)
 filled = len(conversations.ids) / (len(packed) * (max_seq_len + 1))
 print0(f"{len(packed):,} rows, {filled:.1%} filled; {num_iterations:,} steps of {rows_per_step} rows = {grad_accum_steps} micro-step(s) "

@@ -1,0 +1,112 @@
+"""The speedrun as a user has it: stopped, run again, with a damaged result; and what decides that a stage is done."""
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+from conftest import REPO, run_module
+
+ENV = {"NANOCHAT_NO_VENV": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def once(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess:
+    return run_module("nanochat.once", *arguments, timeout=timeout)
+
+
+def test_once_repeats_only_what_is_no_longer_as_it_was(base_folder):
+    """Not again while command, input and result are the same; again when any of them has changed, and only then."""
+    base_folder.mkdir()
+    (base_folder / "input").write_text("a")
+    script = "cd $NANOCHAT_BASE_DIR && mkdir -p made && cat input >> made/result && echo x >> runs"
+
+    def runs() -> int:
+        return (base_folder / "runs").read_text().count("x")
+
+    def run(name: str = "stage", needs: str = "input", command: str = script) -> str:
+        done = once(name, "--needs", needs, "--makes", "made", "--", "sh", "-c", command)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run() == "" and runs() == 1
+    assert run() == "done before: made\n" and runs() == 1
+    for change in (
+        lambda: (base_folder / "input").write_text("b"),
+        lambda: (base_folder / "made" / "result").write_text("damaged"),
+        lambda: (base_folder / "made" / "result").unlink(),
+        lambda: (base_folder / "made" / "another").write_text("that it did not make"),
+    ):
+        before = runs()
+        change()
+        assert run() == "" and runs() == before + 1
+        assert "done before" in run() and runs() == before + 1
+    before = runs()
+    run(command=script + " && true")  # the command itself
+    assert runs() == before + 1
+    (base_folder / "made" / "metrics.jsonl").write_text("a log says nothing about the result")
+    assert "done before" in run(command=script + " && true")
+
+
+def test_once_reports_failures_as_the_command_did_and_remembers_none_of_them(base_folder):
+    failed = once("stage", "--makes", "result", "--", "sh", "-c", "echo why >&2; exit 7")
+    assert (failed.returncode, failed.stderr) == (7, "why\n")
+    killed = once("stage", "--makes", "result", "--", "sh", "-c", "kill -9 $$")
+    assert killed.returncode == 137
+    empty = once("stage", "--makes", "result", "--", "true")
+    assert empty.returncode == 1 and empty.stderr == f"error: stage has ended without making result in {base_folder}\n"
+    base_folder.mkdir()
+    assert once("stage", "--makes", "result", "--", "sh", "-c", "echo x > $NANOCHAT_BASE_DIR/result").stdout == ""
+    assert "done before" in once("stage", "--makes", "result", "--", "sh", "-c", "echo x > $NANOCHAT_BASE_DIR/result").stdout
+
+
+def rehearse(until: str | None = None) -> str:
+    """What `bash speedrun.sh --rehearse` prints; with `until` it and all its processes are killed when a line says that."""
+    process = subprocess.Popen(
+        ["bash", "speedrun.sh", "--rehearse"], cwd=REPO, env=os.environ | ENV, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )
+    lines, deadline = [], time.monotonic() + 400
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            if until and until in line or time.monotonic() > deadline:
+                break
+    finally:
+        if until or time.monotonic() > deadline:
+            os.killpg(process.pid, signal.SIGKILL)
+    code = process.wait(timeout=30)
+    assert until or code == 0, "".join(lines)
+    return "".join(lines)
+
+
+def test_a_killed_speedrun_does_no_finished_stage_again(base_folder):
+    killed = rehearse(until="=== evaluation: mid")
+    assert "done before" not in killed and "=== mid-training" in killed
+
+    folder = base_folder / "rehearsal"
+    finished = {"tokenizer/tinyworld", "base_checkpoints/rehearsal", "report/sections/base_eval.json", "mid_checkpoints/rehearsal"}
+    before = {path: path.stat().st_mtime_ns for name in finished for path in [folder / name, *(folder / name).rglob("*")]}
+    output = rehearse()
+    skipped = {line.removeprefix("done before: ") for line in output.splitlines() if line.startswith("done before: ")}
+    assert skipped == finished
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert "python -m scripts.chat_web --source=rl --model_tag=rehearsal" in output
+    report = (folder / "report" / "report.md").read_text()
+    assert all(title in report for title in ("Base model: pretraining", "Mid-training", "Supervised fine-tuning", "Reinforcement learning"))
+
+    # One byte of the last model changes: of that stage the last step is made again, and then its evaluation.
+    weights = sorted((folder / "rl_checkpoints" / "rehearsal").glob("step_*/model.safetensors"))[-1]
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    output = rehearse()
+    skipped = {line.removeprefix("done before: ") for line in output.splitlines() if line.startswith("done before: ")}
+    assert skipped == finished | {"sft_checkpoints/rehearsal", "report/sections/chat_eval_mid.json", "report/sections/chat_eval_sft.json"}
+    assert "does not match its checksum" in output
+
+
+def test_unknown_arguments_are_refused():
+    refused = subprocess.run(["bash", "speedrun.sh", "--chatt"], cwd=REPO, env=os.environ | ENV, text=True, capture_output=True)
+    assert refused.returncode == 2 and refused.stderr == "error: --chatt is unknown; expected --chat or --rehearse\n"
