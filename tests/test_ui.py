@@ -1,0 +1,494 @@
+"""
+The chat page in a real browser, through clicks and keys, at a real server: one process each for the whole file.
+
+The model's weights are written by hand so that its answers are known: the alphabet, again and again, until it is stopped.
+"""
+import hashlib
+import json
+import os
+import re
+import shutil
+import string
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from conftest import REPO
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.tokenizer import Tokenizer
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: . ./setup.sh dev")
+expect = sync_api.expect
+expect.set_options(timeout=30_000)  # as long as on a busy machine
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH: apt install chromium")
+
+KEY, CONTEXT, MAX_TOKENS = "open sesame", 4096, 3000
+ALPHABET = (string.ascii_lowercase + " ") * 200
+CHAT = "**/v1/chat/completions"
+
+
+def write_model(base) -> None:
+    """
+    A checkpoint whose blocks are the identity and whose head knows one successor of each token: a, b, … z, blank, a.
+    Its four layers do nothing but take time, so that an answer of 3,000 tokens lasts for seconds.
+    """
+    tokenizer = Tokenizer([])
+    config = GPTConfig(sequence_len=CONTEXT, vocab_size=tokenizer.get_vocab_size(), n_layer=4, n_embd=64, n_head=2, n_kv_head=2)
+    model = GPT(config)
+    for p in model.parameters():
+        p.data.normal_(generator=torch.Generator().manual_seed(p.numel()))
+    state = {name: torch.zeros_like(p) if "c_proj" in name else p.data for name, p in model.named_parameters()}
+    embedding, head = (next(p for name, p in state.items() if part in name) for part in ("wte", "lm_head"))
+    head.zero_()
+    ids = [tokenizer.encode_special("<|assistant_start|>"), *ALPHABET[:27].encode()]
+    for token, successor in zip(ids, ids[1:] + ids[1:2]):
+        head[successor] += embedding[token]
+    folder = base / "sft_checkpoints" / "alphabet" / "step_000001"
+    folder.mkdir(parents=True)
+    save_file(state, folder / "model.safetensors")
+    (folder / "meta.json").write_text(json.dumps({"step": 1, "tokenizer": tokenizer.fingerprint, "model_config": vars(config)}))
+    tokenizer.save(folder)
+    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    (folder / "manifest.json").write_text(json.dumps(sums))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The address of a server with two places and no queue, which wants a key."""
+    base = tmp_path_factory.mktemp("base")
+    write_model(base)
+    settings = {"device_type": "cpu", "dtype": "float32", "port": 0, "max_batch": 2, "max_queue": 0, "temperature": 0, "max_new_tokens": MAX_TOKENS}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scripts.chat_web", *(f"--{name}={value}" for name, value in settings.items())], cwd=REPO, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"NANOCHAT_BASE_DIR": str(base), "NANOCHAT_API_KEY": KEY, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"})
+    try:
+        address = next((match[0] for line in process.stdout if (match := re.search(r"http://\S+", line))), None)
+        assert address, f"the server ended with status {process.wait()} instead of saying where it is"
+        yield address
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    switches = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync"
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=switches.split())
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """Somebody at the page, and what the page did: its requests, what it complained of."""
+
+    def __init__(self, browser, server: str, key: str = KEY, **context):
+        self.server, self.complaints, self.asked, self.expected = server, [], [], []
+        self.context = browser.new_context(permissions=["clipboard-read", "clipboard-write"], **context)
+        if key:
+            self.context.add_init_script(f"sessionStorage['nanochat.key'] ??= {json.dumps(json.dumps(key))}")
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(30_000)
+        self.page.on("console", lambda message: self.complaints.append(message.text) if message.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", self.requested)
+        self.page.goto(server)
+        self.draft, self.answers = self.page.get_by_label("Message", exact=True), self.page.locator(".body")
+
+    def requested(self, request) -> None:
+        if not request.url.startswith((self.server, "data:")):
+            self.complaints.append(f"a request to {request.url}")
+        if request.url.endswith("/chat/completions"):
+            self.asked.append(json.loads(request.post_data))
+
+    def button(self, name: str):
+        return self.page.get_by_role("button", name=name, exact=True)
+
+    def say(self, text: str) -> None:
+        self.draft.fill(text)
+        self.draft.press("Enter")
+
+    def rest(self) -> None:
+        """Until nothing is being written."""
+        self.button("Send").wait_for()
+
+    def limit(self, **settings) -> None:
+        """Through the dialog."""
+        self.button("Settings").click()
+        for label, value in settings.items():
+            self.page.get_by_label(label.replace("_", " ")).fill(str(value))
+        self.button("Done").click()
+
+    def leave(self) -> None:
+        complaints = [text for text in self.complaints if not any(part in text for part in self.expected)]
+        self.context.close()
+        assert complaints == []
+
+
+@pytest.fixture
+def visit(browser, server):
+    visits = []
+
+    def start(**settings) -> Visit:
+        visits.append(Visit(browser, server, **settings))
+        return visits[-1]
+
+    yield start
+    for one in visits:
+        one.leave()
+
+
+def running(server: str) -> float:
+    with urllib.request.urlopen(f"{server}/metrics") as response:
+        return float(re.search(r"^nanochat_running\{.*\} (\S+)$", response.read().decode(), re.MULTILINE)[1])
+
+
+def wait_until(condition, page) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        page.wait_for_timeout(20)  # lets playwright's events come in, as time.sleep would not
+    raise AssertionError("it did not happen within 20 seconds")
+
+
+def test_an_answer_streams_in_is_stopped_and_its_place_is_free(visit, server):
+    """The text only grows, and is the model's; stopped it keeps what is there, and the server stops writing as well."""
+    me = visit()
+    assert me.page.get_by_role("heading", name="Ask your own model.").is_visible() and me.button("Who are you?").is_visible()
+    me.draft.fill("Go on!")
+    me.button("Send").click()
+    seen = [""]
+    while len(seen) < 6:
+        text = me.answers.inner_text()
+        if text != seen[-1]:
+            assert text.startswith(seen[-1]) and ALPHABET.startswith(text)
+            seen.append(text)
+    assert me.draft.input_value() == "" and running(server) == 1
+    me.draft.fill("typed while it writes")
+    me.draft.press("Enter")
+    assert len(me.asked) == 1 and me.draft.input_value() == "typed while it writes"
+    me.button("Stop").click()
+    me.rest()
+    wait_until(lambda: running(server) == 0, me.page)
+    text = me.answers.inner_text()
+    assert text.startswith(seen[-1]) and ALPHABET.startswith(text) and len(text) < MAX_TOKENS
+    assert "Stopped" in me.page.locator(".note").inner_text()
+    me.page.wait_for_timeout(150)
+    assert me.answers.inner_text() == text and me.draft.input_value() == "typed while it writes"
+
+
+def test_regenerate_edit_copy_new_chat_undo_and_reload(visit):
+    """What the model reads each time is what the page shows, with its own parts as they came."""
+    me = visit()
+    me.limit(Max_tokens=30)
+    me.say("One")
+    me.rest()
+    answer = ALPHABET[:30].strip()
+    assert me.answers.inner_text() == answer and re.search(r"30 tokens · [\d.]+ tokens/s · cut: max tokens", me.page.locator(".note").inner_text())
+    me.say("Two")
+    me.rest()
+    first = [{"role": "user", "content": "One"}, {"role": "assistant", "content": [{"type": "text", "text": ALPHABET[:30]}]}]
+    assert me.asked[1]["messages"] == [*first, {"role": "user", "content": "Two"}]
+    me.button("Regenerate").click()
+    me.rest()
+    assert me.asked[2] == me.asked[1] and me.answers.all_inner_texts() == [answer, answer]
+
+    me.page.reload()
+    assert me.page.locator(".question").all_inner_texts() == ["One", "Two"] and me.answers.all_inner_texts() == [answer, answer]
+    me.page.locator("article", has_text="One").get_by_role("button", name="Edit").click()
+    me.page.get_by_label("Edit message").fill("Three")
+    me.page.keyboard.press("Enter")
+    me.rest()
+    assert me.asked[3]["messages"] == [{"role": "user", "content": "Three"}] and me.page.locator(".question").all_inner_texts() == ["Three"]
+    me.button("Undo").click()
+    assert me.page.locator(".question").all_inner_texts() == ["One", "Two"]
+
+    me.page.locator(".it").last.get_by_role("button", name="Copy").click()
+    me.button("Copied").wait_for()
+    assert me.page.evaluate("navigator.clipboard.readText()") == answer
+    me.page.locator(".you").first.get_by_role("button", name="Copy").click()
+    wait_until(lambda: me.page.evaluate("navigator.clipboard.readText()") == "One", me.page)
+    me.page.evaluate("delete Navigator.prototype.clipboard")  # as where the page does not come from localhost or by https
+    me.page.locator(".it").last.get_by_role("button", name="Copy").click()
+    me.page.locator(".it").last.get_by_role("button", name="Copied").wait_for()
+    me.draft.press("ControlOrMeta+V")
+    assert me.draft.input_value() == answer
+    me.draft.fill("")
+
+    me.button("New chat").click()
+    assert me.page.locator("article").count() == 0 and me.button("Who are you?").is_visible()
+    me.button("Who are you?").click()
+    me.rest()
+    assert me.asked[4]["messages"] == [{"role": "user", "content": "Who are you?"}] and me.button("Undo").is_hidden()
+
+    me.limit(Max_tokens="")
+    me.say("Left in the middle")
+    expect(me.answers.last).to_have_text(re.compile(".{20}"))
+    me.draft.fill("half a thought")
+    me.page.reload()
+    assert ALPHABET.startswith(me.answers.last.inner_text()) and len(me.answers.last.inner_text()) >= 20
+    assert me.page.locator(".note").last.inner_text() == "Stopped" and me.draft.input_value() == "half a thought"
+
+
+def test_who_scrolls_up_is_left_there(visit):
+    """Who reads the end sees it come; who has scrolled up is not torn away from it."""
+    me = visit(viewport={"width": 400, "height": 400})
+
+    def place() -> list[int]:
+        return me.page.evaluate("(({ scrollTop, scrollHeight }) => [scrollTop, scrollHeight - scrollTop - innerHeight])(document.scrollingElement)")
+
+    me.say("Go on!")
+    wait_until(lambda: place()[0] > 400, me.page)
+    assert place()[1] <= 1
+    me.page.mouse.move(200, 200)
+    me.page.mouse.wheel(0, -200)
+    wait_until(lambda: place()[1] > 200, me.page)
+    before, length = place()[0], len(me.answers.inner_text())
+    wait_until(lambda: len(me.answers.inner_text()) > length + 200, me.page)
+    assert abs(place()[0] - before) <= 1
+    me.button("Stop").click()
+
+
+def test_settings_reach_the_request_and_stay(visit):
+    """What is not set, the server decides: its own defaults show in the empty fields."""
+    me = visit()
+    expect(me.page.locator("#modelName")).to_have_text("alphabet-sft")
+    me.button("Settings").click()
+    fields = [me.page.get_by_label(label) for label in ("Temperature", "Top-k", "Max tokens")]
+    assert [field.get_attribute("placeholder") for field in fields] == ["0", "50", str(MAX_TOKENS)]
+    assert me.page.get_by_label("Model").input_value() == "alphabet-sft"
+    fields[0].fill("7")
+    me.button("Done").click()
+    assert me.page.locator("#settingsDialog").is_visible(), "7 is beyond what the field takes"
+    me.page.keyboard.press("Escape")
+    me.limit(Temperature=0.25, **{"Top-k": 1}, Max_tokens=5)
+    for _ in range(2):
+        me.say("Hello")
+        me.rest()
+        assert {name: me.asked[-1][name] for name in ("model", "temperature", "top_k", "max_tokens", "stream")} == {
+            "model": "alphabet-sft", "temperature": 0.25, "top_k": 1, "max_tokens": 5, "stream": True}
+        assert me.answers.last.inner_text() == "abcde"
+        me.page.reload()
+    me.button("Settings").click()
+    me.button("Defaults").click()
+    me.button("Done").click()
+    me.say("Hello")
+    me.page.keyboard.press("Escape")
+    assert not {"temperature", "top_k", "max_tokens"} & me.asked[-1].keys()
+
+
+def test_keyboard_alone(visit):
+    """Enter sends, unless an input method is composing; Shift+Enter does not; Escape stops; Tab reaches everything, and shows where it is."""
+    me = visit()
+    keyboard = me.page.keyboard
+    keyboard.type("Line one")  # the page begins in the text area
+    keyboard.press("Shift+Enter")
+    keyboard.type("line two")
+    enter = "(more) => document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true, cancelable: true, ...more}))"
+    assert me.page.evaluate(enter, {"isComposing": True}) and me.page.evaluate(enter, {"keyCode": 229}), "left to the input method"
+    assert me.asked == [] and me.draft.input_value() == "Line one\nline two"
+    keyboard.press("Enter")
+    me.button("Stop").wait_for()
+    assert me.asked[0]["messages"][0]["content"] == "Line one\nline two"
+    keyboard.press("Escape")
+    me.rest()
+    keyboard.type("Two")
+    keyboard.press("Enter")
+    keyboard.press("Escape")
+    me.rest()
+
+    names = []
+    for _ in range(13):  # once around, the browser's own part included
+        keyboard.press("Tab")
+        name, outline = me.page.evaluate("""() => {
+            const at = document.activeElement, shown = at.id === "draft" ? at.closest("form") : at;
+            return [at.ariaLabel || at.innerText, getComputedStyle(at).outlineStyle !== "none" || getComputedStyle(shown).boxShadow !== "none"];
+        }""")
+        if me.page.evaluate("document.activeElement !== document.body"):
+            assert outline, f"no focus to be seen on {name}"
+            names.append(name)
+    bar = ["New chat", "Settings", "Light or dark"]
+    assert names[names.index("New chat") :][:3] == bar and set(names) == {*bar, "Edit", "Copy", "Regenerate", "Message", "Send"}
+    me.page.locator(".you").last.get_by_role("button", name="Edit").focus()
+    keyboard.press("Enter")
+    keyboard.press("Escape")
+    assert me.page.evaluate("document.activeElement.innerText") == "Edit" and me.page.locator(".question").count() == 2
+    keyboard.press("Enter")
+    keyboard.press("End")
+    keyboard.type(" and a half")
+    keyboard.press("Enter")
+    keyboard.press("Escape")
+    me.rest()
+    assert me.asked[-1]["messages"][-1]["content"] == "Two and a half"
+    assert ALPHABET.startswith(me.page.get_by_role("status").inner_text()), "a screen reader hears the answer, once it is there"
+
+
+def stream(*deltas: dict, end: str = "data: [DONE]\n\n") -> dict:
+    """What a server would answer, for `route.fulfill`."""
+    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    return {"content_type": "text/event-stream", "body": "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + end}
+
+
+def test_whatever_is_written_is_text(visit):
+    """HTML of the user and the model is shown, not obeyed; the calculator's part has a box; a little markdown."""
+    evil = "<img src=x onerror=\"document.title='obeyed'\"><script>document.title='obeyed'</script>"
+    me = visit()
+    deltas = [
+        {"role": "assistant", "content": ""}, {"part": {"type": "python", "text": "12 *"}}, {"part": {"type": "python", "text": " <b>37"}},
+        {"part": {"type": "python_output", "text": "444"}}, {"content": f" The **answer** is 2**3 and 4**5.\n\n{evil}\n\n- one `{evil}`\n- two"},
+        {"content": f"\n\n```html\n{evil}\n**plain**\n```\n1. first\n2) sec\uFFFCond "}, {"part": {"type": "python", "text": "1 +"}},
+    ]
+    me.page.route(CHAT, lambda route: route.fulfill(**stream(*deltas)))
+    me.say(evil)
+    me.rest()
+    assert me.page.locator(".question").inner_text() == evil
+    assert me.page.locator("#log").locator("img, script, b, a").count() == 0 and me.page.title() == "nanochat"
+    assert me.answers.locator(".tool").all_inner_texts() == ["12 * <b>37\n= 444", "1 +"]
+    assert me.answers.locator(".tool .result").all_inner_texts() == ["= 444"]
+    assert me.answers.locator("p").all_inner_texts()[1:] == [evil] and me.answers.locator("strong").all_inner_texts() == ["answer"]
+    assert me.answers.locator("p").first.inner_text().endswith("The answer is 2**3 and 4**5.")
+    assert me.answers.locator("ul > li").all_inner_texts() == [f"one {evil}", "two"] and me.answers.locator("ul code").inner_text() == evil
+    assert me.answers.locator("pre").inner_text() == f"{evil}\n**plain**" and me.answers.locator("ol > li").count() == 2
+    me.page.locator(".it").get_by_role("button", name="Copy").click()
+    me.button("Copied").wait_for()
+    assert me.page.evaluate("navigator.clipboard.readText()").startswith("[12 * <b>37 = 444] The **answer** is")
+
+    me.page.unroute(CHAT)
+    me.say("Thanks")
+    me.button("Stop").wait_for()
+    assert me.asked[1]["messages"][1]["content"] == [
+        {"type": "python", "text": "12 * <b>37"}, {"type": "python_output", "text": "444"},
+        {"type": "text", "text": deltas[4]["content"] + deltas[5]["content"]}, {"type": "python", "text": "1 +"}]
+    expect(me.answers.last).to_have_text(re.compile("^abc"))  # the server took them
+    me.button("Stop").click()
+
+
+def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
+    """A key that is wanted; no server; all places taken; a stream that breaks; a conversation too long for the model."""
+    me = visit(key="")
+    me.expected = ["401", "429", "400", "ERR_INTERNET_DISCONNECTED"]  # what the browser itself says about such answers
+    error = me.page.locator(".error:visible")
+    key = me.page.locator("input[type=password]")
+    key.fill("guess")
+    key.press("Enter")
+    me.button("Cancel").click()
+    me.limit(Max_tokens=100)
+    me.say("Hello")
+    me.button("Cancel").click()
+    assert "wants a key" in error.inner_text() and me.page.locator(".question").inner_text() == "Hello"
+    me.button("Enter key").click()
+    key.fill(KEY)
+    key.press("Enter")
+    expect(me.answers).to_have_text(ALPHABET[:100].strip())
+    expect(error).to_have_count(0)
+    me.rest()
+
+    me.context.set_offline(True)
+    me.say("Is anybody there?")
+    error.wait_for()
+    assert "cannot be reached" in error.inner_text() and me.page.locator(".question").last.inner_text() == "Is anybody there?"
+    me.context.set_offline(False)
+    others = [Visit(me.context.browser, server) for _ in range(2)]
+    for other in others:
+        other.say("I was here first")
+        expect(other.answers).to_have_text(re.compile("^abc"))
+    me.button("Retry").click()
+    expect(error).to_have_text(re.compile(r"All places are taken\. Try again in \d+ s\.Retry in \d+ s"))
+    for other in others:
+        other.button("Stop").click()
+        other.leave()
+    wait_until(lambda: running(server) == 0, me.page)
+    me.page.get_by_role("button", name="Retry").click()
+    expect(me.answers.last).to_have_text(ALPHABET[:100].strip())
+    me.rest()
+
+    me.say("x" * (CONTEXT - 300))  # fits with what was said before, but not with a whole answer
+    error.wait_for()
+    assert "fills the model's context" in error.inner_text()
+    me.say("y" * 1500)
+    expect(error.last).to_have_text(re.compile(r"the model's context only 4,096.*forget the oldest"))
+    me.button("Forget the oldest and retry").click()
+    expect(me.page.locator(".forgotten")).to_have_count(2)
+    expect(error.last).to_have_text(re.compile("forget the oldest"))
+    assert [message["content"][0] for message in me.asked[-1]["messages"] if message["role"] == "user"] == ["x", "y"]
+    me.button("Forget the oldest and retry").click()
+    expect(me.answers.last).to_have_text(ALPHABET[:100].strip())
+    assert [message["content"][0] for message in me.asked[-1]["messages"]] == ["y"] and me.page.locator(".forgotten").count() == 3
+
+    me.button("New chat").click()
+    failure = 'data: {"error": {"message": "the model could not answer this request"}}\n\n'
+    me.page.route(CHAT, lambda route: route.fulfill(**stream({"content": "half an"}, end=failure)))
+    me.say("Hello")
+    error.wait_for()
+    assert me.answers.inner_text() == "half an" and error.inner_text().startswith("The model could not answer this request.")
+    me.page.unroute(CHAT)
+    me.page.route(CHAT, lambda route: route.fulfill(**stream({"content": "half an"}, end="")))
+    me.button("Retry").click()
+    expect(error).to_contain_text("broke off")
+    assert me.answers.inner_text() == "half an"
+
+
+def contrast(page, selector: str) -> float:
+    """WCAG 2's ratio between the color of a text and what is painted behind it."""
+    colors = page.locator(selector).first.evaluate("""(at) => {
+        const color = getComputedStyle(at).color;
+        while (at && getComputedStyle(at).backgroundColor === "rgba(0, 0, 0, 0)") at = at.parentElement;
+        return [color, getComputedStyle(at).backgroundColor];
+    }""")
+    light = []
+    for color in colors:
+        channels = [float(number) / (255 if color.startswith("rgb") else 1) for number in re.findall(r"[\d.]+", color.removeprefix("color(srgb"))[:3]]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        light.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    return (max(light) + 0.05) / (min(light) + 0.05)
+
+
+def test_a_phone_and_the_dark(visit):
+    """Nothing is wider than 360 px, fields have 16 px, colors can be read in both themes, and the toggle's choice stays."""
+    me = visit(viewport={"width": 360, "height": 640}, is_mobile=True, has_touch=True, color_scheme="dark")
+    deltas = [{"content": f"{'w' * 200}\n\n```\n{'c' * 200}\n```\n\n{'- word ' * 60}\n"}, {"part": {"type": "python", "text": "1+" * 100}},
+              {"part": {"type": "python_output", "text": "9" * 200}}]
+    me.page.route(CHAT, lambda route: route.fulfill(**stream(*deltas)))
+
+    def check_width() -> None:
+        assert me.page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
+
+    check_width()
+    me.say("u" * 200)
+    me.rest()
+    check_width()
+    me.page.unroute(CHAT)
+    me.page.route(CHAT, lambda route: route.fulfill(status=503, json={"error": {"message": "<img src=x> " + "s" * 100}}))
+    me.expected = ["503"]
+    me.say("Hello")
+    expect(me.page.locator(".error:visible")).to_contain_text("<img src=x>")
+    check_width()
+    me.button("New chat").tap()
+    check_width()
+    me.button("Undo").tap()
+    me.button("Settings").tap()
+    box = me.page.locator("#settingsDialog").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 360
+    assert set(me.page.locator("input, select, textarea").evaluate_all("(all) => all.map((one) => getComputedStyle(one).fontSize)")) == {"16px"}
+    me.button("Done").tap()
+
+    def background() -> float:
+        return sum(map(int, re.findall(r"\d+", me.page.evaluate("getComputedStyle(document.body).backgroundColor"))[:3])) / 3
+
+    for brightness in ("dark", "light"):
+        assert (background() < 60) if brightness == "dark" else (background() > 200)
+        texts = "h1, #modelName, .question, .body p, .note, .tool > span, .result, .error span, #draft, #go, .actions button"
+        for selector in texts.split(", "):
+            assert contrast(me.page, selector) >= 4.5, f"{selector} in the {brightness}"
+        me.button("Light or dark").tap()
+    assert background() < 60  # dark again: as the system says
+    me.page.emulate_media(color_scheme="light")
+    assert background() > 200, "follows the system once more"
+    me.button("Light or dark").tap()
+    me.page.reload()
+    assert background() < 60, "the choice stays"
