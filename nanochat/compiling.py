@@ -2,8 +2,10 @@
 torch.compile where it pays, in one place: hot functions are called as `compiled(function)(...)`, blocks of the
 model by `Module.compile`. `set_compile(False)` turns all of it into plain eager code.
 """
+import contextlib
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -11,9 +13,16 @@ import torch
 from nanochat.distributed import compute_dtype, compute_init, print0
 
 
-@functools.cache
+switch = SimpleNamespace(on=True)  # of this process
+
+
 def compiled(function: Callable) -> Callable:
-    """`function` compiled on its first call for each shape; the compiler is not even imported before that."""
+    """`function` compiled on its first call for each shape, or as it is: importing the compiler alone takes seconds."""
+    return with_compiler(function) if switch.on else function
+
+
+@functools.cache
+def with_compiler(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)
 
 
@@ -39,16 +48,14 @@ def set_compile(wanted: bool, device_type: str) -> bool:
     Switch compilation on or off for this process. Returns whether it is on: generated code needs a compiler and
     Python's headers, so it is tried once, and a machine without them trains eagerly rather than not at all.
     """
-    on = wanted and device_type in ("cpu", "cuda")
-    torch.compiler.set_stance("default")
-    if on:
+    switch.on = wanted and device_type in ("cpu", "cuda")
+    if switch.on:
         try:
             compiled(probe)(torch.zeros(64, device=device_type))
         except Exception as error:  # whatever keeps it from working, eager code does not need it
             print0(f"not compiling: {(str(error).strip() or repr(error)).splitlines()[0]}")
-            on = False
-    torch.compiler.set_stance("default" if on else "force_eager")
-    return on
+            switch.on = False
+    return switch.on
 
 
 def probe(x: torch.Tensor) -> torch.Tensor:
@@ -58,4 +65,4 @@ def probe(x: torch.Tensor) -> torch.Tensor:
 
 def eagerly():
     """Context for code whose shapes change from call to call (sampling, single documents)."""
-    return torch.compiler.set_stance("force_eager")
+    return torch.compiler.set_stance("force_eager") if switch.on else contextlib.nullcontext()

@@ -139,7 +139,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
+            # Not drawn here as well: on the meta device that alone would import the compiler.
+            "wte": nn.Embedding.from_pretrained(torch.empty(config.padded_vocab_size, config.n_embd), freeze=False),
             "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
         })
         self.lm_head = Head(config.n_embd, config.padded_vocab_size, bias=False)

@@ -1,23 +1,18 @@
-"""Every test has a base folder of its own; two threads each, whatever the machine has."""
-import os
-import subprocess
-import sys
-from pathlib import Path
-
+"""Every test has a base folder of its own."""
 import pytest
 
-REPO = Path(__file__).parent.parent
-sys.path.insert(0, str(REPO))
+from ranks import REPO, run_module  # for the tests to import from here, too
+
+__all__ = ["REPO", "run_module", "base_folder"]
+LONG = ["test_many_ranks", "test_base_train", "test_chat_training", "test_zero"]
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first: then all workers end at about the same time."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
 @pytest.fixture(autouse=True)
 def base_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     return tmp_path / "base"
-
-
-def run_module(module: str, *args: str, env: dict | None = None, timeout: float = 300) -> subprocess.CompletedProcess:
-    """`python -m module args…` in a process of its own, from the repo's root, with the test's environment."""
-    return subprocess.run(
-        [sys.executable, "-m", module, *args], cwd=REPO, env=os.environ | (env or {}), timeout=timeout, text=True, capture_output=True
-    )

@@ -1,4 +1,7 @@
-"""A function on several ranks: real processes joined by gloo, or by NCCL where there is a GPU for each, which end in any case."""
+"""
+Other processes: a function on several ranks (joined by gloo, or by NCCL where there is a GPU for each), a script by itself,
+and a script under torchrun. They end in any case.
+"""
 import contextlib
 import faulthandler
 import importlib
@@ -6,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -13,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -26,9 +30,10 @@ REPO = Path(__file__).parent.parent
 if str(REPO) not in sys.path:  # ranks import this file first, so they find what the tests find
     sys.path.insert(0, str(REPO))
 
-# Ranks are forked from a server that has imported torch once. It starts with the first call and ends with this process.
+# Ranks and scripts are forked from a server that has imported what takes seconds. It starts with the first call and ends
+# with this process.
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
+context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "pytest", "pyarrow.parquet", "tiktoken", "tokenizers", "safetensors.torch", "yaml"])
 
 CONSEQUENCES = 0.3  # seconds in which other ranks may report after the first failure: a crash can be heard of before it is seen
 
@@ -152,6 +157,52 @@ def portable(error: BaseException) -> BaseException | None:
         return pickle.loads(pickle.dumps(error))
     except Exception:
         return None
+
+
+def run_module(module: str, *args: str, env: dict | None = None, timeout: float = 300, fresh: bool = False) -> subprocess.CompletedProcess:
+    """
+    `python -m module args…` in a process of its own, from the repo's root, with the test's environment.
+
+    Forked, like a rank, where the imports are done: a tenth of a second instead of two. `fresh` really starts Python.
+    """
+    environment = os.environ | (env or {})
+    if fresh:
+        return subprocess.run([sys.executable, "-m", module, *args], cwd=REPO, env=environment, timeout=timeout, text=True, capture_output=True)
+    with tempfile.TemporaryDirectory() as folder:
+        process = context.Process(target=module_main, args=(module, args, environment, folder))
+        process.start()
+        process.join(timeout)
+        status = process.exitcode
+        process.kill()
+        process.join()
+        out, err = (text(Path(folder, name)) for name in ("stdout", "stderr"))
+    if status is None:
+        raise subprocess.TimeoutExpired([module, *args], timeout, out, err)
+    return subprocess.CompletedProcess([module, *args], status, out, err)
+
+
+def module_main(module: str, args: Sequence[str], environment: dict, folder: str) -> None:
+    """The life of a script in a process that was forked for it."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(Path(folder, name), os.O_CREAT | os.O_WRONLY), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(REPO)
+    torch.set_num_threads(1)
+    try:
+        run_as_main(module, args)
+    except Exception as error:  # as Python does at the end; multiprocessing would not ask the script's hook
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+def run_as_main(module: str, args: Sequence[str]) -> None:
+    """The module as this process's `__main__`. The machine's speed, a second of matrix products for the unit of the MFU, is not measured."""
+    from nanochat import flops
+
+    flops.measured_matmul_flops = lambda *_: 1e11
+    sys.argv = [module, *args]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 class Job:

@@ -76,7 +76,7 @@ def assert_same_run(base: Path, a: str, b: str, step: int):
 def test_an_empty_base_folder_is_enough(base_folder):
     """The README's first command: the embedded corpus and a tokenizer are made first, then everything is there."""
     result = run_module("scripts.base_train", "--depth=4", "--max_seq_len=512", "--device_batch_size=1",
-                        "--total_batch_size=512", "--num_iterations=20", "--eval_tokens=2048", timeout=500)
+                        "--total_batch_size=512", "--num_iterations=20", "--eval_tokens=2048", timeout=500, fresh=True)
     assert result.returncode == 0, result.stderr
     assert "data set 'tinyworld' is not there yet, making it" in result.stdout
     assert "no tokenizer for 'tinyworld' yet, training one" in result.stdout
@@ -93,10 +93,10 @@ def test_an_empty_base_folder_is_enough(base_folder):
         assert 0 < record["train/mfu"] < 2 and 0 <= record["train/lrm"] <= 1
     meta = json.loads((folder / "step_000020" / "meta.json").read_text())
     assert meta["config"]["depth"] == 4 and meta["model_config"]["n_embd"] == 256 and meta["data_state"]["epoch"] == 0
-    evaluation = run_module("scripts.base_eval", "--eval_tokens=2048", "--core_metric_max_per_task=0", timeout=500)
+    evaluation = run_module("scripts.base_eval", "--eval_tokens=2048", "--core_metric_max_per_task=0", fresh=True)
     assert evaluation.returncode == 0, evaluation.stderr
     assert "held-out questions" in evaluation.stdout and "excess over the floor" in evaluation.stdout
-    report = run_module("nanochat.report")
+    report = run_module("nanochat.report", fresh=True)
     assert report.returncode == 0 and "held-out questions" in (base_folder / "report" / "report.md").read_text()
 
 
@@ -240,12 +240,18 @@ def test_the_corpus_floor_is_below_any_model(base):
 
 
 def test_wandb_is_imported_only_when_asked_for_and_works_offline(base, tmp_path):
-    """First with a wandb on the path that breaks when touched, then with the real one in its offline mode."""
+    """
+    First with a wandb on the path that breaks when touched, then with the real one in its offline mode. The compiler, two
+    seconds to import, is left alone as well.
+    """
     (tmp_path / "wandb.py").write_text("raise RuntimeError('imported')")
-    assert train("--num_iterations=1", env={"PYTHONPATH": str(tmp_path)}).returncode == 0
-    asked = train("--num_iterations=1", "--run=me", "--overwrite", env={"PYTHONPATH": str(tmp_path)})
+    quiet = train("--num_iterations=1", env={"PYTHONPATH": str(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"}, fresh=True)
+    assert quiet.returncode == 0, quiet.stderr
+    imported = {line.split("|")[-1].strip() for line in quiet.stderr.splitlines()}
+    assert "nanochat.compiling" in imported and not imported & {"wandb", "torch._dynamo", "torch._inductor"}
+    asked = train("--num_iterations=1", "--run=me", "--overwrite", env={"PYTHONPATH": str(tmp_path)}, fresh=True)
     assert asked.returncode == 1 and "imported" in asked.stderr
     pytest.importorskip("wandb")
-    real = train("--num_iterations=2", "--run=me", "--overwrite", env={"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)})
+    real = train("--num_iterations=2", "--run=me", "--overwrite", env={"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}, fresh=True)
     assert real.returncode == 0, real.stderr
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb")), "the run is on disk, to be synced later"

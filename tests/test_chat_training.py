@@ -3,10 +3,8 @@ import contextlib
 import io
 import json
 import os
-import runpy
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from conftest import run_module
 from nanochat.make_dataset import make
 from nanochat.metrics import read_metrics
 from nanochat.tokenizer import train_tokenizer
-from ranks import Job, run_on_ranks
+from ranks import Job, run_as_main, run_on_ranks
 
 COMMON = {"compile": False, "dtype": "float32", "device_type": "cpu", "device_batch_size": 2, "model_tag": "tiny"}
 STAGES = {  # what each stage is run with; every one has several micro-steps on each of two ranks
@@ -30,10 +28,9 @@ STAGES = {  # what each stage is run with; every one has several micro-steps on 
 
 
 def run_script(rank: int, world_size: int, module: str, args: list[str]) -> str:
-    sys.argv = [module, *args]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):  # an early end is no error
-        runpy.run_module(module, run_name="__main__", alter_sys=False)
+        run_as_main(module, args)
     return printed.getvalue()
 
 

@@ -3,7 +3,6 @@ import contextlib
 import io
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from conftest import REPO
 from nanochat.make_dataset import make
 from nanochat.metrics import read_metrics
 from nanochat.tokenizer import train_tokenizer
-from ranks import Job, run_on_ranks
+from ranks import Job, run_as_main, run_on_ranks
 
 TINY = {"data": "sums", "depth": 1, "max_seq_len": 32, "device_batch_size": 2, "total_batch_size": 512, "num_iterations": 30, "compile": False,
         "eval_tokens": 512, "sample_every": -1, "eval_every": -1, "dtype": "float32", "grad_clip": 1.0, "weight_decay": 0.1,
@@ -76,10 +75,9 @@ def script(rank: int, world_size: int, args: list[str], patch: str) -> tuple[str
     gpt.GPT.forward = recorded
     if patch == "micro-steps in reverse":
         dataloader.tokenizing_distributed_data_loader = reversed_loader
-    sys.argv = ["base_train", *args]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=False)
+        run_as_main("scripts.base_train", args)
     return printed.getvalue(), rows
 
 
