@@ -64,11 +64,11 @@ elif [ $rehearse = no ]; then
         --eval_every=30 --eval_examples=1000 --eval_samples=1 --save_every=10 --keep_last=2)
     tasks="tinyworld:facts, tinyworld:identity, arithmetic, arithmetic:quick, spellingbee" problems=600 core=0
 else
-    # Everything above in small, on all GPUs or the CPU: nothing is learnt.
+    # Everything above in small, on all GPUs or the CPU: nothing is learnt. That compiling works, the doctor has seen.
     data=tinyworld shards=2 vocab=1024 tag=rehearsal
     launch=(python -m)
     [ "$gpus" -le 1 ] || launch=(torchrun --standalone --nproc_per_node="$gpus" -m)
-    tiny=(--num_iterations=2 --device_batch_size=1 --eval_every=-1 --save_every=1)
+    tiny=(--num_iterations=2 --device_batch_size=1 --eval_every=-1 --save_every=1 --compile=False)
     model=(--depth=2 --max_seq_len=256 --total_batch_size=$((256 * (gpus > 1 ? gpus : 1))) --sample_every=-1 "${tiny[@]}")
     mid=(--tasks="tinyworld[:99], arithmetic[:99]" --total_batch_size=512 "${tiny[@]}")
     sft=(--tasks="tinyworld[:99], spellingbee[:99]" --target_examples_per_step=2 --eval_metrics_every=-1 "${tiny[@]}")

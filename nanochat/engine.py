@@ -9,7 +9,6 @@ The engine: any number of conversations decoded together, each with its own sett
 A server calls `add` when a request comes in, `remove` when its client has gone, and `step` all the time: one token for
 everyone who has a place. All from one thread.
 """
-import codecs
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from nanochat.calculator import calculate
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.kv_cache import CachedModel, Prefix
+from nanochat.pieces import Piece, Pieces
 from nanochat.sampling import Sampling, draw
 from nanochat.tokenizer import Tokenizer
 
@@ -34,6 +34,7 @@ class Event(NamedTuple):
     token: int
     forced: bool                            # written by the tool, not drawn from the model
     finish_reason: FinishReason | None      # set on the last token, a stop token included
+    error: Exception | None = None          # why there is no token, and no request any more: its prompt could not be read
 
 
 @dataclass
@@ -146,26 +147,35 @@ class Engine:
     # ---- One token for everyone
 
     def step(self) -> list[Event]:
-        """One more token for each running request and for those that get a place now. Ended requests leave."""
+        """
+        One more token for each running request and for those that get a place now. Ended requests leave. What goes
+        wrong with one prompt is the error of its own events; after an exception only `clear` helps.
+        """
+        failed: list[Event] = []
         logits = [self.model.decode([request.token for request in self.running])] if self.running else []
-        logits += self._admit()
+        logits += self._admit(failed)
         if not logits:
-            return []
+            return failed
         uniforms = [0.0 if request.forced else request.dice.getrandbits(24) / 2**24 for request in self.running]
         drawn = draw(torch.cat(logits), [request.sampling for request in self.running], uniforms)
         events = [self._advance(request, token) for request, token in zip(self.running, drawn)]
         for row in reversed(range(len(events))):
             if events[row].finish_reason:
                 self._free(row)
-        return events
+        return events + failed
 
-    def _admit(self) -> list[torch.Tensor]:
+    def _admit(self, failed: list[Event]) -> list[torch.Tensor]:
         """Give free rows to those who have waited longest; returns the logits after their prompts, (1, V) each."""
         logits = []
         while self.waiting and len(self.running) < self.max_batch:
             group = self.waiting[0]
-            group.prefix = group.prefix or self.model.prefill(group.prompt)
-            self.model.insert(group.prefix)
+            try:
+                group.prefix = group.prefix or self.model.prefill(group.prompt)
+                self.model.insert(group.prefix)
+            except Exception as error:  # for want of memory, perhaps: the others' rows are as they were
+                failed += [Event(id, -1, False, None, error) for id in group.ids]
+                self.waiting.popleft()
+                continue
             logits.append(group.prefix.logits)
             # The last token is written, not read: an answer may end one token beyond the context.
             left = min(group.sampling.max_tokens, self.context + 1 - len(group.prompt))
@@ -226,81 +236,36 @@ class Engine:
                 prompt = self.fit(prompt, its_sampling, truncate)
                 ids = self.add(prompt, its_sampling, num_samples, first_draw=i * num_samples if shared else 0)
                 answers |= {id: Answer(prompt) for id in ids}
-            while self.busy:
-                for event in self.step():
-                    answer = answers[event.id]
-                    answer.tokens.append(event.token)
-                    answer.forced.append(event.forced)
-                    answer.finish_reason = event.finish_reason
+            for event in self._until_done():
+                answer = answers[event.id]
+                answer.tokens.append(event.token)
+                answer.forced.append(event.forced)
+                answer.finish_reason = event.finish_reason
         finally:
-            self._drop_all()
+            self.clear()
         return list(answers.values())
 
-    def stream(self, prompt: Sequence[int], sampling: Sampling = Sampling(), truncate: bool = False) -> Iterator["Piece"]:
+    def stream(self, prompt: Sequence[int], sampling: Sampling = Sampling(), truncate: bool = False) -> Iterator[Piece]:
         """One answer in pieces of text, as they are written. Stopping early ends the request."""
         assert not self.busy, "an engine that serves requests is driven by step() alone"
         self.add(prompt, sampling, truncate=truncate)
         pieces = Pieces(self.tokenizer)
         try:
-            while self.busy:
-                for event in self.step():
-                    yield from pieces.add(event.token)
+            for event in self._until_done():
+                yield from pieces.add(event.token)
             yield from pieces.end()
         finally:
-            self._drop_all()
+            self.clear()
 
-    def _drop_all(self) -> None:
+    def _until_done(self) -> Iterator[Event]:
+        """Every event until nobody is left, or the first error."""
+        while self.busy:
+            for event in self.step():
+                if event.error:
+                    raise event.error
+                yield event
+
+    def clear(self) -> None:
+        """End every request, without a further event."""
         self.running, self.waiting = [], deque()
         self.model.clear()
-
-
-# ---- Tokens to text
-
-
-class Piece(NamedTuple):
-    """A bit of text, and which kind of part of a message it belongs to."""
-    type: Literal["text", "python", "python_output"]
-    text: str
-
-
-class Pieces:
-    """Turns the tokens of an answer into text, one at a time. A character spread over tokens comes out whole, with the last."""
-
-    STARTS = {"<|python_start|>": "python", "<|python_end|>": "text", "<|output_start|>": "python_output", "<|output_end|>": "text"}
-
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer, self.type = tokenizer, "text"
-        self.names = {tokenizer.encode_special(name): name for name in tokenizer.special_tokens}
-        self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def add(self, token: int) -> list[Piece]:
-        """The text that this token completes. Special tokens are no text; those of the tool change the type of what follows."""
-        if token not in self.names:
-            return self._piece(self.utf8.decode(self.tokenizer.decode_bytes([token])))
-        rest = self.end()
-        self.type = self.STARTS.get(self.names[token], self.type)
-        return rest
-
-    def end(self) -> list[Piece]:
-        """What is left of a character that never became whole: U+FFFD."""
-        return self._piece(self.utf8.decode(b"", final=True))
-
-    def _piece(self, text: str) -> list[Piece]:
-        return [Piece(self.type, text)] if text else []
-
-
-def to_parts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[dict[str, str]]:
-    """The tokens of an answer as the parts of a message: {"type": "text" | "python" | "python_output", "text": …}."""
-    pieces = Pieces(tokenizer)
-    return parts_of([piece for token in tokens for piece in pieces.add(token)] + pieces.end())
-
-
-def parts_of(pieces: Sequence[Piece]) -> list[dict[str, str]]:
-    """The same of pieces: neighbours of one type become one part."""
-    parts: list[dict[str, str]] = []
-    for piece in pieces:
-        if parts and parts[-1]["type"] == piece.type:
-            parts[-1]["text"] += piece.text
-        else:
-            parts.append({"type": piece.type, "text": piece.text})
-    return parts

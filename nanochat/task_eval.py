@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from nanochat.compiling import eagerly
 from nanochat.conversation import render_prompt
-from nanochat.engine import Answer, Engine, to_parts
+from nanochat.engine import Answer, Engine
 from nanochat.gpt import GPT
+from nanochat.pieces import to_parts
 from nanochat.sampling import Sampling
 from nanochat.tasks import Task
 from nanochat.tokenizer import Tokenizer

@@ -14,8 +14,9 @@ from configurator import configure
 from nanochat.checkpoint import load_model
 from nanochat.conversation import render_prompt
 from nanochat.distributed import compute_dtype, compute_init, print0
-from nanochat.engine import Engine, Piece, parts_of
+from nanochat.engine import Engine
 from nanochat.errors import UserError
+from nanochat.pieces import Piece, parts_of
 from nanochat.sampling import Sampling
 
 # ---- Model

@@ -15,11 +15,12 @@ import nanochat.engine
 import nanochat.kv_cache
 from configurator import Setting, read_arguments
 from nanochat.conversation import render, render_prompt
-from nanochat.engine import Engine, Pieces, to_parts
+from nanochat.engine import Engine
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kv_cache import CachedModel
 from nanochat.loss import cap
+from nanochat.pieces import Pieces, to_parts
 from nanochat.sampling import Sampling, draw
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import REPO
@@ -308,6 +309,32 @@ def test_removing_what_is_not_there_and_what_waits():
     assert set(tokens) == {second, last} and tokens[last] == uncached(model, prompts[1], 30)
     engine.remove(last)
     assert tokens[second] == uncached(model, prompts[0], 30)[1:]
+
+
+def test_a_prompt_that_cannot_be_read_costs_nobody_else_anything(monkeypatch):
+    """With it in mid-crowd: its samples are gone, all others get the tokens of the plain model. A single caller sees why."""
+    model, prompts = random_model(), random_prompts(4, 6, 9)
+    engine = Engine(model, TOKENIZER, max_batch=4)
+    prefill = engine.model.prefill
+
+    def fragile(prompt):
+        if prompt == prompts[1]:
+            raise MemoryError("no room")
+        return prefill(prompt)
+
+    monkeypatch.setattr(engine.model, "prefill", fragile)
+    [first] = engine.add(prompts[0], GREEDY)
+    events = engine.step()
+    bad, [last] = engine.add(prompts[1], GREEDY, num_samples=2), engine.add(prompts[2], GREEDY)
+    events += engine.step()
+    assert [(event.id, str(event.error)) for event in events if event.error] == [(id, "no room") for id in bad]
+    got = finish(engine)
+    assert set(got) == {first, last}
+    for id, prompt in ((first, prompts[0]), (last, prompts[2])):
+        assert [event.token for event in events if event.id == id] + got[id] == uncached(model, prompt, 30)
+    with pytest.raises(MemoryError, match="no room"):
+        engine.generate(prompts, GREEDY)
+    assert not engine.busy and engine.model.lengths == []
 
 
 # ---- The tool

@@ -1,0 +1,117 @@
+"""
+Serve chat models: a page to talk with them, and an interface that OpenAI's clients understand.
+
+    python -m scripts.chat_web                                  # http://127.0.0.1:8000
+    python -m scripts.chat_web --source="sft, rl" --port=80 --host=0.0.0.0
+
+    from openai import OpenAI
+    OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
+        model="TAG-sft", messages=[{"role": "user", "content": "What is 12 * 3?"}])
+
+nanochat/openai_api.py says what goes beyond that interface and what differs. SIGTERM and Ctrl-C end the server at once.
+"""
+import os
+import signal
+import socket
+from functools import partial
+from typing import Literal
+
+import torch
+import uvicorn
+
+from configurator import configure
+from nanochat.checkpoint import find_model, load_checkpoint
+from nanochat.distributed import compute_dtype, compute_init, print0
+from nanochat.engine import Engine
+from nanochat.errors import UserError, require_positive
+from nanochat.sampling import Sampling
+from nanochat.serving import ServedModel, Worker
+from nanochat.web import Limits, create_app
+
+# ---- Models
+source = "sft"              # stage of the model, or several: "sft, rl"; each is served as TAG-STAGE
+model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
+step: int | None = None     # of the checkpoint; None: the newest valid one
+device_type = ""            # cuda | mps | cpu; empty: the best there is
+dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
+workers = 0                 # engines for each model, on the GPUs in turn; 0: one for each GPU, or one on a CPU
+# ---- Who may ask
+host = "127.0.0.1"          # address to listen on; 0.0.0.0: every network this machine is in
+port = 8000                 # 0: any that is free
+api_key = ""                # what clients of /v1 must send as their key; NANOCHAT_API_KEY does not show in the list of processes
+cors_origins = ""           # pages of other servers that may ask, such as "https://a.org, https://b.org"; empty: none
+# ---- Limits
+max_batch = 16              # answers written at once by each engine
+max_queue = 64              # answers that may wait for that; beyond it clients are told to come again (429)
+max_body_bytes = 2**20      # of a request
+max_messages = 200          # of a conversation
+max_chars = 200_000         # of its messages together
+max_new_tokens = 1024       # of an answer; clients that ask for more get this many
+timeout_s = 300.0           # seconds from request to answer, which then ends with what it has
+# ---- Defaults of a request
+temperature = 0.6           # 0: always the most probable token
+top_k = 50                  # only the k most probable tokens; 0: all
+config = configure(globals())
+
+require_positive(config, "max_batch", "max_body_bytes", "max_messages", "max_chars", "max_new_tokens")
+if workers < 0 or max_queue < 0 or timeout_s <= 0:
+    raise UserError(f"workers={workers} and max_queue={max_queue} must be at least 0, timeout_s={timeout_s} more than that")
+if not 0 <= port < 2**16:
+    raise UserError(f"port={port} must be within 0 and {2**16 - 1}")
+Sampling(max_new_tokens, temperature, top_k).check()
+sources = [name.strip() for name in source.split(",") if name.strip()]
+if not sources or len(set(sources)) < len(sources):
+    raise UserError(f"source={source!r} must name one stage or several different ones, such as 'sft, rl'")
+api_key = api_key or os.environ.get("NANOCHAT_API_KEY", "")
+
+# The port first: it is known at once whether it is free, a model takes longer to load. Who comes meanwhile waits.
+try:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(address)
+    listener.listen()
+except OSError as error:
+    raise UserError(f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port or --host") from None
+
+if not api_key and host not in ("127.0.0.1", "::1", "localhost"):
+    print0(f"warning: whoever can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
+_, _, _, _, device = compute_init(device_type)
+if device.type == "cpu" and workers > 1:  # they share the cores
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [device]
+models = []
+for stage in sources:
+    checkpoint = find_model(stage, model_tag, step)
+    engines = []
+    for i in range(workers or len(devices)):
+        model, tokenizer, meta = load_checkpoint(checkpoint, devices[i % len(devices)])
+        model = model.eval().to(compute_dtype(dtype, device))
+        engines.append(Worker(partial(Engine, model, tokenizer, max_batch)))
+    created = int(checkpoint.stat().st_mtime)
+    models.append(ServedModel(f"{checkpoint.parent.name}-{stage}", tokenizer, model.config.sequence_len, meta["step"], created, max_batch, max_queue, engines))
+
+limits = Limits(max_body_bytes, max_messages, max_chars, max_new_tokens, timeout_s, temperature, top_k)
+origins = [origin.strip() for origin in cors_origins.split(",") if origin.strip()]
+app = create_app(models, limits, api_key, origins)
+
+
+class Server(uvicorn.Server):
+    """Says when it is ready; a signal ends the answers that are being written, else open streams would hold it up."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        address = f"[{host}]" if ":" in host else host
+        print0(f"http://{address}:{listener.getsockname()[1]} serves {', '.join(model.id for model in models)}; Ctrl-C ends it")
+
+    def handle_exit(self, number: int, frame: object) -> None:
+        for model in models:
+            for worker in model.workers:
+                worker.stop()
+        super().handle_exit(number, frame)
+
+
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, frame: None)  # uvicorn raises them once more when it has ended
+settings = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=2)
+Server(settings).run(sockets=[listener])
