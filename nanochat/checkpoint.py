@@ -119,7 +119,8 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
             return path
         print0(f"warning: {path}: {problem}")
     have = ", ".join(map(str, steps)) or "none"
-    raise UserError(f"no valid checkpoint{'' if step is None else f' of step {step}'} in {folder} (steps there: {have})")
+    advice = "; remove them to start anew" if steps and step is None else ""
+    raise UserError(f"no valid checkpoint{'' if step is None else f' of step {step}'} in {folder} (steps there: {have}{advice})")
 
 
 def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bool) -> Path | None:
@@ -135,16 +136,28 @@ def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bo
         if read_meta(newest)["job"] == from_rank0(job):
             return newest
     if resume_from_step >= 0:
-        checkpoint = find_checkpoint(folder, resume_from_step)
+        checkpoint = resumable(find_checkpoint(folder, resume_from_step))
         newer = [step for step in steps if step > resume_from_step]
         if newer and not overwrite:
             raise UserError(f"{folder} has newer checkpoints than step {resume_from_step}: {', '.join(map(str, newer))}; --overwrite removes them")
         return checkpoint
     if steps and resume == "auto":
-        return find_checkpoint(folder)
+        return resumable(find_checkpoint(folder))
     if steps and not overwrite:
         raise UserError(f"{folder} has checkpoints; continue with --resume=auto, choose another --model_tag, or --overwrite")
     return None
+
+
+def resumable(checkpoint: Path) -> Path:
+    """The checkpoint; UserError for one without a state of training, as an import leaves it. COLLECTIVE."""
+    if not from_rank0(has_training_state, checkpoint):
+        raise UserError(f"{checkpoint} was imported: it has weights only, and no run can go on from it; "
+                        "start the next stage from it, or choose another --model_tag")
+    return checkpoint
+
+
+def has_training_state(checkpoint: Path) -> bool:
+    return any(checkpoint.glob("optimizer_rank_*.safetensors"))
 
 
 def restarted() -> bool:

@@ -27,6 +27,7 @@ from nanochat.checkpoint import MODEL_FILE, OPTIMIZER_FILE, UNSEEN, find_checkpo
 from nanochat.distributed import from_rank0, print0
 from nanochat.errors import UserError, one_line
 from nanochat.files import make_folder_aside, publish_folder, sha256, sync
+from nanochat.gpt import GPTConfig
 from nanochat.resharding import counters, kept_state
 from nanochat.tokenizer import Tokenizer
 from nanochat.zero import Sharding
@@ -109,10 +110,7 @@ class CheckpointWriter:
             if isinstance(part, Exception):
                 raise part
             sums |= part
-        (aside / "meta.json").write_text(meta, encoding="utf-8")
-        self.tokenizer.save(aside)
-        sums |= {file.name: sha256(file) for file in aside.iterdir() if file.name not in sums}
-        (aside / "manifest.json").write_text(json.dumps(sums, indent=1, sort_keys=True), encoding="utf-8")
+        complete(aside, sums, self.tokenizer, meta)
         publish_folder(aside, step_dir(self.folder, step))
         if self.keep_last > 0:
             for old in [there for there in list_steps(self.folder) if there <= step][: -self.keep_last]:
@@ -140,6 +138,32 @@ def make_room(target: Path) -> Path:
     for debris in target.parent.glob(".step_*.tmp-*"):
         shutil.rmtree(debris)
     return make_folder_aside(target)
+
+
+def complete(aside: Path, sums: dict[str, str], tokenizer: Tokenizer, meta: str) -> None:
+    """Add to the weights in a folder what makes it a checkpoint. sums: SHA-256 of the files that were already hashed."""
+    (aside / "meta.json").write_text(meta, encoding="utf-8")
+    tokenizer.save(aside)
+    sums = sums | {file.name: sha256(file) for file in aside.iterdir() if file.name not in sums}
+    (aside / "manifest.json").write_text(json.dumps(sums, indent=1, sort_keys=True), encoding="utf-8")
+
+
+def save_weights(folder: Path, step: int, weights: dict[str, Tensor], tokenizer: Tokenizer, config: GPTConfig, meta: dict) -> Path:
+    """
+    Save folder/step_NNNNNN without a state of training: what an import leaves. The other stages can begin with it,
+    no run can go on from it. OSError when the disk refuses; a kill at any moment leaves nothing half-made.
+    """
+    target = step_dir(folder, step)
+    # No job wrote it, and no run that is restarted shall take it for its own.
+    meta = meta | {"step": step, "job": "", "tokenizer": tokenizer.fingerprint, "model_config": vars(config)}
+    aside = make_room(target)
+    try:
+        complete(aside, write_files(aside, {MODEL_FILE: (weights, {})}), tokenizer, json.dumps(meta, indent=1))
+        publish_folder(aside, target)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return target
 
 
 def copy_to_host(sharding: Sharding, optimizers) -> Files:
@@ -183,6 +207,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         if number := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
         raise
+    path.chmod(0o644)  # safetensors makes files private; a checkpoint is as readable as what it was trained on
 
 
 def outcome(function: Callable, *args):

@@ -9,13 +9,13 @@ import math
 from collections import defaultdict
 
 from configurator import configure
-from nanochat.checkpoint import load_model
+from nanochat.checkpoint import find_model, load_checkpoint
 from nanochat.compiling import set_compile
 from nanochat.core_eval import bundle_dir, evaluate_core, load_tasks, why_no_bundle
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
 from nanochat.dataset import iter_texts
 from nanochat.distributed import compute_cleanup, compute_init, from_rank0, print0
-from nanochat.errors import require_positive
+from nanochat.errors import UserError, require_positive
 from nanochat.loss_eval import document_nats, entropy_floor, evaluate_bpb, greedy_completes, sample
 from nanochat.report import write_section
 from nanochat.tinyworld import PROMPTS, floor_bits, held_out_questions, topic_of
@@ -25,6 +25,7 @@ model_tag: str | None = None  # folder of the checkpoints; None: the only one th
 step: int | None = None     # of the checkpoint; None: the newest valid one
 device_type = ""            # cuda | mps | cpu; empty: the best there is
 # ---- Evaluation
+data: str | None = None     # data set to measure on; None: the one it was trained on
 device_batch_size = 16      # rows per rank at a time; halve it when memory runs out
 eval_tokens = 10485760      # tokens of each split, at most one pass over validation
 core_metric_max_per_task = 500  # items of each task of CORE, whose bundle is downloaded if it is not there; -1: all, 0: no CORE
@@ -34,9 +35,14 @@ config = configure(globals())
 require_positive(config, "device_batch_size", "eval_tokens", "sample_tokens")
 ddp, rank, local_rank, world_size, device = compute_init(device_type)
 set_compile(False, device.type)  # shapes change from batch to batch
-model, tokenizer, meta = load_model("base", device, "eval", model_tag, step)
-data, token_bytes = meta["data"], tokenizer.token_bytes()
-name = f"step {meta['step']} of {meta['config']['model_tag'] or 'd' + str(meta['config']['depth'])}, trained on {data}"
+checkpoint = find_model("base", model_tag, step)
+model, tokenizer, meta = load_checkpoint(checkpoint, device)
+model.eval()
+trained_on, token_bytes = meta.get("data"), tokenizer.token_bytes()
+data = data or trained_on
+if data is None:
+    raise UserError(f"{checkpoint} was imported, and does not say what it was trained on; set --data to what to measure it on")
+name = f"step {meta['step']} of {checkpoint.parent.name}, " + (f"trained on {trained_on}" if trained_on else "imported") + f", measured on {data}" * (data != trained_on)
 print0(f"model: {name}")
 
 # --- bits per byte on both splits, as in training: rows packed with documents

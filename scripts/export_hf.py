@@ -1,0 +1,52 @@
+"""
+Export a model of any stage as a folder that Hugging Face's transformers loads as it is, for others to use.
+
+    python -m scripts.export_hf --source=sft --output=my-model
+
+Weights, configuration, tokenizer, chat template, and a model card with the report's numbers. scripts.import_hf is the
+way back, to the same bits.
+"""
+import shutil
+from pathlib import Path
+from typing import Literal
+
+from configurator import configure
+from nanochat.checkpoint import find_model, read_meta
+from nanochat.errors import UserError
+from nanochat.files import write_folder_aside
+from nanochat.hf import FOLDER, export
+from nanochat.hf_card import model_card
+
+# ---- Model
+source: Literal["base", "mid", "sft", "rl"] = "sft"  # stage of the model
+model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
+step: int | None = None     # of the checkpoint; None: the newest valid one
+# ---- The folder
+output = ""                 # where it goes
+overwrite = False           # replace an exported folder that is there
+dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the weights; auto: as the model computes; float32: as the optimizers keep them
+max_shard_gb = 5.0          # gigabytes of a file of weights; more are split
+config = configure(globals())
+
+if not output:
+    raise UserError("say where the folder is to be, such as --output=my-model")
+if max_shard_gb <= 0:
+    raise UserError(f"max_shard_gb={max_shard_gb} must be above 0")
+folder = Path(output).expanduser().resolve()
+if folder.exists():
+    others = sorted(path.name for path in folder.iterdir() if not FOLDER.fullmatch(path.name)) if folder.is_dir() else [folder.name]
+    if others:  # never removed, whatever the settings say
+        raise UserError(f"{folder} is there and no exported model alone: it has {', '.join(others[:3])}; choose another --output")
+    if any(folder.iterdir()) and not overwrite:
+        raise UserError(f"{folder} is there; choose another --output, or --overwrite")
+
+checkpoint = find_model(source, model_tag, step)
+meta = read_meta(checkpoint)
+print(f"exporting {checkpoint}")
+for debris in folder.parent.glob(f".{folder.name}.tmp-*"):  # what a killed export left
+    shutil.rmtree(debris)
+with write_folder_aside(folder) as aside:
+    parameters = export(checkpoint, meta, dtype, int(max_shard_gb * 1e9), aside)
+    (aside / "README.md").write_text(model_card(source, checkpoint, meta, parameters), encoding="utf-8")
+size = sum(path.stat().st_size for path in folder.iterdir())
+print(f"wrote {folder}: {parameters:,} parameters, {size / 1e6:,.1f} MB; its README.md says how to use it")

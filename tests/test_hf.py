@@ -1,0 +1,550 @@
+"""Export and import: transformers itself is the oracle of what leaves, the original bits of what comes back."""
+import contextlib
+import io
+import json
+import os
+import pickle
+import random
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import tiktoken
+import torch
+from safetensors.torch import load_file, save_file
+
+import nanochat.saving
+from nanochat.checkpoint import checkpoint_dir, load_checkpoint, problem_with, read_meta, step_dir
+from nanochat.conversation import render, render_prompt
+from nanochat.engine import Engine
+from nanochat.errors import UserError
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.hf import Imported, fit
+from nanochat.hf_tokenizer import GUARD, PROBES, SEAM, to_hf
+from nanochat.report import write_section
+from nanochat.sampling import Sampling
+from nanochat.saving import CheckpointWriter, save_weights
+from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
+from nanochat.zero import Sharding
+from ranks import run_on_ranks
+
+TEXT = Path(__file__).read_text(encoding="utf-8") + " a" + "a" * 40 + " ab" * 9 + "ababab"
+TOKENIZER = Tokenizer.train([TEXT] * 2, 500)
+V = TOKENIZER.get_vocab_size()
+MALICE = "/malice"  # a file in the base folder that no test may find
+
+
+@pytest.fixture(scope="module")
+def hf():
+    """transformers, imported only where these tests run, and never looking for a network."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        import transformers
+
+        yield transformers
+
+
+def random_model(n_kv_head: int = 4, seed: int = 1, vocab_size: int = V) -> GPT:
+    """
+    Every matrix random, so that no block is the identity, and logits so far apart that a greedy token is no coin toss;
+    an embedding so small that another eps of the norm shows.
+    """
+    model = GPT(GPTConfig(sequence_len=128, vocab_size=vocab_size, n_layer=3, n_embd=64, n_head=4, n_kv_head=n_kv_head))
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        p.data.normal_(0, 0.25 if "lm_head" in name else 0.02 if "wte" in name else p.size(1) ** -0.5, generator=generator)
+    return model
+
+
+def saved(model: GPT, source: str = "sft", tag: str = "tiny", step: int = 12) -> Path:
+    return save_weights(checkpoint_dir(source, tag), step, model.state_dict(), TOKENIZER, model.config, {"config": {}, "data": "tinyworld"})
+
+
+def run_script(rank: int, world_size: int, module: str, settings: dict) -> str:
+    """What a script prints; its errors are raised."""
+    sys.argv = [module, *(f"--{key}={value}" for key, value in settings.items())]
+    printed, hook = io.StringIO(), sys.excepthook
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            runpy.run_module(module, run_name="__main__", alter_sys=False)
+    finally:
+        sys.excepthook = hook
+    return printed.getvalue()
+
+
+def exported(output: Path, **settings) -> Path:
+    run_script(0, 1, "scripts.export_hf", {"output": output} | settings)
+    return output
+
+
+def imported(folder: Path, **settings) -> Path:
+    """The new checkpoint."""
+    printed = run_script(0, 1, "scripts.import_hf", {"input": folder, "model_tag": "back"} | settings)
+    return Path(re.search(r"parameters in \w+: (.*)", printed)[1])
+
+
+def different(a: Path, b: Path) -> list[str]:
+    """Names of the tensors in which two checkpoints differ, in a bit, a dtype or a shape."""
+    a, b = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
+    same = {name for name in a.keys() & b.keys() if a[name].dtype == b[name].dtype and a[name].shape == b[name].shape
+            and torch.equal(a[name].contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8))}
+    return sorted((a.keys() | b.keys()) - same)
+
+
+# ---- What leaves
+
+
+@pytest.mark.parametrize("n_kv_head,dtype,max_shard_gb", [(4, torch.float32, 5.0), (2, torch.float32, 3e-4), (1, torch.bfloat16, 5.0)])
+def test_transformers_computes_the_same(hf, tmp_path, n_kv_head, dtype, max_shard_gb):
+    """Logits within 1e-5 (measured: 5e-6, as much as between its own kernels), and 64 greedy tokens, of the same weights in float32; one file or several."""
+    model = random_model(n_kv_head).to(dtype)
+    saved(model)
+    folder = exported(tmp_path / "out", max_shard_gb=max_shard_gb)
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert shards == ["model.safetensors"] if max_shard_gb > 1 else len(shards) > 2 and all(folder.joinpath(s).stat().st_size < 4e5 for s in shards)
+    theirs = hf.AutoModelForCausalLM.from_pretrained(folder)
+    assert type(theirs).__name__ == "NanoChatForCausalLM" and theirs.dtype == dtype, "the dtype of the weights, unasked"
+    ours, theirs = model.float(), theirs.float()
+
+    tokens = torch.randint(V, (3, 100), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        logits = ours(tokens)
+        assert logits.std() > 1 and torch.allclose(theirs(tokens).logits, logits, rtol=0, atol=1e-5)
+
+    prompt = [TOKENIZER.get_bos_token_id(), *tokens[0, :19].tolist()]
+    got = theirs.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=[])[0, 20:].tolist()
+    expected = Engine(ours, TOKENIZER).generate([prompt], Sampling(64, temperature=0, stop=(), tools=False))[0].tokens
+    assert got == expected and len(set(expected)) > 10
+
+
+def test_pipelines_answer_and_continue_as_the_engine_does(hf, tmp_path):
+    """A plain text begins with <|bos|>, a conversation ends with the assistant's turn opened; both end where the engine does."""
+    model = random_model()
+    model.lm_head.weight.data[TOKENIZER.encode_special("<|assistant_end|>")] *= 1.5  # so that answers end
+    saved(model)
+    folder = exported(tmp_path / "out")
+    write = hf.pipeline("text-generation", model=str(folder))
+    engine, greedy, ended = Engine(model, TOKENIZER), Sampling(40, temperature=0, tools=False), 0
+    for text in ("Once", "import os", "What is 12?", "ab", "the test", "x = 3"):
+        messages = [{"role": "user", "content": text}]
+        for prompt, ids in ((text, TOKENIZER.encode(text, prepend="<|bos|>")), (messages, render_prompt(TOKENIZER, {"messages": messages}))):
+            answer = engine.generate([ids], greedy)[0]
+            ended += answer.finish_reason == "stop"
+            out = write(prompt, max_new_tokens=40, do_sample=False, return_full_text=False)[0]["generated_text"]
+            assert out == TOKENIZER.decode(i for i in answer.tokens if i < V - len(SPECIAL_TOKENS))
+    assert 0 < ended < 12, "some end, some do not"
+
+
+NASTY = [
+    *PROBES, *SPECIAL_TOKENS, "<|bos|><|user_end|>a", "<|", "<<||>", "a <|end|> b", "\u2028\u2029\x85\x0b\x0c", "don't DON'T d'ſ", "\r", "\n" * 300,
+    " " * 5000 + "x" + "\t" * 700, "x" * 3000, "-" * 900 + "\r\n", "aaaaaaaaaaaaa", "abababababa", "1" * 99, "٠١٢٣٤", "\U0010ffff\ue000", "\ud7ff", TEXT,
+]
+
+
+def test_every_text_has_the_same_ids_there(hf, tmp_path):
+    """Of nasty texts and 3,000 random ones. Special tokens in a text are found there, unless it is told not to look."""
+    saved(random_model())
+    theirs = hf.AutoTokenizer.from_pretrained(exported(tmp_path / "out"))
+    rng = random.Random(0)
+    alphabets = ["ab", "a \n\t\r", "aA'sSlL dDrReE1", "<|bos_>", "-=#_ \n", [chr(c) for c in (*range(0x250), *range(0x600, 0x700), 0x1F600, 0x200D, 0xFE0F, 0x3000)]]
+    texts = NASTY + ["".join(rng.choices(rng.choice(alphabets), k=rng.randrange(80))) for _ in range(3000)]
+    for text, ids in zip(texts, theirs(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"], strict=True):
+        assert ids == TOKENIZER.encode(text), repr(text[:80])
+        assert TOKENIZER.decode(ids) == theirs.decode(ids) == text
+    assert theirs("a<|bos|>", split_special_tokens=False)["input_ids"] == [theirs.bos_token_id, *TOKENIZER.encode("a"), theirs.bos_token_id]
+    assert theirs("a" + GUARD + "b" + SEAM + "c")["input_ids"][1:] == TOKENIZER.encode("ab") + TOKENIZER.encode("c"), "the one that is lost"
+    assert (theirs.eos_token, theirs.pad_token, theirs.model_max_length, len(theirs)) == ("<|assistant_end|>", "<|bos|>", 128, V)
+
+
+def test_merges_that_no_training_makes_lead_to_the_same_ids():
+    """Tokens that only a whole piece can be, that several pairs spell, that repeat themselves: random vocabularies over two letters."""
+    rng = random.Random(1)
+    for _ in range(100):
+        words = {"".join(rng.choices("ab", k=rng.choice((2, 2, 3, 3, 4, 5, 6)))).encode() for _ in range(rng.randrange(1, 20))}
+        tokenizer = Tokenizer(rng.sample(sorted(words), len(words)))
+        texts = ["".join(rng.choices("ab ", weights=(5, 5, 1), k=rng.randrange(14))) for _ in range(100)]
+        theirs = [encoding.ids for encoding in to_hf(tokenizer).encode_batch(texts, add_special_tokens=False)]
+        assert theirs == tokenizer.encode(texts), tokenizer.merges
+
+
+def conversations(count: int) -> list[dict]:
+    """Varied: a system message or none, one to four exchanges, plain answers and parts of all kinds, in any order."""
+    rng = random.Random(3)
+    texts = [*(text for text in NASTY if len(text) < 400), " leading", "trailing \n", "Hel", "lo", "<", "|bos|>", "12*3", "{{ messages }}", "{% if x %}", "\\n"]
+
+    def answer():
+        if rng.random() < 0.5:
+            return rng.choice(texts)
+        return [{"type": rng.choice(("text", "text", "python", "python_output")), "text": rng.choice(texts)} for _ in range(rng.randrange(6))]
+
+    found = []
+    for _ in range(count):
+        messages = [{"role": "system", "content": rng.choice(texts)}] if rng.random() < 0.3 else []
+        for _ in range(rng.randrange(1, 5)):
+            messages += [{"role": "user", "content": rng.choice(texts)}, {"role": "assistant", "content": answer()}]
+        found.append({"messages": messages})
+    return found
+
+
+def test_the_chat_template_renders_what_our_renderer_does(hf, tmp_path):
+    """
+    200 conversations, whole and as prompts: special tokens spelled in what people say, parts that would be merged with
+    their neighbours or together spell a special token, and templates inside of messages.
+    """
+    saved(random_model())
+    theirs = hf.AutoTokenizer.from_pretrained(exported(tmp_path / "out"))
+    spelled = 0
+    for conversation in conversations(200):
+        messages = conversation["messages"]
+        spelled += any(name in str(messages) for name in SPECIAL_TOKENS)
+        assert theirs.apply_chat_template(messages)["input_ids"] == render(TOKENIZER, conversation).ids, messages
+        for prompt in (messages[:-1], messages):  # an answer at the end is to be written again
+            assert theirs.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"] == render_prompt(TOKENIZER, {"messages": prompt})
+    assert spelled > 50
+    user = {"role": "user", "content": "x"}
+    for wrong in ([user | {"role": "system"}], [user, user], [user | {"role": "assistant"}], [user, user | {"role": "system"}], [user | {"content": [{"type": "python", "text": "1"}]}]):
+        with pytest.raises(Exception, match="messages of user|take turns|has type python"):
+            theirs.apply_chat_template(wrong)
+
+
+def test_the_card_has_the_numbers_of_this_model_only(tmp_path):
+    """A run's section by its log, an evaluation by what it says it measured; another model's or step's are left out."""
+    saved(random_model())
+    tiny = checkpoint_dir("sft", "tiny") / "metrics.jsonl"
+    write_section("chat_sft", "Fine-tuning", "", {"sft": {"training minutes": 7.125}}, tiny)
+    write_section("chat_eval_sft", "Chat", "Model: step 12 of tiny.\n", {"sft": {"spellingbee": 0.8125}})
+    write_section("chat_eval_old", "Chat", "Model: step 1 of tiny.\n", {"sft": {"old": 0.5}})
+    write_section("chat_rl", "Reinforcement", "", {"rl": {"reward": 0.5}}, tiny)
+    write_section("base_eval", "Base", "Model: step 12 of tiny2, trained on x.", {"sft": {"another": 0.25}})
+    card = (exported(tmp_path / "out") / "README.md").read_text()
+    assert "| training minutes | 7.125 |\n| spellingbee | 0.8125 |\n\n" in card and not any(row in card for row in ("| old", "| reward", "| another"))
+    assert card.startswith("---\nlibrary_name: transformers\n") and "# tiny, sft" in card and "Step 12 of a chat model" in card
+    shutil.rmtree(tmp_path / "base" / "report")
+    assert "measured" not in (exported(tmp_path / "without") / "README.md").read_text()
+
+
+# ---- What comes back
+
+
+@pytest.mark.parametrize("dtype,max_shard_gb", [(torch.float32, 3e-4), (torch.bfloat16, 5.0)])
+def test_import_of_an_export_is_the_same_bits(tmp_path, dtype, max_shard_gb):
+    """Every tensor, padded rows included, tokenizer and step; and a second export is the first, file by file."""
+    original = saved(random_model(2).to(dtype))
+    out = exported(tmp_path / "out", max_shard_gb=max_shard_gb)
+    back = imported(out, source="mid")
+    assert problem_with(back) is None and different(original, back) == []
+    assert back == step_dir(checkpoint_dir("mid", "back"), 12)
+    (ours, theirs), fields = (read_meta(original), read_meta(back)), ("model_config", "tokenizer", "step")
+    assert [ours[field] for field in fields] == [theirs[field] for field in fields]
+    again = exported(tmp_path / "again", source="mid", max_shard_gb=max_shard_gb)
+    for path in out.iterdir():
+        assert path.name == "README.md" or path.read_bytes() == (again / path.name).read_bytes(), path.name
+
+
+
+def test_what_transformers_saves_can_be_imported(hf, tmp_path):
+    """A folder in its own hand, as after fine-tuning there: the same weights and tokenizer, the rows that no token uses zero."""
+    model = random_model()
+    original = saved(model)
+    exported(tmp_path / "out")
+    hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "theirs")
+    hf.AutoTokenizer.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "theirs")
+    back = imported(tmp_path / "theirs")
+    assert different(original, back) == ["lm_head.weight", "transformer.wte.weight"] and read_meta(back)["tokenizer"] == TOKENIZER.fingerprint
+    there, _, _ = load_checkpoint(back, torch.device("cpu"))
+    for weight, expected in ((there.transformer.wte.weight, model.transformer.wte.weight), (there.lm_head.weight, model.lm_head.weight)):
+        assert torch.equal(weight[:V], expected[:V]) and not weight[V:].any() and expected[V:].any()
+
+
+def save_on_rank(rank: int, world_size: int, folder: Path) -> None:
+    """A bfloat16 model with its masters, each rank keeping half of them."""
+    model = random_model(2)
+    sharding = Sharding(model, model.units(), torch.device("cpu"), torch.bfloat16, stage=2)
+    saver = CheckpointWriter(folder, sharding, model.setup_optimizers(sharding), TOKENIZER)
+    saver.save(12, {"config": {}, "tokenizer": TOKENIZER.fingerprint})
+    saver.wait()
+
+
+def test_float32_of_a_bfloat16_run_are_its_masters(tmp_path):
+    """Gathered from the files of two ranks; refused where there are none. bfloat16 of them is what the model computes with."""
+    run_on_ranks(2, save_on_rank, checkpoint_dir("sft", "tiny"))
+    original = step_dir(checkpoint_dir("sft", "tiny"), 12)
+    assert len(list(original.glob("optimizer_rank_*"))) == 2
+    masters = save_weights(checkpoint_dir("base", "masters"), 12, random_model(2).state_dict(), TOKENIZER, random_model(2).config, {})
+    back = imported(exported(tmp_path / "fp32", dtype="float32"))
+    assert different(masters, back) == [] and json.loads((tmp_path / "fp32" / "config.json").read_text())["dtype"] == "float32"
+    assert different(original, imported(exported(tmp_path / "auto"), overwrite=True)) == []
+    rounded = exported(tmp_path / "rounded", source="base", model_tag="masters", dtype="bfloat16")
+    assert different(original, imported(rounded, overwrite=True)) == []
+    with pytest.raises(UserError, match="no float32 masters"):
+        exported(tmp_path / "nothing", source="base", model_tag="back", dtype="float32")
+    assert not (tmp_path / "nothing").exists()
+
+
+def classic_folder(folder: Path, model: GPT, step: int = 650, config: dict | None = None, **extra) -> Path:
+    """A published checkpoint: compiled, embedding in bfloat16, vocabulary as it is; the tokenizer is a real pickled tiktoken.Encoding."""
+    folder.mkdir(exist_ok=True)
+    state = {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()} | extra
+    state["_orig_mod.transformer.wte.weight"] = state["_orig_mod.transformer.wte.weight"][: model.config.vocab_size].bfloat16()
+    state["_orig_mod.lm_head.weight"] = state["_orig_mod.lm_head.weight"][: model.config.vocab_size]
+    torch.save(state, folder / f"model_{step:06d}.pt")
+    (folder / f"meta_{step:06d}.json").write_text(json.dumps({"step": step, "val_bpb": 0.8, "model_config": config or vars(model.config), "user_config": {}}))
+    with open(folder / "tokenizer.pkl", "wb") as file:
+        pickle.dump(TOKENIZER_AS_PUBLISHED, file)
+    return folder
+
+
+RANKS = {token: rank for rank, token in enumerate(TOKENIZER.raw_tokens)}
+SPECIAL = {name: len(RANKS) + i for i, name in enumerate(SPECIAL_TOKENS)}
+CLASSIC_PATTERN = r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
+TOKENIZER_AS_PUBLISHED = tiktoken.Encoding("rustbpe", pat_str=CLASSIC_PATTERN, mergeable_ranks=RANKS, special_tokens=SPECIAL)
+
+
+def as_published(name="rustbpe", pat_str=CLASSIC_PATTERN, mergeable_ranks=RANKS, special_tokens=SPECIAL) -> tiktoken.Encoding:
+    """What is pickled as such an encoding, whatever it holds."""
+    encoding = tiktoken.Encoding.__new__(tiktoken.Encoding)
+    encoding.name, encoding._pat_str, encoding._mergeable_ranks, encoding._special_tokens = name, pat_str, mergeable_ranks, special_tokens
+    return encoding
+
+
+def test_a_published_checkpoint_becomes_one_of_ours_and_can_be_exported(hf, tmp_path):
+    """The newest by number; the embedding's bfloat16 values in float32 like the rest; ids as tiktoken gives them, here and in transformers."""
+    model = random_model(2)
+    classic_folder(tmp_path / "d3", random_model(2, seed=9), step=999999)
+    folder = classic_folder(tmp_path / "d3", model, step=1000000)
+    back = imported(folder, source="sft")
+    assert back.name == "step_1000000"
+    there, tokenizer, meta = load_checkpoint(back, torch.device("cpu"))
+    for name, tensor in there.state_dict().items():
+        expected = model.state_dict()[name]
+        if "wte" in name or "lm_head" in name:
+            assert not tensor[V:].any()
+            tensor, expected = tensor[:V], expected[:V].bfloat16().float() if "wte" in name else expected[:V]
+        assert tensor.dtype == torch.float32 and torch.equal(tensor, expected), name
+    theirs = hf.AutoTokenizer.from_pretrained(exported(tmp_path / "out"))
+    for text in NASTY[:-5]:
+        ids = TOKENIZER_AS_PUBLISHED.encode_ordinary(text)
+        assert tokenizer.encode(text) == ids == theirs.encode(text, add_special_tokens=False, split_special_tokens=True), repr(text[:80])
+
+    shutil.move(folder / "tokenizer.pkl", tmp_path / "moved.pkl")
+    assert imported(folder, source="base", step=999999, tokenizer=tmp_path / "moved.pkl").name == "step_999999"
+    assert imported(folder, source="base", tokenizer=tmp_path / "out" / "tokenizer.json", overwrite=True).name == "step_1000000"
+    assert [path.name for path in back.parent.parent.parent.joinpath("base_checkpoints", "back").iterdir()] == ["step_1000000"]
+
+
+class Malicious:
+    """Unpickled, it leaves a file."""
+
+    def __reduce__(self):
+        return Path.touch, (Path(os.environ["NANOCHAT_BASE_DIR"] + MALICE),)
+
+
+@pytest.mark.parametrize("what", [Malicious(), as_published(pat_str=Malicious()), as_published(name=Malicious()), [Path("x")], print, tiktoken.get_encoding])
+def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path, base_folder, what):
+    """Named by what it asks for, as a tokenizer and among the weights."""
+    base_folder.mkdir()
+    pickle.loads(pickle.dumps(Malicious()))
+    assert Path(str(base_folder) + MALICE).exists(), "it would have"
+    Path(str(base_folder) + MALICE).unlink()
+    folder = classic_folder(tmp_path / "d3", random_model())
+    (folder / "tokenizer.pkl").write_bytes(pickle.dumps(what))
+    with pytest.raises(UserError, match=r"tokenizer.pkl is not read: it asks for .*; expected nothing but tiktoken.core.Encoding"):
+        imported(folder)
+    classic_folder(folder, random_model(), stranger=what)
+    with pytest.raises(UserError, match="model_000650.pt cannot be read: it holds more than tensors"):
+        imported(folder)
+    assert sorted(str(path) for path in base_folder.rglob("*")) == []
+
+
+# ---- What is refused
+
+
+def edit_json(path: Path, **fields) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def edit_weights(path: Path, **fields) -> None:
+    save_file({name: tensor for name, tensor in (load_file(path) | fields).items() if tensor is not None}, path, {"format": "pt"})
+
+
+def repickle(folder: Path, **fields) -> None:
+    (folder / "tokenizer.pkl").write_bytes(pickle.dumps(as_published(**fields)))
+
+
+HF_FAULTS = {
+    "has final_logit_softcapping=30.0; this program's models have 15.0": lambda f: edit_json(f / "config.json", final_logit_softcapping=30.0),
+    "has rope_theta=500000.0": lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
+    "has rope_type='yarn'": lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}),
+    "has intermediate_size=128": lambda f: edit_json(f / "config.json", intermediate_size=128),
+    "has hidden_act='silu'": lambda f: edit_json(f / "config.json", hidden_act="silu"),
+    "has rms_norm_eps=0.01": lambda f: edit_json(f / "config.json", rms_norm_eps=0.01),
+    "of type 'llama'": lambda f: edit_json(f / "config.json", model_type="llama"),
+    "has num_hidden_layers='3'; expected a whole number": lambda f: edit_json(f / "config.json", num_hidden_layers="3"),
+    "has no even heads": lambda f: edit_json(f / "config.json", num_attention_heads=64, num_key_value_heads=64),
+    "models of 2 layers do not have: model.layers.2.": lambda f: edit_json(f / "config.json", num_hidden_layers=2),
+    "lacks weights of a model of 4 layers: transformer.h.3.": lambda f: edit_json(f / "config.json", num_hidden_layers=4),
+    "the model has 499 tokens, its tokenizer 500": lambda f: edit_json(f / "config.json", vocab_size=499),
+    "do not have: model.value_embeddings.weight;": lambda f: edit_weights(f / "model.safetensors", **{"model.value_embeddings.weight": torch.ones(2)}),
+    "lm_head.weight is (500, 63), expected (512, 64)": lambda f: edit_weights(f / "model.safetensors", **{"lm_head.weight": torch.ones(500, 63)}),
+    "has weights of torch.float32 and torch.int8": lambda f: edit_weights(f / "model.safetensors", **{"lm_head.weight": torch.ones(500, 64, dtype=torch.int8)}),
+    "padding.nanochat does not belong": lambda f: save_file({"lm_head.weight": torch.ones(12, 3)}, f / "padding.nanochat"),
+    "model.safetensors is damaged": lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:1000]),
+    "there is neither model.safetensors nor model.safetensors.index.json": lambda f: (f / "model.safetensors").unlink(),
+    "is no index of files in its folder": lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../model.safetensors"}}'),
+    "there is no config.json": lambda f: (f / "config.json").unlink(),
+    "there is no tokenizer.json": lambda f: (f / "tokenizer.json").unlink(),
+    "config.json cannot be read": lambda f: (f / "config.json").write_text("{"),
+    "tokenizer.json cannot be read as a byte-level tokenizer": lambda f: (f / "tokenizer.json").write_text("{}"),
+    "it works in another way": lambda f: edit_json(f / "tokenizer.json", normalizer={"type": "Lowercase"}),
+    "expected <|bos|> <|user_start|>": lambda f: (f / "tokenizer.json").write_text((f / "tokenizer.json").read_text().replace("<|user_start|>", "<|human|>")),
+}
+CLASSIC_FAULTS = {
+    "do not have: resid_lambdas, value_embeds.1.weight, x0_lambdas;": lambda f: classic_folder(
+        f, random_model(), **{"_orig_mod.resid_lambdas": torch.ones(3), "x0_lambdas": torch.ones(3), "_orig_mod.value_embeds.1.weight": torch.ones(V, 64)}),
+    "has window_pattern='SSSL'": lambda f: classic_folder(f, random_model(), config=vars(random_model().config) | {"window_pattern": "SSSL"}),
+    "there is no meta_000650.json": lambda f: (f / "meta_000650.json").unlink(),
+    "has sequence_len=None": lambda f: classic_folder(f, random_model(), config={"n_embd": 64}),
+    "model_000650.pt cannot be read": lambda f: (f / "model_000650.pt").write_bytes(b"no"),
+    "there is no tokenizer.pkl or tokenizer.json": lambda f: (f / "tokenizer.pkl").unlink(),
+    "tokenizer.pkl is no pickle of a tokenizer": lambda f: (f / "tokenizer.pkl").write_bytes(b"no"),
+    "holds no vocabulary": lambda f: (f / "tokenizer.pkl").write_bytes(pickle.dumps({"mergeable_ranks": RANKS})),
+    "has the special tokens <|user_start|> <|bos|>": lambda f: repickle(f, special_tokens=SPECIAL | {"<|bos|>": len(RANKS) + 1, "<|user_start|>": len(RANKS)}),
+    "the ids 0 to 255 are not the bytes": lambda f: repickle(f, mergeable_ranks=RANKS | {b"a": RANKS[b"b"], b"b": RANKS[b"a"]}),
+    "ordinary tokens are not 0 to": lambda f: repickle(f, mergeable_ranks=RANKS | {b"zzz": 4000}),
+    "its pattern cannot be used": lambda f: repickle(f, pat_str="("),
+    "the model has 500 tokens, its tokenizer 501": lambda f: repickle(
+        f, mergeable_ranks=RANKS | {b"zzz": len(RANKS)}, special_tokens={name: i + 1 for name, i in SPECIAL.items()}),
+}
+
+
+def test_what_would_be_another_model_is_refused_and_leaves_nothing(tmp_path, base_folder):
+    """One line each that says what it found; the folder of the checkpoints is never made."""
+    saved(random_model(), source="rl")
+    origins = exported(tmp_path / "hf", source="rl"), classic_folder(tmp_path / "classic", random_model())
+    before = sorted(str(path) for path in base_folder.rglob("*"))
+    for origin, faults in zip(origins, (HF_FAULTS, CLASSIC_FAULTS)):
+        for message, damage in faults.items():
+            shutil.rmtree(tmp_path / "damaged", ignore_errors=True)
+            shutil.copytree(origin, tmp_path / "damaged")
+            damage(tmp_path / "damaged")
+            with pytest.raises(UserError) as caught:
+                imported(tmp_path / "damaged")
+            assert message in str(caught.value) and "\n" not in str(caught.value), (message, str(caught.value))
+    assert sorted(str(path) for path in base_folder.rglob("*")) == before
+
+
+def test_what_cannot_be_said_there_is_not_exported(tmp_path, base_folder):
+    """A field or a weight that the class has no place for; a folder with other things in it is never replaced."""
+    checkpoint = saved(random_model())
+    meta = read_meta(checkpoint)
+    original = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+
+    def refused(match: str, **settings):
+        with pytest.raises(UserError, match=match):
+            exported(**{"output": tmp_path / "out"} | settings)
+        assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+
+    for damage, match in (
+        (lambda: edit_json(checkpoint / "meta.json", model_config=meta["model_config"] | {"window": 256}), "window=256"),
+        (lambda: edit_weights(checkpoint / "model.safetensors", x0_lambdas=torch.ones(3)), "x0_lambdas has no place in transformers"),
+        (lambda: Tokenizer(TOKENIZER.merges, special_tokens=SPECIAL_TOKENS[::-1]).save(checkpoint), "can be exported"),
+        (lambda: Tokenizer(TOKENIZER.merges[1:]).save(checkpoint), "the model has 500 tokens, its tokenizer 499"),
+    ):
+        damage()
+        (checkpoint / "manifest.json").write_text("{}")  # the checkpoint is valid: it is the model that is another
+        refused(match)
+        for name, content in original.items():
+            (checkpoint / name).write_bytes(content)
+    refused("say where", output="")
+    refused("no valid checkpoint", model_tag="nobody")
+    refused("must be above 0", max_shard_gb=0)
+
+    folder = exported(tmp_path / "mine")
+    with pytest.raises(UserError, match="is there; choose another --output, or --overwrite"):
+        exported(folder)
+    exported(folder, overwrite=True)
+    (folder / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="it has thesis.txt"):
+        exported(folder, overwrite=True)
+    assert (folder / "thesis.txt").exists()
+
+
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path, base_folder, monkeypatch):
+    """Neither half a checkpoint nor half a folder, and what was to be replaced is still there."""
+    first = saved(random_model())
+    out = exported(tmp_path / "out")
+    before = {path: path.read_bytes() for path in (*base_folder.rglob("*"), *out.iterdir()) if path.is_file()}
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(nanochat.saving, "publish_folder", full)
+    monkeypatch.setattr("nanochat.files.publish_folder", full)
+    for attempt in (lambda: imported(out), lambda: imported(out, source="sft", model_tag="tiny", overwrite=True), lambda: exported(out, overwrite=True)):
+        with pytest.raises(OSError, match="No space left"):
+            attempt()
+    there = {path: path.read_bytes() for path in (*base_folder.rglob("*"), *tmp_path.joinpath("out").iterdir()) if path.is_file()}
+    assert there == before and problem_with(first) is None and not list(tmp_path.rglob("*.tmp-*"))
+
+
+def test_mixed_dtypes_become_float32_and_eps_is_said(tmp_path):
+    """What is not quite the same is said: transformers' own default for eps."""
+    model = random_model()
+    mixed = model.state_dict() | {"lm_head.weight": model.lm_head.weight.data.half()}
+    there = Imported(model.config, mixed, {}, TOKENIZER, 0, [])
+    weights = fit(there, "auto", tmp_path)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32} and torch.equal(weights["lm_head.weight"], mixed["lm_head.weight"].float())
+    assert fit(there, "bfloat16", tmp_path)["lm_head.weight"].dtype == torch.bfloat16
+    saved(model)
+    edit_json(exported(tmp_path / "out") / "config.json", rms_norm_eps=1e-6)
+    assert "note: rms_norm_eps=1e-06 there, 1.1920929e-07 here" in run_script(0, 1, "scripts.import_hf", {"input": tmp_path / "out"})
+
+
+# ---- What an imported model can do
+
+
+def run_scripts(rank: int, world_size: int, runs: list[tuple[str, dict]]) -> list[str]:
+    """What each prints, or the line that ends it; one after the other in one process, of no torchrun."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    printed = []
+    for module, settings in runs:
+        try:
+            printed.append(run_script(rank, world_size, module, settings))
+        except UserError as error:
+            printed.append(f"error: {error}")
+    return printed
+
+
+def test_every_stage_begins_with_an_imported_model_and_none_goes_on_from_one(tmp_path, base_folder):
+    """
+    Two steps of mid-training, two of fine-tuning after it, and an answer; --resume and an evaluation that does not know
+    the data say what is missing, in one line.
+    """
+    saved(random_model(), source="rl")
+    out = exported(tmp_path / "out", source="rl")
+    imported(out, source="base")
+    with open(tmp_path / "chats.jsonl", "w") as file:
+        for i in range(100):
+            file.write(json.dumps({"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}]}) + "\n")
+    common = {"model_tag": "back", "device_type": "cpu"}
+    train = common | {"compile": False, "dtype": "float32", "tasks": f"json:{tmp_path}/chats.jsonl", "num_iterations": 2, "device_batch_size": 2, "eval_every": -1}
+    mid = train | {"total_batch_size": 512}
+    printed = run_on_ranks(1, run_scripts, [
+        ("scripts.mid_train", mid),
+        ("scripts.chat_sft", train | {"target_examples_per_step": 4, "eval_metrics_every": -1}),
+        ("scripts.chat_cli", {"model_tag": "back", "source": "sft", "p": "12?", "max_tokens": 8, "dtype": "float32"}),
+        ("scripts.import_hf", {"input": out, "model_tag": "back", "source": "mid", "overwrite": True}),
+        ("scripts.mid_train", mid | {"resume": "auto"}),
+        ("scripts.base_eval", common),
+    ])[0]
+    begins, goes_on, answer, _, resumed, evaluated = printed
+    assert "starting from" in begins and "base_checkpoints/back/step_000012" in begins and "mid_checkpoints/back/step_000002" in goes_on
+    before, after = (load_checkpoint(step_dir(checkpoint_dir(stage, "back"), step), torch.device("cpu"))[0] for stage, step in (("base", 12), ("sft", 2)))
+    assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
+    assert answer.strip() and "error" not in answer
+    assert re.fullmatch(r"error: \S+/mid_checkpoints/back/step_000012 was imported: it has weights only, .*", resumed)
+    assert re.fullmatch(r"error: \S+/base_checkpoints/back/step_000012 was imported, and does not say what it was trained on; set --data .*", evaluated)
