@@ -41,7 +41,7 @@ if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then
     rows=$("${fits[@]}")
     [ "$rows" -ge 4 ] || { rows=$("${fits[@]}" --activation_checkpointing); checkpointing=(--activation_checkpointing); }
     [ "$rows" -ge 1 ] || { echo "error: depth $depth does not fit into this GPU's memory; set a smaller depth in speedrun.sh" >&2; exit 1; }
-    [ "$rows" -le 32 ] || rows=32
+    while [ $((rows * ranks)) -gt 256 ]; do rows=$((rows / 2)); done  # 524,288 tokens are 256 rows
     few=$((rows < 4 ? rows : 4))  # conversations at a time, and problems of reinforcement learning
     keep=("${checkpointing[@]}" --keep_last=2)
     tag=speedrun-d$depth

@@ -15,8 +15,12 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
+
+# Arrow's own allocator reserves 1 GiB on its first read, which RLIMIT_DATA counts as used: a training run's share.
+os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 import pyarrow as pa
 import pyarrow.parquet as pq

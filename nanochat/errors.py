@@ -40,7 +40,9 @@ def one_line(error: BaseException, config: dict | None = None) -> str | None:
         where = f": {error.filename}" if error.filename else ""
         return f"{os.strerror(error.errno)}{where} (free space there, or set NANOCHAT_BASE_DIR to another folder)"
     # By name and text: this module is imported by scripts that do without torch.
-    out_of_memory = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate memory" in str(error)
+    # The last two: memory that ran out in Python or C++ itself, for instance while compiling.
+    texts = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
+    out_of_memory = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or any(text in str(error) for text in texts)
     if out_of_memory and (rows := (config or {}).get("device_batch_size", 0)):
         advice = f"try --device_batch_size={rows // 2}" if rows > 1 else "try a smaller max_seq_len or depth, or activation_checkpointing"
         return f"out of memory with device_batch_size={rows}; {advice}"

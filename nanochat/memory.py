@@ -4,9 +4,17 @@ What a training run keeps and sends, in bytes per rank: the formulas. docs/zero.
 Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7; here with gradients accumulated in float32 and with Muon, which has one
 moment where AdamW has two. `ranks` share one copy of the sharded states (one shard group, no replicas).
 """
+import math
+import os
+import sys
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+
+from nanochat.attention import BLOCKWISE_MAX_LENGTH, QUERY_BLOCK
+from nanochat.gpt import GPTConfig
+from nanochat.loss import CHUNK_LOGITS
 
 FLOAT32 = 4  # bytes: masters, moments and accumulated gradients, whatever the compute dtype
 
@@ -60,3 +68,157 @@ def sent_bytes(
     if stage > 0:
         sent += 2 * muon / ranks * dtype.itemsize
     return sent * (ranks - 1) / ranks
+
+
+# ---- A training step at its fullest moment
+
+
+class StepBytes(NamedTuple):
+    """What a rank holds on its device at the fullest moment of a training step, in bytes; without the process itself."""
+
+    state: float        # parameters, gradients, masters and moments
+    activations: float  # what the forward pass saves for the backward pass
+    transient: float    # the largest of: logits in flight, a block's backward pass, the optimizers' temporaries
+    in_flight: float    # gradients and parameters on their way between ranks
+    batches: float      # rows of tokens, and those the loader has ready
+    saving: float       # on a CPU: the copies of a checkpoint being written while training goes on
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def parameter_counts(config: GPTConfig) -> tuple[int, int]:
+    """(AdamW's, Muon's) parameters: embedding and head, and the matrices of the blocks."""
+    kv_width = config.n_kv_head * config.head_dim
+    return 2 * config.padded_vocab_size * config.n_embd, config.n_layer * config.n_embd * (10 * config.n_embd + 2 * kv_width)
+
+
+def block_bytes(config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool) -> float:
+    """
+    What autograd saves of one block's forward pass. Per token, in elements of width C: the inputs of the two norms and
+    their results, 4; rotated queries and keys; what attention reads and writes; relu and relu², 8. Besides the
+    concatenated matrix of queries, keys and values. Eager norms on a CPU keep their inputs in float32.
+    """
+    b, T, C, kv_width = dtype.itemsize, config.sequence_len, config.n_embd, config.n_kv_head * config.head_dim
+    tokens, heads = rows * T, config.n_head + config.n_kv_head
+    wide = FLOAT32 if device_type == "cpu" and not compiled else b
+    saved = tokens * (wide * (2 * C + C + kv_width) + b * (2 * C + C + 8 * C) + FLOAT32 * (2 + heads)) + b * C * (C + 2 * kv_width)
+    if device_type == "cpu" and T <= BLOCKWISE_MAX_LENGTH:
+        ends = [min(start + QUERY_BLOCK, T) for start in range(0, T, QUERY_BLOCK)]
+        scores = sum((end - start) * end for start, end in zip(range(0, T, QUERY_BLOCK), ends))
+        # Scaled queries; of each block of them the keys and values up to its end, copied, but for a single head, which
+        # is a view of all; probabilities in float32 and in dtype.
+        kept = 2 * rows * kv_width * sum(ends) if config.n_kv_head > 1 else tokens * (2 * C + 3 * kv_width)
+        saved += b * (tokens * C + kept)
+        saved += rows * config.n_head * scores * (FLOAT32 + (b if b < FLOAT32 else 0)) + (0 if compiled else scores)
+    else:  # scaled_dot_product_attention: queries and keys once more, the product that the values are a view of
+        saved += tokens * (b * (C + kv_width + C + 2 * kv_width) + FLOAT32 * config.n_head)
+    return saved
+
+
+def logits_in_flight(tokens: int, padded_vocab_size: int, device_type: str) -> int:
+    """Elements of one chunk of logits, as nanochat.loss cuts them."""
+    rows = tokens
+    while rows * padded_vocab_size > CHUNK_LOGITS.get(device_type, 2**24) and rows % 2 == 0:
+        rows //= 2
+    return rows * padded_vocab_size
+
+
+def step_bytes(
+    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool = True, checkpointing: bool = False,
+    stage: int = 2, ranks: int = 1, micro_steps: int = 2, saving: bool = False,
+) -> StepBytes:
+    """
+    Of `rows` rows of config.sequence_len tokens per rank and micro-step. From reading what is saved and what is alive:
+    the sum is within a few percent of the tensors' (tests/test_doctor.py); what the allocator wastes and what the
+    process itself needs comes on top (`needed_bytes`).
+    """
+    b, C, V, L = dtype.itemsize, config.n_embd, config.padded_vocab_size, config.n_layer
+    tokens, (adamw, muon) = rows * config.sequence_len, parameter_counts(config)
+    width, head = tokens * C * b, FLOAT32 * V * C  # a residual stream; the head's gradient in float32
+    state = state_bytes(stage, ranks, dtype, adamw, muon)
+    share = 1 if stage == 0 else ranks
+
+    block = block_bytes(config, rows, dtype, device_type, compiled)
+    wide = FLOAT32 / b if device_type == "cpu" and not compiled else 1
+    rotation = FLOAT32 * config.sequence_len * config.head_dim
+    activations = L * (width if checkpointing else block) + 2 * width * wide + rotation  # and the norms at both ends
+
+    # The loss: gradients of its input and of the head, logits in flight, beside the chunk before if there is one; then
+    # the same gradients, scaled.
+    logits = logits_in_flight(tokens, V, device_type)
+    before = b * logits if tokens * V > logits else -head
+    eager = (b + 5 * FLOAT32) * logits + before
+    working = max(2 * b * logits + before, 2 * b * logits + b * V * C) if compiled else eager
+    loss = head + 2 * width + max(working, head + width)
+    backward = 12 * width + (block if checkpointing else 0)
+    # The optimizers: all updates of Muon, and of one shape what Newton-Schulz makes of it; AdamW's two temporaries.
+    optimizers = max((2.7 + (1 if share > 1 else 0)) * b * muon / share, 2 * head / share) - activations
+    transient = max(loss, backward, optimizers)
+
+    unit = max(V * C, muon // L)
+    in_flight = 0 if ranks == 1 else unit * ({0: 1, 1: 3, 2: 6, 3: 6}[stage] * FLOAT32 + (b * 3 if stage == 3 else 0))
+    ahead = 2 + 1 + 2 * micro_steps if device_type == "cpu" else 2  # batches of inputs and targets, int64
+    copies = b * (adamw + muon) + state.optimizer if saving and device_type == "cpu" else 0
+    return StepBytes(sum(state), activations, transient, in_flight, ahead * 16 * tokens, copies)
+
+
+# ---- A process on a device: the step, what the process itself needs, and what allocators waste
+
+GIB = 2**30
+# Bytes of a process on a CPU before there is a model, by what a limit counts and whether it has compiled. Measured with
+# torch 2.13.0 on Linux; RLIMIT_DATA counts no file of a library, but every thread's whole stack.
+PROCESS = {("resident", False): 380e6, ("resident", True): 570e6, ("data", False): 400e6, ("data", True): 520e6}
+# What CPU's allocator makes of the tensors' bytes, measured (docs/memory.md): glibc keeps blocks below 32 MiB in a heap,
+# where eager code's many temporaries of one size leave holes.
+# A limit on address space makes it fill some of them: training then needs less than it takes where there is none.
+HEAP_BLOCK, HEAP_WASTE, WASTE = 2**25, {"resident": 2.3, "data": 1.8, "address": 1.8}, 1.15
+# Not measured yet: a GPU's context, cuBLAS and the code of kernels; NCCL's buffers; fragmentation.
+GPU_PROCESS, NCCL, GPU_WASTE = 1.0 * GIB, 0.5 * GIB, 1.15
+
+
+def process_bytes(counts: str, device_type: str, compiled: bool, ranks: int = 1) -> float:
+    """What a process of training needs besides its step. counts: "device" memory, "resident", "data" or "address" space."""
+    if device_type != "cpu":
+        return GPU_PROCESS + (NCCL if ranks > 1 else 0)
+    stacks = 10e6 * torch.get_num_threads()
+    if counts == "address":  # libraries as they lie in this process, and what threads reserve of arenas
+        used = {key: int(value.split()[0]) * 1024 for key, value in status_lines() if key in ("VmSize", "VmData")}
+        return PROCESS["data", compiled] + stacks + used.get("VmSize", 3e9) - used.get("VmData", 0) + 8 * 64 * 2**20
+    return PROCESS[counts, compiled] + (stacks if counts == "data" else 0)
+
+
+def status_lines() -> list[list[str]]:
+    """Name and value of the lines in /proc/self/status; none where there is no such file."""
+    try:
+        with open("/proc/self/status") as file:
+            return [line.split(":", 1) for line in file]
+    except OSError:
+        return []
+
+
+def waste(config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, counts: str) -> float:
+    """What the allocator takes for each byte of a tensor; a margin, from the largest that was measured."""
+    if device_type != "cpu":
+        return GPU_WASTE
+    threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
+    block = rows * config.sequence_len * config.n_embd * dtype.itemsize
+    in_heap = block < (min(int(threshold), HEAP_BLOCK) if threshold.isdecimal() else HEAP_BLOCK)
+    return HEAP_WASTE[counts] if in_heap and not compiled and sys.platform == "linux" else WASTE
+
+
+def needed_bytes(
+    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, counts: str = "device", ranks: int = 1, **settings
+) -> float:
+    """What training needs of a limit, margins included. settings: as in `step_bytes`."""
+    step = step_bytes(config, rows, dtype, device_type, compiled, ranks=ranks, saving=True, **settings)
+    return process_bytes(counts, device_type, compiled, ranks) + waste(config, rows, dtype, device_type, compiled, counts) * step.total
+
+
+def largest_rows(limits: Iterable[tuple[str, float]], most: int, config: GPTConfig, *args, **settings) -> int:
+    """The largest power of two of rows, at most `most`, that fits under every limit (what it counts, bytes); 0: none does."""
+    rows, limits = 2 ** int(math.log2(most)), list(limits)
+    while rows and any(needed_bytes(config, rows, *args, counts=counts, **settings) > there for counts, there in limits):
+        rows //= 2
+    return rows
