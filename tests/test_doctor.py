@@ -15,7 +15,7 @@ from nanochat.gpt import GPT, GPTConfig, config_from_depth
 from nanochat.make_dataset import make
 from nanochat.memory import GIB, largest_rows, needed_bytes, parameter_counts, state_bytes, step_bytes
 from nanochat.tokenizer import train_tokenizer
-from tests.conftest import REPO, run_module
+from conftest import REPO, run_module
 
 
 @pytest.mark.parametrize("heads, kv_heads, rows, length, dtype, checkpointing", [
