@@ -30,8 +30,8 @@ from nanochat.pieces import Piece, StopStrings, to_parts
 from nanochat.sampling import Sampling
 from nanochat.serving import ServedModel, Worker
 from nanochat.web import Limits, create_app
-from tests.conftest import REPO
-from tests.test_engine import SPECIAL, TOKENIZER, V, write_checkpoint
+from conftest import REPO
+from test_engine import SPECIAL, TOKENIZER, V, write_checkpoint
 
 KEY = "a-secret"
 MARKER = "xyzzy"            # in what users write here, never in the log

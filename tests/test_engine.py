@@ -23,7 +23,7 @@ from nanochat.loss import cap
 from nanochat.pieces import Pieces, to_parts
 from nanochat.sampling import Sampling, draw
 from nanochat.tokenizer import Tokenizer
-from tests.conftest import REPO
+from conftest import REPO
 
 TOKENIZER = Tokenizer([b"th", b"the", b" the"])
 V = TOKENIZER.get_vocab_size()  # 268: the weights are padded to 320
