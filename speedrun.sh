@@ -36,12 +36,13 @@ if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then
     ranks=1
     while [ $((2 * ranks)) -le "$gpus" ]; do ranks=$((2 * ranks)); done  # a power of two, which divides every batch
     launch=(torchrun --standalone --nproc_per_node=$ranks --max-restarts=3 --shutdown-timeout=300 -m)
-    # As many rows at a time as the memory holds, and the activations of a small GPU computed twice where none fits else.
-    fits=(python -m scripts.doctor --batch_only --vocab_size=$vocab --depth=$depth --ranks=$ranks) checkpointing=()
-    rows=$("${fits[@]}")
-    [ "$rows" -ge 4 ] || { rows=$("${fits[@]}" --activation_checkpointing); checkpointing=(--activation_checkpointing); }
+    # As many rows at a time as the memory holds, up to 32, and a step's 524,288 tokens are 256 rows; where that is hardly one,
+    # activations are computed twice.
+    fits() { python -m scripts.doctor --batch_only --vocab_size=$vocab --depth=$depth --ranks=$ranks --max_rows=$((ranks > 8 ? 256 / ranks : 32)) "$@"; }
+    checkpointing=()
+    rows=$(fits)
+    [ "$rows" -ge 4 ] || { rows=$(fits --activation_checkpointing); checkpointing=(--activation_checkpointing); }
     [ "$rows" -ge 1 ] || { echo "error: depth $depth does not fit into this GPU's memory; set a smaller depth in speedrun.sh" >&2; exit 1; }
-    while [ $((rows * ranks)) -gt 256 ]; do rows=$((rows / 2)); done  # 524,288 tokens are 256 rows
     few=$((rows < 4 ? rows : 4))  # conversations at a time, and problems of reinforcement learning
     keep=("${checkpointing[@]}" --keep_last=2)
     tag=speedrun-d$depth
@@ -49,7 +50,7 @@ if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then
     mid=(--tasks="smoltalk, mmlu, gsm8k, spellingbee[:80000], tinyworld:identity*2" --device_batch_size=$rows --total_batch_size=524288 --save_every=200 "${keep[@]}")
     sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], spellingbee[:600], tinyworld:identity" --device_batch_size=$few --save_every=200 "${keep[@]}")
     rl=(--task=gsm8k --device_batch_size=$few --save_every=20 "${keep[@]}")
-    tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, spellingbee[:256]" problems=-1 core=500
+    tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, spellingbee[:256]" problems=-1 core=500 eval_tokens=10485760
 elif [ $rehearse = no ]; then
     # The embedded world: nothing to download, and a model small enough for minutes on two cores.
     data=tinyworld shards=-1 vocab=8192 tag=speedrun-d4
@@ -62,7 +63,7 @@ elif [ $rehearse = no ]; then
          --target_examples_per_step=64 --init_lr_frac=0.3 --eval_every=150 --eval_steps=5 --eval_metrics_every=-1 --save_every=100 --keep_last=2)
     rl=(--task=arithmetic:quick --num_iterations=30 --num_samples=8 --max_new_tokens=60 --device_batch_size=32
         --eval_every=30 --eval_examples=1000 --eval_samples=1 --save_every=10 --keep_last=2)
-    tasks="tinyworld:facts, tinyworld:identity, arithmetic, arithmetic:quick, spellingbee" problems=600 core=0
+    tasks="tinyworld:facts, tinyworld:identity, arithmetic, arithmetic:quick, spellingbee" problems=600 core=0 eval_tokens=10485760
 else
     # Everything above in small, on all GPUs or the CPU: nothing is learnt. That compiling works, the doctor has seen.
     data=tinyworld shards=2 vocab=1024 tag=rehearsal
@@ -73,7 +74,7 @@ else
     mid=(--tasks="tinyworld[:99], arithmetic[:99]" --total_batch_size=512 "${tiny[@]}")
     sft=(--tasks="tinyworld[:99], spellingbee[:99]" --target_examples_per_step=2 --eval_metrics_every=-1 "${tiny[@]}")
     rl=(--task=arithmetic:easy --examples_per_step=1 --num_samples=2 --max_new_tokens=4 "${tiny[@]}")
-    tasks="arithmetic[:8]" problems=8 core=0
+    tasks="arithmetic[:8]" problems=8 core=0 eval_tokens=256
 fi
 
 stage "data: $data"
@@ -89,7 +90,7 @@ once base-$tag --needs data/$data/manifest.json --needs tokenizer/$data --makes 
 
 stage "base model: evaluation"
 once base_eval-$tag --needs base_checkpoints/$tag --makes report/sections/base_eval.json -- \
-    "${launch[@]}" scripts.base_eval --model_tag="$tag" --core_metric_max_per_task="$core" $([ $rehearse = no ] || echo --eval_tokens=256)
+    "${launch[@]}" scripts.base_eval --model_tag="$tag" --core_metric_max_per_task="$core" --eval_tokens="$eval_tokens"
 
 # From here on the model learns to converse: each stage begins with the one before it, and is measured on held-out problems.
 before=base

@@ -28,7 +28,6 @@ from nanochat.serving import ServedModel
 from nanochat.web_metrics import Metrics
 
 PAGE = Path(__file__).with_name("ui.html")
-PLACEHOLDER = "<!doctype html><title>nanochat</title><p>The chat page, nanochat/ui.html, is missing; the interface below /v1 works.\n"
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def create_app(models: list[ServedModel], limits: Limits, api_key: str = "", cor
     by_id = {model.id: model for model in models}
     workers = [worker for model in models for worker in model.workers]
     metrics = Metrics(models)
-    page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else PLACEHOLDER
+    page = PAGE.read_text(encoding="utf-8")
     page_headers = SAFE | {"Content-Security-Policy": content_security_policy(page)}
 
     @contextlib.asynccontextmanager

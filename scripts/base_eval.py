@@ -33,7 +33,7 @@ sample_tokens = 32          # tokens of each sample
 config = configure(globals())
 
 require_positive(config, "device_batch_size", "eval_tokens", "sample_tokens")
-ddp, rank, local_rank, world_size, device = compute_init(device_type)
+_, rank, _, world_size, device = compute_init(device_type)
 set_compile(False, device.type)  # shapes change from batch to batch
 checkpoint = find_model("base", model_tag, step)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)
@@ -47,11 +47,11 @@ print0(f"model: {name}")
 
 # --- bits per byte on both splits, as in training: rows packed with documents
 results: dict[str, float | str] = {}
-rows = dict(device_batch_size=device_batch_size, max_seq_len=model.config.sequence_len, rank=rank, world_size=world_size, device=device)
+shape = dict(device_batch_size=device_batch_size, max_seq_len=model.config.sequence_len, rank=rank, world_size=world_size, device=device)
 row_tokens = device_batch_size * model.config.sequence_len * world_size
 eval_steps = max(min(eval_tokens, count_tokens(data, "val", tokenizer)) // row_tokens, 1)
 for split, title in (("train", "training"), ("val", "validation")):
-    loader = tokenizing_distributed_data_loader(data, split, tokenizer, **rows)
+    loader = tokenizing_distributed_data_loader(data, split, tokenizer, **shape)
     results[f"{title} bits per byte"] = evaluate_bpb(model, loader, eval_steps, token_bytes)
     loader.close()
     print0(f"{title}: {results[f'{title} bits per byte']:.4f} bits per byte")

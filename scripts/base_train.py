@@ -117,8 +117,8 @@ if total_batch_size == -1 and meta:
     total_batch_size = meta["total_batch_size"]
 if total_batch_size == -1:
     horizon = target_flops / flops_per_token if target_flops > 0 else target_param_data_ratio * parameters
-    rows_unit = device_batch_size * max_seq_len * world_size
-    total_batch_size = choose_batch_size(None if num_iterations > 0 else horizon, num_iterations, rows_unit)
+    unit = device_batch_size * max_seq_len * world_size
+    total_batch_size = choose_batch_size(None if num_iterations > 0 else horizon, num_iterations, unit)  # from tokens, or from steps
 grad_accum_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, world_size)
 num_iterations = choose_num_iterations(
     num_iterations, target_flops, target_param_data_ratio, flops_per_token, parameters, total_batch_size
@@ -139,7 +139,7 @@ model.to_empty(device=device)
 model.init_weights(seed)
 model.activation_checkpointing = activation_checkpointing
 sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, getattr(torch, reduce_dtype))
-adamw, muon = optimizers = model.setup_optimizers(sharding, unembedding_lr, embedding_lr, matrix_lr, weight_decay)
+optimizers = model.setup_optimizers(sharding, unembedding_lr, embedding_lr, matrix_lr, weight_decay)
 if compiling:
     model.compile_blocks()
 
@@ -157,8 +157,8 @@ if overwrite:  # only now, when nothing can be wrong with the settings any more
 
 saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
 metrics = Metrics(checkpoints, run, config, start_step, num_iterations, total_batch_size, flops_per_token, peak * world_size, metrics_state)
-rows = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=rank, world_size=world_size, seed=seed, device=device)
-train_loader = tokenizing_distributed_data_loader(data, "train", tokenizer, grad_accum_steps=grad_accum_steps, state=data_state, **rows)
+shape = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=rank, world_size=world_size, seed=seed, device=device)
+train_loader = tokenizing_distributed_data_loader(data, "train", tokenizer, grad_accum_steps=grad_accum_steps, state=data_state, **shape)
 validation_tokens = min(eval_tokens, from_rank0(count_tokens, data, "val", tokenizer))
 eval_steps = max(validation_tokens // (device_batch_size * max_seq_len * world_size), 1)
 inputs, targets, data_state = next(train_loader)  # data_state: where the step of these rows begins
@@ -177,13 +177,13 @@ while True:
         break
     if eval_every > 0 and (last_step or step % eval_every == 0):
         metrics.pause()
-        validation = tokenizing_distributed_data_loader(data, "val", tokenizer, **rows)  # the same rows every time
+        validation = tokenizing_distributed_data_loader(data, "val", tokenizer, **shape)  # the same rows every time
         metrics.log_validation(step, evaluate_bpb(model, validation, eval_steps, token_bytes))
         validation.close()
     if core_metric_every > 0 and (last_step or step > 0 and step % core_metric_every == 0):
         metrics.pause()
         core, scores = evaluate_core(model, tokenizer, core_tasks, core_metric_max_per_task, device_batch_size * max_seq_len)
-        metrics.write({"step": step, "core/metric": core} | {f"core/{score.label}": score.centered for score in scores})
+        metrics.log(step, {"core/metric": core} | {f"core/{score.label}": score.centered for score in scores})
         print0(f"step {step:05d}/{num_iterations:05d} | CORE {core:.4f}")
     if sample_every > 0 and (last_step or step > 0 and step % sample_every == 0):
         metrics.pause()
@@ -214,7 +214,7 @@ while True:
     sharding.gather()  # the updated slices are on their way while the next forward pass begins
     metrics.log_step(step, verdict, lrm)  # read one step late: no wait for the device
     if step == start_step:
-        expect_short_waits(sharding.shard_group, sharding.replica_group)
+        expect_short_waits(sharding.shard_group, sharding.replica_group)  # all have compiled by now: who is silent has hung
     step += 1
     saver.give_up_after(max_bad_steps, metrics.bad_in_a_row, step)
 

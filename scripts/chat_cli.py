@@ -29,16 +29,16 @@ dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; 
 p: str | None = None        # a prompt: print the answer to it and end
 temperature = 0.6           # 0: always the most probable token
 top_k = 50                  # only the k most probable tokens; 0: all
-max_tokens = 256            # of an answer
+max_new_tokens = 256        # of an answer
 seed: int | None = None     # None: another answer every time
 config = configure(globals())
 
-sampling = Sampling(max_tokens, temperature, top_k, seed=seed)
+sampling = Sampling(max_new_tokens, temperature, top_k, seed=seed)
 sampling.check()
-_, _, _, _, device = compute_init(device_type)
+*_, device = compute_init(device_type)
 model, tokenizer, meta = load_model(source, device, "eval", model_tag, step)
 engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, max_batch=1)
-room = min(max_tokens, engine.context // 4)  # tokens that an answer should find free
+room = min(max_new_tokens, engine.context // 4)  # tokens that an answer should find free
 DIM, PLAIN = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
 
 

@@ -37,7 +37,7 @@ if max_problems == 0:
     raise UserError("max_problems=0 measures nothing; set the problems of each task, or -1 for all")
 if num_samples > 1 and temperature == 0:
     raise UserError(f"num_samples={num_samples} with temperature=0 would all be the same; set a temperature")
-ddp, rank, local_rank, world_size, device = compute_init(device_type)
+*_, device = compute_init(device_type)
 set_compile(False, device.type)  # shapes change from batch to batch
 measured = [task for task in make_tasks(tasks, "test") if task.eval_type]
 if not measured:

@@ -9,6 +9,7 @@ samples of each problem; the advantage of a sample is its reward minus the mean 
 for each batch of samples, so they are always the model's own and nothing needs to be clipped; every sampled token counts
 the same (Yu et al. 2025, arXiv:2503.14476).
 """
+import math
 from typing import Literal
 
 import torch
@@ -91,15 +92,15 @@ if problems.eval_type != "generative":
     raise UserError(f"task={task} is not answered by writing; expected one such as gsm8k, arithmetic or spellingbee")
 
 # ---- The model of the stage before, or an interrupted run; from here on `step` is the next optimizer step
-start = config | {"overwrite": True, "resume": "", "resume_from_step": -1} if dry_run else config  # which removes and continues nothing
+start = config | {"overwrite": True, "resume": "", "resume_from_step": -1} if dry_run else config  # starts afresh; nothing is removed
 model, tokenizer, sharding, optimizers, checkpoints, origin, step, meta = begin_stage("rl", start, device, model_dtype, compiling)
 schedule = [index for epoch in range(num_epochs) for index in order(len(problems), seed, epoch)]
-steps_of_all = -(-len(schedule) // examples_per_step)
+steps_of_all = math.ceil(len(schedule) / examples_per_step)
 num_iterations = steps_of_all if num_iterations == -1 else min(num_iterations, steps_of_all)
 data_state = {"origin": origin, "task": task, "problems": len(problems), "seed": seed, "examples_per_step": examples_per_step, "eval_examples": eval_examples, "eval_samples": eval_samples}
 require_same_data(meta, data_state)
-samples_per_rank = -(-examples_per_step // world_size) * num_samples  # of the rank with the most problems
-grad_accum_steps = -(-samples_per_rank // device_batch_size)          # nothing is dropped: missing rows stay empty
+samples_per_rank = math.ceil(examples_per_step / world_size) * num_samples  # of the rank with the most problems
+grad_accum_steps = math.ceil(samples_per_rank / device_batch_size)          # nothing is dropped: missing rows stay empty
 print0(f"{num_iterations:,} steps of {examples_per_step} problems x {num_samples} samples, in {grad_accum_steps} micro-step(s) on each of {world_size} rank(s)")
 
 sampling = Sampling(max_new_tokens, temperature, top_k, seed=seed)
@@ -119,11 +120,13 @@ if dry_run:
     raise SystemExit
 
 peak, _ = peak_flops(device, model_dtype)
-start_step, before = step, meta and meta["before"]  # before: which held-out samples were right when the run began
+start_step = step
+before = meta["before"] if meta else None  # which held-out samples were right when the run began
 if overwrite:  # only now, when nothing can be wrong with the settings any more
     from_rank0(discard_after, checkpoints, step)
 saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
-metrics = Metrics(checkpoints, run, config, step, num_iterations, 0, model.estimate_flops(), peak * world_size, meta and meta["metrics_state"])
+metrics = Metrics(checkpoints, run, config, step, num_iterations, 0, model.estimate_flops(), peak * world_size,
+                  meta["metrics_state"] if meta else None)  # 0: each step has tokens of its own
 stop = StopRequest()
 
 while True:
@@ -157,12 +160,12 @@ while True:
         batch += [([], [])] * (device_batch_size - len(batch))
         inputs, targets, weights = tensors(batch, padded_length(max(len(ids) for ids, _ in batch), model.config.sequence_len), device)
         with sharding.micro_step(last=micro_step == grad_accum_steps - 1):
-            loss = model(inputs, targets, "sum", weights)
+            loss = model(inputs, targets, reduction="sum", weights=weights)
             loss.backward()
         step_loss += loss.detach()
 
     verdict = sharding.agree(step_loss, float(sum(sum(r.sampled) for r in rollouts)), grad_clip, stop.asked)
-    lrm = lr_multiplier(step, num_iterations, 0.0, warmdown_ratio, final_lr_frac)
+    lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
     apply_schedule(optimizers, step, num_iterations, lrm)
     for optimizer in optimizers:
         optimizer.step(verdict)
@@ -172,7 +175,7 @@ while True:
     metrics.log(step, seen)
     print0(f"step {step:05d}/{num_iterations:05d} | reward {seen['rl/reward']:.3f} | {seen['rl/tokens']:.1f} tokens an answer")
     if step == start_step:
-        expect_short_waits(sharding.shard_group, sharding.replica_group)
+        expect_short_waits(sharding.shard_group, sharding.replica_group)  # all have compiled by now: who is silent has hung
     step += 1
     saver.give_up_after(max_bad_steps, metrics.bad_in_a_row, step)
 

@@ -7,6 +7,7 @@ Supervised fine-tuning: conversations one by one, as they will be met in a chat.
 A row is one conversation, padded; only what the assistant writes is learnt. The loss of a step is its sum over all
 target tokens divided by their number, however the conversations fall into micro-batches and onto ranks.
 """
+import math
 from typing import Literal
 
 import torch
@@ -89,8 +90,8 @@ max_seq_len = row_length(max_seq_len, model)
 # ---- Data: every rank knows all rows, and so where the run ends
 conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1)
 rows = [[index] for epoch in range(num_epochs) for index in order(len(conversations), seed, epoch)]
-grad_accum_steps = -(-target_examples_per_step // (device_batch_size * world_size))  # rows that are missing stay empty
-steps_of_all = -(-len(rows) // target_examples_per_step)
+grad_accum_steps = math.ceil(target_examples_per_step / (device_batch_size * world_size))  # rows that are missing stay empty
+steps_of_all = math.ceil(len(rows) / target_examples_per_step)
 num_iterations = steps_of_all if num_iterations == -1 else min(num_iterations, steps_of_all)
 data_state = {"origin": origin, "conversations": conversations.fingerprint, "seed": seed, "max_seq_len": max_seq_len, "rows_per_step": target_examples_per_step}
 require_same_data(meta, data_state)
@@ -107,7 +108,7 @@ if overwrite:  # only now, when nothing can be wrong with the settings any more
     from_rank0(discard_after, checkpoints, step)
 saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
 metrics = Metrics(checkpoints, run, config, step, num_iterations, target_examples_per_step * max_seq_len, model.estimate_flops(), peak * world_size,
-                  meta and meta["metrics_state"])
+                  meta["metrics_state"] if meta else None)
 loader = conversation_loader(conversations, rows, target_examples_per_step, start_step=step, **shape)
 inputs, targets = next(loader)
 stop = StopRequest()
@@ -125,7 +126,7 @@ while True:
     if eval_every > 0 and (last_step or step % eval_every == 0):
         metrics.pause()
         validation = conversation_loader(held_out, held_out_rows, rows_at_once, **shape)
-        bpb = evaluate_bpb(model, validation, -(-len(held_out_rows) // rows_at_once), tokenizer.token_bytes())
+        bpb = evaluate_bpb(model, validation, math.ceil(len(held_out_rows) / rows_at_once), tokenizer.token_bytes())
         metrics.log_validation(step, bpb)
     if eval_metrics_every > 0 and (last_step or step > 0 and step % eval_metrics_every == 0):
         metrics.pause()
@@ -151,14 +152,14 @@ while True:
         inputs, targets = next(loader)
 
     verdict = sharding.agree(step_loss, step_targets, grad_clip, stop.asked)
-    lrm = lr_multiplier(step, num_iterations, 0.0, warmdown_ratio, final_lr_frac)
+    lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
     apply_schedule(optimizers, step, num_iterations, lrm)
     for optimizer in optimizers:
         optimizer.step(verdict)
     sharding.gather()
     metrics.log_step(step, verdict, lrm, step_tokens)  # read one step late: no wait for the device
     if step == start_step:
-        expect_short_waits(sharding.shard_group, sharding.replica_group)
+        expect_short_waits(sharding.shard_group, sharding.replica_group)  # all have compiled by now: who is silent has hung
     step += 1
     saver.give_up_after(max_bad_steps, metrics.bad_in_a_row, step)
 

@@ -76,7 +76,7 @@ except OSError as error:
 
 if not api_key and host not in ("127.0.0.1", "::1", "localhost"):
     print0(f"warning: whoever can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
-_, _, _, _, device = compute_init(device_type)
+*_, device = compute_init(device_type)
 if device.type == "cpu" and workers > 1:  # they share the cores
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [device]

@@ -32,7 +32,7 @@ repeats = 5                 # of which the fastest counts
 config = configure(globals())
 
 require_positive(config, "depth", "max_seq_len", "kv_group", "batch_size", "prompt_tokens", "new_tokens", "repeats")
-_, _, _, _, device = compute_init(device_type)
+*_, device = compute_init(device_type)
 num_merges = vocab_size - 256 - len(SPECIAL_TOKENS)
 tokenizer = Tokenizer([bytes(divmod(i, 256)) for i in range(num_merges)])  # of the right size; no text is made
 model = GPT(config_from_depth(depth, vocab_size, max_seq_len, kv_group)).to(device)

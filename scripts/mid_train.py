@@ -6,6 +6,7 @@ Mid-training: teach the base model what a conversation is, on a mixture of tasks
 
 Rows are packed with whole conversations; only what the assistant writes is learnt.
 """
+import math
 from typing import Literal
 
 import torch
@@ -84,8 +85,8 @@ packed = pack(conversations.lengths.tolist(), order(len(conversations), seed, ep
 rows_per_step, rest = divmod(total_batch_size, max_seq_len)
 if rest or not rows_per_step:
     raise UserError(f"total_batch_size={total_batch_size} must be a multiple of max_seq_len={max_seq_len}: rows are whole")
-grad_accum_steps = -(-rows_per_step // (device_batch_size * world_size))  # rows that are missing stay empty
-steps_of_all = -(-len(packed) // rows_per_step)
+grad_accum_steps = math.ceil(rows_per_step / (device_batch_size * world_size))  # rows that are missing stay empty
+steps_of_all = math.ceil(len(packed) / rows_per_step)
 num_iterations = steps_of_all if num_iterations == -1 else min(num_iterations, steps_of_all)
 data_state = {"origin": origin, "conversations": conversations.fingerprint, "seed": seed, "max_seq_len": max_seq_len, "rows_per_step": rows_per_step}
 require_same_data(meta, data_state)
@@ -104,7 +105,7 @@ if overwrite:  # only now, when nothing can be wrong with the settings any more
     from_rank0(discard_after, checkpoints, step)
 saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
 metrics = Metrics(checkpoints, run, config, step, num_iterations, total_batch_size, model.estimate_flops(), peak * world_size,
-                  meta and meta["metrics_state"])
+                  meta["metrics_state"] if meta else None)
 loader = conversation_loader(conversations, packed, rows_per_step, start_step=step, **shape)
 inputs, targets = next(loader)
 stop = StopRequest()
@@ -122,7 +123,7 @@ while True:
     if eval_every > 0 and (last_step or step % eval_every == 0):
         metrics.pause()
         validation = conversation_loader(held_out, held_out_rows, rows_at_once, **shape)
-        bpb = evaluate_bpb(model, validation, -(-len(held_out_rows) // rows_at_once), tokenizer.token_bytes())
+        bpb = evaluate_bpb(model, validation, math.ceil(len(held_out_rows) / rows_at_once), tokenizer.token_bytes())
         metrics.log_validation(step, bpb)
     if last_step:
         break
@@ -140,14 +141,14 @@ while True:
         inputs, targets = next(loader)
 
     verdict = sharding.agree(step_loss, step_targets, grad_clip, stop.asked)
-    lrm = lr_multiplier(step, num_iterations, 0.0, warmdown_ratio, final_lr_frac)
+    lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
     apply_schedule(optimizers, step, num_iterations, lrm)
     for optimizer in optimizers:
         optimizer.step(verdict)
     sharding.gather()
     metrics.log_step(step, verdict, lrm)  # read one step late: no wait for the device
     if step == start_step:
-        expect_short_waits(sharding.shard_group, sharding.replica_group)
+        expect_short_waits(sharding.shard_group, sharding.replica_group)  # all have compiled by now: who is silent has hung
     step += 1
     saver.give_up_after(max_bad_steps, metrics.bad_in_a_row, step)
 

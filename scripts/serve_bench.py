@@ -49,7 +49,7 @@ repeats = 5                 # of each measurement; the medians count
 config = configure(globals())
 
 require_positive(config, "depth", "max_seq_len", "streams", "requests", "new_tokens", "repeats")
-_, _, _, _, device = compute_init(device_type)
+*_, device = compute_init(device_type)
 folder = tempfile.TemporaryDirectory(prefix="serve_bench_")
 os.environ["NANOCHAT_BASE_DIR"] = folder.name
 messages = [[{"role": "user", "content": f"Question {i}: what is that?"}] for i in range(requests)]
