@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# One run on several machines: the same command on each of them, with its own NODE_RANK.
+#
+#     NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash runs/multi_node.sh scripts.base_train --data=fineweb-edu --depth=20 --resume=auto
+#     NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash runs/multi_node.sh scripts.base_train --data=fineweb-edu --depth=20 --resume=auto
+#
+#     MASTER_ADDR         of the first node, as the others reach it; MASTER_PORT (29500) must be free there
+#     NPROC               ranks on this node; default: one for each GPU, or one
+#     NANOCHAT_BASE_DIR   on a file system that all nodes share: checkpoints are pieces from all ranks
+#     MAX_RESTARTS        (3) times that all ranks are started anew, from the newest checkpoint, when one has died
+#     JOB_ID              of the scheduler, if there is one: what a restart finds under another id it does not take for its own
+#
+# With several network interfaces, NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME says which one the ranks talk over.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || [ ! -d .venv ] || PATH="$PWD/.venv/bin:$PATH"
+: "${NNODES:?set it to the number of machines}" "${NODE_RANK:?set it to 0 on the first machine, 1 on the second, …}"
+: "${MASTER_ADDR:?set it to the address of the first machine}"
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+[ "$gpus" -ge 1 ] || gpus=1
+# exec: a signal to this script is one to torchrun, which passes it on; then every rank finishes its step and saves.
+exec torchrun --nnodes="$NNODES" --node-rank="$NODE_RANK" --nproc-per-node="${NPROC:-$gpus}" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}" \
+    ${JOB_ID:+--rdzv-id="$JOB_ID"} --max-restarts="${MAX_RESTARTS:-3}" --shutdown-timeout=300 -m "$@"

@@ -1,0 +1,286 @@
+"""runs/ and the tour: every link, name and setting that a page mentions exists; the launchers launch; the bowl's lowest point is found."""
+import ast
+import csv
+import functools
+import json
+import math
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.run import get_args_parser
+
+from configurator import read_arguments, read_settings
+from conftest import REPO, run_module
+from nanochat import pages
+from nanochat.errors import UserError
+from nanochat.gpt import GPT
+from nanochat.machines import LINKS, plan_step, shaped
+from nanochat.make_dataset import make
+from nanochat.scaling import fit, read_series
+from nanochat.tokenizer import train_tokenizer
+from ranks import run_on_ranks
+from scripts.data_parallel_bench import CONFIG, VARIANTS, train
+
+PAGES = sorted([*REPO.glob("README*.md"), *REPO.glob("docs/*.md")])
+SCRIPTS = sorted([*REPO.glob("runs/*"), *REPO.glob("*.sh"), *REPO.glob("tests/*.sh")])
+LAUNCHER_FLAGS = {flag.lstrip("-").replace("-", "_") for action in get_args_parser()._actions for flag in action.option_strings}
+
+
+# ---- What a page claims
+
+@functools.cache
+def settings_of(module: str) -> dict | None:
+    """The settings of a script; None for a module that does not use the configurator."""
+    path = REPO / f"{module.replace('.', '/')}.py"
+    try:
+        return read_settings({"__file__": str(path)})[0]
+    except ValueError:
+        return None
+
+
+@functools.cache
+def all_source() -> str:
+    files = [*REPO.glob("*.py"), *REPO.glob("nanochat/**/*.py"), *REPO.glob("scripts/*.py"), *REPO.glob("tests/*.py"), *SCRIPTS, REPO / "pyproject.toml"]
+    files.remove(Path(__file__))  # it has names in it that must not be found
+    return "\n".join(path.read_text(encoding="utf-8") for path in files)
+
+
+def problems(text: str, folder: Path) -> list[str]:
+    """What a page of Markdown in that folder mentions and the repo does not have."""
+    found = []
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if "://" not in link and not (folder / link).exists():
+            found.append(f"link {link}")
+    joined = re.sub(r"\\\n\s*", " ", text)
+    for command in re.findall(r"(?:python3?|torchrun\b[^`\n|]*?) -m ([^`\n|;&]+)", joined):
+        found += problems_of_command(re.split(" #| -->", command)[0].split())
+    for script in re.findall(r"bash ([\w/.-]+\.sh)", joined):
+        if not (REPO / script).exists():
+            found.append(f"script {script}")
+    # names in backticks: files, settings, functions; and functions said to be in a file
+    for path in re.findall(r"`((?:nanochat|scripts|tests|docs|runs)/[\w./-]+)`", text):
+        if not (REPO / path).exists():
+            found.append(f"file {path}")
+    known = LAUNCHER_FLAGS | {name for script in (REPO / "scripts").glob("*.py") for name in settings_of(f"scripts.{script.stem}") or ()} | set(settings_of("nanochat.dataset"))
+    for flag in re.findall(r"`--(\w[\w-]*)(?:=[^`]*)?`", text):
+        if flag.replace("-", "_") not in known | {"help"} and f"--{flag}" not in all_source():
+            found.append(f"setting --{flag}")
+    for name in re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)(?:\(\))?`", text):
+        if not re.search(rf"\b{name}\b", all_source()):
+            found.append(f"name {name}")
+    for names, path in re.findall(r"((?:`[\w.]+`(?:, | and |, and )?)+)\s+in\s+`([\w/]+\.py)`", text):
+        source = (REPO / path).read_text(encoding="utf-8") if (REPO / path).exists() else ""
+        for name in re.findall(r"`([\w.]+)`", names):
+            if not all(re.search(rf"\b{part}\b", source) for part in name.split(".")):
+                found.append(f"{name} in {path}")
+    return found
+
+
+def problems_of_command(words: list[str]) -> list[str]:
+    """The words after `-m`: a module of ours with settings it has, or pytest with tests there are. Ellipses are left out."""
+    module, rest = words[0], words[1:]
+    if module == "pytest":
+        files = [REPO / word.split("::")[0] for word in rest if word.startswith("tests/")]
+        missing = [f"test {file.relative_to(REPO)}" for file in files if not file.exists()]
+        wanted = rest[rest.index("-k") + 1] if "-k" in rest else ""
+        names = [node.name for file in files if file.exists() for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        if wanted and not missing and not any(wanted in name or wanted in file.name for name in names for file in files):
+            missing.append(f"tests -k {wanted}")
+        return missing
+    if not module.startswith(("scripts.", "nanochat.")) or module == "scripts.":
+        return []
+    if not (REPO / f"{module.replace('.', '/')}.py").exists():
+        return [] if "…" in module else [f"module {module}"]
+    settings, found = settings_of(module), []
+    for word in rest if settings is not None else ():
+        if not word.startswith("--") or word == "--help" or "…" in word.partition("=")[0]:
+            continue
+        name, _, value = word.partition("=")
+        try:  # a value that is a shell's, a placeholder or cut at a blank is not looked at
+            plain = value and not re.search(r"[$…\"'A-Z{]", value)
+            read_arguments([word if plain or "=" not in word else f"{name}={settings[name[2:].replace('-', '_')].default}"], settings)
+        except (UserError, KeyError) as error:
+            found.append(f"{module} {word}: {error}")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
+def test_what_a_page_mentions_exists(page):
+    assert problems(page.read_text(encoding="utf-8"), page.parent) == []
+
+
+def test_the_checker_finds_rot_of_every_kind():
+    page = """See [zero](zero.md) and [gone](gone.md). `send` and `no_such_method` in `nanochat/zero.py`; `nanochat/gone.py`; `gone_function`;
+`--gone_setting`, `--zero_stage=2`, `--max-restarts`.
+```bash
+python -m scripts.base_train --depth=4 --widht=7 \\
+    --seed=$seed --zero_stage=9
+torchrun --nproc_per_node=2 -m scripts.gone --x=1
+python -m pytest tests/test_zero.py -k no_such_test
+bash runs/gone.sh
+```"""
+    found = "\n".join(problems(page, REPO / "docs"))
+    expected = ["link gone.md", "no_such_method in nanochat/zero.py", "file nanochat/gone.py", "name gone_function", "setting --gone_setting", "--widht",
+                "--zero_stage=9", "module scripts.gone", "tests -k no_such_test", "script runs/gone.sh"]
+    assert [words for words in expected if words not in found] == []
+    assert "zero.md" not in found.replace("link gone.md", "") and "--max-restarts" not in found and "$seed" not in found
+
+
+def test_every_page_is_in_the_index():
+    index = (REPO / "docs" / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in REPO.glob("docs/*.md") if page.name != "README.md" and f"({page.name})" not in index] == []
+
+
+def test_a_table_goes_between_its_marks(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "DOCS", tmp_path)
+    (tmp_path / "page.md").write_text(f"before\n<!-- made by: this -->\nold\n{pages.END}\nbetween\n<!-- made by: that -->\nkept\n{pages.END}\nafter\n")
+    pages.put_into_page("page.md", "this", pages.table(["a", "b"], [["x", 1]]))
+    text = (tmp_path / "page.md").read_text()
+    assert "old" not in text and "| x | 1 |" in text and text.startswith("before\n") and text.endswith("kept\n<!-- end of what it made -->\nafter\n")
+    with pytest.raises(ValueError, match="has no"):
+        pages.put_into_page("page.md", "nothing", "text")
+
+
+# ---- Launchers
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_shell_scripts_parse(script):
+    assert subprocess.run(["bash", "-n", script], capture_output=True, text=True).stderr == ""
+
+
+SRUN = """#!/bin/bash
+# Two nodes that are processes here; as srun does, it passes SIGTERM on to what it has started, and waits for all of it.
+while [[ $1 == --* ]]; do shift; done
+for SLURM_NODEID in 0 1; do SLURM_NODEID=$SLURM_NODEID "$@" & pids+=($!); done
+trap 'kill -TERM "${pids[@]}"' TERM
+status=0
+for pid in "${pids[@]}"; do
+    while kill -0 $pid 2>/dev/null; do wait $pid || status=$?; done
+done
+exit $status
+"""
+SCONTROL = """#!/bin/bash
+if [ "$1 $2" = "show hostnames" ]; then printf '127.0.0.1\\n127.0.0.1\\n'; else echo "$*" >> "$SCONTROL_LOG"; fi
+"""
+
+
+def test_two_nodes_train_and_save_before_the_time_limit(tmp_path, base_folder):
+    """slurm.sbatch, multi_node.sh and two launchers for real; SLURM's own commands are played. Signalled, the job saves and is requeued."""
+    (base_folder / "texts").mkdir(parents=True)
+    for i in range(300):
+        (base_folder / "texts" / f"{i}.txt").write_text(f"Document {i} says that {i} plus {i} is {2 * i}, and that {i} minus one is {i - 1}.")
+    make(str(base_folder / "texts"), "sums")
+    train_tokenizer("sums", 400, 10**6, 10**4)
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(REPO)}
+    environment = os.environ | slurm | {
+        "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix, "NPROC": "1",
+        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if "lo" in dict(socket.if_nameindex()).values() else "lo0", "SCONTROL_LOG": str(tmp_path / "scontrol"),
+    }
+    command = ["bash", "runs/slurm.sbatch", "scripts.base_train", "--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128",
+               "--num_iterations=100000", "--eval_every=-1", "--sample_every=-1", "--dtype=float32", "--compile=False", "--device_type=cpu", "--model_tag=nodes"]
+    log = tmp_path / "log"
+    job = subprocess.Popen(command, cwd=REPO, env=environment, stdout=open(log, "w"), stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 200
+        while "step 00002/" not in log.read_text():
+            assert time.monotonic() < deadline and job.poll() is None, log.read_text()
+            time.sleep(0.05)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=100) == 0, log.read_text()
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+    printed = log.read_text()
+    step = int(re.search(r"stopped after step (\d+); --resume=auto continues", printed)[1])
+    assert "2 rank(s) on cpu" in printed and "x 2 rank(s) x 1 micro-step(s)" in printed and "nothing to resume" in printed, printed
+    assert [path.name for path in (base_folder / "base_checkpoints" / "nodes").glob("step_*")] == [f"step_{step:06d}"]
+    assert (tmp_path / "scontrol").read_text() == f"requeue {os.getpid()}\n"
+
+
+# ---- Data parallelism
+
+def distances(rank: int, ranks: int) -> dict[str, float]:
+    """How far each variant of the page is from one rank with all rows, relative to the way travelled by that one."""
+    right, clipped, masked = (train(0, 1, variant, "SGD") for variant in ("right", "clip", "masked"))
+    start = GPT(CONFIG)
+    start.init_weights(seed=0)
+    way = (right - torch.cat([p.detach().flatten() for p in start.parameters()])).norm()
+    references = {"clip": clipped, "means": masked}
+    return {variant: ((train(rank, ranks, variant, "SGD") - references.get(variant, right)).norm() / way).item() for variant in VARIANTS}
+
+
+def test_the_ten_lines_are_right_and_every_other_way_is_not():
+    for off in run_on_ranks(2, distances):
+        assert off.pop("right") < 1e-5
+        # On rank 0 its own weights are the reference's, until it averages with the other rank's gradients.
+        assert set(off) == set(VARIANTS) - {"right"} and min(off.values()) > 0.02, off
+
+
+# ---- Scaling laws
+
+def loss(parameters: float, tokens: float) -> float:
+    """The fitted law of Hoffmann et al. 2022, section 3.3."""
+    return 1.69 + 406.4 / parameters**0.34 + 410.7 / tokens**0.28
+
+
+def test_the_fit_finds_a_known_optimum():
+    exact = fit([2, 3, 4, 6], [0.9 + 0.05 * math.log2(depth / 3.7) ** 2 for depth in (2, 3, 4, 6)])
+    assert exact.depth == pytest.approx(3.7) and exact.bpb == pytest.approx(0.9) and exact.curvature == pytest.approx(0.05)
+    for budget in (1e18, 1e20):  # no parabola: the lowest point of the law itself, by search
+        def at(depth: float) -> float:
+            return loss(49152 * depth**3, budget / (6 * 49152 * depth**3))
+
+        true = min((x / 100 for x in range(100, 10000)), key=at)
+        depths = [true * factor for factor in (0.6, 0.8, 1.1, 1.4, 1.7)]
+        assert fit(depths, [at(depth) for depth in depths]).depth == pytest.approx(true, rel=0.05)
+    assert fit([1, 2], [1.0, 2.0]) is None, "two points have no bowl"
+    assert fit([1, 2, 4, 8], [1.0, 2.0, 2.5, 2.6]) is None, "an arch has no lowest point"
+
+
+def test_the_plot_reads_finished_runs(base_folder):
+    for depth, bpb in ((1, 1.3), (2, 1.1), (4, 1.2), (8, 0.1)):
+        tag = base_folder / "base_checkpoints" / f"bowl-d{depth}"
+        (tag / "step_000010").mkdir(parents=True)
+        model = dict(sequence_len=64, vocab_size=512, n_layer=depth, n_embd=64 * depth, n_head=1, n_kv_head=1)
+        meta = {"num_iterations": 20 if depth == 8 else 10, "total_batch_size": 1000, "model_config": model, "config": {"target_flops": 1e12}}
+        (tag / "step_000010" / "meta.json").write_text(json.dumps(meta))
+        (tag / "step_000010" / "manifest.json").write_text("{}")
+        (tag / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "val/bpb": value}) + "\n" for step, value in ((0, 4.0), (10, bpb))))
+    result = run_module("scripts.scaling_plot", "--series=bowl")
+    assert result.returncode == 0, result.stderr
+    assert "bowl-d8: not finished, left out" in result.stdout and "the parabola is lowest at depth" in result.stdout
+    rows = list(csv.DictReader(open(base_folder / "scaling" / "bowl.csv")))
+    assert [(row["depth"], row["bpb"], row["tokens"]) for row in rows] == [("1", "1.3", "10000"), ("2", "1.1", "10000"), ("4", "1.2", "10000")]
+    # depth 2 by hand: 6 · (12 · 2 · 128² + 512 · 128) + 12 · 2 · 128 · 64 per token
+    assert float(rows[1]["flops"]) == 10_000 * (6 * (12 * 2 * 128**2 + 512 * 128) + 12 * 2 * 128 * 64)
+    assert (base_folder / "scaling" / "bowl.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="series=none: no finished run"):
+        read_series("none")
+
+
+def test_a_plan_is_what_the_pages_say():
+    """Depth 20 over NVLink 4 on eight ranks, from the formulas of docs/zero.md and docs/mfu.md with a pencil."""
+    model = shaped(20, 65536, 2048)
+    parameters, matrices = 12 * 20 * 1280**2 + 2 * 65536 * 1280, 12 * 20 * 1280**2
+    per_token = 6 * (parameters - 65536 * 1280) + 12 * 20 * 1280 * 2048
+    step = plan_step(model, 8, 500e12, LINKS["nvlink4"], torch.bfloat16, 2**19, 4)
+    assert step.compute == pytest.approx(2**16 * per_token / 500e12)
+    for stage, elements in ((0, 2 * 4), (1, 4 + 2), (2, 4 * 4 + 2)):
+        sent = 7 / 8 * (elements * parameters + (2 * 2 * matrices / 8 if stage else 0))
+        assert step.send[stage] == pytest.approx(sent / 450e9), stage
+    for tokens, bytes_per_parameter in zip(step.hides, (4, 4 + 2)):  # the backward pass takes as long as what it sends
+        assert 2 / 3 * tokens * per_token / 500e12 == pytest.approx(7 / 8 * bytes_per_parameter * parameters / 450e9)
+    assert step.latency == pytest.approx(2 * 22 * 7 * 3.4e-6) and plan_step(model, 8, 1.0, LINKS["tpuv5p"], torch.bfloat16, 2**19, 4).latency is None
