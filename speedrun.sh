@@ -113,4 +113,4 @@ python -m nanochat.report
 stage "done"
 page=(python -m scripts.chat_web --source=rl --model_tag=$tag)
 echo "talk to it: . ./setup.sh && ${page[*]}      (or scripts.chat_cli, in the terminal)"
-[ $chat = no ] || exec "${page[@]}"
+[ $chat = no ] || exec "${page[@]}" --open_page=True

@@ -35,6 +35,15 @@ def digests(paths: list[str]) -> dict[str, str | None]:
     return {path: digest(base_dir() / path) for path in paths}
 
 
+def unfinished(path: Path) -> str | None:
+    """How far a run has come, "300 of 700", by its newest checkpoint; None where it has ended or the folder holds no run."""
+    steps = [folder for folder in path.glob("step_*") if folder.name[5:].isdecimal()]
+    if not steps:
+        return None
+    meta = json.loads((max(steps, key=lambda folder: int(folder.name[5:])) / "meta.json").read_text(encoding="utf-8"))
+    return f"{meta['step']:,} of {meta['num_iterations']:,}" if meta["step"] < meta.get("num_iterations", 0) else None
+
+
 def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> None:
     """Run the command unless its record says that this is done. UserError when it fails or does not make what it should."""
     path = base_dir() / "once" / f"{name}.json"
@@ -47,9 +56,11 @@ def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> N
     if code:
         raise SystemExit(code if code > 0 else 128 - code)  # it has said why; by a signal: as a shell would
     made = digests(makes)
-    missing = [result for result in makes if made[result] is None]
-    if missing:
-        raise UserError(f"{name} has ended without making {', '.join(missing)} in {base_dir()}")
+    for result in makes:
+        if made[result] is None:
+            raise UserError(f"{name} has ended without making {result} in {base_dir()}")
+        if (steps := unfinished(base_dir() / result)) is not None:
+            raise UserError(f"{name} was stopped after {steps} steps; the same command goes on")
     write_text(path, json.dumps(read | {"makes": made}, indent=1))
 
 

@@ -136,7 +136,8 @@ while True:
     # --- look: checkpoint first, so that no evaluation can cost a run; each looks at the parameters before this step
     if step > start_step and (last_step or stopping or save_every > 0 and step % save_every == 0):
         metrics.pause()
-        saver.save(step, dict(config=config, tokenizer=tokenizer.fingerprint, data_state=data_state, metrics_state=metrics.state, before=before))
+        saver.save(step, dict(config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
+                              data_state=data_state, metrics_state=metrics.state, before=before))
     if stopping:
         break
     if eval_every > 0 and (last_step or step % eval_every == 0):

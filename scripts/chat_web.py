@@ -13,6 +13,8 @@ nanochat/openai_api.py says what goes beyond that interface and what differs. SI
 import os
 import signal
 import socket
+import sys
+import webbrowser
 from functools import partial
 from typing import Literal
 
@@ -38,6 +40,7 @@ workers = 0                 # engines for each model, on the GPUs in turn; 0: on
 # ---- Who may ask
 host = "127.0.0.1"          # address to listen on; 0.0.0.0: every network this machine is in
 port = 8000                 # 0: any that is free
+open_page = False           # in this machine's browser, where it has a screen
 api_key = ""                # what clients of /v1 must send as their key; NANOCHAT_API_KEY does not show in the list of processes
 cors_origins = ""           # pages of other servers that may ask, such as "https://a.org, https://b.org"; empty: none
 # ---- Limits
@@ -102,7 +105,10 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         address = f"[{host}]" if ":" in host else host
-        print0(f"http://{address}:{listener.getsockname()[1]} serves {', '.join(model.id for model in models)}; Ctrl-C ends it")
+        url = f"http://{address}:{listener.getsockname()[1]}"
+        print0(f"{url} serves {', '.join(model.id for model in models)}; Ctrl-C ends it")
+        if open_page and (sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+            webbrowser.open(url)
 
     def handle_exit(self, number: int, frame: object) -> None:
         for model in models:

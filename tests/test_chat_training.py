@@ -108,6 +108,25 @@ def test_a_mixture_is_seen_once_and_the_rate_only_falls(base):
     assert seen[0] == pytest.approx(seen[1], abs=1e-4)
 
 
+def test_a_stage_goes_on_only_from_the_model_it_began_with(base):
+    """The stage before has been trained on meanwhile: said, not mixed. Asked for by its step, or gone, it stands in nobody's way."""
+    models = base / "base_checkpoints"
+    shutil.copytree(models / "tiny" / "step_000002", models / "other" / "step_000002")
+
+    def run(**settings):
+        module, args = stage_arguments(base, "sft", source="base", model_tag="other", resume="auto", save_every=1, eval_every=-1, eval_metrics_every=-1, **settings)
+        return run_module(module, *args)
+
+    assert run(num_iterations=1).returncode == 0
+    shutil.copytree(models / "other" / "step_000002", models / "other" / "step_000003")
+    refused = run(num_iterations=2)
+    assert refused.returncode == 1 and "origin was base_checkpoints/other/step_000002" in refused.stderr and "step_000003" in refused.stderr, refused.stderr
+    assert "resuming from" in run(num_iterations=2, step=2).stdout
+    shutil.rmtree(models / "other")
+    assert "resuming from" in run(num_iterations=3).stdout
+    assert sorted(path.name for path in (base / "sft_checkpoints" / "other").glob("step_*")) == ["step_000001", "step_000002", "step_000003"]
+
+
 def test_a_dry_run_shows_samples_and_changes_nothing(base):
     """Whatever the other settings say; --overwrite would remove checkpoints."""
     before = {path: path.stat().st_mtime_ns for path in base.rglob("*")}

@@ -49,6 +49,17 @@ def test_once_repeats_only_what_is_no_longer_as_it_was(base_folder):
     assert "done before" in run(command=script + " && true")
 
 
+def test_once_knows_a_run_that_was_stopped_from_one_that_has_ended(base_folder):
+    """A training run that is sent SIGTERM saves, and ends well, in the middle."""
+    script = "cd $NANOCHAT_BASE_DIR && mkdir -p run/step_{0:06d} && echo '{{\"step\": {0}, \"num_iterations\": 1000000}}' > run/step_{0:06d}/meta.json"
+    base_folder.mkdir()
+    for step in (20, 999_999):  # the newest counts, by number
+        stopped = once("run", "--makes", "run", "--", "sh", "-c", script.format(step))
+        assert stopped.returncode == 1 and stopped.stderr == f"error: run was stopped after {step:,} of 1,000,000 steps; the same command goes on\n"
+    assert once("run", "--makes", "run", "--", "sh", "-c", script.format(1_000_000)).stdout == ""
+    assert "done before" in once("run", "--makes", "run", "--", "sh", "-c", script.format(1_000_000)).stdout
+
+
 def test_once_reports_failures_as_the_command_did_and_remembers_none_of_them(base_folder):
     failed = once("stage", "--makes", "result", "--", "sh", "-c", "echo why >&2; exit 7")
     assert (failed.returncode, failed.stderr) == (7, "why\n")
