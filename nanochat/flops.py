@@ -4,6 +4,8 @@ import time
 
 import torch
 
+from nanochat.errors import UserError
+
 # Dense bf16 peak of the datasheets, in FLOP/s, by a part of the name that torch reports; first match wins.
 PEAK_BF16 = (
     ("GB200", 2.5e15), ("B200", 2.25e15), ("B100", 1.8e15),
@@ -12,6 +14,14 @@ PEAK_BF16 = (
     ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12), ("MI355X", 2.5e15), ("MI325X", 1307e12), ("MI300X", 1307e12), ("MI250X", 383e12),
     ("RTX 5090", 209.5e12), ("RTX 4090", 165.2e12), ("RTX 3090", 71e12), ("RTX 6000 Ada", 364e12),
 )
+
+
+def datasheet_peak(gpu: str) -> float:
+    """Dense bf16 FLOP/s of a GPU by its name in the table. UserError for any other name."""
+    peak = dict(PEAK_BF16).get(gpu)
+    if peak is None:
+        raise UserError(f"gpu={gpu} is not in the table; expected one of {', '.join(name for name, _ in PEAK_BF16)}")
+    return peak
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from nanochat.gpt import GPT, config_from_depth
-from nanochat.memory import sent_bytes
+from nanochat.memory import parameter_counts, sent_bytes
 
 
 class Link(NamedTuple):
@@ -37,15 +37,10 @@ class Step(NamedTuple):
     hides: tuple[float, float]
 
 
-def sizes(model: GPT) -> tuple[int, int, int]:
-    """Parameters: all, those in Muon's care, those of the head."""
-    matrices = sum(p.numel() for p in model.transformer.h.parameters())
-    return sum(p.numel() for p in model.parameters()), matrices, model.lm_head.weight.numel()
-
-
 def plan_step(model: GPT, ranks: int, rate: float, link: Link, dtype: torch.dtype, batch_tokens: int, micro_steps: int) -> Step:
     """rate: FLOP/s that a rank achieves, batch_tokens: of a step over all ranks."""
-    total, muon, head = sizes(model)
+    adamw, muon = parameter_counts(model.config)
+    total, head = adamw + muon, adamw // 2
     send = [sent_bytes(stage, ranks, micro_steps, dtype, torch.float32, total, muon, head) / link.bandwidth for stage in range(4)]
     units = model.config.n_layer + 2
     latency = None if link.latency is None else 2 * units * (ranks - 1) * link.latency  # stage 1: each unit reduced and gathered once

@@ -1,5 +1,6 @@
 """
-What a training run keeps and sends, in bytes per rank: the formulas. docs/zero.md shows them beside measurements.
+What a training run keeps and sends, in bytes per rank: the formulas. Beside measurements, docs/zero.md shows `state_bytes` and `sent_bytes`,
+docs/memory.md `step_bytes`.
 
 Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7; here with gradients accumulated in float32 and with Muon, which has one
 moment where AdamW has two. `ranks` share one copy of the sharded states (one shard group, no replicas).

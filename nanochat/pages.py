@@ -2,26 +2,27 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from nanochat.errors import UserError
 from nanochat.files import write_text
 
 DOCS = Path(__file__).parent.parent / "docs"
 END = "<!-- end of what it made -->"
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table: the first column to the left, all others, which are numbers, to the right."""
-    rules = ["---", *["---:"] * (len(columns) - 1)]
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]], words: Sequence[int] = (0,)) -> str:
+    """A Markdown table: the columns of these indices to the left, all others, which are numbers, to the right."""
+    rules = ["---" if i in words else "---:" for i in range(len(columns))]
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [columns, rules, *rows])
 
 
 def put_into_page(page: str, command: str, text: str) -> None:
     """
     Replace what stands in docs/<page> between `<!-- made by: <command> -->` and the end mark that follows it.
-    ValueError when the page has no such marks.
+    UserError when the page has no such marks.
     """
     path, begin = DOCS / page, f"<!-- made by: {command} -->"
     before, found, rest = path.read_text(encoding="utf-8").partition(begin)
     _, ended, after = rest.partition(END)
     if not (found and ended):
-        raise ValueError(f"{path} has no {begin} with {END} after it")
+        raise UserError(f"{path} has no {begin} with {END} after it; put both where the tables shall stand")
     write_text(path, f"{before}{begin}\n\n{text}\n\n{END}{after}")

@@ -1,9 +1,10 @@
 """
-Each kernel run once on this machine, forward and backward, and compared with a plain reference.
+Each kernel run once on this machine, forward and backward, and compared with a plain reference; and what a training step
+takes of memory, measured (`peak_of_a_step`, which scripts.memory_bench calls in its own process).
 
     python -m nanochat.probes cpu bfloat16 True          # what scripts.doctor reads: a line of JSON per probe
 
-They run in a process of their own: a kernel that brings it down (a segmentation fault, a CUDA error that poisons the
+The kernels run in a process of their own: a kernel that brings it down (a segmentation fault, a CUDA error that poisons the
 context) costs that kernel's verdict, and the others run in the next process.
 """
 import json

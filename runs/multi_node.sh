@@ -13,7 +13,7 @@
 # With several network interfaces, NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME says which one the ranks talk over.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-[ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] || [ ! -d .venv ] || PATH="$PWD/.venv/bin:$PATH"
+[ -n "${NANOCHAT_NO_VENV:-}" ] || [ ! -d .venv ] || PATH="$PWD/.venv/bin:$PATH"
 : "${NNODES:?set it to the number of machines}" "${NODE_RANK:?set it to 0 on the first machine, 1 on the second, …}"
 : "${MASTER_ADDR:?set it to the address of the first machine}"
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)

@@ -1,7 +1,7 @@
 """
 One optimizer step cut into micro-steps and over ranks: the same loss, other memory. The table of docs/two_loops.md.
 
-    python -m scripts.accumulation_bench            # prints it
+    python -m scripts.accumulation_bench            # prints it; Linux
     python -m scripts.accumulation_bench --write    # and puts it into the page
 
 Whole runs of base_train, in float32, on the same rows whatever the cut.
@@ -29,6 +29,8 @@ micro_steps = "1 2 4 8"     # cuts of the batch on one rank, and then on two
 write = False               # put the table into docs/two_loops.md
 config = configure(globals())
 require_positive(config, "depth", "max_seq_len", "rows")
+if sys.platform != "linux":
+    raise UserError("cores and the largest resident memory are asked of the kernel: Linux only")
 if not all(cut.isdigit() and int(cut) > 0 for cut in micro_steps.split()):
     raise UserError(f"micro_steps={micro_steps} must be whole numbers with blanks between them")
 if steps < 2:

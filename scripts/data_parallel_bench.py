@@ -22,7 +22,6 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.pages import put_into_page, table
 from scripts.zero_bench import measure
 
-COMMAND = "python -m scripts.data_parallel_bench --write"
 CONFIG = GPTConfig(sequence_len=32, vocab_size=768, n_layer=2, n_embd=64, n_head=2, n_kv_head=2)
 ROWS, MICRO_STEPS, STEPS = 8, 2, 5  # rows of a step, over all ranks and micro-steps; micro-steps; steps
 CLIP = 0.3                           # largest norm of the gradient, in the variant that clips
@@ -111,7 +110,7 @@ def rank_main(rank: int, ranks: int, folder: str) -> None:
 if __name__ == "__main__":
     ranks = 4               # processes; they divide the eight rows of a step
     write = False           # put the tables into docs/data_parallel.md
-    settings = configure(globals())
+    configure(globals())
     if ranks < 2 or ROWS % (ranks * MICRO_STEPS):
         raise UserError(f"ranks={ranks} must be 2 or 4: every rank has the same number of the {ROWS} rows in each of {MICRO_STEPS} micro-steps")
 
@@ -125,4 +124,4 @@ if __name__ == "__main__":
     text += "\n\n" + table([f"bytes per parameter, {ranks} ranks", "keeps", "sends, 1 micro-step", "sends, 4 micro-steps"], rows)
     print(text)
     if write:
-        put_into_page("data_parallel.md", COMMAND, text)
+        put_into_page("data_parallel.md", "python -m scripts.data_parallel_bench --write", text)

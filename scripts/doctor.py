@@ -113,12 +113,14 @@ if batch_only:
 working = []
 if not imagined:
     print("## Devices")
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads")
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, "
+          f"{os.cpu_count()} cores, {torch.get_num_threads()} threads")
     for i in range(gpus):
         gpu = torch.cuda.get_device_properties(i)
-        print(f"GPU {i}: {gpu.name}, {gib(gpu.total_memory)}, {gib(torch.cuda.mem_get_info(i)[0])} free, compute capability {gpu.major}.{gpu.minor}")
-    reason = "as asked for" if dtype != "auto" else f"this {device.type} multiplies it {'faster than' if model_dtype == torch.bfloat16 else 'at least as fast as bfloat16'}" + (
-        " float32" if model_dtype == torch.bfloat16 else "")
+        free_memory = gib(torch.cuda.mem_get_info(i)[0])
+        print(f"GPU {i}: {gpu.name}, {gib(gpu.total_memory)}, {free_memory} free, compute capability {gpu.major}.{gpu.minor}")
+    than = "faster than float32" if model_dtype == torch.bfloat16 else "at least as fast as bfloat16"
+    reason = "as asked for" if dtype != "auto" else f"this {device.type} multiplies it {than}"
     print(f"device {device.type}, dtype {dtype_name} ({reason})")
     print(f"C++ compiler: {compiler or 'none; torch.compile on a CPU needs one, without it training is eager and slower'}")
 
@@ -137,7 +139,8 @@ else:
 # ---- Memory and disk
 print("\n## Memory and disk" if not imagined else "")
 for limit in limits:
-    print(f"{limit.name}: {gib(limit.bytes)}" + f" (of {limit.counts} memory)" * (device.type == "cpu") + f" for each of {ranks} ranks" * (device.type == "cpu" and ranks > 1))
+    of_what = f" (of {limit.counts} memory)" + f" for each of {ranks} ranks" * (ranks > 1) if device.type == "cpu" else ""
+    print(f"{limit.name}: {gib(limit.bytes)}{of_what}")
 free, writable = free_disk(base_dir())
 # Shards and their tokens; of each of four stages two checkpoints, and one being written, at up to 14 bytes a parameter.
 wanted = 1 * GIB if device.type == "cpu" else 120 * GIB if gpus >= 8 else 40 * GIB
@@ -175,8 +178,9 @@ if not imagined:
         print("nothing yet")
 
 # ---- Which models fit
-print(f"\n## Largest device_batch_size (powers of two up to {max_rows}) at max_seq_len={max_seq_len}, {dtype_name}, {'compiled' if compiling else 'eager'}, "
-      f"vocabulary {vocab_size:,}, {f'ZeRO stage {zero_stage} on {ranks} ranks' if ranks > 1 else 'one rank'}")
+print(f"\n## Largest device_batch_size (powers of two up to {max_rows}) at max_seq_len={max_seq_len}, {dtype_name}, "
+      f"{'compiled' if compiling else 'eager'}, vocabulary {vocab_size:,}, "
+      f"{f'ZeRO stage {zero_stage} on {ranks} ranks' if ranks > 1 else 'one rank'}")
 table, fits = [("depth", "parameters", "rows", "rows with activation checkpointing", "memory for one row")], {}
 for candidate in DEPTHS if depth == -1 else (depth,):
     model = config_from_depth(candidate, vocab_size, max_seq_len, kv_group)
@@ -193,7 +197,8 @@ if imagined:
 # ---- Verdicts
 print("\n## Stages")
 fitting = [candidate for candidate, found in fits.items() if any(found)]
-best = max((candidate for candidate in fitting if device.type != "cpu" or candidate <= 4), default=min(fitting, default=0))  # a CPU has no time for more
+in_time = [candidate for candidate in fitting if device.type != "cpu" or candidate <= 4]  # a CPU has no time for more
+best = max(in_time, default=min(fitting, default=0))
 chat = [stage for stage in STAGES if stage != "base" and made[stage]]
 web = [package for package in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(package) is None]
 model_setting = f" --depth={best} --max_seq_len={max_seq_len} --device_batch_size={fits[best][0] or fits[best][1]}" if best else ""
@@ -216,7 +221,8 @@ verdict("base_train", cannot, read_only, missing)
 if not (cannot or read_only):
     print(f"    python -m scripts.base_train --data={data}{model_setting}")
 verdict("mid_train", cannot, read_only, "" if made["base"] else f"no base model; {no_base}")
-verdict("chat_sft", cannot, read_only, "" if made["mid"] else f"no model after mid-training; {'python -m scripts.mid_train' if made['base'] else no_base}")
+no_mid = f"no model after mid-training; {'python -m scripts.mid_train' if made['base'] else no_base}"
+verdict("chat_sft", cannot, read_only, "" if made["mid"] else no_mid)
 verdict("chat_rl", cannot, read_only, "" if made["sft"] else f"no fine-tuned model; {'python -m scripts.chat_sft' if made['mid'] else no_chat}")
 verdict("chat_eval", "" if chat else f"no chat model; {no_chat}")
 verdict("chat_web", f"{', '.join(web)} not installed; . ./setup.sh" if web else "", "" if chat else f"no chat model; {no_chat}")

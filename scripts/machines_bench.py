@@ -17,11 +17,11 @@ from torch.multiprocessing import start_processes
 
 from configurator import configure
 from nanochat.errors import UserError, require_positive
-from nanochat.flops import PEAK_BF16, measured_matmul_flops
-from nanochat.machines import LINKS, Link, Step, plan_step, shaped, sizes
+from nanochat.flops import datasheet_peak, measured_matmul_flops
+from nanochat.machines import LINKS, Link, Step, plan_step, shaped
+from nanochat.memory import parameter_counts
 from nanochat.pages import put_into_page, table
 
-COMMAND = "python -m scripts.machines_bench --write"
 COLUMNS = ["link", "computes, ms", "sends, ms: stage 1", "stage 2", "stage 3", "latency, ms", "hides stage 2 from", "stage 3 from"]
 
 
@@ -59,13 +59,13 @@ if __name__ == "__main__":
     config = configure(globals())
 
     require_positive(config, "gpus")
-    peak, parts = dict(PEAK_BF16).get(gpu), []
-    if peak is None:
-        raise UserError(f"gpu={gpu} is not in the table; expected one of {', '.join(name for name, _ in PEAK_BF16)}")
+    if not 0 < mfu <= 1:
+        raise UserError(f"mfu={mfu:g} must be above 0 and at most 1")
+    peak, parts = datasheet_peak(gpu), []
     for depth in (20, 32):
         model = shaped(depth, 65536, 2048)
         lines = [cells(link.name, plan_step(model, gpus, mfu * peak, link, torch.bfloat16, 2**19, 4)) for link in LINKS.values()]
-        parts += [f"**Depth {depth}**, {sizes(model)[0] / 1e6:,.0f} million parameters, {gpus} ranks of {peak / 1e12:,.0f} TFLOP/s at {mfu:.0%} MFU, bfloat16, "
+        parts += [f"**Depth {depth}**, {sum(parameter_counts(model.config)) / 1e6:,.0f} million parameters, {gpus} ranks of {peak / 1e12:,.0f} TFLOP/s at {mfu:.0%} MFU, bfloat16, "
                   f"524,288 tokens in 4 micro-steps of {2**17 // gpus:,} tokens per rank:", table(COLUMNS, lines)]
     with tempfile.TemporaryDirectory() as folder:
         start_processes(measure_link, (2, folder), nprocs=2, start_method="forkserver")
@@ -77,4 +77,4 @@ if __name__ == "__main__":
     text = "\n\n".join(parts)
     print(text)
     if write:
-        put_into_page("machines.md", COMMAND, text)
+        put_into_page("machines.md", "python -m scripts.machines_bench --write", text)

@@ -18,20 +18,21 @@ import torch
 from configurator import configure
 from nanochat.dataset import ensure_dataset
 from nanochat.errors import UserError
-from nanochat.files import base_dir, write_text
+from nanochat.files import base_dir
 from nanochat.gpt import config_from_depth
 from nanochat.memory import HEAP_WASTE, WASTE, parameter_counts, process_bytes, state_bytes, step_bytes
+from nanochat.pages import put_into_page, table
 from nanochat.probes import peak_of_a_step
 from nanochat.tokenizer import ensure_tokenizer
 
 write = False               # into docs/memory.md; else the tables are only printed
-steps = 4                   # optimizer steps of a process; a checkpoint is written in the middle
-at_once = 2                 # processes beside each other: their memory does not depend on it
-config = configure(globals())
+configure(globals())
 
 if sys.platform != "linux":
     raise UserError("the largest resident memory is read from /proc: Linux only")
 
+STEPS = 4  # optimizer steps of a process; a checkpoint is written in the middle
+AT_ONCE = 2  # processes beside each other: their memory does not depend on it
 TENSORS = (  # depth, T, rows, dtype, compiled, activation checkpointing; vocabulary 8192
     (2, 256, 1, "float32", False, False), (2, 256, 4, "float32", False, False), (2, 256, 16, "float32", False, False),
     (4, 256, 8, "float32", False, False), (4, 512, 2, "bfloat16", False, False), (6, 256, 2, "bfloat16", False, False),
@@ -42,25 +43,27 @@ PROCESSES = (  # the same, and the environment of the process
     (2, 256, 8, "float32", False, False, {"MALLOC_MMAP_THRESHOLD_": "1048576"}), (2, 256, 32, "float32", False, False, {"MALLOC_MMAP_THRESHOLD_": "1048576"}),
     (2, 256, 32, "float32", True, False, {}),
 )
-DOCUMENT = Path(__file__).parent.parent / "docs" / "memory.md"
-BEGIN, END = "<!-- made by: python -m scripts.memory_bench --write -->", "<!-- end of what it made -->"
+NAMES, WORDS = ["depth", "T", "rows", "dtype", ""], (3, 4)  # of the first columns; which of them are not numbers
 
 
-def names(depth: int, T: int, rows: int, dtype: str, compiled: bool, checkpointing: bool) -> str:
-    return f"| {depth} | {T} | {rows} | {dtype} | {'compiled' if compiled else 'eager'}{', checkpointing' * checkpointing} |"
+def names(depth: int, T: int, rows: int, dtype: str, compiled: bool, checkpointing: bool) -> list:
+    return [depth, T, rows, dtype, f"{'compiled' if compiled else 'eager'}{', checkpointing' * checkpointing}"]
 
 
-def tensors(depth: int, T: int, rows: int, dtype: str, compiled: bool, checkpointing: bool) -> str:
+def shown(line: list) -> list:
+    print(*line, sep="  ", flush=True)
+    return line
+
+
+def tensors(depth: int, T: int, rows: int, dtype: str, compiled: bool, checkpointing: bool) -> list:
     model, kind = config_from_depth(depth, 8192, T), getattr(torch, dtype)
     formula = step_bytes(model, rows, kind, "cpu", compiled, checkpointing)
     predicted = state_bytes(2, 1, kind, *parameter_counts(model)).gradients + formula.activations + formula.transient
     measured = peak_of_a_step(model, rows, kind, compiled, checkpointing)
-    line = f"{names(depth, T, rows, dtype, compiled, checkpointing)} {measured / 1e6:,.1f} | {predicted / 1e6:,.1f} | {predicted / measured - 1:+.1%} |"
-    print(line, flush=True)
-    return line
+    return shown([*names(depth, T, rows, dtype, compiled, checkpointing), f"{measured / 1e6:,.1f}", f"{predicted / 1e6:,.1f}", f"{predicted / measured - 1:+.1%}"])
 
 
-def process(run: tuple) -> str:
+def process(run: tuple) -> list:
     *shape, environment = run
     depth, T, rows, dtype, compiled, checkpointing = shape
     with tempfile.TemporaryDirectory() as scratch:  # data and tokenizer are those of the base folder, checkpoints go
@@ -69,7 +72,7 @@ def process(run: tuple) -> str:
         command = [
             sys.executable, "-m", "scripts.base_train", f"--depth={depth}", f"--max_seq_len={T}", f"--device_batch_size={rows}",
             f"--total_batch_size={2 * rows * T}", f"--dtype={dtype}", f"--compile={compiled}", f"--activation_checkpointing={checkpointing}",
-            f"--num_iterations={steps}", "--save_every=2", "--eval_every=-1", "--sample_every=-1", "--device_type=cpu",
+            f"--num_iterations={STEPS}", "--save_every=2", "--eval_every=-1", "--sample_every=-1", "--device_type=cpu",
         ]
         started = subprocess.Popen(command, env=os.environ | environment | {"NANOCHAT_BASE_DIR": scratch, "OMP_NUM_THREADS": "1"},
                                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -88,24 +91,19 @@ def process(run: tuple) -> str:
     own, pinned = process_bytes("resident", "cpu", compiled), "MALLOC_MMAP_THRESHOLD_" in environment
     asked = own + (WASTE if compiled or pinned else HEAP_WASTE["resident"]) * step  # all tensors of these runs are small ones
     setting = "".join(f"`{key}={value}`" for key, value in environment.items()) or "-"
-    line = f"{names(*shape)} {setting} | {peak / 1e6:,.0f} | {step / 1e6:,.0f} | {asked / 1e6:,.0f} | {peak / asked:.0%} |"
-    print(line, flush=True)
-    return line
+    return shown([*names(*shape), setting, f"{peak / 1e6:,.0f}", f"{step / 1e6:,.0f}", f"{asked / 1e6:,.0f}", f"{peak / asked:.0%}"])
 
 
 ensure_dataset("tinyworld")
 ensure_tokenizer("tinyworld")
-lines = [
-    f"torch {torch.__version__}, one thread; MB are 10⁶ bytes.", "",
-    "### Tensors: the fullest moment of a step, beyond what is there between two steps", "",
-    "| depth | T | rows | dtype | | measured, MB | formula, MB | formula off by |", "|---:|---:|---:|---|---|---:|---:|---:|",
-    *(tensors(*shape) for shape in TENSORS), "",
-    "### Whole processes of base_train: largest resident memory", "",
-    "| depth | T | rows | dtype | | environment | measured, MB | of them tensors, formula | what the doctor asks for | measured / asked for |",
-    "|---:|---:|---:|---|---|---|---:|---:|---:|---:|",
-    *ThreadPoolExecutor(at_once).map(process, PROCESSES),
-]
+text = "\n\n".join([
+    f"torch {torch.__version__}, one thread; MB are 10⁶ bytes.",
+    "### Tensors: the fullest moment of a step, beyond what is there between two steps",
+    table([*NAMES, "measured, MB", "formula, MB", "formula off by"], [tensors(*shape) for shape in TENSORS], WORDS),
+    "### Whole processes of base_train: largest resident memory",
+    table([*NAMES, "environment", "measured, MB", "of them tensors, formula", "what the doctor asks for", "measured / asked for"],
+          list(ThreadPoolExecutor(AT_ONCE).map(process, PROCESSES)), (*WORDS, 5)),
+])
+print(f"\n{text}")
 if write:
-    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
-    write_text(DOCUMENT, f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{rest.partition(END)[2]}")
-    print(f"written to {DOCUMENT}")
+    put_into_page("memory.md", "python -m scripts.memory_bench --write", text)

@@ -15,8 +15,9 @@ from configurator import configure
 from nanochat.compiling import set_compile
 from nanochat.distributed import compute_dtype, compute_init
 from nanochat.errors import require_positive
-from nanochat.flops import PEAK_BF16, measured_matmul_flops
-from nanochat.gpt import GPT, config_from_depth
+from nanochat.flops import datasheet_peak, measured_matmul_flops
+from nanochat.gpt import GPT, GPTConfig, config_from_depth
+from nanochat.memory import parameter_counts
 from nanochat.pages import put_into_page, table
 from nanochat.zero import Sharding
 
@@ -84,11 +85,14 @@ for event in profiler.key_averages(group_by_input_shape=True):
 share = {part: time_of_part / total for part, time_of_part in spent.items()}  # of computing
 
 # ---- FLOPs of a step, as MFU counts them
+def flops_per_token(config: GPTConfig) -> dict[str, int]:
+    """By part; the head has as many parameters as the embedding, which counts nothing."""
+    adamw, matrices = parameter_counts(config)
+    return {"linear": 6 * matrices, "head": 6 * adamw // 2, "attention": 12 * config.n_layer * config.n_embd * config.sequence_len}
+
+
 batch = inputs.numel()
-C, L, T = model.config.n_embd, model.config.n_layer, max_seq_len
-head = model.lm_head.weight.numel()  # as many as the embedding
-matrices = sum(p.numel() for p in model.transformer.h.parameters())
-flops = {"linear": 6 * matrices * batch, "head": 6 * head * batch, "attention": 12 * L * C * T * batch}
+flops = {part: count * batch for part, count in flops_per_token(model.config).items()}
 counted = sum(flops.values())
 assert counted == model.estimate_flops() * batch
 
@@ -102,22 +106,21 @@ for name, seconds in (("all between: norms, rotation, softmax, loss, copies", be
     lines.append([name, "0%", f"{1e3 * seconds:.0f}", f"{seconds / step_time:.0%}", "", ""])
 lines.append(["**the step**", "100%", f"{1e3 * step_time:.0f}", "100%", f"{counted / step_time / 1e9:,.0f}", f"**{counted / step_time / rate:.1%}**"])
 where = table(["part", "FLOPs counted", "ms", "of the step", "GFLOP/s", "of the GEMM rate"], lines)
-where += (f"\n\nDepth {depth}, vocabulary {vocab_size:,}, {device_batch_size} rows of {T} tokens: {batch / step_time:,.0f} tok/s in {str(model_dtype).removeprefix('torch.')}, "
+where += (f"\n\nDepth {depth}, vocabulary {vocab_size:,}, {device_batch_size} rows of {max_seq_len} tokens: {batch / step_time:,.0f} tok/s in {str(model_dtype).removeprefix('torch.')}, "
           f"{'compiled' if compiling else 'not compiled'}, {torch.get_num_threads()} thread(s), GEMM rate {rate / 1e9:,.0f} GFLOP/s. The parts of forward and "
           "backward pass are their shares under the profiler.")
 
 # ---- The same step by other countings; beside it those of a larger model, relative to the right one
-with torch.device("meta"):
-    large = GPT(config_from_depth(20, 65536, 2048))
-large_flops, large_head, large_attention = large.estimate_flops(), large.lm_head.weight.numel(), 12 * 20 * 1280 * 2048
-small_flops, mfu = counted / batch, counted / step_time / rate
+models = [flops_per_token(config) for config in (model.config, config_from_depth(20, 65536, 2048))]
+head, attention = ([parts[part] / sum(parts.values()) for parts in models] for part in ("head", "attention"))
+mfu = counted / step_time / rate
 wrong = {  # times the right one: of the step above, of the larger model
     "6 · matrix parameters + 12 · layers · width · T": (1, 1),
-    "the embedding counted: 6 · all parameters": (1 + 6 * head / small_flops, 1 + 6 * large_head / large_flops),
-    "attention left out": (1 - 12 * L * C * T / small_flops, 1 - large_attention / large_flops),
-    "attention halved, as it is causal": (1 - 6 * L * C * T / small_flops, 1 - large_attention / 2 / large_flops),
+    "the embedding counted: 6 · all parameters": [1 + part for part in head],
+    "attention left out": [1 - part for part in attention],
+    "attention halved, as it is causal": [1 - part / 2 for part in attention],
     "tokens of one micro-step, of four that were made": (0.25, 0.25),
-    "the peak of an H100, whatever the machine": (rate / dict(PEAK_BF16)["H100"], 1),
+    "the peak of an H100, whatever the machine": (rate / datasheet_peak("H100"), 1),
 }
 countings = table(["counting", "MFU of the step above", "relative", "relative at depth 20, T=2048, V=65,536, on an H100"],
                   [[name, f"{mfu * small:.3g}", f"{small:.3g}", f"{large:.3g}"] for name, (small, large) in wrong.items()])

@@ -15,7 +15,7 @@ from nanochat.scaling import Run, figure, fit, read_series
 
 series = "isoflop"          # the tags of the runs begin with it
 write = False               # put table and picture into docs/scaling.md and docs/images
-settings = configure(globals())
+configure(globals())
 
 runs = read_series(series)
 optima = {budget: fit([r.depth for r in runs if r.budget == budget], [r.bpb for r in runs if r.budget == budget]) for budget in sorted({r.budget for r in runs})}
@@ -33,9 +33,9 @@ for budget, best in optima.items():
         outside = "" if min(here) <= best.depth <= max(here) else ", outside of the depths that were tried: no more than a direction"
         text += f"\n\n{budget:.2e} FLOPs: the parabola is lowest at depth {best.depth:.2f}, with {best.bpb:.4f} bits per byte{outside}."
 print(text)
+if write:  # first: a page without this series' mark keeps its picture, too
+    put_into_page("scaling.md", f"python -m scripts.scaling_plot --series={series} --write", text)
 for path in [folder / f"{series}.png", *([DOCS / "images" / "scaling.png"] if write else [])]:
     with write_aside(path) as aside:
         figure(series, runs, optima).savefig(aside, format="png", dpi=100)
     print(path)
-if write:
-    put_into_page("scaling.md", "python -m scripts.scaling_plot --series=isoflop --write", text)

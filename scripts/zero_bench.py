@@ -31,13 +31,11 @@ from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from configurator import configure
-from nanochat.files import write_text
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.memory import StateBytes, sent_bytes, state_bytes
+from nanochat.memory import StateBytes, parameter_counts, sent_bytes, state_bytes
+from nanochat.pages import put_into_page, table
 from nanochat.zero import MAX_IN_FLIGHT, Sharding
 
-PAGE = Path(__file__).parent.parent / "docs" / "zero.md"
-BEGIN, END = "<!-- made by: python -m scripts.zero_bench --write -->", "<!-- end of what it made -->"
 PRIVATE_NETWORK = ["unshare", "--net", "--map-root-user"]  # a network of its own, in which nobody else sends
 STAGES, DTYPES, MICRO_STEPS = (0, 1, 2, 3), ("bfloat16", "float32"), (1, 4)
 
@@ -234,28 +232,14 @@ def rank_main(rank: int, ranks: int, config: GPTConfig, on_wire: bool, folder: s
 
 # ---- Tables
 
-def sizes(config: GPTConfig) -> tuple[int, int, int]:
-    """Parameters in AdamW's and in Muon's care, and of the head."""
-    with torch.device("meta"):
-        model = GPT(config)
-    head = model.lm_head.weight.numel()
-    adamw = model.transformer.wte.weight.numel() + head
-    return adamw, sum(p.numel() for p in model.parameters()) - adamw, head
-
-
 def expected_state(result: dict, config: GPTConfig) -> StateBytes:
-    adamw, muon, _head = sizes(config)
-    return state_bytes(result["stage"], result["ranks"], getattr(torch, result["dtype"]), adamw, muon)
+    return state_bytes(result["stage"], result["ranks"], getattr(torch, result["dtype"]), *parameter_counts(config))
 
 
 def expected_sent(result: dict, config: GPTConfig) -> list[float]:
-    adamw, muon, head = sizes(config)
+    adamw, muon = parameter_counts(config)
     dtype = getattr(torch, result["dtype"])
-    return [sent_bytes(result["stage"], result["ranks"], m, dtype, torch.float32, adamw + muon, muon, head) for m in MICRO_STEPS]
-
-
-def table(columns: list[str], rows: list[list]) -> str:
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [columns, ["---:"] * len(columns), *rows])
+    return [sent_bytes(result["stage"], result["ranks"], m, dtype, torch.float32, adamw + muon, muon, adamw // 2) for m in MICRO_STEPS]
 
 
 def megabytes(*values: float) -> str:
@@ -265,8 +249,8 @@ def megabytes(*values: float) -> str:
 def tables(results: list[dict], config: GPTConfig, on_wire: bool) -> str:
     """The part of docs/zero.md that is measured."""
     # --- what is kept
-    adamw, muon, head = sizes(config)
-    unit = 4 * max(head, muon // config.n_layer)
+    adamw, muon = parameter_counts(config)
+    unit = 4 * max(adamw // 2, muon // config.n_layer)
     parts = [
         f"A model of {adamw + muon:,} parameters, {muon:,} of them Muon's, in {config.n_layer + 2} units of at most {unit // 4:,}; "
         f"torch {torch.__version__}, gloo. MB are 10⁶ bytes.",
@@ -324,7 +308,7 @@ if __name__ == "__main__":
     max_ranks = 8               # 1, 2, 4, … up to this
     wire: Literal["auto", "here", "no"] = "auto"  # count on the interface too: here: of this network; auto: of one made for it
     write = False               # put the tables into docs/zero.md
-    settings = configure(globals())
+    configure(globals())
 
     # ---- A network of its own: start again inside it (Linux, where users may)
     if wire == "auto":
@@ -353,5 +337,4 @@ if __name__ == "__main__":
     text = tables(results, config, wire == "here")
     print(text)
     if write:
-        before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-        write_text(PAGE, f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
+        put_into_page("zero.md", "python -m scripts.zero_bench --write", text)

@@ -142,8 +142,12 @@ def test_a_corpus_smaller_than_a_row_says_so(world):
 
 def test_the_token_cache_is_made_once_and_belongs_to_data_and_tokenizer(world, monkeypatch):
     data, tokenizer = world
-    next(loader(world))
+    rows = loader(world)
+    for _ in range(200):  # more than an epoch: the background thread has been at every shard
+        next(rows)
+    rows.close()
     files = {path.name: path.stat().st_mtime_ns for path in (dataset_dir(data) / "tokens").glob("*.npy")}
+    assert len(files) == len(shard_paths(data, "train"))
     monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized again"))
     next(loader(world))
     assert files == {path.name: path.stat().st_mtime_ns for path in (dataset_dir(data) / "tokens").glob("*.npy")}

@@ -145,7 +145,7 @@ def test_a_table_goes_between_its_marks(tmp_path, monkeypatch):
     pages.put_into_page("page.md", "this", pages.table(["a", "b"], [["x", 1]]))
     text = (tmp_path / "page.md").read_text()
     assert "old" not in text and "| x | 1 |" in text and text.startswith("before\n") and text.endswith("kept\n<!-- end of what it made -->\nafter\n")
-    with pytest.raises(ValueError, match="has no"):
+    with pytest.raises(UserError, match="has no"):
         pages.put_into_page("page.md", "nothing", "text")
 
 
@@ -185,7 +185,7 @@ def test_two_nodes_train_and_save_before_the_time_limit(tmp_path, base_folder):
         (tmp_path / "bin" / name).chmod(0o755)
     slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(REPO)}
     environment = os.environ | slurm | {
-        "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix, "NPROC": "1",
+        "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}", "NANOCHAT_NO_VENV": "1", "NPROC": "1",
         "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if "lo" in dict(socket.if_nameindex()).values() else "lo0", "SCONTROL_LOG": str(tmp_path / "scontrol"),
     }
     command = ["bash", "runs/slurm.sbatch", "scripts.base_train", "--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128",
