@@ -17,7 +17,7 @@ for argument in "$@"; do
         *) echo "error: $argument is unknown; expected --chat or --rehearse" >&2; exit 2 ;;
     esac
 done
-. ./setup.sh $(nvidia-smi >/dev/null 2>&1 && echo hub)  # the larger tasks come from the hub
+. ./setup.sh "$(! nvidia-smi >/dev/null 2>&1 || echo hub)"  # the larger tasks come from the hub
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
 [ $rehearse = no ] || NANOCHAT_BASE_DIR=$NANOCHAT_BASE_DIR/rehearsal
 started=$SECONDS
@@ -28,7 +28,7 @@ once() { python -m nanochat.once "$@"; }
 stage "doctor"
 python -m scripts.doctor || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
 
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then
     # The public corpus, about 250 million characters a shard; tokens to train on = 20 per parameter.
     data=fineweb-edu shards=240 vocab=65536 depth=20
@@ -39,13 +39,17 @@ if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then
     # As many rows at a time as the memory holds, up to 32, and a step's 524,288 tokens are 256 rows; where that is hardly one,
     # activations are computed twice.
     fits() { python -m scripts.doctor --batch_only --vocab_size=$vocab --depth=$depth --ranks=$ranks --max_rows=$((ranks > 8 ? 256 / ranks : 32)) "$@"; }
-    checkpointing=()
-    rows=$(fits)
-    [ "$rows" -ge 4 ] || { rows=$(fits --activation_checkpointing); checkpointing=(--activation_checkpointing); }
-    [ "$rows" -ge 1 ] || { echo "error: depth $depth does not fit into this GPU's memory; set a smaller depth in speedrun.sh" >&2; exit 1; }
+    tag=speedrun-d$depth answer=$NANOCHAT_BASE_DIR/once/rows-speedrun-d$depth checkpointing=()
+    if [ ! -s "$answer" ]; then  # asked once: what is free at another time must not change the middle of a run
+        rows=$(fits)
+        [ "$rows" -ge 4 ] || rows="$(fits --activation_checkpointing) checkpointing"
+        mkdir -p "$NANOCHAT_BASE_DIR/once" && echo "$rows" > "$answer"
+    fi
+    read -r rows recompute < "$answer" || true
+    [ "$rows" -ge 1 ] || { rm "$answer"; echo "error: depth $depth does not fit into this GPU's memory; set a smaller depth in speedrun.sh" >&2; exit 1; }
+    [ -z "${recompute:-}" ] || checkpointing=(--activation_checkpointing)
     few=$((rows < 4 ? rows : 4))  # conversations at a time, and problems of reinforcement learning
     keep=("${checkpointing[@]}" --keep_last=2)
-    tag=speedrun-d$depth
     model=(--depth=$depth --max_seq_len=2048 --device_batch_size=$rows --total_batch_size=524288 --save_every=1000 "${keep[@]}")
     mid=(--tasks="smoltalk, mmlu, gsm8k, spellingbee[:80000], tinyworld:identity*2" --device_batch_size=$rows --total_batch_size=524288 --save_every=200 "${keep[@]}")
     sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], spellingbee[:600], tinyworld:identity" --device_batch_size=$few --save_every=200 "${keep[@]}")
@@ -85,17 +89,18 @@ once tokenizer-$data --needs data/$data/manifest.json --makes tokenizer/$data --
     python -m scripts.tok_train --data="$data" --vocab_size="$vocab"
 
 stage "base model: training"
-once base-$tag --needs data/$data/manifest.json --needs tokenizer/$data --makes base_checkpoints/$tag -- \
+once base-$tag --needs data/$data/manifest.json --needs tokenizer/$data --makes base_checkpoints/$tag --makes report/sections/base_train.json -- \
     "${launch[@]}" scripts.base_train --data="$data" --model_tag="$tag" --resume=auto "${model[@]}"
 
 stage "base model: evaluation"
-once base_eval-$tag --needs base_checkpoints/$tag --makes report/sections/base_eval.json -- \
+once base_eval-$tag --needs base_checkpoints/$tag --needs eval_bundle --makes report/sections/base_eval.json -- \
     "${launch[@]}" scripts.base_eval --model_tag="$tag" --core_metric_max_per_task="$core" --eval_tokens="$eval_tokens"
 
 # From here on the model learns to converse: each stage begins with the one before it, and is measured on held-out problems.
 before=base
 train() {  # NAME SCRIPT SETTINGS…
-    once $1-$tag --needs ${before}_checkpoints/$tag --makes $1_checkpoints/$tag -- "${launch[@]}" scripts.$2 --model_tag="$tag" --resume=auto "${@:3}"
+    once $1-$tag --needs ${before}_checkpoints/$tag --makes $1_checkpoints/$tag --makes report/sections/$2.json -- \
+        "${launch[@]}" scripts.$2 --model_tag="$tag" --resume=auto "${@:3}"
     before=$1
     stage "evaluation: $1"
     once chat_eval-$1-$tag --needs $1_checkpoints/$tag --makes report/sections/chat_eval_$1.json -- \

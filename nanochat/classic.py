@@ -4,7 +4,9 @@ Reading published nanochat checkpoints of the classic layout: model_NNNNNN.pt, m
 Files from strangers: nothing in them is run. Weights are loaded with `weights_only`; the tokenizer is a pickle, of which
 only one class is known, and that as an inert record.
 """
+import io
 import pickle
+import pickletools
 import re
 from pathlib import Path
 
@@ -75,8 +77,11 @@ class Reader(pickle.Unpickler):
 def read_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a tokenizer.pkl, a pickled tiktoken.Encoding. UserError for anything else; nothing in it is run."""
     try:
-        with open(path, "rb") as file:
-            state = getattr(Reader(file).load(), "state", None)
+        pickled = path.read_bytes()
+        for opcode, argument, _ in pickletools.genops(pickled):  # a list of instructions: nothing is run
+            if "PUT" in opcode.name and argument > len(pickled):  # memory is reserved up to the largest place
+                raise UserError(f"it puts something into place {argument:,}, beyond its own size")
+        state = getattr(Reader(io.BytesIO(pickled)).load(), "state", None)
     except UserError as error:
         raise UserError(f"{path} is not read: {error}") from None
     except Exception as error:  # whatever damaged opcodes make of the stack

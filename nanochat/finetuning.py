@@ -1,4 +1,5 @@
 """How the stages after pretraining begin: from the model of the stage before, or from where an interrupted run was."""
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -6,11 +7,10 @@ import torch
 
 from nanochat.adamw import DistAdamW
 from nanochat.checkpoint import (
-    changed_settings, checkpoint_dir, choose_start, find_checkpoint, list_steps, load_checkpoint, model_dir, restarted, step_dir,
+    MODEL_FILE, changed_settings, checkpoint_dir, choose_start, find_checkpoint, job, list_steps, load_checkpoint, model_dir, restarted,
 )
 from nanochat.distributed import from_rank0, print0
 from nanochat.errors import UserError, require_fraction, require_positive
-from nanochat.files import sha256
 from nanochat.gpt import GPT
 from nanochat.muon import DistMuon
 from nanochat.resharding import load_training_state
@@ -48,10 +48,10 @@ def begin_stage(stage: str, config: dict, device: torch.device, dtype: torch.dty
     model, tokenizer, meta = load_checkpoint(begin, device)
     if checkpoint is None:
         origin = from_rank0(describe_origin, begin)
-    elif restarted():  # by torchrun, in the middle of a run: a model that has been trained on meanwhile is no reason to stop
+    elif restarted() and meta["job"] == from_rank0(job):  # in the middle of a run: no reason to stop if the source has been trained on
         origin = meta["data_state"]["origin"]
     else:
-        origin = from_rank0(origin_now, source, config["step"]) or meta["data_state"]["origin"]
+        origin = origin_now(source, config["step"]) or meta["data_state"]["origin"]
     model.float()  # what a Sharding takes; masters in float32 come of it
     model.activation_checkpointing = config["activation_checkpointing"]
     reduce_dtype = getattr(torch, config["reduce_dtype"])
@@ -70,17 +70,16 @@ def begin_stage(stage: str, config: dict, device: torch.device, dtype: torch.dty
 
 
 def describe_origin(checkpoint: Path) -> str:
-    """Name and sums of a checkpoint: equal only for the same weights."""
-    return f"{'/'.join(checkpoint.parts[-3:])} ({sha256(checkpoint / 'manifest.json')[:16]})"
+    """Name of a checkpoint and sum of its weights."""
+    sums = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+    return f"{'/'.join(checkpoint.parts[-3:])} ({sums[MODEL_FILE][:16]})"
 
 
 def origin_now(source: Path, step: int | None) -> str | None:
-    """What a run that started now would begin with; None where that is gone, as it may be once a run has begun."""
-    steps = list_steps(source) if step is None else [step]
-    try:
-        return describe_origin(step_dir(source, steps[-1]))
-    except (IndexError, FileNotFoundError):
+    """What a run that started now would begin with; None where that is gone, as it may be once a run has begun. COLLECTIVE."""
+    if not from_rank0(list_steps, source):
         return None
+    return from_rank0(describe_origin, find_checkpoint(source, step))
 
 
 def row_length(max_seq_len: int, model: GPT) -> int:

@@ -9,8 +9,10 @@ sums over what it read and made, so that a damaged or missing result is made aga
 input.
 """
 import argparse
+import fcntl
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +46,26 @@ def unfinished(path: Path) -> str | None:
     return f"{meta['step']:,} of {meta['num_iterations']:,}" if meta["step"] < meta.get("num_iterations", 0) else None
 
 
+def run(command: list[str], lock: Path) -> int:
+    """
+    Run a command to its end; its exit code. Signals are for the command to act on, which may have to save: Ctrl-C reaches
+    it by itself, SIGTERM is passed on. UserError while another process runs the same: the lock is the command's as well, so
+    that it holds even where this process has been killed.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with open(lock, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{lock.stem} is being made by another process; wait for it, or end it") from None
+        except OSError:
+            pass  # some cluster file systems have no locks
+        child = subprocess.Popen(command, pass_fds=[file.fileno()])
+        signal.signal(signal.SIGINT, lambda *_: None)  # a handler: to ignore it would be passed on to the command
+        signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+        return child.wait()
+
+
 def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> None:
     """Run the command unless its record says that this is done. UserError when it fails or does not make what it should."""
     path = base_dir() / "once" / f"{name}.json"
@@ -52,7 +74,7 @@ def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> N
     if record == read | {"makes": digests(makes)}:
         print(f"done before: {', '.join(makes)}", flush=True)
         return
-    code = subprocess.run(command).returncode
+    code = run(command, path.with_suffix(".lock"))
     if code:
         raise SystemExit(code if code > 0 else 128 - code)  # it has said why; by a signal: as a shell would
     made = digests(makes)

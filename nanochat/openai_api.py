@@ -20,9 +20,9 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from nanochat.answers import News
 from nanochat.conversation import PARTS, Conversation
@@ -103,7 +103,7 @@ class Message(BaseModel):
 
 
 class ChatRequest(Request):
-    messages: list[Message]
+    messages: Annotated[list[Message], FailFast()]  # not an error for each of half a million
     max_completion_tokens: int | None = Field(None, ge=1)
 
 

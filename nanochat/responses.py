@@ -4,6 +4,7 @@ import base64
 import contextlib
 import hashlib
 import re
+import resource
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,13 +12,16 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanochat.answers import Busy, ClientGone, Failed, Unavailable
 from nanochat.openai_api import ApiError, dumps, event
 from nanochat.serving import log_error
 from nanochat.web_metrics import Metrics
 
-BODY_SECONDS = 30  # within which the body of a request must have come
+HEAD_SECONDS = 30   # within which the first request of a connection must have come
+BODY_SECONDS = 30   # and the body of a request
+MAX_CONNECTIONS = min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # each is an open file
 SAFE = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
 
 
@@ -109,11 +113,32 @@ def content_security_policy(page: str) -> str:
             "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
 
 
-class Outermost:
-    """Around everything: counts responses, and answers what went wrong unforeseen, of which the log has no words of users."""
+class Impatient(H11Protocol):
+    """
+    A connection that has to say what it wants: there are at most MAX_CONNECTIONS at a time, and one that sends no request is
+    closed, or idle ones would use up the process's files, and with them the server.
+    """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics):
-        self.app, self.metrics = app, metrics
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+        else:
+            self.loop.call_later(HEAD_SECONDS, self.close_if_idle)
+
+    def close_if_idle(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():  # not one request so far; between two, uvicorn looks
+            self.transport.close()
+
+
+class Outermost:
+    """
+    Around everything: counts responses, and answers what went wrong unforeseen, of which the log has no words of users.
+    hosts: names that the server answers to; none: any. (A page on the web may point a name of its own at 127.0.0.1.)
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, hosts: tuple[str, ...] = ()):
+        self.app, self.metrics, self.hosts = app, metrics, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -129,7 +154,12 @@ class Outermost:
             await send(message)
 
         try:
+            host = re.sub(r":\d+$", "", dict(scope["headers"]).get(b"host", b"").decode("latin-1"))
+            if self.hosts and host not in self.hosts:
+                raise ApiError(421, f"this server answers to {', '.join(self.hosts)} only; with a key, to any name", "wrong_host")
             await self.app(scope, receive, count)
+        except ApiError as error:
+            await error_response(error)(scope, receive, count)
         except Exception as error:
             log_error("a request failed", error)
             if not started:

@@ -83,7 +83,7 @@ def draw_candidates(logits: Tensor, kind: str, samplings: list[Sampling], unifor
     def column(numbers: list) -> Tensor:
         return torch.tensor(numbers, device=device)[:, None]  # (B, 1)
 
-    limits = [sampling.top_k or V for sampling in samplings]
+    limits = [min(sampling.top_k or V, V) for sampling in samplings]
     if kind == "top":
         logits, ids = logits.topk(max(limits))  # (B, K), the largest first; the cap keeps the order
     elif kind == "sorted":

@@ -42,8 +42,11 @@ class Limits:
     top_k: int
 
 
-def create_app(models: list[ServedModel], limits: Limits, api_key: str = "", cors_origins: list[str] = []) -> FastAPI:
-    """The application. The models' workers start and end with it. api_key "": everybody may ask."""
+def create_app(models: list[ServedModel], limits: Limits, api_key: str = "", cors_origins: list[str] = [], hosts: tuple[str, ...] = ()) -> FastAPI:
+    """
+    The application. The models' workers start and end with it. api_key "": everybody may ask. hosts: the names that it
+    answers to; none: any.
+    """
     by_id = {model.id: model for model in models}
     workers = [worker for model in models for worker in model.workers]
     metrics = Metrics(models)
@@ -198,7 +201,7 @@ def create_app(models: list[ServedModel], limits: Limits, api_key: str = "", cor
     app.add_exception_handler(HTTPException, show_http)
     for kind in (ApiError, Busy, ClientGone, Failed, Unavailable):
         app.add_exception_handler(kind, show)
-    app.add_middleware(Outermost, metrics=metrics)
+    app.add_middleware(Outermost, metrics=metrics, hosts=hosts)
     if cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST"], allow_headers=["Authorization", "Content-Type"])
     return app

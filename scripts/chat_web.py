@@ -26,6 +26,7 @@ from nanochat.checkpoint import find_model, load_checkpoint
 from nanochat.distributed import compute_dtype, compute_init, print0
 from nanochat.engine import Engine
 from nanochat.errors import UserError, require_positive
+from nanochat.responses import Impatient
 from nanochat.sampling import Sampling
 from nanochat.serving import ServedModel, Worker
 from nanochat.web import Limits, create_app
@@ -56,6 +57,8 @@ temperature = 0.6           # 0: always the most probable token
 top_k = 50                  # only the k most probable tokens; 0: all
 config = configure(globals())
 
+LOOPBACK = "127.0.0.1", "::1", "localhost"
+
 require_positive(config, "max_batch", "max_body_bytes", "max_messages", "max_chars", "max_new_tokens")
 if workers < 0 or max_queue < 0 or timeout_s <= 0:
     raise UserError(f"workers={workers} and max_queue={max_queue} must be at least 0, timeout_s={timeout_s} more than that")
@@ -77,7 +80,7 @@ try:
 except OSError as error:
     raise UserError(f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port or --host") from None
 
-if not api_key and host not in ("127.0.0.1", "::1", "localhost"):
+if not api_key and host not in LOOPBACK:
     print0(f"warning: whoever can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 *_, device = compute_init(device_type)
 if device.type == "cpu" and workers > 1:  # they share the cores
@@ -96,7 +99,8 @@ for stage in sources:
 
 limits = Limits(max_body_bytes, max_messages, max_chars, max_new_tokens, timeout_s, temperature, top_k)
 origins = [origin.strip() for origin in cors_origins.split(",") if origin.strip()]
-app = create_app(models, limits, api_key, origins)
+hosts = ("localhost", "127.0.0.1", "[::1]") if host in LOOPBACK and not api_key else ()
+app = create_app(models, limits, api_key, origins, hosts)
 
 
 class Server(uvicorn.Server):
@@ -119,5 +123,5 @@ class Server(uvicorn.Server):
 
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda number, frame: None)  # uvicorn raises them once more when it has ended
-settings = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=2)
+settings = uvicorn.Config(app, http=Impatient, backlog=128, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=2)
 Server(settings).run(sockets=[listener])

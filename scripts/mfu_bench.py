@@ -84,7 +84,9 @@ for event in profiler.key_averages(group_by_input_shape=True):
         spent["attention"] += event.self_cpu_time_total
 share = {part: time_of_part / total for part, time_of_part in spent.items()}  # of computing
 
+
 # ---- FLOPs of a step, as MFU counts them
+
 def flops_per_token(config: GPTConfig) -> dict[str, int]:
     """By part; the head has as many parameters as the embedding, which counts nothing."""
     adamw, matrices = parameter_counts(config)

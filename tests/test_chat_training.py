@@ -121,6 +121,10 @@ def test_a_stage_goes_on_only_from_the_model_it_began_with(base):
     shutil.copytree(models / "other" / "step_000002", models / "other" / "step_000003")
     refused = run(num_iterations=2)
     assert refused.returncode == 1 and "origin was base_checkpoints/other/step_000002" in refused.stderr and "step_000003" in refused.stderr, refused.stderr
+    with pytest.MonkeyPatch.context() as patch:  # what torchrun --max-restarts tells: the job that wrote the checkpoint was another one
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        patch.setenv("TORCHELASTIC_RUN_ID", "another")
+        assert "origin was" in run(num_iterations=2).stderr
     assert "resuming from" in run(num_iterations=2, step=2).stdout
     shutil.rmtree(models / "other")
     assert "resuming from" in run(num_iterations=3).stdout

@@ -18,7 +18,9 @@ import httpx
 import openai
 import pytest
 import torch
+import uvicorn
 
+import nanochat.responses
 import nanochat.serving
 import nanochat.web
 from nanochat.answers import Unavailable, Work
@@ -27,6 +29,7 @@ from nanochat.engine import Engine
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.pieces import Piece, StopStrings, to_parts
+from nanochat.responses import MAX_CONNECTIONS, Impatient
 from nanochat.sampling import Sampling
 from nanochat.serving import ServedModel, Worker
 from nanochat.web import Limits, create_app
@@ -37,6 +40,7 @@ KEY = "a-secret"
 MARKER = "xyzzy"            # in what users write here, never in the log
 PLACES, QUEUE = 8, 28
 GREEDY = {"temperature": 0}
+LIMITS = Limits(10**6, 10, 10**5, 2000, 60.0, 0.0, 0)
 # What the talking model says, every time. Its tokens are single bytes.
 SAID = [{"type": "text", "text": "Wel 😀:"}, {"type": "python", "text": "12*3"}, {"type": "python_output", "text": "36"}, {"type": "text", "text": "so,北!"}]
 
@@ -331,6 +335,67 @@ def test_a_flood_is_told_to_come_again(server):
     assert 'nanochat_requests_total{path="/v1/chat/completions",status="429"}' in text and "nanochat_time_to_first_token_seconds_bucket" in text
 
 
+def test_one_request_cannot_spoil_it_for_others(server):
+    """Numbers beyond any tensor, and bodies that are wrong in a hundred thousand places, while another answer is being written."""
+    other = server.client.chat.completions.create(model="tiny-sft", messages=chat("hello"), max_tokens=300, temperature=0, stream=True)
+    next(other)
+    huge = {"model": "tiny-sft", "messages": chat("x"), "max_tokens": 3, "top_p": 0.9, "seed": -(2**90)}
+    for top_k in (2**31, 2**63, 2**90):
+        assert server.http.post("/v1/chat/completions", json=huge | {"top_k": top_k}).status_code in (200, 400)
+    started = time.monotonic()
+    wrong = server.http.post("/v1/chat/completions", content=b'{"model":"tiny-sft","messages":[' + b"1," * 49_000 + b"1]}", headers={"Content-Type": "application/json"})
+    assert wrong.status_code == 400 and time.monotonic() - started < 0.5
+    assert sum(1 for chunk in other) > 1, "it has not been ended"
+
+
+def test_idle_connections_do_not_use_up_the_server(server):
+    """There are only so many at a time; the others are closed at once, and the server answers when some have gone."""
+    idle = []
+    try:
+        for _ in range(MAX_CONNECTIONS + 20):
+            idle.append(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+        with contextlib.suppress(ConnectionError):
+            assert idle[-1].recv(1) == b"", "closed, where it would otherwise wait"
+    finally:
+        for raw in idle:
+            raw.close()
+    deadline = time.monotonic() + 10
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            break
+        assert time.monotonic() < deadline
+
+
+def test_a_connection_that_says_nothing_is_closed(monkeypatch):
+    monkeypatch.setattr(nanochat.responses, "HEAD_SECONDS", 0.2)
+
+    async def closed() -> bytes:
+        server = uvicorn.Server(uvicorn.Config(create_app([], LIMITS), http=Impatient, port=0, log_level="error", lifespan="off"))
+        running = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        reader, writer = await asyncio.open_connection(*server.servers[0].sockets[0].getsockname()[:2])
+        said = await asyncio.wait_for(reader.read(), timeout=5)
+        writer.close()
+        server.should_exit = True
+        await running
+        return said
+
+    assert asyncio.run(closed()) == b""
+
+
+def test_pages_of_other_names_are_not_answered():
+    """Where there is no key, a web page could have its own name point here: only the machine's own names are answered."""
+    async def statuses() -> list[int]:
+        app = create_app([], LIMITS, hosts=("localhost", "127.0.0.1", "[::1]"))
+        urls = ["http://127.0.0.1:8000", "http://localhost", "http://[::1]:80", "http://evil.example:8000", "http://localhost.evil.example"]
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+            return [(await client.get(f"{url}/v1/models")).status_code for url in urls]
+
+    assert asyncio.run(statuses()) == [200, 200, 200, 421, 421]
+
+
 def test_the_page_and_who_may_ask(server):
     """The page runs its own scripts only; no other site may read an answer."""
     page = server.http.get("/", headers={"Origin": "https://elsewhere.example"})
@@ -450,16 +515,14 @@ def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeypatch):
     assert "RuntimeError" in log and "a worker has died" in log and MARKER not in log
 
 
-def test_loading_limits_of_time_and_other_origins(monkeypatch, tmp_path):
+def test_loading_limits_of_time_and_other_origins():
     """What waits for the model is answered when it is there; time that is over ends an answer, and a wait with 503."""
     loaded = threading.Event()
-    monkeypatch.setattr(nanochat.web, "PAGE", tmp_path / "none.html")
 
     async def run() -> None:
         async with serving([lambda: loaded.wait() and make_engine()], ["https://friend.example"], timeout_s=0.2) as (client, model):
             health, early = await client.get("/health"), asyncio.create_task(ask(client, "early"))
             assert (health.status_code, health.json()["status"]) == (503, "loading")
-            assert "missing" in (await client.get("/")).text
             await asyncio.sleep(0.05)
             loaded.set()
             assert (await early).status_code == 200

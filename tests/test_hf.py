@@ -410,6 +410,7 @@ CLASSIC_FAULTS = {
     "model_000650.pt cannot be read": lambda f: (f / "model_000650.pt").write_bytes(b"no"),
     "there is no tokenizer.pkl or tokenizer.json": lambda f: (f / "tokenizer.pkl").unlink(),
     "tokenizer.pkl is no pickle of a tokenizer": lambda f: (f / "tokenizer.pkl").write_bytes(b"no"),
+    "puts something into place 200,000,000": lambda f: (f / "tokenizer.pkl").write_bytes(b"Nr" + (200_000_000).to_bytes(4, "little") + b"."),  # gigabytes
     "holds no vocabulary": lambda f: (f / "tokenizer.pkl").write_bytes(pickle.dumps({"mergeable_ranks": RANKS})),
     "has the special tokens <|user_start|> <|bos|>": lambda f: repickle(f, special_tokens=SPECIAL | {"<|bos|>": len(RANKS) + 1, "<|user_start|>": len(RANKS)}),
     "the ids 0 to 255 are not the bytes": lambda f: repickle(f, mergeable_ranks=RANKS | {b"a": RANKS[b"b"], b"b": RANKS[b"a"]}),

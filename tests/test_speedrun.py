@@ -67,9 +67,55 @@ def test_once_reports_failures_as_the_command_did_and_remembers_none_of_them(bas
     assert killed.returncode == 137
     empty = once("stage", "--makes", "result", "--", "true")
     assert empty.returncode == 1 and empty.stderr == f"error: stage has ended without making result in {base_folder}\n"
-    base_folder.mkdir()
     assert once("stage", "--makes", "result", "--", "sh", "-c", "echo x > $NANOCHAT_BASE_DIR/result").stdout == ""
     assert "done before" in once("stage", "--makes", "result", "--", "sh", "-c", "echo x > $NANOCHAT_BASE_DIR/result").stdout
+
+
+def test_once_lets_a_command_save_and_never_runs_it_twice_at_a_time(base_folder):
+    """Ctrl-C as a terminal sends it, and SIGTERM to `once` alone: the command ends in its own time. Its lock outlives a killed `once`."""
+    base_folder.mkdir()
+    saves = "import signal, sys, time, pathlib, os\n" + "folder = pathlib.Path(os.environ['NANOCHAT_BASE_DIR'])\n" + (
+        "def save(*_):\n    time.sleep(1.5)\n    (folder / 'saved').touch()\n    sys.exit(3)\n"
+        "signal.signal(signal.SIGINT, save), signal.signal(signal.SIGTERM, save)\n(folder / 'running').touch()\ntime.sleep(60)")
+    command = [sys.executable, "-m", "nanochat.once", "stage", "--makes", "result", "--", sys.executable, "-c", saves]
+
+    def start() -> subprocess.Popen:
+        process = subprocess.Popen(command, cwd=REPO, env=os.environ, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        deadline = time.monotonic() + 20
+        while not (base_folder / "running").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return process
+
+    for stop in (lambda process: os.killpg(process.pid, signal.SIGINT), lambda process: process.terminate()):
+        process = start()
+        stop(process)
+        assert process.wait(timeout=20) == 3 and (base_folder / "saved").exists()
+        (base_folder / "saved").unlink(), (base_folder / "running").unlink()
+
+    process = start()
+    second = subprocess.run(command, cwd=REPO, env=os.environ, capture_output=True, text=True, timeout=20)
+    assert second.returncode == 1 and second.stderr == "error: stage is being made by another process; wait for it, or end it\n"
+    process.kill()
+    process.wait()
+    assert "another process" in subprocess.run(command, cwd=REPO, env=os.environ, capture_output=True, text=True, timeout=20).stderr
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_fresh_machine_installs_what_is_asked_for_whatever_the_arguments(tmp_path):
+    """`.` hands a script's own arguments on where none are given: --chat must not become the name of an extra."""
+    for name in ("speedrun.sh", "setup.sh", "pyproject.toml"):
+        (tmp_path / name).write_bytes((REPO / name).read_bytes())
+    stub = tmp_path / ".venv" / "bin" / "python"
+    stub.parent.mkdir(parents=True)
+    stub.write_text('#!/bin/sh\necho "$@" >> calls\n[ "$2" != scripts.doctor ]\n')
+    stub.chmod(0o755)
+    for argument in ("--chat", "--rehearse"):
+        refused = subprocess.run(["bash", "speedrun.sh", argument], cwd=tmp_path, text=True, capture_output=True, timeout=60)
+        assert refused.returncode == 1 and "nothing can be trained on this machine" in refused.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls.count("-m pip install --quiet --editable .") + calls.count("-m pip install --quiet --editable .[hub]") == 1
+    assert [line for line in calls if "pip" not in line and not line.startswith("-c")] == ["-m scripts.doctor"] * 2
 
 
 def rehearse(until: str | None = None) -> str:
@@ -92,30 +138,34 @@ def rehearse(until: str | None = None) -> str:
     return "".join(lines)
 
 
+def what_was_skipped(output: str) -> set[str]:
+    lines = [line.removeprefix("done before: ") for line in output.splitlines() if line.startswith("done before: ")]
+    return {name for line in lines for name in line.split(", ")}
+
+
 def test_a_killed_speedrun_does_no_finished_stage_again(base_folder):
     killed = rehearse(until="=== evaluation: mid")
     assert "done before" not in killed and "=== mid-training" in killed
 
     folder = base_folder / "rehearsal"
-    finished = {"tokenizer/tinyworld", "base_checkpoints/rehearsal", "report/sections/base_eval.json", "mid_checkpoints/rehearsal"}
+    finished = {"tokenizer/tinyworld", "base_checkpoints/rehearsal", "report/sections/base_train.json", "report/sections/base_eval.json",
+                "mid_checkpoints/rehearsal", "report/sections/mid_train.json"}
     before = {path: path.stat().st_mtime_ns for name in finished for path in [folder / name, *(folder / name).rglob("*")]}
     output = rehearse()
-    skipped = {line.removeprefix("done before: ") for line in output.splitlines() if line.startswith("done before: ")}
+    skipped = what_was_skipped(output)
     assert skipped == finished
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert "python -m scripts.chat_web --source=rl --model_tag=rehearsal" in output
     report = (folder / "report" / "report.md").read_text()
     assert all(title in report for title in ("Base model: pretraining", "Mid-training", "Supervised fine-tuning", "Reinforcement learning"))
 
-    # One byte of the last model changes: of that stage the last step is made again, and then its evaluation.
-    weights = sorted((folder / "rl_checkpoints" / "rehearsal").glob("step_*/model.safetensors"))[-1]
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
+    # One byte of a model changes: the last step of that stage is made again, to the same weights, with which the later ones agree.
+    weights = sorted((folder / "sft_checkpoints" / "rehearsal").glob("step_*/model.safetensors"))[-1]
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     output = rehearse()
-    skipped = {line.removeprefix("done before: ") for line in output.splitlines() if line.startswith("done before: ")}
-    assert skipped == finished | {"sft_checkpoints/rehearsal", "report/sections/chat_eval_mid.json", "report/sections/chat_eval_sft.json"}
-    assert "does not match its checksum" in output
+    assert what_was_skipped(output) == finished | {"report/sections/chat_eval_mid.json"} and "does not match its checksum" in output
+    assert weights.read_bytes() == whole
 
 
 def test_unknown_arguments_are_refused():
