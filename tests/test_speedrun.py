@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 
 from conftest import REPO, run_module
 
@@ -116,6 +117,38 @@ def test_a_fresh_machine_installs_what_is_asked_for_whatever_the_arguments(tmp_p
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls.count("-m pip install --quiet --editable .") + calls.count("-m pip install --quiet --editable .[hub]") == 1
     assert [line for line in calls if "pip" not in line and not line.startswith("-c")] == ["-m scripts.doctor"] * 2
+
+
+@pytest.mark.parametrize("gpus, rows, recomputed, ranks, depth", [(1, 4, 32, 1, 12), (1, 0, 2, 1, 12), (3, 32, 32, 2, 12), (8, 16, 32, 8, 20), (16, 16, 16, 16, 20)])
+def test_what_is_run_on_gpus(tmp_path, gpus, rows, recomputed, ranks, depth):
+    """With a stand-in for Python that has so many GPUs, for whose memory the doctor recommends so many rows: which commands would be run."""
+    for name in ("speedrun.sh", "setup.sh", "pyproject.toml"):
+        (tmp_path / name).write_bytes((REPO / name).read_bytes())
+    stub = tmp_path / ".venv" / "bin" / "python"
+    stub.parent.mkdir(parents=True)
+    stub.write_text(f"""#!/bin/sh
+case "$*" in
+    *device_count*) echo {gpus} ;;
+    *--batch_only*--activation_checkpointing) echo {recomputed} ;;
+    *--batch_only*) echo {rows} ;;
+    *) echo "$@" >> calls ;;
+esac
+""")
+    stub.chmod(0o755)
+    env = os.environ | {"NANOCHAT_BASE_DIR": str(tmp_path / "a base")}
+    for _ in range(2):  # the second time as the first, whatever the doctor says by then
+        done = subprocess.run(["bash", "speedrun.sh"], cwd=tmp_path, env=env, text=True, capture_output=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        stub.write_text(stub.read_text().replace(f"*--batch_only*) echo {rows}", "*--batch_only*) echo 1"))
+    calls = [line for line in (tmp_path / "calls").read_text().splitlines() if "nanochat.once" in line or "nanochat.dataset" in line]
+    assert calls[: len(calls) // 2] == calls[len(calls) // 2 :], "the same commands, so that what is finished is known"
+    trained = {script: line for line in calls for script in ("base_train", "mid_train", "chat_sft", "chat_rl") if f"scripts.{script} " in line}
+    used = rows if rows >= 4 else recomputed
+    for script, line in trained.items():
+        assert f"torchrun --standalone --nproc_per_node={ranks} " in line and f"--model_tag=speedrun-d{depth} --resume=auto" in line
+        assert ("--activation_checkpointing" in line) == (rows < 4)
+        assert f"--device_batch_size={used if script in ('base_train', 'mid_train') else min(used, 4)} " in line
+    assert len(trained) == 4 and f"--depth={depth} " in trained["base_train"] and 524288 % (used * 2048 * ranks) == 0
 
 
 def rehearse(until: str | None = None) -> str:
