@@ -117,5 +117,9 @@ stage "report"
 python -m nanochat.report
 stage "done"
 page=(python -m scripts.chat_web --source=rl --model_tag=$tag)
-echo "talk to it: . ./setup.sh && ${page[*]}      (or scripts.chat_cli, in the terminal)"
+if [ $rehearse = no ]; then
+    echo "talk to it: . ./setup.sh && ${page[*]}      (or scripts.chat_cli, in the terminal)"
+else
+    echo "everything works; the models in $NANOCHAT_BASE_DIR have learnt nothing"
+fi
 [ $chat = no ] || exec "${page[@]}" --open_page=True

@@ -29,7 +29,8 @@ from nanochat.files import base_dir, recover_folder, sha256
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import Tokenizer
 
-STAGES = ("base", "mid", "sft", "rl")
+SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
+STAGES = tuple(SCRIPTS)
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer_rank_{:05d}.safetensors"
 UNSEEN = "it is not there on every node; NANOCHAT_BASE_DIR must be on a file system that all nodes share"
@@ -118,7 +119,7 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
         if problem is None:
             return path
         print0(f"warning: {path}: {problem}")
-    have = ", ".join(map(str, steps)) or "none"
+    have = ", ".join(map(str, steps)) or "; ".join(["none", *(f"there is a model {tag}" for tag in from_rank0(list_tags, folder.parent))])
     advice = "; remove them to start anew" if steps and step is None else ""
     raise UserError(f"no valid checkpoint{'' if step is None else f' of step {step}'} in {folder} (steps there: {have}{advice})")
 
@@ -199,7 +200,8 @@ def model_dir(source: str, model_tag: str | None) -> Path:
     if model_tag is None:
         tags = from_rank0(list_tags, folder)
         if len(tags) != 1:
-            raise UserError(f"{len(tags)} models in {folder}: {', '.join(tags) or 'train one first'}" + "; choose one with --model_tag" * bool(tags))
+            advice = f"{', '.join(tags)}; choose one with --model_tag" if tags else f"python -m {SCRIPTS[source]} makes one"
+            raise UserError(f"{len(tags)} models in {folder}: {advice}")
         folder = folder / tags[0]
     return folder
 

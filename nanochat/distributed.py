@@ -111,7 +111,8 @@ class StopRequest:
         if self.asked and number == signal.SIGINT and "RANK" not in os.environ:
             raise KeyboardInterrupt
         if not self.asked and is_rank0():
-            os.write(1, f"{signal.Signals(number).name}: finishing this step, then saving\n".encode())  # print is not for handlers
+            again = "; Ctrl-C again ends at once" * (number == signal.SIGINT and "RANK" not in os.environ)
+            os.write(1, f"{signal.Signals(number).name}: finishing this step, then saving{again}\n".encode())  # print is not for handlers
         self.asked = True
 
 

@@ -219,6 +219,8 @@ verdict("tokenizer", "" if data in made["tokenizer"] else f"none for {data!r}; p
 missing = "" if itself else f"no data {data!r}" if data not in made["data"] else f"no tokenizer for {data!r}" if data not in made["tokenizer"] else ""
 verdict("base_train", cannot, read_only, missing)
 if not (cannot or read_only):
+    if device.type == "cpu" and depth == -1:  # what is worth the time here, not what fits
+        model_setting = " --depth=4 --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=700"
     print(f"    python -m scripts.base_train --data={data}{model_setting}")
 verdict("mid_train", cannot, read_only, "" if made["base"] else f"no base model; {no_base}")
 no_mid = f"no model after mid-training; {'python -m scripts.mid_train' if made['base'] else no_base}"

@@ -54,5 +54,5 @@ for old in before:
     if step_dir(checkpoints, old) != saved:
         shutil.rmtree(step_dir(checkpoints, old))
 dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
-print(f"imported {sum(tensor.numel() for tensor in weights.values()):,} parameters in {dtypes.pop()}: {saved}")
+print(f"imported {sum(tensor.numel() for tensor in weights.values()):,} parameters, vocabulary padded, in {dtypes.pop()}: {saved}")
 print(f"talk to it: python -m scripts.chat_cli --source={source} --model_tag={checkpoints.name}")

@@ -141,7 +141,7 @@ def test_a_dry_run_shows_samples_and_changes_nothing(base):
 
 
 @pytest.mark.parametrize("module,settings,message", [
-    ("scripts.mid_train", {"model_tag": "nobody"}, "no valid checkpoint in"),
+    ("scripts.mid_train", {"model_tag": "nobody"}, "(steps there: none; there is a model tiny)"),
     ("scripts.mid_train", {"source": "sft"}, "source=sft"),
     ("scripts.chat_sft", {"tasks": "json:{broken}"}, "broken.jsonl:2"),
     ("scripts.chat_sft", {"tasks": "gsm9k"}, "there is no task 'gsm9k'; known:"),

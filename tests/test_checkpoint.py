@@ -278,7 +278,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, victim
 
 
 def test_the_choice_of_a_model_is_never_guessed():
-    with pytest.raises(UserError, match="0 models in .*base_checkpoints: train one first"):
+    with pytest.raises(UserError, match="0 models in .*base_checkpoints: python -m scripts.base_train makes one"):
         load_model("base", torch.device("cpu"), "eval")
     for tag in ("d1", "d2"):
         save(checkpoint_dir("base", tag), 1, Rank())

@@ -83,7 +83,7 @@ def exported(output: Path, **settings) -> Path:
 def imported(folder: Path, **settings) -> Path:
     """The new checkpoint."""
     printed = run_script(0, 1, "scripts.import_hf", {"input": folder, "model_tag": "back"} | settings)
-    return Path(re.search(r"parameters in \w+: (.*)", printed)[1])
+    return Path(re.search(r"padded, in \w+: (.*)", printed)[1])
 
 
 def different(a: Path, b: Path) -> list[str]:
