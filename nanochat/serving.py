@@ -4,7 +4,7 @@ Many requests, one engine: a thread that decodes for everyone, and an event loop
     event loop                                      worker, one thread per model and device
     answers = model.submit(work)  --- inbox --->    engine.add
                                                     engine.step: a token for everyone, again and again
-    async for news in answers.news()  <--- every 20 ms ---  what was written since
+    async for news in answers.news()  <--- every 40 ms ---  what was written since
     answers.close()  --- inbox --->                 engine.remove, unless all have ended
 
 What a method runs on is said where it is not the event loop. Nothing here knows of HTTP.
@@ -25,7 +25,7 @@ from nanochat.engine import Engine, Event, FinishReason
 from nanochat.pieces import Piece, Pieces, StopStrings
 from nanochat.tokenizer import Tokenizer
 
-NEWS_EVERY = 0.02     # seconds: 50 a second look like writing, and cost a fraction of what 400 would
+NEWS_EVERY = 0.04     # seconds: 25 a second look like writing, and cost a fraction of what 400 would
 
 
 @dataclass

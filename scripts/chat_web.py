@@ -26,9 +26,11 @@ from nanochat.checkpoint import find_model, load_checkpoint
 from nanochat.distributed import compute_dtype, compute_init, print0
 from nanochat.engine import Engine
 from nanochat.errors import UserError, require_positive
+from nanochat.gpt import GPT
 from nanochat.responses import Impatient
 from nanochat.sampling import Sampling
 from nanochat.serving import ServedModel, Worker
+from nanochat.tokenizer import Tokenizer
 from nanochat.web import Limits, create_app
 
 # ---- Models
@@ -83,8 +85,18 @@ except OSError as error:
 if not api_key and host not in LOOPBACK:
     print0(f"warning: whoever can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 *_, device = compute_init(device_type)
-if device.type == "cpu" and workers > 1:  # they share the cores
-    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+# Engines share the cores. This thread computes alone: a team of its own would be one too many for libgomp, which then has
+# every team sleep between two operations instead of spinning; the engines would run at half their speed.
+threads = max(1, torch.get_num_threads() // max(1, workers))
+torch.set_num_threads(1)
+
+
+def make_engine(model: GPT, tokenizer: Tokenizer) -> Engine:
+    """On the worker's thread."""
+    torch.set_num_threads(threads)
+    return Engine(model, tokenizer, max_batch)
+
+
 devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [device]
 models = []
 for stage in sources:
@@ -93,7 +105,7 @@ for stage in sources:
     for i in range(workers or len(devices)):
         model, tokenizer, meta = load_checkpoint(checkpoint, devices[i % len(devices)])
         model = model.eval().to(compute_dtype(dtype, device))
-        engines.append(Worker(partial(Engine, model, tokenizer, max_batch)))
+        engines.append(Worker(partial(make_engine, model, tokenizer)))
     created = int(checkpoint.stat().st_mtime)
     models.append(ServedModel(f"{checkpoint.parent.name}-{stage}", tokenizer, model.config.sequence_len, meta["step"], created, max_batch, max_queue, engines))
 

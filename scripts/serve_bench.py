@@ -88,7 +88,7 @@ async def ask_server(port: int) -> tuple[int, float]:
             body = json.dumps({
                 "model": "bench-sft", "messages": messages[i], "stream": True, "stream_options": {"include_usage": True},
                 "max_tokens": new_tokens, "temperature": temperature, "top_k": top_k, "seed": i}).encode()
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             writer.write(head.encode() + body)
             received = bytearray()
             while not received.endswith(b"\r\n0\r\n\r\n"):  # the end of a chunked body
@@ -105,8 +105,8 @@ async def ask_server(port: int) -> tuple[int, float]:
     return tokens, time.perf_counter() - start
 
 
-def report(what: str, alone: float, through: float) -> None:
-    print0(f"{what:9}engine alone {alone:8,.0f} tokens/s, reached the clients {through:8,.0f} tokens/s: {through / alone:6.1%}")
+def report(what: str, alone: float, through: float, ratio: float) -> None:
+    print0(f"{what:9}engine alone {alone:8,.0f} tokens/s, reached the clients {through:8,.0f} tokens/s: {ratio:6.1%}")
 
 
 model, tokenizer, _ = load_checkpoint(write_checkpoint(), device)
@@ -131,8 +131,8 @@ try:
         if turn:  # the first one warms up
             alone.append(counted / seconds)
             through.append(reached / server_seconds)
-            report("", alone[-1], through[-1])
-    report("medians: ", median(alone), median(through))
+            report("", alone[-1], through[-1], through[-1] / alone[-1])
+    report("medians: ", median(alone), median(through), median(b / a for a, b in zip(alone, through)))
 finally:
     server.terminate()
     server.wait()
