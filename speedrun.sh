@@ -26,7 +26,8 @@ stage() { echo; echo "=== $1 ($(((SECONDS - started) / 60)) min $(((SECONDS - st
 once() { python -m nanochat.once "$@"; }
 
 stage "doctor"
-python -m scripts.doctor || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
+# Kernels are tried when it is first run here.
+python -m scripts.doctor --kernels="$([ -e "$NANOCHAT_BASE_DIR/once" ] && echo False || echo True)" || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then

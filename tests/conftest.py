@@ -4,7 +4,7 @@ import pytest
 from ranks import REPO, run_module  # for the tests to import from here, too
 
 __all__ = ["REPO", "run_module", "base_folder"]
-LONG = ["test_many_ranks", "test_base_train", "test_chat_training", "test_zero"]
+LONG = ["test_base_train", "test_many_ranks", "test_speedrun", "test_chat_training", "test_zero"]
 
 
 def pytest_collection_modifyitems(items):

@@ -294,7 +294,9 @@ def test_many_at_a_time_from_threads(run):
 def test_nothing_is_left_when_someone_in_between_is_gone(tmp_path, who, how):
     """The trainer is killed or interrupted while a program runs, and its supervisor cleans up; or the supervisor is."""
     mark = 400 * 2**20 + next(numbers)
-    code = f"import tempfile\nfrom nanochat.execution import run_python\ntempfile.tempdir = {str(tmp_path)!r}\n"
+    # Ctrl-C as in the foreground: started in the background by a shell, this process and its children would ignore it.
+    code = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += f"import tempfile\nfrom nanochat.execution import run_python\ntempfile.tempdir = {str(tmp_path)!r}\n"
     code += f"print(run_python('while True: pass', 100, {mark}).error)"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     deadline = time.monotonic() + 20

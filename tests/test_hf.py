@@ -537,7 +537,7 @@ def test_every_stage_begins_with_an_imported_model_and_none_goes_on_from_one(tmp
     printed = run_on_ranks(1, run_scripts, [
         ("scripts.mid_train", mid),
         ("scripts.chat_sft", train | {"target_examples_per_step": 4, "eval_metrics_every": -1}),
-        ("scripts.chat_cli", {"model_tag": "back", "source": "sft", "p": "12?", "max_tokens": 8, "dtype": "float32"}),
+        ("scripts.chat_cli", {"model_tag": "back", "source": "sft", "p": "12?", "max_new_tokens": 8, "dtype": "float32"}),
         ("scripts.import_hf", {"input": out, "model_tag": "back", "source": "mid", "overwrite": True}),
         ("scripts.mid_train", mid | {"resume": "auto"}),
         ("scripts.base_eval", common),

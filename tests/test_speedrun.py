@@ -116,7 +116,7 @@ def test_a_fresh_machine_installs_what_is_asked_for_whatever_the_arguments(tmp_p
         assert refused.returncode == 1 and "nothing can be trained on this machine" in refused.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls.count("-m pip install --quiet --editable .") + calls.count("-m pip install --quiet --editable .[hub]") == 1
-    assert [line for line in calls if "pip" not in line and not line.startswith("-c")] == ["-m scripts.doctor"] * 2
+    assert [line for line in calls if "pip" not in line and not line.startswith("-c")] == ["-m scripts.doctor --kernels=True"] * 2
 
 
 @pytest.mark.parametrize("gpus, rows, recomputed, ranks, depth", [(1, 4, 32, 1, 12), (1, 0, 2, 1, 12), (3, 32, 32, 2, 12), (8, 16, 32, 8, 20), (16, 16, 16, 16, 20)])
@@ -188,7 +188,8 @@ def test_a_killed_speedrun_does_no_finished_stage_again(base_folder):
     skipped = what_was_skipped(output)
     assert skipped == finished
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert "python -m scripts.chat_web --source=rl --model_tag=rehearsal" in output
+    assert f"everything works; the models in {folder} have learnt nothing" in output
+    assert "## Kernels" in killed and "## Kernels" not in output, "they were tried when it was first run"
     report = (folder / "report" / "report.md").read_text()
     assert all(title in report for title in ("Base model: pretraining", "Mid-training", "Supervised fine-tuning", "Reinforcement learning"))
 
