@@ -20,17 +20,16 @@ from statistics import median
 from typing import Literal
 
 import torch
-from safetensors.torch import save_file
 
 from configurator import configure
-from nanochat.checkpoint import checkpoint_dir, load_checkpoint, step_dir
+from nanochat.checkpoint import checkpoint_dir, load_checkpoint
 from nanochat.conversation import render_prompt
 from nanochat.distributed import compute_dtype, compute_init, print0
 from nanochat.engine import Engine
 from nanochat.errors import UserError, require_positive
-from nanochat.files import sha256
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.sampling import Sampling
+from nanochat.saving import save_weights
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 # ---- Model
@@ -61,13 +60,7 @@ def write_checkpoint() -> Path:
     tokenizer = Tokenizer([b" " + bytes(word) for word in itertools.islice(words, vocab_size - 256 - len(SPECIAL_TOKENS))])
     model = GPT(config_from_depth(depth, vocab_size, max_seq_len))
     model.init_weights(0)
-    checkpoint = step_dir(checkpoint_dir("sft", "bench"), 0)
-    checkpoint.mkdir(parents=True)
-    save_file(model.state_dict(), checkpoint / "model.safetensors")
-    (checkpoint / "meta.json").write_text(json.dumps({"step": 0, "tokenizer": tokenizer.fingerprint, "model_config": vars(model.config)}))
-    tokenizer.save(checkpoint)
-    (checkpoint / "manifest.json").write_text(json.dumps({file.name: sha256(file) for file in checkpoint.iterdir()}))
-    return checkpoint
+    return save_weights(checkpoint_dir("sft", "bench"), 0, model.state_dict(), tokenizer, model.config, {})
 
 
 def ask_engine(engine: Engine, prompts: list[list[int]]) -> tuple[int, float]:
