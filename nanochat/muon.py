@@ -85,7 +85,8 @@ class DistMuon:
         self.state = {"momentum": {s.name: torch.zeros_like(s.master) for s in slices}}
         self.counters: dict[str, Tensor] = {}
         self.exchanges: dict[tuple[int, int], MatrixExchange] = {}
-        shapes = {name: tuple(p.shape) for name, p in sharding.model.named_parameters() if name in set(names)}
+        trained = set(names) & sharding.pieces.keys()  # not the frozen ones
+        shapes = {name: tuple(p.shape) for name, p in sharding.model.named_parameters() if name in trained}
         loads = [0.0] * sharding.shards
         for shape in sorted(set(shapes.values()), key=lambda s: -s[0] * s[1] * min(s)):  # the dearest first
             assert len(shape) == 2, f"Muon takes matrices, not {shape}"

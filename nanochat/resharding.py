@@ -71,10 +71,9 @@ def load_training_state(checkpoint: Path, sharding: Sharding, optimizers) -> dic
         stored = index_of(stack.enter_context(safe_open(path, framework="pt")) for path in paths)
         if problem := first_problem(weights_problem(weights, sharding) or state_problem(stored, kept, optimizers)):
             raise UserError(f"{checkpoint} does not fit this run: {problem}")
-        if sharding.stage < 3:
-            for name in weights.keys():
-                sharding.load_whole(name, weights.get_tensor(name))
-        elif not sharding.masters_apart:
+        for name in weights.keys() if sharding.stage < 3 else sharding.frozen:
+            sharding.load_whole(name, weights.get_tensor(name))
+        if sharding.stage == 3 and not sharding.masters_apart:
             for s in sharding.slices:
                 s.master.copy_(read_range(weights, s))
         for name, (start, end, tensor) in kept.items():
@@ -111,11 +110,12 @@ def weights_problem(weights: safe_open, sharding: Sharding) -> str | None:
     there, here = set(weights.keys()), {name for name, _ in sharding.model.named_parameters()}
     for name in sorted(there ^ here):
         return f"{name} is only in {'it' if name in there else 'the run'} (other depth?)"
-    for s in sharding.slices:
-        saved = weights.get_slice(s.name)
+    shapes = {s.name: s.shape for s in sharding.slices} | {name: tuple(p.shape) for name, p in sharding.frozen.items()}
+    for name, here in shapes.items():
+        saved = weights.get_slice(name)
         shape, dtype = tuple(saved.get_shape()), DTYPES[saved.get_dtype()]
-        if (shape, dtype) != (s.shape, sharding.dtype):
-            return f"{s.name} is {shape} {dtype} there, {s.shape} {sharding.dtype} here (other depth or dtype?)"
+        if (shape, dtype) != (here, sharding.dtype):
+            return f"{name} is {shape} {dtype} there, {here} {sharding.dtype} here (other depth or dtype?)"
     return None
 
 

@@ -46,7 +46,7 @@ class Bucket:
     def __init__(self, params: dict[str, Parameter], dtype: torch.dtype, ranks: int, rank: int):
         self.params = params
         self.slice_size, self.pieces = equal_pieces({name: tuple(p.shape) for name, p in params.items()}, ranks)
-        weights = [p.data.flatten() for p in params.values()]
+        weights = [p.data.flatten().float() for p in params.values()]  # masters are float32, whatever the model came in
         self.padding = weights[0].new_zeros(ranks * self.slice_size - sum(map(len, weights)))
         weights = torch.cat([*weights, self.padding])
         self.own = slice(rank * self.slice_size, (rank + 1) * self.slice_size)
@@ -65,7 +65,6 @@ class Bucket:
                     self.slices.append(make_slice(name, p, piece, self.master[at : at + piece.end - piece.start]))
             offset += p.numel()
         self.computed = 0                        # parameters whose gradient the backward pass has produced
-        self.sent = False                        # in this step
         self.grad: Tensor | None = None          # (slice_size,) float32, summed over ranks and micro-steps
         self.pending: list = []                # works that `flat` or `grad` waits for, and what they read
 
@@ -89,22 +88,58 @@ def make_slice(name: str, p: Parameter, piece: Piece, master: Tensor) -> Slice:
     return Slice(name, tuple(p.shape), piece.start, piece.end, master, **multipliers)
 
 
+def partition(model: nn.Module, units: list[nn.Module]) -> list[tuple[list[nn.Module], dict[str, Parameter]]]:
+    """
+    (modules, trainable parameters by name) of each unit, in the order of the forward pass. Units that share a parameter
+    (tied weights) become one; parameters outside every unit belong to the model as a whole; units without are left out.
+    """
+    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    parts: list[tuple[list[nn.Module], dict[str, Parameter]]] = []
+    for unit in units:
+        params = {names[p]: p for p in unit.parameters() if p in names}
+        tied = next((part for part in parts if part[1].keys() & params.keys()), None)
+        if tied:
+            tied[0].append(unit)
+            tied[1].update(params)
+        elif params:
+            parts.append(([unit], params))
+    rest = {name: p for p, name in names.items() if not any(name in params for _, params in parts)}
+    return ([([model], rest)] if rest else []) + parts
+
+
+def require_same_weights(model: nn.Module) -> None:
+    """UserError on every rank, naming the first rank whose parameters are not those of rank 0. COLLECTIVE; waits for the device."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = {name: p.detach().flatten().view(bits[p.itemsize]).sum(dtype=torch.int64).item() for name, p in model.named_parameters()}
+    everyone: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, sums)
+    for rank, theirs in enumerate(everyone):
+        if different := [name for name in everyone[0] | theirs if everyone[0].get(name) != theirs.get(name)]:
+            raise UserError(f"rank {rank} starts from other weights than rank 0 (the first is {different[0]}); "
+                            "every rank must draw them from one seed, or load one checkpoint")
+
+
 class Sharding:
     """
-    Takes over a model whose weights are drawn (float32, the same on every rank, on `device`): casts it to `dtype`, and
-    from then on gives each rank its `slices` to update, brings their gradients and shares what became of them.
+    Takes over a model whose weights are drawn (the same on every rank, on `device`): casts it to `dtype`, and from then
+    on gives each rank its `slices` to update, brings their gradients and shares what became of them. Masters are
+    float32. Parameters with requires_grad=False stay whole on every rank: they are never sent and never updated.
 
-    units: the modules whose parameters travel together, in the order of the forward pass; they hold all parameters.
+    units: the modules whose parameters travel together, in the order of the forward pass. A rank may leave out units,
+    or the body of a micro-step: their gradients are zero. On stage 3 every rank must run all units, in this order.
     shard_size: ranks of a shard group, -1 for all; the others are replicas. reduce_dtype: of gradients on their way.
     overlap=False sends only when nothing computes (to measure what overlapping is worth).
+    UserError for ranks that start from different weights, and for a dtype without the range of float32.
     """
 
     def __init__(
         self, model: nn.Module, units: list[nn.Module], device: torch.device, dtype: torch.dtype, stage: int,
         shard_size: int = -1, reduce_dtype: torch.dtype = torch.float32, overlap: bool = True,
     ):
-        self.model, self.model_class, self.units, self.device = model, type(model), units, device
+        self.model, self.model_class, self.device = model, type(model), device
         self.dtype, self.reduce_dtype, self.stage, self.overlap = dtype, reduce_dtype, stage, overlap
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise UserError(f"dtype={str(dtype).removeprefix('torch.')} would need its losses scaled; expected float32 or bfloat16")
         if stage == 3 and not dist.is_initialized():  # fully_shard wants a process group, be it of one
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -118,42 +153,53 @@ class Sharding:
             self.shard_group, self.replica_group = self.mesh.get_group("shard"), self.mesh.get_group("replica")
             set_timeout(SETUP_TIMEOUT, self.shard_group, self.replica_group)
         self.masters_apart = dtype != torch.float32  # else a master is the parameter's own memory
-        self.sending, self.last = False, False
+        self.last, self.reduced = False, False  # in the last micro-step; past it
+        self.unsent: deque[Bucket] = deque()  # in this micro-step, in the order in which every rank sends
         self.in_flight: deque = deque()  # (bucket, work, what it fills and reads, last micro-step?): referenced until it is done
+        self.ran = len(units)            # stage 3: units that have run in this micro-step
         self.buckets: list[Bucket] = []
         self.slices: list[Slice] = []
         self.pieces: dict[str, list[Piece]] = {}
-        named = {p: name for name, p in model.named_parameters()}
-        of_units = [{named[p]: p for p in unit.parameters()} for unit in units]
-        assert sum(map(len, of_units)) == len(named), "every parameter belongs to one unit"
+        if self.world_size > 1 and dist.get_backend() != "fake":  # a dry run has no other ranks
+            require_same_weights(model)
+        self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        for p in self.frozen.values():
+            p.data = p.data.to(dtype)
+        parts = partition(model, units)
         if stage == 3:
-            self.shard_fully(named)
+            self.shard_fully([modules for modules, _ in parts if modules != [model]], units[-1])
         else:
-            for unit, params in zip(units, of_units):
-                self.add_bucket(unit, params)
+            for modules, params in parts:
+                self.add_bucket(modules, params)
 
     # --- setting up
 
-    def add_bucket(self, unit: nn.Module, params: dict[str, Parameter]) -> None:
+    def add_bucket(self, modules: list[nn.Module], params: dict[str, Parameter]) -> None:
         bucket = Bucket(params, self.dtype, self.shards, self.shard_rank)
         self.buckets.append(bucket)
         self.slices += bucket.slices
         self.pieces |= bucket.pieces
         if self.world_size > 1:
-            unit.register_forward_pre_hook(bucket.wait)
+            for module in modules:
+                module.register_forward_pre_hook(bucket.wait)
             for p in params.values():
                 p.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self.gradient_is_there(bucket))
 
-    def shard_fully(self, named: dict[Parameter, str]) -> None:
+    def shard_fully(self, units: list[list[nn.Module]], last: nn.Module) -> None:
         """Stage 3. The float32 rows that fully_shard keeps are the masters; it gathers them in the compute dtype."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        multipliers = {name: p for p, name in named.items()}  # fully_shard makes new parameters
+        before = dict(self.model.named_parameters())  # fully_shard makes new parameters
+        for name, p in before.items():
+            p.data = p.data if name in self.frozen else p.data.float()
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
-        mesh = self.mesh if self.replicas > 1 else self.mesh["shard"]
-        for unit in self.units:  # the last one's backward follows its forward: it stays whole in between
-            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not self.units[-1])
-        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        settings = dict(mesh=self.mesh if self.replicas > 1 else self.mesh["shard"], mp_policy=policy, ignored_params=set(self.frozen.values()))
+        for unit in units:  # the last one's backward follows its forward: it stays whole in between
+            fully_shard(unit, reshard_after_forward=last not in unit, **settings)
+        fully_shard(self.model, **settings)
+        self.units = [unit[0] for unit in units]  # any module of a unit stands for it
+        for i, unit in enumerate(self.units if self.world_size > 1 else ()):  # before the hook that gathers it
+            unit.register_forward_pre_hook(lambda *_, i=i: self.require_order(i), prepend=True)
         for unit, following in zip(self.units, self.units[1:]):
             unit.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([unit])
@@ -164,41 +210,55 @@ class Sharding:
                 unit.set_custom_reduce_scatter(GlooReduceScatter())
         self.model._set_unshard_async_op(self.device.type == "cpu" and self.overlap)
         for name, p in self.model.named_parameters():
-            self.pieces[name] = row_pieces(tuple(p.shape), self.shards)
-            for piece in self.pieces[name]:
-                if piece.rank == self.shard_rank:
-                    self.slices.append(make_slice(name, multipliers[name], piece, p.detach().to_local().view(-1)))
+            if name not in self.frozen:
+                self.pieces[name] = row_pieces(tuple(p.shape), self.shards)
+                for piece in self.pieces[name]:
+                    if piece.rank == self.shard_rank:
+                        self.slices.append(make_slice(name, before[name], piece, p.detach().to_local().view(-1)))
 
     # --- during a step
 
     @contextlib.contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
-        """Around forward and backward pass; the last one of a step lets gradients travel as they appear."""
-        self.last, sends = last, self.world_size > 1 and (last or self.stage == 2 and self.shards > 1)
-        self.sending = sends and self.overlap
+        """
+        Around forward and backward pass, equally often on every rank; the last one of a step lets gradients travel as
+        they appear. Buckets are sent from the last unit to the first, on every rank: a rank's own backward pass may
+        complete them in another order, and collectives that start in different orders would mix units.
+        """
+        self.last, self.reduced = last, last
+        if self.world_size > 1 and (last or self.stage == 2 and self.shards > 1):
+            self.unsent.extend(reversed(self.buckets))
         if self.stage == 3 and self.replicas > 1:
             self.model.set_requires_all_reduce(last)
+        self.ran = 0
         yield
-        for bucket in self.buckets:  # what did not go by itself: parameters that took no part have a gradient of zero
-            if sends and not bucket.sent and (last or bucket.computed or not self.overlap):
-                self.send(bucket)
+        while self.unsent:  # what did not go by itself: parameters that took no part have a gradient of zero
+            self.send(self.unsent.popleft())
         for bucket in self.buckets:
-            bucket.sent, bucket.computed = False, 0
+            bucket.computed = 0
         while self.in_flight and (last or not self.overlap):
             self.receive()
+        if self.stage == 3 and self.world_size > 1:
+            self.require_order(len(self.units))
+
+    def require_order(self, unit: int) -> None:
+        """Stage 3: the next to run is `unit`. UserError where one before it has not run: ranks would gather different units."""
+        if unit > self.ran:
+            raise UserError(f"rank {self.rank} left out unit {self.ran} of {len(self.units)} in a micro-step; "
+                            "zero_stage=3 runs all of them in order on every rank, stages 0 to 2 do not need to")
+        self.ran = max(self.ran, unit + 1)
 
     def gradient_is_there(self, bucket: Bucket) -> None:
         """Called by the backward pass for each parameter."""
         bucket.computed += 1
         assert bucket.computed <= len(bucket.params), "one backward pass in a micro_step"
-        if self.sending and bucket.computed == len(bucket.params):
-            while self.shards > 1 and len(self.in_flight) >= MAX_IN_FLIGHT:
-                self.receive()
-            self.send(bucket)
+        while self.overlap and self.unsent and self.unsent[0].computed == len(self.unsent[0].params):
+            self.send(self.unsent.popleft())
 
     def send(self, bucket: Bucket) -> None:
         """Start the sum over ranks of a bucket's gradients: over the shard group, where each rank gets its own slice."""
-        bucket.sent = True
+        while self.shards > 1 and len(self.in_flight) >= MAX_IN_FLIGHT:
+            self.receive()
         whole = bucket.take_gradients(self.reduce_dtype)
         if self.shards > 1:
             own = whole.new_empty(bucket.slice_size)
@@ -217,18 +277,20 @@ class Sharding:
 
     def summed_gradients(self) -> None:
         """Every slice's `grad`: summed over all ranks and micro-steps. The parameters' own gradients are let go."""
-        params = dict(self.model.named_parameters())
-        for bucket in self.buckets:
+        if not self.reduced:  # a rank without a micro-batch: the others wait for its gradients of zero
+            with self.micro_step(last=True):
+                pass
+        self.reduced = False
+        for bucket in self.buckets if self.world_size > 1 else ():
             bucket.wait()
-            if self.world_size > 1:
-                for s, at in zip(bucket.slices, bucket.offsets):
-                    s.grad = bucket.grad[at : at + s.end - s.start]
-                bucket.grad = None
-        for s in self.slices:
-            if s.grad is None:
-                grad = params[s.name].grad
-                grad = grad.to_local() if self.stage == 3 and grad is not None else grad
-                s.grad = torch.zeros_like(s.master) if grad is None else grad.reshape(-1)
+            for s, at in zip(bucket.slices, bucket.offsets):
+                s.grad = bucket.grad[at : at + s.end - s.start]
+            bucket.grad = None
+        params = dict(self.model.named_parameters())
+        for s in self.slices if self.world_size == 1 or self.stage == 3 else ():
+            grad = params[s.name].grad
+            grad = grad.to_local() if self.stage == 3 and grad is not None else grad
+            s.grad = torch.zeros_like(s.master) if grad is None else grad.reshape(-1)
         for p in params.values():
             p.grad = None
 
@@ -289,14 +351,16 @@ class Sharding:
         for unit in self.units if self.stage == 3 else ():  # the last one stays whole after a forward pass without a backward
             unit.reshard()
         for name, p in self.model.named_parameters():
-            yield name, p.detach().to(self.dtype).full_tensor() if self.stage == 3 else p.detach()
+            whole = self.stage < 3 or name in self.frozen
+            yield name, p.detach() if whole else p.detach().to(self.dtype).full_tensor()
 
     def load_whole(self, name: str, tensor: Tensor) -> None:
-        """Put a whole parameter in place (stages 0 to 2); in float32 that is its master as well."""
+        """Put a whole parameter in place (stages 0 to 2, and frozen ones); in float32 that is its master as well."""
         for bucket in self.buckets:
-            if name in bucket.params:
-                bucket.wait()
-                bucket.params[name].data.copy_(tensor)
+            bucket.wait()
+        for params in (self.frozen, *(bucket.params for bucket in self.buckets)):
+            if name in params:
+                params[name].data.copy_(tensor)
 
     def whole_model(self, everywhere: bool = False) -> nn.Module | None:
         """On rank 0, or on every rank, a model that computes without the other ranks, to sample from. Every rank must call it."""

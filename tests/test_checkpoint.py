@@ -57,7 +57,7 @@ class Rank:
 
     def __init__(self, model=None, rank=0, shards=1, stage=0, dtype=torch.float32, cut="equal", seed=0, replica=0):
         self.model = copy.deepcopy(model or Parameters(seed=seed))
-        self.stage, self.dtype, self.masters_apart = stage, dtype, dtype != torch.float32
+        self.stage, self.dtype, self.masters_apart, self.frozen = stage, dtype, dtype != torch.float32, {}
         self.shard_rank, self.shards, self.replica = rank, shards, replica
         self.rank, self.world_size = replica * shards + rank, (replica + 1) * shards
         params = dict(self.model.named_parameters())
