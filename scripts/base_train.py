@@ -46,6 +46,7 @@ max_seq_len = 2048          # tokens per row
 # ---- Model
 depth = 20                  # layers; the width (64 per layer) and the heads follow from it
 kv_group = 1                # query heads per key head; above 1: grouped-query attention
+softcap = 15.0              # limit of the logits, at most 64; 0: none
 # ---- Horizon: the first of these that is positive
 num_iterations = -1         # optimizer steps
 target_flops = -1.0         # FLOPs of the whole run
@@ -100,7 +101,7 @@ if core_metric_every > 0 and (reason := from_rank0(why_no_bundle)):
 core_tasks = load_tasks(bundle_dir()) if core_metric_every > 0 else []
 
 # ---- Model: its shapes first, without memory, so that wrong settings are found at once
-model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, kv_group)
+model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, kv_group, softcap)
 with torch.device("meta"):
     model = GPT(model_config)
 parameters, flops_per_token = sum(p.numel() for p in model.parameters()), model.estimate_flops()
