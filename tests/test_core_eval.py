@@ -17,7 +17,6 @@ import torch
 
 from conftest import run_module
 from nanochat import core_eval
-from nanochat.compiling import set_compile
 from nanochat.core_eval import CoreTask, bundle_dir, evaluate_core, load_items, load_tasks, prompts_of, rows_of, why_no_bundle
 from nanochat.download import Patience
 from nanochat.errors import UserError
@@ -27,7 +26,6 @@ from nanochat.tokenizer import Tokenizer, train_tokenizer
 from nanochat.zero import Sharding
 from ranks import run_on_ranks
 
-set_compile(False, "cpu")
 WORDS = "red blue sun moon tree a the in of cold water is not".split()
 ENDS = ["red", "blue", "sun", "tree"]  # what continuations are made of, and what the model is made to say
 TASKS = {  # label: (type, examples, delimiter, random baseline in percent)

@@ -1,5 +1,7 @@
 """The model against its definition written out in float64, and against torch's own counters."""
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -7,14 +9,11 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanochat.attention import attention, blockwise_attention, reference_attention
-from nanochat.compiling import set_compile
+from nanochat.compiling import switch
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig, config_from_depth
 from nanochat.loss import CHUNK_LOGITS, MAX_SOFTCAP, softcapped_cross_entropy, token_losses
 from nanochat.zero import Sharding
-
-
-set_compile(False, "cpu")
 
 
 def small_model(n_kv_head: int = 2, vocab_size: int = 70, seed: int = 1, softcap: float | None = 15.0) -> GPT:
@@ -100,7 +99,7 @@ def test_attention_kernels_equal_the_reference(heads, kv_heads, length):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_loss_and_gradients_equal_autograds(monkeypatch, compiled):
     """In one chunk and in four, with padding, masked and weighted targets, against autograd in float64 on the plain formula."""
-    set_compile(compiled, "cpu")
+    monkeypatch.setattr(switch, "on", compiled)
     generator = torch.Generator().manual_seed(0)
     x, head = torch.randn(32, 24, generator=generator) * 3, torch.randn(64, 24, generator=generator)
     targets = torch.randint(50, (32,), generator=generator)
@@ -122,7 +121,23 @@ def test_loss_and_gradients_equal_autograds(monkeypatch, compiled):
         each = token_losses(x, head, targets, 50, 15.0)
         torch.testing.assert_close(each.double(), expected_each, rtol=1e-6, atol=2e-6)
         assert torch.all(each[::5] == 0)
-    set_compile(False, "cpu")
+
+
+def test_a_script_of_ones_own_calls_the_model_eagerly():
+    """A new shape in each call: nothing is compiled, the compiler is not even imported."""
+    script = '''
+import sys, torch
+from nanochat.gpt import GPT, GPTConfig
+model = GPT(GPTConfig(sequence_len=32, vocab_size=70, n_layer=1, n_embd=32, n_head=1, n_kv_head=1))
+model.init_weights(seed=0)
+for length in range(2, 14):
+    tokens = torch.zeros(1, length, dtype=torch.int64)
+    model(tokens, tokens).backward()
+    model(tokens, tokens, reduction="none")
+print(sorted(name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules))
+'''
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert (result.stdout, result.stderr) == ("[]\n", "")
 
 
 def test_the_softcap_is_not_rounded_to_bfloat16():

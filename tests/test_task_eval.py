@@ -6,7 +6,6 @@ from statistics import fmean
 import pytest
 import torch
 
-from nanochat.compiling import set_compile
 from nanochat.conversation import render_prompt
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.rollouts import describe_change, roll_out
@@ -20,7 +19,6 @@ TOKENIZER = Tokenizer([])
 
 
 def random_model() -> GPT:
-    set_compile(False, "cpu")
     model = GPT(GPTConfig(96, TOKENIZER.get_vocab_size(), 2, 32, 4, 2))
     generator = torch.Generator().manual_seed(3)
     for p in model.parameters():
