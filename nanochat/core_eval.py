@@ -149,7 +149,7 @@ def load_tasks(bundle: Path) -> list[CoreTask]:
 def load_items(task: CoreTask, max_items: int) -> list[dict]:
     """A task's items, shuffled as everybody does so that the first few are a sample; at most max_items (-1: all)."""
     items = []
-    for number, line in enumerate(task.path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(task.path.read_bytes().splitlines(), start=1):  # of a str they would end at U+2028, too
         try:
             item = json.loads(line)
             variants(task, item)[gold_of(task, item)]
@@ -199,7 +199,7 @@ def common_length(rows: list[list[int]]) -> int:
 
 
 def rows_of(task: CoreTask, items: list[dict], first: int, end: int, tokenizer: Tokenizer, longest: int) -> list[Row]:
-    """The rows of items first … end−1, cut from the left to `longest` tokens. At least one token of each row counts."""
+    """The rows of items first … end−1, cut behind <|bos|> to `longest` tokens. At least one token of each row counts."""
     prompts = [prompts_of(task, items, index) for index in range(first, end)]
     encoded = iter(tokenizer.encode([text for texts in prompts for text in texts], prepend=tokenizer.get_bos_token_id()))
     rows = []
@@ -214,9 +214,9 @@ def rows_of(task: CoreTask, items: list[dict], first: int, end: int, tokenizer: 
             group, starts = group[1:], starts[1:]
         for variant, (tokens, start) in enumerate(zip(group, starts)):
             cut = max(len(tokens) - longest, 0)
-            # Nothing stands before the first token that could predict it; where one choice begins another, its end counts.
+            # Nothing predicts <|bos|>; where one choice begins another, its end counts.
             start = max(1, min(start, len(tokens) - 1) - cut)
-            rows.append(Row(tokens[cut:], start, item, variant))
+            rows.append(Row(tokens[:1] + tokens[1 + cut :], start, item, variant))
     return rows
 
 

@@ -69,9 +69,9 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
 
 
 def chunks(vocab: int, *tensors: Tensor):
-    """Blocks of rows of all tensors, of one shape (each would be a compiled kernel), none with too many logits."""
+    """Blocks of rows of all tensors, none with too many logits; of one shape but for the last (each is a compiled kernel)."""
     count, rows = 1, len(tensors[0])
-    while rows // count * vocab > CHUNK_LOGITS.get(tensors[0].device.type, 2**24) and rows % (2 * count) == 0:
+    while -(-rows // count) * vocab > CHUNK_LOGITS.get(tensors[0].device.type, 2**24) and count < rows:
         count *= 2
     return zip(*(tensor.chunk(count) for tensor in tensors))
 

@@ -129,11 +129,15 @@ def oracle(model: GPT, tokenizer: Tokenizer, bundle: Path, label: str, max_items
     items = [json.loads(line) for line in (bundle / "eval_data" / kind / f"{label}.jsonl").open()]
     random.Random(1337).shuffle(items)
     items = items[:max_items]
-    right, bos = 0, tokenizer.get_bos_token_id()
+    right, bos, longest = 0, tokenizer.get_bos_token_id(), model.config.sequence_len + 1
+
+    def fitting(tokens: list[int]) -> list[int]:
+        """The row that the model reads: one that is too long loses what follows <|bos|>."""
+        return tokens if len(tokens) <= longest else [bos] + tokens[1 - longest :]
 
     def mean_loss(tokens: list[int], count: int) -> float:
-        """Of the last `count` tokens, in a row cut from the left."""
-        tokens = tokens[-model.config.sequence_len - 1 :]
+        """Of the last `count` tokens."""
+        tokens = fitting(tokens)
         count = min(count, len(tokens) - 1)
         return -log_p(model, tokens)[range(-count, 0), tokens[-count:]].mean().item()
 
@@ -155,8 +159,7 @@ def oracle(model: GPT, tokenizer: Tokenizer, bundle: Path, label: str, max_items
             row = tokenizer.encode(shots + item["context"].strip() + delimiter + item["continuation"], prepend=bos)
             assert row[: len(before)] == before
             end = row[len(before) :]
-            row = row[-model.config.sequence_len - 1 :]
-            right += log_p(model, row).argmax(-1)[-len(end) :].tolist() == end
+            right += log_p(model, fitting(row)).argmax(-1)[-len(end) :].tolist() == end
     return right / len(items)
 
 
@@ -178,12 +181,14 @@ def test_scores_are_those_of_the_plain_model_one_item_at_a_time(bundle, tokenize
     assert [score.label for score in scores] == list(TASKS) and core == pytest.approx(sum(centered) / len(centered), abs=1e-12)
 
 
-def test_rows_that_are_too_long_lose_their_beginning(bundle, tokenizer):
+def test_rows_that_are_too_long_lose_what_follows_bos(bundle, tokenizer):
     """With examples most rows are longer than the model's; it is asked about the end all the same."""
     model = make_model(tokenizer, sequence_len=24)
     tasks = [task for task in load_tasks(bundle) if task.num_fewshot]
     lengths = [len(row.tokens) for task in tasks for row in rows_of(task, load_items(task, -1), 0, ITEMS, tokenizer, 10**9)]
     assert sum(length > 25 for length in lengths) > len(lengths) // 2
+    cut = [row.tokens for task in tasks for row in rows_of(task, load_items(task, -1), 0, ITEMS, tokenizer, 25)]
+    assert {row[0] for row in cut} == {tokenizer.get_bos_token_id()} and max(map(len, cut)) == 25
     for score in evaluate_core(model, tokenizer, tasks)[1]:
         assert score.accuracy == pytest.approx(oracle(model, tokenizer, bundle, score.label), abs=1e-12), score
     whole = evaluate_core(make_model(tokenizer), tokenizer, tasks)[1]
@@ -246,6 +251,15 @@ def test_any_number_of_ranks_gives_the_same(bundle, world_size, stage):
 
 
 # ---- Bundles that are not right
+
+
+def test_only_ends_of_lines_end_an_item(tmp_path):
+    """U+2028, U+0085 and the like are characters of a text; lines may end as on Windows."""
+    items = [{"context": f"{i} a\u2028b\u2029c\x85d", "continuation": "e"} for i in range(3)]
+    path = tmp_path / "items.jsonl"
+    path.write_text("\r\n".join(json.dumps(item, ensure_ascii=False) for item in items), encoding="utf-8", newline="")
+    loaded = load_items(CoreTask("t", "language_modeling", 0, " ", 0.0, path), -1)
+    assert sorted(loaded, key=lambda item: item["context"]) == items
 
 
 def test_what_is_wrong_with_a_bundle_is_named(bundle, tmp_path):

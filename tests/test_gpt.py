@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanochat.attention import attention, blockwise_attention, reference_attention
@@ -148,6 +150,31 @@ def test_the_softcap_is_not_rounded_to_bfloat16():
     exact = F.cross_entropy(15 * torch.tanh((x @ head.T).double() / 15), targets, reduction="sum")
     got = softcapped_cross_entropy(x.requires_grad_(), head.requires_grad_(), targets, 64, 15.0)
     assert got.dtype == torch.float32 and abs(got.item() - exact.item()) < 1e-5 * exact.item()
+
+
+@pytest.mark.parametrize("rows", [2048, 2049, 2053])
+def test_never_more_logits_at_a_time_than_allowed(rows):
+    """Whatever the number of rows (2053 is prime): counted over every tensor that the loss and its gradients make."""
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            self.elements = max([self.elements, *(t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor))])
+            return result
+
+    vocab_size = 2 * CHUNK_LOGITS["cpu"] // 2048
+    generator = torch.Generator().manual_seed(0)
+    x, head = (torch.randn(n, 4, generator=generator, requires_grad=True) for n in (rows, vocab_size))
+    targets = torch.randint(vocab_size, (rows,), generator=generator)
+    with Largest() as largest:
+        loss = softcapped_cross_entropy(x, head, targets, vocab_size, 15.0)
+        loss.backward()
+        each = token_losses(x.detach(), head.detach(), targets, vocab_size, 15.0)
+    assert CHUNK_LOGITS["cpu"] // 4 < largest.elements <= CHUNK_LOGITS["cpu"] < rows * vocab_size
+    expected = F.cross_entropy(15 * torch.tanh(x.double() @ head.double().T / 15), targets, reduction="none")
+    torch.testing.assert_close(each.double(), expected, rtol=1e-5, atol=1e-5)
+    assert loss.item() == pytest.approx(expected.sum().item(), rel=1e-5) and x.grad[-1].any()
 
 
 def test_logits_of_any_size_without_a_softcap():
