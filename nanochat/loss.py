@@ -70,10 +70,16 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
 
 def chunks(vocab: int, *tensors: Tensor):
     """Blocks of rows of all tensors, none with too many logits; of one shape but for the last (each is a compiled kernel)."""
-    count, rows = 1, len(tensors[0])
-    while -(-rows // count) * vocab > CHUNK_LOGITS.get(tensors[0].device.type, 2**24) and count < rows:
+    rows = chunk_rows(len(tensors[0]), vocab, tensors[0].device.type)
+    return zip(*(tensor.split(rows) for tensor in tensors))
+
+
+def chunk_rows(rows: int, vocab: int, device_type: str) -> int:
+    """How many rows a chunk has."""
+    count = 1
+    while -(-rows // count) * vocab > CHUNK_LOGITS.get(device_type, 2**24) and count < rows:
         count *= 2
-    return zip(*(tensor.chunk(count) for tensor in tensors))
+    return -(-rows // count)
 
 
 def check_softcap(softcap: float | None) -> None:
