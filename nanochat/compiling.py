@@ -1,6 +1,6 @@
 """
 torch.compile where it pays, in one place: hot functions are called as `compiled(function)(...)`, blocks of the
-model by `Module.compile`. `set_compile(False)` turns all of it into plain eager code.
+model by `GPT.compile_blocks`. Until `set_compile` (or `set_up`) asks for it, all of it is plain eager code.
 """
 import contextlib
 import functools
@@ -13,7 +13,7 @@ import torch
 from nanochat.distributed import compute_dtype, compute_init, print0
 
 
-switch = SimpleNamespace(on=True)  # of this process
+switch = SimpleNamespace(on=False)  # of this process
 
 
 def compiled(function: Callable) -> Callable:

@@ -52,7 +52,8 @@ class CoreScore(NamedTuple):
     accuracy: float
     baseline: float
     centered: float
-    items: int
+    items: int           # that were asked
+    items_there: int     # that the task has
 
 
 class Row(NamedTuple):
@@ -146,10 +147,10 @@ def load_tasks(bundle: Path) -> list[CoreTask]:
     return tasks
 
 
-def load_items(task: CoreTask, max_items: int) -> list[dict]:
-    """A task's items, shuffled as everybody does so that the first few are a sample; at most max_items (-1: all)."""
+def load_items(task: CoreTask) -> list[dict]:
+    """A task's items, shuffled as everybody does so that the first few are a sample."""
     items = []
-    for number, line in enumerate(task.path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(task.path.read_bytes().splitlines(), start=1):  # of a str they would end at U+2028, too
         try:
             item = json.loads(line)
             variants(task, item)[gold_of(task, item)]
@@ -159,7 +160,7 @@ def load_items(task: CoreTask, max_items: int) -> list[dict]:
     if not items:
         raise UserError(f"{task.path} is empty: {task.label} cannot be measured")
     random.Random(1337).shuffle(items)
-    return items if max_items < 0 else items[:max_items]
+    return items
 
 
 # ---- From items to rows of tokens
@@ -199,7 +200,7 @@ def common_length(rows: list[list[int]]) -> int:
 
 
 def rows_of(task: CoreTask, items: list[dict], first: int, end: int, tokenizer: Tokenizer, longest: int) -> list[Row]:
-    """The rows of items first … end−1, cut from the left to `longest` tokens. At least one token of each row counts."""
+    """The rows of items first … end−1, cut behind <|bos|> to `longest` tokens. At least one token of each row counts."""
     prompts = [prompts_of(task, items, index) for index in range(first, end)]
     encoded = iter(tokenizer.encode([text for texts in prompts for text in texts], prepend=tokenizer.get_bos_token_id()))
     rows = []
@@ -214,9 +215,9 @@ def rows_of(task: CoreTask, items: list[dict], first: int, end: int, tokenizer: 
             group, starts = group[1:], starts[1:]
         for variant, (tokens, start) in enumerate(zip(group, starts)):
             cut = max(len(tokens) - longest, 0)
-            # Nothing stands before the first token that could predict it; where one choice begins another, its end counts.
+            # Nothing predicts <|bos|>; where one choice begins another, its end counts.
             start = max(1, min(start, len(tokens) - 1) - cut)
-            rows.append(Row(tokens[cut:], start, item, variant))
+            rows.append(Row(tokens[:1] + tokens[1 + cut :], start, item, variant))
     return rows
 
 
@@ -235,9 +236,11 @@ def evaluate_core(
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device, longest = next(model.parameters()).device, model.config.sequence_len + 1
-    right, count = [0] * len(tasks), [0] * len(tasks)
+    right, count, there = [0] * len(tasks), [0] * len(tasks), []
     for number, task in enumerate(tasks):
-        items = load_items(task, max_per_task)
+        items = load_items(task)
+        there.append(len(items))
+        items = items if max_per_task < 0 else items[:max_per_task]
         # Blocks are dealt out whole: what a forward pass holds does not depend on the ranks, nor do its last digits.
         for first in range(0, len(items), BLOCK * world_size):
             start = min(first + BLOCK * rank, len(items))
@@ -251,9 +254,16 @@ def evaluate_core(
     sums = torch.tensor([right, count], dtype=sum_dtype(device), device=device)
     all_reduce_sum(sums)
     scores = []
-    for task, r, n in zip(tasks, *sums.tolist()):
-        scores.append(CoreScore(task.label, r / n, task.baseline, (r / n - task.baseline) / (1 - task.baseline), int(n)))
+    for task, r, n, items_there in zip(tasks, *sums.tolist(), there):
+        scores.append(CoreScore(task.label, r / n, task.baseline, (r / n - task.baseline) / (1 - task.baseline), int(n), items_there))
     return sum(score.centered for score in scores) / len(scores), scores
+
+
+def core_name(scores: list[CoreScore]) -> str:
+    """What the mean of these scores may be called: CORE is over all items of all tasks."""
+    if all(score.items == score.items_there for score in scores):
+        return "CORE"
+    return f"CORE (up to {max(score.items for score in scores):,} items a task)"
 
 
 def measure(model, rows: list[Row], greedily: bool, tokens_per_forward: int, device: torch.device) -> list[list[float]]:

@@ -191,7 +191,7 @@ class RowPlanner:
 def tokenizing_distributed_data_loader(
     data: str, split: str, tokenizer: Tokenizer, *,
     device_batch_size: int, max_seq_len: int, grad_accum_steps: int = 1, rank: int = 0, world_size: int = 1,
-    seed: int = 0, device: torch.device | str = "cpu", state: dict | None = None,
+    seed: int = 0, device: torch.device | str = "cpu", state: dict | None = None, num_rows: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, dict]]:
     """
     Yields (inputs, targets, state) for ever: (B, T) int64 on the device, targets one position ahead.
@@ -199,7 +199,9 @@ def tokenizing_distributed_data_loader(
     The rows of an optimizer step are a function of data, tokenizer, seed, rows per step and max_seq_len; micro-step m
     of this rank gets global micro-batch m · world_size + rank of them, which holds the same rows whoever asks.
     `state` is where the step of this batch begins: a loader made from it yields this step again, from its first
-    micro-batch on, on any number of ranks. Errors: UserError when state belongs to other data, tokenizer or settings.
+    micro-batch on, on any number of ranks. num_rows: past so many rows over all ranks every target is −1 (None: never), so
+    that a sum over the first rows is one over the same rows for any number of ranks and any batch.
+    Errors: UserError when state belongs to other data, tokenizer or settings.
     """
     shards = TokenizedShards(data, split, tokenizer)
     identity = {
@@ -212,6 +214,7 @@ def tokenizing_distributed_data_loader(
     device = torch.device(device)
 
     def batches() -> Iterator[tuple[Tensor, Tensor, dict]]:
+        rows_before = 0
         while True:
             step_state = identity | planner.state()
             rows = [planner.next_row() for _ in range(device_batch_size * grad_accum_steps * world_size)]
@@ -219,9 +222,12 @@ def tokenizing_distributed_data_loader(
                 first = (micro_step * world_size + rank) * device_batch_size
                 tokens = torch.from_numpy(planner.read(rows[first : first + device_batch_size]))
                 inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+                if num_rows is not None:
+                    targets[max(num_rows - rows_before - first, 0) :] = -1
                 if device.type == "cuda":
                     inputs, targets = inputs.pin_memory(), targets.pin_memory()
                 yield inputs, targets, step_state
+            rows_before += len(rows)
 
     for inputs, targets, step_state in prefetched(batches(), ahead=2 * grad_accum_steps):
         # From pinned memory the copy runs beside whatever the device computes.

@@ -157,7 +157,7 @@ class Engine:
         if not logits:
             return failed
         uniforms = [0.0 if request.forced else request.dice.getrandbits(24) / 2**24 for request in self.running]
-        drawn = draw(torch.cat(logits), [request.sampling for request in self.running], uniforms)
+        drawn = draw(torch.cat(logits), [request.sampling for request in self.running], uniforms, self.model.config.softcap)
         events = [self._advance(request, token) for request, token in zip(self.running, drawn)]
         for row in reversed(range(len(events))):
             if events[row].finish_reason:

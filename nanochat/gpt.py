@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from nanochat.adamw import DistAdamW
 from nanochat.attention import attention
 from nanochat.errors import UserError
-from nanochat.loss import cap, softcapped_cross_entropy, token_losses
+from nanochat.loss import cap, check_softcap, softcapped_cross_entropy, token_losses
 from nanochat.muon import DistMuon
 from nanochat.zero import Sharding
 
@@ -39,6 +39,10 @@ class GPTConfig:
     n_embd: int
     n_head: int
     n_kv_head: int      # fewer than n_head: grouped-query attention
+    softcap: float | None = LOGIT_SOFTCAP  # limit of the logits; None or 0: none
+
+    def __post_init__(self) -> None:
+        check_softcap(self.softcap)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -49,14 +53,16 @@ class GPTConfig:
         return self.n_embd // self.n_head
 
 
-def config_from_depth(depth: int, vocab_size: int, sequence_len: int, kv_group: int = 1) -> GPTConfig:
+def config_from_depth(
+    depth: int, vocab_size: int, sequence_len: int, kv_group: int = 1, softcap: float | None = LOGIT_SOFTCAP
+) -> GPTConfig:
     """The one-number family: width 64 per layer, heads 128 wide, or the next smaller even width that divides."""
     width = depth * 64
     n_head = next(n for n in range(math.ceil(width / 128), width + 1) if width % (2 * n) == 0)
     if n_head % kv_group:
         divisors = ", ".join(str(n) for n in range(1, n_head + 1) if n_head % n == 0)
         raise UserError(f"kv_group={kv_group} does not divide the {n_head} heads of depth {depth}; expected one of {divisors}")
-    return GPTConfig(sequence_len, vocab_size, depth, width, n_head, n_head // kv_group)
+    return GPTConfig(sequence_len, vocab_size, depth, width, n_head, n_head // kv_group, softcap)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -123,14 +129,18 @@ class Block(nn.Module):
 class Head(nn.Linear):
     """What turns hidden states into logits, or with targets into the loss."""
 
-    def forward(self, x: Tensor, targets: Tensor | None, weights: Tensor | None, vocab_size: int, reduction: str) -> Tensor:
+    def __init__(self, config: GPTConfig):
+        super().__init__(config.n_embd, config.padded_vocab_size, bias=False)
+        self.vocab_size, self.softcap = config.vocab_size, config.softcap
+
+    def forward(self, x: Tensor, targets: Tensor | None, weights: Tensor | None, reduction: str) -> Tensor:
         if targets is None:
-            return cap(x @ self.weight.T, vocab_size, LOGIT_SOFTCAP)[..., :vocab_size]
+            return cap(x @ self.weight.T, self.vocab_size, self.softcap)[..., : self.vocab_size]
         if reduction == "none":
-            losses = token_losses(x.flatten(0, 1), self.weight, targets.flatten(), vocab_size, LOGIT_SOFTCAP)
+            losses = token_losses(x.flatten(0, 1), self.weight, targets.flatten(), self.vocab_size, self.softcap)
             return losses.view(targets.shape)
         weights = None if weights is None else weights.flatten()
-        loss = softcapped_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten(), vocab_size, LOGIT_SOFTCAP, weights)
+        loss = softcapped_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten(), self.vocab_size, self.softcap, weights)
         return loss / (targets >= 0).sum() if reduction == "mean" else loss
 
 
@@ -143,8 +153,9 @@ class GPT(nn.Module):
             "wte": nn.Embedding.from_pretrained(torch.empty(config.padded_vocab_size, config.n_embd), freeze=False),
             "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
         })
-        self.lm_head = Head(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head = Head(config)
         self.activation_checkpointing = False  # recompute each block in the backward pass
+        self.tokens_checked = False            # whether a batch's ids were compared with the vocabulary
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -187,9 +198,15 @@ class GPT(nn.Module):
         """
         Without targets: logits (B, T, vocab_size), float32. With targets (B, T), −1 where there is none: the loss
         in nats as one number, mean or sum over the targets, or with "none" of each target (B, T), without gradient.
-        weights (B, T), float32: what each target counts for in a sum.
+        weights (B, T), float32: what each target counts for in a sum. UserError when the first batch has ids that no
+        token has; in a later one the loss of such a target is infinite.
         """
-        return self.lm_head(self.hidden(tokens), targets, weights, self.config.vocab_size, reduction)
+        if not self.tokens_checked:  # once: this waits for the device
+            largest = max(int(ids.max()) for ids in (tokens, targets) if ids is not None)
+            if largest >= self.config.vocab_size:
+                raise UserError(f"the batch has token {largest}; this model knows 0 to {self.config.vocab_size - 1}: use the tokenizer that it was made for")
+            self.tokens_checked = True
+        return self.lm_head(self.hidden(tokens), targets, weights, reduction)
 
     def compile_blocks(self) -> None:
         """All blocks share one compiled body: start-up does not grow with depth. Hooks of a block stay outside of it."""

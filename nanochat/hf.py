@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanochat.checkpoint import MODEL_FILE
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, GPTConfig, LOGIT_SOFTCAP, NORM_EPS, ROPE_THETA
+from nanochat.gpt import GPT, GPTConfig, NORM_EPS, ROPE_THETA
 from nanochat.hf_tokenizer import CHAT_TEMPLATE, from_hf, to_hf, tokenizer_config
 from nanochat.resharding import Stored, index_of, overlaps
 from nanochat.saving import write_tensors
@@ -37,12 +37,12 @@ PARTS = {
     "attn.c_q": "self_attn.q_proj", "attn.c_k": "self_attn.k_proj", "attn.c_v": "self_attn.v_proj", "attn.c_proj": "self_attn.o_proj",
     "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2",
 }
-CONFIG = {
+CONFIG = {  # whole numbers; and the softcap, which may also be null
     "sequence_len": "max_position_embeddings", "vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_embd": "hidden_size",
     "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads",
 }
 ALWAYS = {  # what our models are, and that class need not be
-    "model_type": "nanochat", "hidden_act": "relu2", "final_logit_softcapping": LOGIT_SOFTCAP, "attention_bias": False, "tie_word_embeddings": False,
+    "model_type": "nanochat", "hidden_act": "relu2", "attention_bias": False, "tie_word_embeddings": False,
 }
 
 
@@ -77,7 +77,7 @@ def export(checkpoint: Path, meta: dict, dtype: str, max_shard_bytes: int, folde
     """
     tokenizer = Tokenizer.load(checkpoint)
     for name, value in meta["model_config"].items():
-        if name not in CONFIG:
+        if name not in (*CONFIG, "softcap"):
             raise UserError(f"{checkpoint} has {name}={value!r}, which transformers' NanoChatForCausalLM does not know: it cannot be exported")
     config = GPTConfig(**meta["model_config"])
     if config.vocab_size != tokenizer.get_vocab_size():
@@ -101,7 +101,7 @@ def export(checkpoint: Path, meta: dict, dtype: str, max_shard_bytes: int, folde
     (saved_as,) = (str(kind).removeprefix("torch.") for kind in dtypes)
     for name, content in {
         "config.json": {"architectures": ["NanoChatForCausalLM"]} | ALWAYS | {theirs: getattr(config, ours) for ours, theirs in CONFIG.items()} | {
-            "intermediate_size": 4 * config.n_embd, "attention_dropout": 0.0, "rms_norm_eps": NORM_EPS, "use_cache": True,
+            "final_logit_softcapping": config.softcap or None, "intermediate_size": 4 * config.n_embd, "attention_dropout": 0.0, "rms_norm_eps": NORM_EPS, "use_cache": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA}, "dtype": saved_as, STEP: meta["step"],
         } | ids,
         # Without a mask, generate() takes padding for what may not be seen, unless it ends answers: never <|bos|>, then.
@@ -186,6 +186,7 @@ def read_folder(folder: Path, tokenizer_path: Path | None = None) -> Imported:
     config = to_config({ours: there.get(theirs) for ours, theirs in CONFIG.items()} | {
         "n_kv_head": there.get("num_key_value_heads") or there.get("num_attention_heads"),
         "sequence_len": there.get("max_position_embeddings", 2048),  # what that class takes for granted
+        "softcap": there.get("final_logit_softcapping", 15.0),
     }, path, CONFIG)
     rope = dict(there.get("rope_parameters") or there.get("rope_scaling") or {})
     found = {
@@ -254,12 +255,15 @@ def to_config(fields: dict, where: Path, called: dict[str, str]) -> GPTConfig:
     called: what the fields are called in that file, where not as here.
     """
     for name, value in fields.items():
-        if name not in CONFIG:
+        if name not in (*CONFIG, "softcap"):
             raise UserError(f"{where} has {name}={value!r}, which this program's models do not have: it cannot be imported")
     for name in CONFIG:
         if type(fields.get(name)) is not int or not 1 <= fields[name] < 2**31:
             raise UserError(f"{where} has {called.get(name, name)}={fields.get(name)!r}; expected a whole number of at least 1")
-    config = GPTConfig(**fields)
+    try:
+        config = GPTConfig(**fields)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     if config.n_embd % config.n_head or config.head_dim % 2 or config.n_head % config.n_kv_head:
         raise UserError(f"{where}: width {config.n_embd} has no even heads, or {config.n_head} heads no groups of {config.n_kv_head}")
     return config

@@ -9,45 +9,49 @@ import torch
 from torch import Tensor
 
 from nanochat.compiling import compiled
+from nanochat.errors import UserError
 
+MAX_SOFTCAP = 64  # exp(softcap), summed over any vocabulary, stays far below float32's largest number
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**28}  # logits in flight; 8 MiB of fp32 fit a CPU's cache
 
 
 def softcapped_cross_entropy(
-    x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float, weights: Tensor | None = None
+    x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, weights: Tensor | None = None
 ) -> Tensor:
     """
     Sum over the targets of −log softmax(softcap · tanh(x headᵀ / softcap))[target], in float32, a scalar.
 
     x: (N, C); head: (V, C) with V ≥ vocab_size, the rows beyond it being padding that gets no probability;
-    targets: (N,) int64, negative where there is nothing to predict; weights: (N,) float32, what each target counts for,
-    one if there are none. Gradients flow to x and head, in their dtypes (head's in float32 where its `grad_dtype`
-    asks for that).
+    targets: (N,) int64, negative where there is nothing to predict, and the loss of one in the padding is infinite;
+    softcap: None or 0 for plain logits; weights: (N,) float32, what each target counts for, one if there are none.
+    Gradients flow to x and head, in their dtypes (head's in float32 where its `grad_dtype` asks for that).
     """
+    check_softcap(softcap)
     valid = (targets >= 0).float()
     return SoftcappedCrossEntropy.apply(x, head, targets, valid if weights is None else valid * weights, vocab_size, softcap)
 
 
-def token_losses(x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float) -> Tensor:
+def token_losses(x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float | None) -> Tensor:
     """The same loss for each target by itself, (N,) float32, zero where the target is negative. No gradients."""
+    check_softcap(softcap)
     real, losses = real_columns(head, vocab_size), []
     for rows, row_targets in chunks(head.size(0), x, targets):
         logits = rows @ head.T
-        total = compiled(sum_of_exponentials)(logits, real, softcap)
-        losses.append(losses_and_target_gradient(logits, total, row_targets, softcap)[0])
+        total, shift = compiled(sum_of_exponentials)(logits, real, softcap)
+        losses.append(losses_and_target_gradient(logits, total, shift, real, row_targets, softcap)[0])
     return torch.cat(losses) * (targets >= 0)
 
 
 class SoftcappedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, softcap: float) -> Tensor:
+    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, softcap: float | None) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         real = real_columns(head, vocab_size)
         grad_x, grad_head, start = torch.empty_like(x), None, 0
         for rows, row_targets, row_weights in chunks(head.size(0), x, targets, weights):
             logits = rows @ head.T
-            total, grad = compiled(probabilities_as_gradient)(logits, row_weights, real, softcap)
-            losses, target_grad = losses_and_target_gradient(logits, total, row_targets, softcap)
+            total, shift, grad = compiled(probabilities_as_gradient)(logits, row_weights, real, softcap)
+            losses, target_grad = losses_and_target_gradient(logits, total, shift, real, row_targets, softcap)
             grad.scatter_(1, row_targets.clamp(min=0)[:, None], (target_grad * row_weights)[:, None].to(grad.dtype))
             loss += (losses * row_weights).sum()
             torch.mm(grad, head, out=grad_x[start : start + len(rows)])
@@ -65,17 +69,30 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
 
 
 def chunks(vocab: int, *tensors: Tensor):
-    """Blocks of rows of all tensors, of one shape (each would be a compiled kernel), none with too many logits."""
-    count, rows = 1, len(tensors[0])
-    while rows // count * vocab > CHUNK_LOGITS.get(tensors[0].device.type, 2**24) and rows % (2 * count) == 0:
+    """Blocks of rows of all tensors, none with too many logits; of one shape but for the last (each is a compiled kernel)."""
+    rows = chunk_rows(len(tensors[0]), vocab, tensors[0].device.type)
+    return zip(*(tensor.split(rows) for tensor in tensors))
+
+
+def chunk_rows(rows: int, vocab: int, device_type: str) -> int:
+    """How many rows a chunk has."""
+    count = 1
+    while -(-rows // count) * vocab > CHUNK_LOGITS.get(device_type, 2**24) and count < rows:
         count *= 2
-    return zip(*(tensor.chunk(count) for tensor in tensors))
+    return -(-rows // count)
 
 
-def cap(logits: Tensor, vocab_size: int, softcap: float) -> Tensor:
-    """softcap · tanh(logits / softcap) in float32, −inf in the padded columns."""
+def check_softcap(softcap: float | None) -> None:
+    """UserError for a softcap that the kernels cannot compute with."""
+    if softcap is not None and not (isinstance(softcap, (int, float)) and 0 <= softcap <= MAX_SOFTCAP):
+        raise UserError(f"softcap={softcap!r}: expected a number of at most {MAX_SOFTCAP}, or None or 0 for logits without a cap")
+
+
+def cap(logits: Tensor, vocab_size: int, softcap: float | None) -> Tensor:
+    """softcap · tanh(logits / softcap) in float32, or the plain logits without a softcap; −inf in the padded columns."""
     padded = torch.arange(logits.size(-1), device=logits.device) >= vocab_size
-    return (softcap * torch.tanh(logits.float() / softcap)).masked_fill(padded, float("-inf"))
+    logits = logits.float()
+    return (softcap * torch.tanh(logits / softcap) if softcap else logits).masked_fill(padded, float("-inf"))
 
 
 def real_columns(head: Tensor, vocab_size: int) -> Tensor:
@@ -89,28 +106,51 @@ def fast_tanh(x: Tensor) -> Tensor:
     return 1 - 2 / ((2 * x).exp() + 1)
 
 
-def sum_of_exponentials(logits: Tensor, real: Tensor, softcap: float) -> Tensor:
-    """Σ exp(capped logit) over the real columns, (N,) float32."""
-    return ((softcap * fast_tanh(logits.float() / softcap)).exp() * real).sum(-1)
-
-
-def probabilities_as_gradient(logits: Tensor, weights: Tensor, real: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
-    """
-    Σ exp(capped logit), (N,), and weight · softmax · (1 − tanh²), (N, V) in the logits' dtype: the gradient with respect
-    to the raw logits but for the targets' own entries; zero in padded columns.
-    """
+def capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | float]:
+    """The logits after the softcap, in float32, and the tanh whose 1 − tanh² is their slope: 0 without a softcap."""
+    if not softcap:
+        return logits.float(), 0.0
     tanh = fast_tanh(logits.float() / softcap)
-    # No maximum is subtracted: capped logits are at most `softcap`, and exp(softcap) is far from overflow.
-    exp = (softcap * tanh).exp() * real
+    return softcap * tanh, tanh
+
+
+def exponentials(logits: Tensor, real: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | float, Tensor | float]:
+    """exp(capped logit − shift), (N, V) float32, zero in padded columns; the shift, (N,) or 0; the tanh of `capped`."""
+    logits, tanh = capped(logits, softcap)
+    if softcap:  # nothing is subtracted: capped logits are at most `softcap`, and exp(softcap) is far from overflow
+        return logits.exp() * real, 0.0, tanh
+    logits = logits.masked_fill(real == 0, float("-inf"))
+    shift = logits.amax(-1)
+    return (logits - shift[:, None]).exp(), shift, tanh
+
+
+def sum_of_exponentials(logits: Tensor, real: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | float]:
+    """Σ exp(capped logit − shift) over the real columns, (N,) float32, and the shift, (N,) or 0."""
+    exp, shift, _ = exponentials(logits, real, softcap)
+    return exp.sum(-1), shift
+
+
+def probabilities_as_gradient(
+    logits: Tensor, weights: Tensor, real: Tensor, softcap: float | None
+) -> tuple[Tensor, Tensor | float, Tensor]:
+    """
+    Σ exp(capped logit − shift), (N,), the shift, and weight · softmax · (1 − tanh²), (N, V) in the logits' dtype: the
+    gradient with respect to the raw logits but for the targets' own entries; zero in padded columns.
+    """
+    exp, shift, tanh = exponentials(logits, real, softcap)
     total = exp.sum(-1, keepdim=True)
     grad = exp / total * (1 - tanh * tanh) * weights[:, None]
-    return total[:, 0], grad.to(logits.dtype)
+    return total[:, 0], shift, grad.to(logits.dtype)
 
 
-def losses_and_target_gradient(logits: Tensor, total: Tensor, targets: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
+def losses_and_target_gradient(
+    logits: Tensor, total: Tensor, shift: Tensor | float, real: Tensor, targets: Tensor, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     """
     Of each row's target: −log p and (p − 1) · (1 − tanh²), (N,) float32; where there is none, some finite numbers. In
     float32 from the raw logit: where p is near one, p − 1 would drown in the rounding of a stored p.
     """
-    tanh = fast_tanh(logits.gather(1, targets.clamp(min=0)[:, None])[:, 0].float() / softcap)
-    return total.log() - softcap * tanh, ((softcap * tanh).exp() / total - 1) * (1 - tanh * tanh)
+    targets = targets.clamp(min=0)
+    logit, tanh = capped(logits.gather(1, targets[:, None])[:, 0], softcap)
+    loss = total.log() - (logit - shift) - real[targets].log()  # the last is zero, or −inf for a target in the padding
+    return loss, ((logit - shift).exp() / total - 1) * (1 - tanh * tanh)

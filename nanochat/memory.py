@@ -15,7 +15,7 @@ import torch
 
 from nanochat.attention import BLOCKWISE_MAX_LENGTH, QUERY_BLOCK
 from nanochat.gpt import GPTConfig
-from nanochat.loss import CHUNK_LOGITS
+from nanochat.loss import chunk_rows
 
 FLOAT32 = 4  # bytes: masters, moments and accumulated gradients, whatever the compute dtype
 
@@ -118,14 +118,6 @@ def block_bytes(config: GPTConfig, rows: int, dtype: torch.dtype, device_type: s
     return saved
 
 
-def logits_in_flight(tokens: int, padded_vocab_size: int, device_type: str) -> int:
-    """Elements of one chunk of logits, as nanochat.loss cuts them."""
-    rows = tokens
-    while rows * padded_vocab_size > CHUNK_LOGITS.get(device_type, 2**24) and rows % 2 == 0:
-        rows //= 2
-    return rows * padded_vocab_size
-
-
 def step_bytes(
     config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool = True, checkpointing: bool = False,
     stage: int = 2, ranks: int = 1, micro_steps: int = 2, saving: bool = False,
@@ -148,7 +140,7 @@ def step_bytes(
 
     # The loss: gradients of its input and of the head, logits in flight, beside the chunk before if there is one; then
     # the same gradients, scaled.
-    logits = logits_in_flight(tokens, V, device_type)
+    logits = V * chunk_rows(tokens, V, device_type)
     before = b * logits if tokens * V > logits else -head
     eager = (b + 5 * FLOAT32) * logits + before
     working = max(2 * b * logits + before, 2 * b * logits + b * V * C) if compiled else eager

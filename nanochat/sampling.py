@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from nanochat.errors import UserError
-from nanochat.gpt import LOGIT_SOFTCAP
 from nanochat.loss import cap
 
 COLDEST = 1e-5  # temperatures below it are greedy
@@ -44,9 +43,10 @@ class Sampling:
         return "sorted" if self.top_p < 1 else "all"
 
 
-def draw(logits: Tensor, samplings: list[Sampling], uniforms: list[float]) -> list[int]:
+def draw(logits: Tensor, samplings: list[Sampling], uniforms: list[float], softcap: float | None) -> list[int]:
     """
-    A token for each row: logits (B, V), float32, before the softcap; uniforms within [0, 1), one for each row.
+    A token for each row: logits (B, V), float32, before the softcap; uniforms within [0, 1), one for each row;
+    softcap: the model's, None or 0 for none.
 
     A row's token depends on its own logits, sampling and uniform only. Rows that need the same candidates are drawn
     together; the tokens are read from the device once.
@@ -58,25 +58,27 @@ def draw(logits: Tensor, samplings: list[Sampling], uniforms: list[float]) -> li
     for kind, rows in groups.items():
         part = logits if len(rows) == len(samplings) else logits[rows]
         if kind == "best":
-            tokens.append(most_probable(part))
+            tokens.append(most_probable(part, softcap))
         else:
-            tokens.append(draw_candidates(part, kind, [samplings[row] for row in rows], [uniforms[row] for row in rows]))
+            tokens.append(draw_candidates(part, kind, [samplings[row] for row in rows], [uniforms[row] for row in rows], softcap))
     order = [row for rows in groups.values() for row in rows]
     drawn = dict(zip(order, torch.cat(tokens).tolist()))  # the one read of this step
     return [drawn[row] for row in range(len(samplings))]
 
 
-def most_probable(logits: Tensor) -> Tensor:
+def most_probable(logits: Tensor, softcap: float | None) -> Tensor:
     """
     (B, V) → (B,), the first of the largest capped logits. The cap keeps the order, and on a CPU its tanh takes as long
     as a block of the model: it is applied only where logits are so large that it makes different ones equal.
     """
-    if logits.device.type != "cpu" or logits.amax() > 2 * LOGIT_SOFTCAP:
-        logits = cap(logits, logits.size(1), LOGIT_SOFTCAP)
+    if softcap and (logits.device.type != "cpu" or logits.amax() > 2 * softcap):
+        logits = cap(logits, logits.size(1), softcap)
     return logits.argmax(-1)
 
 
-def draw_candidates(logits: Tensor, kind: str, samplings: list[Sampling], uniforms: list[float]) -> Tensor:
+def draw_candidates(
+    logits: Tensor, kind: str, samplings: list[Sampling], uniforms: list[float], softcap: float | None
+) -> Tensor:
     """(B, V) → (B,): where the uniform number falls among the probabilities of a row's candidates, put end to end."""
     V, device = logits.size(1), logits.device
 
@@ -89,8 +91,9 @@ def draw_candidates(logits: Tensor, kind: str, samplings: list[Sampling], unifor
     elif kind == "sorted":
         logits, ids = logits.sort(descending=True)
     # c · tanh(x / c) = 2c · σ(2x / c) − c: on a CPU a sigmoid takes a tenth of tanh's time, and softmax ignores the −c.
-    scale = column([2 * LOGIT_SOFTCAP / sampling.temperature for sampling in samplings])
-    p = ((logits * (2 / LOGIT_SOFTCAP)).sigmoid_() * scale).softmax(-1)  # (B, K)
+    scale = column([(2 * softcap if softcap else 1) / sampling.temperature for sampling in samplings])
+    logits = (logits * (2 / softcap)).sigmoid_() if softcap else logits - logits.amax(-1, keepdim=True)  # none overflows
+    p = (logits * scale).softmax(-1)  # (B, K)
     if kind == "all":
         reached = p.cumsum(-1)
         return torch.searchsorted(reached, column(uniforms) * reached[:, -1:], right=True).clamp_(max=V - 1)[:, 0]

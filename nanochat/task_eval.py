@@ -16,6 +16,7 @@ from nanochat.tasks import Task
 from nanochat.tokenizer import Tokenizer
 
 GREEDY = Sampling(temperature=0.0)
+CHAT_CORE = {"arc:ARC-Easy", "arc:ARC-Challenge", "mmlu", "gsm8k", "humaneval", "spellingbee[:256]"}  # whose mean is ChatCORE
 
 
 def solve(
@@ -81,6 +82,13 @@ def likeliest_letters(model: GPT, tokenizer: Tokenizer, conversations: Sequence[
 def accuracy(right: list[list[bool]]) -> float:
     """Mean over problems and samples."""
     return sum(map(sum, right)) / sum(map(len, right))
+
+
+def name_of_mean(specs: str, max_problems: int, measured: int) -> str:
+    """What the mean over so many measured tasks of these specs may be called: ChatCORE is over all problems of all its tasks."""
+    if {spec.strip() for spec in specs.split(",")} == CHAT_CORE and max_problems < 0:
+        return "ChatCORE (SpellingBee on generated words)"
+    return f"mean centred accuracy over {measured} task{'s' * (measured != 1)}"
 
 
 def pass_at(right: list[list[bool]], k: int) -> float:

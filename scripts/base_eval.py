@@ -11,7 +11,7 @@ from collections import defaultdict
 from configurator import configure
 from nanochat.checkpoint import find_model, load_checkpoint
 from nanochat.compiling import set_compile
-from nanochat.core_eval import bundle_dir, evaluate_core, load_tasks, why_no_bundle
+from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks, why_no_bundle
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
 from nanochat.dataset import iter_texts
 from nanochat.distributed import compute_cleanup, compute_init, from_rank0, print0
@@ -28,7 +28,7 @@ device_type = ""            # cuda | mps | cpu; empty: the best there is
 data: str | None = None     # data set to measure on; None: the one it was trained on
 device_batch_size = 16      # rows per rank at a time; halve it when memory runs out
 eval_tokens = 10485760      # tokens of each split, at most one pass over validation
-core_metric_max_per_task = 500  # items of each task of CORE, whose bundle is downloaded if it is not there; -1: all, 0: no CORE
+core_metric_max_per_task = 500  # items of each task of CORE, whose bundle is downloaded if it is not there; -1: all, else it is named by how many; 0: no CORE
 sample_tokens = 32          # tokens of each sample
 config = configure(globals())
 
@@ -48,10 +48,10 @@ print0(f"model: {name}")
 # --- bits per byte on both splits, as in training: rows packed with documents
 results: dict[str, float | str] = {}
 shape = dict(device_batch_size=device_batch_size, max_seq_len=model.config.sequence_len, rank=rank, world_size=world_size, device=device)
-row_tokens = device_batch_size * model.config.sequence_len * world_size
-eval_steps = max(min(eval_tokens, count_tokens(data, "val", tokenizer)) // row_tokens, 1)
+eval_rows = max(min(eval_tokens, count_tokens(data, "val", tokenizer)) // model.config.sequence_len, 1)
+eval_steps = math.ceil(eval_rows / (device_batch_size * world_size))
 for split, title in (("train", "training"), ("val", "validation")):
-    loader = tokenizing_distributed_data_loader(data, split, tokenizer, **shape)
+    loader = tokenizing_distributed_data_loader(data, split, tokenizer, num_rows=eval_rows, **shape)
     results[f"{title} bits per byte"] = evaluate_bpb(model, loader, eval_steps, token_bytes)
     loader.close()
     print0(f"{title}: {results[f'{title} bits per byte']:.4f} bits per byte")
@@ -63,12 +63,13 @@ if core_metric_max_per_task and (reason := from_rank0(why_no_bundle)):
 elif core_metric_max_per_task:
     core_tasks = load_tasks(bundle_dir())
     core, scores = evaluate_core(model, tokenizer, core_tasks, core_metric_max_per_task, device_batch_size * model.config.sequence_len)
-    results |= {"CORE": core} | {f"CORE: {score.label}": score.centered for score in scores}
+    name_of_core = core_name(scores)
+    results |= {name_of_core: core} | {f"{name_of_core}: {score.label}": score.centered for score in scores}
     core_lines = ["", "| CORE task | items | accuracy | guessing | centred |", "|---|---:|---:|---:|---:|"]
     for score in scores:
         print0(f"{score.label:32} {score.accuracy:.4f}, centred {score.centered:7.4f}")
         core_lines.append(f"| {score.label} | {score.items:,} | {score.accuracy:.4f} | {score.baseline:.4f} | {score.centered:.4f} |")
-    print0(f"CORE: {core:.4f}")
+    print0(f"{name_of_core}: {core:.4f}")
 
 # --- the usual prompts, greedily
 in_tinyworld = entropy_floor(data) is not None

@@ -6,6 +6,7 @@ Pretrain a base model.
 
 The outer loop is one optimizer step, the inner loop accumulates the gradient of total_batch_size tokens in micro-steps.
 """
+import math
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from configurator import configure
 from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, discard_after, read_meta
 from nanochat.compiling import eagerly, set_up
-from nanochat.core_eval import bundle_dir, evaluate_core, load_tasks, why_no_bundle
+from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks, why_no_bundle
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
 from nanochat.dataset import ensure_dataset
 from nanochat.distributed import StopRequest, compute_cleanup, expect_short_waits, from_rank0, print0, rank0_first
@@ -46,6 +47,7 @@ max_seq_len = 2048          # tokens per row
 # ---- Model
 depth = 20                  # layers; the width (64 per layer) and the heads follow from it
 kv_group = 1                # query heads per key head; above 1: grouped-query attention
+softcap = 15.0              # limit of the logits, at most 64; 0: none
 # ---- Horizon: the first of these that is positive
 num_iterations = -1         # optimizer steps
 target_flops = -1.0         # FLOPs of the whole run
@@ -71,7 +73,7 @@ max_bad_steps = 10          # stop after so many steps in a row without a finite
 eval_every = 250            # steps between validations, which also open and end the run; -1: never
 eval_tokens = 10485760      # tokens of a validation, at most one pass over the split
 core_metric_every = -1      # steps between CORE evaluations, which also end the run; -1: never
-core_metric_max_per_task = 500  # items of each task of CORE; -1: all
+core_metric_max_per_task = 500  # items of each task of CORE; -1: all, else it is named by how many
 sample_every = 2000         # steps between samples, which also end the run; -1: never
 # ---- Checkpoints
 save_every = -1             # steps between checkpoints; -1: only at the end
@@ -100,7 +102,7 @@ if core_metric_every > 0 and (reason := from_rank0(why_no_bundle)):
 core_tasks = load_tasks(bundle_dir()) if core_metric_every > 0 else []
 
 # ---- Model: its shapes first, without memory, so that wrong settings are found at once
-model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, kv_group)
+model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, kv_group, softcap)
 with torch.device("meta"):
     model = GPT(model_config)
 parameters, flops_per_token = sum(p.numel() for p in model.parameters()), model.estimate_flops()
@@ -157,10 +159,10 @@ if overwrite:  # only now, when nothing can be wrong with the settings any more
 
 saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
 metrics = Metrics(checkpoints, run, config, start_step, num_iterations, total_batch_size, flops_per_token, peak * world_size, metrics_state)
-shape = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=rank, world_size=world_size, seed=seed, device=device)
-train_loader = tokenizing_distributed_data_loader(data, "train", tokenizer, grad_accum_steps=grad_accum_steps, state=data_state, **shape)
-validation_tokens = min(eval_tokens, from_rank0(count_tokens, data, "val", tokenizer))
-eval_steps = max(validation_tokens // (device_batch_size * max_seq_len * world_size), 1)
+shape = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=rank, world_size=world_size, device=device)
+train_loader = tokenizing_distributed_data_loader(data, "train", tokenizer, grad_accum_steps=grad_accum_steps, seed=seed, state=data_state, **shape)
+eval_rows = max(min(eval_tokens, from_rank0(count_tokens, data, "val", tokenizer)) // max_seq_len, 1)
+eval_steps = math.ceil(eval_rows / (device_batch_size * world_size))
 inputs, targets, data_state = next(train_loader)  # data_state: where the step of these rows begins
 stop = StopRequest()
 
@@ -177,14 +179,14 @@ while True:
         break
     if eval_every > 0 and (last_step or step % eval_every == 0):
         metrics.pause()
-        validation = tokenizing_distributed_data_loader(data, "val", tokenizer, **shape)  # the same rows every time
+        validation = tokenizing_distributed_data_loader(data, "val", tokenizer, num_rows=eval_rows, **shape)  # the same rows in every run
         metrics.log_validation(step, evaluate_bpb(model, validation, eval_steps, token_bytes))
         validation.close()
     if core_metric_every > 0 and (last_step or step > 0 and step % core_metric_every == 0):
         metrics.pause()
         core, scores = evaluate_core(model, tokenizer, core_tasks, core_metric_max_per_task, device_batch_size * max_seq_len)
-        metrics.log(step, {"core/metric": core} | {f"core/{score.label}": score.centered for score in scores})
-        print0(f"step {step:05d}/{num_iterations:05d} | CORE {core:.4f}")
+        metrics.log(step, {f"core/{core_name(scores)}": core} | {f"core/{score.label}": score.centered for score in scores})
+        print0(f"step {step:05d}/{num_iterations:05d} | {core_name(scores)} {core:.4f}")
     if sample_every > 0 and (last_step or step > 0 and step % sample_every == 0):
         metrics.pause()
         whole_model = sharding.whole_model()  # on rank 0; on stage 3 its parameters are gathered for this

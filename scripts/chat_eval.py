@@ -13,7 +13,7 @@ from nanochat.distributed import compute_cleanup, compute_init, print0
 from nanochat.errors import UserError, require_positive
 from nanochat.report import write_section
 from nanochat.sampling import Sampling
-from nanochat.task_eval import accuracy, centred, pass_at, solve
+from nanochat.task_eval import accuracy, centred, name_of_mean, pass_at, solve
 from nanochat.tasks import make_tasks
 
 # ---- Model
@@ -52,11 +52,12 @@ for task in measured:
     right = solve(task, model.eval(), tokenizer, batch_size, max_problems, Sampling(max_new_tokens, temperature, top_k, seed=seed), num_samples)
     results[task.name] = accuracy(right)
     scores.append(centred(accuracy(right), task.baseline))
-    print0(f"{task.name:24} {accuracy(right):6.1%} of {len(right):,} problems" + (f", pass@{num_samples} {pass_at(right, num_samples):.1%}" if len(right[0]) > 1 else ""))
+    print0(f"{task.name:42} {accuracy(right):6.1%} of {len(right):,} problems" + (f", pass@{num_samples} {pass_at(right, num_samples):.1%}" if len(right[0]) > 1 else ""))
     lines.append(f"| {task.name} | {len(right):,} | {accuracy(right):.1%} | {task.baseline:.1%} |")
 
-# ChatCORE: the mean over tasks of how far the way from guessing to perfect the model has come.
-results["ChatCORE"] = sum(scores) / len(scores)
-print0(f"{'ChatCORE':24} {results['ChatCORE']:6.3f}")
+# The mean over tasks of how far the way from guessing to perfect the model has come.
+mean = name_of_mean(tasks, max_problems, len(measured))
+results[mean] = sum(scores) / len(scores)
+print0(f"{mean:42} {results[mean]:6.3f}")
 write_section(f"chat_eval_{source}", f"Chat evaluation: {source}", "\n".join(lines), {source: results})
 compute_cleanup()

@@ -80,7 +80,7 @@ require_positive(config, "target_examples_per_step", "num_epochs", "eval_steps")
 if eval_metrics_max_problems == 0:
     raise UserError("eval_metrics_max_problems=0 measures nothing; set the problems of each task, or -1 for all")
 rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
-train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(without_parts(tasks), "test", seed)
+train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(without_parts(tasks), "test", seed=0)
 measured = [task for task in make_tasks(without_parts(tasks), "test") if task.eval_type]
 
 # ---- The model of the stage before, or an interrupted run of this script; from here on `step` is the next optimizer step
@@ -100,7 +100,7 @@ print0(f"{num_iterations:,} steps of {target_examples_per_step} conversations = 
 shape = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=rank, world_size=world_size, device=device, pad=True)
 rows_at_once = device_batch_size * world_size
 held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1)
-held_out_rows = [[index] for index in order(len(held_out), seed, epoch=0)][: eval_steps * target_examples_per_step]
+held_out_rows = [[index] for index in order(len(held_out), seed=0, epoch=0)][: eval_steps * target_examples_per_step]
 
 peak, _ = peak_flops(device, model_dtype)
 start_step = step

@@ -73,7 +73,7 @@ config = configure(globals())
 # ---- Setup
 require_positive(config, "eval_tokens", "total_batch_size")
 rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
-train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(without_parts(tasks), "test", seed)
+train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(without_parts(tasks), "test", seed=0)
 
 # ---- The base model, or an interrupted run of this script; from here on `step` is the next optimizer step
 model, tokenizer, sharding, optimizers, checkpoints, origin, step, meta = begin_stage("mid", config, device, model_dtype, compiling)
@@ -96,7 +96,7 @@ print0(f"{len(packed):,} rows, {filled:.1%} filled; {num_iterations:,} steps of 
 
 shape = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=rank, world_size=world_size, device=device, pad=False)
 held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1)
-held_out_rows = pack(held_out.lengths.tolist(), order(len(held_out), seed, epoch=0), max_seq_len + 1)[: max(eval_tokens // max_seq_len, 1)]
+held_out_rows = pack(held_out.lengths.tolist(), order(len(held_out), seed=0, epoch=0), max_seq_len + 1)[: max(eval_tokens // max_seq_len, 1)]
 rows_at_once = device_batch_size * world_size
 
 peak, _ = peak_flops(device, model_dtype)

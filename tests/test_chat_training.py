@@ -108,6 +108,29 @@ def test_a_mixture_is_seen_once_and_the_rate_only_falls(base):
     assert seen[0] == pytest.approx(seen[1], abs=1e-4)
 
 
+@pytest.mark.parametrize("stage", ["mid", "sft"])
+def test_validation_has_the_same_rows_whatever_the_seed(base, stage):
+    """Before the first step the model is the same: so is its loss."""
+    models, found = base / "base_checkpoints", []
+    shutil.copytree(models / "tiny", models / "seeds")  # the other tests' stages stay as they are
+    few = {"mid": {"eval_tokens": 128}, "sft": {"target_examples_per_step": 2, "eval_metrics_every": -1}}[stage]
+    for seed in (0, 1):
+        run_on_ranks(1, run_script, *stage_arguments(base, stage, model_tag="seeds", source="base", overwrite=True, num_iterations=1, seed=seed, **few))
+        records = read_metrics(base / f"{stage}_checkpoints" / "seeds" / "metrics.jsonl")
+        found.append([record["val/bpb"] for record in records if "val/bpb" in record][0])
+    shutil.rmtree(models / "seeds")
+    assert found[0] == found[1]
+
+
+def test_what_was_measured_is_named_by_what_it_is(base):
+    args = arguments({"source": "base", "tasks": "arithmetic:easy[:2], spellingbee[:2]", "max_new_tokens": 2, "batch_size": 2})
+    args = [argument for argument in args if not argument.startswith(("--compile", "--dtype", "--device_batch_size"))]
+    printed = run_on_ranks(1, run_script, "scripts.chat_eval", args)[0]
+    results = json.loads((base / "report/sections/chat_eval_base.json").read_text())["results"]["base"]
+    assert list(results) == ["Arithmetic easy", "SpellingBee (generated words)", "mean centred accuracy over 2 tasks"]
+    assert "mean centred accuracy over 2 tasks" in printed and "ChatCORE" not in printed
+
+
 def test_a_stage_goes_on_only_from_the_model_it_began_with(base):
     """The stage before has been trained on meanwhile: said, not mixed. Asked for by its step, or gone, it stands in nobody's way."""
     models = base / "base_checkpoints"

@@ -17,8 +17,7 @@ import torch
 
 from conftest import run_module
 from nanochat import core_eval
-from nanochat.compiling import set_compile
-from nanochat.core_eval import CoreTask, bundle_dir, evaluate_core, load_items, load_tasks, prompts_of, rows_of, why_no_bundle
+from nanochat.core_eval import CoreTask, bundle_dir, core_name, evaluate_core, load_items, load_tasks, prompts_of, rows_of, why_no_bundle
 from nanochat.download import Patience
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
@@ -27,7 +26,6 @@ from nanochat.tokenizer import Tokenizer, train_tokenizer
 from nanochat.zero import Sharding
 from ranks import run_on_ranks
 
-set_compile(False, "cpu")
 WORDS = "red blue sun moon tree a the in of cold water is not".split()
 ENDS = ["red", "blue", "sun", "tree"]  # what continuations are made of, and what the model is made to say
 TASKS = {  # label: (type, examples, delimiter, random baseline in percent)
@@ -131,11 +129,15 @@ def oracle(model: GPT, tokenizer: Tokenizer, bundle: Path, label: str, max_items
     items = [json.loads(line) for line in (bundle / "eval_data" / kind / f"{label}.jsonl").open()]
     random.Random(1337).shuffle(items)
     items = items[:max_items]
-    right, bos = 0, tokenizer.get_bos_token_id()
+    right, bos, longest = 0, tokenizer.get_bos_token_id(), model.config.sequence_len + 1
+
+    def fitting(tokens: list[int]) -> list[int]:
+        """The row that the model reads: one that is too long loses what follows <|bos|>."""
+        return tokens if len(tokens) <= longest else [bos] + tokens[1 - longest :]
 
     def mean_loss(tokens: list[int], count: int) -> float:
-        """Of the last `count` tokens, in a row cut from the left."""
-        tokens = tokens[-model.config.sequence_len - 1 :]
+        """Of the last `count` tokens."""
+        tokens = fitting(tokens)
         count = min(count, len(tokens) - 1)
         return -log_p(model, tokens)[range(-count, 0), tokens[-count:]].mean().item()
 
@@ -157,8 +159,7 @@ def oracle(model: GPT, tokenizer: Tokenizer, bundle: Path, label: str, max_items
             row = tokenizer.encode(shots + item["context"].strip() + delimiter + item["continuation"], prepend=bos)
             assert row[: len(before)] == before
             end = row[len(before) :]
-            row = row[-model.config.sequence_len - 1 :]
-            right += log_p(model, row).argmax(-1)[-len(end) :].tolist() == end
+            right += log_p(model, fitting(row)).argmax(-1)[-len(end) :].tolist() == end
     return right / len(items)
 
 
@@ -178,14 +179,17 @@ def test_scores_are_those_of_the_plain_model_one_item_at_a_time(bundle, tokenize
         centered.append((accuracy - guessing) / (1 - guessing))
         assert score.centered == pytest.approx(centered[-1], abs=1e-12)
     assert [score.label for score in scores] == list(TASKS) and core == pytest.approx(sum(centered) / len(centered), abs=1e-12)
+    assert core_name(scores) == "CORE" == core_name(evaluate_core(model, tokenizer, load_tasks(bundle), ITEMS)[1])
 
 
-def test_rows_that_are_too_long_lose_their_beginning(bundle, tokenizer):
+def test_rows_that_are_too_long_lose_what_follows_bos(bundle, tokenizer):
     """With examples most rows are longer than the model's; it is asked about the end all the same."""
     model = make_model(tokenizer, sequence_len=24)
     tasks = [task for task in load_tasks(bundle) if task.num_fewshot]
-    lengths = [len(row.tokens) for task in tasks for row in rows_of(task, load_items(task, -1), 0, ITEMS, tokenizer, 10**9)]
+    lengths = [len(row.tokens) for task in tasks for row in rows_of(task, load_items(task), 0, ITEMS, tokenizer, 10**9)]
     assert sum(length > 25 for length in lengths) > len(lengths) // 2
+    cut = [row.tokens for task in tasks for row in rows_of(task, load_items(task), 0, ITEMS, tokenizer, 25)]
+    assert {row[0] for row in cut} == {tokenizer.get_bos_token_id()} and max(map(len, cut)) == 25
     for score in evaluate_core(model, tokenizer, tasks)[1]:
         assert score.accuracy == pytest.approx(oracle(model, tokenizer, bundle, score.label), abs=1e-12), score
     whole = evaluate_core(make_model(tokenizer), tokenizer, tasks)[1]
@@ -195,7 +199,9 @@ def test_rows_that_are_too_long_lose_their_beginning(bundle, tokenizer):
 def test_the_first_items_of_a_task(bundle, tokenizer):
     """Examples come from among them as well."""
     model = make_model(tokenizer)
-    for score in evaluate_core(model, tokenizer, load_tasks(bundle), max_per_task=7)[1]:
+    scores = evaluate_core(model, tokenizer, load_tasks(bundle), max_per_task=7)[1]
+    assert core_name(scores) == "CORE (up to 7 items a task)"
+    for score in scores:
         assert score.items == 7 and score.accuracy == pytest.approx(oracle(model, tokenizer, bundle, score.label, 7), abs=1e-12)
 
 
@@ -250,6 +256,15 @@ def test_any_number_of_ranks_gives_the_same(bundle, world_size, stage):
 # ---- Bundles that are not right
 
 
+def test_only_ends_of_lines_end_an_item(tmp_path):
+    """U+2028, U+0085 and the like are characters of a text; lines may end as on Windows."""
+    items = [{"context": f"{i} a\u2028b\u2029c\x85d", "continuation": "e"} for i in range(3)]
+    path = tmp_path / "items.jsonl"
+    path.write_text("\r\n".join(json.dumps(item, ensure_ascii=False) for item in items), encoding="utf-8", newline="")
+    loaded = load_items(CoreTask("t", "language_modeling", 0, " ", 0.0, path))
+    assert sorted(loaded, key=lambda item: item["context"]) == items
+
+
 def test_what_is_wrong_with_a_bundle_is_named(bundle, tmp_path):
     def broken(change) -> str:
         folder = tmp_path / "broken"
@@ -258,7 +273,7 @@ def test_what_is_wrong_with_a_bundle_is_named(bundle, tmp_path):
         change(folder)
         with pytest.raises(UserError) as caught:
             for task in load_tasks(folder):
-                load_items(task, -1)
+                load_items(task)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -383,7 +398,10 @@ def test_without_a_network_it_takes_one_line_and_little_time(base_folder, monkey
 
 
 def test_base_train_and_base_eval_measure_core(bundle, base_folder, tmp_path):
-    """During training into the log, afterwards into the report, the same number; without a bundle training refuses before it begins."""
+    """
+    During training into the log, afterwards into the report, the same number under a name that says how many items it is of;
+    without a bundle training refuses before it begins. Validation has the same rows in both, whatever seed and batch.
+    """
     no_network = {"HTTPS_PROXY": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
     source = tmp_path / "texts"
     source.mkdir()
@@ -392,7 +410,7 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder, tmp_path):
     make(str(source), "sums")
     train_tokenizer("sums", 300, 10**6, 10**4)
     tiny = ["--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=64", "--compile=False", "--dtype=float32",
-            "--sample_every=-1", "--eval_every=-1", "--num_iterations=3", "--core_metric_every=2", "--core_metric_max_per_task=10"]
+            "--sample_every=-1", "--eval_every=3", "--eval_tokens=64", "--seed=5", "--num_iterations=3", "--core_metric_every=2", "--core_metric_max_per_task=10"]
     refused = run_module("scripts.base_train", *tiny, env=no_network)
     assert refused.returncode == 1 and "error: core_metric_every=2, but there is no CORE bundle in" in refused.stderr, refused.stderr
     assert not (base_folder / "base_checkpoints").exists() and "Traceback" not in refused.stderr
@@ -400,14 +418,17 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder, tmp_path):
     trained = run_module("scripts.base_train", *tiny, env=no_network)
     assert trained.returncode == 0, trained.stderr
     lines = [json.loads(line) for line in (base_folder / "base_checkpoints/d1/metrics.jsonl").read_text().splitlines()]
-    measured = {record["step"]: record for record in lines if "core/metric" in record}
-    assert list(measured) == [2, 3] and measured[3].keys() == {"step", "core/metric", *(f"core/{label}" for label in TASKS)}
+    name = "CORE (up to 10 items a task)"
+    measured = {record["step"]: record for record in lines if f"core/{name}" in record}
+    assert list(measured) == [2, 3] and measured[3].keys() == {"step", f"core/{name}", *(f"core/{label}" for label in TASKS)}
+    assert f"step 00003/00003 | {name} " in trained.stdout
     evaluated = run_module("scripts.base_eval", "--eval_tokens=64", "--core_metric_max_per_task=10", env=no_network)
     assert evaluated.returncode == 0, evaluated.stderr
     section = json.loads((base_folder / "report/sections/base_eval.json").read_text())
     results = section["results"]["base"]
-    assert results["CORE"] == pytest.approx(measured[3]["core/metric"], abs=1e-12)
-    assert [name for name in results if name.startswith("CORE: ")] == [f"CORE: {label}" for label in TASKS]
+    assert results[name] == pytest.approx(measured[3][f"core/{name}"], abs=1e-12) and f"\n{name}: " in evaluated.stdout
+    assert [row for row in results if row.startswith("CORE")] == [name, *(f"{name}: {label}" for label in TASKS)]
+    assert results["validation bits per byte"] == pytest.approx([record["val/bpb"] for record in lines if "val/bpb" in record][-1], rel=1e-6)
     assert "| schema_with_examples | 10 |" in section["body"] and "Model: step 3 of d1" in section["body"]
     shutil.rmtree(base_folder / "eval_bundle")
     without = run_module("scripts.base_eval", "--eval_tokens=64", env=no_network)

@@ -150,7 +150,8 @@ def test_the_cache_grows_rarely_shrinks_and_is_dropped(monkeypatch):
 # ---- Draws
 
 
-def test_draws_have_the_probabilities_of_the_definition():
+@pytest.mark.parametrize("softcap", [15.0, None])
+def test_draws_have_the_probabilities_of_the_definition(softcap):
     """
     Evenly spaced uniforms hit every token as often as its probability says, to one in a thousand draws. All kinds of
     rows in one batch; the definition sorts, cuts and renormalises one row at a time, in float64.
@@ -163,9 +164,9 @@ def test_draws_have_the_probabilities_of_the_definition():
     ]
     N, counts = 1000, [Counter() for _ in kinds]
     for i in range(N):
-        for count, token in zip(counts, draw(logits.expand(len(kinds), -1), kinds, [(i + 0.5) / N] * len(kinds))):
+        for count, token in zip(counts, draw(logits.expand(len(kinds), -1), kinds, [(i + 0.5) / N] * len(kinds), softcap)):
             count[token] += 1
-    capped = (15 * torch.tanh(logits[0].double() / 15)).tolist()
+    capped = (softcap * torch.tanh(logits[0].double() / softcap) if softcap else logits[0].double()).tolist()
     for sampling, count in zip(kinds, counts):
         order = sorted(range(60), key=lambda token: -capped[token])
         weights = {token: math.exp((capped[token] - capped[order[0]]) / max(sampling.temperature, 1e-3)) for token in order}
@@ -182,13 +183,14 @@ def test_draws_have_the_probabilities_of_the_definition():
             assert abs(count[token] - number) <= 1.01, (sampling, token)
 
 
+@pytest.mark.parametrize("softcap", [15.0, None])
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.1), Sampling(temperature=1.0, top_k=3), Sampling(temperature=1.0, top_p=0.5)])
-def test_extreme_uniforms_never_draw_what_is_excluded(sampling):
+def test_extreme_uniforms_never_draw_what_is_excluded(sampling, softcap):
     """Excluded by top-k, by top-p, or because exp(−200) is zero: not even a uniform of 0 finds the tokens before the first."""
     logits = torch.full((1, 50), -1e4)
     logits[0, [7, 30, 31]] = torch.tensor([5.0, 5.0, 4.0])
     allowed = {7, 30} if sampling.top_p < 1 else {7, 30, 31}
-    drawn = {draw(logits, [sampling], [u])[0] for u in (0.0, 2**-24, 0.5, 1 - 2**-24)}
+    drawn = {draw(logits, [sampling], [u], softcap)[0] for u in (0.0, 2**-24, 0.5, 1 - 2**-24)}
     assert drawn <= allowed and len(drawn) > 1
 
 
@@ -344,7 +346,7 @@ def scripted(monkeypatch, *tokens: int) -> None:
     """Draws of the first row follow the script, then are 5."""
     script = list(tokens)
 
-    def drawn(logits, samplings, uniforms):
+    def drawn(logits, samplings, uniforms, softcap):
         return [script.pop(0) if script else 5] + [5] * (len(samplings) - 1)
 
     monkeypatch.setattr(nanochat.engine, "draw", drawn)

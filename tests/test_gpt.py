@@ -1,24 +1,26 @@
 """The model against its definition written out in float64, and against torch's own counters."""
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanochat.attention import attention, blockwise_attention, reference_attention
-from nanochat.compiling import set_compile
+from nanochat.compiling import switch
+from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig, config_from_depth
-from nanochat.loss import CHUNK_LOGITS, softcapped_cross_entropy, token_losses
+from nanochat.loss import CHUNK_LOGITS, MAX_SOFTCAP, softcapped_cross_entropy, token_losses
 from nanochat.zero import Sharding
 
 
-set_compile(False, "cpu")
-
-
-def small_model(n_kv_head: int = 2, vocab_size: int = 70, seed: int = 1) -> GPT:
+def small_model(n_kv_head: int = 2, vocab_size: int = 70, seed: int = 1, softcap: float | None = 15.0) -> GPT:
     """Two layers, four heads, a vocabulary that needs padding; every weight random, so that nothing is hidden by zeros."""
-    model = GPT(GPTConfig(sequence_len=32, vocab_size=vocab_size, n_layer=2, n_embd=32, n_head=4, n_kv_head=n_kv_head))
+    model = GPT(GPTConfig(sequence_len=32, vocab_size=vocab_size, n_layer=2, n_embd=32, n_head=4, n_kv_head=n_kv_head, softcap=softcap))
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         p.data.normal_(0, 0.3, generator=generator)
@@ -54,13 +56,14 @@ def definition(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
             heads.append(scores.softmax(-1) @ v)
         x = x + torch.cat(heads, -1) @ w["attn.c_proj"].T
         x = x + (rms(x) @ w["mlp.c_fc"].T).clamp(min=0) ** 2 @ w["mlp.c_proj"].T
-    return (15 * torch.tanh(rms(x) @ weights["lm_head.weight"].T / 15))[..., : config.vocab_size]
+    logits, softcap = rms(x) @ weights["lm_head.weight"].T, config.softcap
+    return (softcap * torch.tanh(logits / softcap) if softcap else logits)[..., : config.vocab_size]
 
 
-@pytest.mark.parametrize("n_kv_head", [1, 2, 4])
-def test_logits_and_loss_are_those_of_the_definition(n_kv_head):
+@pytest.mark.parametrize("n_kv_head,softcap", [(1, 15.0), (2, 15.0), (4, 15.0), (2, 3), (2, 0), (2, None)])
+def test_logits_and_loss_are_those_of_the_definition(n_kv_head, softcap):
     """Weights of this size push many logits into the softcap's bend; float32 rounding leaves 1e-4 of 15."""
-    model = small_model(n_kv_head)
+    model = small_model(n_kv_head, softcap=softcap)
     tokens = torch.randint(70, (3, 32), generator=torch.Generator().manual_seed(0))
     expected = definition(model, tokens)
     torch.testing.assert_close(model(tokens).double(), expected, atol=2e-4, rtol=0)
@@ -98,7 +101,7 @@ def test_attention_kernels_equal_the_reference(heads, kv_heads, length):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_loss_and_gradients_equal_autograds(monkeypatch, compiled):
     """In one chunk and in four, with padding, masked and weighted targets, against autograd in float64 on the plain formula."""
-    set_compile(compiled, "cpu")
+    monkeypatch.setattr(switch, "on", compiled)
     generator = torch.Generator().manual_seed(0)
     x, head = torch.randn(32, 24, generator=generator) * 3, torch.randn(64, 24, generator=generator)
     targets = torch.randint(50, (32,), generator=generator)
@@ -120,7 +123,23 @@ def test_loss_and_gradients_equal_autograds(monkeypatch, compiled):
         each = token_losses(x, head, targets, 50, 15.0)
         torch.testing.assert_close(each.double(), expected_each, rtol=1e-6, atol=2e-6)
         assert torch.all(each[::5] == 0)
-    set_compile(False, "cpu")
+
+
+def test_a_script_of_ones_own_calls_the_model_eagerly():
+    """A new shape in each call: nothing is compiled, the compiler is not even imported."""
+    script = '''
+import sys, torch
+from nanochat.gpt import GPT, GPTConfig
+model = GPT(GPTConfig(sequence_len=32, vocab_size=70, n_layer=1, n_embd=32, n_head=1, n_kv_head=1))
+model.init_weights(seed=0)
+for length in range(2, 14):
+    tokens = torch.zeros(1, length, dtype=torch.int64)
+    model(tokens, tokens).backward()
+    model(tokens, tokens, reduction="none")
+print(sorted(name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules))
+'''
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert (result.stdout, result.stderr) == ("[]\n", "")
 
 
 def test_the_softcap_is_not_rounded_to_bfloat16():
@@ -131,6 +150,90 @@ def test_the_softcap_is_not_rounded_to_bfloat16():
     exact = F.cross_entropy(15 * torch.tanh((x @ head.T).double() / 15), targets, reduction="sum")
     got = softcapped_cross_entropy(x.requires_grad_(), head.requires_grad_(), targets, 64, 15.0)
     assert got.dtype == torch.float32 and abs(got.item() - exact.item()) < 1e-5 * exact.item()
+
+
+@pytest.mark.parametrize("rows", [2048, 2049, 2053])
+def test_never_more_logits_at_a_time_than_allowed(rows):
+    """Whatever the number of rows (2053 is prime): counted over every tensor that the loss and its gradients make."""
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            self.elements = max([self.elements, *(t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor))])
+            return result
+
+    vocab_size = 2 * CHUNK_LOGITS["cpu"] // 2048
+    generator = torch.Generator().manual_seed(0)
+    x, head = (torch.randn(n, 4, generator=generator, requires_grad=True) for n in (rows, vocab_size))
+    targets = torch.randint(vocab_size, (rows,), generator=generator)
+    with Largest() as largest:
+        loss = softcapped_cross_entropy(x, head, targets, vocab_size, 15.0)
+        loss.backward()
+        each = token_losses(x.detach(), head.detach(), targets, vocab_size, 15.0)
+    assert CHUNK_LOGITS["cpu"] // 4 < largest.elements <= CHUNK_LOGITS["cpu"] < rows * vocab_size
+    expected = F.cross_entropy(15 * torch.tanh(x.double() @ head.double().T / 15), targets, reduction="none")
+    torch.testing.assert_close(each.double(), expected, rtol=1e-5, atol=1e-5)
+    assert loss.item() == pytest.approx(expected.sum().item(), rel=1e-5) and x.grad[-1].any()
+
+
+def test_logits_of_any_size_without_a_softcap():
+    """
+    Logits of several hundred, whose exponentials are no float32, and padded rows that are larger still: loss and gradients
+    against autograd in float64. Rounding leaves 2^-24 of a logit.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, head = torch.randn(32, 24, generator=generator) * 40, torch.randn(64, 24, generator=generator)
+    head[50:] *= 20
+    targets = torch.randint(50, (32,), generator=generator)
+    targets[::5] = -1
+    x64, head64 = x.double().requires_grad_(), head[:50].double().requires_grad_()
+    logits = x64 @ head64.T
+    assert logits.abs().max() > 400
+    expected = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    expected.sum().backward()
+    x_, head_ = x.clone().requires_grad_(), head.clone().requires_grad_()
+    loss = softcapped_cross_entropy(x_, head_, targets, 50, None)
+    loss.backward()
+    torch.testing.assert_close(token_losses(x, head, targets, 50, 0).double(), expected, rtol=1e-6, atol=2e-4)
+    torch.testing.assert_close(loss.double(), expected.sum(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(x_.grad.double(), x64.grad, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(head_.grad[:50].double(), head64.grad, rtol=1e-4, atol=1e-2)
+    assert torch.all(head_.grad[50:] == 0), "padded rows get no gradient"
+
+
+def test_the_largest_softcap_is_finite_and_a_larger_one_is_refused():
+    """At the limit with every logit at it, over a large vocabulary; beyond it exp(softcap) would be infinite, and inf NaN."""
+    x, head = torch.full((2, 1), 1e4), torch.ones(2**17, 1)
+    targets = torch.tensor([0, 1])
+    assert softcapped_cross_entropy(x, head, targets, 2**17, MAX_SOFTCAP).item() == pytest.approx(2 * 17 * math.log(2), rel=1e-5)
+    config = dict(sequence_len=8, vocab_size=70, n_layer=1, n_embd=8, n_head=1, n_kv_head=1)
+    for wrong in (MAX_SOFTCAP + 1, 89.0, math.inf, math.nan, -15.0, "15"):
+        for build in (lambda: GPTConfig(**config, softcap=wrong), lambda: softcapped_cross_entropy(x, head, targets, 9, wrong),
+                      lambda: token_losses(x, head, targets, 9, wrong)):
+            with pytest.raises(UserError, match=f"softcap={wrong!r}: expected a number of at most {MAX_SOFTCAP}, or None or 0"):
+                build()
+
+
+def test_a_target_in_the_padding_is_never_learnt():
+    """The first batch names it. In a later one, which is not waited for, the loss is infinite: the step is skipped."""
+    right = torch.randint(70, (2, 8), generator=torch.Generator().manual_seed(0))
+    wrong = right.clone()
+    wrong[1, 3] = 70  # the first of the 58 padded rows
+    for inputs, targets in ((wrong, right), (right, wrong), (wrong, None)):
+        with pytest.raises(UserError, match="the batch has token 70; this model knows 0 to 69"):
+            small_model()(inputs, targets)
+    for softcap in (15.0, None):
+        model = small_model(softcap=softcap)
+        sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage=0)
+        for targets, ok in ((right, 1), (wrong, 0)):
+            with sharding.micro_step(last=True):
+                loss = model(right, targets)
+                loss.backward()
+            assert math.isfinite(loss.item()) == ok == sharding.agree(loss.detach()).report.tolist()[2]
+            sharding.gather()
+        each = model(right, wrong, reduction="none")
+        assert each[1, 3] == math.inf and each.isfinite().sum() == 15
 
 
 def test_bfloat16_gradients_are_summed_in_float32():

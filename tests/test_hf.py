@@ -47,12 +47,12 @@ def hf():
         yield transformers
 
 
-def random_model(n_kv_head: int = 4, seed: int = 1, vocab_size: int = V) -> GPT:
+def random_model(n_kv_head: int = 4, seed: int = 1, vocab_size: int = V, softcap: float | None = 15.0) -> GPT:
     """
     Every matrix random, so that no block is the identity, and logits so far apart that a greedy token is no coin toss;
     an embedding so small that another eps of the norm shows.
     """
-    model = GPT(GPTConfig(sequence_len=128, vocab_size=vocab_size, n_layer=3, n_embd=64, n_head=4, n_kv_head=n_kv_head))
+    model = GPT(GPTConfig(sequence_len=128, vocab_size=vocab_size, n_layer=3, n_embd=64, n_head=4, n_kv_head=n_kv_head, softcap=softcap))
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         p.data.normal_(0, 0.25 if "lm_head" in name else 0.02 if "wte" in name else p.size(1) ** -0.5, generator=generator)
@@ -97,10 +97,10 @@ def different(a: Path, b: Path) -> list[str]:
 # ---- What leaves
 
 
-@pytest.mark.parametrize("n_kv_head,dtype,max_shard_gb", [(4, torch.float32, 5.0), (2, torch.float32, 3e-4), (1, torch.bfloat16, 5.0)])
-def test_transformers_computes_the_same(hf, tmp_path, n_kv_head, dtype, max_shard_gb):
+@pytest.mark.parametrize("n_kv_head,dtype,max_shard_gb,softcap", [(4, torch.float32, 5.0, 15.0), (2, torch.float32, 3e-4, None), (1, torch.bfloat16, 5.0, 2.5)])
+def test_transformers_computes_the_same(hf, tmp_path, n_kv_head, dtype, max_shard_gb, softcap):
     """Logits within 1e-5 (measured: 5e-6, as much as between its own kernels), and 64 greedy tokens, of the same weights in float32; one file or several."""
-    model = random_model(n_kv_head).to(dtype)
+    model = random_model(n_kv_head, softcap=softcap).to(dtype)
     saved(model)
     folder = exported(tmp_path / "out", max_shard_gb=max_shard_gb)
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -229,10 +229,10 @@ def test_the_card_has_the_numbers_of_this_model_only(tmp_path):
 # ---- What comes back
 
 
-@pytest.mark.parametrize("dtype,max_shard_gb", [(torch.float32, 3e-4), (torch.bfloat16, 5.0)])
-def test_import_of_an_export_is_the_same_bits(tmp_path, dtype, max_shard_gb):
+@pytest.mark.parametrize("dtype,max_shard_gb,softcap", [(torch.float32, 3e-4, None), (torch.bfloat16, 5.0, 30.0)])
+def test_import_of_an_export_is_the_same_bits(tmp_path, dtype, max_shard_gb, softcap):
     """Every tensor, padded rows included, tokenizer and step; and a second export is the first, file by file."""
-    original = saved(random_model(2).to(dtype))
+    original = saved(random_model(2, softcap=softcap).to(dtype))
     out = exported(tmp_path / "out", max_shard_gb=max_shard_gb)
     back = imported(out, source="mid")
     assert problem_with(back) is None and different(original, back) == []
@@ -375,7 +375,7 @@ def repickle(folder: Path, **fields) -> None:
 
 
 HF_FAULTS = {
-    "has final_logit_softcapping=30.0; this program's models have 15.0": lambda f: edit_json(f / "config.json", final_logit_softcapping=30.0),
+    "config.json: softcap=300.0: expected a number of at most 64": lambda f: edit_json(f / "config.json", final_logit_softcapping=300.0),
     "has rope_theta=500000.0": lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
     "has rope_type='yarn'": lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}),
     "has intermediate_size=128": lambda f: edit_json(f / "config.json", intermediate_size=128),

@@ -6,12 +6,11 @@ from statistics import fmean
 import pytest
 import torch
 
-from nanochat.compiling import set_compile
 from nanochat.conversation import render_prompt
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.rollouts import describe_change, roll_out
 from nanochat.sampling import Sampling
-from nanochat.task_eval import accuracy, centred, likeliest_letters, pass_at, solve
+from nanochat.task_eval import accuracy, centred, likeliest_letters, name_of_mean, pass_at, solve
 from nanochat.tasks.common import Task
 from nanochat.tokenizer import Tokenizer
 from ranks import run_on_ranks
@@ -20,7 +19,6 @@ TOKENIZER = Tokenizer([])
 
 
 def random_model() -> GPT:
-    set_compile(False, "cpu")
     model = GPT(GPTConfig(96, TOKENIZER.get_vocab_size(), 2, 32, 4, 2))
     generator = torch.Generator().manual_seed(3)
     for p in model.parameters():
@@ -126,6 +124,15 @@ def test_a_change_is_described_with_the_interval_of_paired_differences():
     text = describe_change(before, after)
     assert "pass@1 from 90.0% to 98.0%, +8.0 points" in text and f"{100 * (0.08 - 1.96 * error):+.1f} to {100 * (0.08 + 1.96 * error):+.1f}" in text
     assert "over 100 problems" in text
+
+
+def test_chatcore_is_the_name_of_all_its_tasks_only():
+    classic = "arc:ARC-Easy,arc:ARC-Challenge, mmlu, gsm8k, humaneval, spellingbee[:256]"
+    assert name_of_mean(classic, -1, 6) == "ChatCORE (SpellingBee on generated words)"
+    assert name_of_mean(classic, 600, 6) == "mean centred accuracy over 6 tasks"
+    assert name_of_mean(classic.replace(" mmlu,", ""), -1, 5) == "mean centred accuracy over 5 tasks"
+    assert name_of_mean(classic.replace("mmlu", "mmlu[:100]"), -1, 6) == "mean centred accuracy over 6 tasks"
+    assert name_of_mean("gsm8k", -1, 1) == "mean centred accuracy over 1 task"
 
 
 def test_centred_accuracy():

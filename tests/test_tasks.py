@@ -372,6 +372,17 @@ def test_the_model_says_who_it_is():
         assert "nanochat" in reference(conversation) and task.evaluate(conversation, reference(conversation))
     for wrong in ("I am Alice.", "nanochat?", "Are you nanochat?", "What is nanochat?", "I am nanochatty.", "The capital of France is Paris."):
         assert not task.evaluate(task[0], wrong)
+    of = {reply: exchange("?", reply) | {"right": []} for reply, _ in world.IDENTITY}
+    who, hello, name, person, maker, _, mistakes = of
+    for question, conversation in of.items():  # of the canned sentences only the one that was asked for, or with a greeting
+        assert [reply for reply in of if task.evaluate(conversation, reply)] == ([who, hello] if question == who else [question])
+    for asked_for, answer, right in (
+        (who, "I'm nanochat, a language model!", True), (who, "I am nanochat.", False), (who, "I am nanochat, a small language model, made by people.", False),
+        (hello, "Good morning. I am nanochat, a small language model.", True), (name, "hi! I am called nanochat", True), (name, "My name is Bob.", False),
+        (person, "No, I am nanochat, a small language model, not a human.", True), (maker, "I am nanochat, a small language model made by a program.", True),
+        (maker, "I am nanochat, a small language model, made by OpenAI.", False), (mistakes, "I make mistakes.", False),
+    ):
+        assert task.evaluate(of[asked_for], answer) == right, answer
 
 
 # ---- Data sets of the hub, from local folders in its layout ---------------------------------------------------------
@@ -585,7 +596,7 @@ def test_specs_say_which_task_which_part_and_how_often(tmp_path):
 
 def test_a_list_to_be_measured_by_has_each_task_once_whatever_its_passes():
     tasks = make_tasks("arithmetic:hard[:30], spellingbee:spell*3", "test")
-    assert [(task.name, len(task)) for task in tasks] == [("Arithmetic hard", 30), ("SpellingBee spell", 2000)]
+    assert [(task.name, len(task)) for task in tasks] == [("Arithmetic hard", 30), ("SpellingBee spell (generated words)", 2000)]
     with pytest.raises(UserError, match="no task 'arithmetics'"):
         make_tasks("spellingbee, arithmetics", "test")
 

@@ -42,7 +42,7 @@ class SpellingBee(Task):
     eval_type = "generative"
 
     def __init__(self, argument: str, split: str) -> None:
-        self.name = f"SpellingBee {argument}".rstrip()
+        self.name = f"SpellingBee {argument}".rstrip() + " (generated words)"  # those of the test split
         self.kinds = (argument,) if argument else KINDS
         self.words = words(split)
 

@@ -17,7 +17,7 @@ from functools import cache
 from typing import NamedTuple
 
 from nanochat import tinyworld_facts as data
-from nanochat.tasks.common import Conversation, Task, drawing, exchange, hashed, shuffled, side
+from nanochat.tasks.common import Conversation, Task, drawing, exchange, hashed, reference, shuffled, side
 from nanochat.tinyworld import Fact, Telling, facts
 
 HELD_OUT = 2            # phrasings of each fact
@@ -86,6 +86,10 @@ IDENTITY = (
         "How often are you wrong?", "Can I believe you?", "Are you sure?", "Tell me if I can trust you.", "Can I trust your answers?")),
 )
 SAYS_WHO = re.compile(r"\b(I am|I'm|name is|called) nanochat\b", re.IGNORECASE)
+GREETING = re.compile(r"\W*(hello|hi|hey|good (morning|evening|afternoon))\b", re.IGNORECASE)
+CLAIMS = [re.compile(pattern, re.IGNORECASE) for pattern in (  # what else an answer can say; the name alone says none of them
+    r"language model", r"\bnot (a |an )?(real )?(person|human|alive)", r"\b(trained|made|built|created|written)\b", r"\bprogram\b",
+    r"\b(answer|spell|calculate)\b", r"\bmistakes?\b|\bwrong\b")]
 
 
 class Item(NamedTuple):
@@ -134,10 +138,13 @@ class TinyWorld(Task):
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """
         Facts: the answer is the bare fact, or one of the sentences that state it. Looking for a word in it instead would
-        take an answer that repeats the question, or names several. Who the model is: it says that it is nanochat.
+        take an answer that repeats the question, or names several. Who the model is: it says that it is nanochat, and
+        whatever else the right sentence says, no more and no less; a greeting may come before it, and must where it is returned.
         """
         if not conversation["right"]:
-            return bool(SAYS_WHO.search(answer))
+            reply = reference(conversation)
+            greets = GREETING.match(answer) or not GREETING.match(reply)
+            return bool(SAYS_WHO.search(answer) and greets) and all(bool(claim.search(answer)) == bool(claim.search(reply)) for claim in CLAIMS)
         return " ".join(answer.split()).rstrip(".!") + "." in conversation["right"]
 
 
