@@ -5,6 +5,8 @@
 # default ones bring gigabytes of CUDA.
 # OpenMP threads that wait should not spin for long: beside any other busy process that costs a third of the speed.
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
+# Under nohup a lost connection stops nothing; torchrun would act on the signal all the same.
+[ -z "$(trap -p HUP)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
 [ -z "${NANOCHAT_NO_VENV:-}" ] || return 0
 [ -d .venv ] || "${PYTHON:-python3}" -m venv .venv || return 1
 if ! .venv/bin/python -c "import torch; torch.ones(1) + 1" 2>/dev/null; then

@@ -1,4 +1,6 @@
 """Ranks and devices: who this process is, what it computes on, what all ranks share, and how they end together."""
+import errno
+import functools
 import os
 import signal
 import threading
@@ -9,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.errors import UserError
+from nanochat.errors import UserError, tell_restarts
 
 DEVICE_TYPES = ("cuda", "mps", "cpu")
 # How long a rank waits for the others: rank 0 may be making data or every rank compiling, until training runs.
@@ -56,9 +58,13 @@ def compute_init(device_type: str = "") -> tuple[bool, int, int, int, torch.devi
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         # torchrun keeps its store over a restart, where ranks would find the addresses of the dead: each attempt has its own part.
-        store, *_ = next(dist.rendezvous("env://", timeout=SETUP_TIMEOUT))
-        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        job_store, *_ = next(dist.rendezvous("env://", timeout=SETUP_TIMEOUT))
+        store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", job_store)
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=store, rank=rank, world_size=world_size, timeout=SETUP_TIMEOUT)
+        # What the user has to mend would only happen again: such a line ends every restart, on all nodes, which have just met.
+        if job_store.check(["user error"]):
+            raise UserError(job_store.get("user error").decode())
+        tell_restarts.append(functools.partial(job_store.set, "user error"))
     return ddp, rank, local_rank, world_size, device
 
 
@@ -82,8 +88,9 @@ def expect_short_waits(*groups: dist.ProcessGroup | None) -> None:
 
 class StopRequest:
     """
-    SIGTERM and SIGINT become a request, `asked`, that the ranks agree on; from its making on. A second Ctrl-C in a
-    process of its own interrupts at once (torchrun passes every signal on a second time).
+    SIGTERM, SIGINT and SIGHUP (the connection to the terminal is lost) become a request, `asked`, that the ranks agree on;
+    from its making on. A SIGHUP that is ignored, as under nohup, stays ignored. A second Ctrl-C in a process of its own
+    interrupts at once (torchrun passes every signal on a second time).
 
     Among several ranks, SIGTERM may also mean that another rank is dead. Who waits for it inside a collective on a GPU
     never gets to Python's handler, and would hold up the job until torchrun's patience ends: it is ended here.
@@ -91,8 +98,9 @@ class StopRequest:
 
     def __init__(self):
         self.asked = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.ask)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.ask)
         if dist.is_initialized():
             reader, writer = os.pipe()
             os.set_blocking(writer, False)
@@ -112,7 +120,10 @@ class StopRequest:
             raise KeyboardInterrupt
         if not self.asked and is_rank0():
             again = "; Ctrl-C again ends at once" * (number == signal.SIGINT and "RANK" not in os.environ)
-            os.write(1, f"{signal.Signals(number).name}: finishing this step, then saving{again}\n".encode())  # print is not for handlers
+            try:  # print is not for handlers
+                os.write(1, f"{signal.Signals(number).name}: finishing this step, then saving{again}\n".encode())
+            except OSError:
+                discard_output()
         self.asked = True
 
 
@@ -121,9 +132,20 @@ def is_rank0() -> bool:
 
 
 def print0(*values: object) -> None:
-    """Print on rank 0, at once."""
+    """Print on rank 0, at once. A run goes on when its terminal, or what reads its pipe (`| tee`), is gone."""
     if is_rank0():
-        print(*values, flush=True)
+        try:
+            print(*values, flush=True)
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            discard_output()
+
+
+def discard_output() -> None:
+    """From here on what is printed goes nowhere; errors as well where they went to the same place."""
+    for descriptor in (1, 2) if os.path.sameopenfile(1, 2) else (1,):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def rank0_first(function, *args):

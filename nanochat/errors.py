@@ -1,4 +1,5 @@
 """What a user can cause and act on is said in one line; everything else keeps its traceback."""
+import contextlib
 import errno
 import os
 import signal
@@ -6,10 +7,13 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 
 # Operating-system refusals that the user, not the program, has to mend.
 USER_ERRNOS = {errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EPERM}
+# Under torchrun: called with the line of an error that a restart would only repeat.
+tell_restarts: list[Callable[[str], object]] = []
 
 
 class UserError(Exception):
@@ -55,6 +59,10 @@ def install_one_line_errors(config: dict | None = None) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         line, rank = one_line(error, config), os.environ.get("RANK")
         out = sys.__stderr__  # torch's own hook, around this one, holds back what goes to sys.stderr until it is over
+        if line is not None and not isinstance(error, KeyboardInterrupt):
+            for tell in tell_restarts:
+                with contextlib.suppress(Exception):  # torchrun itself may be gone
+                    tell(line)
         if line is not None and rank not in (None, "0"):
             # What every rank found wrong is said once: rank 0 speaks first, and torchrun ends those that still wait.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

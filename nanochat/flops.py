@@ -1,6 +1,9 @@
 """FLOP/s that a device can reach, and the share of them a run makes use of (MFU)."""
+import functools
 import re
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -24,18 +27,27 @@ def datasheet_peak(gpu: str) -> float:
     return peak
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+class Peak(NamedTuple):
+    """What a device can reach at best, as far as that is known."""
+
+    flops: float                            # FLOP/s of one device
+    source: str                             # where the figure is from
+    measure: Callable[[], float] | None     # measures it anew, in FLOP/s: it may prove to be more; None: a datasheet's
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
     """
-    (FLOP/s, where the figure is from). A GPU in the table counts as its datasheet's bf16 peak; everything else as
-    the best of five 2048³ matrix products in `dtype`, measured now: then MFU reads as the share of that rate.
+    A GPU in the table counts as its datasheet's bf16 peak; everything else as the best of five 2048³ matrix products in
+    `dtype`, measured now: then MFU reads as the share of that rate.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         for part, peak in PEAK_BF16:
             if re.search(rf"\b{part}\b", name):  # whole words: an RTX A4000 is no A40
-                return peak, f"{name} datasheet"
-    peak = measured_matmul_flops(device, dtype)
-    return peak, f"measured {str(dtype).removeprefix('torch.')} matmul, {peak / 1e9:,.0f} GFLOP/s"
+                return Peak(peak, f"{name} datasheet", None)
+    measure = functools.partial(measured_matmul_flops, device, dtype)
+    peak = measure()
+    return Peak(peak, f"measured {str(dtype).removeprefix('torch.')} matmul, {peak / 1e9:,.0f} GFLOP/s", measure)
 
 
 def measured_matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048) -> float:

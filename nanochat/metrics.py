@@ -5,13 +5,29 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.distributed import is_rank0, print0
+from nanochat.errors import UserError
 from nanochat.files import write_text
+from nanochat.flops import Peak
 from nanochat.zero import Verdict
 
 EMA_DECAY = 0.9  # of the smoothed loss, per step
+MEASURE_EVERY = 120  # seconds at least between measurements of a peak that no datasheet tells; each takes one or two on a CPU
+
+
+def require_wandb(run: str) -> None:
+    """UserError when a run is to be logged to wandb, which is not there or not logged in. Rank 0 only."""
+    if run and is_rank0():
+        try:
+            import wandb
+
+            wandb.login()
+        except Exception as error:  # a broken installation may raise anything
+            raise UserError(f"run={run} needs wandb, which does not work here: {error}; "
+                            "`pip install wandb` and `wandb login`, set WANDB_MODE=offline, or leave out --run") from None
 
 
 class Metrics:
@@ -23,10 +39,13 @@ class Metrics:
     """
 
     def __init__(self, folder: Path, run: str, config: dict, start_step: int, num_iterations: int,
-                 total_batch_size: int, flops_per_token: int, peak_flops: float, state: dict | None = None):
+                 total_batch_size: int, flops_per_token: int, peak: Peak, state: dict | None = None):
         self.path = folder / "metrics.jsonl"
         self.num_iterations, self.total_batch_size = num_iterations, total_batch_size
-        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        # Of all ranks. What is measured beside another process is too little: the best rate over the run counts.
+        self.flops_per_token, self.peak_flops, self.measure = flops_per_token, peak.flops * self.world_size, peak.measure
+        self.measured = time.monotonic()
         self.state = state or {"ema": 0.0, "ema_steps": 0, "elapsed": 0.0, "min_val_bpb": None, "skipped": 0}
         self.stop_requested, self.bad_in_a_row = False, 0
         self.pending: tuple[int, Tensor, torch.cuda.Event | None, int, dict] | None = None
@@ -40,12 +59,16 @@ class Metrics:
             if run:
                 import wandb
 
-                self.wandb = wandb.init(project="nanochat", name=run, config=config)
+                self.wandb = wandb.init(project="nanochat", name=run, config=config, id=self.state.get("wandb"), resume="allow")
+                self.state["wandb"] = self.wandb.id  # a resumed run goes on there
 
     def pause(self) -> None:
         """Something else than training follows, until `resume`; every step so far is read and written."""
         self.flush()
         self.paused = True
+        if self.measure and time.monotonic() - self.measured >= MEASURE_EVERY:
+            self.peak_flops = max(self.peak_flops, self.measure() * self.world_size)
+            self.measured = time.monotonic()
 
     def resume(self) -> None:
         """Training goes on: the time of a pause belongs to no step."""
@@ -88,15 +111,18 @@ class Metrics:
             self.session_seconds += dt
         self.session_steps += 1
         tok_per_sec = tokens / dt
+        if self.measure and not copied:  # what the run reaches, the device can; beside a GPU a step's time may be off
+            self.peak_flops = max(self.peak_flops, self.flops_per_token * tok_per_sec)
         mfu = self.flops_per_token * tok_per_sec / self.peak_flops
+        at_most = "at most " * bool(self.measure)
         seen = {"train/loss": loss, "train/grad_norm": norm} if ok else {"train/skipped": state["skipped"]}
-        self.write({"step": step, **seen, **record, "train/tok_per_sec": tok_per_sec, "train/mfu": mfu})
+        self.write({"step": step, **seen, **record, "train/tok_per_sec": tok_per_sec, "train/mfu_at_most" if at_most else "train/mfu": mfu})
         smoothed = state["ema"] / (1 - EMA_DECAY ** state["ema_steps"]) if state["ema_steps"] else math.nan
         mean_dt = self.session_seconds / (self.session_steps - 1) if self.session_steps > 1 else dt
         left = mean_dt * (self.num_iterations - step - 1)
         print0(
             f"step {step:05d}/{self.num_iterations:05d} ({100 * (step + 1) / self.num_iterations:5.1f}%) | loss {smoothed:.4f} | "
-            f"lrm {record['train/lrm']:.2f} | {1000 * dt:,.0f} ms | {tok_per_sec:,.0f} tok/s | mfu {100 * mfu:.1f}% | "
+            f"lrm {record['train/lrm']:.2f} | {1000 * dt:,.0f} ms | {tok_per_sec:,.0f} tok/s | mfu {at_most}{100 * mfu:.1f}% | "
             f"{minutes(state['elapsed'])} done, {minutes(left)} left"
         )
         if not ok:

@@ -112,11 +112,12 @@ def plot_throughput(axes: "Axes", records: list[dict]) -> None:
     axes.plot(steps, smoothed(speed), color=BLUE, linewidth=1.6, label=f"median {median} tokens/s")
     axes.set_ylim(0, 1.6 * np.nanmax(speed))
     axes.yaxis.set_major_formatter(EngFormatter())
-    steps, mfu = series(records, "train/mfu")
+    at_most = "" if any("train/mfu" in record for record in records) else "at most "
+    steps, mfu = series(records, "train/mfu_at_most" if at_most else "train/mfu")
     if np.any(mfu > 0):
         right = axes.twinx()
         right.plot(steps, smoothed(mfu), color=ORANGE, linewidth=1.6)
-        axes.plot([], [], color=ORANGE, linewidth=1.6, label=f"MFU {100 * np.nanmedian(mfu):.3g}%")  # one legend for both
+        axes.plot([], [], color=ORANGE, linewidth=1.6, label=f"MFU {at_most}{100 * np.nanmedian(mfu):.3g}%")  # one legend for both
         right.set_ylim(0, 1.15 * np.nanmax(mfu))
         right.set_ylabel("MFU, part of peak FLOP/s", fontsize=9)
         right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g}%"))

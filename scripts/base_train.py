@@ -22,7 +22,7 @@ from nanochat.errors import UserError, require_fraction, require_positive
 from nanochat.flops import peak_flops
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.loss_eval import entropy_floor, evaluate_bpb, sample
-from nanochat.metrics import Metrics, minutes
+from nanochat.metrics import Metrics, minutes, require_wandb
 from nanochat.report import settings_table, write_section
 from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter
@@ -91,6 +91,7 @@ if num_iterations == 0:
     raise UserError("num_iterations=0 trains nothing; set the steps, or -1 for the other horizons")
 require_fraction(config, "warmup_ratio", "warmdown_ratio", "final_lr_frac")
 require_positive(config, "depth", "kv_group", "max_seq_len", "device_batch_size", "eval_tokens", "max_bad_steps")
+require_wandb(run)
 rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
 
 # ---- Data and tokenizer: the embedded ones are made when they are not there
@@ -125,15 +126,15 @@ grad_accum_steps = accumulation_steps(total_batch_size, device_batch_size, max_s
 num_iterations = choose_num_iterations(
     num_iterations, target_flops, target_param_data_ratio, flops_per_token, parameters, total_batch_size
 )
-peak, peak_source = peak_flops(device, model_dtype)
+peak = peak_flops(device, model_dtype)
 print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head} heads, vocabulary {model_config.vocab_size:,}, {parameters:,} parameters")
 print0(
     f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {world_size} rank(s) x {grad_accum_steps} "
     f"micro-step(s); {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {num_iterations * total_batch_size * flops_per_token:.2e} FLOPs"
 )
 print0(
-    f"mfu: of {peak / 1e12:,.2f} TFLOP/s per rank ({peak_source}); at that rate the run would take "
-    f"{minutes(num_iterations * total_batch_size * flops_per_token / (peak * world_size))}"
+    f"mfu: of {peak.flops / 1e12:,.2f} TFLOP/s per rank ({peak.source}); at that rate the run would take "
+    f"{minutes(num_iterations * total_batch_size * flops_per_token / (peak.flops * world_size))}"
 )
 
 # ---- Weights: drawn in float32 on every rank alike; then each rank keeps of them what its stage asks for
@@ -158,7 +159,7 @@ if overwrite:  # only now, when nothing can be wrong with the settings any more
     from_rank0(discard_after, checkpoints, start_step)
 
 saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
-metrics = Metrics(checkpoints, run, config, start_step, num_iterations, total_batch_size, flops_per_token, peak * world_size, metrics_state)
+metrics = Metrics(checkpoints, run, config, start_step, num_iterations, total_batch_size, flops_per_token, peak, metrics_state)
 shape = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=rank, world_size=world_size, device=device)
 train_loader = tokenizing_distributed_data_loader(data, "train", tokenizer, grad_accum_steps=grad_accum_steps, seed=seed, state=data_state, **shape)
 eval_rows = max(min(eval_tokens, from_rank0(count_tokens, data, "val", tokenizer)) // max_seq_len, 1)

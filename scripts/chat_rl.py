@@ -22,7 +22,7 @@ from nanochat.distributed import StopRequest, compute_cleanup, expect_short_wait
 from nanochat.errors import UserError, require_positive
 from nanochat.finetuning import begin_stage, require_same_data
 from nanochat.flops import peak_flops
-from nanochat.metrics import Metrics
+from nanochat.metrics import Metrics, require_wandb
 from nanochat.report import settings_table, write_section
 from nanochat.rollouts import Rollout, describe_change, roll_out, summary
 from nanochat.sampling import Sampling
@@ -86,6 +86,7 @@ config = configure(globals())
 require_positive(config, "sampling_batch_size", "num_epochs", "examples_per_step", "max_new_tokens", "eval_examples", "eval_samples")
 if num_samples < 2 or temperature <= 0:
     raise UserError(f"num_samples={num_samples} and temperature={temperature} must be at least 2 and above 0: equal samples teach nothing")
+require_wandb(run)
 rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
 problems, held_out = make_task(task, "train"), make_task(without_parts(task), "test")
 if problems.eval_type != "generative":
@@ -119,13 +120,13 @@ if dry_run:
     compute_cleanup()
     raise SystemExit
 
-peak, _ = peak_flops(device, model_dtype)
+peak = peak_flops(device, model_dtype)
 start_step = step
 before = meta["before"] if meta else None  # which held-out samples were right when the run began
 if overwrite:  # only now, when nothing can be wrong with the settings any more
     from_rank0(discard_after, checkpoints, step)
 saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
-metrics = Metrics(checkpoints, run, config, step, num_iterations, 0, model.estimate_flops(), peak * world_size,
+metrics = Metrics(checkpoints, run, config, step, num_iterations, 0, model.estimate_flops(), peak,
                   meta["metrics_state"] if meta else None)  # 0: each step has tokens of its own
 stop = StopRequest()
 

@@ -21,7 +21,7 @@ from nanochat.errors import UserError, require_positive
 from nanochat.finetuning import begin_stage, require_same_data, row_length
 from nanochat.flops import peak_flops
 from nanochat.loss_eval import evaluate_bpb
-from nanochat.metrics import Metrics
+from nanochat.metrics import Metrics, require_wandb
 from nanochat.report import settings_table, write_section
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import apply_schedule, lr_multiplier
@@ -79,6 +79,7 @@ config = configure(globals())
 require_positive(config, "target_examples_per_step", "num_epochs", "eval_steps")
 if eval_metrics_max_problems == 0:
     raise UserError("eval_metrics_max_problems=0 measures nothing; set the problems of each task, or -1 for all")
+require_wandb(run)
 rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
 train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(without_parts(tasks), "test", seed=0)
 measured = [task for task in make_tasks(without_parts(tasks), "test") if task.eval_type]
@@ -102,12 +103,12 @@ rows_at_once = device_batch_size * world_size
 held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1)
 held_out_rows = [[index] for index in order(len(held_out), seed=0, epoch=0)][: eval_steps * target_examples_per_step]
 
-peak, _ = peak_flops(device, model_dtype)
+peak = peak_flops(device, model_dtype)
 start_step = step
 if overwrite:  # only now, when nothing can be wrong with the settings any more
     from_rank0(discard_after, checkpoints, step)
 saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
-metrics = Metrics(checkpoints, run, config, step, num_iterations, target_examples_per_step * max_seq_len, model.estimate_flops(), peak * world_size,
+metrics = Metrics(checkpoints, run, config, step, num_iterations, target_examples_per_step * max_seq_len, model.estimate_flops(), peak,
                   meta["metrics_state"] if meta else None)
 loader = conversation_loader(conversations, rows, target_examples_per_step, start_step=step, **shape)
 inputs, targets = next(loader)

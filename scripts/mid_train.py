@@ -20,7 +20,7 @@ from nanochat.errors import UserError, require_positive
 from nanochat.finetuning import begin_stage, require_same_data, row_length
 from nanochat.flops import peak_flops
 from nanochat.loss_eval import evaluate_bpb
-from nanochat.metrics import Metrics
+from nanochat.metrics import Metrics, require_wandb
 from nanochat.report import settings_table, write_section
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import apply_schedule, lr_multiplier
@@ -72,6 +72,7 @@ config = configure(globals())
 
 # ---- Setup
 require_positive(config, "eval_tokens", "total_batch_size")
+require_wandb(run)
 rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
 train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(without_parts(tasks), "test", seed=0)
 
@@ -99,12 +100,12 @@ held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1)
 held_out_rows = pack(held_out.lengths.tolist(), order(len(held_out), seed=0, epoch=0), max_seq_len + 1)[: max(eval_tokens // max_seq_len, 1)]
 rows_at_once = device_batch_size * world_size
 
-peak, _ = peak_flops(device, model_dtype)
+peak = peak_flops(device, model_dtype)
 start_step = step
 if overwrite:  # only now, when nothing can be wrong with the settings any more
     from_rank0(discard_after, checkpoints, step)
 saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
-metrics = Metrics(checkpoints, run, config, step, num_iterations, total_batch_size, model.estimate_flops(), peak * world_size,
+metrics = Metrics(checkpoints, run, config, step, num_iterations, total_batch_size, model.estimate_flops(), peak,
                   meta["metrics_state"] if meta else None)
 loader = conversation_loader(conversations, packed, rows_per_step, start_step=step, **shape)
 inputs, targets = next(loader)

@@ -205,15 +205,17 @@ def run_as_main(module: str, args: Sequence[str]) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+def torchrun(module: str, args: list[str], launcher: tuple[str, ...] = ()) -> list[str]:
+    """The command that starts two ranks of a script."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher, "-m", module, "--", *args]
+
+
 class Job:
     """torchrun with two ranks of a script, its output in a file."""
 
     def __init__(self, log: Path, module: str, args: list[str], launcher: tuple[str, ...] = ()):
         self.log = log
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher, "-m", module, "--", *args],
-            cwd=REPO, stdout=open(log, "w"), stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        self.process = subprocess.Popen(torchrun(module, args, launcher), cwd=REPO, stdout=open(log, "w"), stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
     def text(self) -> str:
         return self.log.read_text()

@@ -10,7 +10,7 @@ import torch
 from nanochat.compiling import set_compile
 from nanochat.distributed import compute_dtype, compute_init
 from nanochat.errors import UserError
-from nanochat.flops import peak_flops
+from nanochat.flops import Peak, measured_matmul_flops, peak_flops
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.loss_eval import document_nats, entropy_floor, evaluate_bpb, greedy_completes, sample
 from nanochat.make_dataset import make
@@ -97,7 +97,7 @@ def verdict(loss: float, ok: bool = True, stops: int = 0) -> Verdict:
 
 
 def test_steps_without_a_finite_loss_are_counted_and_do_not_reach_the_smoothed_loss(tmp_path, capsys):
-    metrics = Metrics(tmp_path, "", {}, 0, 9, 1000, flops_per_token=10, peak_flops=1e6)
+    metrics = Metrics(tmp_path, "", {}, 0, 9, 1000, flops_per_token=10, peak=Peak(1e6, "datasheet", None))
     for step, (ok, stops) in enumerate(((True, 0), (False, 0), (False, 0), (True, 0), (False, 1))):
         metrics.log_step(step, verdict(2.0, ok, stops), 1.0)
         assert metrics.bad_in_a_row == (0, 1, 2, 0, 1)[step] and metrics.stop_requested == (step == 4)
@@ -109,7 +109,7 @@ def test_steps_without_a_finite_loss_are_counted_and_do_not_reach_the_smoothed_l
 
 
 def test_the_log_is_complete_and_later_records_win(tmp_path, capsys):
-    metrics = Metrics(tmp_path, "", {}, 0, 4, 1000, flops_per_token=10, peak_flops=1e6)
+    metrics = Metrics(tmp_path, "", {}, 0, 4, 1000, flops_per_token=10, peak=Peak(1e6, "datasheet", None))
     for step, loss in enumerate((4.0, 2.0)):
         metrics.log_step(step, verdict(loss), 1.0)
     metrics.pause()
@@ -117,7 +117,7 @@ def test_the_log_is_complete_and_later_records_win(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     with open(path, "a") as file:
         file.write('{"step": 2, "train/lo')  # killed while writing
-    metrics = Metrics(tmp_path, "", {}, 1, 4, 1000, 10, 1e6, state=metrics.state)
+    metrics = Metrics(tmp_path, "", {}, 1, 4, 1000, 10, Peak(1e6, "datasheet", None), state=metrics.state)
     for step, loss in ((1, 3.0), (2, 1.0)):
         metrics.log_step(step, verdict(loss), 0.5)
     metrics.close()
@@ -136,11 +136,40 @@ def test_the_log_is_complete_and_later_records_win(tmp_path, capsys):
 
 
 def test_mfu_says_what_it_is_a_share_of(monkeypatch):
-    peak, source = peak_flops(torch.device("cpu"), torch.float32)
-    assert 1e9 < peak < 1e14 and source.startswith("measured float32 matmul")
+    peak = peak_flops(torch.device("cpu"), torch.float32)
+    assert 1e9 < peak.flops < 1e14 and peak.source.startswith("measured float32 matmul") and peak.measure
     for name, expected in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GeForce RTX 4090", 165.2e12)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert peak_flops(torch.device("cuda"), torch.bfloat16) == (expected, f"{name} datasheet")
+        assert peak_flops(torch.device("cuda"), torch.bfloat16) == (expected, f"{name} datasheet", None)
+
+
+def test_mfu_on_a_cpu_is_at_most_what_it_says(tmp_path, monkeypatch, capsys):
+    """
+    The rate at the start was measured beside another process, as a millionth of what it is: the run's own rate is the
+    reference then, until a pause in which it is measured again. A slower measurement later changes nothing.
+    """
+    cpu, rates = torch.device("cpu"), []
+
+    def measure() -> float:
+        rates.append(measured_matmul_flops(cpu, torch.float32, size=128) if not rates else 1.0)
+        return rates[-1]
+
+    metrics = Metrics(tmp_path, "", {}, 0, 4, total_batch_size=1000, flops_per_token=1, peak=Peak(1.0, "measured", measure))
+    for step in range(2):
+        metrics.log_step(step, verdict(2.0), 1.0)
+    metrics.pause()
+    assert not rates, "too soon"
+    monkeypatch.setattr("nanochat.metrics.MEASURE_EVERY", 0)
+    for step in range(2, 4):
+        metrics.resume()
+        metrics.pause()
+        metrics.log_step(step, verdict(2.0), 1.0)
+    metrics.close()
+    shares = [record["train/mfu_at_most"] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    speeds = [record["train/tok_per_sec"] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    assert shares[:2] == [1.0, speeds[1] / max(speeds[:2])] and len(rates) == 2 and rates[0] > max(speeds)
+    assert shares[2:] == pytest.approx([speed / rates[0] for speed in speeds[2:]])
+    assert "| mfu at most 100.0% |" in capsys.readouterr().out
 
 
 def test_auto_dtype_follows_the_hardware(monkeypatch):
@@ -155,7 +184,7 @@ def test_auto_dtype_follows_the_hardware(monkeypatch):
 
 
 def test_metrics_file_is_one_json_object_per_line(tmp_path):
-    metrics = Metrics(tmp_path, "", {}, 0, 1, 8, 1, 1.0)
+    metrics = Metrics(tmp_path, "", {}, 0, 1, 8, 1, Peak(1.0, "datasheet", None))
     metrics.log_step(0, verdict(1.0), 1.0)
     metrics.close()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()

@@ -1,12 +1,15 @@
 """The pretraining script on several ranks: one loss curve whatever the ranks and the stage, and no way to lose a run."""
 import contextlib
+import fcntl
 import io
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from conftest import REPO
 from nanochat.make_dataset import make
 from nanochat.metrics import read_metrics
 from nanochat.tokenizer import train_tokenizer
-from ranks import Job, run_as_main, run_on_ranks
+from ranks import Job, run_as_main, run_on_ranks, torchrun
 
 TINY = {"data": "sums", "depth": 1, "max_seq_len": 32, "device_batch_size": 2, "total_batch_size": 512, "num_iterations": 30, "compile": False,
         "eval_tokens": 512, "sample_every": -1, "eval_every": -1, "dtype": "float32", "grad_clip": 1.0, "weight_decay": 0.1,
@@ -256,15 +259,48 @@ def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturb
     assert losses(base, undisturbed) == losses(base, "stopped")
 
 
+def test_a_lost_connection_saves_and_ends(base, undisturbed):
+    """torchrun in a terminal that goes away, as that of a dropped ssh session does: SIGHUP, and no output can be written."""
+    ours, theirs = os.openpty()
+    job = subprocess.Popen(torchrun("scripts.base_train", arguments("hung-up", dict(num_iterations=40, save_every=-1))), cwd=REPO,
+                           stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"OMP_NUM_THREADS": "1"},
+                           start_new_session=True, preexec_fn=lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY))
+    os.close(theirs)
+    printed = b""
+    while b"step 00002/" not in printed:
+        assert select.select([ours], [], [], 120)[0], printed
+        printed += os.read(ours, 4096)
+    os.close(ours)
+    job.wait(120)
+    [saved] = folder(base, "hung-up").glob("step_*")
+    assert "step_000002" < saved.name < "step_000040"
+    printed, _ = train(2, "hung-up", resume="auto", num_iterations=40, save_every=-1)
+    assert f"resuming from {saved}" in printed
+    assert_same_checkpoint(base, undisturbed, "hung-up", 40)
+    assert losses(base, undisturbed) == losses(base, "hung-up")
+
+
+def test_what_the_user_has_to_mend_is_not_tried_again(base, tmp_path):
+    """torchrun has a restart left when the loss is not finite any more: it ends with the same line, before training."""
+    job = start_job(tmp_path / "log", "diverged", ("--max-restarts=1",), matrix_lr=1e38, max_bad_steps=2)
+    assert job.end() == 1
+    assert len(re.findall("^step 00000/", job.text(), re.MULTILINE)) == 1, job.text()
+    said, again = re.findall("^error: loss or gradient not finite in 2 steps in a row.*[^)]$", job.text(), re.MULTILINE)  # by rank 0
+    assert said == again
+
+
 def test_ctrl_c_in_one_process_saves_too(base, tmp_path):
-    process = subprocess.Popen([sys.executable, "-m", "scripts.base_train", *arguments("alone", dict(num_iterations=2000))],
-                               cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    """And under nohup, where SIGHUP is ignored, a lost connection changes nothing."""
+    process = subprocess.Popen([sys.executable, "-m", "scripts.base_train", *arguments("alone", dict(num_iterations=2000))], cwd=REPO, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     for line in process.stdout:
-        if line.startswith("step 00003/"):
+        if line.startswith("step 00001/"):
+            process.send_signal(signal.SIGHUP)
+        if line.startswith("step 00004/"):
             process.send_signal(signal.SIGINT)
             break
     printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and re.search(r"saved .*step_0000\d\d\n", printed) and "--resume=auto continues" in printed, printed
+    assert process.returncode == 0 and "SIGINT: finishing this step" in printed and re.search(r"saved .*step_0000\d\d\n", printed) and "--resume=auto continues" in printed, printed
 
 
 def test_a_signal_ends_a_rank_that_waits_for_ever():

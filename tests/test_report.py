@@ -117,6 +117,9 @@ def test_panels_draw_the_records_and_leave_out_the_step_that_compiles(tmp_path):
     assert rate.lines[0].get_ydata().tolist() == [1.0] * 6
     assert throughput.lines[0].get_xydata().tolist() == [[step, SETTLED] for step in range(1, 6)]
     assert mfu.lines[0].get_xydata().tolist() == [[step, 0.25] for step in range(1, 6)]
+    on_a_cpu = [{name.replace("mfu", "mfu_at_most"): value for name, value in record.items()} for record in read_metrics(tmp_path / "m.jsonl")]
+    for panel, label in ((throughput, "MFU 25%"), (plots.metrics_figure(on_a_cpu, None).axes[3], "MFU at most 25%")):
+        assert label in [line.get_label() for line in panel.lines]
     assert {axes.get_xlabel() for axes in (loss, validation, rate, throughput)} == {"step"}
     assert "bits per byte" in validation.get_ylabel() and "tokens per second" in throughput.get_ylabel()
 

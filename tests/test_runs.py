@@ -173,7 +173,10 @@ if [ "$1 $2" = "show hostnames" ]; then printf '127.0.0.1\\n127.0.0.1\\n'; else 
 
 
 def test_two_nodes_train_and_save_before_the_time_limit(tmp_path, base_folder):
-    """slurm.sbatch, multi_node.sh and two launchers for real; SLURM's own commands are played. Signalled, the job saves and is requeued."""
+    """
+    slurm.sbatch, multi_node.sh and two launchers for real; SLURM's own commands are played. Signalled, the job saves and is requeued.
+    It is started as under nohup: torchrun would act on a SIGHUP that was ignored.
+    """
     (base_folder / "texts").mkdir(parents=True)
     for i in range(300):
         (base_folder / "texts" / f"{i}.txt").write_text(f"Document {i} says that {i} plus {i} is {2 * i}, and that {i} minus one is {i - 1}.")
@@ -191,12 +194,15 @@ def test_two_nodes_train_and_save_before_the_time_limit(tmp_path, base_folder):
     command = ["bash", "runs/slurm.sbatch", "scripts.base_train", "--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128",
                "--num_iterations=100000", "--eval_every=-1", "--sample_every=-1", "--dtype=float32", "--compile=False", "--device_type=cpu", "--model_tag=nodes"]
     log = tmp_path / "log"
-    job = subprocess.Popen(command, cwd=REPO, env=environment, stdout=open(log, "w"), stderr=subprocess.STDOUT, start_new_session=True)
+    job = subprocess.Popen(command, cwd=REPO, env=environment, stdout=open(log, "w"), stderr=subprocess.STDOUT, start_new_session=True,
+                           preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     try:
         deadline = time.monotonic() + 200
-        while "step 00002/" not in log.read_text():
-            assert time.monotonic() < deadline and job.poll() is None, log.read_text()
-            time.sleep(0.05)
+        for step in (2, 20):
+            while f"step {step:05d}/" not in log.read_text():
+                assert time.monotonic() < deadline and job.poll() is None, log.read_text()
+                time.sleep(0.05)
+            os.killpg(job.pid, signal.SIGHUP)
         job.send_signal(signal.SIGUSR1)
         assert job.wait(timeout=100) == 0, log.read_text()
     finally:
