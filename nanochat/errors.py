@@ -1,4 +1,5 @@
 """What a user can cause and act on is said in one line; everything else keeps its traceback."""
+import difflib
 import errno
 import os
 import signal
@@ -6,6 +7,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from types import TracebackType
 
 # Operating-system refusals that the user, not the program, has to mend.
@@ -14,6 +16,12 @@ USER_ERRNOS = {errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EPER
 
 class UserError(Exception):
     """Bad input. The message is one or two lines: the value, what was expected, what to do."""
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """"; did you mean 'x'?" with the nearest of the names, to be put behind a message; nothing where none is near."""
+    nearest = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def require_positive(config: dict, *names: str) -> None:

@@ -6,6 +6,9 @@ The report of a run: what every stage found, in one markdown file with plots.
 A stage leaves its section as it ends (`write_section`); `generate` gathers those that are there. A section or a metrics
 file that cannot be read costs the report one line, never the report.
 """
+if __name__ == "__main__":
+    import configurator  # noqa: F401  checks the command line, before torch is imported
+
 import html
 import json
 import os

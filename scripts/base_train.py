@@ -8,9 +8,10 @@ The outer loop is one optimizer step, the inner loop accumulates the gradient of
 """
 from typing import Literal
 
+from configurator import configure
+
 import torch
 
-from configurator import configure
 from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, discard_after, read_meta
 from nanochat.compiling import eagerly, set_up
 from nanochat.core_eval import bundle_dir, evaluate_core, load_tasks, why_no_bundle

@@ -12,9 +12,10 @@ the same (Yu et al. 2025, arXiv:2503.14476).
 import math
 from typing import Literal
 
+from configurator import configure
+
 import torch
 
-from configurator import configure
 from nanochat.checkpoint import discard_after
 from nanochat.compiling import set_up
 from nanochat.conversation_loader import order, padded_length, tensors

@@ -10,9 +10,10 @@ target tokens divided by their number, however the conversations fall into micro
 import math
 from typing import Literal
 
+from configurator import configure
+
 import torch
 
-from configurator import configure
 from nanochat.checkpoint import discard_after
 from nanochat.compiling import set_up
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order

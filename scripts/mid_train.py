@@ -9,9 +9,10 @@ Rows are packed with whole conversations; only what the assistant writes is lear
 import math
 from typing import Literal
 
+from configurator import configure
+
 import torch
 
-from configurator import configure
 from nanochat.checkpoint import discard_after
 from nanochat.compiling import set_up
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order, pack
