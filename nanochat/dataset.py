@@ -25,7 +25,7 @@ os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.errors import UserError
+from nanochat.errors import UserError, did_you_mean
 from nanochat.files import base_dir, recover_folder, sha256
 
 OFFLINE = ("tinyworld", "python")        # sources that every machine has
@@ -45,7 +45,8 @@ def load_manifest(name: str) -> dict:
             recover_folder(folder)
     path = folder / "manifest.json"
     if not path.exists():
-        raise UserError(f"no data set {name!r} in {folder.parent}; make it: {how_to_make(name, {})}")
+        names = [*OFFLINE, *REMOTE, *(path.parent.name for path in folder.parent.glob("[!.]*/manifest.json"))]
+        raise UserError(f"no data set {name!r} in {folder.parent}; make it: {how_to_make(name, {})}{did_you_mean(name, names)}")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         sizes = {folder / shard["file"]: shard["bytes"] for shard in manifest["shards"]}

@@ -19,9 +19,10 @@ class UserError(Exception):
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """"; did you mean 'x'?" with the nearest of the names, to be put behind a message; nothing where none is near."""
-    nearest = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+    """The end of a message about an unknown word: "; did you mean 'x'?" with the nearest other name, or nothing."""
+    others = {name.lower(): name for name in names if name != word}
+    nearest = difflib.get_close_matches(word.lower(), others, n=1, cutoff=0.5)
+    return f"; did you mean {others[nearest[0]]!r}?" if nearest else ""
 
 
 def require_positive(config: dict, *names: str) -> None:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from nanochat import sources
 from nanochat.dataset import OFFLINE, REMOTE, dataset_dir, load_manifest, lock_path, locked
 from nanochat.download import Patience, fetch_all
-from nanochat.errors import UserError
+from nanochat.errors import UserError, did_you_mean
 from nanochat.files import recover_folder, write_folder_aside, write_text
 from nanochat.shards import build, describe
 
@@ -51,7 +51,7 @@ def make(
         raise UserError(f"{num_shards=} must be -1 or at least 1, {shard_mb=} above 0 (at most 1000) and {workers=} at least 1")
     if not (source in (*OFFLINE, *REMOTE) or source.startswith("hf:")):
         if not source or not Path(source).expanduser().exists():
-            raise UserError(f"no source {source!r}, and no such path; expected {SOURCES}")
+            raise UserError(f"no source {source!r}, and no such path; expected {SOURCES}{did_you_mean(source, (*OFFLINE, *REMOTE))}")
         source = str(Path(source).expanduser().resolve())  # absolute: it names the same data from anywhere
     name = name or default_name(source)
     check_name(name, source)

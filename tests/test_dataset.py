@@ -429,9 +429,16 @@ def test_what_is_missing_or_damaged_is_named(inputs, base):
         dataset.load_manifest("python")
     with pytest.raises(UserError, match="no data set 'mine'"):
         dataset.ensure_dataset("mine")
+    for mistyped, meant in (("tinywrold", "tinyworld"), ("fineweb_edu", "fineweb-edu")):
+        with pytest.raises(UserError, match=f"no data set '{mistyped}' .* did you mean '{meant}'\\?$"):
+            dataset.ensure_dataset(mistyped)
+        with pytest.raises(UserError, match=f"no source '{mistyped}'.* did you mean '{meant}'\\?$"):
+            make(mistyped)
     assert not base.exists()  # asking makes nothing
     write_jsonl(inputs / "a.jsonl", texts(3000))
     make(str(inputs), name="mine", shard_mb=0.1)
+    with pytest.raises(UserError, match=r"no data set 'minne' .* did you mean 'mine'\?$"):
+        dataset.load_manifest("minne")
     first = files_of("mine")[0]
     whole, manifest = first.read_bytes(), (first.parent / "manifest.json").read_bytes()
 
