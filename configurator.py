@@ -286,5 +286,5 @@ def help_text(settings: dict[str, Setting], docstring: str) -> str:
     return "\n".join(lines).strip()
 
 
-with contextlib.suppress(KeyError, OSError, ValueError, SyntaxError):  # what runs is no script of settings, such as pytest
-    settings_of(vars(sys.modules["__main__"]), sys.argv[1:])
+with contextlib.suppress(AttributeError, OSError, ValueError, SyntaxError):  # what runs is no script of settings, such as pytest
+    settings_of({"__file__": sys.modules["__main__"].__file__}, sys.argv[1:])

@@ -4,7 +4,7 @@ held out for validation, and a manifest with their SHA-256 that is written last.
 
     python -m nanochat.dataset                                          # the embedded corpus, offline
     python -m nanochat.dataset --source=python                          # this machine's standard library, offline
-    python -m nanochat.dataset --source=~/books                         # .txt .md .jsonl .parquet (.gz .zst)
+    python -m nanochat.dataset --source=~/books                         # .txt .md .jsonl .json .csv .parquet (.gz .zst)
     python -m nanochat.dataset --source=fineweb-edu --num_shards=8      # downloads; run again to go on or to add more
     python -m nanochat.dataset --source=hf:roneneldan/TinyStories --num_shards=20
     python -m nanochat.dataset --source=fineweb-edu --verify            # recompute all checksums
@@ -162,7 +162,8 @@ if __name__ == "__main__":
     # ---- Data
     source = "tinyworld"   # tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file
     name = ""              # of the data set; default: that of the source, the folder or the file
-    field = "text"         # of .jsonl, .parquet and hf: rows, where the text is
+    field = "text"         # of .jsonl, .json, .csv, .parquet and hf: rows, where the text is
+    encoding = "utf-8"     # of text files that are not UTF-8, such as gb18030
     # ---- Size
     num_shards = -1        # training shards at most, besides validation; -1 = all (on the hub, 100 MB each!)
     shard_mb = 8.0         # megabytes of text per training shard (downloads come as they are)
