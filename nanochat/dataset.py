@@ -188,4 +188,4 @@ if __name__ == "__main__":
         write_section("data", "Data", "\n".join([
             f"`{manifest['source']}`: {len(manifest['shards'])} shards, the last of them for validation; the last five:", "",
             "| shard | documents | bytes of text | SHA-256 |", "|---|---|---|---|", *lines,
-        ]))
+        ]), data=manifest["name"])

@@ -230,5 +230,5 @@ elif rank == 0:
     write_section("base_train", "Base model: pretraining", settings_table(config), metrics=metrics.path, floor=entropy_floor(data), results={"base": {
         "parameters": f"{parameters:,}", "tokens trained on": f"{num_iterations * total_batch_size:,}",
         "training minutes": state["elapsed"] / 60, "best validation bits per byte": state["min_val_bpb"] or "-",
-    }})
+    }}, data=data, model_tag=checkpoints.name)
 compute_cleanup()

@@ -58,5 +58,5 @@ for task in measured:
 # ChatCORE: the mean over tasks of how far the way from guessing to perfect the model has come.
 results["ChatCORE"] = sum(scores) / len(scores)
 print0(f"{'ChatCORE':24} {results['ChatCORE']:6.3f}")
-write_section(f"chat_eval_{source}", f"Chat evaluation: {source}", "\n".join(lines), {source: results})
+write_section(f"chat_eval_{source}", f"Chat evaluation: {source}", "\n".join(lines), {source: results}, data=meta.get("data"), model_tag=checkpoint.parent.name)
 compute_cleanup()

@@ -404,7 +404,7 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder, tmp_path):
     assert list(measured) == [2, 3] and measured[3].keys() == {"step", "core/metric", *(f"core/{label}" for label in TASKS)}
     evaluated = run_module("scripts.base_eval", "--eval_tokens=64", "--core_metric_max_per_task=10", env=no_network)
     assert evaluated.returncode == 0, evaluated.stderr
-    section = json.loads((base_folder / "report/sections/base_eval.json").read_text())
+    section = json.loads((base_folder / "report/sections/sums/d1/base_eval.json").read_text())
     results = section["results"]["base"]
     assert results["CORE"] == pytest.approx(measured[3]["core/metric"], abs=1e-12)
     assert [name for name in results if name.startswith("CORE: ")] == [f"CORE: {label}" for label in TASKS]
@@ -413,4 +413,4 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder, tmp_path):
     without = run_module("scripts.base_eval", "--eval_tokens=64", env=no_network)
     assert without.returncode == 0, without.stderr
     assert without.stdout.count("CORE is left out: no CORE bundle in") == 1 and "Traceback" not in without.stderr
-    assert "CORE" not in json.loads((base_folder / "report/sections/base_eval.json").read_text())["results"]["base"]
+    assert "CORE" not in json.loads((base_folder / "report/sections/sums/d1/base_eval.json").read_text())["results"]["base"]
