@@ -7,16 +7,19 @@ A script's settings are its own globals; this reads them as data and lets the co
 The assignments of plain values above the call, in the same block, are the settings. The comment at the end of the
 line is the setting's help, and a comment line such as `# ---- Batch` opens a section.
 
-    --key=value   override; a number may be arithmetic (2**19), and None goes where the annotation allows it
+    --key=value   override, or --key value; a number may be arithmetic (2**19), and None goes where the annotation allows it
     --flag        short for --flag=True
     -p value      short for --p=value, where a setting's name is one letter
     file.py       overrides as `key = value` lines; a key on the command line beats the same key in a file
     --help        the docstring and every setting
 
 Source, files and values are parsed (`ast`, `tokenize`), never executed.
+
+The command line of the running script is checked as this module is imported. A script that imports it before torch
+answers a mistyped setting, and --help, at once.
 """
 import ast
-import difflib
+import contextlib
 import io
 import operator
 import os
@@ -27,7 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.errors import UserError, install_one_line_errors
+from nanochat.errors import UserError, did_you_mean, install_one_line_errors
 
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}  # a bool, as people write it
@@ -56,8 +59,15 @@ def configure(script_globals: dict[str, Any], argv: list[str] | None = None) -> 
     Returns every setting in source order, as a dict that JSON can hold. Exits with 0 after --help, and with 2 after
     one line on stderr when the command line does not fit. Installs the one-line error hook.
     """
+    config = settings_of(script_globals, sys.argv[1:] if argv is None else argv)
+    install_one_line_errors(config)
+    script_globals.update(config)
+    return config
+
+
+def settings_of(script_globals: dict[str, Any], argv: list[str]) -> dict[str, Any]:
+    """What `configure` returns; it changes nothing yet, and exits as `configure` does."""
     settings, docstring = read_settings(script_globals)
-    argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print(help_text(settings, docstring))
         raise SystemExit(0)
@@ -66,10 +76,7 @@ def configure(script_globals: dict[str, Any], argv: list[str] | None = None) -> 
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    config = {name: overrides.get(name, setting.default) for name, setting in settings.items()}
-    install_one_line_errors(config)
-    script_globals.update(config)
-    return config
+    return {name: overrides.get(name, setting.default) for name, setting in settings.items()}
 
 
 # ---- The script: which settings there are
@@ -210,25 +217,28 @@ def read_arguments(argv: list[str], settings: dict[str, Setting]) -> dict[str, A
     """The overrides of a command line and of the files it names, by setting. Raises UserError where it does not fit."""
     from_files: dict[str, Any] = {}
     from_keys: dict[str, Any] = {}
-    arguments = iter(argv)
-    for argument in arguments:
-        if re.fullmatch("-[a-z]", argument) and argument[1] in settings:
-            value = next(arguments, None)
-            argument = f"-{argument}" if value is None else f"-{argument}={value}"
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
         if argument == "--":  # torchrun puts it between its own arguments and ours
             continue
         if argument.endswith(".py") and not argument.startswith("-"):
             from_files |= read_file(argument, settings)
             continue
-        if not argument.startswith("--"):
+        short = re.fullmatch("-[a-z]", argument) and argument[1] in settings
+        if not short and not argument.startswith("--"):
             raise UserError(f"stray argument {argument!r}: settings are written --key=value")
-        key, equals, text = argument.removeprefix("--").partition("=")
+        key, equals, text = argument.removeprefix("-").removeprefix("-").partition("=")
         setting = find(key.replace("-", "_"), settings, f"--{key}")
         if setting.name in from_keys:
             raise UserError(f"--{key} is given twice")
-        if not equals and bool not in setting.accepts:
+        if not equals and rest and (rest[0].lower() in WORDS if bool in setting.accepts else short or not rest[0].startswith("--")):
+            text = rest.pop(0)
+        elif not equals and bool in setting.accepts:
+            text = "True"
+        elif not equals:
             raise UserError(f"--{key} needs a value, such as --{key}={setting.default}")
-        from_keys[setting.name] = choose(readings(text if equals else "True"), setting, argument)
+        from_keys[setting.name] = choose(readings(text), setting, f"--{key}={text}")
     return from_files | from_keys
 
 
@@ -261,9 +271,7 @@ def find(key: str, settings: dict[str, Setting], where: str) -> Setting:
     """The setting of that name, or a UserError with the nearest one."""
     if key in settings:
         return settings[key]
-    nearest = difflib.get_close_matches(key, settings, n=1, cutoff=0.5)
-    raise UserError(f"{where}: there is no setting {key!r}; "
-                    + (f"did you mean {nearest[0]!r}?" if nearest else "--help lists them all"))
+    raise UserError(f"{where}: there is no setting {key!r}{did_you_mean(key, settings) or '; --help lists them all'}")
 
 
 def help_text(settings: dict[str, Setting], docstring: str) -> str:
@@ -276,3 +284,7 @@ def help_text(settings: dict[str, Setting], docstring: str) -> str:
             lines += ["", section or "Settings"]
         lines.append(f"  {f'--{name}={setting.default}':<{width}}  {setting.comment}".rstrip())
     return "\n".join(lines).strip()
+
+
+with contextlib.suppress(AttributeError, OSError, ValueError, SyntaxError):  # what runs is no script of settings, such as pytest
+    settings_of({"__file__": sys.modules["__main__"].__file__}, sys.argv[1:])

@@ -90,21 +90,21 @@ once tokenizer-$data --needs data/$data/manifest.json --makes tokenizer/$data --
     python -m scripts.tok_train --data="$data" --vocab_size="$vocab"
 
 stage "base model: training"
-once base-$tag --needs data/$data/manifest.json --needs tokenizer/$data --makes base_checkpoints/$tag --makes report/sections/base_train.json -- \
+once base-$tag --needs data/$data/manifest.json --needs tokenizer/$data --makes base_checkpoints/$tag --makes report/sections/$data/$tag/base_train.json -- \
     "${launch[@]}" scripts.base_train --data="$data" --model_tag="$tag" --resume=auto "${model[@]}"
 
 stage "base model: evaluation"
-once base_eval-$tag --needs base_checkpoints/$tag --needs eval_bundle --makes report/sections/base_eval.json -- \
+once base_eval-$tag --needs base_checkpoints/$tag --needs eval_bundle --makes report/sections/$data/$tag/base_eval.json -- \
     "${launch[@]}" scripts.base_eval --model_tag="$tag" --core_metric_max_per_task="$core" --eval_tokens="$eval_tokens"
 
 # From here on the model learns to converse: each stage begins with the one before it, and is measured on held-out problems.
 before=base
 train() {  # NAME SCRIPT SETTINGS…
-    once $1-$tag --needs ${before}_checkpoints/$tag --makes $1_checkpoints/$tag --makes report/sections/$2.json -- \
+    once $1-$tag --needs ${before}_checkpoints/$tag --makes $1_checkpoints/$tag --makes report/sections/$data/$tag/$2.json -- \
         "${launch[@]}" scripts.$2 --model_tag="$tag" --resume=auto "${@:3}"
     before=$1
     stage "evaluation: $1"
-    once chat_eval-$1-$tag --needs $1_checkpoints/$tag --makes report/sections/chat_eval_$1.json -- \
+    once chat_eval-$1-$tag --needs $1_checkpoints/$tag --makes report/sections/$data/$tag/chat_eval_$1.json -- \
         "${launch[@]}" scripts.chat_eval --source=$1 --model_tag="$tag" --tasks="$tasks" --max_problems="$problems"
 }
 stage "mid-training"
@@ -115,7 +115,7 @@ stage "reinforcement learning"
 train rl chat_rl "${rl[@]}"
 
 stage "report"
-python -m nanochat.report
+python -m nanochat.report --model_tag="$tag"
 stage "done"
 page=(python -m scripts.chat_web --source=rl --model_tag=$tag)
 if [ $rehearse = no ]; then

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from nanochat.distributed import from_rank0, print0
-from nanochat.errors import UserError
+from nanochat.errors import UserError, did_you_mean
 from nanochat.files import base_dir, recover_folder, sha256
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import Tokenizer
@@ -119,9 +119,10 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
         if problem is None:
             return path
         print0(f"warning: {path}: {problem}")
-    have = ", ".join(map(str, steps)) or "; ".join(["none", *(f"there is a model {tag}" for tag in from_rank0(list_tags, folder.parent))])
+    tags = [] if steps else from_rank0(list_tags, folder.parent)
+    have = ", ".join(map(str, steps)) or "; ".join(["none", *(f"there is a model {tag}" for tag in tags)])
     advice = "; remove them to start anew" if steps and step is None else ""
-    raise UserError(f"no valid checkpoint{'' if step is None else f' of step {step}'} in {folder} (steps there: {have}{advice})")
+    raise UserError(f"no valid checkpoint{'' if step is None else f' of step {step}'} in {folder} (steps there: {have}{advice}){did_you_mean(folder.name, tags)}")
 
 
 def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bool) -> Path | None:

@@ -4,7 +4,7 @@ held out for validation, and a manifest with their SHA-256 that is written last.
 
     python -m nanochat.dataset                                          # the embedded corpus, offline
     python -m nanochat.dataset --source=python                          # this machine's standard library, offline
-    python -m nanochat.dataset --source=~/books                         # .txt .md .jsonl .parquet (.gz .zst)
+    python -m nanochat.dataset --source=~/books                         # .txt .md .jsonl .json .csv .parquet (.gz .zst)
     python -m nanochat.dataset --source=fineweb-edu --num_shards=8      # downloads; run again to go on or to add more
     python -m nanochat.dataset --source=hf:roneneldan/TinyStories --num_shards=20
     python -m nanochat.dataset --source=fineweb-edu --verify            # recompute all checksums
@@ -25,7 +25,7 @@ os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.errors import UserError
+from nanochat.errors import UserError, did_you_mean
 from nanochat.files import base_dir, recover_folder, sha256
 
 OFFLINE = ("tinyworld", "python")        # sources that every machine has
@@ -45,7 +45,8 @@ def load_manifest(name: str) -> dict:
             recover_folder(folder)
     path = folder / "manifest.json"
     if not path.exists():
-        raise UserError(f"no data set {name!r} in {folder.parent}; make it: {how_to_make(name, {})}")
+        names = [*OFFLINE, *REMOTE, *(path.parent.name for path in folder.parent.glob("[!.]*/manifest.json"))]
+        raise UserError(f"no data set {name!r} in {folder.parent}; make it: {how_to_make(name, {})}{did_you_mean(name, names)}")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         sizes = {folder / shard["file"]: shard["bytes"] for shard in manifest["shards"]}
@@ -161,7 +162,8 @@ if __name__ == "__main__":
     # ---- Data
     source = "tinyworld"   # tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file
     name = ""              # of the data set; default: that of the source, the folder or the file
-    field = "text"         # of .jsonl, .parquet and hf: rows, where the text is
+    field = "text"         # of .jsonl, .json, .csv, .parquet and hf: rows, where the text is
+    encoding = "utf-8"     # of text files that are not UTF-8, such as gb18030
     # ---- Size
     num_shards = -1        # training shards at most, besides validation; -1 = all (on the hub, 100 MB each!)
     shard_mb = 8.0         # megabytes of text per training shard (downloads come as they are)
@@ -186,4 +188,4 @@ if __name__ == "__main__":
         write_section("data", "Data", "\n".join([
             f"`{manifest['source']}`: {len(manifest['shards'])} shards, the last of them for validation; the last five:", "",
             "| shard | documents | bytes of text | SHA-256 |", "|---|---|---|---|", *lines,
-        ]))
+        ]), data=manifest["name"])

@@ -1,5 +1,6 @@
 """What a user can cause and act on is said in one line; everything else keeps its traceback."""
 import contextlib
+import difflib
 import errno
 import os
 import signal
@@ -7,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 # Operating-system refusals that the user, not the program, has to mend.
@@ -18,6 +19,13 @@ tell_restarts: list[Callable[[str], object]] = []
 
 class UserError(Exception):
     """Bad input. The message is one or two lines: the value, what was expected, what to do."""
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """The end of a message about an unknown word: "; did you mean 'x'?" with the nearest other name, or nothing."""
+    others = {name.lower(): name for name in names if name != word}
+    nearest = difflib.get_close_matches(word.lower(), others, n=1, cutoff=0.5)
+    return f"; did you mean {others[nearest[0]]!r}?" if nearest else ""
 
 
 def require_positive(config: dict, *names: str) -> None:

@@ -25,6 +25,7 @@ class Stage(NamedTuple):
     optimizers: tuple[DistAdamW, DistMuon]
     checkpoints: Path       # the folder of this stage's checkpoints
     origin: str             # the checkpoint of the stage before that it all began with, and its sums
+    data: str | None        # the data set that its base model was trained on, as far as its checkpoints say
     step: int               # the first to take
     meta: dict | None       # of the interrupted run that goes on
 
@@ -66,7 +67,7 @@ def begin_stage(stage: str, config: dict, device: torch.device, dtype: torch.dty
     else:
         print0(f"starting from {begin}")
     step = meta["step"] if checkpoint else 0
-    return Stage(model, tokenizer, sharding, optimizers, checkpoints, origin, step, meta if checkpoint else None)
+    return Stage(model, tokenizer, sharding, optimizers, checkpoints, origin, meta.get("data"), step, meta if checkpoint else None)
 
 
 def describe_origin(checkpoint: Path) -> str:

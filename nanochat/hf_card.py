@@ -50,7 +50,7 @@ def report_numbers(source: str, checkpoint: Path) -> dict[str, float | str]:
     measured = f"Model: step {int(checkpoint.name.removeprefix('step_'))} of {checkpoint.parent.name}"
     newest = list_steps(checkpoint.parent)[-1:] == [int(checkpoint.name.removeprefix("step_"))]
     numbers: dict[str, float | str] = {}
-    paths = (base_dir() / "report" / "sections").glob("*.json")
+    paths = (base_dir() / "report" / "sections").glob(f"*/{checkpoint.parent.name}/*.json")
     for path in sorted(paths, key=lambda path: (place(path.stem, STAGES), path.stem)):
         try:
             section = read_section(path)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from nanochat import sources
 from nanochat.dataset import OFFLINE, REMOTE, dataset_dir, load_manifest, lock_path, locked
 from nanochat.download import Patience, fetch_all
-from nanochat.errors import UserError
+from nanochat.errors import UserError, did_you_mean
 from nanochat.files import recover_folder, write_folder_aside, write_text
 from nanochat.shards import build, describe
 
@@ -39,6 +39,7 @@ def make(
     num_shards: int = -1,
     seed: int = 42,
     field: str = "text",
+    encoding: str = "utf-8",
     shard_mb: float = 8.0,
     workers: int = 4,
     url: str = "",
@@ -51,8 +52,12 @@ def make(
         raise UserError(f"{num_shards=} must be -1 or at least 1, {shard_mb=} above 0 (at most 1000) and {workers=} at least 1")
     if not (source in (*OFFLINE, *REMOTE) or source.startswith("hf:")):
         if not source or not Path(source).expanduser().exists():
-            raise UserError(f"no source {source!r}, and no such path; expected {SOURCES}")
+            raise UserError(f"no source {source!r}, and no such path; expected {SOURCES}{did_you_mean(source, (*OFFLINE, *REMOTE))}")
         source = str(Path(source).expanduser().resolve())  # absolute: it names the same data from anywhere
+    try:
+        "".encode(encoding)
+    except LookupError:
+        raise UserError(f"encoding={encoding} is unknown; expected a name such as utf-8, gb18030, utf-16 or cp1252") from None
     name = name or default_name(source)
     check_name(name, source)
     settings = {"source": source, "num_shards": num_shards, "seed": seed, "field": field, "shard_mb": shard_mb}
@@ -63,7 +68,7 @@ def make(
             if source in REMOTE:
                 manifest = make_from_hub(name, source, num_shards, workers, url)
             else:
-                manifest = make_from_text(name, settings)
+                manifest = make_from_text(name, settings, encoding)
     except OSError as error:  # whatever cannot be read is a UserError already: this is about the disk we write to
         where = f" ({error.filename})" if error.filename else ""
         raise UserError(
@@ -74,7 +79,7 @@ def make(
     return manifest
 
 
-def make_from_text(name: str, settings: dict) -> dict:
+def make_from_text(name: str, settings: dict, encoding: str) -> dict:
     """
     Build a data set from documents, aside, and put it in place whole. What can be told to be the same is not built
     again; files of one's own may have changed, so they always are.
@@ -98,7 +103,8 @@ def make_from_text(name: str, settings: dict) -> dict:
         own = Path(hub_name).exists()
     else:
         own = True
-        documents = sources.own_documents(Path(source), settings["field"], tally)
+        settings = settings | {"encoding": encoding}
+        documents = sources.own_documents(Path(source), settings["field"], tally, encoding)
     with contextlib.suppress(UserError):
         manifest = load_manifest(name)
         if not own and manifest.get("settings") == settings:

@@ -1,11 +1,16 @@
 """
 The report of a run: what every stage found, in one markdown file with plots.
 
-    python -m nanochat.report     # writes report/report.md in the base folder
+    python -m nanochat.report                   # of the model that was worked on last: report/report.md in the base folder
+    python -m nanochat.report --model_tag=d4    # of another one
 
-A stage leaves its section as it ends (`write_section`); `generate` gathers those that are there. A section or a metrics
+A stage leaves its section as it ends (`write_section`), in report/sections/DATA for a data set and its tokenizer, and in
+report/sections/DATA/TAG for a model that was trained on it; `generate` gathers those of one model. A section or a metrics
 file that cannot be read costs the report one line, never the report.
 """
+if __name__ == "__main__":
+    import configurator  # noqa: F401  checks the command line, before torch is imported
+
 import html
 import json
 import os
@@ -20,23 +25,25 @@ from typing import Any
 import torch
 
 from nanochat.distributed import is_rank0
-from nanochat.errors import UserError
+from nanochat.errors import UserError, did_you_mean
 from nanochat.files import base_dir, write_text
 from nanochat.metrics import minutes
 from nanochat.plots import plot_section, single_line
 
 STAGES = ("data", "tokenizer", "base_train", "base_eval", "mid_train", "chat_sft", "chat_rl", "chat_eval")  # then the rest
 COLUMNS = ("base", "mid", "sft", "rl")  # of the summary; then the rest
+UNKNOWN = "unknown"  # in place of a data set's name
 
 
 # ---- Sections
 
 def write_section(stage: str, title: str, body: str, results: dict[str, dict[str, float | str]] | None = None,
-                  metrics: Path | None = None, floor: float | None = None) -> None:
+                  metrics: Path | None = None, floor: float | None = None, *, data: str | None, model_tag: str = "") -> None:
     """
     Keep a stage's section for the report, in place of an earlier one of that stage. Rank 0 only.
 
     stage: also the name of its files, such as "base_train".   body: markdown.
+    data: the data set it is about, or that its model was trained on; None where nobody knows, as of an imported model.
     results: for the summary table, {column: {row: value}}; a column is the model that was measured, such as "base".
     metrics: the run's metrics.jsonl, to plot.   floor: entropy of the corpus in bits per byte, drawn beside validation.
     """
@@ -55,7 +62,7 @@ def write_section(stage: str, title: str, body: str, results: dict[str, dict[str
         "made": provenance(),
     }
     text = json.dumps(section, indent=1, default=float)  # numbers of numpy and torch as well
-    write_text(base_dir() / "report" / "sections" / f"{stage}.json", text)
+    write_text(base_dir() / "report" / "sections" / (data or UNKNOWN) / model_tag / f"{stage}.json", text)
 
 
 def read_section(path: Path) -> dict[str, Any]:
@@ -72,19 +79,30 @@ def read_section(path: Path) -> dict[str, Any]:
 
 # ---- The report
 
-def generate() -> Path:
-    """Write report.md and its figures from the sections that are there; returns its path. UserError when there are none."""
+def generate(model_tag: str = "", data: str = "") -> Path:
+    """
+    Write report.md and its figures from the sections of a model and the data set it was trained on; returns its path.
+    model_tag, data: empty for the newest; before there is a model, a data set is reported on. UserError when there is nothing.
+    """
     folder = base_dir() / "report"
-    paths = sorted((folder / "sections").glob("*.json"), key=lambda path: (place(path.stem, STAGES), path.stem))
+    models = newest_last((folder / "sections").glob("*/*/*.json"))
+    chosen = [model for model in models if model_tag in ("", model.name) and data in ("", model.parent.name)][-1:]
+    if not chosen and (models or model_tag):
+        known = f"there are those of {', '.join(map(named, models)) or 'no model'}{did_you_mean(model_tag, {model.name for model in models})}"
+        raise UserError(f"no sections of model_tag={model_tag}{f', data={data}' if data else ''} in {folder}; {known}")
+    folders = [chosen[0].parent, *chosen] if chosen else newest_last((folder / "sections").glob("*/*.json"))[-1:]
+    paths = sorted((path for one in folders for path in one.glob("*.json")), key=lambda path: (place(path.stem, STAGES), path.stem))
     if not paths:
         raise UserError(f"{folder} has no sections to report; a stage leaves one as it ends, such as python -m scripts.base_train")
-    here = provenance()
+    here = provenance() | {"Model": named(model) for model in chosen}
+    if others := [named(model) for model in models if model not in chosen]:
+        here["Other models here"] = f"{', '.join(others)}; `python -m nanochat.report --model_tag=…` reports on another"
     tables, chapters, seconds = [], [], 0.0
     for path in paths:
         try:
             section = read_section(path)
         except (OSError, ValueError) as error:
-            chapters.append(f"## {path.stem}\n\n*Left out: sections/{path.name} is damaged ({single_line(error)}); run its stage again.*")
+            chapters.append(f"## {path.stem}\n\n*Left out: {path.relative_to(folder)} is damaged ({single_line(error)}); run its stage again.*")
             continue
         tables.append(section["results"])
         chapter = [f"## {single_line(section['title'])}", f"*{made_line(section['made'], here)}*", section["body"].strip()]
@@ -98,6 +116,19 @@ def generate() -> Path:
     header = "\n".join(f"- {name}: {value}" for name, value in here.items())
     write_text(folder / "report.md", "\n\n".join(["# nanochat report", header, *summary(tables), *chapters]) + "\n")
     return folder / "report.md"
+
+
+def newest_last(sections: Iterable[Path]) -> list[Path]:
+    """The folders of these sections, by the time of the newest section in each."""
+    times: dict[Path, int] = {}
+    for path in sections:
+        times[path.parent] = max(times.get(path.parent, 0), path.stat().st_mtime_ns)
+    return sorted(times, key=lambda folder: (times[folder], folder))
+
+
+def named(model: Path) -> str:
+    """A model in words, by the folder of its sections."""
+    return f"{model.name} (trained on {model.parent.name})" if model.parent.name != UNKNOWN else model.name
 
 
 def place(name: str, order: tuple[str, ...]) -> int:
@@ -200,5 +231,7 @@ def commit(folder: Path) -> str:
 if __name__ == "__main__":
     from configurator import configure
 
+    model_tag = ""  # the model to report on; empty: the one that was worked on last
+    data = ""       # the data set it was trained on, where several models have this tag; empty: the newest
     configure(globals())
-    print(generate())
+    print(generate(model_tag, data))

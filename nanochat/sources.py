@@ -4,11 +4,13 @@ split between training and validation; mostly a document is its own kin.
 
     tinyworld            the embedded corpus, generated
     python               the standard library of the running interpreter and the reference behind its `help()`
-    FOLDER or FILE       one's own text in any language: .txt .md .jsonl .parquet, and .gz or .zst of the first three
+    FOLDER or FILE       one's own text in any language: .txt .md .jsonl .json .csv .tsv .parquet, and .gz or .zst of all but the last
     hf:NAME[:CONFIG]     any text data set that the `datasets` package can load, from the hub or from a folder
 
 (fineweb-edu and climbmix are fetched as finished shards instead, see download.py.)
 """
+import contextlib
+import csv
 import io
 import itertools
 import json
@@ -19,20 +21,21 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat import tinyworld
 from nanochat.dataset import first_line
+from nanochat.encodings import decode, encoding_of, not_text, open_text, too_many
 from nanochat.errors import UserError
 
 TINYWORLD_BYTES = 24_000_000   # text in all: about 75,000 documents, a few seconds to make
-PIECE_BYTES = 64 << 10         # a text file longer than this becomes several documents
+PIECE = 64 << 10               # characters; a text file longer than this becomes several documents
 SHUFFLE_BUFFER = 10_000        # rows of a hub data set that are mixed before num_shards cuts it off
-KIND = re.compile(r"\.(txt|md|jsonl|parquet)(\.gz|\.zst)?$", re.IGNORECASE)
-COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+KIND = re.compile(r"\.(txt|md|jsonl|json|csv|tsv|parquet)(\.gz|\.zst)?$", re.IGNORECASE)
+KINDS = ".txt .md .jsonl .json .csv .tsv .parquet (or .gz/.zst of them)"
 
 Documents = Iterator[tuple[str, str]]
 
@@ -58,8 +61,7 @@ def python_documents(tally: Counter) -> Documents:
                 source = data.decode(encoding)
             except (SyntaxError, UnicodeDecodeError, LookupError):  # tests of the interpreter declare nonsense
                 source = decode(data, tally)
-            for piece in pieces(io.BytesIO(source.encode()), PIECE_BYTES):
-                yield piece.decode(), source
+            yield from ((piece, source) for piece in pieces(io.StringIO(source), PIECE))
     try:
         from pydoc_data.topics import topics
     except ImportError:  # some distributions leave it out
@@ -69,29 +71,51 @@ def python_documents(tally: Counter) -> Documents:
 
 # ---- Files of one's own
 
-def own_documents(path: Path, field: str, tally: Counter) -> Documents:
+def own_documents(path: Path, field: str, tally: Counter, encoding: str = "utf-8") -> Documents:
     """
     The documents of a file, or of a folder's usable files: a .txt or .md file is one, cut at blank lines where it is
-    longer than PIECE_BYTES; so is a line of .jsonl and a row of .parquet, from its `field`.
-    Bytes that are not UTF-8 become U+FFFD and are counted; anything else that is wrong is a UserError with its place.
+    longer than PIECE; so is a line of .jsonl, an entry of .json, a row of .csv, .tsv and .parquet, from its `field`.
+    Text that is not UTF-8 is read in `encoding`, see `encoding_of`. What else is wrong is a UserError with its place.
+    Files of another kind, and those with characters that had to be replaced, are printed.
     """
-    files = [file for file in ([path] if path.is_file() else files_below(path)) if KIND.search(file.name)]
+    there = [path] if path.is_file() else list(files_below(path))
+    files = [file for file in there if KIND.search(file.name)]
     if not files:
-        raise UserError(f"no documents in {path}: expected .txt .md .jsonl .parquet (or .gz/.zst of them)")
-    # A single short text has to become several documents as well, or there is nothing to hold out.
-    most = PIECE_BYTES if len(files) > 1 else max(64, min(PIECE_BYTES, files[0].stat().st_size // 8))
+        raise UserError(f"no documents in {path}: expected {KINDS}")
+    if others := [str(file.relative_to(path)) for file in there if not KIND.search(file.name)]:
+        print(f"not read: {listed(others)} (expected {KINDS})")
+    read_as, sizes, bad = {}, {}, {}
     for file in files:
-        try:
-            kind = KIND.search(file.name)[1].lower()
-            if kind == "parquet":
-                texts = parquet_texts(file, field, tally)
-            elif kind == "jsonl":
-                texts = jsonl_texts(file, field, tally)
-            else:
-                texts = plain_texts(file, most, tally)
+        if kind_of(file) != "parquet":
+            with refusing(file):
+                read_as[file], sizes[file], bad[file] = encoding_of(file, encoding)
+    if too_many(sum(bad.values()), sum(sizes.values())):  # a few in each of many short files
+        worst = max(bad, key=lambda file: bad[file] / max(1, sizes[file]))
+        raise not_text(worst, encoding, sum(bad.values()), sum(sizes.values()), f" in {path}")
+    if any(bad.values()):
+        print(f"warning: characters replaced in {listed(f'{file} ({count:,})' for file, count in bad.items() if count)}")
+    tally["invalid"] += sum(bad.values())
+    # A single short text has to become several documents as well, or there is nothing to hold out.
+    most = PIECE if len(files) > 1 else max(64, min(PIECE, sum(sizes.values()) // 8))
+    return documents_of(files, field, most, read_as, tally)
+
+
+def documents_of(files: list[Path], field: str, most: int, read_as: dict[Path, str], tally: Counter) -> Documents:
+    """The documents of these files, texts in the encodings `read_as`."""
+    for file in files:
+        with refusing(file):
+            match kind_of(file):
+                case "parquet":
+                    texts = parquet_texts(file, field, tally)
+                case "jsonl":
+                    texts = jsonl_texts(file, field, read_as[file])
+                case "json":
+                    texts = json_texts(file, field, read_as[file])
+                case "csv" | "tsv":
+                    texts = csv_texts(file, field, read_as[file])
+                case _:
+                    texts = plain_texts(file, most, read_as[file])
             yield from ((text, text) for text in texts)
-        except OSError as error:  # of a .gz or .zst as well, where it is cut or damaged
-            raise UserError(f"cannot read {file}: {error.strerror or first_line(error)}") from error
 
 
 def files_below(folder: Path) -> Iterator[Path]:
@@ -104,55 +128,98 @@ def files_below(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
 
 
-def open_bytes(path: Path) -> BinaryIO:
-    """A file's bytes, decompressed."""
-    codec = COMPRESSION.get(path.suffix.lower())
-    return io.BufferedReader(pa.input_stream(str(path), compression=codec)) if codec else open(path, "rb")
+def kind_of(path: Path) -> str:
+    return KIND.search(path.name)[1].lower()
 
 
-def plain_texts(path: Path, most: int, tally: Counter) -> Iterator[str]:
-    """A text file, in pieces of at most `most` bytes."""
-    with open_bytes(path) as file:
-        for piece in pieces(file, most):
-            yield decode(piece, tally)
+@contextlib.contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """Errors of reading a file, of a .gz or .zst that is cut or damaged as well, as a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or first_line(error)}") from error
 
 
-def pieces(file: BinaryIO, most: int) -> Iterator[bytes]:
+def listed(names: Iterable[str]) -> str:
+    """The first few names, and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:5]) + f" and {len(names) - 5:,} more" * (len(names) > 5)
+
+
+# ---- Texts of a file, by its kind
+
+def plain_texts(path: Path, most: int, encoding: str) -> Iterator[str]:
+    """A text file, in pieces of at most `most` characters."""
+    with open_text(path, encoding) as file:
+        yield from pieces(file, most)
+
+
+def pieces(file: TextIO, most: int) -> Iterator[str]:
     """
-    A text in pieces of at most `most` bytes, each cut at the last gap between chapters (or Python's top-level
+    A text in pieces of at most `most` characters, each cut at the last gap between chapters (or Python's top-level
     definitions) that fits, else between paragraphs, lines, words, characters.
     """
     rest = file.read(most + 1)
     while len(rest) > most:
-        for mark in (b"\n\n\n", b"\n\n", b"\n\r\n", b"\n", b" "):
+        for mark in ("\n\n\n", "\n\n", "\n\r\n", "\n", " "):
             if (found := rest.rfind(mark, most // 4, most)) >= 0:
-                end = found + len(mark)
                 break
-        else:
-            end = next(end for end in range(most, 0, -1) if rest[end] & 0xC0 != 0x80 or end == most - 3)
+        end = most if found < 0 else found + len(mark)
         yield rest[:end]
         rest = rest[end:] + file.read(end)
     yield rest
 
 
-def jsonl_texts(path: Path, field: str, tally: Counter) -> Iterator[str]:
+def jsonl_texts(path: Path, field: str, encoding: str) -> Iterator[str]:
     """The field of every line; blank lines are passed over."""
-    with open_bytes(path) as file:
+    with open_text(path, encoding) as file:
         for number, line in enumerate(file, start=1):
             place = f"{path}, line {number}"
             if not line.strip():
                 continue
             try:
-                row = json.loads(decode(line, tally))
+                row = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{place}: not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{place}: expected an object with a field {field!r}, found {type(row).__name__}")
             yield text_of(row, field, place)
 
 
+def json_texts(path: Path, field: str, encoding: str) -> Iterator[str]:
+    """The field of every object of a list, whose entries may also be texts; of a single object; or of lines as in .jsonl."""
+    with open_text(path, encoding) as file:
+        try:
+            rows = json.load(file)
+        except (ValueError, RecursionError) as error:
+            if getattr(error, "msg", "") != "Extra data":  # behind a first line that is whole
+                raise UserError(f"{path}: not JSON: {error}") from error
+            rows = None
+    if rows is None:
+        yield from jsonl_texts(path, field, encoding)
+    elif isinstance(rows, dict) and field not in rows:
+        print(f"not read: {path} ({missing('one object', field, rows)})")  # such as what describes the other files
+    else:
+        for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
+            yield row if isinstance(row, str) else text_of(row, field, f"{path}, entry {number}")
+
+
+def csv_texts(path: Path, field: str, encoding: str) -> Iterator[str]:
+    """The field of every row, by the names in the first line, whose most frequent mark separates: comma, semicolon or tab."""
+    csv.field_size_limit(1 << 29)  # characters; texts are longer than the 131,072 that it takes otherwise
+    with open_text(path, encoding, newline="") as file:
+        first = file.readline()
+        delimiter = max(",;\t", key=first.count)
+        rows = csv.DictReader(file, next(csv.reader([first], delimiter=delimiter), []), delimiter=delimiter, strict=True)
+        try:
+            for row in rows:
+                yield text_of(row, field, f"{path}, line {rows.line_num + 1}")
+        except csv.Error as error:
+            raise UserError(f"{path}, line {rows.line_num + 1}: not CSV: {error}") from error
+
+
 def parquet_texts(path: Path, field: str, tally: Counter) -> Iterator[str]:
-    """The field of every row; null is an empty document."""
+    """The field of every row; null is an empty document. What is not UTF-8 is replaced and counted, and refused where it is too much."""
+    characters, before = 0, tally["invalid"]
     try:
         with pq.ParquetFile(path) as parquet:
             schema = parquet.schema_arrow
@@ -164,9 +231,16 @@ def parquet_texts(path: Path, field: str, tally: Counter) -> Iterator[str]:
                 except pa.ArrowNotImplementedError:
                     held = schema.field(field).type
                     raise UserError(f"{path}: field {field!r} holds {held}, expected strings") from None
-                yield from (decode(data or b"", tally) for data in column.to_pylist())
+                texts = [decode(data or b"", tally) for data in column.to_pylist()]
+                characters += sum(map(len, texts))
+                yield from texts
     except pa.ArrowException as error:
         raise UserError(f"{path}: not a whole parquet file: {first_line(error)}") from error
+    bad = tally["invalid"] - before
+    if too_many(bad, characters):
+        raise UserError(f"{path} is not utf-8: {bad:,} of {characters:,} characters of {field!r} cannot be read; write it anew, or take it away")
+    if bad:
+        print(f"warning: characters replaced in {path} ({bad:,})")
 
 
 # ---- The `datasets` package
@@ -200,6 +274,8 @@ def hf_documents(name: str, config: str, field: str, seed: int, text_bytes: int)
 
 def text_of(row: dict, field: str, place: str) -> str:
     """The text in a row's field; null is empty. UserError, naming the place, where there is none."""
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: expected an object with a field {field!r}, found {type(row).__name__}")
     if field not in row:
         raise UserError(missing(place, field, row))
     text = row[field]
@@ -212,10 +288,3 @@ def missing(place: str, field: str, there: Iterable[str]) -> str:
     """What to say of a field that is not there."""
     names = ", ".join(map(str, there))
     return f"{place}: no field {field!r}; there is: {names or 'nothing'} (choose with --field=…)"
-
-
-def decode(data: bytes, tally: Counter) -> str:
-    """UTF-8 to text without a byte order mark; what is invalid becomes U+FFFD, and these are counted."""
-    text = data.decode(errors="replace").removeprefix("\ufeff")
-    tally["invalid"] += text.count("\ufffd")
-    return text

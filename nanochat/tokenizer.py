@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from nanochat.errors import UserError
+from nanochat.errors import UserError, did_you_mean
 from nanochat.files import base_dir, write_text
 
 SPECIAL_TOKENS = (
@@ -223,7 +223,8 @@ def get_tokenizer(name: str) -> Tokenizer:
     """The tokenizer trained on the data source of that name. UserError when there is none or it cannot be used."""
     if not (tokenizer_dir(name) / FILE_NAME).is_file():
         raise UserError(f"no tokenizer for data {name!r} in {tokenizer_dir(name)}; "
-                        f"make one: python -m scripts.tok_train --data={name}")
+                        f"make one: python -m scripts.tok_train --data={name}"
+                        + did_you_mean(name, (path.name for path in tokenizer_dir("").glob("[!.]*"))))
     return Tokenizer.load(tokenizer_dir(name))
 
 

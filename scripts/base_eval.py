@@ -115,5 +115,5 @@ if in_tinyworld and rank == 0:
     print0(f"excess over the floor: {results['excess over the floor']} bits per byte; held-out questions: {results['held-out questions']}")
 
 if rank == 0:
-    write_section("base_eval", "Base model: evaluation", "\n".join(lines + core_lines), {"base": results})
+    write_section("base_eval", "Base model: evaluation", "\n".join(lines + core_lines), {"base": results}, data=trained_on, model_tag=checkpoint.parent.name)
 compute_cleanup()

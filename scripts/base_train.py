@@ -9,9 +9,10 @@ The outer loop is one optimizer step, the inner loop accumulates the gradient of
 import math
 from typing import Literal
 
+from configurator import configure
+
 import torch
 
-from configurator import configure
 from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, discard_after, read_meta
 from nanochat.compiling import eagerly, set_up
 from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks, why_no_bundle
@@ -232,5 +233,5 @@ elif rank == 0:
     write_section("base_train", "Base model: pretraining", settings_table(config), metrics=metrics.path, floor=entropy_floor(data), results={"base": {
         "parameters": f"{parameters:,}", "tokens trained on": f"{num_iterations * total_batch_size:,}",
         "training minutes": state["elapsed"] / 60, "best validation bits per byte": state["min_val_bpb"] or "-",
-    }})
+    }}, data=data, model_tag=checkpoints.name)
 compute_cleanup()

@@ -59,5 +59,6 @@ for task in measured:
 mean = name_of_mean(tasks, max_problems, len(measured))
 results[mean] = sum(scores) / len(scores)
 print0(f"{mean:42} {results[mean]:6.3f}")
-write_section(f"chat_eval_{source}", f"Chat evaluation: {source}", "\n".join(lines), {source: results})
+write_section(f"chat_eval_{source}", f"Chat evaluation: {source}", "\n".join(lines), {source: results},
+              data=meta.get("data"), model_tag=checkpoint.parent.name)
 compute_cleanup()

@@ -12,9 +12,10 @@ the same (Yu et al. 2025, arXiv:2503.14476).
 import math
 from typing import Literal
 
+from configurator import configure
+
 import torch
 
-from configurator import configure
 from nanochat.checkpoint import discard_after
 from nanochat.compiling import set_up
 from nanochat.conversation_loader import order, padded_length, tensors
@@ -94,7 +95,7 @@ if problems.eval_type != "generative":
 
 # ---- The model of the stage before, or an interrupted run; from here on `step` is the next optimizer step
 start = config | {"overwrite": True, "resume": "", "resume_from_step": -1} if dry_run else config  # starts afresh; nothing is removed
-model, tokenizer, sharding, optimizers, checkpoints, origin, step, meta = begin_stage("rl", start, device, model_dtype, compiling)
+model, tokenizer, sharding, optimizers, checkpoints, origin, data, step, meta = begin_stage("rl", start, device, model_dtype, compiling)
 schedule = [index for epoch in range(num_epochs) for index in order(len(problems), seed, epoch)]
 steps_of_all = math.ceil(len(schedule) / examples_per_step)
 num_iterations = steps_of_all if num_iterations == -1 else min(num_iterations, steps_of_all)
@@ -138,7 +139,7 @@ while True:
     if step > start_step and (last_step or stopping or save_every > 0 and step % save_every == 0):
         metrics.pause()
         saver.save(step, dict(config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
-                              data_state=data_state, metrics_state=metrics.state, before=before))
+                              data=data, data_state=data_state, metrics_state=metrics.state, before=before))
     if stopping:
         break
     if eval_every > 0 and (last_step or step % eval_every == 0):
@@ -193,5 +194,5 @@ else:
         print0(f"held-out {task}: {change}")
         body = f"Held-out {task}: {change}.\n\n{body}"
         results |= {f"pass@1 of {task}, before": pass_at(before, 1), f"pass@1 of {task}, after": pass_at(right, 1)}
-    write_section("chat_rl", "Reinforcement learning", body, {"rl": results}, metrics.path)
+    write_section("chat_rl", "Reinforcement learning", body, {"rl": results}, metrics.path, data=data, model_tag=checkpoints.name)
 compute_cleanup()

@@ -10,9 +10,10 @@ target tokens divided by their number, however the conversations fall into micro
 import math
 from typing import Literal
 
+from configurator import configure
+
 import torch
 
-from configurator import configure
 from nanochat.checkpoint import discard_after
 from nanochat.compiling import set_up
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order
@@ -85,7 +86,7 @@ train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(withou
 measured = [task for task in make_tasks(without_parts(tasks), "test") if task.eval_type]
 
 # ---- The model of the stage before, or an interrupted run of this script; from here on `step` is the next optimizer step
-model, tokenizer, sharding, optimizers, checkpoints, origin, step, meta = begin_stage("sft", config, device, model_dtype, compiling)
+model, tokenizer, sharding, optimizers, checkpoints, origin, data, step, meta = begin_stage("sft", config, device, model_dtype, compiling)
 max_seq_len = row_length(max_seq_len, model)
 
 # ---- Data: every rank knows all rows, and so where the run ends
@@ -122,7 +123,7 @@ while True:
     if step > start_step and (last_step or stopping or save_every > 0 and step % save_every == 0):
         metrics.pause()
         saver.save(step, dict(config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
-                              data_state=data_state, metrics_state=metrics.state))
+                              data=data, data_state=data_state, metrics_state=metrics.state))
     if stopping:
         break
     if eval_every > 0 and (last_step or step % eval_every == 0):
@@ -173,5 +174,5 @@ if stopping:
 else:
     write_section("chat_sft", "Supervised fine-tuning", settings_table(config), metrics=metrics.path, results={"sft": {
         "training minutes": metrics.state["elapsed"] / 60, "best validation bits per byte": metrics.state["min_val_bpb"] or "-",
-    }})
+    }}, data=data, model_tag=checkpoints.name)
 compute_cleanup()

@@ -18,10 +18,11 @@ import webbrowser
 from functools import partial
 from typing import Literal
 
+from configurator import configure
+
 import torch
 import uvicorn
 
-from configurator import configure
 from nanochat.checkpoint import find_model, load_checkpoint
 from nanochat.distributed import compute_dtype, compute_init, print0
 from nanochat.engine import Engine

@@ -11,12 +11,13 @@ import socket
 import tempfile
 from pathlib import Path
 
+from configurator import configure
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing import start_processes
 
-from configurator import configure
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.pages import put_into_page, table

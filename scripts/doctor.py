@@ -16,9 +16,10 @@ import shutil
 import sys
 from typing import Literal
 
+from configurator import configure
+
 import torch
 
-from configurator import configure
 from nanochat.checkpoint import STAGES, checkpoint_dir, list_steps, list_tags, problem_with, step_dir
 from nanochat.dataset import OFFLINE, how_to_make, load_manifest
 from nanochat.distributed import DEVICE_TYPES, autodetect_device_type, compute_dtype

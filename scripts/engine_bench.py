@@ -8,9 +8,10 @@ included. "uncached" is GPT.generate, which reads everything again for each toke
 """
 import time
 
+from configurator import configure
+
 import torch
 
-from configurator import configure
 from nanochat.distributed import compute_init, print0
 from nanochat.engine import Engine
 from nanochat.errors import require_positive

@@ -5,9 +5,10 @@ How many tokens per second the loader makes on one thread: from text, and from t
 """
 import time
 
+from configurator import configure
+
 import numpy as np
 
-from configurator import configure
 from nanochat.dataloader import RowPlanner, TokenizedShards
 from nanochat.dataset import ensure_dataset, read_shard
 from nanochat.distributed import print0

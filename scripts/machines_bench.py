@@ -11,11 +11,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from configurator import configure
+
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
-from configurator import configure
 from nanochat.errors import UserError, require_positive
 from nanochat.flops import datasheet_peak, measured_matmul_flops
 from nanochat.machines import LINKS, Link, Step, plan_step, shaped

@@ -13,9 +13,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from configurator import configure
+
 import torch
 
-from configurator import configure
 from nanochat.dataset import ensure_dataset
 from nanochat.errors import UserError
 from nanochat.files import base_dir

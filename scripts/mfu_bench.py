@@ -8,10 +8,11 @@ import statistics
 import time
 from typing import Literal
 
+from configurator import configure
+
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from configurator import configure
 from nanochat.compiling import set_compile
 from nanochat.distributed import compute_dtype, compute_init
 from nanochat.errors import require_positive

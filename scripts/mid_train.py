@@ -9,9 +9,10 @@ Rows are packed with whole conversations; only what the assistant writes is lear
 import math
 from typing import Literal
 
+from configurator import configure
+
 import torch
 
-from configurator import configure
 from nanochat.checkpoint import discard_after
 from nanochat.compiling import set_up
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order, pack
@@ -77,7 +78,7 @@ rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, co
 train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(without_parts(tasks), "test", seed=0)
 
 # ---- The base model, or an interrupted run of this script; from here on `step` is the next optimizer step
-model, tokenizer, sharding, optimizers, checkpoints, origin, step, meta = begin_stage("mid", config, device, model_dtype, compiling)
+model, tokenizer, sharding, optimizers, checkpoints, origin, data, step, meta = begin_stage("mid", config, device, model_dtype, compiling)
 max_seq_len = row_length(max_seq_len, model)
 
 # ---- Data: every rank packs all rows, and so knows where the run ends
@@ -119,7 +120,7 @@ while True:
     if step > start_step and (last_step or stopping or save_every > 0 and step % save_every == 0):
         metrics.pause()
         saver.save(step, dict(config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
-                              data_state=data_state, metrics_state=metrics.state))
+                              data=data, data_state=data_state, metrics_state=metrics.state))
     if stopping:
         break
     if eval_every > 0 and (last_step or step % eval_every == 0):
@@ -162,5 +163,5 @@ if stopping:
 else:
     write_section("mid_train", "Mid-training", settings_table(config), metrics=metrics.path, results={"mid": {
         "training minutes": metrics.state["elapsed"] / 60, "best validation bits per byte": metrics.state["min_val_bpb"] or "-",
-    }})
+    }}, data=data, model_tag=checkpoints.name)
 compute_cleanup()

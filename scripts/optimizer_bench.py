@@ -15,9 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from configurator import configure
+
 import torch
 
-from configurator import configure
 from nanochat.adamw import DistAdamW
 from nanochat.dataloader import tokenizing_distributed_data_loader
 from nanochat.errors import UserError, require_positive

@@ -17,10 +17,11 @@ import sys
 import time
 from typing import Literal, NamedTuple
 
+from configurator import configure
+
 import torch
 import torch.distributed as dist
 
-from configurator import configure
 from nanochat.distributed import compute_cleanup, compute_init, print0
 from nanochat.errors import UserError, require_positive
 from nanochat.gpt import GPT, config_from_depth

@@ -4,9 +4,10 @@ what all of it takes and costs. Formulas only: nothing is trained.
 
     python -m scripts.plan --depth=20 --gpus=8 --gpu=H100 --link=nvlink4
 """
+from configurator import configure
+
 import torch
 
-from configurator import configure
 from nanochat.errors import UserError, require_positive
 from nanochat.flops import datasheet_peak
 from nanochat.machines import LINKS, plan_step, shaped

@@ -19,9 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from configurator import configure
+
 import torch
 
-from configurator import configure
 from nanochat.checkpoint import checkpoint_dir, load_checkpoint
 from nanochat.conversation import render_prompt
 from nanochat.distributed import compute_dtype, compute_init, print0

@@ -6,9 +6,10 @@ Compare our tokenizer with those of GPT-2 and GPT-4: bytes of text per token, hi
 import threading
 from itertools import islice
 
+from configurator import configure
+
 import tiktoken
 
-from configurator import configure
 from nanochat.dataset import iter_texts
 from nanochat.tokenizer import bytes_per_token, get_tokenizer
 

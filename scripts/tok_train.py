@@ -34,4 +34,4 @@ print(f"validation split: {compression:.3f} bytes per token")
 write_section("tokenizer", "Tokenizer", (
     f"{tokenizer.get_vocab_size():,} ids learned from `{data}`; {compression:.3f} bytes per token on its validation split; "
     f"fingerprint `{tokenizer.fingerprint[:16]}`.\n\n{settings_table(config)}"
-))
+), data=data)

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from configurator import configure
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,7 +32,6 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from configurator import configure
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.memory import StateBytes, parameter_counts, sent_bytes, state_bytes
 from nanochat.pages import put_into_page, table

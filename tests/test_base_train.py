@@ -97,7 +97,8 @@ def test_an_empty_base_folder_is_enough(base_folder):
     assert evaluation.returncode == 0, evaluation.stderr
     assert "held-out questions" in evaluation.stdout and "excess over the floor" in evaluation.stdout
     report = run_module("nanochat.report", fresh=True)
-    assert report.returncode == 0 and "held-out questions" in (base_folder / "report" / "report.md").read_text()
+    assert report.returncode == 0 and "held-out questions" in (text := (base_folder / "report" / "report.md").read_text())
+    assert "- Model: d4 (trained on tinyworld)\n" in text
 
 
 @pytest.mark.parametrize("dtype,compiled", [("float32", False), ("bfloat16", False), ("float32", True), ("bfloat16", True)])

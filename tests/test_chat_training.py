@@ -92,6 +92,8 @@ def test_a_stage_killed_on_two_ranks_goes_on_exactly(base, tmp_path, stage):
     timing = ("train/dt", "train/tok_per_sec", "train/mfu", "train/mfu_at_most")
     logs = [[{k: v for k, v in record.items() if k not in timing} for record in read_metrics(path / "metrics.jsonl")] for path in (undisturbed, folder)]
     assert logs[0] == logs[1] and any("train/loss" in record for record in logs[0])
+    section = base / "report" / "sections" / "sums" / "tiny" / f"{module.removeprefix('scripts.')}.json"
+    assert section.exists(), "of this model, and of the data that its base model was trained on"
 
 
 def test_a_mixture_is_seen_once_and_the_rate_only_falls(base):

@@ -286,6 +286,8 @@ def test_the_choice_of_a_model_is_never_guessed():
         load_model("base", torch.device("cpu"), "eval")
     with pytest.raises(UserError, match="no valid checkpoint of step 7"):
         load_model("base", torch.device("cpu"), "eval", "d1", 7)
+    with pytest.raises(UserError, match=r"steps there: none; there is a model d1; there is a model d2\); did you mean 'd2'\?$"):
+        load_model("base", torch.device("cpu"), "eval", "d22")
     with pytest.raises(UserError, match="source=pretrain is unknown"):
         load_model("pretrain", torch.device("cpu"), "eval")
     path = save(checkpoint_dir("base", "d3"), 1, Rank())

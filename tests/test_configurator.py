@@ -166,6 +166,40 @@ def test_what_does_not_fit_is_one_line_that_names_it(script, monkeypatch, capsys
     assert all(words in line for words in said), line
 
 
+@pytest.mark.parametrize(("argv", "changed"), [
+    (["--depth", "4", "--name", "x y", "--total-batch-size", "2**4"], {"depth": 4, "name": "x y", "total_batch_size": 16}),
+    (["--depth", "-1", "--clip", "None", "--name", "file.py"], {"depth": -1, "clip": None, "name": "file.py"}),
+    (["--compile", "False", "--quiet", "--depth=4"], {"compile": False, "quiet": True, "depth": 4}),
+    (["--compile", "no", "--quiet", "settings.py"], {"compile": False, "quiet": True, "decay": 0.5}),
+])
+def test_a_blank_does_for_the_equals_sign(script, monkeypatch, tmp_path, argv, changed):
+    (tmp_path / "settings.py").write_text("decay = 0.5\n")
+    monkeypatch.chdir(tmp_path)
+    assert run(script, monkeypatch, *argv)["config"] == DEFAULTS | changed
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["--depth", "four"], "--depth=four: depth takes int"),
+    (["--depth", "--name", "x"], "--depth needs a value"),
+    (["--depth", "4", "5"], "stray argument '5'"),
+    (["--compile", "4"], "stray argument '4'"),
+])
+def test_a_value_after_a_blank_is_checked_as_well(script, monkeypatch, capsys, argv, said):
+    assert said in refused(script, monkeypatch, capsys, *argv)
+
+
+def test_every_command_refuses_a_mistyped_setting_before_torch_is_imported(tmp_path):
+    """A stand-in for torch says that it was imported, and ends the process."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    commands = [f"scripts.{path.stem}" for path in sorted((ROOT / "scripts").glob("[!_]*.py"))] + ["nanochat.dataset", "nanochat.report"]
+    assert len(commands) > 20
+    for command in commands:
+        done = subprocess.run([sys.executable, "-m", command, "--no_such_setting", "4"], cwd=tmp_path, env=environment,
+                              capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and done.stderr.startswith("error: --no_such_setting: there is no setting"), (command, done.stderr)
+
+
 def test_a_key_given_twice_is_refused_however_it_is_spelled(script, monkeypatch, capsys):
     assert "--max-seq-len is given twice" in refused(script, monkeypatch, capsys, "--max_seq_len=1", "--max-seq-len=1")
 

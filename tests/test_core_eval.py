@@ -424,7 +424,7 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder, tmp_path):
     assert f"step 00003/00003 | {name} " in trained.stdout
     evaluated = run_module("scripts.base_eval", "--eval_tokens=64", "--core_metric_max_per_task=10", env=no_network)
     assert evaluated.returncode == 0, evaluated.stderr
-    section = json.loads((base_folder / "report/sections/base_eval.json").read_text())
+    section = json.loads((base_folder / "report/sections/sums/d1/base_eval.json").read_text())
     results = section["results"]["base"]
     assert results[name] == pytest.approx(measured[3][f"core/{name}"], abs=1e-12) and f"\n{name}: " in evaluated.stdout
     assert [row for row in results if row.startswith("CORE")] == [name, *(f"{name}: {label}" for label in TASKS)]
@@ -434,4 +434,4 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder, tmp_path):
     without = run_module("scripts.base_eval", "--eval_tokens=64", env=no_network)
     assert without.returncode == 0, without.stderr
     assert without.stdout.count("CORE is left out: no CORE bundle in") == 1 and "Traceback" not in without.stderr
-    assert "CORE" not in json.loads((base_folder / "report/sections/base_eval.json").read_text())["results"]["base"]
+    assert "CORE" not in json.loads((base_folder / "report/sections/sums/d1/base_eval.json").read_text())["results"]["base"]

@@ -1,4 +1,5 @@
 """Text in, shards out. The oracles are pyarrow, hashlib and sets of the texts that went in."""
+import csv
 import gzip
 import hashlib
 import json
@@ -182,7 +183,7 @@ def test_a_large_text_file_is_cut_at_blank_lines(inputs):
     (inputs / "a.txt").write_text("\n\n".join(paragraphs))
     make(str(inputs))
     rows = all_rows("in")
-    assert max(len(row.encode()) for row in rows) <= sources.PIECE_BYTES and len(rows) >= 6
+    assert max(len(row.encode()) for row in rows) <= sources.PIECE and len(rows) >= 6
     assert Counter(part for row in rows for part in row.strip().split("\n\n")) == Counter(paragraphs)
 
 
@@ -203,6 +204,100 @@ def test_invalid_utf8_is_counted_and_replaced(inputs):
     rows = all_rows("in")
     assert manifest["invalid"] == 3 + 1 + 1
     assert {"caf\ufffd", "half ? pair", "whole 😀", "\ufffd("} <= set(rows)
+
+
+CHINESE = "今天天气很好，我们去公园散步。他说：你好，世界！"
+ENCODED = [("gb18030", CHINESE), ("big5", "今天天氣很好，我們去公園散步。"), ("cp1251", "Привет, как дела? Сегодня хорошая погода."), ("utf-16", "plain English")]
+
+
+@pytest.mark.parametrize(("encoding", "line"), ENCODED)
+def test_text_in_another_encoding_stops_and_is_read_in_the_one_that_is_named(inputs, base, encoding, line):
+    lines = [f"{i} {line}" for i in range(3000)]
+    (inputs / "utf8.md").write_text("\n\n".join(f"{CHINESE} {i}" for i in range(50)))  # stays what it is
+    (inputs / "story.txt").write_bytes("\n".join(lines).encode(encoding))
+    with pytest.raises(UserError) as refused:
+        make(str(inputs))
+    said = str(refused.value)
+    assert said.startswith(f"{inputs}/story.txt is not utf-8: ") and "\n" not in said and not list((base / "data").glob("[!.]*"))
+    guess = said.split("--encoding=")[1]  # of a library, so only what it reads is certain: perhaps another name for the same
+    assert "\n".join(lines).encode(encoding).decode(guess) == "\n".join(lines)
+    assert make(str(inputs), encoding=guess)["invalid"] == 0
+    rows = all_rows("in")
+    assert sorted(part for row in rows for part in row.split("\n") if part in set(lines)) == sorted(lines)
+    assert sum(row.count(CHINESE) for row in rows) == 50 + 3000 * (encoding == "gb18030")
+    with pytest.raises(UserError, match="story.txt is not ascii"):
+        make(str(inputs), encoding="ascii")
+    with pytest.raises(UserError, match="encoding=gb9999 is unknown"):
+        make(str(inputs), encoding="gb9999")
+
+
+def test_jsonl_and_csv_in_another_encoding(inputs):
+    (inputs / "a.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps({"text": CHINESE + text}, ensure_ascii=False) + "\n" for text in texts(40)).encode("gbk")))
+    (inputs / "b.csv").write_bytes(("text\r\n" + "".join(f'"{CHINESE}, {text}"\r\n' for text in texts(40, tag="b"))).encode("gbk"))
+    with pytest.raises(UserError, match="a.jsonl.gz is not utf-8: .*--encoding=gb18030$"):
+        make(str(inputs))
+    make(str(inputs), encoding="gb18030")
+    assert sorted(all_rows("in")) == sorted([CHINESE + text for text in texts(40)] + [f"{CHINESE}, {text}" for text in texts(40, tag="b")])
+
+
+def test_a_few_bad_bytes_are_replaced_and_said_and_a_few_in_each_of_many_files_stop(inputs, capsys):
+    (inputs / "long.txt").write_bytes(b"\n".join(text.encode() for text in texts(900)) + b"caf\xe9" * 10)
+    make(str(inputs))
+    assert f"warning: characters replaced in {inputs}/long.txt (10)" in capsys.readouterr().out
+    for i in range(60):
+        (inputs / f"{i}.txt").write_bytes(f"Le {i}e café à côté de l'église.".encode("latin-1"))
+    with pytest.raises(UserError, match=rf"{inputs}/0.txt is not utf-8: 310 of [\d,]+ characters in {inputs} cannot be read; perhaps it is .*: --encoding="):
+        make(str(inputs))
+    column = pa.Array.from_buffers(pa.string(), 1, pa.array([CHINESE.encode("gbk")], pa.binary()).buffers())
+    pq.write_table(pa.table({"text": column}), inputs.parent / "c.parquet")
+    with pytest.raises(UserError, match="c.parquet is not utf-8: .* write it anew"):
+        make(str(inputs.parent / "c.parquet"))
+
+
+def test_json_and_csv_are_read(inputs):
+    expected = texts(70)
+    expected[4] += '\nwith "quotes", a comma; and\r\nline ends'
+    expected[5] = "long " * 60_000
+    (inputs / "a.json").write_text(json.dumps([*({"text": text} for text in expected[:10]), *expected[10:20]], indent=1))
+    (inputs / "b.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in expected[20:30]))  # lines, as .jsonl
+    (inputs / "c.json").write_text(json.dumps({"text": expected[30]}))
+    for name, part, delimiter in (("a.csv", expected[31:40], ","), ("b.csv", expected[40:50], ";"), ("c.tsv", expected[50:60] + expected[4:6], "\t")):
+        with open(inputs / name, "w", encoding="utf-8-sig", newline="") as file:
+            csv.writer(file, delimiter=delimiter).writerows([["id", "text"], *enumerate(part)])
+    with gzip.open(inputs / "d.csv.gz", "wt") as file:
+        csv.writer(file).writerows([["text", "other"], *([text, ""] for text in expected[60:])])
+    assert make(str(inputs))["duplicates"] == 2
+    assert sorted(all_rows("in")) == sorted(expected)
+
+
+def test_files_that_are_not_read_are_named(inputs, capsys):
+    write_jsonl(inputs / "a.jsonl", texts(9))
+    (inputs / "book.pdf").write_bytes(b"%PDF")
+    (inputs / "deep").mkdir()
+    (inputs / "deep" / "old.doc").write_bytes(b"")
+    (inputs / "info.json").write_text('{"license": "none"}')
+    make(str(inputs))
+    said = capsys.readouterr().out
+    assert "not read: book.pdf, deep/old.doc (expected .txt .md .jsonl" in said
+    assert f"not read: {inputs}/info.json (one object: no field 'text'; there is: license" in said
+    for number in range(7):
+        (inputs / f"{number}.pdf").write_bytes(b"%PDF")
+    make(str(inputs))
+    assert "not read: 0.pdf, 1.pdf, 2.pdf, 3.pdf, 4.pdf and 4 more (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "content", "problem"), [
+    ("a.csv", "id,body\n1,x\n", "a.csv, line 2: no field 'text'; there is: id, body"),
+    ("a.csv", 'text\n"open\n', "a.csv, line .: not CSV: unexpected end of data"),
+    ("a.json", "[1, 2]", "a.json, entry 1: expected an object with a field 'text', found int"),
+    ("a.json", '[{"text": "x"}', "a.json: not JSON"),
+    ("a.json", '{"text": "x"}\n{"text"', "a.json, line 2: not JSON"),
+    ("a.json", '[{"text": ["x"]}]', "a.json, entry 1: field 'text' holds list"),
+])
+def test_json_and_csv_that_cannot_be_used_are_one_line_with_the_place(inputs, name, content, problem):
+    (inputs / name).write_text(content)
+    with pytest.raises(UserError, match=problem):
+        make(str(inputs))
 
 
 def test_a_byte_order_mark_and_empty_documents_are_dropped(inputs):
@@ -254,7 +349,7 @@ def test_python_holds_the_sources_and_the_reference(corpus):
     whole = {text for text, _ in corpus}
     assert Path(json.__file__).read_text() in whole and len(corpus) > 500
     assert any(text.startswith("Boolean operations") for text in whole)  # a page of help()
-    assert max(len(text) for text in whole) <= sources.PIECE_BYTES
+    assert max(len(text) for text in whole) <= sources.PIECE
     pieces: dict[str, str] = {}
     for text, kin in corpus:
         if text != kin:
@@ -384,7 +479,7 @@ def test_unknown_sources_and_settings():
 
 def test_a_folder_without_usable_files(inputs):
     (inputs / "a.pdf").write_bytes(b"%PDF")
-    with pytest.raises(UserError, match=r"no documents in .*in: expected \.txt \.md \.jsonl \.parquet \(or \.gz/\.zst of them\)"):
+    with pytest.raises(UserError, match=r"no documents in .*in: expected \.txt \.md \.jsonl \.json \.csv \.tsv \.parquet \(or \.gz/\.zst of them\)"):
         make(str(inputs))
     (inputs / "a.txt").write_text(" \n\n")
     with pytest.raises(UserError, match="too little text in .*in: 0 bytes"):
@@ -429,9 +524,16 @@ def test_what_is_missing_or_damaged_is_named(inputs, base):
         dataset.load_manifest("python")
     with pytest.raises(UserError, match="no data set 'mine'"):
         dataset.ensure_dataset("mine")
+    for mistyped, meant in (("tinywrold", "tinyworld"), ("fineweb_edu", "fineweb-edu")):
+        with pytest.raises(UserError, match=f"no data set '{mistyped}' .* did you mean '{meant}'\\?$"):
+            dataset.ensure_dataset(mistyped)
+        with pytest.raises(UserError, match=f"no source '{mistyped}'.* did you mean '{meant}'\\?$"):
+            make(mistyped)
     assert not base.exists()  # asking makes nothing
     write_jsonl(inputs / "a.jsonl", texts(3000))
     make(str(inputs), name="mine", shard_mb=0.1)
+    with pytest.raises(UserError, match=r"no data set 'minne' .* did you mean 'mine'\?$"):
+        dataset.load_manifest("minne")
     first = files_of("mine")[0]
     whole, manifest = first.read_bytes(), (first.parent / "manifest.json").read_bytes()
 

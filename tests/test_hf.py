@@ -213,12 +213,12 @@ def test_the_chat_template_renders_what_our_renderer_does(hf, tmp_path):
 def test_the_card_has_the_numbers_of_this_model_only(tmp_path):
     """A run's section by its log, an evaluation by what it says it measured; another model's or step's are left out."""
     saved(random_model())
-    tiny = checkpoint_dir("sft", "tiny") / "metrics.jsonl"
-    write_section("chat_sft", "Fine-tuning", "", {"sft": {"training minutes": 7.125}}, tiny)
-    write_section("chat_eval_sft", "Chat", "Model: step 12 of tiny.\n", {"sft": {"spellingbee": 0.8125}})
-    write_section("chat_eval_old", "Chat", "Model: step 1 of tiny.\n", {"sft": {"old": 0.5}})
-    write_section("chat_rl", "Reinforcement", "", {"rl": {"reward": 0.5}}, tiny)
-    write_section("base_eval", "Base", "Model: step 12 of tiny2, trained on x.", {"sft": {"another": 0.25}})
+    tiny, of = checkpoint_dir("sft", "tiny") / "metrics.jsonl", {"data": "world", "model_tag": "tiny"}
+    write_section("chat_sft", "Fine-tuning", "", {"sft": {"training minutes": 7.125}}, tiny, **of)
+    write_section("chat_eval_sft", "Chat", "Model: step 12 of tiny.\n", {"sft": {"spellingbee": 0.8125}}, **of)
+    write_section("chat_eval_old", "Chat", "Model: step 1 of tiny.\n", {"sft": {"old": 0.5}}, **of)
+    write_section("chat_rl", "Reinforcement", "", {"rl": {"reward": 0.5}}, tiny, **of)
+    write_section("base_eval", "Base", "Model: step 12 of tiny2, trained on x.", {"sft": {"another": 0.25}}, data="world", model_tag="tiny2")
     card = (exported(tmp_path / "out") / "README.md").read_text()
     assert "| training minutes | 7.125 |\n| spellingbee | 0.8125 |\n\n" in card and not any(row in card for row in ("| old", "| reward", "| another"))
     assert card.startswith("---\nlibrary_name: transformers\n") and "# tiny, sft" in card and "Step 12 of a chat model" in card

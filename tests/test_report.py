@@ -1,5 +1,7 @@
 """The report is read back as a reader sees it: tables cell by cell, links followed, figures asked for the points they draw."""
+import functools
 import json
+import os
 import re
 import shutil
 import struct
@@ -15,6 +17,7 @@ from nanochat import plots, report
 from nanochat.errors import UserError
 from nanochat.metrics import read_metrics
 
+write_section = functools.partial(report.write_section, data="world", model_tag="d4")
 SETTLED = 100.0  # tokens per second after the first step
 
 
@@ -52,17 +55,17 @@ def images(path: Path) -> list[Path]:
 
 def test_sections_come_in_the_order_of_the_pipeline_and_others_by_name():
     for stage in ("zoo", "chat_eval", "base_eval", "ablation", "tokenizer", "chat_sft", "base_train", "mid_train", "data", "chat_rl"):
-        report.write_section(stage, stage.upper(), f"Body of {stage}.")
+        write_section(stage, stage.upper(), f"Body of {stage}.")
     text = report.generate().read_text()
     assert headings(text) == ["DATA", "TOKENIZER", "BASE_TRAIN", "BASE_EVAL", "MID_TRAIN", "CHAT_SFT", "CHAT_RL", "CHAT_EVAL", "ABLATION", "ZOO"]
     assert all(f"Body of {name.lower()}." in text for name in headings(text)), "no results, so no summary, and every body"
 
 
 def test_summary_table_joins_the_results_of_all_sections():
-    report.write_section("chat_eval", "Chat", "", {"rl": {"ARC": 0.5}, "other": {"ARC": "n/a"}, "sft": {"ARC": 0.123456, "GSM8K": 0.0}})
-    report.write_section("base_eval", "Eval", "", {"base": {"CORE | centered": 0.2, "bits per byte": np.float32(0.91237)}})
-    report.write_section("base_train", "Train", "", {"base": {"parameters": 73_531_392, "bits per byte": 0.95, "tokens": 123456.7}})
-    report.write_section("mid_train", "Mid", "", {"mid": {"ARC": 1e-5}})
+    write_section("chat_eval", "Chat", "", {"rl": {"ARC": 0.5}, "other": {"ARC": "n/a"}, "sft": {"ARC": 0.123456, "GSM8K": 0.0}})
+    write_section("base_eval", "Eval", "", {"base": {"CORE | centered": 0.2, "bits per byte": np.float32(0.91237)}})
+    write_section("base_train", "Train", "", {"base": {"parameters": 73_531_392, "bits per byte": 0.95, "tokens": 123456.7}})
+    write_section("mid_train", "Mid", "", {"mid": {"ARC": 1e-5}})
     assert table_after(report.generate().read_text(), "## Summary") == [
         ["", "base", "mid", "sft", "rl", "other"],
         ["parameters", "73,531,392", "-", "-", "-", "-"],
@@ -74,10 +77,38 @@ def test_summary_table_joins_the_results_of_all_sections():
     ]
 
 
+def test_a_report_is_about_one_model_and_its_data(base_folder):
+    """Two models of one tag on two data sets, one of another tag, an imported one: the newest, or the one that is asked for."""
+    for time, (data, tag) in enumerate([("sea", "d4"), ("land", "d4"), ("land", "d8"), (None, "guest")]):
+        if data:
+            report.write_section("tokenizer", "Tokenizer", f"Of {data}.", data=data)
+        report.write_section("base_eval", "Eval", f"{tag} on {data}.", {"base": {"score": time}, f"column of {tag}": {"score": time}}, data=data, model_tag=tag)
+        for path in (base_folder / "report" / "sections").rglob("base_eval.json"):  # each older than the next, whatever the clock's resolution
+            if path.parent.name == tag and path.parent.parent.name == (data or "unknown"):
+                os.utime(path, (time, time))
+    cases = {
+        (): ("guest", "", "d4 (trained on sea), d4 (trained on land), d8 (trained on land);"),
+        ("d8",): ("d8", "land", "d4 (trained on sea), d4 (trained on land), guest;"),
+        ("d4",): ("d4", "land", "d4 (trained on sea), d8 (trained on land), guest;"),
+        ("d4", "sea"): ("d4", "sea", "d4 (trained on land), d8 (trained on land), guest;"),
+    }
+    for asked, (tag, data, others) in cases.items():
+        text = report.generate(*asked).read_text()
+        assert f"- Model: {tag}" + f" (trained on {data})" * bool(data) + "\n" in text and f"- Other models here: {others}" in text
+        assert re.findall(r"Of (\w+)\.", text) == [data] * bool(data) and re.findall(r"(\w+) on (\w+)\.", text) == [(tag, data or "None")]
+        assert [row[0] for row in table_after(text, "## Summary")] == ["", "score"] and f"column of {tag}" in text and text.count("column of") == 1
+    with pytest.raises(UserError, match=r"no sections of model_tag=d44 in .*; there are those of .*guest; did you mean 'd4'\?$"):
+        report.generate("d44")
+    done = run_module("nanochat.report", "--model_tag", "d8")
+    assert done.returncode == 0 and "d8 on land." in Path(done.stdout.strip()).read_text(), done.stderr
+    report.write_section("base_eval", "Eval", "Again.", data="sea", model_tag="d4")
+    assert "Again." in report.generate().read_text()
+
+
 def test_writing_a_section_again_replaces_all_of_it(base_folder):
-    report.write_section("base_train", "First", "old body", {"base": {"old row": 1.0}}, short_run(base_folder / "run" / "metrics.jsonl"))
+    write_section("base_train", "First", "old body", {"base": {"old row": 1.0}}, short_run(base_folder / "run" / "metrics.jsonl"))
     assert len(images(report.generate())) == 1
-    report.write_section("base_train", "Second", "new body", {"base": {"new row": 2.0}})
+    write_section("base_train", "Second", "new body", {"base": {"new row": 2.0}})
     path = report.generate()
     assert headings(path.read_text()) == ["Summary", "Second"] and images(path) == []
     assert "old" not in path.read_text() and "new body" in path.read_text() and "| new row | 2 |" in path.read_text()
@@ -85,18 +116,18 @@ def test_writing_a_section_again_replaces_all_of_it(base_folder):
 
 def test_only_rank_0_writes(base_folder, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    report.write_section("base_train", "Rank 1", "")
+    write_section("base_train", "Rank 1", "")
     assert not base_folder.exists()
 
 
 def test_a_stage_that_cannot_name_a_file_is_refused():
     for stage in ("../evil", "", "a b", ".hidden", "über"):
         with pytest.raises(AssertionError):
-            report.write_section(stage, "", "")
+            write_section(stage, "", "")
 
 
 def test_figure_is_a_png_beside_the_report_and_survives_moving_the_base_folder(base_folder, tmp_path, monkeypatch):
-    report.write_section("base_train", "Train", "", metrics=short_run(base_folder / "run" / "metrics.jsonl"), floor=0.8)
+    write_section("base_train", "Train", "", metrics=short_run(base_folder / "run" / "metrics.jsonl"), floor=0.8)
     moved = tmp_path / "moved"
     shutil.move(base_folder, moved)
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(moved))
@@ -138,7 +169,7 @@ def test_steps_run_again_after_a_resume_count_once(base_folder):
     path.write_text(path.read_text() + '{"step": 5, "train/lo')
     figure = plots.metrics_figure(read_metrics(path), None)
     assert figure.axes[0].lines[0].get_xydata().tolist() == [[0, 9], [1, 9], [2, 5], [3, 5], [4, 5]]
-    report.write_section("base_train", "Train", "", metrics=path)
+    write_section("base_train", "Train", "", metrics=path)
     assert "- Training: 8.0m " in report.generate().read_text()  # 2 x 60 s + 3 x 120 s
 
 
@@ -158,8 +189,8 @@ def test_smoothing_equals_a_mean_written_out():
 @pytest.mark.parametrize("damage", ["", "{", "[]", "\x00\xff", '{"title": "t"}', "cut", "results"])
 def test_a_damaged_section_is_one_line_and_the_others_stay(base_folder, damage):
     for stage in ("base_train", "mid_train"):
-        report.write_section(stage, stage, "A body.", {"base": {"row of " + stage: 1.0}})
-    file = base_folder / "report" / "sections" / "base_train.json"
+        write_section(stage, stage, "A body.", {"base": {"row of " + stage: 1.0}})
+    file = base_folder / "report" / "sections" / "world" / "d4" / "base_train.json"
     whole = file.read_text()
     replaced = json.dumps(json.loads(whole) | {"results": {"base": {"row": [1]}}})
     file.write_bytes({"cut": whole[:-20], "results": replaced}.get(damage, damage).encode("latin-1"))
@@ -182,7 +213,7 @@ def test_a_damaged_section_is_one_line_and_the_others_stay(base_folder, damage):
 def test_metrics_that_cannot_be_read_are_one_line(base_folder, content, told):
     path = short_run(base_folder / "run" / "metrics.jsonl")
     path.unlink() if content is None else path.write_bytes(content)
-    report.write_section("base_train", "Train", "A body.", metrics=path)
+    write_section("base_train", "Train", "A body.", metrics=path)
     written = report.generate()
     assert images(written) == [] and "A body." in written.read_text()
     assert [line for line in written.read_text().splitlines() if str(path) in line and told in line]
@@ -191,7 +222,7 @@ def test_metrics_that_cannot_be_read_are_one_line(base_folder, content, told):
 def test_without_matplotlib_there_is_a_line_in_place_of_the_plot(base_folder, monkeypatch):
     for name in {"matplotlib", "matplotlib.figure", *(name for name in sys.modules if name.startswith("matplotlib."))}:
         monkeypatch.setitem(sys.modules, name, None)  # importing it raises ImportError
-    report.write_section("base_train", "Train", "A body.", metrics=short_run(base_folder / "run" / "metrics.jsonl"))
+    write_section("base_train", "Train", "A body.", metrics=short_run(base_folder / "run" / "metrics.jsonl"))
     path = report.generate()
     assert images(path) == [] and not list(path.parent.glob("*.png"))
     assert "matplotlib is not installed" in path.read_text() and "- Training: 1.0m" in path.read_text()
@@ -236,9 +267,9 @@ def test_commit_is_that_of_the_folder_itself(tmp_path):
 
 
 def test_header_names_the_machine_and_a_section_from_another_one_says_so(base_folder):
-    report.write_section("base_train", "Train", "")
-    report.write_section("base_eval", "Eval", "")
-    file = base_folder / "report" / "sections" / "base_train.json"
+    write_section("base_train", "Train", "")
+    write_section("base_eval", "Eval", "")
+    file = base_folder / "report" / "sections" / "world" / "d4" / "base_train.json"
     section = json.loads(file.read_text())
     section["made"]["Machine"] = "8 × Abacus"
     file.write_text(json.dumps(section))
@@ -251,7 +282,9 @@ def test_command_needs_a_section_and_then_prints_the_path(base_folder):
     with pytest.raises(UserError, match="python -m scripts.base_train") as refusal:
         report.generate()
     assert "\n" not in str(refusal.value) and not base_folder.exists()
-    report.write_section("data", "Data", "Some text.")
+    report.write_section("data", "Data", "Some text.", data="world")
+    with pytest.raises(UserError, match="no sections of model_tag=d4 in .*there are those of no model$"):
+        report.generate("d4")
     done = run_module("nanochat.report")
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == base_folder / "report" / "report.md" and "Some text." in Path(done.stdout.strip()).read_text()

@@ -181,8 +181,8 @@ def test_a_killed_speedrun_does_no_finished_stage_again(base_folder):
     assert "done before" not in killed and "=== mid-training" in killed
 
     folder = base_folder / "rehearsal"
-    finished = {"tokenizer/tinyworld", "base_checkpoints/rehearsal", "report/sections/base_train.json", "report/sections/base_eval.json",
-                "mid_checkpoints/rehearsal", "report/sections/mid_train.json"}
+    finished = {"tokenizer/tinyworld", "base_checkpoints/rehearsal", "report/sections/tinyworld/rehearsal/base_train.json", "report/sections/tinyworld/rehearsal/base_eval.json",
+                "mid_checkpoints/rehearsal", "report/sections/tinyworld/rehearsal/mid_train.json"}
     before = {path: path.stat().st_mtime_ns for name in finished for path in [folder / name, *(folder / name).rglob("*")]}
     output = rehearse()
     skipped = what_was_skipped(output)
@@ -198,7 +198,7 @@ def test_a_killed_speedrun_does_no_finished_stage_again(base_folder):
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     output = rehearse()
-    assert what_was_skipped(output) == finished | {"report/sections/chat_eval_mid.json", "report/sections/chat_eval_rl.json"} and "does not match its checksum" in output
+    assert what_was_skipped(output) == finished | {"report/sections/tinyworld/rehearsal/chat_eval_mid.json", "report/sections/tinyworld/rehearsal/chat_eval_rl.json"} and "does not match its checksum" in output
     assert weights.read_bytes() == whole
 
 

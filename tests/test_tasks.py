@@ -606,7 +606,8 @@ def test_a_list_to_be_measured_by_has_each_task_once_whatever_its_passes():
     ("arithmetic[5]", "NAME"), ("arithmetic[:x]", "NAME"), ("arithmetic[:-5]", "NAME"), ("arithmetic*2*3", "'2'|NAME|no "), ("arithmetic*2[:5]", "NAME"),
     ("arithmetic*0", "at least 1"), ("arithmetic:brutal", "expected one of easy, medium, hard"), ("gsm8k:x", "takes no argument"),
     ("arithmetic[99999:]", "nothing is left of its 20,000"), ("json", "json:/path"), ("arc:Easy", "ARC-Easy, ARC-Challenge"),
-    ("Arithmetic", "no task 'Arithmetic'"),
+    ("Arithmetic", "no task 'Arithmetic'; known: .*; did you mean 'arithmetic'\\?$"), ("GSM8K", r"did you mean 'gsm8k'\?$"),
+    ("spelingbee:tool", r"no task 'spelingbee'; known: .*; did you mean 'spellingbee'\?$"), ("arc:arc-chalenge", r"did you mean 'ARC-Challenge'\?$"),
 ])
 def test_wrong_specs_are_said_to_be_wrong(spec: str, problem: str):
     with pytest.raises(UserError, match=problem) as caught:

@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import regex
-import tiktoken
+import tiktoken._educational
+import tokenizers
 
 from nanochat.errors import UserError
 from nanochat.tokenizer import (FILE_NAME, SPECIAL_TOKENS, SPLIT_PATTERN, TRAINING_PATTERN, Tokenizer, get_tokenizer,
@@ -186,6 +187,32 @@ def test_every_merge_is_the_most_frequent_pair_of_its_time():
         chosen = [pair for pair in pairs if b"".join(pair) == token and pairs[pair] == max(pairs.values())]
         assert len(chosen) == 1, token
         words = collections.Counter({merge(word, chosen[0]): count for word, count in words.items()})
+
+
+def test_merges_are_those_that_another_library_learns():
+    """tiktoken's own trainer, in plain Python. In this text no two pairs are equally frequent: then each library chooses in its own way."""
+    rng = random.Random(3)
+    stems = [" " + "".join(rng.choices("abcdeé", k=6)) for _ in range(8)]
+    text = "".join(stem[:length] * rng.randint(1, 99) for stem in stems for length in range(2, 8))
+    expected = tiktoken._educational.bpe_train(text, 256 + 40, TRAINING_PATTERN, visualise=None)
+    assert Tokenizer.train([text], 256 + 40 + len(SPECIAL_TOKENS)).merges == tuple(expected)[256:]
+
+
+def test_merges_of_another_library_encode_as_they_do_there(tmp_path):
+    """A vocabulary in GPT-2's own form, learned, kept (vocab.json, merges.txt) and applied by Hugging Face's library."""
+    theirs = tokenizers.ByteLevelBPETokenizer()
+    theirs.train_from_iterator(corpus(), vocab_size=700, show_progress=False)
+    theirs.save_model(str(tmp_path))
+    visible = [chr(byte) for byte in range(256) if 32 < byte < 127 or 160 < byte != 173]  # the characters that are their own bytes there
+    hidden = iter(range(256, 512))
+    letters = {chr(byte) if chr(byte) in visible else chr(next(hidden)): bytes([byte]) for byte in range(256)}
+    merges = [line.split(" ") for line in (tmp_path / "merges.txt").read_text(encoding="utf-8").splitlines()[1:]]
+    assert len(merges) == 700 - 256
+    spelled = [b"".join(letters[char] for char in left + right) for left, right in merges]
+    ours = Tokenizer(spelled, r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+    for text in NASTY + random_texts(500) + corpus()[:20]:
+        expected = [b"".join(letters[char] for char in token) for token in theirs.encode(text).tokens]
+        assert [ours.decode_bytes([i]) for i in ours.encode(text)] == expected, repr(text)
 
 
 def test_the_vocabulary_is_as_large_as_asked_or_as_the_text_allows(tokenizer):

@@ -9,7 +9,7 @@ A spec is NAME, NAME:ARGUMENT, either with [start:stop] behind it for a part; in
 import importlib
 import re
 
-from nanochat.errors import UserError
+from nanochat.errors import UserError, did_you_mean
 from nanochat.tasks.common import SPLITS, Concatenation, Mixture, Task
 
 # Name -> the module and class below nanochat.tasks, and the arguments that it takes, the default first; None: any.
@@ -67,7 +67,7 @@ def parse(spec: str, split: str) -> tuple[Task, int]:
         raise UserError(f"task {spec!r} is not NAME, NAME:ARGUMENT, NAME[start:stop] or NAME*passes; known names: {known}")
     name, argument, passes = found["name"], found["argument"] or "", int(found["passes"] or 1)
     if name not in TASKS:
-        raise UserError(f"there is no task {name!r}; known: {known}")
+        raise UserError(f"there is no task {name!r}; known: {known}{did_you_mean(name, TASKS)}")
     if split not in SPLITS:
         raise UserError(f"split={split!r} of task {name!r}: expected one of {', '.join(SPLITS)}")
     if passes < 1:
@@ -79,7 +79,7 @@ def parse(spec: str, split: str) -> tuple[Task, int]:
         argument = argument or arguments[0]
         if argument not in arguments:
             options = [option for option in arguments if option]
-            raise UserError(f"task {name!r} has no {argument!r}; " + (f"expected one of {', '.join(options)}" if options else "it takes no argument"))
+            raise UserError(f"task {name!r} has no {argument!r}; " + (f"expected one of {', '.join(options)}" if options else "it takes no argument") + did_you_mean(argument, options))
     task = getattr(importlib.import_module(f"nanochat.tasks.{module}"), kind)(argument, split)
     if found["part"]:
         whole = len(task)

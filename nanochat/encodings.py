@@ -1,0 +1,69 @@
+"""The text of a file in whatever encoding: UTF-8 where it is that, else the one that is named, never garbage in silence."""
+import contextlib
+import io
+import re
+from collections import Counter
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+import pyarrow as pa
+
+from nanochat.errors import UserError
+
+UTF8 = "utf-8-sig"             # without the mark that some programs begin a file with
+BLOCK = 1 << 18                # characters, or bytes, to look at together
+BAD_SHARE = 0.001              # of a file's characters that may be replaced: more is another encoding
+FEW_BAD = 10                   # and so many always, as in a short note with a broken character
+COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """A file's bytes, decompressed."""
+    codec = COMPRESSION.get(path.suffix.lower())
+    return io.BufferedReader(pa.input_stream(str(path), compression=codec)) if codec else open(path, "rb")
+
+
+def open_text(path: Path, encoding: str, errors: str = "replace", newline: str = "\n") -> TextIO:
+    """A file's text, decompressed, its line ends as they are."""
+    return io.TextIOWrapper(open_bytes(path), encoding, errors, newline)
+
+
+def encoding_of(path: Path, encoding: str) -> tuple[str, int, int]:
+    """
+    How to read a text file: UTF-8 if it is that, else `encoding`; its characters, and how many of them are U+FFFD, in
+    place of what cannot be read so, or NUL, as of UTF-16. UserError, with a guess, where these are `too_many`.
+    """
+    for candidate, errors in ((UTF8, "strict"), (UTF8 if encoding == "utf-8" else encoding, "replace")):
+        characters = bad = 0
+        with contextlib.suppress(UnicodeError), open_text(path, candidate, errors) as file:
+            while block := file.read(BLOCK):
+                characters += len(block)
+                bad += block.count("\ufffd") + block.count("\0")
+            if not too_many(bad, characters):
+                return candidate, characters, bad
+    raise not_text(path, encoding, bad, characters)
+
+
+def too_many(bad: int, characters: int) -> bool:
+    return bad > max(FEW_BAD, BAD_SHARE * characters)
+
+
+def not_text(path: Path, encoding: str, bad: int, characters: int, where: str = "") -> UserError:
+    """The error about a file, or about all files and this the worst of them, with what its encoding may be."""
+    import charset_normalizer  # here: few need it
+
+    with open_bytes(path) as file:
+        blocks = iter(lambda: file.read(BLOCK), b"")
+        guess = charset_normalizer.from_bytes(next((block for block in blocks if not block.isascii() or 0 in block), b"")).best()
+    advice = "convert it to UTF-8, or take it away"
+    if guess and guess.encoding not in ("ascii", "utf_8", encoding):
+        shown = re.search(r".{0,15}[^\x00-\x7f].{0,30}|$", str(guess))[0]
+        advice = f"perhaps it is {guess.encoding} (“{shown}”): --encoding={guess.encoding}"
+    return UserError(f"{path} is not {encoding}: {bad:,} of {characters:,} characters{where} cannot be read; {advice}")
+
+
+def decode(data: bytes, tally: Counter) -> str:
+    """UTF-8 to text without a byte order mark; what is invalid becomes U+FFFD, and these are counted."""
+    text = data.decode(errors="replace").removeprefix("\ufeff")
+    tally["invalid"] += text.count("\ufffd")
+    return text
