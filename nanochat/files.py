@@ -19,7 +19,6 @@ from typing import TextIO
 REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPERM, errno.EBADF)
 
 
-
 def base_dir() -> Path:
     """The folder of all data, tokenizers, checkpoints and reports: NANOCHAT_BASE_DIR or ~/.cache/nanochat."""
     return Path(os.environ.get("NANOCHAT_BASE_DIR") or Path.home() / ".cache" / "nanochat")
