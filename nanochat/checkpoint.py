@@ -17,7 +17,7 @@ import re
 import shutil
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from nanochat.distributed import from_rank0, print0
 from nanochat.errors import UserError, did_you_mean
-from nanochat.files import base_dir, recover_folder, sha256
+from nanochat.files import base_dir, locked, previous, recover_folder, sha256
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import Tokenizer
 
@@ -50,9 +50,7 @@ def step_dir(folder: Path, step: int) -> Path:
 
 
 def list_steps(folder: Path) -> list[int]:
-    """Steps that have a checkpoint folder, rising. Finishes what a kill left between two renames."""
-    for old in folder.glob("step_*.old"):
-        recover_folder(old.with_name(old.name.removesuffix(".old")))
+    """Steps that have a checkpoint folder, rising."""
     names = (re.fullmatch(r"step_(\d+)", path.name) for path in folder.glob("step_*"))
     return sorted(int(match[1]) for match in names if match)  # as numbers: step_1000000 is newer than step_999999
 
@@ -132,6 +130,8 @@ def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bo
     A job that its launcher started again after a failure continues from the newest checkpoint that it has itself
     written, whatever its settings say; without one it begins as they say. COLLECTIVE.
     """
+    if problem := from_rank0(why_not_to_write, folder):
+        raise UserError(problem)
     steps = from_rank0(list_steps, folder)
     if steps and restarted():
         newest = find_checkpoint(folder)
@@ -172,6 +172,35 @@ def job() -> str:
     """What tells this job from others, and stays the same when torchrun restarts it: torchrun's id, or its process."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return run_id if run_id != "none" else f"{socket.gethostname()} {os.getppid()}"
+
+
+def lock_path(folder: Path) -> Path:
+    """Held by the process that writes checkpoints into the folder; it has its host, process and job as text."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def claim(folder: Path) -> TextIO:
+    """
+    Make this process the only one that writes checkpoints into the folder: until the lock, which is returned, is closed
+    or the process ends. UserError that names the process which does now.
+    """
+    try:
+        return locked(lock_path(folder), wait=False)
+    except BlockingIOError:
+        raise UserError(f"{folder} is in use by another run ({lock_path(folder).read_text()}); "
+                        "wait for it, end it, or choose another --model_tag") from None
+
+
+def why_not_to_write(folder: Path) -> str | None:
+    """For a run about to begin: who else writes there, or None. What a kill between two renames left is put back."""
+    try:
+        if lock_path(folder).exists():
+            claim(folder).close()
+    except UserError as error:
+        return str(error)
+    for old in folder.glob(previous(folder / "step_*").name):
+        recover_folder(folder / old.name.split(".")[1])
+    return None
 
 
 def discard_after(folder: Path, start_step: int) -> None:

@@ -25,11 +25,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanochat.compiling import eagerly
-from nanochat.dataset import locked
 from nanochat.distributed import all_reduce_sum, sum_dtype
 from nanochat.download import Patience, fetch_all
 from nanochat.errors import UserError
-from nanochat.files import base_dir, recover_folder, write_folder_aside
+from nanochat.files import base_dir, locked, recover_folder, write_folder_aside
 from nanochat.tokenizer import Tokenizer
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.dataset import dataset_dir, fingerprint, load_manifest, locked, read_shard, shard_paths
+from nanochat.dataset import dataset_dir, fingerprint, load_manifest, read_shard, shard_paths
 from nanochat.errors import UserError
-from nanochat.files import write_aside
+from nanochat.files import locked, write_aside
 from nanochat.tokenizer import Tokenizer
 
 BUFFER_DOCUMENTS = 512  # what best fit chooses from; more wastes fewer cuts, and makes the state larger

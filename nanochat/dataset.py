@@ -11,8 +11,6 @@ held out for validation, and a manifest with their SHA-256 that is written last.
 
 A data set lies in <base folder>/data/NAME and is there exactly if its manifest is.
 """
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -26,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.errors import UserError, did_you_mean
-from nanochat.files import base_dir, recover_folder, sha256
+from nanochat.files import base_dir, previous, sha256
 
 OFFLINE = ("tinyworld", "python")        # sources that every machine has
 REMOTE = ("fineweb-edu", "climbmix")     # sources that are downloaded as finished shards
@@ -40,13 +38,12 @@ def dataset_dir(name: str) -> Path:
 def load_manifest(name: str) -> dict:
     """The manifest of a data set whose shards are all there. UserError, with what to do, where anything is missing."""
     folder = dataset_dir(name)
-    if not folder.exists() and folder.with_name(name + ".old").exists():
-        with locked(lock_path(name)):
-            recover_folder(folder)
     path = folder / "manifest.json"
     if not path.exists():
+        killed = previous(folder).exists()  # for the command that makes it to put back, not for those that read
+        there = " (the one that was there comes back first)" * killed
         names = [*OFFLINE, *REMOTE, *(path.parent.name for path in folder.parent.glob("[!.]*/manifest.json"))]
-        raise UserError(f"no data set {name!r} in {folder.parent}; make it: {how_to_make(name, {})}{did_you_mean(name, names)}")
+        raise UserError(f"no data set {name!r} in {folder.parent}; make it: {how_to_make(name, {})}{there}{did_you_mean(name, names)}")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         sizes = {folder / shard["file"]: shard["bytes"] for shard in manifest["shards"]}
@@ -142,16 +139,6 @@ def first_line(error: Exception) -> str:
 def lock_path(name: str) -> Path:
     """Held by the process that makes a data set."""
     return dataset_dir(name).with_name(f".{name}.lock")
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One process at a time goes on, by a lock on this file. The system lets go of it when its holder dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
-        with contextlib.suppress(OSError):  # some cluster file systems have no locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import errno
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -15,6 +14,14 @@ from types import TracebackType
 USER_ERRNOS = {errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EPERM}
 # Under torchrun: called with the line of an error that a restart would only repeat.
 tell_restarts: list[Callable[[str], object]] = []
+
+# What a run that an exception ends still does once that is told. They never raise, and wait for no rank that may be gone.
+last_acts: list[Callable[[], None]] = []
+
+
+def act_last() -> None:
+    while last_acts:
+        last_acts.pop()()
 
 
 class UserError(Exception):
@@ -73,18 +80,17 @@ def install_one_line_errors(config: dict | None = None) -> None:
                     tell(line)
         if line is not None and rank not in (None, "0"):
             # What every rank found wrong is said once: rank 0 speaks first, and torchrun ends those that still wait.
+            act_last()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
         if line is None or os.environ.get("NANOCHAT_TRACEBACK") == "1":  # in one write: ranks must not mix their lines
             out.write((f"rank {rank}:\n" if rank else "") + "".join(traceback.format_exception(kind, error, trace)))
         if line is not None:
             print(f"error: {line}" + f" (rank {rank})" * (rank not in (None, "0")), file=out)
+        out.flush()
+        act_last()
         if rank is not None:  # among several ranks, an orderly end could wait for one that will never answer
             sys.stdout.flush()
-            out.flush()
-            for thread in threading.enumerate():
-                if thread.name == "checkpoint":  # nearly written, perhaps
-                    thread.join(timeout=20)
             os._exit(1)
 
     sys.excepthook = hook

@@ -5,12 +5,18 @@ Everything is written aside in the same folder, synced, then renamed. A process 
 moment leaves what was there before, and at most some `.tmp-…` debris, which the next writer removes.
 """
 import contextlib
+import errno
+import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
+
+# What a file system answers that does not sync folders, as some across a network: their renames are as safe as they get.
+REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPERM, errno.EBADF)
 
 
 def base_dir() -> Path:
@@ -25,12 +31,33 @@ def sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or a folder entry to the disk, so that a rename after it cannot overtake it."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Flush a file or a folder entry to the disk, so that a rename after it cannot overtake it. OSError if the disk refuses."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in REFUSED or not path.is_dir():
+            raise
+
+
+def locked(path: Path, wait: bool = True) -> TextIO:
+    """
+    One process at a time goes on, by a lock on this file: until what is returned is closed, or its holder dies. Instead
+    of waiting for another holder: BlockingIOError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise
+    except OSError:
+        pass  # some cluster file systems have no locks
+    return file
 
 
 @contextlib.contextmanager
@@ -77,6 +104,7 @@ def make_folder_aside(path: Path) -> Path:
     """A new temporary folder beside `path`, for one or several processes to fill."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    recover_folder(path)
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.tmp-", dir=path.parent))
     aside.chmod(0o755)
     return aside
@@ -84,26 +112,32 @@ def make_folder_aside(path: Path) -> Path:
 
 def publish_folder(aside: Path, path: Path) -> None:
     """
-    Sync the files of a folder and rename it to `path`. A folder that is already there is kept as `<name>.old` until
-    the new one is in place: a kill between the two renames leaves the old one under that name, complete
-    (`recover_folder` puts it back).
+    Sync the files of a folder and rename it to `path`. A folder that is already there keeps a hidden name of ours until
+    the new one is in place: after a kill between the two renames it is there, complete, and the next process that
+    writes this path puts it back (`recover_folder`).
     """
     path = Path(path)
-    old = path.with_name(path.name + ".old")
     for file in aside.rglob("*"):
         sync(file)
     sync(aside)
-    recover_folder(path)
     if path.exists():
-        os.rename(path, old)
+        os.rename(path, previous(path))
     os.rename(aside, path)
     sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(previous(path), ignore_errors=True)
+
+
+def previous(path: Path) -> Path:
+    """The hidden name of a folder while the one that replaces it takes its place."""
+    return path.with_name(f".{path.name}.nanochat-previous")
 
 
 def recover_folder(path: Path) -> None:
-    """Finish what a kill interrupted in `publish_folder`: keep the new folder if it is there, else the old."""
-    old = path.with_name(path.name + ".old")
+    """
+    Finish what a kill interrupted in `publish_folder`: keep the new folder if it is there, else the old. For processes
+    that are about to write this path; those that read it change nothing.
+    """
+    old = previous(path)
     if old.exists():
         if path.exists():
             shutil.rmtree(old)

@@ -44,7 +44,9 @@ def begin_stage(stage: str, config: dict, device: torch.device, dtype: torch.dty
         raise UserError(f"num_iterations={config['num_iterations']} trains nothing; set the steps, or -1 for as many as the data has")
     source = model_dir(config["source"], config["model_tag"])
     checkpoints = checkpoint_dir(stage, source.name)
-    checkpoint = choose_start(checkpoints, config["resume"], config["resume_from_step"], config["overwrite"])
+    checkpoint = None  # of an interrupted run; a dry run looks at nothing of one
+    if not config.get("dry_run"):
+        checkpoint = choose_start(checkpoints, config["resume"], config["resume_from_step"], config["overwrite"])
     begin = checkpoint or find_checkpoint(source, config["step"])
     model, tokenizer, meta = load_checkpoint(begin, device)
     if checkpoint is None:

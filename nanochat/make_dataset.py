@@ -17,10 +17,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from nanochat import sources
-from nanochat.dataset import OFFLINE, REMOTE, dataset_dir, load_manifest, lock_path, locked
+from nanochat.dataset import OFFLINE, REMOTE, dataset_dir, load_manifest, lock_path
 from nanochat.download import Patience, fetch_all
 from nanochat.errors import UserError, did_you_mean
-from nanochat.files import recover_folder, write_folder_aside, write_text
+from nanochat.files import locked, recover_folder, write_folder_aside, write_text
 from nanochat.shards import build, describe
 
 # Finished, shuffled shard sets on the Hugging Face hub: repository and index of the last shard, which is validation.
@@ -191,7 +191,7 @@ def default_name(source: str) -> str:
 
 def check_name(name: str, source: str) -> None:
     """Names have to be plain folder names, and nothing may take the place of data of another source."""
-    if not name or name.startswith(".") or "/" in name or "\\" in name or name.endswith(".old"):
+    if not name or name.startswith(".") or "/" in name or "\\" in name:
         raise UserError(f"{name!r} cannot name a data set: it is the name of its folder; choose one with --name=…")
     if name in (*OFFLINE, *REMOTE) and name != source:
         raise UserError(f"the name {name!r} belongs to the source of that name; choose another with --name=…")

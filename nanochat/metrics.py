@@ -35,7 +35,7 @@ class Metrics:
     Verdicts are handed over as they lie on the device and read one step late, when the device is long done with them:
     logging never waits. `pause` reads the one still held back. On a CPU there is nothing to wait for.
 
-    Every rank reads them, so that all know at the same step of `stop_requested` and `bad_in_a_row`.
+    Every rank reads them, so that all know at the same step of `stop_requested`, `save_requested` and `bad_in_a_row`.
     """
 
     def __init__(self, folder: Path, run: str, config: dict, start_step: int, num_iterations: int,
@@ -47,7 +47,7 @@ class Metrics:
         self.flops_per_token, self.peak_flops, self.measure = flops_per_token, peak.flops * self.world_size, peak.measure
         self.measured = time.monotonic()
         self.state = state or {"ema": 0.0, "ema_steps": 0, "elapsed": 0.0, "min_val_bpb": None, "skipped": 0}
-        self.stop_requested, self.bad_in_a_row = False, 0
+        self.stop_requested, self.save_requested, self.bad_in_a_row = False, False, 0
         self.pending: tuple[int, Tensor, torch.cuda.Event | None, int, dict] | None = None
         self.clock, self.paused = time.perf_counter(), False
         self.session_steps, self.session_seconds = 0, 0.0
@@ -99,7 +99,8 @@ class Metrics:
             copied.synchronize()  # waits for the step before the one the device is at
         loss, norm, ok, stops = report.tolist()  # on the CPU by now
         state, dt = self.state, record["train/dt"]
-        self.stop_requested |= stops > 0
+        self.stop_requested |= stops >= 1
+        self.save_requested |= stops % 1 > 0  # `CheckpointWriter.asks`
         self.bad_in_a_row = 0 if ok else self.bad_in_a_row + 1
         if ok:
             state["ema"] = EMA_DECAY * state["ema"] + (1 - EMA_DECAY) * loss

@@ -9,7 +9,6 @@ sums over what it read and made, so that a damaged or missing result is made aga
 input.
 """
 import argparse
-import fcntl
 import hashlib
 import json
 import signal
@@ -18,7 +17,7 @@ import sys
 from pathlib import Path
 
 from nanochat.errors import UserError, install_one_line_errors
-from nanochat.files import base_dir, sha256, write_text
+from nanochat.files import base_dir, locked, sha256, write_text
 
 LOGS = {"metrics.jsonl"}  # beside checkpoints: a resumed run writes its last lines anew
 
@@ -52,14 +51,11 @@ def run(command: list[str], lock: Path) -> int:
     it by itself, SIGTERM is passed on. UserError while another process runs the same: the lock is the command's as well, so
     that it holds even where this process has been killed.
     """
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with open(lock, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{lock.stem} is being made by another process; wait for it, or end it") from None
-        except OSError:
-            pass  # some cluster file systems have no locks
+    try:
+        file = locked(lock, wait=False)
+    except BlockingIOError:
+        raise UserError(f"{lock.stem} is being made by another process; wait for it, or end it") from None
+    with file:
         child = subprocess.Popen(command, pass_fds=[file.fileno()])
         signal.signal(signal.SIGINT, lambda *_: None)  # a handler: to ignore it would be passed on to the command
         signal.signal(signal.SIGTERM, lambda *_: child.terminate())

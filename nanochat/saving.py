@@ -5,52 +5,140 @@ Saving in the background: training waits until what it changes is copied to host
     background thread, every rank  write, sync and hash these files; send the sums to rank 0
     background thread, rank 0      add meta.json, the tokenizer and the manifest; rename; prune; tell the others
 
-A save that fails is a warning while training goes on, and an error when it was the last.
+A save that fails is a warning while training goes on, and an error when it was the last. What ends a run on every rank,
+other than in mid-update, is followed by a save of the last whole step.
 """
 import json
 import os
 import re
 import shutil
+import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from errno import ENOENT
 from pathlib import Path
+from typing import TextIO
 
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanochat.checkpoint import MODEL_FILE, OPTIMIZER_FILE, UNSEEN, find_checkpoint, job, list_steps, random_states, step_dir
+from nanochat.checkpoint import (
+    MODEL_FILE, OPTIMIZER_FILE, UNSEEN, claim, find_checkpoint, job, list_steps, lock_path, random_states, step_dir,
+)
 from nanochat.distributed import from_rank0, print0
-from nanochat.errors import UserError, one_line
+from nanochat.errors import UserError, last_acts, one_line
 from nanochat.files import make_folder_aside, publish_folder, sha256, sync
 from nanochat.gpt import GPTConfig
+from nanochat.metrics import Metrics
 from nanochat.resharding import counters, kept_state
 from nanochat.tokenizer import Tokenizer
 from nanochat.zero import Sharding
 
 PATIENCE = timedelta(minutes=30)  # with the slowest rank's disk; a rank that dies is noticed at once
+# After an exception on this rank, seconds in which the others must have one as well, and in which a save must have
+# copied what it writes: what is on its way between ranks then may never arrive.
+ALL_FAILED_WITHIN, COPIED_WITHIN = 10, 120
+KEPT_BY_TIME = 2  # checkpoints that nothing but `save_minutes` asked for: newer ones take their place
 
 Files = dict[str, tuple[dict[str, Tensor], dict[str, tuple[int, int]]]]  # by file: its tensors, and the pieces they are
 
 
 class CheckpointWriter:
     """
-    Writes the checkpoints of a run into `folder`, one at a time, keeping the newest `keep_last` (−1: all).
+    Writes the checkpoints of a run into `folder`, one at a time, keeping the newest `keep_last` (−1: all); one at least
+    every `save_minutes` (−1: only when asked for). UserError while another run writes there: the folder is this one's
+    until the process ends.
     COLLECTIVE, as are its methods: every rank calls each of them in the same order.
     """
 
-    def __init__(self, folder: Path, sharding: Sharding, optimizers, tokenizer: Tokenizer, keep_last: int = -1):
+    def __init__(self, folder: Path, sharding: Sharding, optimizers, tokenizer: Tokenizer, keep_last: int = -1, save_minutes: float = -1):
         self.folder, self.sharding, self.optimizers = folder, sharding, optimizers
-        self.tokenizer, self.keep_last = tokenizer, keep_last
+        self.tokenizer, self.keep_last, self.save_minutes = tokenizer, keep_last, save_minutes
+        self.lock: TextIO | None = None
+        self.owner = f"host {socket.gethostname()}, process {os.getpid()}, job {job()}"
+        if problem := from_rank0(self.why_not_ours):
+            raise UserError(problem)
+        self.began = time.monotonic()     # the newest save, or the run
+        self.saved: int | None = None     # the step of the newest save; before it, that which the run began with
+        self.by_time: list[int] = []
+        self.whole: tuple[int, Metrics, dict] | None = None  # what `between_steps` was told, until `begin_update`
         self.thread: threading.Thread | None = None
         self.failed: tuple[int, Exception] | None = None  # step and reason, the same on every rank
         # A group for the thread alone: in a shared one its messages would mix with those of the main thread.
         several = dist.is_initialized() and dist.get_world_size() > 1
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if several else None
+
+    def why_not_ours(self) -> str | None:
+        """Rank 0: take the folder, or make sure of it; who has it instead."""
+        path = lock_path(self.folder)
+        try:
+            if self.lock is None or not path.exists():
+                self.lock = claim(self.folder)
+                self.lock.truncate(0)
+                self.lock.write(self.owner)
+                self.lock.flush()
+        except UserError as error:
+            return str(error)
+        there = path.read_text(encoding="utf-8")  # where locks do not work, another run may have come and written
+        return None if there == self.owner else f"{self.folder} was taken over by another run ({there}); this one can save nothing there any more"
+
+    def asks(self, stop: bool) -> float:
+        """What this rank asks all for in the step's one collective: 1 to stop, and by the clock of rank 0 a half to save."""
+        minutes = (time.monotonic() - self.began) / 60
+        return stop + 0.5 * (self.sharding.rank == 0 and 0 < self.save_minutes <= minutes)
+
+    def between_steps(self, step: int, metrics: Metrics, due: bool, meta: dict) -> None:
+        """
+        Before each step, and after the last: save if that is `due`, or all agreed that it is time, and there has been a
+        step since the last save. From here to `begin_update`, an exception that ends the run saves this step, too.
+        """
+        if self.saved is None:
+            self.saved = step
+            last_acts.append(self.rescue)
+        self.whole = step, metrics, meta
+        if (due or metrics.save_requested) and step > self.saved:
+            metrics.pause()
+            metrics.save_requested = False
+            if not due:
+                self.by_time.append(step)
+            self.save(step, meta | {"metrics_state": metrics.state})
+
+    def begin_update(self) -> None:
+        """Parameters change from here to the next `between_steps`: an exception in between saves nothing."""
+        self.whole = None
+
+    def rescue(self) -> None:
+        """
+        For a run that an exception ends: finish the save under way, then save what `between_steps` was told. Nothing if
+        another rank has no exception, or where ranks stopped in the middle of gathering parameters (stage 3).
+        """
+        try:
+            if self.thread:
+                self.thread.join(timeout=20 if self.group else None)  # nearly written, perhaps
+            if self.whole is None or self.whole[0] == self.saved and not self.failed:
+                return
+            if self.group and (self.sharding.stage == 3 or self.thread and self.thread.is_alive()):
+                return
+            step, metrics, meta = self.whole
+            watchdog = threading.Timer(COPIED_WITHIN, os._exit, [1])
+            if self.group:
+                dist.monitored_barrier(self.group, timedelta(seconds=ALL_FAILED_WITHIN))
+                watchdog.start()
+            steps = self.gather(step)
+            if self.broadcast(set(steps) if self.sharding.rank == 0 else None) != {step}:
+                return
+            print0(f"saving step {step} before the run ends")
+            metrics.flush()
+            self.save(step, meta | {"metrics_state": metrics.state})
+            watchdog.cancel()
+            self.wait()
+        except BaseException as error:  # a second one must not hide the first
+            print(f"warning: step {self.whole[0] if self.whole else 0} was not saved: {reason(error)}", flush=True)
 
     def save(self, step: int, meta: dict) -> None:
         """
@@ -62,7 +150,10 @@ class CheckpointWriter:
             print0(f"warning: step {self.failed[0]} was not saved: {reason(self.failed[1])}; training goes on, the next save tries again")
             self.failed = None
         meta = meta | {"step": step, "job": job(), "rng": random_states(), "model_config": vars(self.sharding.model.config)}
-        aside = from_rank0(outcome, make_room, step_dir(self.folder, step))
+        self.saved, self.began = step, time.monotonic()
+        aside = self.broadcast(outcome(self.make_room, step) if self.sharding.rank == 0 else None)
+        if isinstance(aside, UserError):
+            raise aside
         if isinstance(aside, Exception):
             self.failed = step, aside
             return
@@ -103,6 +194,12 @@ class CheckpointWriter:
             shutil.rmtree(aside, ignore_errors=True)  # it has its final name by now, unless something failed
         self.failed = (step, failure) if failure else None
 
+    def make_room(self, step: int) -> Path:
+        """Rank 0: the folder to fill. UserError where another run has taken over."""
+        if problem := self.why_not_ours():
+            raise UserError(problem)
+        return make_room(step_dir(self.folder, step))
+
     def publish(self, step: int, aside: Path, gathered: list[dict[str, str] | Exception], meta: str) -> None:
         """Rank 0: make the filled folder a checkpoint, then remove all but the newest `keep_last` up to this one."""
         sums: dict[str, str] = {}
@@ -111,10 +208,12 @@ class CheckpointWriter:
                 raise part
             sums |= part
         complete(aside, sums, self.tokenizer, meta)
+        if problem := self.why_not_ours():
+            raise UserError(problem)
         publish_folder(aside, step_dir(self.folder, step))
-        if self.keep_last > 0:
-            for old in [there for there in list_steps(self.folder) if there <= step][: -self.keep_last]:
-                shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)  # what is in use (NFS) goes next time
+        too_old = [there for there in list_steps(self.folder) if there <= step][: -self.keep_last] if self.keep_last > 0 else []
+        for old in (*too_old, *self.by_time[:-KEPT_BY_TIME]):
+            shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)  # what is in use (NFS) goes next time
         print0(f"saved {step_dir(self.folder, step)}")
 
     def gather(self, result) -> list:
@@ -156,13 +255,14 @@ def save_weights(folder: Path, step: int, weights: dict[str, Tensor], tokenizer:
     target = step_dir(folder, step)
     # No job wrote it, and no run that is restarted shall take it for its own.
     meta = meta | {"step": step, "job": "", "tokenizer": tokenizer.fingerprint, "model_config": vars(config)}
-    aside = make_room(target)
-    try:
-        complete(aside, write_files(aside, {MODEL_FILE: (weights, {})}), tokenizer, json.dumps(meta, indent=1))
-        publish_folder(aside, target)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+    with claim(folder):
+        aside = make_room(target)
+        try:
+            complete(aside, write_files(aside, {MODEL_FILE: (weights, {})}), tokenizer, json.dumps(meta, indent=1))
+            publish_folder(aside, target)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
     return target
 
 
@@ -214,7 +314,7 @@ def outcome(function: Callable, *args):
     """What the function returns, or its exception: a value that can be sent to the other ranks."""
     try:
         return function(*args)
-    except OSError as error:
+    except (OSError, UserError) as error:
         return error
     except Exception as error:  # of any class, which another rank may not be able to rebuild
         failure = RuntimeError(f"{type(error).__name__}: {error}")
@@ -222,5 +322,5 @@ def outcome(function: Callable, *args):
         return failure
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     return one_line(error) or f"{type(error).__name__}: {error}"

@@ -77,7 +77,8 @@ core_metric_every = -1      # steps between CORE evaluations, which also end the
 core_metric_max_per_task = 500  # items of each task of CORE; -1: all, else it is named by how many
 sample_every = 2000         # steps between samples, which also end the run; -1: never
 # ---- Checkpoints
-save_every = -1             # steps between checkpoints; -1: only at the end
+save_every = -1             # steps between checkpoints, which also end the run; -1: by time only
+save_minutes = 30.0         # minutes between checkpoints, of which the newest two are kept; -1: by steps only
 keep_last = -1              # checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
@@ -156,10 +157,9 @@ if meta:
 elif resume == "auto":
     print0(f"nothing to resume in {checkpoints}: starting from step 0")
 start_step = step
+saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last, save_minutes)
 if overwrite:  # only now, when nothing can be wrong with the settings any more
     from_rank0(discard_after, checkpoints, start_step)
-
-saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
 metrics = Metrics(checkpoints, run, config, start_step, num_iterations, total_batch_size, flops_per_token, peak, metrics_state)
 shape = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=rank, world_size=world_size, device=device)
 train_loader = tokenizing_distributed_data_loader(data, "train", tokenizer, grad_accum_steps=grad_accum_steps, seed=seed, state=data_state, **shape)
@@ -173,10 +173,9 @@ while True:
     stopping = metrics.stop_requested  # agreed on by all ranks: one was sent SIGTERM or SIGINT
 
     # --- look: checkpoint first, so that no evaluation can cost a run; each looks at the parameters before this step
-    if step > start_step and (last_step or stopping or save_every > 0 and step % save_every == 0):
-        metrics.pause()
-        saver.save(step, dict(config=config, total_batch_size=total_batch_size, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
-                              data=data, data_state=data_state, metrics_state=metrics.state))
+    due = last_step or stopping or save_every > 0 and step % save_every == 0
+    saver.between_steps(step, metrics, due, dict(config=config, total_batch_size=total_batch_size,
+                        num_iterations=num_iterations, tokenizer=tokenizer.fingerprint, data=data, data_state=data_state))
     if stopping:
         break
     if eval_every > 0 and (last_step or step % eval_every == 0):
@@ -210,9 +209,10 @@ while True:
         inputs, targets, data_state = next(train_loader)  # the copy overlaps the backward pass
 
     # One small collective: mean loss, norm of the averaged gradient, whether all is finite, whether to stop.
-    verdict = sharding.agree(step_loss, grad_clip=grad_clip, stop=stop.asked)
+    verdict = sharding.agree(step_loss, grad_clip=grad_clip, stop=saver.asks(stop.asked))
     lrm = lr_multiplier(step, num_iterations, warmup_ratio, warmdown_ratio, final_lr_frac)
     apply_schedule(optimizers, step, num_iterations, lrm)
+    saver.begin_update()
     for optimizer in optimizers:
         optimizer.step(verdict)  # of this rank's slices; changes nothing on any rank if any saw a NaN
     sharding.gather()  # the updated slices are on their way while the next forward pass begins

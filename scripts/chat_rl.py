@@ -77,7 +77,8 @@ eval_every = 60             # steps between evaluations, which also open and end
 eval_examples = 400         # held-out problems of an evaluation
 eval_samples = 8            # samples of each: pass@1 is their mean, pass@k whether one of them is right
 # ---- Checkpoints
-save_every = 60             # steps between checkpoints; -1: only at the end
+save_every = 60             # steps between checkpoints, which also end the run; -1: by time only
+save_minutes = 30.0         # minutes between checkpoints, of which the newest two are kept; -1: by steps only
 keep_last = -1              # checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
@@ -94,8 +95,7 @@ if problems.eval_type != "generative":
     raise UserError(f"task={task} is not answered by writing; expected one such as gsm8k, arithmetic or spellingbee")
 
 # ---- The model of the stage before, or an interrupted run; from here on `step` is the next optimizer step
-start = config | {"overwrite": True, "resume": "", "resume_from_step": -1} if dry_run else config  # starts afresh; nothing is removed
-model, tokenizer, sharding, optimizers, checkpoints, origin, data, step, meta = begin_stage("rl", start, device, model_dtype, compiling)
+model, tokenizer, sharding, optimizers, checkpoints, origin, data, step, meta = begin_stage("rl", config, device, model_dtype, compiling)
 schedule = [index for epoch in range(num_epochs) for index in order(len(problems), seed, epoch)]
 steps_of_all = math.ceil(len(schedule) / examples_per_step)
 num_iterations = steps_of_all if num_iterations == -1 else min(num_iterations, steps_of_all)
@@ -124,9 +124,9 @@ if dry_run:
 peak = peak_flops(device, model_dtype)
 start_step = step
 before = meta["before"] if meta else None  # which held-out samples were right when the run began
+saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last, save_minutes)
 if overwrite:  # only now, when nothing can be wrong with the settings any more
     from_rank0(discard_after, checkpoints, step)
-saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
 metrics = Metrics(checkpoints, run, config, step, num_iterations, 0, model.estimate_flops(), peak,
                   meta["metrics_state"] if meta else None)  # 0: each step has tokens of its own
 stop = StopRequest()
@@ -136,10 +136,9 @@ while True:
     stopping = metrics.stop_requested  # agreed on by all ranks: one was sent SIGTERM or SIGINT
 
     # --- look: checkpoint first, so that no evaluation can cost a run; each looks at the parameters before this step
-    if step > start_step and (last_step or stopping or save_every > 0 and step % save_every == 0):
-        metrics.pause()
-        saver.save(step, dict(config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
-                              data=data, data_state=data_state, metrics_state=metrics.state, before=before))
+    due = last_step or stopping or save_every > 0 and step % save_every == 0
+    saver.between_steps(step, metrics, due, dict(config=config, num_iterations=num_iterations,
+                        tokenizer=tokenizer.fingerprint, data=data, data_state=data_state, before=before))
     if stopping:
         break
     if eval_every > 0 and (last_step or step % eval_every == 0):
@@ -167,9 +166,10 @@ while True:
             loss.backward()
         step_loss += loss.detach()
 
-    verdict = sharding.agree(step_loss, float(sum(sum(r.sampled) for r in rollouts)), grad_clip, stop.asked)
+    verdict = sharding.agree(step_loss, float(sum(sum(r.sampled) for r in rollouts)), grad_clip, saver.asks(stop.asked))
     lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
     apply_schedule(optimizers, step, num_iterations, lrm)
+    saver.begin_update()
     for optimizer in optimizers:
         optimizer.step(verdict)
     sharding.gather()

@@ -70,7 +70,8 @@ eval_steps = 100            # steps' worth of conversations in a validation, at 
 eval_metrics_every = 200    # steps between evaluations of the tasks, which also end the run; -1: never
 eval_metrics_max_problems = 256  # held-out problems of each task; -1: all
 # ---- Checkpoints
-save_every = -1             # steps between checkpoints; -1: only at the end
+save_every = -1             # steps between checkpoints, which also end the run; -1: by time only
+save_minutes = 30.0         # minutes between checkpoints, of which the newest two are kept; -1: by steps only
 keep_last = -1              # checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
@@ -106,9 +107,9 @@ held_out_rows = [[index] for index in order(len(held_out), seed=0, epoch=0)][: e
 
 peak = peak_flops(device, model_dtype)
 start_step = step
+saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last, save_minutes)
 if overwrite:  # only now, when nothing can be wrong with the settings any more
     from_rank0(discard_after, checkpoints, step)
-saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
 metrics = Metrics(checkpoints, run, config, step, num_iterations, target_examples_per_step * max_seq_len, model.estimate_flops(), peak,
                   meta["metrics_state"] if meta else None)
 loader = conversation_loader(conversations, rows, target_examples_per_step, start_step=step, **shape)
@@ -120,10 +121,9 @@ while True:
     stopping = metrics.stop_requested  # agreed on by all ranks: one was sent SIGTERM or SIGINT
 
     # --- look: checkpoint first, so that no evaluation can cost a run; each looks at the parameters before this step
-    if step > start_step and (last_step or stopping or save_every > 0 and step % save_every == 0):
-        metrics.pause()
-        saver.save(step, dict(config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
-                              data=data, data_state=data_state, metrics_state=metrics.state))
+    due = last_step or stopping or save_every > 0 and step % save_every == 0
+    saver.between_steps(step, metrics, due, dict(config=config, num_iterations=num_iterations,
+                        tokenizer=tokenizer.fingerprint, data=data, data_state=data_state))
     if stopping:
         break
     if eval_every > 0 and (last_step or step % eval_every == 0):
@@ -154,9 +154,10 @@ while True:
         step_tokens += targets.numel() * world_size  # padding included: every rank's rows are padded to one length
         inputs, targets = next(loader)
 
-    verdict = sharding.agree(step_loss, step_targets, grad_clip, stop.asked)
+    verdict = sharding.agree(step_loss, step_targets, grad_clip, saver.asks(stop.asked))
     lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
     apply_schedule(optimizers, step, num_iterations, lrm)
+    saver.begin_update()
     for optimizer in optimizers:
         optimizer.step(verdict)
     sharding.gather()

@@ -65,7 +65,8 @@ max_bad_steps = 10          # stop after so many steps in a row without a finite
 eval_every = 150            # steps between validations, which also open and end the run; -1: never
 eval_tokens = 10485760      # tokens of a validation, at most one pass over the held-out conversations
 # ---- Checkpoints
-save_every = -1             # steps between checkpoints; -1: only at the end
+save_every = -1             # steps between checkpoints, which also end the run; -1: by time only
+save_minutes = 30.0         # minutes between checkpoints, of which the newest two are kept; -1: by steps only
 keep_last = -1              # checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
@@ -103,9 +104,9 @@ rows_at_once = device_batch_size * world_size
 
 peak = peak_flops(device, model_dtype)
 start_step = step
+saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last, save_minutes)
 if overwrite:  # only now, when nothing can be wrong with the settings any more
     from_rank0(discard_after, checkpoints, step)
-saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last)
 metrics = Metrics(checkpoints, run, config, step, num_iterations, total_batch_size, model.estimate_flops(), peak,
                   meta["metrics_state"] if meta else None)
 loader = conversation_loader(conversations, packed, rows_per_step, start_step=step, **shape)
@@ -117,10 +118,9 @@ while True:
     stopping = metrics.stop_requested  # agreed on by all ranks: one was sent SIGTERM or SIGINT
 
     # --- look: checkpoint first, so that no evaluation can cost a run; each looks at the parameters before this step
-    if step > start_step and (last_step or stopping or save_every > 0 and step % save_every == 0):
-        metrics.pause()
-        saver.save(step, dict(config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
-                              data=data, data_state=data_state, metrics_state=metrics.state))
+    due = last_step or stopping or save_every > 0 and step % save_every == 0
+    saver.between_steps(step, metrics, due, dict(config=config, num_iterations=num_iterations,
+                        tokenizer=tokenizer.fingerprint, data=data, data_state=data_state))
     if stopping:
         break
     if eval_every > 0 and (last_step or step % eval_every == 0):
@@ -143,9 +143,10 @@ while True:
         step_targets += (targets >= 0).sum()
         inputs, targets = next(loader)
 
-    verdict = sharding.agree(step_loss, step_targets, grad_clip, stop.asked)
+    verdict = sharding.agree(step_loss, step_targets, grad_clip, saver.asks(stop.asked))
     lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
     apply_schedule(optimizers, step, num_iterations, lrm)
+    saver.begin_update()
     for optimizer in optimizers:
         optimizer.step(verdict)
     sharding.gather()

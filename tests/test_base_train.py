@@ -1,9 +1,11 @@
 """The whole pretraining script, as its users run it: real processes, real files, real kills."""
 import json
 import os
+import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -145,6 +147,109 @@ def test_killed_and_resumed_matches_an_undisturbed_run(base):
     assert again.returncode == 0, "resuming a finished run evaluates and ends"
     assert saved_at == (base / "base_checkpoints" / "killed" / "step_000040").stat().st_mtime_ns, "and does not save it again"
     assert not list((base / "base_checkpoints" / "killed").glob(".step*")), "nor leave what the kill left"
+
+
+def start(*args, command=(sys.executable, "-m", "scripts.base_train")):
+    """The tiny run in a process of its own, which answers on `stdout`."""
+    return subprocess.Popen([*command, *arguments(*args)],
+                            cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def test_a_second_run_in_the_same_folder_ends_at_once_and_the_first_goes_on(base):
+    """Also one that would remove the first's checkpoints. The first saves by time alone, and can be resumed once it has ended."""
+    first = start("--num_iterations=1000000", "--model_tag=one", "--save_minutes=0.0001")
+    try:
+        assert any(line.startswith("saved ") for line in first.stdout)
+        for args in (["--resume=auto"], ["--overwrite"]):
+            second = train("--model_tag=one", "--num_iterations=3", *args)
+            assert second.returncode == 1 and second.stderr.count("\n") == 1 and "step 00000" not in second.stdout, second.stderr
+            assert re.match(rf"error: .*/one is in use by another run \(host {socket.gethostname()}, process {first.pid}, job .*--model_tag", second.stderr)
+        first.send_signal(signal.SIGTERM)
+        printed, errors = first.communicate(timeout=100)
+        assert first.returncode == 0 and "stopped after step" in printed and "warning" not in printed, printed + errors
+    finally:
+        first.kill()
+        first.communicate()
+    step = int(re.search(r"stopped after step (\d+)", printed)[1])
+    resumed = train("--model_tag=one", f"--num_iterations={step + 1}", "--resume=auto")
+    assert resumed.returncode == 0 and f"step {step:05d}/" in resumed.stdout and f"step {step - 1:05d}/" not in resumed.stdout, resumed.stderr
+    assert len(list((base / "base_checkpoints" / "one").glob("step_*"))) == 4, "of those by time two are left"
+
+
+def broken_bundle(base):
+    """CORE's one task cannot be read when it is first evaluated."""
+    (base / "eval_bundle" / "eval_data").mkdir(parents=True)
+    bundle = base / "eval_bundle"
+    (bundle / "core.yaml").write_text("icl_tasks:\n- {label: broken, dataset_uri: broken.jsonl, num_fewshot: [0], icl_task_type: language_modeling}\n")
+    (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\nbroken,0\n")
+    (bundle / "eval_data" / "broken.jsonl").write_text("{")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_an_evaluation_ends_goes_on_bit_for_bit(base, dtype):
+    """It fails at step 6, which nobody asked to save: one error, a checkpoint of step 6, and the end of the undisturbed run."""
+    broken_bundle(base)
+    args = ["--num_iterations=10", "--eval_every=3", f"--dtype={dtype}", "--weight_decay=0.1"]
+    assert train("--model_tag=straight", *args).returncode == 0
+    failed = train("--model_tag=failed", *args, "--core_metric_every=6")
+    assert failed.returncode == 1 and len([line for line in failed.stderr.splitlines() if line.startswith("error: ")]) == 1
+    assert failed.stdout.splitlines()[-2:] == ["saving step 6 before the run ends", f"saved {base}/base_checkpoints/failed/step_000006"]
+    resumed = train("--model_tag=failed", *args, "--resume=auto")
+    assert resumed.returncode == 0 and "step 00006/" in resumed.stdout and "step 00005/" not in resumed.stdout, resumed.stderr
+    assert_same_run(base, "straight", "failed", 10)
+
+
+BROKEN_UPDATE = """
+from nanochat import muon
+def update(self, verdict, step=muon.DistMuon.step, done=[]):
+    done.append(1)
+    if len(done) == 5:
+        raise ArithmeticError("between the two optimizers")
+    step(self, verdict)
+muon.DistMuon.step = update
+"""
+ENDLESS_EVALUATION = """
+import time
+from nanochat import loss_eval
+def evaluate(*args, evaluate=loss_eval.evaluate_bpb, done=[]):
+    done.append(1)
+    while len(done) == 2:
+        print("evaluating", flush=True)
+        time.sleep(0.1)
+    return evaluate(*args)
+loss_eval.evaluate_bpb = evaluate
+"""
+
+
+def start_with(change, *args):
+    """`start`, in a process that has done something else first."""
+    program = change + "import runpy\nrunpy.run_module('scripts.base_train', run_name='__main__', alter_sys=True)"
+    return start(*args, command=[sys.executable, "-c", program])
+
+
+def test_an_exception_in_the_middle_of_an_update_saves_nothing(base):
+    """AdamW has taken the step, Muon has not: such weights are those of no step."""
+    broken = start_with(BROKEN_UPDATE, "--num_iterations=6", "--save_every=3")
+    printed, errors = broken.communicate(timeout=100)
+    assert broken.returncode == 1 and "ArithmeticError: between the two optimizers" in errors and "step 00003/" in printed
+    assert "before the run ends" not in printed
+    assert [path.name for path in (base / "base_checkpoints" / "d1").iterdir() if path.is_dir()] == ["step_000003"]
+
+
+def test_ctrl_c_twice_in_an_evaluation_saves_what_is_done(base):
+    process = start_with(ENDLESS_EVALUATION, "--num_iterations=6", "--eval_every=5")
+    try:
+        assert any("evaluating" in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        assert any("SIGINT: finishing" in line for line in process.stdout)
+        assert any("evaluating" in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        printed, errors = process.communicate(timeout=100)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGINT and errors.startswith("error: interrupted; --resume=auto continues") and errors.count("\n") == 1, errors
+    assert "step_000005" in printed and [path.name for path in (base / "base_checkpoints" / "d1").glob("step_*")] == ["step_000005"]
 
 
 def test_going_back_to_an_older_step_needs_a_word_and_other_settings_are_named(base):

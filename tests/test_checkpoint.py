@@ -18,10 +18,11 @@ from torch import nn
 
 from conftest import REPO
 from nanochat.checkpoint import (
-    checkpoint_dir, choose_start, discard_after, find_checkpoint, job, list_steps, load_model, problem_with, step_dir,
+    checkpoint_dir, choose_start, discard_after, find_checkpoint, job, list_steps, load_model, lock_path, problem_with, step_dir,
 )
 from nanochat.compiling import set_compile
 from nanochat.errors import UserError
+from nanochat.files import previous
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.ownership import Slice, equal_pieces, row_pieces
 from nanochat.resharding import load_training_state
@@ -244,6 +245,11 @@ def test_the_newest_step_is_found_by_number_and_only_the_last_are_kept():
     assert list_steps(folder) == [1_000_000, 1_000_001]
     discard_after(folder, 1_000_000)
     assert list_steps(folder) == [1_000_000]
+    step_dir(folder, 1_000_000).rename(folder / "step_1000000.old")
+    save(folder, 20, Rank())
+    shutil.copytree(folder / "step_000020", folder / "step_000020.old")
+    assert list_steps(folder) == [20] and find_checkpoint(folder).name == "step_000020"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000020", "step_000020.old", "step_1000000.old"], "the user's copies"
 
 
 @pytest.mark.parametrize("victim", ["optimizer_rank_00002.safetensors", "model.safetensors"])
@@ -386,6 +392,44 @@ def test_a_failed_save_is_a_warning_if_another_follows_and_an_error_if_not(where
     writer.wait()  # an error is raised once
 
 
+def test_a_run_whose_folder_another_has_taken_saves_nothing_more(monkeypatch):
+    """As where a file system has no locks. A lock that was removed with the folder is made anew."""
+    folder, rank = checkpoint_dir("base", "x"), Rank()
+    writer = rank.writer(folder)
+    with pytest.raises(UserError, match=f"x is in use by another run .host .*, process {os.getpid()}, job .*; wait for it"):
+        Rank().writer(folder)
+    lock_path(folder).unlink()
+    writer.save(1, META)
+    writer.wait()
+    monkeypatch.setattr("nanochat.saving.write_files", lambda *args: lock_path(folder).write_text("host b, process 7, job 9") and write_files(*args))
+    writer.save(2, META)  # the other one comes while this is written
+    with pytest.raises(UserError, match="x was taken over by another run .host b, process 7, job 9.; this one can save nothing there any more"):
+        writer.wait()
+    with pytest.raises(UserError, match="was taken over by another run"):
+        writer.save(3, META)
+    assert [path.name for path in folder.iterdir()] == ["step_000001"], "and not even its debris"
+
+
+def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(tmp_path, monkeypatch):
+    """Beside those of save_every and the end; a save starts the clock anew."""
+    folder, rank = checkpoint_dir("base", "x"), Rank()
+    metrics = SimpleNamespace(pause=lambda: None, state={}, save_requested=False)
+    monkeypatch.setattr("nanochat.saving.last_acts", [])  # or it would be kept for the end of the tests
+    writer = CheckpointWriter(folder, rank, rank.optimizers, TOKENIZER, save_minutes=5)
+    for step in range(8):
+        writer.began -= 300 * (step != 4)
+        asked = writer.asks(stop=step == 6)
+        assert asked == 0.5 * (step != 4) + (step == 6)
+        metrics.save_requested = asked % 1 > 0
+        writer.between_steps(step, metrics, step == 2, META)
+        assert writer.asks(stop=False) == 0 or step == 0
+    writer.wait()
+    assert list_steps(folder) == [2, 6, 7]
+    other = Rank(rank=1, shards=2)
+    assert CheckpointWriter(tmp_path, other, [], TOKENIZER, save_minutes=1e-9).asks(stop=False) == 0, "rank 0's clock decides"
+    assert CheckpointWriter(tmp_path / "-1", rank, [], TOKENIZER, save_minutes=-1).asks(stop=False) == 0
+
+
 def test_a_bug_keeps_its_traceback_and_a_refusal_of_the_disk_its_number(tmp_path):
     bug = outcome(json.loads, "{")
     assert isinstance(bug, RuntimeError) and "JSONDecodeError" in str(bug) and "decoder.py" in bug.__notes__[0]
@@ -416,6 +460,8 @@ def save_and_load(rank, world_size, folder):
     patch.undo()
     if rank == 1:
         (folder / "step_000003" / "optimizer_rank_00001.safetensors").write_bytes(b"damaged")
+    if rank == 0:
+        writer.lock.close()  # as at the end of the process
     torch.distributed.barrier()
     checkpoint = choose_start(folder, "auto", -1, False)
     fresh = Rank(rank=rank, shards=world_size, stage=3, cut="rows", dtype=torch.bfloat16, seed=3)
@@ -438,6 +484,37 @@ def test_ranks_save_and_load_together_and_agree_on_what_went_wrong(local_world_s
     message = f"{tmp_path / 'x' / 'step_000002'} does not fit this run: adamw.steps is only in it (other optimizers?)"
     assert outcomes == [("step_000002", [(28, "/disk"), True, message])] * 4
     assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["step_000002", "step_000003"], "the last two, and no debris"
+
+
+def fail(rank, world_size, folder):
+    """
+    What is in the folders of five runs after an exception: on both ranks; on one; at different steps; where the other
+    updates; on stage 3. And how long that took.
+    """
+    patch, began = pytest.MonkeyPatch(), time.monotonic()
+    patch.setattr("nanochat.saving.ALL_FAILED_WITHIN", 1)
+    metrics = SimpleNamespace(pause=lambda: None, flush=lambda: None, state={}, save_requested=False)
+    for case in ("both", "one", "steps", "update", "stage 3"):
+        shard = Rank(rank=rank, shards=2, stage=1, dtype=torch.bfloat16)
+        shard.stage = 3 if case == "stage 3" else 1
+        writer = shard.writer(folder / case)
+        for step in (4, 5 + (case == "steps" and rank)):
+            writer.between_steps(step, metrics, False, META)
+        if case == "update" and rank:
+            writer.begin_update()
+        if not (case == "one" and rank):
+            writer.rescue()
+        torch.distributed.barrier()
+    return time.monotonic() - began
+
+
+def test_an_exception_saves_only_where_every_rank_stands_before_the_same_step(tmp_path):
+    """No rank waits for long for one that has no exception, and nothing is left but the one whole checkpoint."""
+    assert max(run_on_ranks(2, fail, tmp_path)) < 60
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")) == ["both/step_000005"]
+    fresh = Rank(dtype=torch.bfloat16, seed=3)
+    fresh.load(find_checkpoint(tmp_path / "both"))
+    assert_same([fresh], Rank(dtype=torch.bfloat16))
 
 
 def find_apart(rank, world_size, folder):
@@ -509,9 +586,11 @@ def test_killed_at_any_moment_of_saving_the_same_step_a_valid_checkpoint_remains
             time.sleep(0.013 * (1 + 4 * life + moment))
             process.send_signal(signal.SIGSTOP)  # the folder as a kill at this moment would leave it
             names = {path.name for path in folder.iterdir()}
-            assert names & {"step_000001", "step_000001.old"}, f"nothing left but {names}"
+            assert names & {"step_000001", previous(folder / "step_000001").name}, f"nothing left but {names}"
         process.kill()
         process.communicate()
-        path = find_checkpoint(folder)
+        list_steps(folder)
+        assert {path.name for path in folder.iterdir()} == names, "who reads repairs nothing"
+        path = choose_start(folder, "auto", -1, False)
         assert path.name == "step_000001" and problem_with(path) is None
         Rank(seed=3).load(path)

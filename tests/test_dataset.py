@@ -19,6 +19,7 @@ import zstandard
 
 from nanochat import dataset, sources
 from nanochat.errors import UserError
+from nanochat.files import previous
 from nanochat.make_dataset import make
 
 ROOT = Path(__file__).parent.parent
@@ -634,11 +635,20 @@ def test_a_build_killed_at_any_moment_leaves_the_old_data_or_none(inputs, base):
     assert len(all_rows("mine")) == 40_000 and sorted(path.name for path in (base / "data").iterdir()) == [".mine.lock", "mine"]
 
 
-def test_a_kill_between_the_two_renames_is_mended_on_the_next_look(inputs, base):
+def test_a_kill_between_the_two_renames_is_mended_by_the_command_that_makes_it(inputs, base):
     write_jsonl(inputs / "a.jsonl", texts(300))
     make(str(inputs), name="mine")
     before = dataset.fingerprint("mine")
-    os.rename(base / "data" / "mine", base / "data" / "mine.old")  # the state in which such a kill leaves the disk
+    os.rename(base / "data" / "mine", previous(base / "data" / "mine"))  # the state in which such a kill leaves the disk
+    names = os.listdir(base / "data")
+    with pytest.raises(UserError, match="no data set 'mine' .*--name=mine .the one that was there comes back first"):
+        dataset.fingerprint("mine")
+    assert os.listdir(base / "data") == names, "who reads repairs nothing"
+    with pytest.raises(UserError, match="no such path"):
+        make(str(inputs / "gone"), name="mine")
+    write_jsonl(inputs / "a.jsonl", [])
+    with pytest.raises(UserError):
+        make(str(inputs), name="mine")
     assert dataset.fingerprint("mine") == before
 
 

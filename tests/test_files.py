@@ -1,11 +1,17 @@
 """A file or folder is either whole or absent."""
 import errno
 import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from nanochat.errors import UserError, one_line
-from nanochat.files import base_dir, recover_folder, sha256, write_aside, write_folder_aside, write_text
+from conftest import REPO
+from nanochat.files import base_dir, recover_folder, sha256, sync, write_aside, write_folder_aside, write_text
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
@@ -20,22 +26,72 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert sha256(path) == "16367aacb67a4a017c8da8ab95682ccb390863780f7114dda0a0e0c55644c7c4"
 
 
+KILLED_AFTER_A_RENAME = """
+import os, signal, sys
+from nanochat import files
+rename = os.rename
+def then_killed(*paths):
+    rename(*paths)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.rename = then_killed
+with files.write_folder_aside(files.Path(sys.argv[1])) as aside:
+    (aside / "a").write_text("new")
+"""
+
+
 def test_a_folder_is_replaced_whole_and_recovered_between_the_renames(tmp_path):
     path = tmp_path / "step"
     for content in ("one", "two"):
         with write_folder_aside(path) as aside:
             (aside / "a").write_text(content)
     assert (path / "a").read_text() == "two" and os.listdir(tmp_path) == ["step"]
-    path.rename(tmp_path / "step.old")  # killed after the first rename
+    killed = subprocess.run([sys.executable, "-c", KILLED_AFTER_A_RENAME, path], cwd=REPO)
+    assert killed.returncode == -signal.SIGKILL and not path.exists()
+    recover_folder(path)
+    assert (path / "a").read_text() == "two", "the next process that writes there puts it back"
     recover_folder(path)
     assert (path / "a").read_text() == "two"
-    (tmp_path / "step.old").mkdir()     # killed after the second
-    recover_folder(path)
-    assert os.listdir(tmp_path) == ["step"]
     with pytest.raises(RuntimeError), write_folder_aside(path) as aside:
         (aside / "a").write_text("three")
         raise RuntimeError
-    assert (path / "a").read_text() == "two" and os.listdir(tmp_path) == ["step"]
+    names = [name for name in os.listdir(tmp_path) if ".tmp-" not in name]  # what the kill left to fill is not this one's
+    assert (path / "a").read_text() == "two" and names == ["step"]
+
+
+def test_a_copy_of_the_users_is_no_debris(tmp_path):
+    """`mv my-model my-model.old`, then a new one, twice: nothing but my-model is ours."""
+    path, kept = tmp_path / "my-model", tmp_path / "my-model.old"
+    for content in ("one", "two", "three"):
+        with write_folder_aside(path) as aside:
+            (aside / "a").write_text(content)
+        if content == "one":
+            path.rename(kept)
+    assert (kept / "a").read_text() == "one" and (path / "a").read_text() == "three"
+    assert sorted(os.listdir(tmp_path)) == ["my-model", "my-model.old"]
+
+
+def test_a_file_system_that_does_not_sync_folders_still_keeps_what_is_written(tmp_path, monkeypatch):
+    """Of folders the refusal means nothing, of files it means that nothing is safe; /proc refuses both."""
+    sync(Path("/proc"))
+    with pytest.raises(OSError, match="Invalid argument"):
+        sync(Path("/proc/self/status"))
+    fsync, refused = os.fsync, []
+
+    def of_files_only(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            refused.append(descriptor)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", of_files_only)
+    write_text(tmp_path / "file", "text")
+    with write_folder_aside(tmp_path / "folder") as aside:
+        (aside / "inner").mkdir()
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"] and len(refused) == 4
+    for number in (errno.EIO, errno.ENOSPC):  # a disk that fails is no such file system
+        monkeypatch.setattr(os, "fsync", lambda _, number=number: (_ for _ in ()).throw(OSError(number, "failed")))
+        with pytest.raises(OSError, match="failed"):
+            sync(tmp_path)
 
 
 def test_the_base_folder_follows_the_environment(monkeypatch, tmp_path):

@@ -134,7 +134,8 @@ def undisturbed(base):
 def test_one_two_and_four_ranks_draw_the_same_curve_on_every_stage(base):
     """
     The same tokens in every step, and losses within 1e-4 over 30 steps: float32 sums in another order. One of the runs
-    begins by removing another, which only one rank may do; on stage 3 the runs are looked at on their way.
+    begins by removing another, which only one rank may do; one on stage 3 is looked at on its way, and saved when rank 0's
+    clock says so.
     """
     expected = rows_by_step(train(1, "1")[1], 30)
     train(1, "2-0", num_iterations=1)
@@ -143,9 +144,9 @@ def test_one_two_and_four_ranks_draw_the_same_curve_on_every_stage(base):
     for world_size in (2, 4):
         for stage in range(4):
             tag = f"{world_size}-{stage}"
-            looking = dict(eval_every=30, sample_every=30) if (world_size, stage) == (2, 3) else {}
+            looking = dict(eval_every=30, sample_every=30, save_minutes=1e-9) if (world_size, stage) == (2, 3) else {}
             printed, rows = train(world_size, tag, zero_stage=stage, overwrite=True, **looking)
-            assert printed.count("The capital of France is") == bool(looking)
+            assert printed.count("The capital of France is") == bool(looking) and (printed.count("saved ") > 10) == bool(looking)
             assert rows_by_step(rows, 30) == expected, tag
             assert difference(losses(base, tag), one) < 1e-4, tag
 
@@ -243,6 +244,21 @@ def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, 
     assert f"warning: {newest}: optimizer_rank_00001.safetensors does not match its checksum" in printed
     assert "resuming from" in printed and not list(folder(base, "saving").glob(".step*"))
     assert_same_checkpoint(base, undisturbed, "saving", 40)
+
+
+def test_an_evaluation_that_fails_on_all_ranks_costs_no_step(base, tmp_path, undisturbed):
+    """At step 6, which nobody asked to save; the error is told once, and the resumed run is the undisturbed one."""
+    bundle = base / "eval_bundle"
+    (bundle / "eval_data").mkdir(parents=True)
+    (bundle / "core.yaml").write_text("icl_tasks:\n- {label: broken, dataset_uri: broken.jsonl, num_fewshot: [0], icl_task_type: language_modeling}\n")
+    (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\nbroken,0\n")
+    (bundle / "eval_data" / "broken.jsonl").write_text("{")
+    job = start_job(tmp_path / "log", "failed", num_iterations=40, core_metric_every=6)
+    assert job.end() == 1 and job.text().count("error: ") == 1 and "broken.jsonl:1" in job.text(), job.text()
+    assert [path.name for path in folder(base, "failed").glob("step_*")] == ["step_000006"]
+    train(2, "failed", resume="auto", num_iterations=40)
+    assert_same_checkpoint(base, undisturbed, "failed", 40)
+    assert losses(base, undisturbed) == losses(base, "failed")
 
 
 def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturbed):
