@@ -329,7 +329,13 @@ def test_keyboard_alone(visit):
 
 
 def stream(*deltas: dict, end: str = "data: [DONE]\n\n") -> dict:
-    """What a server would answer, for `route.fulfill`."""
+    """What a server would answer, for `route.fulfill`. A delta is {"content": ...}, or {"part": ...} for the calculator's."""
+    types: list[str] = []
+    for delta in deltas:
+        part = delta.pop("part", None) or {"type": "text", "text": delta.get("content", "")}
+        if part["text"]:
+            types += [part["type"]] * (types[-1:] != [part["type"]])
+            delta["parts"] = [{"index": len(types) - 1} | part]
     chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     return {"content_type": "text/event-stream", "body": "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + end}
 
