@@ -207,12 +207,12 @@ def model_dir(source: str, model_tag: str | None) -> Path:
 
 
 def furthest_stage(model_tag: str | None = None) -> str:
-    """The last stage of training with a checkpoint of a model, or of any (model_tag None). UserError without one. COLLECTIVE."""
+    """The last stage with a checkpoint of a model, or of any (model_tag None). UserError without one. COLLECTIVE."""
     tags = {stage: from_rank0(list_tags, checkpoint_dir(stage, "")) for stage in STAGES}
     found = [stage for stage in STAGES if (tags[stage] if model_tag is None else model_tag in tags[stage])]
     if not found:
-        have = ", ".join(sorted({tag for those in tags.values() for tag in those})) or f"none; python -m {SCRIPTS['base']} makes one"
-        raise UserError(f"no model {model_tag or ''} in {base_dir()}: there is {have}".replace("  ", " "))
+        have = ", ".join(sorted(set().union(*tags.values()))) or f"none; python -m {SCRIPTS['base']} makes one"
+        raise UserError(f"no model{f' {model_tag}' * bool(model_tag)} in {base_dir()}: there is {have}")
     return found[-1]
 
 

@@ -94,7 +94,8 @@ class Engine:
     # ---- Requests
 
     def add(
-        self, prompt: Sequence[int], sampling: Sampling = Sampling(), num_samples: int = 1, truncate: bool = False, first_draw: int = 0, owner: str = ""
+        self, prompt: Sequence[int], sampling: Sampling = Sampling(), num_samples: int = 1, truncate: bool = False,
+        first_draw: int = 0, owner: str = "",
     ) -> list[int]:
         """
         Queue a prompt, of which step() then writes num_samples continuations; returns the id of each. UserError for a
@@ -109,7 +110,8 @@ class Engine:
         prompt = self.fit(prompt, sampling, truncate)
         ids = list(range(self.next_id, self.next_id + num_samples))
         self.next_id += num_samples
-        self.waiting.setdefault(owner, deque()).append(Waiting(prompt, sampling, deque(ids), deque(range(first_draw, first_draw + num_samples))))
+        draws = deque(range(first_draw, first_draw + num_samples))
+        self.waiting.setdefault(owner, deque()).append(Waiting(prompt, sampling, deque(ids), draws))
         return ids
 
     def fit(self, prompt: Sequence[int], sampling: Sampling, truncate: bool) -> list[int]:

@@ -7,8 +7,8 @@ like. What goes beyond it:
                           [{"type": "text" | "python" | "python_output", "text": ...}, ...]. What the model has the
                           calculator compute is there, and not in `content`. In a request `parts` (or a list of such
                           parts as `content`) goes before `content`, so a message that was received can be sent back.
-    delta.parts           in a stream, [{"index": k, "type": ..., "text": ...}, ...]: what comes next of the message's parts, of
-                          which the k-th is meant; text is in `content` as well. OpenAI's Python client joins them rightly
+    delta.parts           in a stream, [{"index": k, "type": ..., "text": ...}]: the next bit of part k, which OpenAI's
+                          Python client appends there (its JavaScript client does not). Text is in `content` as well
     context_length, max_tokens, temperature, top_k, chat   of a model in the list of models. chat false: a base model,
                           which continues the messages as one text
 
@@ -191,7 +191,7 @@ class Reply:
         self.head = {"id": self.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model, "system_fingerprint": f"step_{step}"}
         self.prompt_tokens, self.completion_tokens, self.include_usage = prompt_tokens, 0, include_usage
         self.news: dict[int, list[News]] = defaultdict(list)  # by answer, for `whole`
-        self.begun: dict[int, list[str]] = {}  # answers of which there was an event, and the types of their parts so far
+        self.begun: dict[int, list[str]] = {}  # answers of which there was an event: the types of their parts
 
     def usage(self) -> dict[str, int]:
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": self.prompt_tokens + self.completion_tokens}

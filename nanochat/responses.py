@@ -116,9 +116,9 @@ def content_security_policy(page: str) -> str:
 
 class Impatient(H11Protocol):
     """
-    A connection whose client must not keep the server waiting: for a request, the first or a later one, or with reading
-    what it was sent. There are at most MAX_CONNECTIONS, or they would use up the process's files: a new one takes the place
-    of the one that has kept the server waiting longest, of those from the address with the most connections.
+    A connection whose client must not keep the server waiting: for a request, the first or a later one, or with
+    reading what it was sent. There are at most MAX_CONNECTIONS, or they would use up the process's files: a new one
+    replaces the one that has kept the server waiting longest, of those from the address with the most connections.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -126,7 +126,7 @@ class Impatient(H11Protocol):
         self.deadline = self.loop.call_later(WAIT_SECONDS, transport.abort)
         if len(self.connections) > MAX_CONNECTIONS:
             counts = Counter(other.address() for other in self.connections)
-            slow = (other for other in self.connections if other.is_slow())  # this one, too: if all others are at work, it goes
+            slow = [other for other in self.connections if other.is_slow()]  # this one, too
             last = max(slow, key=lambda other: (counts[other.address()], -other.deadline.when()))
             self.connections.discard(last)
             last.transport.abort()
@@ -193,7 +193,7 @@ class Outermost:
             if self.hosts and host not in self.hosts:
                 advice = f"--allowed_hosts={host:.80} adds a name, a key allows any"
                 raise ApiError(421, f"this server answers to {', '.join(self.hosts)} only; {advice}", "wrong_host")
-            if scope["method"] == "HEAD":  # as GET: uvicorn, which knows the request as it was, sends the head of the answer only
+            if scope["method"] == "HEAD":  # as GET; uvicorn leaves out the body, since its own scope still says HEAD
                 scope = scope | {"method": "GET"}
             await self.app(scope, receive, count)
         except ApiError as error:

@@ -230,8 +230,8 @@ class ServedModel:
 
     def submit(self, work: Work) -> Answers:
         """
-        Give work to the worker that has least to do. Busy when that has too much, Unavailable when there is none. The
-        answers of one client that wait there may be as many as those for which there is room left, so that others find room.
+        Give work to the worker that has least to do. Busy when that has too much, Unavailable when there is none.
+        One client's answers may wait there only while there is room for as many more: so others find room.
         """
         alive = [worker for worker in self.workers if worker.state in ("loading", "ready")]
         if not alive:

@@ -106,7 +106,8 @@ def create_app(models: list[ServedModel], limits: Limits, api_key: str = "", cor
 
     @v1.get("")
     async def about() -> Response:
-        return json_response({"object": "api", "endpoints": [f"{method} {route.path}" for route in v1.routes for method in route.methods]})
+        endpoints = [f"{method} {route.path}" for route in v1.routes for method in route.methods]
+        return json_response({"object": "api", "endpoints": endpoints})
 
     @v1.get("/models")
     async def list_models() -> Response:
@@ -135,7 +136,8 @@ def create_app(models: list[ServedModel], limits: Limits, api_key: str = "", cor
         check_chars(sum(len(text) if isinstance(text, str) else sum(len(part["text"]) for part in text) for text in contents), "messages")
         max_tokens = request.max_completion_tokens or request.max_tokens or limits.max_new_tokens
         render = render_prompt if model.chats else render_text
-        return await respond(http, request, model, ChatReply, [render(model.tokenizer, conversation)], max_tokens, "messages")
+        ids = render(model.tokenizer, conversation)
+        return await respond(http, request, model, ChatReply, [ids], max_tokens, "messages")
 
     @v1.post("/completions")
     async def complete(http: HttpRequest) -> Response:
@@ -160,16 +162,19 @@ def create_app(models: list[ServedModel], limits: Limits, api_key: str = "", cor
         """Have the prompts answered, and send that in the way that was asked for."""
         longest = max(map(len, prompts))
         if longest > model.context:
-            words = f"However, your {param} resulted in {longest} tokens. Please reduce the length of the {param}."  # clients look for them
-            raise ApiError(400, f"This model's maximum context length is {model.context} tokens. {words}", "context_length_exceeded", param)
+            words = (f"This model's maximum context length is {model.context} tokens. However, your {param} resulted in "
+                     f"{longest} tokens. Please reduce the length of the {param}.")  # OpenAI's, which clients look for
+            raise ApiError(400, words, "context_length_exceeded", param)
         if (request.n or 1) > limits.max_n:
             raise ApiError(400, f"n={request.n} is too many answers; at most {limits.max_n} are allowed", param="n")
         temperature = limits.temperature if request.temperature is None else request.temperature
         top_k = limits.top_k if request.top_k is None else request.top_k
         top_p = 1.0 if request.top_p is None else request.top_p
-        sampling = Sampling(min(max_tokens, limits.max_new_tokens), temperature, top_k, top_p, request.seed, tools=shape is ChatReply and model.chats)
+        tools = shape is ChatReply and model.chats
+        sampling = Sampling(min(max_tokens, limits.max_new_tokens), temperature, top_k, top_p, request.seed, tools=tools)
         client = http.client.host if http.client else ""
-        work = Work(prompts, sampling, request.n or 1, request.stop_strings(), bool(request.stream), limits.timeout_s, client)
+        stop = request.stop_strings()
+        work = Work(prompts, sampling, request.n or 1, stop, bool(request.stream), limits.timeout_s, client)
         if work.size > model.most:
             raise ApiError(400, f"{work.size:,} answers at once; this server takes at most {model.most}", param=param)
         answers = model.submit(work)
@@ -214,5 +219,8 @@ def create_app(models: list[ServedModel], limits: Limits, api_key: str = "", cor
         app.add_exception_handler(kind, show)
     app.add_middleware(Outermost, metrics=metrics, hosts=hosts)
     if cors_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "HEAD", "POST"], allow_headers=["*"], expose_headers=["Retry-After"])
+        methods = ["GET", "HEAD", "POST"]
+        app.add_middleware(
+            CORSMiddleware, allow_origins=cors_origins, allow_methods=methods, allow_headers=["*"],
+            expose_headers=["Retry-After"])
     return app

@@ -60,7 +60,7 @@ def show(pieces: list[Piece], piece: Piece | None) -> None:
 
 def answer(messages: list[dict]) -> None:
     """Print the answer to the last message and append it. The oldest turns go where the context is too short for all."""
-    engine.fit(render(tokenizer, {"messages": messages[-1:]}), sampling, truncate=False)  # a UserError before anything is forgotten
+    engine.fit(render(tokenizer, {"messages": messages[-1:]}), sampling, truncate=False)  # may raise: before turns are lost
     dropped = 0
     while len(prompt := render(tokenizer, {"messages": messages})) + room > engine.context and len(messages) > 1:
         del messages[:2]  # what the user said, and the answer

@@ -36,7 +36,7 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.web import Limits, create_app
 
 # ---- Models
-source = "auto"             # stage of the model, or several: "sft, rl"; each is served as TAG-STAGE; auto: the furthest there is
+source = "auto"             # stage of the model, or several: "sft, rl", served as TAG-STAGE; auto: the furthest there is
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
 step: int | None = None     # of the checkpoint; None: the newest valid one
 device_type = ""            # cuda | mps | cpu; empty: the best there is
@@ -47,11 +47,11 @@ host = "127.0.0.1"          # address to listen on; 0.0.0.0: every network this 
 port = 8000                 # 0: any that is free
 open_page = False           # in this machine's browser, where it has a screen
 api_key = ""                # what clients of /v1 must send as their key; NANOCHAT_API_KEY does not show in the list of processes
-allowed_hosts = ""          # names besides this machine's own that requests may be for, such as a proxy's: "chat.example.org, b.org"
+allowed_hosts = ""          # a proxy's names, "chat.example.org, b.org": only they and localhost are then answered
 cors_origins = ""           # pages of other servers that may ask, such as "https://a.org, https://b.org"; empty: none
 # ---- Limits
 max_batch = 16              # answers written at once by each engine
-max_queue = 128             # answers that may wait for that, one address's at most half; beyond it clients are told to come again (429)
+max_queue = 128             # answers that may wait, at most half of them one address's; beyond it: come again later (429)
 max_n = 8                   # answers to one prompt
 max_body_bytes = 2**20      # of a request
 max_messages = 200          # of a conversation
@@ -71,7 +71,8 @@ if workers < 0 or max_queue < 0 or timeout_s <= 0:
 if not 0 <= port < 2**16:
     raise UserError(f"port={port} must be within 0 and {2**16 - 1}")
 Sampling(max_new_tokens, temperature, top_k).check()
-sources, origins, names = ([name.strip() for name in text.split(",") if name.strip()] for text in (source, cors_origins, allowed_hosts))
+sources, origins, names = (
+    [name.strip() for name in text.split(",") if name.strip()] for text in (source, cors_origins, allowed_hosts))
 if not sources or len(set(sources)) < len(sources):
     raise UserError(f"source={source!r} must name one stage or several different ones, such as 'sft, rl'")
 api_key = api_key or os.environ.get("NANOCHAT_API_KEY", "")
@@ -88,7 +89,8 @@ except OSError as error:
 
 if sources == ["auto"]:
     sources = [furthest_stage(model_tag)]
-    print0(f"the furthest stage of training is {sources[0]}" + ", a base model: it continues texts, and does not chat" * (sources == ["base"]))
+    about = ", a base model: it continues texts, and does not chat" * (sources == ["base"])
+    print0(f"the furthest stage of training is {sources[0]}{about}")
 if not api_key and host not in LOOPBACK:
     print0(f"warning: whoever can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 *_, device = compute_init(device_type)
@@ -114,16 +116,18 @@ for stage in sources:
         model = model.eval().to(compute_dtype(dtype, device))
         engines.append(Worker(partial(make_engine, model, tokenizer)))
     created = int(checkpoint.stat().st_mtime)
-    models.append(ServedModel(f"{checkpoint.parent.name}-{stage}", tokenizer, model.config.sequence_len, meta["step"], created, max_batch, max_queue, engines,
-                              stage != "base"))
+    models.append(ServedModel(
+        f"{checkpoint.parent.name}-{stage}", tokenizer, model.config.sequence_len, meta["step"], created, max_batch, max_queue,
+        engines, chats=stage != "base"))
 
 limits = Limits(max_body_bytes, max_messages, max_chars, max_new_tokens, max_n, timeout_s, temperature, top_k)
-hosts = ("localhost", "127.0.0.1", "[::1]", host, *map(str.lower, names)) if names or host in LOOPBACK and not api_key else ()
+local_only = host in LOOPBACK and not api_key
+hosts = ("localhost", "127.0.0.1", "[::1]", host, *map(str.lower, names)) if names or local_only else ()
 app = create_app(models, limits, api_key, origins, hosts)
 
 
 class Server(uvicorn.Server):
-    """Says when it is ready; its end is the end of answers that are being written, else open streams would hold it up."""
+    """Says when it is ready. Its end is the end of the answers being written: open streams would hold it up."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -145,7 +149,9 @@ class Server(uvicorn.Server):
 
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda number, frame: None)  # uvicorn raises them once more when it has ended
-settings = uvicorn.Config(app, http=Impatient, ws="none", backlog=128, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=2)
+settings = uvicorn.Config(
+    app, http=Impatient, ws="none", backlog=128, log_level="warning", access_log=False, server_header=False,
+    timeout_graceful_shutdown=2)
 Server(settings).run(sockets=[listener])
 if dead := [model.id for model in models if model.dead]:
     raise UserError(f"the worker of {', '.join(dead)} has died; the error is above")

@@ -30,7 +30,7 @@ from nanochat.engine import Engine
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.pieces import Piece, StopStrings, to_parts
-from nanochat.responses import MAX_CONNECTIONS, Impatient
+from nanochat.responses import MAX_CONNECTIONS, WAIT_SECONDS, Impatient
 from nanochat.sampling import Sampling
 from nanochat.serving import ServedModel, Worker
 from nanochat.web import Limits, create_app
@@ -122,8 +122,8 @@ class Running:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     running = Running(
-        tmp_path_factory.mktemp("server"), {"sft": writing_model(), "rl": talking_model()}, "--source=sft, rl", f"--max_batch={PLACES}", f"--max_queue={QUEUE}",
-        "--max_body_bytes=100000", "--max_messages=9", "--max_chars=50000", "--max_new_tokens=2000", f"--max_n={MOST}")
+        tmp_path_factory.mktemp("server"), {"sft": writing_model(), "rl": talking_model()}, "--source=sft, rl",
+        f"--max_batch={PLACES}", f"--max_queue={QUEUE}", "--max_body_bytes=100000", "--max_messages=9", "--max_chars=50000", "--max_new_tokens=2000", f"--max_n={MOST}")
     yield running
     running.process.kill()
     running.process.wait()
@@ -166,10 +166,11 @@ def test_the_official_client_chats(server, engines):
             pass
         for streamed in helper.get_final_completion().choices:
             parts = [{name: part[name] for name in ("type", "text")} for part in streamed.message.parts]
-            assert parts == SAID and streamed.message.content == choice.message.content, "what the official helper puts together"
+            assert parts == SAID and streamed.message.content == choice.message.content, "what the helper puts together"
 
     # What was received can be sent back as it is, and is what the model wrote.
-    again = server.client.chat.completions.create(model="tiny-rl", messages=[*messages, choice.message, {"role": "user", "content": "Go on"}])
+    more = [*messages, streamed.message, {"role": "user", "content": "Go on"}]
+    again = server.client.chat.completions.create(model="tiny-rl", messages=more)
     sent = [*same, {"role": "assistant", "content": SAID}, {"role": "user", "content": "Go on"}]
     assert again.usage.prompt_tokens == len(prompt_of(sent)) and again.choices[0].message.content == choice.message.content
 
@@ -241,7 +242,7 @@ def test_errors_are_the_official_clients(server):
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt")
     bad = openai.BadRequestError
-    words = r"^Error code: 400.*This model's maximum context length is 2048 tokens\. However, your messages resulted in 20\d\d tokens"
+    words = r"This model's maximum context length is 2048 tokens\. However, your messages resulted in 20\d\d tokens"
     assert fails(bad, words, messages=chat("x" * 2045)).code == "context_length_exceeded"
     assert fails(bad, "temperature", temperature=-1).param == "temperature"
     assert fails(bad, "max_tokens", max_tokens="3").param == "max_tokens"
@@ -312,7 +313,7 @@ def test_32_streams_at_once_are_what_each_is_alone(server, engines):
 
 
 def test_who_goes_away_frees_the_places(server):
-    """All places and its share of the queue are one client's; when it goes, streaming or not, in the queue or not, the next is served."""
+    """One client has all places and its share of the queue; when it goes, streaming or not, the next is served."""
     everything = {"model": "tiny-sft", "messages": chat(MARKER), "n": MOST, "max_tokens": 2000}
     for streaming in (True, False):
         body = json.dumps(everything | {"stream": streaming}).encode()
@@ -329,7 +330,7 @@ def test_who_goes_away_frees_the_places(server):
 
 
 def test_one_client_leaves_room_for_others(server):
-    """One address has all places and waits for more: it is refused more of the queue, and another's turn comes before its own."""
+    """One address has all places and waits for more: it gets no more of the queue, and another address is next."""
     ask = {"model": "tiny-sft", "messages": chat(MARKER)} | GREEDY
     with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2")) as http:
         other = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60, http_client=http)
@@ -388,15 +389,13 @@ def stuck(server: Running, address: str) -> socket.socket:
 
 
 def test_idle_connections_do_not_lock_out_others(server):
-    """More than there may be, all from one address: a new one takes the oldest one's place, and other addresses lose nothing."""
+    """More than are allowed, from one address: a new one replaces the oldest one; other addresses lose nothing."""
     with contextlib.ExitStack() as stack:
         other = stack.enter_context(stuck(server, "127.0.0.2"))
         many = [stack.enter_context(stuck(server, "127.0.0.1")) for _ in range(MAX_CONNECTIONS + 1)]
         for address in ("127.0.0.1", "127.0.0.3"):
-            started = time.monotonic()
-            with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=20) as newcomer:
-                assert newcomer.get(f"{server.url}/health").status_code == 200
-            assert time.monotonic() - started < 5
+            with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=WAIT_SECONDS / 3) as newcomer:
+                assert newcomer.get(f"{server.url}/health").status_code == 200, "long before any deadline"
         with contextlib.suppress(ConnectionError):
             assert many[0].recv(1) == b"", "the oldest one is closed"
         for raw in (other, many[-1]):
@@ -406,14 +405,15 @@ def test_idle_connections_do_not_lock_out_others(server):
 
 @contextlib.asynccontextmanager
 async def guarded_server():
-    """A server in this process: its port, its connections. /work takes half a second, /much is more than fits into buffers."""
+    """A server in this process: its port and connections. /work takes a second, /much fits into no buffer."""
     async def app(scope, receive, send) -> None:
-        await asyncio.sleep(0.5 if scope["path"] == "/work" else 0)
+        await asyncio.sleep(1 if scope["path"] == "/work" else 0)
         await Response(b"x" * (10**6 if scope["path"] == "/much" else 10))(scope, receive, send)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # which its connections have, too
-        server = uvicorn.Server(uvicorn.Config(app, http=Impatient, log_level="error", lifespan="off", timeout_graceful_shutdown=2))
+        config = uvicorn.Config(app, http=Impatient, log_level="error", lifespan="off", timeout_graceful_shutdown=2)
+        server = uvicorn.Server(config)
         running = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
             await asyncio.sleep(0.01)
@@ -433,13 +433,14 @@ def get(path: str) -> bytes:
 
 
 def test_clients_that_keep_the_server_waiting_are_dropped(monkeypatch):
-    """Nothing said; half a head; half of a second one; half a body; nothing read. Who waits for the server is served."""
-    monkeypatch.setattr(nanochat.responses, "WAIT_SECONDS", 0.2)
+    """Nothing sent; half a head; half of a second one; half a body; nothing read. A slow answer is waited for."""
+    monkeypatch.setattr(nanochat.responses, "WAIT_SECONDS", 0.5)
 
     async def run() -> None:
         async with guarded_server() as (port, connections):
             body = get("/work").replace(b"GET", b"POST").replace(b"\r\n\r\n", b"\r\nContent-Length: 9\r\n\r\nx")
-            slow = [await send(port, data) for data in (b"", b"GET / HT", get("/") + b"G", body, get("/much"), get("/work"))]
+            heads = b"", b"GET / HT", get("/") + b"G", body, get("/much"), get("/work")
+            slow = [await send(port, data) for data in heads]
             assert (await slow[-1][0].readline()).startswith(b"HTTP/1.1 200")
             async with asyncio.timeout(20):
                 while connections:
@@ -451,7 +452,7 @@ def test_clients_that_keep_the_server_waiting_are_dropped(monkeypatch):
 
 
 def test_who_reads_nothing_gives_way_to_others(monkeypatch):
-    """Where the house is full of those, and of others that are at work: the longest of those that do not read is dropped."""
+    """All connections are taken, by two clients that do not read and one at work: a new one replaces one of the former."""
     monkeypatch.setattr(nanochat.responses, "MAX_CONNECTIONS", 3)
 
     async def run() -> None:
@@ -536,8 +537,10 @@ def test_a_base_model_behind_a_proxy_until_its_worker_dies(tmp_path):
         [expected] = Engine(model, TOKENIZER).generate([text], Sampling(20, temperature=0, tools=False))
         ask = {"model": "tiny-base", "messages": chat("Once", "upon", MARKER), "max_tokens": 20} | GREEDY
         answer = server.client.chat.completions.create(**ask)
-        assert answer.choices[0].message.parts == to_parts(TOKENIZER, expected.tokens) and answer.usage.prompt_tokens == len(text)
-        for name, status in (("chat.example.org:80", 200), ("CHAT.example.org", 200), ("localhost", 200), ("evil.example", 421)):
+        assert answer.choices[0].message.parts == to_parts(TOKENIZER, expected.tokens)
+        assert answer.usage.prompt_tokens == len(text)
+        names = {"chat.example.org:80": 200, "CHAT.example.org": 200, "localhost": 200, "evil.example": 421}
+        for name, status in names.items():
             response = server.http.get("/v1/models", headers={"Host": name})
             assert response.status_code == status
         assert "--allowed_hosts=evil.example" in response.json()["error"]["message"]
@@ -547,8 +550,8 @@ def test_a_base_model_behind_a_proxy_until_its_worker_dies(tmp_path):
             server.client.chat.completions.create(**ask)
         assert server.process.wait(timeout=60) == 1
         log = server.log.read_text()
-        assert log.endswith("error: the worker of tiny-base has died; the error is above\n") and "a worker has died: RuntimeError" in log
-        assert MARKER not in log and "no memory" not in log
+        assert log.endswith("error: the worker of tiny-base has died; the error is above\n")
+        assert "a worker has died: RuntimeError" in log and MARKER not in log and "no memory" not in log
     finally:
         server.process.kill()
         server.process.wait()
@@ -573,7 +576,8 @@ def test_settings_that_cannot_be(monkeypatch):
         port = taken.getsockname()[1]
         for words, *args in (
             (f"cannot listen on 127.0.0.1 port {port}: Address already in use", f"--port={port}"), ("port=65536", "--port=65536"),
-            ("no model in .*: there is none", "--port=0"), ("0 models in .*sft_checkpoints", "--port=0", "--source=sft"), ("source=huge is unknown", "--port=0", "--source=huge"), ("different ones", "--source=sft, sft"),
+            ("no model in .*: there is none", "--port=0"), ("0 models in .*sft_checkpoints", "--port=0", "--source=sft"),
+            ("source=huge is unknown", "--port=0", "--source=huge"), ("different ones", "--source=sft, sft"),
             ("max_batch=0", "--max_batch=0"), ("max_n=0", "--max_n=0"), ("timeout_s=0", "--timeout_s=0"), ("temperature=-1", "--temperature=-1"),
         ):
             monkeypatch.setattr(sys, "argv", ["chat_web", "--device_type=cpu", *args])
@@ -677,7 +681,8 @@ def test_others_write_on_between_the_prompts_that_are_read():
 
     async def run() -> None:
         async with serving([make_noting]) as (client, _):
-            response = await client.post("/v1/completions", json={"model": "tiny-sft", "prompt": list("abcdef"), "max_tokens": 10})
+            request = {"model": "tiny-sft", "prompt": list("abcdef"), "max_tokens": 10}
+            response = await client.post("/v1/completions", json=request)
             assert len(response.json()["choices"]) == 6
 
     asyncio.run(asyncio.wait_for(run(), 60))
@@ -706,10 +711,10 @@ def test_loading_limits_of_time_and_other_origins():
             friend = await client.get("/v1/models", headers={"Origin": "https://friend.example"})
             other = await client.get("/v1/models", headers={"Origin": "https://other.example"})
             assert friend.headers["access-control-allow-origin"] == "https://friend.example" and "access-control-allow-origin" not in other.headers
-            wanted = "authorization, content-type, x-stainless-lang, x-stainless-retry-count"  # by OpenAI's client for JavaScript
+            wanted = "authorization, content-type, x-stainless-lang, x-stainless-retry-count"  # OpenAI's JavaScript client
+            asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": wanted}
             for origin, status in (("https://friend.example", 200), ("https://other.example", 400)):
-                headers = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": wanted}
-                preflight = await client.options("/v1/chat/completions", headers=headers)
+                preflight = await client.options("/v1/chat/completions", headers=asked | {"Origin": origin})
                 assert preflight.status_code == status and preflight.headers["access-control-allow-headers"] == wanted
                 assert preflight.headers.get("access-control-allow-origin") == (origin if status == 200 else None)
 

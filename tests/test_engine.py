@@ -312,6 +312,16 @@ def test_removing_what_is_not_there_and_what_waits():
     assert tokens[second] == uncached(model, prompts[0], 30)[1:]
 
 
+@pytest.mark.parametrize("rows, order", [(1, "aabaaa"), (2, "aaabaa")])
+def test_owners_take_turns(rows, order):
+    """The owner with fewer rows is next, in turn where they have equally many: b does not wait for all of a's prompts."""
+    engine = Engine(random_model(), TOKENIZER, max_batch=rows)
+    owners = {engine.add(prompt, Sampling(3, stop=()), owner="a")[0]: "a" for prompt in random_prompts(4, 6, 5, 3, 8)}
+    engine.step()
+    owners[engine.add(random_prompts(7)[0], Sampling(3, stop=()), owner="b")[0]] = "b"
+    assert "".join(owners[id] for id in [*dict.fromkeys([*range(rows), *finish(engine)])]) == order
+
+
 def test_a_prompt_that_cannot_be_read_costs_nobody_else_anything(monkeypatch):
     """With it in mid-crowd: its samples are gone, all others get the tokens of the plain model. A single caller sees why."""
     model, prompts = random_model(), random_prompts(4, 6, 9)
@@ -483,8 +493,8 @@ def test_the_terminal(base_folder):
     one = chat("-p", "the sum?", "--source=sft")
     assert (one.returncode, one.stdout, one.stderr) == (0, expected, "")
 
-    typed = ["the sum?", "x" * 40, "y" * 20, "/new", "the sum?", "z" * 200, "more?", "/clear", "", "/help", "the sum?", "/quit", "never read"]
-    talk = chat(typed="\n".join(typed) + "\n")
+    typed = ["the sum?", "x" * 40, "y" * 20, "/new", "the sum?", "z" * 200, "more?", "/clear", "", "/help", "the sum?"]
+    talk = chat(typed="\n".join([*typed, "/quit", "never read"]) + "\n")
     assert talk.returncode == 0 and talk.stderr == "" and talk.stdout.startswith("sft model of step 1;")
     turns = talk.stdout.split("> ")[1:]
     assert turns[0] == turns[4] == expected, "/new forgets"
@@ -499,7 +509,7 @@ def test_the_terminal(base_folder):
 
 
 def test_a_base_model_continues_a_text(base_folder):
-    """In the terminal, where it is the furthest there is: after <|bos|> come the words themselves, and no turn of a chat."""
+    """In the terminal, where it is the furthest stage: after <|bos|> come the words themselves, no turn of a chat."""
     model = random_model()
     write_checkpoint(base_folder / "base_checkpoints" / "tiny" / "step_000001", model)
     parts = greedy_answer(model, [SPECIAL("<|bos|>"), *TOKENIZER.encode("the sum is")], tools=False)

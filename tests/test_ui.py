@@ -417,7 +417,7 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     error.wait_for()
     assert "fills the model's context" in error.inner_text()
     me.say("y" * 1500)
-    expect(error.last).to_have_text(re.compile(r"the model's context only 4,096.*forget the oldest"))
+    expect(error.last).to_have_text(re.compile(r"maximum context length is 4096 tokens.*forget the oldest"))
     me.button("Forget the oldest and retry").click()
     expect(me.page.locator(".forgotten")).to_have_count(2)
     expect(error.last).to_have_text(re.compile("forget the oldest"))
