@@ -122,7 +122,8 @@ for stage in sources:
 
 limits = Limits(max_body_bytes, max_messages, max_chars, max_new_tokens, max_n, timeout_s, temperature, top_k)
 local_only = host in LOOPBACK and not api_key
-hosts = ("localhost", "127.0.0.1", "[::1]", host, *map(str.lower, names)) if names or local_only else ()
+own = ("localhost", "127.0.0.1", "[::1]") + (host.lower(),) * (host not in LOOPBACK)
+hosts = (*own, *map(str.lower, names)) if names or local_only else ()
 app = create_app(models, limits, api_key, origins, hosts)
 
 
