@@ -47,6 +47,7 @@ class Work:
     stop: tuple[str, ...] = ()
     stream: bool = False            # else there is one piece of news of each answer, at its end
     seconds: float = math.inf       # then answers end with what they have
+    client: str = ""                # who asks: places and queue are shared out among clients
 
     @property
     def size(self) -> int:

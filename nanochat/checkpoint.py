@@ -236,6 +236,16 @@ def model_dir(source: str, model_tag: str | None) -> Path:
     return folder
 
 
+def furthest_stage(model_tag: str | None = None) -> str:
+    """The last stage with a checkpoint of a model, or of any (model_tag None). UserError without one. COLLECTIVE."""
+    tags = {stage: from_rank0(list_tags, checkpoint_dir(stage, "")) for stage in STAGES}
+    found = [stage for stage in STAGES if (tags[stage] if model_tag is None else model_tag in tags[stage])]
+    if not found:
+        have = ", ".join(sorted(set().union(*tags.values()))) or f"none; python -m {SCRIPTS['base']} makes one"
+        raise UserError(f"no model{f' {model_tag}' * bool(model_tag)} in {base_dir()}: there is {have}")
+    return found[-1]
+
+
 def find_model(source: str, model_tag: str | None = None, step: int | None = None) -> Path:
     """A verified checkpoint of a stage; step None is the newest valid one. UserError when there is none. COLLECTIVE."""
     return find_checkpoint(model_dir(source, model_tag), step)

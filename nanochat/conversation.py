@@ -92,6 +92,13 @@ def render_prompt(tokenizer: Tokenizer, conversation: Conversation) -> list[int]
     return ids + [tokenizer.encode_special("<|assistant_start|>")]
 
 
+def render_text(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
+    """The tokens for a base model, which knows no turns: the messages as paragraphs of one text that it continues."""
+    contents = [message["content"] for message in conversation["messages"]]
+    texts = [content if isinstance(content, str) else "".join(part["text"] for part in content) for content in contents]
+    return [tokenizer.get_bos_token_id(), *tokenizer.encode("\n\n".join(texts))]
+
+
 def joined(messages: list[dict]) -> list[dict]:
     """The messages, a system message put in front of the first user's."""
     if messages[0]["role"] != "system":

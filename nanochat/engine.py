@@ -9,8 +9,9 @@ The engine: any number of conversations decoded together, each with its own sett
 A server calls `add` when a request comes in, `remove` when its client has gone, and `step` all the time: one token for
 everyone who has a place. All from one thread.
 """
+import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -50,6 +51,7 @@ class Answer:
 class Running:
     """A request that has a row of the cache."""
     id: int
+    owner: str
     sampling: Sampling
     left: int                               # tokens until max_tokens or the end of the context
     dice: random.Random
@@ -86,20 +88,21 @@ class Engine:
         self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
         self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
         self.running: list[Running] = []    # in the order of the cache's rows
-        self.waiting: deque[Waiting] = deque()
+        self.waiting: dict[str, deque[Waiting]] = {}    # by owner; the one who got a row last comes last
         self.next_id = 0
 
     # ---- Requests
 
     def add(
-        self, prompt: Sequence[int], sampling: Sampling = Sampling(), num_samples: int = 1, truncate: bool = False, first_draw: int = 0
+        self, prompt: Sequence[int], sampling: Sampling = Sampling(), num_samples: int = 1, truncate: bool = False,
+        first_draw: int = 0, owner: str = "",
     ) -> list[int]:
         """
         Queue a prompt, of which step() then writes num_samples continuations; returns the id of each. UserError for a
         prompt or a sampling that cannot be.
 
         Sample i is the draw number first_draw + i of sampling.seed: the same whatever else the engine is doing, and
-        no two are alike.
+        no two are alike. Among several owners, the one with the fewest rows gets the next row that is free.
         """
         sampling.check()
         if num_samples < 1:
@@ -107,7 +110,8 @@ class Engine:
         prompt = self.fit(prompt, sampling, truncate)
         ids = list(range(self.next_id, self.next_id + num_samples))
         self.next_id += num_samples
-        self.waiting.append(Waiting(prompt, sampling, deque(ids), deque(range(first_draw, first_draw + num_samples))))
+        draws = deque(range(first_draw, first_draw + num_samples))
+        self.waiting.setdefault(owner, deque()).append(Waiting(prompt, sampling, deque(ids), draws))
         return ids
 
     def fit(self, prompt: Sequence[int], sampling: Sampling, truncate: bool) -> list[int]:
@@ -133,11 +137,12 @@ class Engine:
             if request.id == id:
                 self._free(row)
                 return
-        for group in self.waiting:
+        for group in itertools.chain(*self.waiting.values()):
             if id in group.ids:
                 del group.draws[group.ids.index(id)]
                 group.ids.remove(id)
-        self.waiting = deque(group for group in self.waiting if group.ids)
+        left = {owner: deque(group for group in groups if group.ids) for owner, groups in self.waiting.items()}
+        self.waiting = {owner: groups for owner, groups in left.items() if groups}
 
     @property
     def busy(self) -> bool:
@@ -146,14 +151,16 @@ class Engine:
 
     # ---- One token for everyone
 
-    def step(self) -> list[Event]:
+    def step(self, max_prompts: int | None = None) -> list[Event]:
         """
         One more token for each running request and for those that get a place now. Ended requests leave. What goes
         wrong with one prompt is the error of its own events; after an exception only `clear` helps.
+
+        max_prompts: at most so many prompts are read, for which all who are running have to wait; None: any number.
         """
         failed: list[Event] = []
         logits = [self.model.decode([request.token for request in self.running])] if self.running else []
-        logits += self._admit(failed)
+        logits += self._admit(failed, max_prompts)
         if not logits:
             return failed
         uniforms = [0.0 if request.forced else request.dice.getrandbits(24) / 2**24 for request in self.running]
@@ -164,27 +171,36 @@ class Engine:
                 self._free(row)
         return events + failed
 
-    def _admit(self, failed: list[Event]) -> list[torch.Tensor]:
+    def _admit(self, failed: list[Event], max_prompts: int | None) -> list[torch.Tensor]:
         """Give free rows to those who have waited longest; returns the logits after their prompts, (1, V) each."""
-        logits = []
+        logits, read = [], 0
         while self.waiting and len(self.running) < self.max_batch:
-            group = self.waiting[0]
+            rows = Counter(request.owner for request in self.running)
+            owner = min(self.waiting, key=rows.__getitem__)
+            group = self.waiting[owner][0]
+            if group.prefix is None:
+                if read == max_prompts:
+                    break
+                read += 1
             try:
                 group.prefix = group.prefix or self.model.prefill(group.prompt)
                 self.model.insert(group.prefix)
             except Exception as error:  # for want of memory, perhaps: the others' rows are as they were
                 failed += [Event(id, -1, False, None, error) for id in group.ids]
-                self.waiting.popleft()
-                continue
-            logits.append(group.prefix.logits)
-            # The last token is written, not read: an answer may end one token beyond the context.
-            left = min(group.sampling.max_tokens, self.context + 1 - len(group.prompt))
-            seed = group.sampling.seed
-            dice = random.Random(None if seed is None else f"{seed} {group.draws[0]}")
-            self.running.append(Running(group.ids.popleft(), group.sampling, left, dice))
-            group.draws.popleft()
+                group.ids.clear()
+            else:
+                logits.append(group.prefix.logits)
+                # The last token is written, not read: an answer may end one token beyond the context.
+                left = min(group.sampling.max_tokens, self.context + 1 - len(group.prompt))
+                seed = group.sampling.seed
+                dice = random.Random(None if seed is None else f"{seed} {group.draws[0]}")
+                self.running.append(Running(group.ids.popleft(), owner, group.sampling, left, dice))
+                group.draws.popleft()
+            groups = self.waiting.pop(owner)
             if not group.ids:
-                self.waiting.popleft()
+                groups.popleft()
+            if groups:
+                self.waiting[owner] = groups
         return logits
 
     def _advance(self, request: Running, drawn: int) -> Event:
@@ -267,5 +283,5 @@ class Engine:
 
     def clear(self) -> None:
         """End every request, without a further event."""
-        self.running, self.waiting = [], deque()
+        self.running, self.waiting = [], {}
         self.model.clear()

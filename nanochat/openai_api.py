@@ -7,8 +7,10 @@ like. What goes beyond it:
                           [{"type": "text" | "python" | "python_output", "text": ...}, ...]. What the model has the
                           calculator compute is there, and not in `content`. In a request `parts` (or a list of such
                           parts as `content`) goes before `content`, so a message that was received can be sent back.
-    delta.part            in a stream, {"type": "python" | "python_output", "text": ...}: the next bit of such a part
-    context_length, max_tokens, temperature, top_k   of a model in the list of models
+    delta.parts           in a stream, [{"index": k, "type": ..., "text": ...}]: the next bit of part k, which OpenAI's
+                          Python client appends there (its JavaScript client does not). Text is in `content` as well
+    context_length, max_tokens, temperature, top_k, chat   of a model in the list of models. chat false: a base model,
+                          which continues the messages as one text
 
 What differs: max_tokens above the server's limit is the limit, and the end of the context ends an answer as well, both
 with finish_reason "length"; so does the server's time limit. usage counts every token that was written: those of the
@@ -189,7 +191,7 @@ class Reply:
         self.head = {"id": self.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model, "system_fingerprint": f"step_{step}"}
         self.prompt_tokens, self.completion_tokens, self.include_usage = prompt_tokens, 0, include_usage
         self.news: dict[int, list[News]] = defaultdict(list)  # by answer, for `whole`
-        self.begun: set[int] = set()  # answers of which there was an event
+        self.begun: dict[int, list[str]] = {}  # answers of which there was an event: the types of their parts
 
     def usage(self) -> dict[str, int]:
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": self.prompt_tokens + self.completion_tokens}
@@ -211,10 +213,9 @@ class Reply:
         """The events that tell of it."""
         choices = []
         for news in several:
-            first = news.index not in self.begun
-            self.begun.add(news.index)
             self.completion_tokens += news.tokens
-            choices += [{"index": news.index} | delta | {"logprobs": None, "finish_reason": None} for delta in self.deltas(parts_of(news.pieces), first)]
+            deltas = self.deltas(parts_of(news.pieces), news.index)
+            choices += [{"index": news.index} | delta | {"logprobs": None, "finish_reason": None} for delta in deltas]
             if news.finish_reason:
                 choices.append({"index": news.index} | self.last | {"logprobs": None, "finish_reason": news.finish_reason})
         usage = {"usage": None} if self.include_usage else {}
@@ -232,7 +233,8 @@ class Reply:
     def complete(self, parts: list[dict[str, str]]) -> dict[str, Any]:
         return {"text": "".join(part["text"] for part in parts)}
 
-    def deltas(self, parts: list[dict[str, str]], first: bool) -> list[dict[str, Any]]:
+    def deltas(self, parts: list[dict[str, str]], index: int) -> list[dict[str, Any]]:
+        """What is new of the answer of that index."""
         return [self.complete(parts)] if parts else []
 
 
@@ -245,6 +247,12 @@ class ChatReply(Reply):
         content = "".join(part["text"] for part in parts if part["type"] == "text")
         return {"message": {"role": "assistant", "content": content, "refusal": None, "parts": parts}}
 
-    def deltas(self, parts: list[dict[str, str]], first: bool) -> list[dict[str, Any]]:
-        role = [{"delta": {"role": "assistant", "content": ""}}] if first else []
-        return role + [{"delta": {"content": part["text"]} if part["type"] == "text" else {"part": part}} for part in parts]
+    def deltas(self, parts: list[dict[str, str]], index: int) -> list[dict[str, Any]]:
+        deltas = [] if index in self.begun else [{"delta": {"role": "assistant", "content": ""}}]
+        types = self.begun.setdefault(index, [])
+        for part in parts:
+            if types[-1:] != [part["type"]]:
+                types.append(part["type"])
+            content = {"content": part["text"]} if part["type"] == "text" else {}
+            deltas.append({"delta": content | {"parts": [{"index": len(types) - 1} | part]}})
+        return deltas

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import re
 import resource
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,8 +20,8 @@ from nanochat.openai_api import ApiError, dumps, event
 from nanochat.serving import log_error
 from nanochat.web_metrics import Metrics
 
-HEAD_SECONDS = 30   # within which the first request of a connection must have come
-BODY_SECONDS = 30   # and the body of a request
+BODY_SECONDS = 30   # within which the body of a request must have come
+WAIT_SECONDS = 60   # and each request as a whole; and within which a client must have read what is ready for it
 MAX_CONNECTIONS = min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # each is an open file
 SAFE = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
 
@@ -115,20 +116,54 @@ def content_security_policy(page: str) -> str:
 
 class Impatient(H11Protocol):
     """
-    A connection that has to say what it wants: there are at most MAX_CONNECTIONS at a time, and one that sends no request is
-    closed, or idle ones would use up the process's files, and with them the server.
+    A connection whose client must not keep the server waiting: for a request, the first or a later one, or with
+    reading what it was sent. There are at most MAX_CONNECTIONS, or they would use up the process's files: a new one
+    replaces the one that has kept the server waiting longest, of those from the address with the most connections.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        self.deadline = self.loop.call_later(WAIT_SECONDS, transport.abort)
         if len(self.connections) > MAX_CONNECTIONS:
-            transport.abort()
-        else:
-            self.loop.call_later(HEAD_SECONDS, self.close_if_idle)
+            counts = Counter(other.address() for other in self.connections)
+            slow = [other for other in self.connections if other.is_slow()]  # this one, too
+            last = max(slow, key=lambda other: (counts[other.address()], -other.deadline.when()))
+            self.connections.discard(last)
+            last.transport.abort()
 
-    def close_if_idle(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():  # not one request so far; between two, uvicorn looks
-            self.transport.close()
+    def address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    def is_slow(self) -> bool:
+        """Whether it is the client's turn: to send a request to its end, or to read."""
+        return self.cycle is None or self.cycle.more_body or self.cycle.response_complete or self.flow.write_paused
+
+    def look(self) -> None:
+        """When it becomes the client's turn, its time begins. Single bytes, sent or read, do not prolong it."""
+        if not self.is_slow():
+            self.deadline.cancel()
+        elif self.deadline.cancelled():
+            self.deadline = self.loop.call_later(WAIT_SECONDS, self.transport.abort)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self.look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.look()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.look()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self.deadline.cancel()
 
 
 class Outermost:
@@ -154,9 +189,12 @@ class Outermost:
             await send(message)
 
         try:
-            host = re.sub(r":\d+$", "", dict(scope["headers"]).get(b"host", b"").decode("latin-1"))
+            host = re.sub(r":\d+$", "", dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower())
             if self.hosts and host not in self.hosts:
-                raise ApiError(421, f"this server answers to {', '.join(self.hosts)} only; with a key, to any name", "wrong_host")
+                advice = f"--allowed_hosts={host:.80} adds a name, a key allows any"
+                raise ApiError(421, f"this server answers to {', '.join(self.hosts)} only; {advice}", "wrong_host")
+            if scope["method"] == "HEAD":  # as GET; uvicorn leaves out the body, since its own scope still says HEAD
+                scope = scope | {"method": "GET"}
             await self.app(scope, receive, count)
         except ApiError as error:
             await error_response(error)(scope, receive, count)

@@ -147,7 +147,7 @@ class Worker:
         except queue.Empty:
             pass
         try:
-            events = engine.step()
+            events = engine.step(max_prompts=1)  # a prompt takes as long as many tokens, and everyone waits for it
         except Exception as error:
             engine.clear()
             return self.fail({sample.answers for sample in self.samples.values()}, error)
@@ -172,7 +172,7 @@ class Worker:
         work = answers.work
         try:
             for number, prompt in enumerate(work.prompts):
-                for i, id in enumerate(self.engine.add(prompt, work.sampling, work.n)):
+                for i, id in enumerate(self.engine.add(prompt, work.sampling, work.n, owner=work.client)):
                     self.samples[id] = Sample(answers, number * work.n + i, Pieces(self.engine.tokenizer), StopStrings(work.stop))
         except Exception as error:  # what can be wrong with a request should have been found before
             self.fail({answers}, error)
@@ -222,16 +222,31 @@ class ServedModel:
     max_batch: int                  # answers written at once on each device
     max_queue: int                  # answers that may wait on each device
     workers: list[Worker]
+    chats: bool = True              # else it is a base model: messages are a text that it continues
+
+    @property
+    def dead(self) -> bool:
+        return all(worker.state == "dead" for worker in self.workers)
 
     def submit(self, work: Work) -> Answers:
-        """Give work to the worker that has least to do. Busy when that has too much, Unavailable when there is none."""
+        """
+        Give work to the worker that has least to do. Busy when that has too much, Unavailable when there is none.
+        One client's answers may wait there only while there is room for as many more: so others find room.
+        """
         alive = [worker for worker in self.workers if worker.state in ("loading", "ready")]
         if not alive:
             raise Unavailable("the model's worker has died")
         worker = min(alive, key=lambda worker: worker.load)
-        if worker.load + work.size > self.max_batch + self.max_queue:
+        room = self.max_batch + self.max_queue - worker.load - work.size
+        own = sum(answers.open for answers in worker.answers if answers.work.client == work.client) + work.size
+        if own - self.max_batch > room or room < 0:
             raise Busy(min(max(math.ceil(worker.seconds / self.max_batch), 1), 60))
         return worker.submit(work)
+
+    @property
+    def most(self) -> int:
+        """Answers that one request may ask for."""
+        return self.max_batch + self.max_queue // 2
 
     @property
     def running(self) -> int:

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from nanochat.answers import Answers, Busy, ClientGone, Failed, Unavailable, Work
-from nanochat.conversation import check_conversation, render_prompt
+from nanochat.conversation import check_conversation, render_prompt, render_text
 from nanochat.errors import UserError
 from nanochat.openai_api import ApiError, ChatReply, ChatRequest, CompletionRequest, Reply, Request, parse, to_conversation
 from nanochat.responses import (
@@ -37,6 +37,7 @@ class Limits:
     max_messages: int
     max_chars: int             # of all messages or prompts together
     max_new_tokens: int        # of an answer
+    max_n: int                 # answers to each prompt
     timeout_s: float           # from the arrival of a request to the end of its answers
     temperature: float
     top_k: int
@@ -100,7 +101,13 @@ def create_app(models: list[ServedModel], limits: Limits, api_key: str = "", cor
         return {
             "id": model.id, "object": "model", "created": model.created, "owned_by": "nanochat", "step": model.step, "context_length": model.context,
             "max_tokens": min(limits.max_new_tokens, model.context), "temperature": limits.temperature, "top_k": limits.top_k,
+            "chat": model.chats,
         }
+
+    @v1.get("")
+    async def about() -> Response:
+        endpoints = [f"{method} {route.path}" for route in v1.routes for method in route.methods]
+        return json_response({"object": "api", "endpoints": endpoints})
 
     @v1.get("/models")
     async def list_models() -> Response:
@@ -128,7 +135,9 @@ def create_app(models: list[ServedModel], limits: Limits, api_key: str = "", cor
         contents = [message["content"] for message in conversation["messages"]]
         check_chars(sum(len(text) if isinstance(text, str) else sum(len(part["text"]) for part in text) for text in contents), "messages")
         max_tokens = request.max_completion_tokens or request.max_tokens or limits.max_new_tokens
-        return await respond(http, request, model, ChatReply, [render_prompt(model.tokenizer, conversation)], max_tokens, "messages")
+        render = render_prompt if model.chats else render_text
+        ids = render(model.tokenizer, conversation)
+        return await respond(http, request, model, ChatReply, [ids], max_tokens, "messages")
 
     @v1.post("/completions")
     async def complete(http: HttpRequest) -> Response:
@@ -153,14 +162,21 @@ def create_app(models: list[ServedModel], limits: Limits, api_key: str = "", cor
         """Have the prompts answered, and send that in the way that was asked for."""
         longest = max(map(len, prompts))
         if longest > model.context:
-            raise ApiError(400, f"the prompt has {longest:,} tokens, the model's context only {model.context:,}; shorten it", "context_length_exceeded", param)
+            words = (f"This model's maximum context length is {model.context} tokens. However, your {param} resulted in "
+                     f"{longest} tokens. Please reduce the length of the {param}.")  # OpenAI's, which clients look for
+            raise ApiError(400, words, "context_length_exceeded", param)
+        if (request.n or 1) > limits.max_n:
+            raise ApiError(400, f"n={request.n} is too many answers; at most {limits.max_n} are allowed", param="n")
         temperature = limits.temperature if request.temperature is None else request.temperature
         top_k = limits.top_k if request.top_k is None else request.top_k
         top_p = 1.0 if request.top_p is None else request.top_p
-        sampling = Sampling(min(max_tokens, limits.max_new_tokens), temperature, top_k, top_p, request.seed, tools=shape is ChatReply)
-        work = Work(prompts, sampling, request.n or 1, request.stop_strings(), bool(request.stream), limits.timeout_s)
-        if work.size > model.max_batch + model.max_queue:
-            raise ApiError(400, f"{work.size:,} answers at once; this server takes at most {model.max_batch + model.max_queue}", param="n")
+        tools = shape is ChatReply and model.chats
+        sampling = Sampling(min(max_tokens, limits.max_new_tokens), temperature, top_k, top_p, request.seed, tools=tools)
+        client = http.client.host if http.client else ""
+        stop = request.stop_strings()
+        work = Work(prompts, sampling, request.n or 1, stop, bool(request.stream), limits.timeout_s, client)
+        if work.size > model.most:
+            raise ApiError(400, f"{work.size:,} answers at once; this server takes at most {model.most}", param=param)
         answers = model.submit(work)
         answers.watch(disconnected(http.receive))
         reply = shape(model.id, model.step, sum(map(len, prompts)), request.include_usage())
@@ -203,5 +219,8 @@ def create_app(models: list[ServedModel], limits: Limits, api_key: str = "", cor
         app.add_exception_handler(kind, show)
     app.add_middleware(Outermost, metrics=metrics, hosts=hosts)
     if cors_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST"], allow_headers=["Authorization", "Content-Type"])
+        methods = ["GET", "HEAD", "POST"]
+        app.add_middleware(
+            CORSMiddleware, allow_origins=cors_origins, allow_methods=methods, allow_headers=["*"],
+            expose_headers=["Retry-After"])
     return app

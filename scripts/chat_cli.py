@@ -1,18 +1,18 @@
 """
 Talk with a model in the terminal.
 
-    python -m scripts.chat_cli                        # /new begins again, /quit or Ctrl-D ends, Ctrl-C stops an answer
+    python -m scripts.chat_cli                        # /help lists what can be typed besides messages
     python -m scripts.chat_cli -p "What is 12 * 3?"   # one answer, and out
 
-What the model has the calculator compute is shown in brackets: [12*3 = 36].
+What the model has the calculator compute is shown in brackets: [12*3 = 36]. A base model continues what is written.
 """
 import contextlib
 import sys
 from typing import Literal
 
 from configurator import configure
-from nanochat.checkpoint import load_model
-from nanochat.conversation import render_prompt
+from nanochat.checkpoint import furthest_stage, load_model
+from nanochat.conversation import render_prompt, render_text
 from nanochat.distributed import compute_dtype, compute_init, print0
 from nanochat.engine import Engine
 from nanochat.errors import UserError
@@ -20,7 +20,7 @@ from nanochat.pieces import Piece, parts_of
 from nanochat.sampling import Sampling
 
 # ---- Model
-source: Literal["base", "mid", "sft", "rl"] = "sft"  # stage of the model
+source: Literal["auto", "base", "mid", "sft", "rl"] = "auto"  # stage of the model; auto: the furthest there is
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
 step: int | None = None     # of the checkpoint; None: the newest valid one
 device_type = ""            # cuda | mps | cpu; empty: the best there is
@@ -33,10 +33,18 @@ max_new_tokens = 256        # of an answer
 seed: int | None = None     # None: another answer every time
 config = configure(globals())
 
-sampling = Sampling(max_new_tokens, temperature, top_k, seed=seed)
-sampling.check()
+HELP = """\
+/clear    begin a new conversation (or /new)
+/quit     end (or Ctrl-D)
+/help     show this
+Ctrl-C    stop an answer"""
+
+Sampling(max_new_tokens, temperature, top_k).check()
 *_, device = compute_init(device_type)
-model, tokenizer, meta = load_model(source, device, "eval", model_tag, step)
+stage = furthest_stage(model_tag) if source == "auto" else source
+model, tokenizer, meta = load_model(stage, device, "eval", model_tag, step)
+sampling = Sampling(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
+render = render_text if stage == "base" else render_prompt
 engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, max_batch=1)
 room = min(max_new_tokens, engine.context // 4)  # tokens that an answer should find free
 DIM, PLAIN = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
@@ -52,8 +60,9 @@ def show(pieces: list[Piece], piece: Piece | None) -> None:
 
 def answer(messages: list[dict]) -> None:
     """Print the answer to the last message and append it. The oldest turns go where the context is too short for all."""
+    engine.fit(render(tokenizer, {"messages": messages[-1:]}), sampling, truncate=False)  # may raise: before turns are lost
     dropped = 0
-    while len(prompt := render_prompt(tokenizer, {"messages": messages})) + room > engine.context and len(messages) > 1:
+    while len(prompt := render(tokenizer, {"messages": messages})) + room > engine.context and len(messages) > 1:
         del messages[:2]  # what the user said, and the answer
         dropped += 1
     if dropped:
@@ -72,14 +81,17 @@ def answer(messages: list[dict]) -> None:
     messages.append({"role": "assistant", "content": parts_of(pieces)})
 
 
+about = f"{stage} model of step {meta['step']}" + " (it continues a text, and does not chat)" * (stage == "base")
 if p is not None:
+    if source == "auto":
+        print(about, file=sys.stderr)
     answer([{"role": "user", "content": p}])
     raise SystemExit
 
 with contextlib.suppress(ImportError):  # not on Windows
     import readline  # noqa: F401  the arrow keys work in input() from here on
 
-print0(f"{source} model of step {meta['step']}; /new begins again, /quit ends, Ctrl-C stops an answer")
+print0(f"{about}; /help lists the commands")
 messages: list[dict] = []
 while True:
     try:
@@ -91,8 +103,11 @@ while True:
         continue
     if text == "/quit":
         break
-    if text == "/new":
+    if text in ("/clear", "/new"):
         messages = []
+        continue
+    if text == "/help":
+        print(HELP)
         continue
     if not text:
         continue

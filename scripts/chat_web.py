@@ -3,12 +3,14 @@ Serve chat models: a page to talk with them, and an interface that OpenAI's clie
 
     python -m scripts.chat_web                                  # http://127.0.0.1:8000
     python -m scripts.chat_web --source="sft, rl" --port=80 --host=0.0.0.0
+    python -m scripts.chat_web --allowed_hosts=chat.example.org     # behind a proxy of that name
 
     from openai import OpenAI
     OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
         model="TAG-sft", messages=[{"role": "user", "content": "What is 12 * 3?"}])
 
-nanochat/openai_api.py says what goes beyond that interface and what differs. SIGTERM and Ctrl-C end the server at once.
+nanochat/openai_api.py says what goes beyond that interface and what differs. SIGTERM and Ctrl-C end the server at once;
+so does the death of a model's last worker, with exit code 1, for a supervisor to start it again.
 """
 import os
 import signal
@@ -23,7 +25,7 @@ from configurator import configure
 import torch
 import uvicorn
 
-from nanochat.checkpoint import find_model, load_checkpoint
+from nanochat.checkpoint import find_model, furthest_stage, load_checkpoint
 from nanochat.distributed import compute_dtype, compute_init, print0
 from nanochat.engine import Engine
 from nanochat.errors import UserError, require_positive
@@ -35,7 +37,7 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.web import Limits, create_app
 
 # ---- Models
-source = "sft"              # stage of the model, or several: "sft, rl"; each is served as TAG-STAGE
+source = "auto"             # stage of the model, or several: "sft, rl", served as TAG-STAGE; auto: the furthest there is
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
 step: int | None = None     # of the checkpoint; None: the newest valid one
 device_type = ""            # cuda | mps | cpu; empty: the best there is
@@ -46,10 +48,12 @@ host = "127.0.0.1"          # address to listen on; 0.0.0.0: every network this 
 port = 8000                 # 0: any that is free
 open_page = False           # in this machine's browser, where it has a screen
 api_key = ""                # what clients of /v1 must send as their key; NANOCHAT_API_KEY does not show in the list of processes
+allowed_hosts = ""          # a proxy's names, "chat.example.org, b.org": only they and localhost are then answered
 cors_origins = ""           # pages of other servers that may ask, such as "https://a.org, https://b.org"; empty: none
 # ---- Limits
 max_batch = 16              # answers written at once by each engine
-max_queue = 64              # answers that may wait for that; beyond it clients are told to come again (429)
+max_queue = 128             # answers that may wait, at most half of them one address's; beyond it: come again later (429)
+max_n = 8                   # answers to one prompt
 max_body_bytes = 2**20      # of a request
 max_messages = 200          # of a conversation
 max_chars = 200_000         # of its messages together
@@ -62,13 +66,14 @@ config = configure(globals())
 
 LOOPBACK = "127.0.0.1", "::1", "localhost"
 
-require_positive(config, "max_batch", "max_body_bytes", "max_messages", "max_chars", "max_new_tokens")
+require_positive(config, "max_batch", "max_n", "max_body_bytes", "max_messages", "max_chars", "max_new_tokens")
 if workers < 0 or max_queue < 0 or timeout_s <= 0:
     raise UserError(f"workers={workers} and max_queue={max_queue} must be at least 0, timeout_s={timeout_s} more than that")
 if not 0 <= port < 2**16:
     raise UserError(f"port={port} must be within 0 and {2**16 - 1}")
 Sampling(max_new_tokens, temperature, top_k).check()
-sources = [name.strip() for name in source.split(",") if name.strip()]
+sources, origins, names = (
+    [name.strip() for name in text.split(",") if name.strip()] for text in (source, cors_origins, allowed_hosts))
 if not sources or len(set(sources)) < len(sources):
     raise UserError(f"source={source!r} must name one stage or several different ones, such as 'sft, rl'")
 api_key = api_key or os.environ.get("NANOCHAT_API_KEY", "")
@@ -83,6 +88,10 @@ try:
 except OSError as error:
     raise UserError(f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port or --host") from None
 
+if sources == ["auto"]:
+    sources = [furthest_stage(model_tag)]
+    about = ", a base model: it continues texts, and does not chat" * (sources == ["base"])
+    print0(f"the furthest stage of training is {sources[0]}{about}")
 if not api_key and host not in LOOPBACK:
     print0(f"warning: whoever can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 *_, device = compute_init(device_type)
@@ -108,16 +117,19 @@ for stage in sources:
         model = model.eval().to(compute_dtype(dtype, device))
         engines.append(Worker(partial(make_engine, model, tokenizer)))
     created = int(checkpoint.stat().st_mtime)
-    models.append(ServedModel(f"{checkpoint.parent.name}-{stage}", tokenizer, model.config.sequence_len, meta["step"], created, max_batch, max_queue, engines))
+    models.append(ServedModel(
+        f"{checkpoint.parent.name}-{stage}", tokenizer, model.config.sequence_len, meta["step"], created, max_batch, max_queue,
+        engines, chats=stage != "base"))
 
-limits = Limits(max_body_bytes, max_messages, max_chars, max_new_tokens, timeout_s, temperature, top_k)
-origins = [origin.strip() for origin in cors_origins.split(",") if origin.strip()]
-hosts = ("localhost", "127.0.0.1", "[::1]") if host in LOOPBACK and not api_key else ()
+limits = Limits(max_body_bytes, max_messages, max_chars, max_new_tokens, max_n, timeout_s, temperature, top_k)
+local_only = host in LOOPBACK and not api_key
+own = ("localhost", "127.0.0.1", "[::1]") + (host.lower(),) * (host not in LOOPBACK)
+hosts = (*own, *map(str.lower, names)) if names or local_only else ()
 app = create_app(models, limits, api_key, origins, hosts)
 
 
 class Server(uvicorn.Server):
-    """Says when it is ready; a signal ends the answers that are being written, else open streams would hold it up."""
+    """Says when it is ready. Its end is the end of the answers being written: open streams would hold it up."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -127,14 +139,21 @@ class Server(uvicorn.Server):
         if open_page and (sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
             webbrowser.open(url)
 
-    def handle_exit(self, number: int, frame: object) -> None:
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or any(model.dead for model in models)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for model in models:
             for worker in model.workers:
                 worker.stop()
-        super().handle_exit(number, frame)
+        await super().shutdown(sockets)
 
 
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda number, frame: None)  # uvicorn raises them once more when it has ended
-settings = uvicorn.Config(app, http=Impatient, backlog=128, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=2)
+settings = uvicorn.Config(
+    app, http=Impatient, ws="none", backlog=128, log_level="warning", access_log=False, server_header=False,
+    timeout_graceful_shutdown=2)
 Server(settings).run(sockets=[listener])
+if dead := [model.id for model in models if model.dead]:
+    raise UserError(f"the worker of {', '.join(dead)} has died; the error is above")

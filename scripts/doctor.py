@@ -228,5 +228,5 @@ no_mid = f"no model after mid-training; {'python -m scripts.mid_train' if made['
 verdict("chat_sft", cannot, read_only, "" if made["mid"] else no_mid)
 verdict("chat_rl", cannot, read_only, "" if made["sft"] else f"no fine-tuned model; {'python -m scripts.chat_sft' if made['mid'] else no_chat}")
 verdict("chat_eval", "" if chat else f"no chat model; {no_chat}")
-verdict("chat_web", f"{', '.join(web)} not installed; . ./setup.sh" if web else "", "" if chat else f"no chat model; {no_chat}")
+verdict("chat_web", f"{', '.join(web)} not installed; . ./setup.sh" if web else "", "" if chat or made["base"] else f"no model; {no_base}")
 raise SystemExit(0 if can_train and writable else 1)

@@ -19,6 +19,7 @@ import openai
 import pytest
 import torch
 import uvicorn
+from starlette.responses import Response
 
 import nanochat.responses
 import nanochat.serving
@@ -29,7 +30,7 @@ from nanochat.engine import Engine
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.pieces import Piece, StopStrings, to_parts
-from nanochat.responses import MAX_CONNECTIONS, Impatient
+from nanochat.responses import MAX_CONNECTIONS, WAIT_SECONDS, Impatient
 from nanochat.sampling import Sampling
 from nanochat.serving import ServedModel, Worker
 from nanochat.web import Limits, create_app
@@ -38,9 +39,10 @@ from test_engine import SPECIAL, TOKENIZER, V, write_checkpoint
 
 KEY = "a-secret"
 MARKER = "xyzzy"            # in what users write here, never in the log
-PLACES, QUEUE = 8, 28
+PLACES, QUEUE = 8, 56
+MOST = PLACES + QUEUE // 2    # answers for one client
 GREEDY = {"temperature": 0}
-LIMITS = Limits(10**6, 10, 10**5, 2000, 60.0, 0.0, 0)
+LIMITS = Limits(10**6, 10, 10**5, 2000, 8, 60.0, 0.0, 0)
 # What the talking model says, every time. Its tokens are single bytes.
 SAID = [{"type": "text", "text": "Wel 😀:"}, {"type": "python", "text": "12*3"}, {"type": "python_output", "text": "36"}, {"type": "text", "text": "so,北!"}]
 
@@ -84,17 +86,16 @@ def text_of(tokens: list[int]) -> str:
 
 
 class Running:
-    def __init__(self, folder):
-        write_checkpoint(folder / "sft_checkpoints" / "tiny" / "step_000001", writing_model())
-        write_checkpoint(folder / "rl_checkpoints" / "tiny" / "step_000001", talking_model())
+    def __init__(self, folder, models: dict[str, GPT], *args: str, start: tuple[str, ...] = ("-m", "scripts.chat_web")):
+        for stage, model in models.items():
+            write_checkpoint(folder / f"{stage}_checkpoints" / "tiny" / "step_000001", model)
         self.log = folder / "log"
-        command = [sys.executable, "-m", "scripts.chat_web", "--source=sft, rl", "--port=0", "--device_type=cpu", "--dtype=float32", f"--max_batch={PLACES}",
-                   f"--max_queue={QUEUE}", "--max_body_bytes=100000", "--max_messages=9", "--max_chars=50000", "--max_new_tokens=2000"]
+        command = [sys.executable, *start, "--port=0", "--device_type=cpu", "--dtype=float32", *args]
         env = os.environ | {"NANOCHAT_BASE_DIR": str(folder), "NANOCHAT_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(command, cwd=REPO, env=env, stdout=log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + 120
-        while not (found := re.match(r"(http://127.0.0.1:(\d+)) serves tiny-sft, tiny-rl", self.log.read_text())):
+        while not (found := re.search(r"^(http://127.0.0.1:(\d+)) serves tiny-", self.log.read_text(), re.MULTILINE)):
             assert time.monotonic() < deadline and self.process.poll() is None, self.log.read_text()
             time.sleep(0.05)
         self.url, self.port = found[1], int(found[2])
@@ -120,7 +121,9 @@ class Running:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    running = Running(tmp_path_factory.mktemp("server"))
+    running = Running(
+        tmp_path_factory.mktemp("server"), {"sft": writing_model(), "rl": talking_model()}, "--source=sft, rl",
+        f"--max_batch={PLACES}", f"--max_queue={QUEUE}", "--max_body_bytes=100000", "--max_messages=9", "--max_chars=50000", "--max_new_tokens=2000", f"--max_n={MOST}")
     yield running
     running.process.kill()
     running.process.wait()
@@ -158,11 +161,16 @@ def test_the_official_client_chats(server, engines):
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
     texts = [delta.content for delta in deltas if delta.content]
     assert "".join(texts) == choice.message.content and not any("\ufffd" in text for text in texts)
-    parts = [delta.part for delta in deltas if hasattr(delta, "part")]
-    assert ["".join(part["text"] for part in parts if part["type"] == kind) for kind in ("python", "python_output")] == ["12*3", "36"]
+    with server.client.chat.completions.stream(**ask, n=2) as helper:
+        for _ in helper:
+            pass
+        for streamed in helper.get_final_completion().choices:
+            parts = [{name: part[name] for name in ("type", "text")} for part in streamed.message.parts]
+            assert parts == SAID and streamed.message.content == choice.message.content, "what the helper puts together"
 
     # What was received can be sent back as it is, and is what the model wrote.
-    again = server.client.chat.completions.create(model="tiny-rl", messages=[*messages, choice.message, {"role": "user", "content": "Go on"}])
+    more = [*messages, streamed.message, {"role": "user", "content": "Go on"}]
+    again = server.client.chat.completions.create(model="tiny-rl", messages=more)
     sent = [*same, {"role": "assistant", "content": SAID}, {"role": "user", "content": "Go on"}]
     assert again.usage.prompt_tokens == len(prompt_of(sent)) and again.choices[0].message.content == choice.message.content
 
@@ -234,7 +242,8 @@ def test_errors_are_the_official_clients(server):
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt")
     bad = openai.BadRequestError
-    assert fails(bad, "2,0.. tokens.*only 2,048", messages=chat("x" * 2045)).code == "context_length_exceeded"
+    words = r"This model's maximum context length is 2048 tokens\. However, your messages resulted in 20\d\d tokens"
+    assert fails(bad, words, messages=chat("x" * 2045)).code == "context_length_exceeded"
     assert fails(bad, "temperature", temperature=-1).param == "temperature"
     assert fails(bad, "max_tokens", max_tokens="3").param == "max_tokens"
     assert fails(bad, r"messages\[1\].*role 'tool'", messages=[*chat("?"), {"role": "tool", "content": "1", "tool_call_id": "1"}]).param == "messages[1].role"
@@ -246,7 +255,7 @@ def test_errors_are_the_official_clients(server):
         ("at most 4 strings", {"stop": list("abcde")}), ("1 to 256", {"stop": ""}), ("top_p", {"top_p": 1.5}), ("seed: .*integer", {"seed": 0.5}),
         ("take turns", {"messages": chat("a", "b")[1:]}), ("no messages", {"messages": []}), ("the last message", {"messages": chat("a", "b")}),
         ("at most 9", {"messages": chat(*"0123456789")}), ("only come first", {"messages": [*chat("a", "b"), {"role": "system", "content": ""}]}),
-        ("a type .text. and a text", {"messages": chat([{"type": "image_url", "image_url": {"url": "x"}}])}), ("at most 36", {"n": 37}),
+        ("a type .text. and a text", {"messages": chat([{"type": "image_url", "image_url": {"url": "x"}}])}), (f"at most {MOST}", {"n": MOST + 1}),
         ("characters", {"messages": chat("x" * 50001)}), ("a text or a list", {"messages": [{"role": "user", "content": None}]}),
     ):
         fails(bad, words, **changes)
@@ -254,6 +263,8 @@ def test_errors_are_the_official_clients(server):
         client.completions.create(model="tiny-sft", prompt=[1, 268])
     with pytest.raises(bad, match="echo is not supported"):
         client.completions.create(model="tiny-sft", prompt="?", echo=True)
+    with pytest.raises(bad, match=f"takes at most {MOST}"):
+        client.completions.create(model="tiny-sft", prompt=["?"] * (MOST + 1))
     with pytest.raises(bad, match="a list of tokens"):
         client.completions.create(model="tiny-sft", prompt=[])
 
@@ -302,20 +313,34 @@ def test_32_streams_at_once_are_what_each_is_alone(server, engines):
 
 
 def test_who_goes_away_frees_the_places(server):
-    """All places and the whole queue are one client's; when it goes, streaming or not, in the queue or not, the next is served."""
-    everything = {"model": "tiny-sft", "messages": chat(MARKER), "n": PLACES + QUEUE, "max_tokens": 2000}
+    """One client has all places and its share of the queue; when it goes, streaming or not, the next is served."""
+    everything = {"model": "tiny-sft", "messages": chat(MARKER), "n": MOST, "max_tokens": 2000}
     for streaming in (True, False):
         body = json.dumps(everything | {"stream": streaming}).encode()
         with server.connect(len(body)) as raw:
             raw.sendall(body)
             server.wait_until("nanochat_running", PLACES)
-            assert server.metric("nanochat_queue_length") == QUEUE
+            assert server.metric("nanochat_queue_length") == QUEUE // 2
             with pytest.raises(openai.RateLimitError) as caught:
                 server.client.chat.completions.create(**everything | {"n": 1})
             assert int(caught.value.response.headers["retry-after"]) >= 1 and caught.value.code == "rate_limit_exceeded"
         server.wait_until("nanochat_running", 0)
         assert server.metric("nanochat_queue_length") == 0
         assert server.client.chat.completions.create(**everything | {"n": 1, "max_tokens": 5}).usage.completion_tokens == 5
+
+
+def test_one_client_leaves_room_for_others(server):
+    """One address has all places and waits for more: it gets no more of the queue, and another address is next."""
+    ask = {"model": "tiny-sft", "messages": chat(MARKER)} | GREEDY
+    with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2")) as http:
+        other = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60, http_client=http)
+        with server.client.chat.completions.create(**ask, max_tokens=400, n=MOST, stream=True):
+            server.wait_until("nanochat_running", PLACES)
+            with pytest.raises(openai.RateLimitError):
+                server.client.chat.completions.create(**ask, n=MOST - PLACES)
+            assert other.chat.completions.create(**ask, n=2, max_tokens=5).usage.completion_tokens == 10
+            assert server.metric("nanochat_queue_length") > 0, "that did not wait for the whole queue"
+    server.wait_until("nanochat_running", 0)
 
 
 def test_a_flood_is_told_to_come_again(server):
@@ -348,41 +373,103 @@ def test_one_request_cannot_spoil_it_for_others(server):
     assert sum(1 for chunk in other) > 1, "it has not been ended"
 
 
-def test_idle_connections_do_not_use_up_the_server(server):
-    """There are only so many at a time; the others are closed at once, and the server answers when some have gone."""
-    idle = []
-    try:
-        for _ in range(MAX_CONNECTIONS + 20):
-            idle.append(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def stuck(server: Running, address: str) -> socket.socket:
+    """A connection from that address which was answered once, and stops after the first byte of its second request."""
+    raw = socket.create_connection(("127.0.0.1", server.port), timeout=20, source_address=(address, 0))
+    raw.sendall(HEALTH)
+    answer = b""
+    while not answer.endswith(b"}}"):
+        answer += (part := raw.recv(10**4))
+        assert part and answer.startswith(b"HTTP/1.1 200")
+    raw.sendall(HEALTH[:1])
+    return raw
+
+
+def test_idle_connections_do_not_lock_out_others(server):
+    """More than are allowed, from one address: a new one replaces the oldest one; other addresses lose nothing."""
+    with contextlib.ExitStack() as stack:
+        other = stack.enter_context(stuck(server, "127.0.0.2"))
+        many = [stack.enter_context(stuck(server, "127.0.0.1")) for _ in range(MAX_CONNECTIONS + 1)]
+        for address in ("127.0.0.1", "127.0.0.3"):
+            with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=WAIT_SECONDS / 3) as newcomer:
+                assert newcomer.get(f"{server.url}/health").status_code == 200, "long before any deadline"
         with contextlib.suppress(ConnectionError):
-            assert idle[-1].recv(1) == b"", "closed, where it would otherwise wait"
-    finally:
-        for raw in idle:
-            raw.close()
-    deadline = time.monotonic() + 10
-    while True:
-        with contextlib.suppress(httpx.TransportError):
-            assert httpx.get(f"{server.url}/health").status_code == 200
-            break
-        assert time.monotonic() < deadline
+            assert many[0].recv(1) == b"", "the oldest one is closed"
+        for raw in (other, many[-1]):
+            raw.sendall(HEALTH[1:])
+            assert raw.recv(100).startswith(b"HTTP/1.1 200"), "these may go on with their request"
 
 
-def test_a_connection_that_says_nothing_is_closed(monkeypatch):
-    monkeypatch.setattr(nanochat.responses, "HEAD_SECONDS", 0.2)
+@contextlib.asynccontextmanager
+async def guarded_server():
+    """A server in this process: its port and connections. /work takes a second, /much fits into no buffer."""
+    async def app(scope, receive, send) -> None:
+        await asyncio.sleep(1 if scope["path"] == "/work" else 0)
+        await Response(b"x" * (10**6 if scope["path"] == "/much" else 10))(scope, receive, send)
 
-    async def closed() -> bytes:
-        server = uvicorn.Server(uvicorn.Config(create_app([], LIMITS), http=Impatient, port=0, log_level="error", lifespan="off"))
-        running = asyncio.create_task(server.serve())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # which its connections have, too
+        config = uvicorn.Config(app, http=Impatient, log_level="error", lifespan="off", timeout_graceful_shutdown=2)
+        server = uvicorn.Server(config)
+        running = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
             await asyncio.sleep(0.01)
-        reader, writer = await asyncio.open_connection(*server.servers[0].sockets[0].getsockname()[:2])
-        said = await asyncio.wait_for(reader.read(), timeout=5)
-        writer.close()
+        yield listener.getsockname()[1], server.server_state.connections
         server.should_exit = True
         await running
-        return said
 
-    assert asyncio.run(closed()) == b""
+
+async def send(port: int, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)  # beyond it nothing is read
+    writer.write(data)
+    return reader, writer
+
+
+def get(path: str) -> bytes:
+    return HEALTH.replace(b"/health", path.encode())
+
+
+def test_clients_that_keep_the_server_waiting_are_dropped(monkeypatch):
+    """Nothing sent; half a head; half of a second one; half a body; nothing read. A slow answer is waited for."""
+    monkeypatch.setattr(nanochat.responses, "WAIT_SECONDS", 0.5)
+
+    async def run() -> None:
+        async with guarded_server() as (port, connections):
+            body = get("/work").replace(b"GET", b"POST").replace(b"\r\n\r\n", b"\r\nContent-Length: 9\r\n\r\nx")
+            heads = b"", b"GET / HT", get("/") + b"G", body, get("/much"), get("/work")
+            slow = [await send(port, data) for data in heads]
+            assert (await slow[-1][0].readline()).startswith(b"HTTP/1.1 200")
+            async with asyncio.timeout(20):
+                while connections:
+                    await asyncio.sleep(0.01)
+            for _, writer in slow:
+                writer.close()
+
+    asyncio.run(run())
+
+
+def test_who_reads_nothing_gives_way_to_others(monkeypatch):
+    """All connections are taken, by two clients that do not read and one at work: a new one replaces one of the former."""
+    monkeypatch.setattr(nanochat.responses, "MAX_CONNECTIONS", 3)
+
+    async def run() -> None:
+        async with guarded_server() as (port, connections):
+            others = [await send(port, get("/work")), await send(port, get("/much")), await send(port, get("/much"))]
+            async with asyncio.timeout(20):
+                while sum(one.flow.write_paused for one in connections) < 2:
+                    await asyncio.sleep(0.01)
+                for _ in range(2):
+                    reader, writer = await send(port, get("/"))
+                    assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+                    writer.close()
+                assert (await others[0][0].readline()).startswith(b"HTTP/1.1 200")
+            for _, writer in others:
+                writer.close()
+
+    asyncio.run(run())
 
 
 def test_pages_of_other_names_are_not_answered():
@@ -405,6 +492,71 @@ def test_the_page_and_who_may_ask(server):
     assert not any(name.startswith("access-control") for response in (page, preflight) for name in response.headers)
 
 
+def test_head_and_the_root_of_the_interface(server):
+    """HEAD is GET without the body, and the connection remains in order; /v1 says what there is below it."""
+    for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/tiny-rl"):
+        head, whole = server.http.head(path), server.http.get(path)
+        assert head.status_code == whole.status_code == 200 and head.content == b"" and len(whole.content) > 0
+        names = set(head.headers) - {"date", "content-length"}
+        assert {name: head.headers[name] for name in names} == {name: whole.headers[name] for name in names}
+        if path != "/metrics":  # which is another one each time
+            assert head.headers["content-length"] == str(len(whole.content))
+    assert [server.http.head(path).status_code for path in ("/nope", "/v1/chat/completions")] == [404, 405]
+    for path in ("/v1", "/v1/"):
+        endpoints = server.http.get(path, follow_redirects=True).json()["endpoints"]
+        assert {"GET /v1/models", "POST /v1/chat/completions", "POST /v1/completions"} <= set(endpoints)
+
+
+FRAGILE = """
+import os, runpy, sys
+from nanochat.kv_cache import CachedModel
+prefill = CachedModel.prefill
+
+def fragile(self, prompt):
+    if os.path.exists(os.environ["NANOCHAT_BASE_DIR"] + "/broken"):
+        raise RuntimeError("no memory")
+    return prefill(self, prompt)
+
+CachedModel.prefill = fragile
+runpy.run_module("scripts.chat_web", run_name="__main__")
+"""
+
+
+def test_a_base_model_behind_a_proxy_until_its_worker_dies(tmp_path):
+    """
+    The furthest stage there is, which is said; messages are one text to continue. The proxy's name is answered to, no
+    other. When the model can read nothing any more, the process ends with a line and code 1 instead of answering 503.
+    """
+    model = writing_model()
+    server = Running(tmp_path, {"base": model}, "--allowed_hosts=Chat.example.org", start=("-c", FRAGILE))
+    try:
+        assert "the furthest stage of training is base, a base model" in server.log.read_text()
+        [listed] = server.client.models.list()
+        assert (listed.id, listed.chat) == ("tiny-base", False)
+        text = [TOKENIZER.get_bos_token_id(), *TOKENIZER.encode(f"Once\n\nupon\n\n{MARKER}")]
+        [expected] = Engine(model, TOKENIZER).generate([text], Sampling(20, temperature=0, tools=False))
+        ask = {"model": "tiny-base", "messages": chat("Once", "upon", MARKER), "max_tokens": 20} | GREEDY
+        answer = server.client.chat.completions.create(**ask)
+        assert answer.choices[0].message.parts == to_parts(TOKENIZER, expected.tokens)
+        assert answer.usage.prompt_tokens == len(text)
+        names = {"chat.example.org:80": 200, "CHAT.example.org": 200, "localhost": 200, "evil.example": 421}
+        for name, status in names.items():
+            response = server.http.get("/v1/models", headers={"Host": name})
+            assert response.status_code == status
+        assert "--allowed_hosts=evil.example" in response.json()["error"]["message"]
+
+        (tmp_path / "broken").touch()
+        with pytest.raises(openai.InternalServerError):
+            server.client.chat.completions.create(**ask)
+        assert server.process.wait(timeout=60) == 1
+        log = server.log.read_text()
+        assert log.endswith("error: the worker of tiny-base has died; the error is above\n")
+        assert "a worker has died: RuntimeError" in log and MARKER not in log and "no memory" not in log
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
 def test_zz_a_signal_ends_it_with_streams_open(server):
     """Last: within seconds, with code 0 and nothing in the log but the line with the address."""
     stream = server.client.chat.completions.create(model="tiny-sft", messages=chat(MARKER), max_tokens=2000, n=8, stream=True)
@@ -424,8 +576,9 @@ def test_settings_that_cannot_be(monkeypatch):
         port = taken.getsockname()[1]
         for words, *args in (
             (f"cannot listen on 127.0.0.1 port {port}: Address already in use", f"--port={port}"), ("port=65536", "--port=65536"),
-            ("0 models in .*sft_checkpoints", "--port=0"), ("source=huge is unknown", "--port=0", "--source=huge"), ("different ones", "--source=sft, sft"),
-            ("max_batch=0", "--max_batch=0"), ("timeout_s=0", "--timeout_s=0"), ("temperature=-1", "--temperature=-1"),
+            ("no model in .*: there is none", "--port=0"), ("0 models in .*sft_checkpoints", "--port=0", "--source=sft"),
+            ("source=huge is unknown", "--port=0", "--source=huge"), ("different ones", "--source=sft, sft"),
+            ("max_batch=0", "--max_batch=0"), ("max_n=0", "--max_n=0"), ("timeout_s=0", "--timeout_s=0"), ("temperature=-1", "--temperature=-1"),
         ):
             monkeypatch.setattr(sys, "argv", ["chat_web", "--device_type=cpu", *args])
             with pytest.raises(UserError, match=words):
@@ -440,7 +593,7 @@ async def serving(make_engines, origins: list[str] = [], max_queue: int = 8, tim
     """A client of an application with a writing model, and the model."""
     workers = [Worker(make_engine) for make_engine in make_engines]
     model = ServedModel("tiny-sft", TOKENIZER, 2048, 1, 0, 2, max_queue, workers)
-    app = create_app([model], Limits(10**6, 10, 10**5, 2000, timeout_s, 0.0, 0), cors_origins=origins)
+    app = create_app([model], Limits(10**6, 10, 10**5, 2000, 8, timeout_s, 0.0, 0), cors_origins=origins)
     async with app.router.lifespan_context(app):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60) as client:
             yield client, model
@@ -515,6 +668,27 @@ def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeypatch):
     assert "RuntimeError" in log and "a worker has died" in log and MARKER not in log
 
 
+def test_others_write_on_between_the_prompts_that_are_read():
+    """Prompts that come together are read one after the other, a token for everyone in between."""
+    done = []
+
+    def make_noting() -> Engine:
+        engine = Engine(writing_model(), TOKENIZER, max_batch=8)
+        prefill, decode = engine.model.prefill, engine.model.decode
+        engine.model.prefill = lambda prompt: done.append("read") or prefill(prompt)
+        engine.model.decode = lambda tokens: done.append("write") or decode(tokens)
+        return engine
+
+    async def run() -> None:
+        async with serving([make_noting]) as (client, _):
+            request = {"model": "tiny-sft", "prompt": list("abcdef"), "max_tokens": 10}
+            response = await client.post("/v1/completions", json=request)
+            assert len(response.json()["choices"]) == 6
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert done.count("read") == 6 and not any(before == after == "read" for before, after in zip(done, done[1:]))
+
+
 def test_loading_limits_of_time_and_other_origins():
     """What waits for the model is answered when it is there; time that is over ends an answer, and a wait with 503."""
     loaded = threading.Event()
@@ -537,6 +711,12 @@ def test_loading_limits_of_time_and_other_origins():
             friend = await client.get("/v1/models", headers={"Origin": "https://friend.example"})
             other = await client.get("/v1/models", headers={"Origin": "https://other.example"})
             assert friend.headers["access-control-allow-origin"] == "https://friend.example" and "access-control-allow-origin" not in other.headers
+            wanted = "authorization, content-type, x-stainless-lang, x-stainless-retry-count"  # OpenAI's JavaScript client
+            asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": wanted}
+            for origin, status in (("https://friend.example", 200), ("https://other.example", 400)):
+                preflight = await client.options("/v1/chat/completions", headers=asked | {"Origin": origin})
+                assert preflight.status_code == status and preflight.headers["access-control-allow-headers"] == wanted
+                assert preflight.headers.get("access-control-allow-origin") == (origin if status == 200 else None)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

@@ -18,7 +18,8 @@ from torch import nn
 
 from conftest import REPO
 from nanochat.checkpoint import (
-    checkpoint_dir, choose_start, discard_after, find_checkpoint, job, list_steps, load_model, lock_path, problem_with, step_dir,
+    checkpoint_dir, choose_start, discard_after, find_checkpoint, furthest_stage, job, list_steps, load_model, lock_path,
+    problem_with, step_dir,
 )
 from nanochat.compiling import set_compile
 from nanochat.errors import UserError
@@ -281,6 +282,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, victim
     (good / "meta.json").unlink()
     with pytest.raises(UserError, match="no valid checkpoint in"):
         find_checkpoint(folder)
+
+
+def test_the_furthest_stage_of_a_model():
+    """Of one model, or of any; another model may have got further."""
+    with pytest.raises(UserError, match="none; python -m scripts.base_train makes one"):
+        furthest_stage()
+    for stage, tag in (("base", "d1"), ("base", "d2"), ("sft", "d1"), ("mid", "d2")):
+        save(checkpoint_dir(stage, tag), 1, Rank())
+    assert [furthest_stage(tag) for tag in (None, "d1", "d2")] == ["sft", "sft", "mid"]
+    save(checkpoint_dir("rl", "d2"), 1, Rank())
+    assert [furthest_stage(tag) for tag in (None, "d1", "d2")] == ["rl", "sft", "rl"]
+    with pytest.raises(UserError, match="no model d3 in .*: there is d1, d2"):
+        furthest_stage("d3")
 
 
 def test_the_choice_of_a_model_is_never_guessed():

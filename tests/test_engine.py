@@ -3,6 +3,7 @@ import hashlib
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -313,6 +314,16 @@ def test_removing_what_is_not_there_and_what_waits():
     assert tokens[second] == uncached(model, prompts[0], 30)[1:]
 
 
+@pytest.mark.parametrize("rows, order", [(1, "aabaaa"), (2, "aaabaa")])
+def test_owners_take_turns(rows, order):
+    """The owner with fewer rows is next, in turn where they have equally many: b does not wait for all of a's prompts."""
+    engine = Engine(random_model(), TOKENIZER, max_batch=rows)
+    owners = {engine.add(prompt, Sampling(3, stop=()), owner="a")[0]: "a" for prompt in random_prompts(4, 6, 5, 3, 8)}
+    engine.step()
+    owners[engine.add(random_prompts(7)[0], Sampling(3, stop=()), owner="b")[0]] = "b"
+    assert "".join(owners[id] for id in [*dict.fromkeys([*range(rows), *finish(engine)])]) == order
+
+
 def test_a_prompt_that_cannot_be_read_costs_nobody_else_anything(monkeypatch):
     """With it in mid-crowd: its samples are gone, all others get the tokens of the plain model. A single caller sees why."""
     model, prompts = random_model(), random_prompts(4, 6, 9)
@@ -464,20 +475,47 @@ def chat(*args: str, typed: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=REPO, input=typed, capture_output=True, text=True, timeout=120)
 
 
+def greedy_answer(model: GPT, prompt: list[int], tools: bool = True) -> list[dict]:
+    """The parts of what `chat` should say."""
+    [answer] = Engine(model, TOKENIZER).generate([prompt], Sampling(8, temperature=0, tools=tools))
+    return to_parts(TOKENIZER, answer.tokens)
+
+
 def test_the_terminal(base_folder):
-    """One prompt gives the answer and nothing else; in a talk old turns go when the context of 96 tokens is full."""
+    """
+    One prompt gives the answer and nothing else. In a talk old turns go when the context of 96 tokens is full, but not
+    for a message that is refused, since it is longer than the context alone; commands are no messages.
+    """
     model = random_model()
     write_checkpoint(base_folder / "sft_checkpoints" / "tiny" / "step_000001", model)
-    prompt = render_prompt(TOKENIZER, {"messages": [{"role": "user", "content": "the sum?"}]})
-    answer = Engine(model, TOKENIZER).generate([prompt], Sampling(8, temperature=0))[0]
-    expected = "".join(part["text"] for part in to_parts(TOKENIZER, answer.tokens))
-    assert expected and all(part["type"] == "text" for part in to_parts(TOKENIZER, answer.tokens))
-    one = chat("-p", "the sum?")
-    assert (one.returncode, one.stdout, one.stderr) == (0, expected + "\n", "")
+    asked = [{"role": "user", "content": "the sum?"}]
+    parts = greedy_answer(model, render_prompt(TOKENIZER, {"messages": asked}))
+    expected = "".join(part["text"] for part in parts) + "\n"
+    assert expected.strip() and all(part["type"] == "text" for part in parts)
+    one = chat("-p", "the sum?", "--source=sft")
+    assert (one.returncode, one.stdout, one.stderr) == (0, expected, "")
 
-    talk = chat(typed="the sum?\n" + "x" * 40 + "\n" + "y" * 20 + "\n/new\nthe sum?\n" + "z" * 200 + "\n\nthe sum?\n/quit\nnever read\n")
-    assert talk.returncode == 0 and talk.stderr == ""
+    typed = ["the sum?", "x" * 40, "y" * 20, "/new", "the sum?", "z" * 200, "more?", "/clear", "", "/help", "the sum?"]
+    talk = chat(typed="\n".join([*typed, "/quit", "never read"]) + "\n")
+    assert talk.returncode == 0 and talk.stderr == "" and talk.stdout.startswith("sft model of step 1;")
     turns = talk.stdout.split("> ")[1:]
-    assert turns[0] == turns[4] == expected + "\n", "/new forgets; a message longer than the context is refused and forgotten"
+    assert turns[0] == turns[4] == expected, "/new forgets"
     assert "(1 of the oldest turns forgotten: the context has 96 tokens)" in turns[2] and "forgotten" not in turns[1]
-    assert "only 96" in turns[5] and len(turns) == 9
+    assert "only 96" in turns[5] and "forgotten" not in turns[5]
+    messages = [*asked, {"role": "assistant", "content": parts}, {"role": "user", "content": "more?"}]
+    again = greedy_answer(model, render_prompt(TOKENIZER, {"messages": messages}))
+    assert all(part["type"] == "text" for part in again)
+    assert turns[6] == "".join(part["text"] for part in again) + "\n", "the refused message cost no turns"
+    assert turns[10] == expected and len(turns) == 12, "/clear forgets as well"
+    assert all(command in turns[9] for command in ("/clear", "/quit", "/help", "Ctrl-C"))
+
+
+def test_a_base_model_continues_a_text(base_folder):
+    """In the terminal, where it is the furthest stage: after <|bos|> come the words themselves, no turn of a chat."""
+    model = random_model()
+    write_checkpoint(base_folder / "base_checkpoints" / "tiny" / "step_000001", model)
+    parts = greedy_answer(model, [SPECIAL("<|bos|>"), *TOKENIZER.encode("the sum is")], tools=False)
+    assert all(part["type"] == "text" for part in parts)
+    one = chat("-p", "the sum is")
+    assert (one.returncode, one.stdout) == (0, "".join(part["text"] for part in parts) + "\n")
+    assert re.match("base model of step 1 .*continues a text", one.stderr)

@@ -329,7 +329,13 @@ def test_keyboard_alone(visit):
 
 
 def stream(*deltas: dict, end: str = "data: [DONE]\n\n") -> dict:
-    """What a server would answer, for `route.fulfill`."""
+    """What a server would answer, for `route.fulfill`. A delta is {"content": ...}, or {"part": ...} for the calculator's."""
+    types: list[str] = []
+    for delta in deltas:
+        part = delta.pop("part", None) or {"type": "text", "text": delta.get("content", "")}
+        if part["text"]:
+            types += [part["type"]] * (types[-1:] != [part["type"]])
+            delta["parts"] = [{"index": len(types) - 1} | part]
     chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     return {"content_type": "text/event-stream", "body": "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + end}
 
@@ -411,7 +417,7 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     error.wait_for()
     assert "fills the model's context" in error.inner_text()
     me.say("y" * 1500)
-    expect(error.last).to_have_text(re.compile(r"the model's context only 4,096.*forget the oldest"))
+    expect(error.last).to_have_text(re.compile(r"maximum context length is 4096 tokens.*forget the oldest"))
     me.button("Forget the oldest and retry").click()
     expect(me.page.locator(".forgotten")).to_have_count(2)
     expect(error.last).to_have_text(re.compile("forget the oldest"))
