@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -222,6 +222,7 @@ class ServedModel:
     max_batch: int                  # answers written at once on each device
     max_queue: int                  # answers that may wait on each device
     workers: list[Worker]
+    examples: Sequence[str] = ()    # questions to suggest
 
     def submit(self, work: Work) -> Answers:
         """Give work to the worker that has least to do. Busy when that has too much, Unavailable when there is none."""

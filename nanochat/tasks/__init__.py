@@ -24,9 +24,10 @@ TASKS: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
     "tinyworld": ("tinyworld", "TinyWorld", ("", "facts", "identity")),
     "json": ("custom_json", "CustomJSON", None),
 }
+MADE_HERE = ("arithmetic", "spellingbee", "tinyworld")  # nothing is downloaded for them, and nobody's own data shows
 SPEC = re.compile(r"(?P<name>[^:\[*]+?)(?::(?P<argument>.+?))?(?P<part>\[(?P<start>\d*):(?P<stop>\d*)\])?(?:\*(?P<passes>\d+))?")
 
-__all__ = ["Concatenation", "Mixture", "Task", "make_mixture", "make_task", "make_tasks", "without_parts"]
+__all__ = ["Concatenation", "Mixture", "Task", "example_questions", "make_mixture", "make_task", "make_tasks", "without_parts"]
 
 
 def make_task(spec: str, split: str) -> Task:
@@ -57,6 +58,23 @@ def make_mixture(specs: str, split: str, seed: int) -> Mixture:
         task, passes = parse(spec.strip(), split)
         parts += [task] * passes
     return Mixture(parts, seed)
+
+
+def example_questions(specs: str, count: int = 4) -> list[str]:
+    """
+    Short held-out questions of a mixture's tasks in turn: what a model that was trained on it can be asked. Only of tasks
+    that are made here; [] where there are none, or where a checkpoint of another version has a spec that is not known.
+    """
+    own = [spec for spec in without_parts(specs).split(",") if spec.partition(":")[0] in MADE_HERE]
+    try:
+        tasks = [make_task(spec, "test") for spec in own]
+    except UserError:
+        return []
+    questions = []
+    for number in range(count if tasks else 0):
+        first_ones = (conversation["messages"][0] for conversation in tasks[number % len(tasks)][number:])
+        questions.append(next(one["content"] for one in first_ones if one["role"] == "user" and len(one["content"]) <= 80))
+    return questions
 
 
 def parse(spec: str, split: str) -> tuple[Task, int]:
