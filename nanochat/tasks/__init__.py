@@ -7,6 +7,7 @@ Tasks by name, and mixtures of them.
 A spec is NAME, NAME:ARGUMENT, either with [start:stop] behind it for a part; in a mixture also with *K for K passes.
 """
 import importlib
+import itertools
 import re
 
 from nanochat.errors import UserError
@@ -70,11 +71,9 @@ def example_questions(specs: str, count: int = 4) -> list[str]:
         tasks = [make_task(spec, "test") for spec in own]
     except UserError:
         return []
-    questions = []
-    for number in range(count if tasks else 0):
-        first_ones = (conversation["messages"][0] for conversation in tasks[number % len(tasks)][number:])
-        questions.append(next(one["content"] for one in first_ones if one["role"] == "user" and len(one["content"]) <= 80))
-    return questions
+    first = [(conversation["messages"][0] for conversation in task) for task in tasks]
+    short = [(message["content"] for message in messages if message["role"] == "user" and len(message["content"]) <= 80) for messages in first]
+    return list(itertools.islice(itertools.chain.from_iterable(zip(*short)), count))
 
 
 def parse(spec: str, split: str) -> tuple[Task, int]:
