@@ -602,20 +602,20 @@ def test_what_is_finished_stays_while_the_rest_is_written(visit):
     }""")
 
     def feed(data: str) -> None:
-        me.page.evaluate("(text) => writer.enqueue(new TextEncoder().encode(`data: ${text}\\n\\n`))", data)
+        me.page.evaluate("(text) => writer.enqueue(new TextEncoder().encode(text))", data)
 
     me.say("Sort!")
     me.page.wait_for_function("window.writer")
     end = ANSWER.index("1. Split")
     for i, character in enumerate(ANSWER):
-        feed(json.dumps({"choices": [{"delta": {"content": character}}]}))
+        feed(stream({"content": character}, end="")["body"])
         if i == end:
             expect(me.answers.locator("table")).to_be_visible()
             me.page.evaluate("getSelection().selectAllChildren(document.querySelector('.body p'))")
     expect(me.answers).to_contain_text("After")
     expect(me.answers.locator("p").last.locator(".cursor")).to_have_count(1)
     assert me.page.evaluate("getSelection().toString()").startswith("Two usual ways")
-    feed("[DONE]")
+    feed("data: [DONE]\n\n")
     me.rest()
     expect(me.page.locator(".cursor")).to_have_count(0)
     assert me.answers.locator("> *").evaluate_all("(all) => all.map((one) => one.localName)") == "h3 p div ol blockquote hr p p p".split()
