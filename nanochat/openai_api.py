@@ -9,8 +9,8 @@ like. What goes beyond it:
                           parts as `content`) goes before `content`, so a message that was received can be sent back.
     delta.parts           in a stream, [{"index": k, "type": ..., "text": ...}]: the next bit of part k, which OpenAI's
                           Python client appends there (its JavaScript client does not). Text is in `content` as well
-    context_length, max_tokens, temperature, top_k, chat   of a model in the list of models. chat false: a base model,
-                          which continues the messages as one text
+    context_length, max_tokens, temperature, top_k, examples, chat   of a model in the list of models. examples: questions to
+                          suggest; chat false: a base model, which continues the messages as one text
 
 What differs: max_tokens above the server's limit is the limit, and the end of the context ends an answer as well, both
 with finish_reason "length"; so does the server's time limit. usage counts every token that was written: those of the

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -223,6 +223,7 @@ class ServedModel:
     max_queue: int                  # answers that may wait on each device
     workers: list[Worker]
     chats: bool = True              # else it is a base model: messages are a text that it continues
+    examples: Sequence[str] = ()    # questions to suggest
 
     @property
     def dead(self) -> bool:

@@ -101,7 +101,7 @@ def create_app(models: list[ServedModel], limits: Limits, api_key: str = "", cor
         return {
             "id": model.id, "object": "model", "created": model.created, "owned_by": "nanochat", "step": model.step, "context_length": model.context,
             "max_tokens": min(limits.max_new_tokens, model.context), "temperature": limits.temperature, "top_k": limits.top_k,
-            "chat": model.chats,
+            "chat": model.chats, "examples": list(model.examples),
         }
 
     @v1.get("")

@@ -33,6 +33,7 @@ from nanochat.gpt import GPT
 from nanochat.responses import Impatient
 from nanochat.sampling import Sampling
 from nanochat.serving import ServedModel, Worker
+from nanochat.tasks import example_questions
 from nanochat.tokenizer import Tokenizer
 from nanochat.web import Limits, create_app
 
@@ -117,9 +118,10 @@ for stage in sources:
         model = model.eval().to(compute_dtype(dtype, device))
         engines.append(Worker(partial(make_engine, model, tokenizer)))
     created = int(checkpoint.stat().st_mtime)
+    trained_on = meta.get("config", {}).get("tasks") or meta.get("config", {}).get("task") or ""
     models.append(ServedModel(
         f"{checkpoint.parent.name}-{stage}", tokenizer, model.config.sequence_len, meta["step"], created, max_batch, max_queue,
-        engines, chats=stage != "base"))
+        engines, chats=stage != "base", examples=example_questions(trained_on)))
 
 limits = Limits(max_body_bytes, max_messages, max_chars, max_new_tokens, max_n, timeout_s, temperature, top_k)
 local_only = host in LOOPBACK and not api_key

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from conftest import REPO
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.tasks import make_task
 from nanochat.tokenizer import Tokenizer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: . ./setup.sh dev")
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium o
 
 KEY, CONTEXT, MAX_TOKENS = "open sesame", 4096, 3000
 ALPHABET = (string.ascii_lowercase + " ") * 200
+TASKS = "tinyworld:identity*2, arithmetic:easy[:99], json:/nobody/reads/this.jsonl, gsm8k"  # that the model is said to be trained on
 CHAT = "**/v1/chat/completions"
 
 
@@ -51,7 +53,7 @@ def write_model(base) -> None:
     folder = base / "sft_checkpoints" / "alphabet" / "step_000001"
     folder.mkdir(parents=True)
     save_file(state, folder / "model.safetensors")
-    (folder / "meta.json").write_text(json.dumps({"step": 1, "tokenizer": tokenizer.fingerprint, "model_config": vars(config)}))
+    (folder / "meta.json").write_text(json.dumps({"step": 1, "tokenizer": tokenizer.fingerprint, "model_config": vars(config), "config": {"tasks": TASKS}}))
     tokenizer.save(folder)
     sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
     (folder / "manifest.json").write_text(json.dumps(sums))
@@ -159,7 +161,9 @@ def wait_until(condition, page) -> None:
 def test_an_answer_streams_in_is_stopped_and_its_place_is_free(visit, server):
     """The text only grows, and is the model's; stopped it keeps what is there, and the server stops writing as well."""
     me = visit()
-    assert me.page.get_by_role("heading", name="Ask your own model.").is_visible() and me.button("Who are you?").is_visible()
+    assert me.page.get_by_role("heading", name="Ask your own model.").is_visible() and me.button("Send").is_disabled()
+    me.draft.fill(" ")
+    assert me.button("Send").is_disabled()
     me.draft.fill("Go on!")
     me.button("Send").click()
     seen = [""]
@@ -221,10 +225,16 @@ def test_regenerate_edit_copy_new_chat_undo_and_reload(visit):
     me.draft.fill("")
 
     me.button("New chat").click()
-    assert me.page.locator("article").count() == 0 and me.button("Who are you?").is_visible()
-    me.button("Who are you?").click()
+    assert me.page.locator("article").count() == 0
+    examples = me.page.locator("#examples button")
+    expect(examples).to_have_count(4)
+    for spec in ("tinyworld:identity", "arithmetic:easy"):  # two of each
+        held_out = {conversation["messages"][0]["content"] for conversation in make_task(spec, "test")}
+        assert len(held_out & set(examples.all_inner_texts())) == 2
+    example = examples.first.inner_text()
+    examples.first.click()
     me.rest()
-    assert me.asked[4]["messages"] == [{"role": "user", "content": "Who are you?"}] and me.button("Undo").is_hidden()
+    assert me.asked[4]["messages"] == [{"role": "user", "content": example}] and me.button("Undo").is_hidden()
 
     me.limit(Max_tokens="")
     me.say("Left in the middle")
@@ -259,19 +269,22 @@ def test_settings_reach_the_request_and_stay(visit):
     me = visit()
     expect(me.page.locator("#modelName")).to_have_text("alphabet-sft")
     me.button("Settings").click()
-    fields = [me.page.get_by_label(label) for label in ("Temperature", "Top-k", "Max tokens")]
-    assert [field.get_attribute("placeholder") for field in fields] == ["0", "50", str(MAX_TOKENS)]
+    fields = [me.page.get_by_label(label) for label in ("Temperature", "Top-k", "Max tokens", "Top-p", "Seed", "System prompt")]
+    assert [field.get_attribute("placeholder") for field in fields] == ["0", "50", str(MAX_TOKENS), "1", "random", "None"]
     assert me.page.get_by_label("Model").input_value() == "alphabet-sft"
     fields[0].fill("7")
     me.button("Done").click()
     assert me.page.locator("#settingsDialog").is_visible(), "7 is beyond what the field takes"
     me.page.keyboard.press("Escape")
-    me.limit(Temperature=0.25, **{"Top-k": 1}, Max_tokens=5)
-    for _ in range(2):
+    me.limit(Temperature=0.25, **{"Top-k": 1, "Top-p": 0.5}, Seed=7, Max_tokens=5, System_prompt="Be brief.\nBe kind.")
+    asked = {"model": "alphabet-sft", "temperature": 0.25, "top_k": 1, "top_p": 0.5, "seed": 7, "max_tokens": 5, "stream": True}
+    for questions in (["Hello"], ["Hello", "Hello"]):
         me.say("Hello")
         me.rest()
-        assert {name: me.asked[-1][name] for name in ("model", "temperature", "top_k", "max_tokens", "stream")} == {
-            "model": "alphabet-sft", "temperature": 0.25, "top_k": 1, "max_tokens": 5, "stream": True}
+        messages = me.asked[-1].pop("messages")
+        assert me.asked[-1] == asked | {"stream_options": {"include_usage": True}}
+        assert messages[0] == {"role": "system", "content": "Be brief.\nBe kind."}
+        assert [message["content"] for message in messages[1:] if message["role"] == "user"] == questions
         assert me.answers.last.inner_text() == "abcde"
         me.page.reload()
     me.button("Settings").click()
@@ -279,7 +292,7 @@ def test_settings_reach_the_request_and_stay(visit):
     me.button("Done").click()
     me.say("Hello")
     me.page.keyboard.press("Escape")
-    assert not {"temperature", "top_k", "max_tokens"} & me.asked[-1].keys()
+    assert not {"temperature", "top_k", "top_p", "seed", "max_tokens"} & me.asked[-1].keys() and me.asked[-1]["messages"][0]["role"] == "user"
 
 
 def test_keyboard_alone(visit):
@@ -303,7 +316,7 @@ def test_keyboard_alone(visit):
     me.rest()
 
     names = []
-    for _ in range(13):  # once around, the browser's own part included
+    for _ in range(14):  # once around, the browser's own part included
         keyboard.press("Tab")
         name, outline = me.page.evaluate("""() => {
             const at = document.activeElement, shown = at.id === "draft" ? at.closest("form") : at;
@@ -312,8 +325,8 @@ def test_keyboard_alone(visit):
         if me.page.evaluate("document.activeElement !== document.body"):
             assert outline, f"no focus to be seen on {name}"
             names.append(name)
-    bar = ["New chat", "Settings", "Light or dark"]
-    assert names[names.index("New chat") :][:3] == bar and set(names) == {*bar, "Edit", "Copy", "Regenerate", "Message", "Send"}
+    bar = ["Chats", "New chat", "Settings", "Light or dark"]
+    assert names[names.index("Chats") :][:4] == bar and set(names) == {*bar, "Edit", "Copy", "Regenerate", "Message"}  # there is nothing to send
     me.page.locator(".you").last.get_by_role("button", name="Edit").focus()
     keyboard.press("Enter")
     keyboard.press("Escape")
@@ -360,9 +373,11 @@ def test_whatever_is_written_is_text(visit):
     assert me.answers.locator("p").first.inner_text().endswith("The answer is 2**3 and 4**5.")
     assert me.answers.locator("ul > li").all_inner_texts() == [f"one {evil}", "two"] and me.answers.locator("ul code").inner_text() == evil
     assert me.answers.locator("pre").inner_text() == f"{evil}\n**plain**" and me.answers.locator("ol > li").count() == 2
-    me.page.locator(".it").get_by_role("button", name="Copy").click()
+    me.page.locator(".it").get_by_role("button", name="Copy", exact=True).click()
     me.button("Copied").wait_for()
     assert me.page.evaluate("navigator.clipboard.readText()").startswith("[12 * <b>37 = 444] The **answer** is")
+    me.button("Copy code").click()
+    wait_until(lambda: me.page.evaluate("navigator.clipboard.readText()") == f"{evil}\n**plain**", me.page)
 
     me.page.unroute(CHAT)
     me.say("Thanks")
@@ -418,6 +433,9 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     assert "fills the model's context" in error.inner_text()
     me.say("y" * 1500)
     expect(error.last).to_have_text(re.compile(r"maximum context length is 4096 tokens.*forget the oldest"))
+    error.last.get_by_role("button", name="Edit").click()
+    expect(me.page.get_by_label("Edit message")).to_have_value("y" * 1500)
+    me.page.keyboard.press("Escape")
     me.button("Forget the oldest and retry").click()
     expect(me.page.locator(".forgotten")).to_have_count(2)
     expect(error.last).to_have_text(re.compile("forget the oldest"))
@@ -425,6 +443,15 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     me.button("Forget the oldest and retry").click()
     expect(me.answers.last).to_have_text(ALPHABET[:100].strip())
     assert [message["content"][0] for message in me.asked[-1]["messages"]] == ["y"] and me.page.locator(".forgotten").count() == 3
+
+    me.button("New chat").click()
+    me.say("z" * 5000)  # nothing to forget: the message has to be shortened
+    error.wait_for()
+    assert error.get_by_role("button").all_inner_texts() == ["Edit"]
+    error.get_by_role("button").click()
+    me.page.get_by_label("Edit message").fill("z")
+    me.page.keyboard.press("Enter")
+    expect(me.answers).to_have_text(ALPHABET[:100].strip())
 
     me.button("New chat").click()
     failure = 'data: {"error": {"message": "the model could not answer this request"}}\n\n'
@@ -465,6 +492,15 @@ def test_a_phone_and_the_dark(visit):
         assert me.page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
 
     check_width()
+    name = me.page.locator("#modelName")
+    me.page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "a-model-with-" + "a-long-" * 12 + "name-sft"}]}))
+    me.page.reload()
+    expect(name).to_contain_text("name-sft")
+    assert name.evaluate("(one) => one.scrollWidth <= one.clientWidth && one.scrollHeight <= one.clientHeight"), "the whole name shows"
+    assert me.page.locator("#examples button").count() == 0, "the server has none for this model"
+    me.page.unroute("**/v1/models")
+    me.page.reload()
+    check_width()
     me.say("u" * 200)
     me.rest()
     check_width()
@@ -498,3 +534,186 @@ def test_a_phone_and_the_dark(visit):
     me.button("Light or dark").tap()
     me.page.reload()
     assert background() < 60, "the choice stays"
+
+
+ANSWER = r"""# Sorting
+Two *usual* ways, ***merge*** sort and __quicksort__ (snake_case_name, 2 * 3 * 4, ~~never~~ \*); see
+[its page](https://example.org/sort_(a)) or https://example.org/a_b. Not [this](javascript:alert(1)).
+
+| Way | Best | Memory |
+|:--|:-:|--:|
+| merge \| both | $n \log n$ | **1,024** |
+| `quick` | fast |
+
+1. Split:
+   - in two
+     1. again
+   - and again
+
+2. Merge:
+   ```python
+   def merge(a, b):
+       return a
+   ```
+10. Done
+
+> Quoted
+> - here
+---
+It costs $5 or $6, and \( x_{1}^2 = \frac{-b \pm \sqrt{b^2 - 4ac}}{2a} \le \alpha \).
+
+$$
+\sum_i i
+$$
+After """
+
+
+def test_markdown_and_formulas_are_shown_as_they_are_meant(visit):
+    """Tables, links, nested lists, quotations, code and formulas; the calculator's box stays in its place."""
+    me = visit()
+    box = [{"part": {"type": "python", "text": "1 + 1"}}, {"part": {"type": "python_output", "text": "2"}}]
+    me.page.route(CHAT, lambda route: route.fulfill(**stream({"content": ANSWER}, *box, {"content": " that."})))
+    me.say("Sort!")
+    me.rest()
+    assert me.answers.locator("> *").evaluate_all("(all) => all.map((one) => one.localName)") == "h3 p div ol blockquote hr p p p".split()
+    first, costs, formula, last = me.answers.locator("> p").all()
+    assert me.answers.locator("h3").inner_text() == "Sorting" and first.locator("strong").all_inner_texts() == ["merge", "quicksort"]
+    assert first.inner_text() == ("Two usual ways, merge sort and quicksort (snake_case_name, 2 * 3 * 4, never *); see\n"
+                                  "its page or https://example.org/a_b. Not [this](javascript:alert(1)).")
+    assert [first.locator(tag).all_inner_texts() for tag in ("em", "s")] == [["usual", "merge"], ["never"]]
+    links = me.answers.locator("a").evaluate_all("(all) => all.map((one) => [one.textContent, one.href, one.target, one.rel])")
+    assert links == [["its page", "https://example.org/sort_(a)", "_blank", "noopener noreferrer"],
+                     ["https://example.org/a_b", "https://example.org/a_b", "_blank", "noopener noreferrer"]]
+    cells = [row.locator("th, td").all_inner_texts() for row in me.answers.locator("tr").all()]
+    assert cells == [["Way", "Best", "Memory"], ["merge | both", "n log n", "1,024"], ["quick", "fast"]]
+    assert [me.answers.locator("td").nth(i).evaluate("(one) => getComputedStyle(one).textAlign") for i in range(3)] == ["left", "center", "right"]
+    assert me.answers.locator("> ol > li > ul > li").count() == 2 and me.answers.locator("> ol > li > ul > li > ol > li").all_inner_texts() == ["again"]
+    assert me.answers.locator("> ol > li").count() == 3 and me.answers.locator("blockquote li").all_inner_texts() == ["here"]
+    assert me.answers.locator("figcaption span").all_inner_texts() == ["python"]
+    assert me.answers.locator("li pre").text_content() == "def merge(a, b):\n    return a"
+    assert costs.text_content().replace("  ", " ") == "It costs $5 or $6, and x12 = (-b ± √(b2 - 4ac))/(2a) ≤ α."
+    assert costs.locator("sup").all_inner_texts() == ["2", "2"] and costs.locator("sub").all_inner_texts() == ["1"]
+    assert formula.inner_text().strip() == "∑i i" and last.text_content() == "After 1 + 1= 2 that."
+    me.button("Copy code").click()
+    wait_until(lambda: me.page.evaluate("navigator.clipboard.readText()") == "def merge(a, b):\n    return a", me.page)
+
+
+def test_what_is_finished_stays_while_the_rest_is_written(visit):
+    """Text that somebody has selected stays selected; whatever is half written is shown and breaks nothing."""
+    me = visit()
+    me.page.evaluate("""() => {
+        const fetch = window.fetch;
+        window.fetch = (url, ...more) => !url.endsWith("completions") ? fetch(url, ...more)
+            : Promise.resolve(new Response(new ReadableStream({ start: (writer) => { window.writer = writer; } })));
+    }""")
+
+    def feed(data: str) -> None:
+        me.page.evaluate("(text) => writer.enqueue(new TextEncoder().encode(text))", data)
+
+    me.say("Sort!")
+    me.page.wait_for_function("window.writer")
+    end = ANSWER.index("1. Split")
+    for i, character in enumerate(ANSWER):
+        feed(stream({"content": character}, end="")["body"])
+        if i == end:
+            expect(me.answers.locator("table")).to_be_visible()
+            me.page.evaluate("getSelection().selectAllChildren(document.querySelector('.body p'))")
+    expect(me.answers).to_contain_text("After")
+    expect(me.answers.locator("p").last.locator(".cursor")).to_have_count(1)
+    assert me.page.evaluate("getSelection().toString()").startswith("Two usual ways")
+    feed("data: [DONE]\n\n")
+    me.rest()
+    expect(me.page.locator(".cursor")).to_have_count(0)
+    assert me.answers.locator("> *").evaluate_all("(all) => all.map((one) => one.localName)") == "h3 p div ol blockquote hr p p p".split()
+
+
+def test_a_questions_buttons_and_its_fold(visit):
+    """Edit and Copy wait for the mouse, the keyboard or a finger; a long question shows eight lines until it is unfolded."""
+    for phone in (False, True):
+        me = visit(**({"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True} if phone else {}))
+        me.page.route(CHAT, lambda route: route.fulfill(**stream({"content": "Yes."})))
+        for question in ("Short", "A long one. " * 300):
+            me.say(question)
+            me.rest()
+        short, long = me.page.locator(".you").all()
+        edits = [you.get_by_role("button", name="Edit") for you in (short, long)]
+
+        def shown() -> list[bool]:
+            return [edit.evaluate("(one) => [one, one.parentElement].every((each) => getComputedStyle(each).opacity === '1')") for edit in edits]
+
+        me.page.mouse.move(0, 0)
+        wait_until(lambda: shown() == [False, False], me.page)
+        for i, you in enumerate((short, long)):
+            (you.locator(".question").tap if phone else you.hover)()
+            wait_until(lambda: shown() == [i == 0, i == 1], me.page)
+        me.draft.focus()
+        me.page.mouse.move(0, 0)
+        wait_until(lambda: shown() == [False, False], me.page)
+        edits[0].focus()
+        wait_until(lambda: shown() == [True, False], me.page)
+
+        height = long.bounding_box()["height"]
+        assert height < 300 and short.get_by_role("button", name="Show all").count() == 0
+        for name in ("Show all", "Show less"):
+            fold = long.get_by_role("button", name=name)
+            (fold.tap if phone else fold.click)()
+            assert long.bounding_box()["height"] > 2 * height if name == "Show all" else long.bounding_box()["height"] == height
+
+
+def test_past_chats_are_kept_opened_deleted_and_limited(visit):
+    """In this browser, for other tabs too; the newest first; what does not fit goes, the oldest first."""
+    me = visit()
+    me.limit(Max_tokens=5)
+    titles = me.page.locator("#chatList .open span:first-child")
+
+    def past() -> list[str]:
+        me.button("Chats").click()
+        texts = titles.all_inner_texts()
+        me.button("Close").click()
+        return texts
+
+    me.say("One")
+    me.rest()
+    me.button("New chat").click()
+    me.say("<b>Two</b>")
+    me.rest()
+    other = me.context.new_page()
+    other.goto(me.server)
+    other.get_by_label("Message", exact=True).fill("Three")
+    other.keyboard.press("Enter")
+    expect(other.locator(".body")).to_have_text("abcde")
+    other.close()
+    assert past() == ["Three", "<b>Two</b>", "One"]
+    me.button("Chats").click()
+    me.page.get_by_role("button", name=re.compile("^One")).click()
+    assert me.page.locator(".question").all_inner_texts() == ["One"] and me.answers.all_inner_texts() == ["abcde"]
+    me.say("More")
+    me.rest()
+    assert [message["content"] for message in me.asked[-1]["messages"] if message["role"] == "user"] == ["One", "More"]
+    assert past() == ["One", "Three", "<b>Two</b>"]
+
+    me.button("Chats").click()
+    me.button("Delete Three").click()
+    assert titles.all_inner_texts() == ["One", "<b>Two</b>"]
+    me.page.locator("#chatsDialog").get_by_role("button", name="Undo").click()
+    assert titles.all_inner_texts() == ["One", "Three", "<b>Two</b>"]
+    me.button("Delete One").click()  # the open one
+    assert me.page.locator("article").count() == 0
+    me.page.reload()
+    assert past() == ["Three", "<b>Two</b>"]
+    me.button("Chats").click()
+    me.button("Delete all").click()
+    assert titles.count() == 0
+    me.button("Close").click()
+
+    me.page.evaluate("""localStorage["nanochat.chats"] = JSON.stringify([...Array(60).keys()].map((i) => (
+        { id: i, at: i, forgotten: 0, turns: [{ question: `Question ${i}`, parts: [], note: "", error: null }] })))""")
+    me.say("Newest")
+    me.rest()
+    assert past() == ["Newest", *(f"Question {i}" for i in range(59, 10, -1))]
+    me.page.evaluate("""for (let size = 2 ** 22; size >= 1; size /= 2) {
+        try { localStorage[`other${size}`] = "x".repeat(size); } catch { /* full */ }
+    }""")
+    me.say("n" * 300)
+    me.rest()
+    assert me.answers.count() == 2 and 10 < len(texts := past()) < 50 and texts[:2] == ["Newest", "Question 59"]

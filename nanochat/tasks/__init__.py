@@ -7,6 +7,7 @@ Tasks by name, and mixtures of them.
 A spec is NAME, NAME:ARGUMENT, either with [start:stop] behind it for a part; in a mixture also with *K for K passes.
 """
 import importlib
+import itertools
 import re
 
 from nanochat.errors import UserError, did_you_mean
@@ -24,9 +25,10 @@ TASKS: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
     "tinyworld": ("tinyworld", "TinyWorld", ("", "facts", "identity")),
     "json": ("custom_json", "CustomJSON", None),
 }
+MADE_HERE = ("arithmetic", "spellingbee", "tinyworld")  # nothing is downloaded for them, and nobody's own data shows
 SPEC = re.compile(r"(?P<name>[^:\[*]+?)(?::(?P<argument>.+?))?(?P<part>\[(?P<start>\d*):(?P<stop>\d*)\])?(?:\*(?P<passes>\d+))?")
 
-__all__ = ["Concatenation", "Mixture", "Task", "make_mixture", "make_task", "make_tasks", "without_parts"]
+__all__ = ["Concatenation", "Mixture", "Task", "example_questions", "make_mixture", "make_task", "make_tasks", "without_parts"]
 
 
 def make_task(spec: str, split: str) -> Task:
@@ -57,6 +59,21 @@ def make_mixture(specs: str, split: str, seed: int) -> Mixture:
         task, passes = parse(spec.strip(), split)
         parts += [task] * passes
     return Mixture(parts, seed)
+
+
+def example_questions(specs: str, count: int = 4) -> list[str]:
+    """
+    Short held-out questions of a mixture's tasks in turn: what a model that was trained on it can be asked. Only of tasks
+    that are made here; [] where there are none, or where a checkpoint of another version has a spec that is not known.
+    """
+    own = [spec for spec in without_parts(specs).split(",") if spec.partition(":")[0] in MADE_HERE]
+    try:
+        tasks = [make_task(spec, "test") for spec in own]
+    except UserError:
+        return []
+    first = [(conversation["messages"][0] for conversation in task) for task in tasks]
+    short = [(message["content"] for message in messages if message["role"] == "user" and len(message["content"]) <= 80) for messages in first]
+    return list(itertools.islice(itertools.chain.from_iterable(zip(*short)), count))
 
 
 def parse(spec: str, split: str) -> tuple[Task, int]:
