@@ -50,6 +50,17 @@ def test_once_repeats_only_what_is_no_longer_as_it_was(base_folder):
     assert "done before" in run(command=script + " && true")
 
 
+def test_once_does_not_repeat_a_command_that_fetched_what_it_needs(base_folder):
+    """As the evaluation of a base model downloads CORE's bundle. Another bundle is another input."""
+    script = "cd $NANOCHAT_BASE_DIR && echo x >> result && mkdir -p bundle && { [ -e bundle/items ] || echo fetched > bundle/items; }"
+    base_folder.mkdir()
+    stage = "stage", "--needs", "bundle", "--makes", "result", "--", "sh", "-c", script
+    assert once(*stage).stdout == ""
+    assert once(*stage).stdout == "done before: result\n"
+    (base_folder / "bundle" / "items").write_text("others")
+    assert once(*stage).stdout == "" and (base_folder / "result").read_text() == "x\nx\n"
+
+
 def test_once_knows_a_run_that_was_stopped_from_one_that_has_ended(base_folder):
     """A training run that is sent SIGTERM saves, and ends well, in the middle."""
     script = "cd $NANOCHAT_BASE_DIR && mkdir -p run/step_{0:06d} && echo '{{\"step\": {0}, \"num_iterations\": 1000000}}' > run/step_{0:06d}/meta.json"
@@ -76,7 +87,7 @@ def test_once_lets_a_command_save_and_never_runs_it_twice_at_a_time(base_folder)
     """Ctrl-C as a terminal sends it, and SIGTERM to `once` alone: the command ends in its own time. Its lock outlives a killed `once`."""
     base_folder.mkdir()
     saves = "import signal, sys, time, pathlib, os\n" + "folder = pathlib.Path(os.environ['NANOCHAT_BASE_DIR'])\n" + (
-        "def save(*_):\n    time.sleep(1.5)\n    (folder / 'saved').touch()\n    sys.exit(3)\n"
+        "def save(*_):\n    time.sleep(0.3)\n    (folder / 'saved').touch()\n    sys.exit(3)\n"
         "signal.signal(signal.SIGINT, save), signal.signal(signal.SIGTERM, save)\n(folder / 'running').touch()\ntime.sleep(60)")
     command = [sys.executable, "-m", "nanochat.once", "stage", "--makes", "result", "--", sys.executable, "-c", saves]
 
