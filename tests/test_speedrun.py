@@ -130,6 +130,35 @@ def test_a_fresh_machine_installs_what_is_asked_for_whatever_the_arguments(tmp_p
     assert [line for line in calls if "pip" not in line and not line.startswith("-c")] == ["-m scripts.doctor --kernels=True"] * 2
 
 
+def set_up(folder: Path, **env: str) -> subprocess.CompletedProcess:
+    """setup.sh in a folder that has some .venv, from where no index of packages can be reached."""
+    for name in ("setup.sh", "pyproject.toml"):
+        (folder / name).write_bytes((REPO / name).read_bytes())
+    env = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""} | env
+    return subprocess.run(["bash", "-c", ". ./setup.sh"], cwd=folder, env=env, text=True, capture_output=True, timeout=120)
+
+
+def test_an_environment_whose_making_was_interrupted_is_completed(tmp_path):
+    """What `python -m venv` leaves when it fails (Debian without python3-venv) or is stopped: a Python, and no pip."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], cwd=tmp_path, check=True)
+    (tmp_path / ".venv" / "kept").touch()
+    done = set_up(tmp_path)
+    assert done.returncode == 1 and "No module named pip" not in done.stderr and "setuptools" in done.stderr, "the next step needs an index"
+    subprocess.run([tmp_path / ".venv" / "bin" / "python", "-m", "pip", "--version"], check=True, capture_output=True)
+    assert (tmp_path / ".venv" / "kept").exists(), "what was installed into it is not lost"
+
+
+def test_an_environment_whose_python_is_gone_is_made_anew(tmp_path):
+    """As after an upgrade of the system; also where everything had been installed. With a stand-in for the new Python."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to("/nowhere/python")
+    installed = subprocess.check_output(["cksum", "pyproject.toml"], cwd=REPO, text=True)
+    (tmp_path / ".venv" / "installed").write_text(installed.strip() + " \n")
+    (tmp_path / "new").write_text('#!/bin/sh\necho "$@" >> asked\nexit 1\n')
+    (tmp_path / "new").chmod(0o755)
+    assert set_up(tmp_path, PYTHON="./new").returncode == 1 and (tmp_path / "asked").read_text() == "-m venv --clear .venv\n"
+
+
 @pytest.mark.parametrize("gpus, rows, recomputed, ranks, depth", [(1, 4, 32, 1, 12), (1, 0, 2, 1, 12), (3, 32, 32, 2, 12), (8, 16, 32, 8, 20), (16, 16, 16, 16, 20)])
 def test_what_is_run_on_gpus(tmp_path, gpus, rows, recomputed, ranks, depth):
     """With a stand-in for Python that has so many GPUs, for whose memory the doctor recommends so many rows: which commands would be run."""
