@@ -8,16 +8,18 @@ export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
 # Under nohup a lost connection stops nothing; torchrun would act on the signal all the same.
 [ -z "$(trap -p HUP)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
 [ -z "${NANOCHAT_NO_VENV:-}" ] || return 0
-[ -d .venv ] || "${PYTHON:-python3}" -m venv .venv || return 1
-if ! .venv/bin/python -c "import torch; torch.ones(1) + 1" 2>/dev/null; then
-    if [ "$(uname)" = Linux ] && ! nvidia-smi >/dev/null 2>&1; then
-        .venv/bin/python -m pip install --quiet --retries 1 --timeout 20 \
-            --index-url https://download.pytorch.org/whl/cpu "torch>=2.11,<=2.13.0" 2>/dev/null || true
-    fi
-fi
 # The stamp holds what was installed: a second run costs nothing, a changed pyproject.toml installs again.
 stamp="$(cksum pyproject.toml) ${1:-}"
-case "$(cat .venv/installed 2>/dev/null)" in "$stamp" | "$(cksum pyproject.toml) dev") ;; *)  # dev has everything
+case "$(.venv/bin/python -c pass 2>/dev/null && cat .venv/installed 2>/dev/null)" in "$stamp" | "$(cksum pyproject.toml) dev") ;; *)  # dev has everything
+    # One whose making failed or was interrupted has no pip; where that cannot be added (its Python is gone), it is made anew.
+    .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip >/dev/null 2>&1 ||
+        "${PYTHON:-python3}" -m venv --clear .venv || return 1
+    if ! .venv/bin/python -c "import torch; torch.ones(1) + 1" 2>/dev/null; then
+        if [ "$(uname)" = Linux ] && ! nvidia-smi >/dev/null 2>&1; then
+            .venv/bin/python -m pip install --quiet --retries 1 --timeout 20 \
+                --index-url https://download.pytorch.org/whl/cpu "torch>=2.11,<=2.13.0" 2>/dev/null || true
+        fi
+    fi
     echo "installing into .venv ..."
     .venv/bin/python -m pip install --quiet --editable ".${1:+[$1]}" || return 1
     echo "$stamp" > .venv/installed

@@ -3,18 +3,20 @@
 #
 #     bash speedrun.sh                # for what it finds: 8 GPUs, fewer, or a CPU
 #     bash speedrun.sh --chat         # and opens the chat page at the end
+#     bash speedrun.sh --full         # the whole recipe also on a CPU that takes more than half an hour for it
 #     bash speedrun.sh --rehearse     # every stage with a tiny model for two steps: does it all work here?
 #
 # Run it again after anything went wrong: what is done and still whole is not done again, and training goes on from its
 # newest checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")"
-chat=no rehearse=no
+chat=no rehearse=no full=no
 for argument in "$@"; do
     case $argument in
         --chat) chat=yes ;;
         --rehearse) rehearse=yes ;;
-        *) echo "error: $argument is unknown; expected --chat or --rehearse" >&2; exit 2 ;;
+        --full) full=yes ;;
+        *) echo "error: $argument is unknown; expected --chat, --full or --rehearse" >&2; exit 2 ;;
     esac
 done
 . ./setup.sh "$(! nvidia-smi >/dev/null 2>&1 || echo hub)"  # the larger tasks come from the hub
@@ -58,9 +60,27 @@ if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then
     tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, spellingbee[:256]" problems=-1 core=500 eval_tokens=10485760
 elif [ $rehearse = no ]; then
     # The embedded world: nothing to download, and a model small enough for minutes on two cores.
-    data=tinyworld shards=-1 vocab=8192 tag=speedrun-d4
-    launch=(python -m)
-    model=(--depth=4 --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=700
+    data=tinyworld shards=-1 vocab=8192 depth=4 answer=$NANOCHAT_BASE_DIR/once/depth-speedrun
+    # All stages together take about as long as 1,800 training steps of the base model, and three minutes more.
+    estimate() {
+        local ms
+        ms=$(python -m scripts.doctor --time_only --depth=$depth --max_seq_len=256 --vocab_size=$vocab) && minutes=$((3 + ms * 1800 / 60000))
+    }
+    mkdir -p "${answer%/*}"
+    [ $full = no ] || echo 4 > "$answer"
+    if [ ! -s "$answer" ]; then  # asked once: another answer must not change the model in the middle of a run
+        estimate
+        echo "on this machine, as busy as it is now, this will take about $minutes minutes"
+        if [ "$minutes" -gt 30 ]; then
+            depth=2
+            estimate
+            echo "a smaller model instead, in about $minutes minutes; bash speedrun.sh --full trains the larger one"
+        fi
+        echo $depth > "$answer"
+    fi
+    read -r depth < "$answer"
+    tag=speedrun-d$depth launch=(python -m)
+    model=(--depth=$depth --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=700
            --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=65536 --save_every=100 --keep_last=2)
     mid=(--tasks="tinyworld*3, arithmetic[:6000], spellingbee[:9000]" --device_batch_size=16 --total_batch_size=4096
          --eval_every=200 --eval_tokens=65536 --save_every=100 --keep_last=2)

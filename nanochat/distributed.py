@@ -213,6 +213,7 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
     elif device.type == "cpu":
         capabilities = torch.cpu.get_capabilities()
         fast = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+        fast &= torch.backends.cpu.get_cpu_capability().startswith("AVX512")  # ATEN_CPU_CAPABILITY=avx2 makes an older CPU of it
     else:
         fast = True  # Apple GPUs: half the bytes, the same rate
     return torch.bfloat16 if fast else torch.float32

@@ -72,10 +72,9 @@ def run_python(code: str, timeout: float = 5.0, memory_bytes: int = 512 * 2**20,
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env={}, cwd="/", start_new_session=True) as supervisor:
         try:
             report, complaint = supervisor.communicate(code.encode("utf-8", "surrogatepass"), timeout + GRACE_S)
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired:  # it was stopped, or cannot end what it has started
             supervisor.kill()
-            raise
-    if supervisor.returncode < 0:  # without walls between processes the program can do that
+    if supervisor.returncode < 0:  # without walls between processes the program can do both
         return Result(False, "", "", "killed", ("processes",))
     if supervisor.returncode > 0:
         raise RuntimeError(f"the supervisor of a program failed: {complaint.decode(errors='replace')}")
@@ -88,14 +87,14 @@ def reason(status: int | None, stderr: str) -> str | None:
     """Why a program within its limits did not end well, None if it did. status: as of os.wait, None if nobody saw it."""
     import signal
 
-    if status is None:
+    if status is None or os.WIFSTOPPED(status):
         return "killed"
     code = os.waitstatus_to_exitcode(status)
     last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "")
     if code == -signal.SIGXCPU:
         return "timeout"
-    if code < 0:
-        return signal.Signals(-code).name
+    if code < 0:  # most real-time signals have no name
+        return signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
     if code > 0 and (last.startswith("MemoryError") or "[Errno 12]" in last):
         return "memory"
     return f"exit code {code}: {last}".removesuffix(": ") if code > 0 else None

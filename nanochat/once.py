@@ -79,6 +79,7 @@ def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> N
             raise UserError(f"{name} has ended without making {result} in {base_dir()}")
         if (steps := unfinished(base_dir() / result)) is not None:
             raise UserError(f"{name} was stopped after {steps} steps; the same command goes on")
+    read["needs"] |= digests([need for need, found in read["needs"].items() if found is None])  # it has fetched them itself
     write_text(path, json.dumps(read | {"makes": made}, indent=1))
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -221,34 +222,30 @@ def rank_main(backend: str, store: str, rank: str) -> None:
     dist.destroy_process_group()
 
 
-def peak_of_a_step(config, rows: int, dtype, compiled: bool, checkpointing: bool) -> int:
-    """
-    Bytes of tensors at the fullest moment of a training step on this CPU, as PyTorch's allocator counts them, beyond what
-    is there between two steps (weights, masters, moments). What nanochat.memory.step_bytes is held to.
-    """
+def training_step(config, rows: int, dtype, compiled: bool, checkpointing: bool = False, micro_steps: int = 2, device_type: str = "cpu") -> Callable[[], None]:
+    """An optimizer step on drawn tokens, to be called again and again."""
     import torch
-    from torch.profiler import ProfilerActivity, profile
 
     from nanochat.compiling import set_compile
     from nanochat.gpt import GPT
     from nanochat.schedule import apply_schedule
     from nanochat.zero import Sharding
 
-    compiled = set_compile(compiled, "cpu")
+    compiled = set_compile(compiled, device_type)
     with torch.device("meta"):
         model = GPT(config)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type)
     model.init_weights(0)
     model.activation_checkpointing = checkpointing
-    sharding = Sharding(model, model.units(), torch.device("cpu"), dtype, stage=2)
+    sharding = Sharding(model, model.units(), torch.device(device_type), dtype, stage=2)
     optimizers = model.setup_optimizers(sharding)
     if compiled:
         model.compile_blocks()
-    tokens = torch.randint(0, config.vocab_size, (rows, config.sequence_len))
+    tokens = torch.randint(0, config.vocab_size, (rows, config.sequence_len), device=device_type)
 
     def step() -> None:
-        for last in (False, True):
-            with sharding.micro_step(last):
+        for micro_step in range(micro_steps):
+            with sharding.micro_step(last=micro_step == micro_steps - 1):
                 loss = model(tokens, tokens)
                 loss.backward()
         verdict = sharding.agree(loss)
@@ -257,6 +254,17 @@ def peak_of_a_step(config, rows: int, dtype, compiled: bool, checkpointing: bool
             optimizer.step(verdict)
         sharding.gather()
 
+    return step
+
+
+def peak_of_a_step(config, rows: int, dtype, compiled: bool, checkpointing: bool) -> int:
+    """
+    Bytes of tensors at the fullest moment of a training step on this CPU, as PyTorch's allocator counts them, beyond what
+    is there between two steps (weights, masters, moments). What nanochat.memory.step_bytes is held to.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    step = training_step(config, rows, dtype, compiled, checkpointing)
     step()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         step()
@@ -266,6 +274,23 @@ def peak_of_a_step(config, rows: int, dtype, compiled: bool, checkpointing: bool
         alive += event.nbytes()
         peak = max(peak, alive)
     return peak
+
+
+def seconds_of_a_step(config, rows: int, dtype, device, compiled: bool, patience: float = 3.0) -> float:
+    """Seconds of a training step here: the fastest of those that begin within `patience` seconds after a first one, which compiles."""
+    from nanochat.flops import synchronize
+
+    step, times = training_step(config, rows, dtype, compiled, micro_steps=1, device_type=device.type), []
+    step()
+    synchronize(device)
+    start = now = time.perf_counter()
+    while now - start < patience:
+        began = now
+        step()
+        synchronize(device)
+        now = time.perf_counter()
+        times.append(now - began)
+    return min(times)
 
 
 if __name__ == "__main__":

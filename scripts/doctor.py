@@ -5,9 +5,10 @@ What this machine can do: which kernels work, how much memory and disk there is,
     python -m scripts.doctor --depth=4 --max_seq_len=512                  # one model
     python -m scripts.doctor --depth=12 --batch_only                      # just the device_batch_size, for a script
     python -m scripts.doctor --depth=12 --batch_only --memory_gib=24      # of a GPU that is not here
+    python -m scripts.doctor --depth=4 --max_seq_len=256 --time_only      # just the milliseconds of a training step here
 
-Everything it finds goes to stdout; with --batch_only that is one number. Exit code 0 if something can be trained here, else 1;
---batch_only answers 0 rows with exit code 0.
+Everything it finds goes to stdout; with --batch_only or --time_only that is one number. Exit code 0 if something can be trained
+here, else 1; --batch_only answers 0 rows with exit code 0.
 """
 import importlib.util
 import os
@@ -28,7 +29,7 @@ from nanochat.files import base_dir
 from nanochat.gpt import config_from_depth
 from nanochat.limits import Limit, free_disk, memory_limits
 from nanochat.memory import GIB, largest_rows, needed_bytes, parameter_counts
-from nanochat.probes import probe_all
+from nanochat.probes import probe_all, seconds_of_a_step
 from nanochat.tokenizer import get_tokenizer
 
 # ---- Model
@@ -46,6 +47,7 @@ ranks = -1                  # -1: one for each GPU here
 max_rows = 64               # largest device_batch_size to recommend
 # ---- What to tell
 batch_only = False          # print the recommended device_batch_size and nothing else; 0 where none fits
+time_only = False           # print the milliseconds of a training step of 16 rows and nothing else
 memory_gib = -1.0           # GiB of a GPU to ask about, whatever is here: 12, 24, 80, 141
 kernels = True              # run each kernel
 data = ""                   # data set that training would use; empty: fineweb-edu on a GPU, tinyworld on a CPU
@@ -102,6 +104,12 @@ def rows_of(depth: int, checkpointing: bool) -> int:
     )
 
 
+if time_only:
+    if imagined:
+        raise UserError("time_only measures what is here; leave out memory_gib")
+    model = config_from_depth(depth if depth > 0 else 4, vocab_size, max_seq_len, kv_group)
+    print(round(1000 * seconds_of_a_step(model, rows=16, dtype=model_dtype, device=device, compiled=compiling)))
+    raise SystemExit(0)
 limits = device_limits()
 if batch_only:
     rows = rows_of(depth if depth > 0 else 20, activation_checkpointing)

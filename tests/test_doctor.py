@@ -5,6 +5,7 @@ import re
 import resource
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -134,6 +135,17 @@ def test_questions_about_a_gpu_that_is_not_here():
     assert nothing.returncode == 0 and nothing.stdout == "0\n" and "not one row" in nothing.stderr
     wrong = run_module("scripts.doctor", "--memory_gib=0")
     assert wrong.returncode == 1 and wrong.stderr == "error: memory_gib=0.0 must be above 0, or -1\n"
+
+
+def test_the_time_of_a_step_is_measured_here():
+    """Milliseconds: two steps take less than the whole command, and one step's products cannot be done at 20 TFLOP/s."""
+    began = time.monotonic()
+    result = run_module("scripts.doctor", "--depth=1", "--max_seq_len=256", "--vocab_size=8192", "--device_type=cpu", "--compile=False", "--time_only")
+    assert result.returncode == 0, result.stderr
+    head_flops = 6 * 64 * 8192 * 16 * 256
+    assert head_flops / 20e12 < int(result.stdout) / 1000 < (time.monotonic() - began) / 2
+    wrong = run_module("scripts.doctor", "--time_only", "--memory_gib=24")
+    assert wrong.returncode == 1 and wrong.stderr == "error: time_only measures what is here; leave out memory_gib\n"
 
 
 def test_limits_of_control_groups(tmp_path, monkeypatch):

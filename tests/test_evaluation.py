@@ -174,8 +174,11 @@ def test_mfu_on_a_cpu_is_at_most_what_it_says(tmp_path, monkeypatch, capsys):
 
 def test_auto_dtype_follows_the_hardware(monkeypatch):
     cpu = torch.device("cpu")
-    for capabilities, expected in (({}, torch.float32), ({"avx512_bf16": True}, torch.bfloat16), ({"amx_bf16": True}, torch.bfloat16)):
+    bf16 = {"avx512_bf16": True}
+    for capabilities, used, expected in (({}, "AVX512", torch.float32), (bf16, "AVX512", torch.bfloat16), ({"amx_bf16": True}, "AVX512", torch.bfloat16),
+                                         (bf16, "AVX2", torch.float32)):  # the last: limited by ATEN_CPU_CAPABILITY
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda c=capabilities: c)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=used: c)
         assert compute_dtype("auto", cpu) == expected
         assert compute_dtype("float32", cpu) == torch.float32
     assert compute_init("cpu")[:4] == (False, 0, 0, 1)

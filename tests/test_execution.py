@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import nanochat.execution
 from nanochat.execution import FOLDER_BYTES, LINUX, MAX_FILE_BYTES, MAX_PROCESSES, Result, run_python
 
 REPO = Path(__file__).parent.parent
@@ -112,6 +113,8 @@ def test_right_programs(run, code, stdout, stderr):
     ("x = '\ud800'", "exit code 1: SyntaxError: (unicode error) 'utf-8' codec can't decode"),
     ("import os; os.abort()", "SIGABRT"),
     ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
+    pytest.param("import os; os.kill(os.getpid(), 40)", "signal 40", marks=linux_only),
+    pytest.param("import ctypes, os; ctypes.CDLL(None).ptrace(0); os.kill(os.getpid(), 10)", "killed", marks=linux_only),
 ])
 def test_what_is_wrong_is_named(run, code, error):
     result = run(code)
@@ -311,6 +314,24 @@ def test_nothing_is_left_when_someone_in_between_is_gone(tmp_path, who, how):
     assert not running(str(mark))
     if who == "trainer":
         assert not list(tmp_path.iterdir())
+
+
+@linux_only
+def test_a_program_that_outlives_its_wait_has_failed(tmp_path, monkeypatch):
+    """Its supervisor is stopped, as a program can do where no wall is between them: nobody waits for ever, and nothing runs on."""
+    monkeypatch.setattr(nanochat.execution, "GRACE_S", 1)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    memory_bytes = 400 * 2**20 + next(numbers)
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(run_python, "while True: pass", 1, memory_bytes)
+        while not (found := [path for path in tmp_path.iterdir()]) and not result.done():
+            time.sleep(0.01)  # the folder's name has the supervisor's process id
+        os.kill(int(found[0].name.split("-")[1]), signal.SIGSTOP)
+        assert result.result(timeout=60).error == "killed"
+    deadline = time.monotonic() + 20
+    while running(str(memory_bytes)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not running(str(memory_bytes))
 
 
 WITHOUT_NAMESPACES = """

@@ -50,6 +50,17 @@ def test_once_repeats_only_what_is_no_longer_as_it_was(base_folder):
     assert "done before" in run(command=script + " && true")
 
 
+def test_once_does_not_repeat_a_command_that_fetched_what_it_needs(base_folder):
+    """As the evaluation of a base model downloads CORE's bundle. Another bundle is another input."""
+    script = "cd $NANOCHAT_BASE_DIR && echo x >> result && mkdir -p bundle && { [ -e bundle/items ] || echo fetched > bundle/items; }"
+    base_folder.mkdir()
+    stage = "stage", "--needs", "bundle", "--makes", "result", "--", "sh", "-c", script
+    assert once(*stage).stdout == ""
+    assert once(*stage).stdout == "done before: result\n"
+    (base_folder / "bundle" / "items").write_text("others")
+    assert once(*stage).stdout == "" and (base_folder / "result").read_text() == "x\nx\n"
+
+
 def test_once_knows_a_run_that_was_stopped_from_one_that_has_ended(base_folder):
     """A training run that is sent SIGTERM saves, and ends well, in the middle."""
     script = "cd $NANOCHAT_BASE_DIR && mkdir -p run/step_{0:06d} && echo '{{\"step\": {0}, \"num_iterations\": 1000000}}' > run/step_{0:06d}/meta.json"
@@ -76,7 +87,7 @@ def test_once_lets_a_command_save_and_never_runs_it_twice_at_a_time(base_folder)
     """Ctrl-C as a terminal sends it, and SIGTERM to `once` alone: the command ends in its own time. Its lock outlives a killed `once`."""
     base_folder.mkdir()
     saves = "import signal, sys, time, pathlib, os\n" + "folder = pathlib.Path(os.environ['NANOCHAT_BASE_DIR'])\n" + (
-        "def save(*_):\n    time.sleep(1.5)\n    (folder / 'saved').touch()\n    sys.exit(3)\n"
+        "def save(*_):\n    time.sleep(0.3)\n    (folder / 'saved').touch()\n    sys.exit(3)\n"
         "signal.signal(signal.SIGINT, save), signal.signal(signal.SIGTERM, save)\n(folder / 'running').touch()\ntime.sleep(60)")
     command = [sys.executable, "-m", "nanochat.once", "stage", "--makes", "result", "--", sys.executable, "-c", saves]
 
@@ -119,29 +130,66 @@ def test_a_fresh_machine_installs_what_is_asked_for_whatever_the_arguments(tmp_p
     assert [line for line in calls if "pip" not in line and not line.startswith("-c")] == ["-m scripts.doctor --kernels=True"] * 2
 
 
+def set_up(folder: Path, **env: str) -> subprocess.CompletedProcess:
+    """setup.sh in a folder that has some .venv, from where no index of packages can be reached."""
+    for name in ("setup.sh", "pyproject.toml"):
+        (folder / name).write_bytes((REPO / name).read_bytes())
+    env = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""} | env
+    return subprocess.run(["bash", "-c", ". ./setup.sh"], cwd=folder, env=env, text=True, capture_output=True, timeout=120)
+
+
+def test_an_environment_whose_making_was_interrupted_is_completed(tmp_path):
+    """What `python -m venv` leaves when it fails (Debian without python3-venv) or is stopped: a Python, and no pip."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], cwd=tmp_path, check=True)
+    (tmp_path / ".venv" / "kept").touch()
+    done = set_up(tmp_path)
+    assert done.returncode == 1 and "No module named pip" not in done.stderr and "setuptools" in done.stderr, "the next step needs an index"
+    subprocess.run([tmp_path / ".venv" / "bin" / "python", "-m", "pip", "--version"], check=True, capture_output=True)
+    assert (tmp_path / ".venv" / "kept").exists(), "what was installed into it is not lost"
+
+
+def test_an_environment_whose_python_is_gone_is_made_anew(tmp_path):
+    """As after an upgrade of the system; also where everything had been installed. With a stand-in for the new Python."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to("/nowhere/python")
+    installed = subprocess.check_output(["cksum", "pyproject.toml"], cwd=REPO, text=True)
+    (tmp_path / ".venv" / "installed").write_text(installed.strip() + " \n")
+    (tmp_path / "new").write_text('#!/bin/sh\necho "$@" >> asked\nexit 1\n')
+    (tmp_path / "new").chmod(0o755)
+    assert set_up(tmp_path, PYTHON="./new").returncode == 1 and (tmp_path / "asked").read_text() == "-m venv --clear .venv\n"
+
+
+def stand_in(folder: Path, answers: dict[str, object]) -> Path:
+    """speedrun.sh in a folder whose Python gives these answers to command lines (patterns of the shell), and writes down all others in `calls`."""
+    for name in ("speedrun.sh", "setup.sh", "pyproject.toml"):
+        (folder / name).write_bytes((REPO / name).read_bytes())
+    stub = folder / ".venv" / "bin" / "python"
+    stub.parent.mkdir(parents=True, exist_ok=True)
+    cases = "".join(f"    {pattern}) echo {answer} ;;\n" for pattern, answer in answers.items())
+    stub.write_text(f'#!/bin/sh\ncase "$*" in\n{cases}    *) echo "$@" >> calls ;;\nesac\n')
+    stub.chmod(0o755)
+    return stub
+
+
+def speedrun(folder: Path, *arguments: str) -> tuple[str, list[str]]:
+    """What a run with the stand-in prints, and the stages that it asks for."""
+    (folder / "calls").unlink(missing_ok=True)
+    env = os.environ | {"NANOCHAT_BASE_DIR": str(folder / "a base")}
+    done = subprocess.run(["bash", "speedrun.sh", *arguments], cwd=folder, env=env, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, [line for line in (folder / "calls").read_text().splitlines() if "pip" not in line and not line.startswith("-c")]
+
+
 @pytest.mark.parametrize("gpus, rows, recomputed, ranks, depth", [(1, 4, 32, 1, 12), (1, 0, 2, 1, 12), (3, 32, 32, 2, 12), (8, 16, 32, 8, 20), (16, 16, 16, 16, 20)])
 def test_what_is_run_on_gpus(tmp_path, gpus, rows, recomputed, ranks, depth):
     """With a stand-in for Python that has so many GPUs, for whose memory the doctor recommends so many rows: which commands would be run."""
-    for name in ("speedrun.sh", "setup.sh", "pyproject.toml"):
-        (tmp_path / name).write_bytes((REPO / name).read_bytes())
-    stub = tmp_path / ".venv" / "bin" / "python"
-    stub.parent.mkdir(parents=True)
-    stub.write_text(f"""#!/bin/sh
-case "$*" in
-    *device_count*) echo {gpus} ;;
-    *--batch_only*--activation_checkpointing) echo {recomputed} ;;
-    *--batch_only*) echo {rows} ;;
-    *) echo "$@" >> calls ;;
-esac
-""")
-    stub.chmod(0o755)
-    env = os.environ | {"NANOCHAT_BASE_DIR": str(tmp_path / "a base")}
-    for _ in range(2):  # the second time as the first, whatever the doctor says by then
-        done = subprocess.run(["bash", "speedrun.sh"], cwd=tmp_path, env=env, text=True, capture_output=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        stub.write_text(stub.read_text().replace(f"*--batch_only*) echo {rows}", "*--batch_only*) echo 1"))
-    calls = [line for line in (tmp_path / "calls").read_text().splitlines() if "nanochat.once" in line or "nanochat.dataset" in line]
-    assert calls[: len(calls) // 2] == calls[len(calls) // 2 :], "the same commands, so that what is finished is known"
+    asked = {"*device_count*": gpus, "*--batch_only*--activation_checkpointing": recomputed, "*--batch_only*": rows}
+    stand_in(tmp_path, asked)
+    _, (doctor, *calls) = speedrun(tmp_path)
+    stand_in(tmp_path, asked | {"*--batch_only*": 1})  # the second time as the first, whatever the doctor says by then
+    _, (doctor_again, *again) = speedrun(tmp_path)
+    assert calls == again, "the same commands, so that what is finished is known"
+    assert (doctor, doctor_again) == ("-m scripts.doctor --kernels=True", "-m scripts.doctor --kernels=False"), "they are tried when it is first run"
     trained = {script: line for line in calls for script in ("base_train", "mid_train", "chat_sft", "chat_rl") if f"scripts.{script} " in line}
     used = rows if rows >= 4 else recomputed
     for script, line in trained.items():
@@ -149,6 +197,27 @@ esac
         assert ("--activation_checkpointing" in line) == (rows < 4)
         assert f"--device_batch_size={used if script in ('base_train', 'mid_train') else min(used, 4)} " in line
     assert len(trained) == 4 and f"--depth={depth} " in trained["base_train"] and 524288 % (used * 2048 * ranks) == 0
+
+
+def test_a_slow_machine_trains_a_smaller_model_unless_asked_for_all(tmp_path):
+    """With a stand-in for Python that times a step of depth 4 at so many milliseconds. What was chosen first stays chosen."""
+
+    def chosen(folder: Path, ms: int, *arguments: str) -> tuple[str, str]:
+        folder.mkdir(exist_ok=True)
+        stand_in(folder, {"*device_count*": 0, "*--time_only?--depth=4*": ms, "*--time_only?--depth=2*": ms // 3})
+        out, calls = speedrun(folder, *arguments)
+        (depth,) = {line.partition("--depth=")[2].split()[0] for line in calls if "scripts.base_train" in line}
+        assert all(f"--model_tag=speedrun-d{depth} " in line for line in calls if "model_tag" in line)
+        return depth, out
+
+    depth, out = chosen(tmp_path / "fast", 400)
+    assert depth == "4" and "about 15 minutes" in out and "smaller" not in out
+    depth, out = chosen(tmp_path / "slow", 2500)
+    assert depth == "2" and "about 78 minutes" in out and "a smaller model instead, in about 27 minutes; bash speedrun.sh --full trains the larger one" in out
+    assert chosen(tmp_path / "slow", 450)[0] == "2", "now as fast: this run goes on as it began"
+    assert chosen(tmp_path / "slow", 3000, "--full")[0] == "4"
+    assert chosen(tmp_path / "slow", 3000)[0] == "4", "what was asked for last goes on"
+    assert chosen(tmp_path / "other", 3000, "--full")[0] == "4"
 
 
 def rehearse(until: str | None = None) -> str:
@@ -177,31 +246,26 @@ def what_was_skipped(output: str) -> set[str]:
 
 
 def test_a_killed_speedrun_does_no_finished_stage_again(base_folder):
-    killed = rehearse(until="=== evaluation: mid")
-    assert "done before" not in killed and "=== mid-training" in killed
-
+    """Where meanwhile a byte of a model changes, the last step of that stage is made again, to the same weights, so that what came of them stays."""
     folder = base_folder / "rehearsal"
-    finished = {"tokenizer/tinyworld", "base_checkpoints/rehearsal", "report/sections/tinyworld/rehearsal/base_train.json", "report/sections/tinyworld/rehearsal/base_eval.json",
-                "mid_checkpoints/rehearsal", "report/sections/tinyworld/rehearsal/mid_train.json"}
-    before = {path: path.stat().st_mtime_ns for name in finished for path in [folder / name, *(folder / name).rglob("*")]}
-    output = rehearse()
-    skipped = what_was_skipped(output)
-    assert skipped == finished
-    assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert f"everything works; the models in {folder} have learnt nothing" in output
-    assert "## Kernels" in killed and "## Kernels" not in output, "they were tried when it was first run"
-    report = (folder / "report" / "report.md").read_text()
-    assert all(title in report for title in ("Base model: pretraining", "Mid-training", "Supervised fine-tuning", "Reinforcement learning"))
+    (folder / "once").mkdir(parents=True)  # as after the first run: the kernels are not tried
+    killed = rehearse(until="=== evaluation: sft")
+    assert "done before" not in killed and "=== fine-tuning" in killed
 
-    # One byte of a model changes: the last step of that stage is made again, to the same weights, so that what came of them stays.
-    weights = sorted((folder / "sft_checkpoints" / "rehearsal").glob("step_*/model.safetensors"))[-1]
+    finished = {"tokenizer/tinyworld", "base_checkpoints/rehearsal", *(f"report/sections/tinyworld/rehearsal/{name}.json" for name in ("base_train", "base_eval"))}
+    before = {path: path.stat().st_mtime_ns for name in finished | {"sft_checkpoints/rehearsal"} for path in [folder / name, *(folder / name).glob("step_*/*")]}
+    weights = sorted((folder / "mid_checkpoints" / "rehearsal").glob("step_*/model.safetensors"))[-1]
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     output = rehearse()
-    assert what_was_skipped(output) == finished | {"report/sections/tinyworld/rehearsal/chat_eval_mid.json", "report/sections/tinyworld/rehearsal/chat_eval_rl.json"} and "does not match its checksum" in output
+    assert what_was_skipped(output) == finished and "does not match its checksum" in output
     assert weights.read_bytes() == whole
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert f"everything works; the models in {folder} have learnt nothing" in output
+    report = (folder / "report" / "report.md").read_text()
+    assert all(title in report for title in ("Base model: pretraining", "Mid-training", "Supervised fine-tuning", "Reinforcement learning"))
 
 
 def test_unknown_arguments_are_refused():
     refused = subprocess.run(["bash", "speedrun.sh", "--chatt"], cwd=REPO, env=os.environ | ENV, text=True, capture_output=True)
-    assert refused.returncode == 2 and refused.stderr == "error: --chatt is unknown; expected --chat or --rehearse\n"
+    assert refused.returncode == 2 and refused.stderr == "error: --chatt is unknown; expected --chat, --full or --rehearse\n"
