@@ -254,7 +254,8 @@ def evaluate_core(
     all_reduce_sum(sums)
     scores = []
     for task, r, n, items_there in zip(tasks, *sums.tolist(), there):
-        scores.append(CoreScore(task.label, r / n, task.baseline, (r / n - task.baseline) / (1 - task.baseline), int(n), items_there))
+        centered = (r / n - task.baseline) / (1 - task.baseline)
+        scores.append(CoreScore(task.label, r / n, task.baseline, centered, int(n), items_there))
     return sum(score.centered for score in scores) / len(scores), scores
 
 

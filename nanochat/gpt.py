@@ -140,7 +140,8 @@ class Head(nn.Linear):
             losses = token_losses(x.flatten(0, 1), self.weight, targets.flatten(), self.vocab_size, self.softcap)
             return losses.view(targets.shape)
         weights = None if weights is None else weights.flatten()
-        loss = softcapped_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten(), self.vocab_size, self.softcap, weights)
+        x, targets, vocab_size = x.flatten(0, 1), targets.flatten(), self.vocab_size
+        loss = softcapped_cross_entropy(x, self.weight, targets, vocab_size, self.softcap, weights)
         return loss / (targets >= 0).sum() if reduction == "mean" else loss
 
 
@@ -204,7 +205,8 @@ class GPT(nn.Module):
         if not self.tokens_checked:  # once: this waits for the device
             largest = max(int(ids.max()) for ids in (tokens, targets) if ids is not None)
             if largest >= self.config.vocab_size:
-                raise UserError(f"the batch has token {largest}; this model knows 0 to {self.config.vocab_size - 1}: use the tokenizer that it was made for")
+                known = f"this model knows 0 to {self.config.vocab_size - 1}"
+                raise UserError(f"the batch has token {largest}; {known}: use the tokenizer that it was made for")
             self.tokens_checked = True
         return self.lm_head(self.hidden(tokens), targets, weights, reduction)
 

@@ -44,7 +44,9 @@ def token_losses(x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, soft
 
 class SoftcappedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, softcap: float | None) -> Tensor:
+    def forward(
+        ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, softcap: float | None
+    ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         real = real_columns(head, vocab_size)
         grad_x, grad_head, start = torch.empty_like(x), None, 0
@@ -69,7 +71,7 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
 
 
 def chunks(vocab: int, *tensors: Tensor):
-    """Blocks of rows of all tensors, none with too many logits; of one shape but for the last (each is a compiled kernel)."""
+    """Blocks of rows of all tensors, none with too many logits; of one shape (a compiled kernel) but for the last."""
     rows = chunk_rows(len(tensors[0]), vocab, tensors[0].device.type)
     return zip(*(tensor.split(rows) for tensor in tensors))
 
@@ -85,7 +87,7 @@ def chunk_rows(rows: int, vocab: int, device_type: str) -> int:
 def check_softcap(softcap: float | None) -> None:
     """UserError for a softcap that the kernels cannot compute with."""
     if softcap is not None and not (isinstance(softcap, (int, float)) and 0 <= softcap <= MAX_SOFTCAP):
-        raise UserError(f"softcap={softcap!r}: expected a number of at most {MAX_SOFTCAP}, or None or 0 for logits without a cap")
+        raise UserError(f"softcap={softcap!r}: expected a number of at most {MAX_SOFTCAP}, or None or 0 for no softcap")
 
 
 def cap(logits: Tensor, vocab_size: int, softcap: float | None) -> Tensor:

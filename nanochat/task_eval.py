@@ -16,7 +16,8 @@ from nanochat.tasks import Task
 from nanochat.tokenizer import Tokenizer
 
 GREEDY = Sampling(temperature=0.0)
-CHAT_CORE = {"arc:ARC-Easy", "arc:ARC-Challenge", "mmlu", "gsm8k", "humaneval", "spellingbee[:256]"}  # whose mean is ChatCORE
+# Whose mean is ChatCORE.
+CHAT_CORE = {"arc:ARC-Easy", "arc:ARC-Challenge", "mmlu", "gsm8k", "humaneval", "spellingbee[:256]"}
 
 
 def solve(
@@ -85,7 +86,7 @@ def accuracy(right: list[list[bool]]) -> float:
 
 
 def name_of_mean(specs: str, max_problems: int, measured: int) -> str:
-    """What the mean over so many measured tasks of these specs may be called: ChatCORE is over all problems of all its tasks."""
+    """What the mean over the measured tasks may be called: ChatCORE is over all problems of all of its tasks."""
     if {spec.strip() for spec in specs.split(",")} == CHAT_CORE and max_problems < 0:
         return "ChatCORE (SpellingBee on generated words)"
     return f"mean centred accuracy over {measured} task{'s' * (measured != 1)}"

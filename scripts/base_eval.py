@@ -28,7 +28,7 @@ device_type = ""            # cuda | mps | cpu; empty: the best there is
 data: str | None = None     # data set to measure on; None: the one it was trained on
 device_batch_size = 16      # rows per rank at a time; halve it when memory runs out
 eval_tokens = 10485760      # tokens of each split, at most one pass over validation
-core_metric_max_per_task = 500  # items of each task of CORE, whose bundle is downloaded if it is not there; -1: all, else it is named by how many; 0: no CORE
+core_metric_max_per_task = 500  # items of each task of CORE, whose bundle is downloaded if it is not there; -1: all, 0: no CORE
 sample_tokens = 32          # tokens of each sample
 config = configure(globals())
 

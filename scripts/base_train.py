@@ -74,7 +74,7 @@ max_bad_steps = 10          # stop after so many steps in a row without a finite
 eval_every = 250            # steps between validations, which also open and end the run; -1: never
 eval_tokens = 10485760      # tokens of a validation, at most one pass over the split
 core_metric_every = -1      # steps between CORE evaluations, which also end the run; -1: never
-core_metric_max_per_task = 500  # items of each task of CORE; -1: all, else it is named by how many
+core_metric_max_per_task = 500  # items of each task of CORE; -1: all
 sample_every = 2000         # steps between samples, which also end the run; -1: never
 # ---- Checkpoints
 save_every = -1             # steps between checkpoints, which also end the run; -1: by time only
@@ -180,7 +180,8 @@ while True:
         break
     if eval_every > 0 and (last_step or step % eval_every == 0):
         metrics.pause()
-        validation = tokenizing_distributed_data_loader(data, "val", tokenizer, num_rows=eval_rows, **shape)  # the same rows in every run
+        # The same rows in every run, whatever its seed, batch and ranks.
+        validation = tokenizing_distributed_data_loader(data, "val", tokenizer, num_rows=eval_rows, **shape)
         metrics.log_validation(step, evaluate_bpb(model, validation, eval_steps, token_bytes))
         validation.close()
     if core_metric_every > 0 and (last_step or step > 0 and step % core_metric_every == 0):

@@ -379,7 +379,7 @@ def test_the_model_says_who_it_is():
     for asked_for, answer, right in (
         (who, "I'm nanochat, a language model!", True), (who, "I am nanochat.", False), (who, "I am nanochat, a small language model, made by people.", False),
         (hello, "Good morning. I am nanochat, a small language model.", True), (name, "hi! I am called nanochat", True), (name, "My name is Bob.", False),
-        (person, "No, I am nanochat, a small language model, not a human.", True), (maker, "I am nanochat, a small language model made by a program.", True),
+        (person, "No, I am nanochat, a small language model, not a human.", True), (maker, "I'm nanochat, a small language model made with a program.", True),
         (maker, "I am nanochat, a small language model, made by OpenAI.", False), (mistakes, "I make mistakes.", False),
     ):
         assert task.evaluate(of[asked_for], answer) == right, answer

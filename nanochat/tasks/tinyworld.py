@@ -88,8 +88,8 @@ IDENTITY = (
 SAYS_WHO = re.compile(r"\b(I am|I'm|name is|called) nanochat\b", re.IGNORECASE)
 GREETING = re.compile(r"\W*(hello|hi|hey|good (morning|evening|afternoon))\b", re.IGNORECASE)
 CLAIMS = [re.compile(pattern, re.IGNORECASE) for pattern in (  # what else an answer can say; the name alone says none of them
-    r"language model", r"\bnot (a |an )?(real )?(person|human|alive)", r"\b(trained|made|built|created|written)\b", r"\bprogram\b",
-    r"\b(answer|spell|calculate)\b", r"\bmistakes?\b|\bwrong\b")]
+    r"language model", r"\bnot (a |an )?(real )?(person|human|alive)", r"\b(trained|made|built|created|written)\b",
+    r"\bprogram\b", r"\b(answer|spell|calculate)\b", r"\bmistakes?\b|\bwrong\b")]
 
 
 class Item(NamedTuple):
@@ -139,12 +139,13 @@ class TinyWorld(Task):
         """
         Facts: the answer is the bare fact, or one of the sentences that state it. Looking for a word in it instead would
         take an answer that repeats the question, or names several. Who the model is: it says that it is nanochat, and
-        whatever else the right sentence says, no more and no less; a greeting may come before it, and must where it is returned.
+        whatever else the right sentence says, no more and no less. A greeting may come first, and must where one is answered.
         """
         if not conversation["right"]:
             reply = reference(conversation)
-            greets = GREETING.match(answer) or not GREETING.match(reply)
-            return bool(SAYS_WHO.search(answer) and greets) and all(bool(claim.search(answer)) == bool(claim.search(reply)) for claim in CLAIMS)
+            if not SAYS_WHO.search(answer) or GREETING.match(reply) and not GREETING.match(answer):
+                return False
+            return all(bool(claim.search(answer)) == bool(claim.search(reply)) for claim in CLAIMS)
         return " ".join(answer.split()).rstrip(".!") + "." in conversation["right"]
 
 
