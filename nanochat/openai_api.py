@@ -8,7 +8,8 @@ like. What goes beyond it:
                           calculator compute is there, and not in `content`. In a request `parts` (or a list of such
                           parts as `content`) goes before `content`, so a message that was received can be sent back.
     delta.part            in a stream, {"type": "python" | "python_output", "text": ...}: the next bit of such a part
-    context_length, max_tokens, temperature, top_k, examples   of a model in the list of models; examples: questions to suggest
+    context_length, max_tokens, temperature, top_k   of a model in the list of models
+    examples              of a model in the list of models: questions to suggest
 
 What differs: max_tokens above the server's limit is the limit, and the end of the context ends an answer as well, both
 with finish_reason "length"; so does the server's time limit. usage counts every token that was written: those of the
