@@ -34,7 +34,7 @@ class Verdict:
     """What all ranks agree on about a step, on the device: nobody has to wait for it."""
 
     ok: Tensor      # 1.0, or 0.0 where some rank saw a loss or gradient that is not finite: nothing may change then
-    report: Tensor  # (4,) float32: mean loss, norm of the averaged gradient before clipping, ok, ranks that ask to stop
+    report: Tensor  # (4,) float32: mean loss, norm of the averaged gradient before clipping, ok, Σ stop
 
 
 class Bucket:
@@ -294,14 +294,14 @@ class Sharding:
         for p in params.values():
             p.grad = None
 
-    def agree(self, loss: Tensor, count: Tensor | float = 1.0, grad_clip: float = 0.0, stop: bool = False) -> Verdict:
+    def agree(self, loss: Tensor, count: Tensor | float = 1.0, grad_clip: float = 0.0, stop: float = 0.0) -> Verdict:
         """
         The one small collective of a step, after its last backward pass; then every slice has its averaged gradient.
 
         loss, count: of this rank's part of the batch; the mean loss is Σ loss / Σ count, and the gradient is divided
         by Σ count as well. count 1 with a mean loss averages over ranks; where ranks have unequally many targets,
         back-propagate sums and count the targets. grad_clip: largest norm of the averaged gradient, 0 for no limit.
-        stop: this rank was asked to stop.
+        stop: what this rank asks all for, summed over ranks: 1 to stop, or a part of it to save (`CheckpointWriter.asks`).
         """
         self.summed_gradients()
         # Slices tile the gradient once per shard group: replicas would count it again. Where clipping depends on it, the

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium o
 
 KEY, CONTEXT, MAX_TOKENS = "open sesame", 4096, 3000
 ALPHABET = (string.ascii_lowercase + " ") * 200
-TASKS = "tinyworld:identity*2, arithmetic:easy[:99], json:/nobody/reads/this.jsonl, gsm8k"  # that the model is said to be trained on
+TASKS = "tinyworld:identity*2, arithmetic:easy[:99], json:/nobody/reads/this.jsonl, gsm8k"  # of the model, as its meta says
 CHAT = "**/v1/chat/completions"
 
 
@@ -53,7 +53,8 @@ def write_model(base) -> None:
     folder = base / "sft_checkpoints" / "alphabet" / "step_000001"
     folder.mkdir(parents=True)
     save_file(state, folder / "model.safetensors")
-    (folder / "meta.json").write_text(json.dumps({"step": 1, "tokenizer": tokenizer.fingerprint, "model_config": vars(config), "config": {"tasks": TASKS}}))
+    meta = {"step": 1, "tokenizer": tokenizer.fingerprint, "model_config": vars(config), "config": {"tasks": TASKS}}
+    (folder / "meta.json").write_text(json.dumps(meta))
     tokenizer.save(folder)
     sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
     (folder / "manifest.json").write_text(json.dumps(sums))
@@ -269,7 +270,8 @@ def test_settings_reach_the_request_and_stay(visit):
     me = visit()
     expect(me.page.locator("#modelName")).to_have_text("alphabet-sft")
     me.button("Settings").click()
-    fields = [me.page.get_by_label(label) for label in ("Temperature", "Top-k", "Max tokens", "Top-p", "Seed", "System prompt")]
+    labels = ("Temperature", "Top-k", "Max tokens", "Top-p", "Seed", "System prompt")
+    fields = [me.page.get_by_label(label) for label in labels]
     assert [field.get_attribute("placeholder") for field in fields] == ["0", "50", str(MAX_TOKENS), "1", "random", "None"]
     assert me.page.get_by_label("Model").input_value() == "alphabet-sft"
     fields[0].fill("7")
@@ -277,12 +279,13 @@ def test_settings_reach_the_request_and_stay(visit):
     assert me.page.locator("#settingsDialog").is_visible(), "7 is beyond what the field takes"
     me.page.keyboard.press("Escape")
     me.limit(Temperature=0.25, **{"Top-k": 1, "Top-p": 0.5}, Seed=7, Max_tokens=5, System_prompt="Be brief.\nBe kind.")
-    asked = {"model": "alphabet-sft", "temperature": 0.25, "top_k": 1, "top_p": 0.5, "seed": 7, "max_tokens": 5, "stream": True}
+    sampling = {"temperature": 0.25, "top_k": 1, "top_p": 0.5, "seed": 7, "max_tokens": 5}
+    asked = {"model": "alphabet-sft", "stream": True, "stream_options": {"include_usage": True}, **sampling}
     for questions in (["Hello"], ["Hello", "Hello"]):
         me.say("Hello")
         me.rest()
         messages = me.asked[-1].pop("messages")
-        assert me.asked[-1] == asked | {"stream_options": {"include_usage": True}}
+        assert me.asked[-1] == asked
         assert messages[0] == {"role": "system", "content": "Be brief.\nBe kind."}
         assert [message["content"] for message in messages[1:] if message["role"] == "user"] == questions
         assert me.answers.last.inner_text() == "abcde"
@@ -292,7 +295,7 @@ def test_settings_reach_the_request_and_stay(visit):
     me.button("Done").click()
     me.say("Hello")
     me.page.keyboard.press("Escape")
-    assert not {"temperature", "top_k", "top_p", "seed", "max_tokens"} & me.asked[-1].keys() and me.asked[-1]["messages"][0]["role"] == "user"
+    assert not sampling.keys() & me.asked[-1].keys() and me.asked[-1]["messages"][0]["role"] == "user"
 
 
 def test_keyboard_alone(visit):
@@ -326,7 +329,8 @@ def test_keyboard_alone(visit):
             assert outline, f"no focus to be seen on {name}"
             names.append(name)
     bar = ["Chats", "New chat", "Settings", "Light or dark"]
-    assert names[names.index("Chats") :][:4] == bar and set(names) == {*bar, "Edit", "Copy", "Regenerate", "Message"}  # there is nothing to send
+    assert names[names.index("Chats") :][:4] == bar
+    assert set(names) == {*bar, "Edit", "Copy", "Regenerate", "Message"}  # there is nothing to send
     me.page.locator(".you").last.get_by_role("button", name="Edit").focus()
     keyboard.press("Enter")
     keyboard.press("Escape")
@@ -493,10 +497,12 @@ def test_a_phone_and_the_dark(visit):
 
     check_width()
     name = me.page.locator("#modelName")
-    me.page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "a-model-with-" + "a-long-" * 12 + "name-sft"}]}))
+    long_name = "a-model-with-" + "a-long-" * 12 + "name-sft"
+    me.page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": long_name}]}))
     me.page.reload()
     expect(name).to_contain_text("name-sft")
-    assert name.evaluate("(one) => one.scrollWidth <= one.clientWidth && one.scrollHeight <= one.clientHeight"), "the whole name shows"
+    whole = "(one) => one.scrollWidth <= one.clientWidth && one.scrollHeight <= one.clientHeight"
+    assert name.evaluate(whole), "the whole name shows"
     assert me.page.locator("#examples button").count() == 0, "the server has none for this model"
     me.page.unroute("**/v1/models")
     me.page.reload()
@@ -567,6 +573,8 @@ $$
 $$
 After """
 
+BLOCKS = "h3 p div ol blockquote hr p p p".split()
+
 
 def test_markdown_and_formulas_are_shown_as_they_are_meant(visit):
     """Tables, links, nested lists, quotations, code and formulas; the calculator's box stays in its place."""
@@ -575,20 +583,23 @@ def test_markdown_and_formulas_are_shown_as_they_are_meant(visit):
     me.page.route(CHAT, lambda route: route.fulfill(**stream({"content": ANSWER}, *box, {"content": " that."})))
     me.say("Sort!")
     me.rest()
-    assert me.answers.locator("> *").evaluate_all("(all) => all.map((one) => one.localName)") == "h3 p div ol blockquote hr p p p".split()
+    assert me.answers.locator("> *").evaluate_all("(all) => all.map((one) => one.localName)") == BLOCKS
     first, costs, formula, last = me.answers.locator("> p").all()
-    assert me.answers.locator("h3").inner_text() == "Sorting" and first.locator("strong").all_inner_texts() == ["merge", "quicksort"]
-    assert first.inner_text() == ("Two usual ways, merge sort and quicksort (snake_case_name, 2 * 3 * 4, never *); see\n"
-                                  "its page or https://example.org/a_b. Not [this](javascript:alert(1)).")
-    assert [first.locator(tag).all_inner_texts() for tag in ("em", "s")] == [["usual", "merge"], ["never"]]
-    links = me.answers.locator("a").evaluate_all("(all) => all.map((one) => [one.textContent, one.href, one.target, one.rel])")
+    assert me.answers.locator("h3").inner_text() == "Sorting"
+    assert first.inner_text().split("\n") == ["Two usual ways, merge sort and quicksort (snake_case_name, 2 * 3 * 4, never *); see",
+                                              "its page or https://example.org/a_b. Not [this](javascript:alert(1))."]
+    styled = [first.locator(tag).all_inner_texts() for tag in ("em", "strong", "s")]
+    assert styled == [["usual", "merge"], ["merge", "quicksort"], ["never"]]
+    read = "(all) => all.map((one) => [one.textContent, one.href, one.target, one.rel])"
+    links = me.answers.locator("a").evaluate_all(read)
     assert links == [["its page", "https://example.org/sort_(a)", "_blank", "noopener noreferrer"],
                      ["https://example.org/a_b", "https://example.org/a_b", "_blank", "noopener noreferrer"]]
     cells = [row.locator("th, td").all_inner_texts() for row in me.answers.locator("tr").all()]
     assert cells == [["Way", "Best", "Memory"], ["merge | both", "n log n", "1,024"], ["quick", "fast"]]
-    assert [me.answers.locator("td").nth(i).evaluate("(one) => getComputedStyle(one).textAlign") for i in range(3)] == ["left", "center", "right"]
-    assert me.answers.locator("> ol > li > ul > li").count() == 2 and me.answers.locator("> ol > li > ul > li > ol > li").all_inner_texts() == ["again"]
-    assert me.answers.locator("> ol > li").count() == 3 and me.answers.locator("blockquote li").all_inner_texts() == ["here"]
+    sides = me.answers.locator("th").evaluate_all("(all) => all.map((one) => getComputedStyle(one).textAlign)")
+    assert sides == ["left", "center", "right"]
+    assert [me.answers.locator(f"> ol > li{inner}").count() for inner in ("", " > ul > li", " > ul > li > ol > li")] == [3, 2, 1]
+    assert me.answers.locator("ol ol li").inner_text() == "again" and me.answers.locator("blockquote li").inner_text() == "here"
     assert me.answers.locator("figcaption span").all_inner_texts() == ["python"]
     assert me.answers.locator("li pre").text_content() == "def merge(a, b):\n    return a"
     assert costs.text_content().replace("  ", " ") == "It costs $5 or $6, and x12 = (-b ± √(b2 - 4ac))/(2a) ≤ α."
@@ -624,13 +635,14 @@ def test_what_is_finished_stays_while_the_rest_is_written(visit):
     feed("data: [DONE]\n\n")
     me.rest()
     expect(me.page.locator(".cursor")).to_have_count(0)
-    assert me.answers.locator("> *").evaluate_all("(all) => all.map((one) => one.localName)") == "h3 p div ol blockquote hr p p p".split()
+    assert me.answers.locator("> *").evaluate_all("(all) => all.map((one) => one.localName)") == BLOCKS
 
 
 def test_a_questions_buttons_and_its_fold(visit):
-    """Edit and Copy wait for the mouse, the keyboard or a finger; a long question shows eight lines until it is unfolded."""
+    """Edit and Copy wait for the mouse, the keyboard or a finger; a long question shows eight lines until it is opened."""
     for phone in (False, True):
-        me = visit(**({"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True} if phone else {}))
+        settings = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True} if phone else {}
+        me = visit(**settings)
         me.page.route(CHAT, lambda route: route.fulfill(**stream({"content": "Yes."})))
         for question in ("Short", "A long one. " * 300):
             me.say(question)
@@ -639,7 +651,8 @@ def test_a_questions_buttons_and_its_fold(visit):
         edits = [you.get_by_role("button", name="Edit") for you in (short, long)]
 
         def shown() -> list[bool]:
-            return [edit.evaluate("(one) => [one, one.parentElement].every((each) => getComputedStyle(each).opacity === '1')") for edit in edits]
+            opaque = "(one) => [one, one.parentElement].every((each) => getComputedStyle(each).opacity === '1')"
+            return [edit.evaluate(opaque) for edit in edits]
 
         me.page.mouse.move(0, 0)
         wait_until(lambda: shown() == [False, False], me.page)
@@ -654,10 +667,10 @@ def test_a_questions_buttons_and_its_fold(visit):
 
         height = long.bounding_box()["height"]
         assert height < 300 and short.get_by_role("button", name="Show all").count() == 0
-        for name in ("Show all", "Show less"):
+        for name, fits in (("Show all", lambda now: now > 2 * height), ("Show less", lambda now: now == height)):
             fold = long.get_by_role("button", name=name)
             (fold.tap if phone else fold.click)()
-            assert long.bounding_box()["height"] > 2 * height if name == "Show all" else long.bounding_box()["height"] == height
+            assert fits(long.bounding_box()["height"])
 
 
 def test_past_chats_are_kept_opened_deleted_and_limited(visit):

@@ -28,7 +28,9 @@ TASKS: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
 MADE_HERE = ("arithmetic", "spellingbee", "tinyworld")  # nothing is downloaded for them, and nobody's own data shows
 SPEC = re.compile(r"(?P<name>[^:\[*]+?)(?::(?P<argument>.+?))?(?P<part>\[(?P<start>\d*):(?P<stop>\d*)\])?(?:\*(?P<passes>\d+))?")
 
-__all__ = ["Concatenation", "Mixture", "Task", "example_questions", "make_mixture", "make_task", "make_tasks", "without_parts"]
+__all__ = [
+    "Concatenation", "Mixture", "Task", "example_questions", "make_mixture", "make_task", "make_tasks", "without_parts",
+]
 
 
 def make_task(spec: str, split: str) -> Task:
@@ -63,8 +65,8 @@ def make_mixture(specs: str, split: str, seed: int) -> Mixture:
 
 def example_questions(specs: str, count: int = 4) -> list[str]:
     """
-    Short held-out questions of a mixture's tasks in turn: what a model that was trained on it can be asked. Only of tasks
-    that are made here; [] where there are none, or where a checkpoint of another version has a spec that is not known.
+    Short held-out questions of a mixture's tasks in turn: what a model that was trained on it can be asked. Only of
+    tasks that are made here; [] where there are none, or where a checkpoint of another version has an unknown spec.
     """
     own = [spec for spec in without_parts(specs).split(",") if spec.partition(":")[0] in MADE_HERE]
     try:
@@ -72,7 +74,7 @@ def example_questions(specs: str, count: int = 4) -> list[str]:
     except UserError:
         return []
     first = [(conversation["messages"][0] for conversation in task) for task in tasks]
-    short = [(message["content"] for message in messages if message["role"] == "user" and len(message["content"]) <= 80) for messages in first]
+    short = [(one["content"] for one in messages if one["role"] == "user" and len(one["content"]) <= 80) for messages in first]
     return list(itertools.islice(itertools.chain.from_iterable(zip(*short)), count))
 
 
