@@ -163,8 +163,14 @@ class CheckpointWriter:
         self.thread.start()
 
     def wait(self) -> None:
-        """Return when the last save is finished. Raises on every rank what made it fail: OSError when the disk refused."""
+        """
+        Return when the last save is finished, and let other runs have the folder. Raises on every rank what made it
+        fail: OSError when the disk refused.
+        """
         self.join()
+        if self.lock:
+            self.lock.close()
+            self.lock = None
         if self.failed:
             (_, error), self.failed = self.failed, None
             raise error
