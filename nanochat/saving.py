@@ -52,7 +52,7 @@ class CheckpointWriter:
     """
     Writes the checkpoints of a run into `folder`, one at a time, keeping the newest `keep_last` (−1: all); one at least
     every `save_minutes` (−1: only when asked for). UserError while another run writes there: the folder is this one's
-    until the process ends.
+    until `wait`, or the end of the process.
     COLLECTIVE, as are its methods: every rank calls each of them in the same order.
     """
 
@@ -127,7 +127,11 @@ class CheckpointWriter:
             step, metrics, meta = self.whole
             watchdog = threading.Timer(COPIED_WITHIN, os._exit, [1])
             if self.group:
-                dist.monitored_barrier(self.group, timedelta(seconds=ALL_FAILED_WITHIN))
+                try:
+                    dist.monitored_barrier(self.group, timedelta(seconds=ALL_FAILED_WITHIN))
+                except RuntimeError:
+                    raise UserError("that takes all ranks, and some have not failed, or are gone") from None
+                watchdog.daemon = True
                 watchdog.start()
             steps = self.gather(step)
             if self.broadcast(set(steps) if self.sharding.rank == 0 else None) != {step}:
@@ -163,8 +167,14 @@ class CheckpointWriter:
         self.thread.start()
 
     def wait(self) -> None:
-        """Return when the last save is finished. Raises on every rank what made it fail: OSError when the disk refused."""
+        """
+        Return when the last save is finished, and let other runs have the folder. Raises on every rank what made it
+        fail: OSError when the disk refused.
+        """
         self.join()
+        if self.lock:
+            self.lock.close()
+            self.lock = None
         if self.failed:
             (_, error), self.failed = self.failed, None
             raise error
