@@ -10,6 +10,7 @@ What this machine can do: which kernels work, how much memory and disk there is,
 Everything it finds goes to stdout; with --batch_only or --time_only that is one number. Exit code 0 if something can be trained
 here, else 1; --batch_only answers 0 rows with exit code 0.
 """
+import contextlib
 import importlib.util
 import os
 import platform
@@ -108,7 +109,9 @@ if time_only:
     if imagined:
         raise UserError("time_only measures what is here; leave out memory_gib")
     model = config_from_depth(depth if depth > 0 else 4, vocab_size, max_seq_len, kv_group)
-    print(round(1000 * seconds_of_a_step(model, rows=16, dtype=model_dtype, device=device, compiled=compiling)))
+    with contextlib.redirect_stdout(sys.stderr):  # where compiling fails, that is said
+        seconds = seconds_of_a_step(model, rows=16, dtype=model_dtype, device=device, compiled=compiling)
+    print(round(1000 * seconds))
     raise SystemExit(0)
 limits = device_limits()
 if batch_only:

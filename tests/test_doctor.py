@@ -137,11 +137,17 @@ def test_questions_about_a_gpu_that_is_not_here():
     assert wrong.returncode == 1 and wrong.stderr == "error: memory_gib=0.0 must be above 0, or -1\n"
 
 
-def test_the_time_of_a_step_is_measured_here():
-    """Milliseconds: two steps take less than the whole command, and one step's products cannot be done at 20 TFLOP/s."""
+def test_the_time_of_a_step_is_measured_here(tmp_path):
+    """
+    Milliseconds: two steps take less than the whole command, and one step's products cannot be done at 20 TFLOP/s. Nothing
+    else is on stdout, also where compiling fails.
+    """
+    (tmp_path / "g++").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "g++").chmod(0o755)
+    env = {"CXX": str(tmp_path / "g++"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
-    result = run_module("scripts.doctor", "--depth=1", "--max_seq_len=256", "--vocab_size=8192", "--device_type=cpu", "--compile=False", "--time_only")
-    assert result.returncode == 0, result.stderr
+    result = run_module("scripts.doctor", "--depth=1", "--max_seq_len=256", "--vocab_size=8192", "--device_type=cpu", "--time_only", env=env, fresh=True)
+    assert result.returncode == 0 and "not compiling" in result.stderr, result.stderr
     head_flops = 6 * 64 * 8192 * 16 * 256
     assert head_flops / 20e12 < int(result.stdout) / 1000 < (time.monotonic() - began) / 2
     wrong = run_module("scripts.doctor", "--time_only", "--memory_gib=24")

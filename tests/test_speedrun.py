@@ -253,7 +253,7 @@ def test_a_killed_speedrun_does_no_finished_stage_again(base_folder):
     assert "done before" not in killed and "=== fine-tuning" in killed
 
     finished = {"tokenizer/tinyworld", "base_checkpoints/rehearsal", *(f"report/sections/tinyworld/rehearsal/{name}.json" for name in ("base_train", "base_eval"))}
-    before = {path: path.stat().st_mtime_ns for name in finished | {"sft_checkpoints/rehearsal"} for path in [folder / name, *(folder / name).glob("step_*/*")]}
+    before = {path: path.stat().st_mtime_ns for name in finished | {"sft_checkpoints/rehearsal"} for path in list((folder / name).glob("step_*/*")) or [folder / name]}
     weights = sorted((folder / "mid_checkpoints" / "rehearsal").glob("step_*/model.safetensors"))[-1]
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
