@@ -116,15 +116,15 @@ class StopRequest:
             os._exit(1)
 
     def ask(self, number: int, _frame: object) -> None:
-        if self.asked and number == signal.SIGINT and "RANK" not in os.environ:
+        again, self.asked = self.asked, True  # first of all: the next signal may come while this prints
+        if again and number == signal.SIGINT and "RANK" not in os.environ:
             raise KeyboardInterrupt
-        if not self.asked and is_rank0():
-            again = "; Ctrl-C again ends at once" * (number == signal.SIGINT and "RANK" not in os.environ)
+        if not again and is_rank0():
+            hint = "; Ctrl-C again ends at once" * (number == signal.SIGINT and "RANK" not in os.environ)
             try:  # print is not for handlers
-                os.write(1, f"{signal.Signals(number).name}: finishing this step, then saving{again}\n".encode())
+                os.write(1, f"{signal.Signals(number).name}: finishing this step, then saving{hint}\n".encode())
             except OSError:
                 discard_output()
-        self.asked = True
 
 
 def is_rank0() -> bool:
