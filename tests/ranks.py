@@ -2,7 +2,6 @@
 Other processes: a function on several ranks (joined by gloo, or by NCCL where there is a GPU for each), a script by itself,
 and a script under torchrun. They end in any case.
 """
-import contextlib
 import faulthandler
 import importlib
 import multiprocessing
@@ -46,7 +45,7 @@ class Failure(NamedTuple):
     text: str
 
 
-def run_on_ranks(world_size: int, function: Callable, *args, timeout: float = 120) -> list:
+def run_on_ranks(world_size: int, function: Callable, *args, timeout: float = 300) -> list:
     """
     [function(rank, world_size, *args) of each rank]; the function is a test module's own, args and results are pickled.
 
@@ -205,33 +204,46 @@ def run_as_main(module: str, args: Sequence[str]) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-class Job:
-    """torchrun with two ranks of a script, its output in a file."""
+# As sitecustomize.py of the ranks: a signal from here would come too late on a busy machine.
+KILLER = """
+import glob, os, signal, threading, time
 
-    def __init__(self, log: Path, module: str, args: list[str], launcher: tuple[str, ...] = ()):
+def kill():
+    while not glob.glob(os.environ["KILL_AT"]):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ.get("RANK", "none") in os.environ["KILL_RANKS"] and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    threading.Thread(target=kill, daemon=True).start()
+"""
+
+
+class Job:
+    """
+    torchrun with two ranks of a script, its output in a file. kill: the ranks ("1", "01") of which the first process gets
+    SIGKILL, from a thread of its own, once a path matches the pattern.
+    """
+
+    def __init__(self, log: Path, module: str, args: list[str], launcher: tuple[str, ...] = (), kill: tuple[str, Path] | None = None):
         self.log = log
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        if kill:
+            (log.parent / "sitecustomize.py").write_text(KILLER)
+            paths = [str(log.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+            environment |= {"PYTHONPATH": os.pathsep.join(paths), "KILL_RANKS": kill[0], "KILL_AT": str(kill[1])}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher, "-m", module, "--", *args],
-            cwd=REPO, stdout=open(log, "w"), stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            cwd=REPO, stdout=open(log, "w"), stderr=subprocess.STDOUT, env=environment,
         )
 
     def text(self) -> str:
         return self.log.read_text()
 
-    def wait_for(self, pattern: str, timeout: float = 120) -> None:
+    def wait_for(self, pattern: str, timeout: float = 300) -> None:
         deadline = time.monotonic() + timeout
         while not re.search(pattern, self.text()):
             assert time.monotonic() < deadline and self.process.poll() is None, f"{pattern} never came:\n{self.text()}"
             time.sleep(0.01)
 
-    def worker(self, rank: int) -> int:
-        """The process of a rank; the newest one, should there have been others."""
-        children = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout.split()
-        for pid in sorted(map(int, children), reverse=True):
-            with contextlib.suppress(OSError):
-                if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes() + b"\0":
-                    return pid
-        raise AssertionError(f"no process of rank {rank}: {self.text()}")
-
-    def end(self, timeout: float = 120) -> int:
+    def end(self, timeout: float = 300) -> int:
         return self.process.wait(timeout)
