@@ -32,7 +32,8 @@ if str(REPO) not in sys.path:  # ranks import this file first, so they find what
 # Ranks and scripts are forked from a server that has imported what takes seconds. It starts with the first call and ends
 # with this process.
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "pytest", "pyarrow.parquet", "tiktoken", "tokenizers", "safetensors.torch", "yaml"])
+context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "pytest", "pyarrow.parquet", "tiktoken", "tokenizers", "safetensors.torch", "yaml",
+                                "requests", "nanochat.core_eval", "nanochat.report", "nanochat.resharding", "nanochat.task_eval"])
 
 CONSEQUENCES = 0.3  # seconds in which other ranks may report after the first failure: a crash can be heard of before it is seen
 

@@ -18,9 +18,9 @@ from ranks import Job, run_as_main, run_on_ranks
 COMMON = {"compile": False, "dtype": "float32", "device_type": "cpu", "device_batch_size": 2, "model_tag": "tiny"}
 STAGES = {  # what each stage is run with; every one has several micro-steps on each of two ranks
     "mid": ("scripts.mid_train", {"tasks": "json:{chats}", "total_batch_size": 1024, "eval_every": 4, "eval_tokens": 256, "zero_stage": 2}),
-    "sft": ("scripts.chat_sft", {"tasks": "json:{chats}, arithmetic:easy[:20]", "target_examples_per_step": 7, "eval_every": 4, "eval_steps": 1,
+    "sft": ("scripts.chat_sft", {"tasks": "json:{chats}, spellingbee:spell[:20]", "target_examples_per_step": 7, "eval_every": 4, "eval_steps": 1,
                                  "eval_metrics_every": 4, "eval_metrics_max_problems": 3, "zero_stage": 3}),
-    "rl": ("scripts.chat_rl", {"task": "arithmetic:easy[:40]", "examples_per_step": 3, "num_samples": 3, "max_new_tokens": 6, "eval_every": 4,
+    "rl": ("scripts.chat_rl", {"task": "spellingbee:spell[:40]", "examples_per_step": 3, "num_samples": 3, "max_new_tokens": 6, "eval_every": 4,
                                "eval_examples": 3, "eval_samples": 2, "zero_stage": 2}),
 }
 

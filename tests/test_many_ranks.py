@@ -206,15 +206,13 @@ def test_a_bad_step_is_nobodys_update_and_many_stop_the_run(base):
 
 # ---- Real kills, under torchrun
 
-def start_job(log: Path, tag: str, launcher: tuple[str, ...] = (), **settings) -> Job:
-    return Job(log, "scripts.base_train", arguments(tag, settings), launcher)
+def start_job(log: Path, tag: str, launcher: tuple[str, ...] = (), kill: tuple[str, Path] | None = None, **settings) -> Job:
+    return Job(log, "scripts.base_train", arguments(tag, settings), launcher, kill)
 
 
 def test_a_killed_rank_ends_the_job_and_torchrun_brings_it_back(base, tmp_path, undisturbed):
     """SIGKILL of rank 1 in mid-step: with --max-restarts the same command finishes, and matches the undisturbed run."""
-    job = start_job(tmp_path / "log", "killed", ("--max-restarts=1",), num_iterations=40, save_every=4)
-    job.wait_for("saved .*step_000012(?s:.*)step 00013/")
-    os.kill(job.worker(1), signal.SIGKILL)
+    job = start_job(tmp_path / "log", "killed", ("--max-restarts=1",), ("1", folder(base, "killed") / "step_000012"), num_iterations=40, save_every=4)
     assert job.end() == 0, job.text()
     assert re.search(r"resuming from .*step_0000(12|16|20|24|28|32|36)", job.text())
     assert_same_checkpoint(base, undisturbed, "killed", 40)
@@ -222,15 +220,9 @@ def test_a_killed_rank_ends_the_job_and_torchrun_brings_it_back(base, tmp_path, 
 
 
 def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, undisturbed):
-    """SIGKILL of everything when a save has begun; the newest checkpoint is then damaged as well, named and passed over."""
-    job = start_job(tmp_path / "log", "saving", num_iterations=40, save_every=4)
-    job.wait_for("saved .*step_000008")
-    deadline = time.monotonic() + 60
-    while not list(folder(base, "saving").glob(".step_0000*/*")) and time.monotonic() < deadline:
-        pass  # the moment in which files of the next checkpoint are being written
-    for pid in (job.worker(0), job.worker(1), job.process.pid):
-        os.kill(pid, signal.SIGKILL)
-    job.end()
+    """SIGKILL of both ranks when a save has begun; the newest checkpoint is then damaged as well, named and passed over."""
+    job = start_job(tmp_path / "log", "saving", kill=("01", folder(base, "saving") / ".step_0000[1-4]*/*"), num_iterations=40, save_every=4)
+    assert job.end() != 0 and "SIGKILL" in job.text(), job.text()
     newest = max(folder(base, "saving").glob("step_*"))
     shard = newest / "optimizer_rank_00001.safetensors"
     content = bytearray(shard.read_bytes())
@@ -263,8 +255,13 @@ def test_ctrl_c_in_one_process_saves_too(base, tmp_path):
         if line.startswith("step 00003/"):
             process.send_signal(signal.SIGINT)
             break
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and re.search(r"saved .*step_0000\d\d\n", printed) and "--resume=auto continues" in printed, printed
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and re.search(r"saved .*step_00[01]\d\d\d\n", printed) and "--resume=auto continues" in printed, printed
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_signal_ends_a_rank_that_waits_for_ever():
@@ -275,19 +272,21 @@ def test_a_signal_ends_a_rank_that_waits_for_ever():
     program = """
 import hashlib, sys, time, torch.distributed as dist
 from nanochat import distributed
-distributed.STUCK_AFTER = 0.5
+distributed.STUCK_AFTER = float(sys.argv[2])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 distributed.StopRequest()
 print("ready", flush=True)
 hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if sys.argv[1] == "stuck" else time.sleep(4)
 """
-    for argument, status in (("stuck", 1), ("alive", 0)):
-        process = subprocess.Popen([sys.executable, "-c", program, argument], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for argument, patience, status in (("stuck", "0.5", 1), ("alive", "2", 0)):
+        process = subprocess.Popen([sys.executable, "-c", program, argument, patience], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "ready\n"
-        time.sleep(2)  # it must be inside of the native code by then
+        began = cpu_seconds(process.pid)
+        while argument == "stuck" and cpu_seconds(process.pid) < began + 0.2:  # it must be inside of the native code by then
+            time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         try:
-            assert process.wait(timeout=30) == status, process.stderr.read()
+            assert process.wait(timeout=300) == status, process.stderr.read()
         finally:
             process.kill()
 
@@ -297,4 +296,4 @@ def test_a_rank_that_fails_shows_its_own_traceback_first_and_ends_the_job(base, 
     began = time.monotonic()
     with pytest.raises(ArithmeticError, match="a bug on one rank"):
         train(2, "buggy", "the last rank fails in step 3", num_iterations=40)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 200
