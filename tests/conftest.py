@@ -10,7 +10,7 @@ from ranks import REPO, run_module  # first: it makes the repo importable; and f
 from nanochat.compiling import set_compile
 
 __all__ = ["REPO", "run_module", "base_folder"]
-LONG = ["test_base_train", "test_many_ranks", "test_speedrun", "test_chat_training", "test_zero"]
+LONG = ["test_many_ranks", "test_base_train", "test_speedrun", "test_chat_training", "test_zero", "test_doctor", "test_ui"]
 
 
 def pytest_addoption(parser):

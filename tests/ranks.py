@@ -205,14 +205,19 @@ def run_as_main(module: str, args: Sequence[str]) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-# As sitecustomize.py of the ranks: a signal from here would come too late on a busy machine.
+def torchrun(module: str, args: list[str], launcher: tuple[str, ...] = ()) -> list[str]:
+    """The command that starts two ranks of a script."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher, "-m", module, "--", *args]
+
+
+# As sitecustomize.py of the ranks: a signal from here could come too late on a busy machine.
 KILLER = """
-import glob, os, signal, threading, time
+import glob, os, threading, time
 
 def kill():
     while not glob.glob(os.environ["KILL_AT"]):
         time.sleep(0.001)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getppid() if os.environ["KILL_BY"] == "15" else os.getpid(), int(os.environ["KILL_BY"]))
 
 if os.environ.get("RANK", "none") in os.environ["KILL_RANKS"] and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     threading.Thread(target=kill, daemon=True).start()
@@ -222,20 +227,17 @@ if os.environ.get("RANK", "none") in os.environ["KILL_RANKS"] and os.environ["TO
 class Job:
     """
     torchrun with two ranks of a script, its output in a file. kill: the ranks ("1", "01") of which the first process gets
-    SIGKILL, from a thread of its own, once a path matches the pattern.
+    SIGKILL, from a thread of its own, once a path matches the pattern; SIGTERM goes to torchrun instead.
     """
 
-    def __init__(self, log: Path, module: str, args: list[str], launcher: tuple[str, ...] = (), kill: tuple[str, Path] | None = None):
+    def __init__(self, log: Path, module: str, args: list[str], launcher: tuple[str, ...] = (), kill: tuple[str, Path] | None = None, by: int = signal.SIGKILL):
         self.log = log
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         if kill:
             (log.parent / "sitecustomize.py").write_text(KILLER)
             paths = [str(log.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment |= {"PYTHONPATH": os.pathsep.join(paths), "KILL_RANKS": kill[0], "KILL_AT": str(kill[1])}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher, "-m", module, "--", *args],
-            cwd=REPO, stdout=open(log, "w"), stderr=subprocess.STDOUT, env=environment,
-        )
+            environment |= {"PYTHONPATH": os.pathsep.join(paths), "KILL_RANKS": kill[0], "KILL_AT": str(kill[1]), "KILL_BY": str(int(by))}
+        self.process = subprocess.Popen(torchrun(module, args, launcher), cwd=REPO, stdout=open(log, "w"), stderr=subprocess.STDOUT, env=environment)
 
     def text(self) -> str:
         return self.log.read_text()

@@ -1,4 +1,5 @@
 """Every stage of ZeRO on one to five ranks against a plain unsharded reference, with the shapes that break naive sharding."""
+import functools
 from math import prod
 
 import pytest
@@ -56,6 +57,7 @@ def names_of(model: Model, kind: str) -> list[str]:
     return [name for name, _ in model.named_parameters() if (int(name.split(".")[1]) in (2, 3)) == (kind == "muon")]
 
 
+@functools.cache
 def row_gradients(step: int, dyadic: bool) -> dict[str, Tensor]:
     """The gradient of each row of the batch, (ROWS, *shape); dyadic: −1, 0 or 1, whose sums are exact in any order."""
     generator = torch.Generator().manual_seed(step)
