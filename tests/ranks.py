@@ -105,7 +105,10 @@ def where(process, dump: Path) -> str:
     """The stacks of a rank, which faulthandler writes at once upon the signal, whatever the rank is waiting for."""
     if not text(dump):
         os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.3)
+        deadline = time.monotonic() + 10
+        while not text(dump) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.3)  # for the rest of it
     return text(dump) or "not yet started"
 
 
