@@ -2,7 +2,6 @@
 Other processes: a function on several ranks (joined by gloo, or by NCCL where there is a GPU for each), a script by itself,
 and a script under torchrun. They end in any case.
 """
-import contextlib
 import faulthandler
 import importlib
 import multiprocessing
@@ -33,7 +32,8 @@ if str(REPO) not in sys.path:  # ranks import this file first, so they find what
 # Ranks and scripts are forked from a server that has imported what takes seconds. It starts with the first call and ends
 # with this process.
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "pytest", "pyarrow.parquet", "tiktoken", "tokenizers", "safetensors.torch", "yaml"])
+context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "pytest", "pyarrow.parquet", "tiktoken", "tokenizers", "safetensors.torch", "yaml",
+                                "requests", "nanochat.core_eval", "nanochat.report", "nanochat.resharding", "nanochat.task_eval"])
 
 CONSEQUENCES = 0.3  # seconds in which other ranks may report after the first failure: a crash can be heard of before it is seen
 
@@ -46,7 +46,7 @@ class Failure(NamedTuple):
     text: str
 
 
-def run_on_ranks(world_size: int, function: Callable, *args, timeout: float = 120) -> list:
+def run_on_ranks(world_size: int, function: Callable, *args, timeout: float = 300) -> list:
     """
     [function(rank, world_size, *args) of each rank]; the function is a test module's own, args and results are pickled.
 
@@ -105,7 +105,10 @@ def where(process, dump: Path) -> str:
     """The stacks of a rank, which faulthandler writes at once upon the signal, whatever the rank is waiting for."""
     if not text(dump):
         os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.3)
+        deadline = time.monotonic() + 10
+        while not text(dump) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.3)  # for the rest of it
     return text(dump) or "not yet started"
 
 
@@ -210,30 +213,43 @@ def torchrun(module: str, args: list[str], launcher: tuple[str, ...] = ()) -> li
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher, "-m", module, "--", *args]
 
 
-class Job:
-    """torchrun with two ranks of a script, its output in a file."""
+# As sitecustomize.py of the ranks: a signal from here could come too late on a busy machine.
+KILLER = """
+import glob, os, threading, time
 
-    def __init__(self, log: Path, module: str, args: list[str], launcher: tuple[str, ...] = ()):
+def kill():
+    while not glob.glob(os.environ["KILL_AT"]):
+        time.sleep(0.001)
+    os.kill(os.getppid() if os.environ["KILL_BY"] == "15" else os.getpid(), int(os.environ["KILL_BY"]))
+
+if os.environ.get("RANK", "none") in os.environ["KILL_RANKS"] and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    threading.Thread(target=kill, daemon=True).start()
+"""
+
+
+class Job:
+    """
+    torchrun with two ranks of a script, its output in a file. kill: the ranks ("1", "01") of which the first process gets
+    SIGKILL, from a thread of its own, once a path matches the pattern; SIGTERM goes to torchrun instead.
+    """
+
+    def __init__(self, log: Path, module: str, args: list[str], launcher: tuple[str, ...] = (), kill: tuple[str, Path] | None = None, by: int = signal.SIGKILL):
         self.log = log
-        self.process = subprocess.Popen(torchrun(module, args, launcher), cwd=REPO, stdout=open(log, "w"), stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        if kill:
+            (log.parent / "sitecustomize.py").write_text(KILLER)
+            paths = [str(log.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+            environment |= {"PYTHONPATH": os.pathsep.join(paths), "KILL_RANKS": kill[0], "KILL_AT": str(kill[1]), "KILL_BY": str(int(by))}
+        self.process = subprocess.Popen(torchrun(module, args, launcher), cwd=REPO, stdout=open(log, "w"), stderr=subprocess.STDOUT, env=environment)
 
     def text(self) -> str:
         return self.log.read_text()
 
-    def wait_for(self, pattern: str, timeout: float = 120) -> None:
+    def wait_for(self, pattern: str, timeout: float = 300) -> None:
         deadline = time.monotonic() + timeout
         while not re.search(pattern, self.text()):
             assert time.monotonic() < deadline and self.process.poll() is None, f"{pattern} never came:\n{self.text()}"
             time.sleep(0.01)
 
-    def worker(self, rank: int) -> int:
-        """The process of a rank; the newest one, should there have been others."""
-        children = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout.split()
-        for pid in sorted(map(int, children), reverse=True):
-            with contextlib.suppress(OSError):
-                if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes() + b"\0":
-                    return pid
-        raise AssertionError(f"no process of rank {rank}: {self.text()}")
-
-    def end(self, timeout: float = 120) -> int:
+    def end(self, timeout: float = 300) -> int:
         return self.process.wait(timeout)

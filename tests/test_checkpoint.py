@@ -567,8 +567,8 @@ def test_a_process_ends_although_its_thread_waits_for_a_rank_that_died(tmp_path)
         for rank in range(2)
     ]
     try:
-        assert b"rank 0 fails as well" in both[0].communicate(timeout=100)[1]
-        assert [process.wait(timeout=10) for process in both] == [1, 3]
+        assert b"rank 0 fails as well" in both[0].communicate(timeout=300)[1]
+        assert [process.wait(timeout=300) for process in both] == [1, 3]
     finally:
         for process in both:
             process.kill()

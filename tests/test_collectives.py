@@ -2,6 +2,7 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import struct
@@ -18,7 +19,7 @@ from ranks import run_on_ranks  # first: it makes the repo importable where this
 from nanochat.distributed import all_gather_single as all_gather, reduce_scatter, reduce_scatter_single
 
 PRIVATE_NETWORK = ["unshare", "--net", "--map-root-user"]  # a network of its own, in which nobody else sends
-ELEMENTS = 4_194_300  # 16 MB of float32, divisible by 2, 3 and 4
+ELEMENTS = 1_048_572  # 4 MB of float32, divisible by 2, 3 and 4
 
 
 def tensors_of_all_ranks(world_size: int, dtype: torch.dtype) -> Tensor:
@@ -204,8 +205,12 @@ def test_the_first_failure_is_told_and_not_its_consequences(function, error, not
 
 
 def test_a_rank_that_waits_for_ever_is_named_with_its_place():
-    with pytest.raises(TimeoutError, match=r"(?s)ranks \[1\] of 2 did not finish within 3 s.*in barrier.*in rank_main"):
-        run_on_ranks(2, one_collective_too_many, timeout=3)
+    for timeout in (3, 12, 48):  # on a busy machine both ranks may take more than three seconds to begin
+        with pytest.raises(TimeoutError) as caught:
+            run_on_ranks(2, one_collective_too_many, timeout=timeout)
+        if "ranks [0, 1]" not in str(caught.value):
+            break
+    assert re.match(rf"(?s)ranks \[1\] of 2 did not finish within {timeout} s.*in barrier.*in rank_main", str(caught.value)), str(caught.value)
 
 
 if __name__ == "__main__":

@@ -296,7 +296,7 @@ def test_settings_inside_the_main_block_as_a_process_and_imported_by_name(tmp_pa
         "    config = configurator.configure(globals())\n    print(json.dumps(config))\n")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "guarded.py", "--fast", "--depth=5"], cwd=tmp_path, env=environment,
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and json.loads(done.stdout) == {"depth": 5, "fast": True}, done.stderr
 
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -313,7 +313,7 @@ def test_as_a_process_errors_are_one_line_with_codes_2_and_1(tmp_path):
     for argument, code, line in (("--depth=x", 2, "error: --depth=x: depth takes int (default: 4)\n"),
                                  ("--depth=8", 1, "error: depth=8 is too deep\n")):
         done = subprocess.run([sys.executable, str(path), argument], env=os.environ | {"PYTHONPATH": str(ROOT)},
-                              capture_output=True, text=True, timeout=60)
+                              capture_output=True, text=True, timeout=300)
         assert (done.returncode, done.stdout, done.stderr) == (code, "", line)
 
 

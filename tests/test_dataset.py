@@ -64,7 +64,7 @@ def texts(count: int, words: int = 30, tag: str = "") -> list[str]:
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "nanochat.dataset", *arguments],
-        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300,
     )
 
 
@@ -586,7 +586,7 @@ def test_ensure_makes_tinyworld_once(capsys):
 def test_importing_prints_and_touches_nothing(tmp_path):
     code = "import nanochat.dataset, sys; assert not {'torch', 'requests', 'datasets'} & set(sys.modules), sys.modules.keys()"
     code += "; import nanochat.make_dataset; assert not {'torch', 'datasets'} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not (tmp_path / "base").exists()
 
 
@@ -611,7 +611,7 @@ def test_a_build_killed_at_any_moment_leaves_the_old_data_or_none(inputs, base):
 
     def kill_when(pattern: str) -> None:
         process = subprocess.Popen(start, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 200
         while not list((base / "data").glob(pattern)) and process.poll() is None:
             assert time.monotonic() < deadline, pattern
             time.sleep(0.0005)
@@ -622,7 +622,7 @@ def test_a_build_killed_at_any_moment_leaves_the_old_data_or_none(inputs, base):
     assert not (base / "data" / "mine").exists() and list((base / "data").glob(".mine.tmp-*"))
     with pytest.raises(UserError, match="no data set 'mine'"):
         dataset.load_manifest("mine")
-    done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(start, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert sorted(all_rows("mine")) == sorted(texts(30_000)) and not list((base / "data").glob(".mine.tmp-*"))
 
@@ -656,7 +656,7 @@ def test_two_builds_at_once_are_one(inputs):
     write_jsonl(inputs / "a.jsonl", texts(5000))
     start = [sys.executable, "-m", "nanochat.dataset", f"--source={inputs}", "--name=mine"]
     both = [subprocess.Popen(start, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [(process.communicate(timeout=60)[1], process.returncode) for process in both] == [("", 0), ("", 0)]
+    assert [(process.communicate(timeout=300)[1], process.returncode) for process in both] == [("", 0), ("", 0)]
     dataset.verify("mine")
     assert sorted(all_rows("mine")) == sorted(texts(5000))
 
@@ -690,7 +690,7 @@ def test_a_disk_that_fills_while_shards_are_written(inputs, base):
         file.writelines(json.dumps({"text": os.urandom(3000).hex()}) + "\n" for _ in range(1000))
     limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000));"
     limit += f"sys.argv[1:] = ['--source={inputs}', '--name=mine']; runpy.run_module('nanochat.dataset', run_name='__main__')"
-    failed = subprocess.run([sys.executable, "-c", limit], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    failed = subprocess.run([sys.executable, "-c", limit], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert failed.returncode == 1 and failed.stderr.count("\n") == 1, failed.stderr
     assert "File too large" in failed.stderr
     assert [path.name for path in (base / "data").iterdir()] == [".mine.lock"]

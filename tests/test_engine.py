@@ -472,7 +472,7 @@ def write_checkpoint(folder, model: GPT) -> None:
 
 def chat(*args: str, typed: str = "") -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "scripts.chat_cli", "--device_type=cpu", "--dtype=float32", "--temperature=0", "--max_new_tokens=8", *args]
-    return subprocess.run(command, cwd=REPO, input=typed, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=REPO, input=typed, capture_output=True, text=True, timeout=300)
 
 
 def greedy_answer(model: GPT, prompt: list[int], tools: bool = True) -> list[dict]:

@@ -22,7 +22,7 @@ from nanochat.execution import FOLDER_BYTES, LINUX, MAX_FILE_BYTES, MAX_PROCESSE
 REPO = Path(__file__).parent.parent
 GIB = 2**30
 linux_only = pytest.mark.skipif(not LINUX, reason="there are no such walls on this system")
-numbers = itertools.count(os.getpid() * 1000)
+numbers = itertools.count(os.getpid() % 10**5 * 1000)  # at most 100 MB above the limits that are meant
 
 
 def running(mark: str) -> list[str]:
@@ -48,7 +48,7 @@ def run(tmp_path, monkeypatch):
     folders.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folders))
 
-    def run(code: str, timeout: float = 20, memory_bytes: int = 400 * 2**20, **limits) -> Result:
+    def run(code: str, timeout: float = 100, memory_bytes: int = 400 * 2**20, **limits) -> Result:
         memory_bytes += next(numbers)
         began = time.monotonic()
         result = run_python(code.replace("MARK", str(memory_bytes)), timeout, memory_bytes, **limits)
@@ -124,10 +124,14 @@ def test_what_is_wrong_is_named(run, code, error):
 
 @pytest.mark.parametrize("code", ["while True: pass", "import time; print('begun', flush=True); time.sleep(1000)"])
 def test_an_infinite_loop(run, code):
-    began = time.monotonic()
-    result = run(code, timeout=1)
-    assert result.error == "timeout" and time.monotonic() - began > 1
-    assert result.stdout == ("begun\n" if "begun" in code else ""), "what it said so far is kept"
+    for timeout in (1, 5, 25):  # on a busy machine it may not have begun within a second
+        began = time.monotonic()
+        result = run(code, timeout=timeout)
+        assert result.error == "timeout" and time.monotonic() - began > timeout
+        if result.stdout == ("begun\n" if "begun" in code else ""):
+            break
+    else:
+        pytest.fail("what it said so far is lost")
 
 
 def test_the_limits_of_a_process(run):
@@ -146,7 +150,7 @@ def test_too_much_memory(run, code):
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_gigabyte_of_output(run, stream):
     """And more, without end: it is over long before its time."""
-    result = run(f"import sys\nwhile True: sys.{stream}.write('x' * 2**20)", timeout=5, max_output_bytes=5000)
+    result = run(f"import sys\nwhile True: sys.{stream}.write('x' * 2**20)", timeout=100, max_output_bytes=5000)
     assert result.error == "too much output" and getattr(result, stream) == "x" * 5000
 
 
@@ -222,10 +226,13 @@ BACKGROUND = {
 @pytest.mark.parametrize("end", ["", "\nwhile True: pass", "\nraise SystemExit(3)"], ids=["which ends", "which hangs", "which fails"])
 @pytest.mark.parametrize("how", BACKGROUND)
 def test_leaving_something_in_the_background(run, how, end):
-    began = time.monotonic()
-    result = run(BACKGROUND[how].replace("SLEEPER", SLEEPER) + "\nimport time; time.sleep(0.2); print('it has begun')" + end, timeout=1.5)
+    for timeout in (1.5, 7, 35):  # on a busy machine it may not get as far as that in the first of these
+        began = time.monotonic()
+        result = run(BACKGROUND[how].replace("SLEEPER", SLEEPER) + "\nimport time; time.sleep(0.2); print('it has begun')" + end, timeout=timeout)
+        if result.stdout:
+            break
     assert result.error == {"": None}.get(end, "timeout" if "while" in end else "exit code 3")
-    assert result.stdout == "it has begun\n" and time.monotonic() - began < 12, "nobody waits for the child's end of the pipe"
+    assert result.stdout == "it has begun\n" and time.monotonic() - began < timeout + 10, "nobody waits for the child's end of the pipe"
 
 
 @linux_only
@@ -239,23 +246,27 @@ def test_a_fork_bomb(run, code):
     """Never more processes than allowed, whoever we are (root has no limit of its own), and none at the end."""
     counted = run("import os, time\nfor n in range(50):\n try:\n  if os.fork() == 0: time.sleep(100)\n except OSError: break\nprint(n + 1)")
     assert int(counted.stdout) == MAX_PROCESSES, "a small bomb goes further than it may: no large one is tried"
-    peak, done, mark = 0, threading.Event(), 400 * 2**20 + next(numbers) + 1  # the mark of the run to come
+    for timeout in (1.5, 7, 35):  # a busy machine may not see it go off in the first of these
+        peak, done, mark = 0, threading.Event(), 400 * 2**20 + next(numbers) + 1  # the mark of the run to come
 
-    def watch() -> None:
-        nonlocal peak
-        while not done.is_set():
-            peak = max(peak, len(running(str(mark))))
+        def watch() -> None:
+            nonlocal peak
+            while not done.is_set():
+                peak = max(peak, len(running(str(mark))))
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        result = run("import os, subprocess, time\n" + code, timeout=1.5)
-    finally:
-        done.set()
-        thread.join()
-    assert result.error == "timeout" or result.error.startswith("exit code 1: BlockingIOError")
-    assert peak <= MAX_PROCESSES + 2, "with supervisor and init"
-    assert peak > MAX_PROCESSES // 2 or "except" not in code, "it was a bomb"
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            result = run("import os, subprocess, time\n" + code, timeout=timeout)
+        finally:
+            done.set()
+            thread.join()
+        assert result.error == "timeout" or result.error.startswith("exit code 1: BlockingIOError")
+        assert peak <= MAX_PROCESSES + 2, "with supervisor and init"
+        if peak > MAX_PROCESSES // 2 or "except" not in code:
+            break
+    else:
+        pytest.fail("it was no bomb")
 
 
 def test_no_network(run):
@@ -302,13 +313,13 @@ def test_nothing_is_left_when_someone_in_between_is_gone(tmp_path, who, how):
     code += f"import tempfile\nfrom nanochat.execution import run_python\ntempfile.tempdir = {str(tmp_path)!r}\n"
     code += f"print(run_python('while True: pass', 100, {mark}).error)"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 200
     while len(running(str(mark))) < 4 and time.monotonic() < deadline:  # the trainer, supervisor, init, program
         time.sleep(0.01)
     assert len(running(str(mark))) == 4 and len(list(tmp_path.iterdir())) == 1
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(process.pid if who == "trainer" else int(children[0]), how)
-    assert process.communicate(timeout=20)[0] == ("" if who == "trainer" else "killed\n")
+    assert process.communicate(timeout=200)[0] == ("" if who == "trainer" else "killed\n")
     while running(str(mark)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not running(str(mark))
@@ -366,7 +377,7 @@ def test_where_namespaces_are_not_allowed(tmp_path):
     unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "sh", "-c", shell, "sh"]
     if not shutil.which("unshare") or subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("this machine allows no namespaces, so the other tests were about what this one is for")
-    done = subprocess.run([*unshare, sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*unshare, sys.executable, str(script)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     results = [Result(*json.loads(line)) for line in done.stdout.splitlines()]
     landlock = ctypes.CDLL(None).syscall(444, None, 0, 1) > 0

