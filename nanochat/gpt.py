@@ -202,7 +202,8 @@ class GPT(nn.Module):
         weights (B, T), float32: what each target counts for in a sum. UserError when the first batch has ids that no
         token has; in a later one the loss of such a target is infinite.
         """
-        if not self.tokens_checked:  # once: this waits for the device
+        there_to_read = type(tokens) is Tensor and not tokens.is_meta and not torch.compiler.is_compiling()
+        if not self.tokens_checked and there_to_read:  # once: this waits for the device
             largest = max(int(ids.max()) for ids in (tokens, targets) if ids is not None)
             if largest >= self.config.vocab_size:
                 known = f"this model knows 0 to {self.config.vocab_size - 1}"
