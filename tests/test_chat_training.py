@@ -123,7 +123,7 @@ def test_what_was_measured_is_named_by_what_it_is(base):
     args = arguments({"source": "base", "tasks": "arithmetic:easy[:2], spellingbee[:2]", "max_new_tokens": 2, "batch_size": 2})
     args = [argument for argument in args if not argument.startswith(("--compile", "--dtype", "--device_batch_size"))]
     printed = run_on_ranks(1, run_script, "scripts.chat_eval", args)[0]
-    results = json.loads((base / "report/sections/chat_eval_base.json").read_text())["results"]["base"]
+    results = json.loads((base / "report/sections/sums/tiny/chat_eval_base.json").read_text())["results"]["base"]
     assert list(results) == ["Arithmetic easy", "SpellingBee (generated words)", "mean centred accuracy over 2 tasks"]
     assert "mean centred accuracy over 2 tasks" in printed and "ChatCORE" not in printed
 

@@ -597,6 +597,7 @@ def test_killed_at_any_moment_of_saving_the_same_step_a_valid_checkpoint_remains
             process.send_signal(signal.SIGCONT)
             time.sleep(0.013 * (1 + 4 * life + moment))
             process.send_signal(signal.SIGSTOP)  # the folder as a kill at this moment would leave it
+            os.waitpid(process.pid, os.WUNTRACED)
             names = {path.name for path in folder.iterdir()}
             assert names & {"step_000001", previous(folder / "step_000001").name}, f"nothing left but {names}"
         process.kill()

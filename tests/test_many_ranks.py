@@ -265,25 +265,34 @@ def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturb
     assert losses(base, undisturbed) == losses(base, "stopped")
 
 
-def test_a_lost_connection_saves_and_ends(base, undisturbed):
-    """torchrun in a terminal that goes away, as that of a dropped ssh session does: SIGHUP, and no output can be written."""
+def run_until_hung_up(tag: str) -> None:
+    """torchrun in a terminal that goes away after step 2."""
     ours, theirs = os.openpty()
-    job = subprocess.Popen(torchrun("scripts.base_train", arguments("hung-up", dict(num_iterations=40, save_every=-1))), cwd=REPO,
+    job = subprocess.Popen(torchrun("scripts.base_train", arguments(tag, dict(num_iterations=40, save_every=-1))), cwd=REPO,
                            stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"OMP_NUM_THREADS": "1"},
                            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY))
     os.close(theirs)
     printed = b""
     while b"step 00002/" not in printed:
-        assert select.select([ours], [], [], 120)[0], printed
+        assert select.select([ours], [], [], 300)[0], printed
         printed += os.read(ours, 4096)
     os.close(ours)
-    job.wait(120)
-    [saved] = folder(base, "hung-up").glob("step_*")
+    job.wait(300)
+
+
+def test_a_lost_connection_saves_and_ends(base, undisturbed):
+    """As that of a dropped ssh session: SIGHUP, and no output can be written."""
+    for attempt in range(5):  # on a busy machine a run can be over before this process is heard
+        tag = f"hung-up-{attempt}"
+        run_until_hung_up(tag)
+        [saved] = folder(base, tag).glob("step_*")
+        if saved.name != "step_000040":
+            break
     assert "step_000002" < saved.name < "step_000040"
-    printed, _ = train(2, "hung-up", resume="auto", num_iterations=40, save_every=-1)
+    printed, _ = train(2, tag, resume="auto", num_iterations=40, save_every=-1)
     assert f"resuming from {saved}" in printed
-    assert_same_checkpoint(base, undisturbed, "hung-up", 40)
-    assert losses(base, undisturbed) == losses(base, "hung-up")
+    assert_same_checkpoint(base, undisturbed, tag, 40)
+    assert losses(base, undisturbed) == losses(base, tag)
 
 
 def test_what_the_user_has_to_mend_is_not_tried_again(base, tmp_path):

@@ -167,8 +167,9 @@ def test_an_answer_streams_in_is_stopped_and_its_place_is_free(visit, server):
     assert me.button("Send").is_disabled()
     me.draft.fill("Go on!")
     me.button("Send").click()
-    seen = [""]
+    seen, deadline = [""], time.monotonic() + 60
     while len(seen) < 6:
+        assert time.monotonic() < deadline, seen
         text = me.answers.inner_text()
         if text != seen[-1]:
             assert text.startswith(seen[-1]) and ALPHABET.startswith(text)
