@@ -11,6 +11,7 @@ import shutil
 import string
 import subprocess
 import sys
+import time
 import urllib.request
 
 import pytest
