@@ -221,6 +221,13 @@ def read_meta(checkpoint: Path) -> dict:
     return json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
 
 
+def data_of(meta: dict, model_tag: str) -> str | None:
+    """The data set that a model was pretrained on, of which the checkpoints of later stages kept nothing at first; None: unknown."""
+    folder = checkpoint_dir("base", model_tag)
+    steps = [] if "data" in meta else list_steps(folder)
+    return read_meta(step_dir(folder, steps[-1])).get("data") if steps else meta.get("data")
+
+
 # ---- Loading
 
 

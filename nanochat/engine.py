@@ -176,7 +176,8 @@ class Engine:
         logits, read = [], 0
         while self.waiting and len(self.running) < self.max_batch:
             rows = Counter(request.owner for request in self.running)
-            owner = min(self.waiting, key=rows.__getitem__)
+            # Among equals the one whose prompt is read: each that waits takes memory.
+            owner = min(self.waiting, key=lambda owner: (rows[owner], self.waiting[owner][0].prefix is None))
             group = self.waiting[owner][0]
             if group.prefix is None:
                 if read == max_prompts:

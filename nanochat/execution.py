@@ -70,11 +70,14 @@ def run_python(code: str, timeout: float = 5.0, memory_bytes: int = 512 * 2**20,
     command = [sys.executable, "-I", "-S", "-X", "utf8", os.path.abspath(__file__), *map(str, settings)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env={}, cwd="/", start_new_session=True) as supervisor:
+        report, complaint = b"", b""
         try:
             report, complaint = supervisor.communicate(code.encode("utf-8", "surrogatepass"), timeout + GRACE_S)
-        except subprocess.TimeoutExpired:  # it was stopped, or cannot end what it has started
+        except subprocess.TimeoutExpired:  # it was stopped, or cannot end what it has started; or it ended while we were stopped
             supervisor.kill()
-    if supervisor.returncode < 0:  # without walls between processes the program can do both
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                report, complaint = supervisor.communicate(timeout=1)
+    if supervisor.returncode < 0 or not report and not complaint:  # without walls between processes the program can do both
         return Result(False, "", "", "killed", ("processes",))
     if supervisor.returncode > 0:
         raise RuntimeError(f"the supervisor of a program failed: {complaint.decode(errors='replace')}")

@@ -7,7 +7,8 @@ import torch
 
 from nanochat.adamw import DistAdamW
 from nanochat.checkpoint import (
-    MODEL_FILE, changed_settings, checkpoint_dir, choose_start, find_checkpoint, job, list_steps, load_checkpoint, model_dir, restarted,
+    MODEL_FILE, changed_settings, checkpoint_dir, choose_start, data_of, find_checkpoint, job, list_steps, load_checkpoint, model_dir,
+    restarted,
 )
 from nanochat.distributed import from_rank0, print0
 from nanochat.errors import UserError, require_fraction, require_positive
@@ -69,7 +70,7 @@ def begin_stage(stage: str, config: dict, device: torch.device, dtype: torch.dty
     else:
         print0(f"starting from {begin}")
     step = meta["step"] if checkpoint else 0
-    return Stage(model, tokenizer, sharding, optimizers, checkpoints, origin, meta.get("data"), step, meta if checkpoint else None)
+    return Stage(model, tokenizer, sharding, optimizers, checkpoints, origin, data_of(meta, source.name), step, meta if checkpoint else None)
 
 
 def describe_origin(checkpoint: Path) -> str:

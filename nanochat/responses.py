@@ -191,8 +191,7 @@ class Outermost:
         try:
             host = re.sub(r":\d+$", "", dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower())
             if self.hosts and host not in self.hosts:
-                advice = f"--allowed_hosts={host:.80} adds a name, a key allows any"
-                raise ApiError(421, f"this server answers to {', '.join(self.hosts)} only; {advice}", "wrong_host")
+                raise ApiError(421, f"this server answers to {', '.join(self.hosts)} only; --allowed_hosts={host:.80} adds a name", "wrong_host")
             if scope["method"] == "HEAD":  # as GET; uvicorn leaves out the body, since its own scope still says HEAD
                 scope = scope | {"method": "GET"}
             await self.app(scope, receive, count)

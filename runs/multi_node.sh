@@ -19,7 +19,7 @@ cd "$(dirname "$0")/.."
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 [ "$gpus" -ge 1 ] || gpus=1
 # Under nohup a lost connection stops nothing; torchrun would act on the signal all the same.
-[ -z "$(trap -p HUP)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
+[ -z "$(trap -p HUP 2>/dev/null)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
 # exec: a signal to this script is one to torchrun, which passes it on; then every rank finishes its step and saves.
 exec torchrun --nnodes="$NNODES" --node-rank="$NODE_RANK" --nproc-per-node="${NPROC:-$gpus}" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}" \
     ${JOB_ID:+--rdzv-id="$JOB_ID"} --max-restarts="${MAX_RESTARTS:-3}" --shutdown-timeout=300 -m "$@"

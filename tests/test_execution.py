@@ -345,6 +345,26 @@ def test_a_program_that_outlives_its_wait_has_failed(tmp_path, monkeypatch):
     assert not running(str(memory_bytes))
 
 
+STOPPED_MEANWHILE = """
+import sys
+sys.path.insert(0, {repo!r})
+from nanochat import execution
+execution.GRACE_S = 0.5
+print(execution.run_python("print(1)", 0.5).stdout)
+"""
+
+
+def test_who_was_stopped_while_a_program_ran_goes_on():
+    """As by Ctrl-Z and fg: the program has long ended when its wait is over."""
+    process = subprocess.Popen([sys.executable, "-c", STOPPED_MEANWHILE.format(repo=str(REPO))], stdout=subprocess.PIPE, text=True)
+    while not subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True).stdout and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(3)
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate(timeout=100)[0] in ("1\n\n", "\n") and process.returncode == 0
+
+
 WITHOUT_NAMESPACES = """
 import json, os, sys
 sys.path.insert(0, {repo!r})

@@ -156,7 +156,9 @@ def test_an_environment_whose_python_is_gone_is_made_anew(tmp_path):
     (tmp_path / ".venv" / "installed").write_text(installed.strip() + " \n")
     (tmp_path / "new").write_text('#!/bin/sh\necho "$@" >> asked\nexit 1\n')
     (tmp_path / "new").chmod(0o755)
-    assert set_up(tmp_path, PYTHON="./new").returncode == 1 and (tmp_path / "asked").read_text() == "-m venv --clear .venv\n"
+    assert set_up(tmp_path, PYTHON="./new").returncode == 1 and (tmp_path / "asked").read_text() == "-m venv .venv\n"
+    [kept] = tmp_path.glob(".venv.old-*")
+    assert (kept / "installed").exists(), "its Python may only be out of reach"
 
 
 def stand_in(folder: Path, answers: dict[str, object]) -> Path:
