@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -33,6 +34,7 @@ SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scr
 STAGES = tuple(SCRIPTS)
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer_rank_{:05d}.safetensors"
+LEASE_SECONDS = 120  # for which a file server may keep the locks of a machine that has crashed
 UNSEEN = "it is not there on every node; NANOCHAT_BASE_DIR must be on a file system that all nodes share"
 
 
@@ -182,13 +184,19 @@ def lock_path(folder: Path) -> Path:
 def claim(folder: Path) -> TextIO:
     """
     Make this process the only one that writes checkpoints into the folder: until the lock, which is returned, is closed
-    or the process ends. UserError that names the process which does now.
+    or the process ends. UserError that names the process which does now; a lock of another host, which a file server
+    may keep for a while after that has crashed, is waited for.
     """
-    try:
-        return locked(lock_path(folder), wait=False)
-    except BlockingIOError:
-        raise UserError(f"{folder} is in use by another run ({lock_path(folder).read_text()}); "
-                        "wait for it, end it, or choose another --model_tag") from None
+    deadline = time.monotonic() + LEASE_SECONDS
+    while True:
+        try:
+            return locked(lock_path(folder), wait=False)
+        except BlockingIOError:
+            holder = lock_path(folder).read_text(encoding="utf-8")
+        if f"host {socket.gethostname()}," in holder or time.monotonic() > deadline:
+            raise UserError(f"{folder} is in use by another run ({holder}); wait for it, end it, or choose another --model_tag; "
+                            f"if its machine is gone, remove {lock_path(folder)}")
+        time.sleep(1)
 
 
 def why_not_to_write(folder: Path) -> str | None:

@@ -221,7 +221,7 @@ def tokenizing_distributed_data_loader(
             for micro_step in range(grad_accum_steps):
                 first = (micro_step * world_size + rank) * device_batch_size
                 tokens = torch.from_numpy(planner.read(rows[first : first + device_batch_size]))
-                inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+                inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()  # of one row both would be the same memory
                 if num_rows is not None:
                     targets[max(num_rows - rows_before - first, 0) :] = -1
                 if device.type == "cuda":

@@ -19,7 +19,7 @@ import requests
 import urllib3
 from tqdm import tqdm
 
-from nanochat.errors import UserError
+from nanochat.errors import PassingError, UserError
 from nanochat.files import sha256, sync
 
 CHUNK = 1 << 16
@@ -105,7 +105,7 @@ def fetch(
             furthest = max(furthest, size_of(part))
             reason, asked = (*error.args, 0)[:2]
             if failures >= patience.tries:
-                raise UserError(
+                raise PassingError(
                     f"{url}: {reason} ({failures} times in a row); "
                     "the same command goes on from here, --url=… tries a mirror"
                 ) from error

@@ -28,6 +28,10 @@ class UserError(Exception):
     """Bad input. The message is one or two lines: the value, what was expected, what to do."""
 
 
+class PassingError(UserError):
+    """What may be over when it is tried again, such as a server that does not answer."""
+
+
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """The end of a message about an unknown word: "; did you mean 'x'?" with the nearest other name, or nothing."""
     others = {name.lower(): name for name in names if name != word}
@@ -74,7 +78,7 @@ def install_one_line_errors(config: dict | None = None) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         line, rank = one_line(error, config), os.environ.get("RANK")
         out = sys.__stderr__  # torch's own hook, around this one, holds back what goes to sys.stderr until it is over
-        if line is not None and not isinstance(error, KeyboardInterrupt):
+        if line is not None and not isinstance(error, (KeyboardInterrupt, PassingError)):
             for tell in tell_restarts:
                 with contextlib.suppress(Exception):  # torchrun itself may be gone
                     tell(line)
@@ -83,14 +87,16 @@ def install_one_line_errors(config: dict | None = None) -> None:
             act_last()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
-        if line is None or os.environ.get("NANOCHAT_TRACEBACK") == "1":  # in one write: ranks must not mix their lines
-            out.write((f"rank {rank}:\n" if rank else "") + "".join(traceback.format_exception(kind, error, trace)))
-        if line is not None:
-            print(f"error: {line}" + f" (rank {rank})" * (rank not in (None, "0")), file=out)
-        out.flush()
+        with contextlib.suppress(OSError):  # its terminal, or what reads its pipe, is gone
+            if line is None or os.environ.get("NANOCHAT_TRACEBACK") == "1":  # in one write: ranks must not mix their lines
+                out.write((f"rank {rank}:\n" if rank else "") + "".join(traceback.format_exception(kind, error, trace)))
+            if line is not None:
+                print(f"error: {line}" + f" (rank {rank})" * (rank not in (None, "0")), file=out)
+            out.flush()
         act_last()
         if rank is not None:  # among several ranks, an orderly end could wait for one that will never answer
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
             os._exit(1)
 
     sys.excepthook = hook

@@ -119,12 +119,12 @@ class Metrics:
         seen = {"train/loss": loss, "train/grad_norm": norm} if ok else {"train/skipped": state["skipped"]}
         self.write({"step": step, **seen, **record, "train/tok_per_sec": tok_per_sec, "train/mfu_at_most" if at_most else "train/mfu": mfu})
         smoothed = state["ema"] / (1 - EMA_DECAY ** state["ema_steps"]) if state["ema_steps"] else math.nan
-        mean_dt = self.session_seconds / (self.session_steps - 1) if self.session_steps > 1 else dt
-        left = mean_dt * (self.num_iterations - step - 1)
+        # No forecast from the first step, which compiles.
+        left = minutes(self.session_seconds / (self.session_steps - 1) * (self.num_iterations - step - 1)) if self.session_steps > 1 else "?"
         print0(
             f"step {step:05d}/{self.num_iterations:05d} ({100 * (step + 1) / self.num_iterations:5.1f}%) | loss {smoothed:.4f} | "
             f"lrm {record['train/lrm']:.2f} | {1000 * dt:,.0f} ms | {tok_per_sec:,.0f} tok/s | mfu {at_most}{100 * mfu:.1f}% | "
-            f"{minutes(state['elapsed'])} done, {minutes(left)} left"
+            f"{minutes(state['elapsed'])} done, {left} left"
         )
         if not ok:
             print0(f"step {step:05d}: skipped on every rank, for loss or gradient is not finite ({state['skipped']} skipped so far)")

@@ -8,6 +8,7 @@ Saving in the background: training waits until what it changes is copied to host
 A save that fails is a warning while training goes on, and an error when it was the last. What ends a run on every rank,
 other than in mid-update, is followed by a save of the last whole step.
 """
+import contextlib
 import json
 import os
 import re
@@ -110,6 +111,8 @@ class CheckpointWriter:
 
     def begin_update(self) -> None:
         """Parameters change from here to the next `between_steps`: an exception in between saves nothing."""
+        if self.whole:
+            self.whole[1].flush()  # where the host waits for the device: a Ctrl-C is raised here, while this step can be saved
         self.whole = None
 
     def rescue(self) -> None:
@@ -127,12 +130,13 @@ class CheckpointWriter:
             step, metrics, meta = self.whole
             watchdog = threading.Timer(COPIED_WITHIN, os._exit, [1])
             if self.group:
-                try:
-                    dist.monitored_barrier(self.group, timedelta(seconds=ALL_FAILED_WITHIN))
-                except RuntimeError:
-                    raise UserError("that takes all ranks, and some have not failed, or are gone") from None
                 watchdog.daemon = True
                 watchdog.start()
+                try:  # monitored_barrier would heed its timeout on rank 0 only
+                    dist.barrier(self.group, async_op=True).wait(timedelta(seconds=ALL_FAILED_WITHIN))
+                except RuntimeError:
+                    watchdog.cancel()
+                    raise UserError("that takes all ranks, and some have not failed, or are gone") from None
             steps = self.gather(step)
             if self.broadcast(set(steps) if self.sharding.rank == 0 else None) != {step}:
                 return
@@ -142,7 +146,8 @@ class CheckpointWriter:
             watchdog.cancel()
             self.wait()
         except BaseException as error:  # a second one must not hide the first
-            print(f"warning: step {self.whole[0] if self.whole else 0} was not saved: {reason(error)}", flush=True)
+            with contextlib.suppress(OSError):
+                print(f"warning: step {self.whole[0] if self.whole else 0} was not saved: {reason(error)}", flush=True)
 
     def save(self, step: int, meta: dict) -> None:
         """
@@ -154,17 +159,19 @@ class CheckpointWriter:
             print0(f"warning: step {self.failed[0]} was not saved: {reason(self.failed[1])}; training goes on, the next save tries again")
             self.failed = None
         meta = meta | {"step": step, "job": job(), "rng": random_states(), "model_config": vars(self.sharding.model.config)}
-        self.saved, self.began = step, time.monotonic()
+        self.began = time.monotonic()
         aside = self.broadcast(outcome(self.make_room, step) if self.sharding.rank == 0 else None)
-        if isinstance(aside, UserError):
-            raise aside
         if isinstance(aside, Exception):
+            self.saved = step  # an attempt that `rescue` repeats only where the disk refused
+            if isinstance(aside, UserError):
+                raise aside
             self.failed = step, aside
             return
         files = copy_to_host(self.sharding, self.optimizers)
         # Not a daemon: at the end of a run that fails the interpreter waits for it, instead of killing it in mid-write.
         self.thread = threading.Thread(target=self.write, args=(step, aside, files, json.dumps(meta, indent=1)), name="checkpoint")
         self.thread.start()
+        self.saved = step  # not before: what interrupts the copy has saved nothing
 
     def wait(self) -> None:
         """
@@ -222,7 +229,8 @@ class CheckpointWriter:
             raise UserError(problem)
         publish_folder(aside, step_dir(self.folder, step))
         too_old = [there for there in list_steps(self.folder) if there <= step][: -self.keep_last] if self.keep_last > 0 else []
-        for old in (*too_old, *self.by_time[:-KEPT_BY_TIME]):
+        by_time = [there for there in self.by_time if step_dir(self.folder, there).exists()]  # a save can have failed
+        for old in (*too_old, *by_time[:-KEPT_BY_TIME]):
             shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)  # what is in use (NFS) goes next time
         print0(f"saved {step_dir(self.folder, step)}")
 

@@ -96,13 +96,13 @@ def partition(model: nn.Module, units: list[nn.Module]) -> list[tuple[list[nn.Mo
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     parts: list[tuple[list[nn.Module], dict[str, Parameter]]] = []
     for unit in units:
-        params = {names[p]: p for p in unit.parameters() if p in names}
-        tied = next((part for part in parts if part[1].keys() & params.keys()), None)
-        if tied:
-            tied[0].append(unit)
-            tied[1].update(params)
-        elif params:
-            parts.append(([unit], params))
+        modules, params = [unit], {names[p]: p for p in unit.parameters() if p in names}
+        tied = [i for i, (_, earlier) in enumerate(parts) if earlier.keys() & params.keys()]
+        for i in reversed(tied):
+            modules, params = parts[i][0] + modules, parts[i][1] | params
+            del parts[i]
+        if params:
+            parts.insert(tied[0] if tied else len(parts), (modules, params))
     rest = {name: p for p, name in names.items() if not any(name in params for _, params in parts)}
     return ([([model], rest)] if rest else []) + parts
 

@@ -93,6 +93,7 @@ max_seq_len = row_length(max_seq_len, model)
 # ---- Data: every rank knows all rows, and so where the run ends
 conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1)
 rows = [[index] for epoch in range(num_epochs) for index in order(len(conversations), seed, epoch)]
+device_batch_size = min(device_batch_size, math.ceil(target_examples_per_step / world_size))  # no place that no row could fill
 grad_accum_steps = math.ceil(target_examples_per_step / (device_batch_size * world_size))  # rows that are missing stay empty
 steps_of_all = math.ceil(len(rows) / target_examples_per_step)
 num_iterations = steps_of_all if num_iterations == -1 else min(num_iterations, steps_of_all)

@@ -88,6 +88,7 @@ packed = pack(conversations.lengths.tolist(), order(len(conversations), seed, ep
 rows_per_step, rest = divmod(total_batch_size, max_seq_len)
 if rest or not rows_per_step:
     raise UserError(f"total_batch_size={total_batch_size} must be a multiple of max_seq_len={max_seq_len}: rows are whole")
+device_batch_size = min(device_batch_size, math.ceil(rows_per_step / world_size))  # no place that no row could fill
 grad_accum_steps = math.ceil(rows_per_step / (device_batch_size * world_size))  # rows that are missing stay empty
 steps_of_all = math.ceil(len(packed) / rows_per_step)
 num_iterations = steps_of_all if num_iterations == -1 else min(num_iterations, steps_of_all)

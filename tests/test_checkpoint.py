@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from types import SimpleNamespace
@@ -18,12 +20,12 @@ from torch import nn
 
 from conftest import REPO
 from nanochat.checkpoint import (
-    checkpoint_dir, choose_start, discard_after, find_checkpoint, furthest_stage, job, list_steps, load_model, lock_path,
+    checkpoint_dir, choose_start, claim, discard_after, find_checkpoint, furthest_stage, job, list_steps, load_model, lock_path,
     problem_with, step_dir,
 )
 from nanochat.compiling import set_compile
 from nanochat.errors import UserError
-from nanochat.files import previous
+from nanochat.files import make_folder_aside, previous
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.ownership import Slice, equal_pieces, row_pieces
 from nanochat.resharding import load_training_state
@@ -439,9 +441,48 @@ def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(tmp_pat
         assert writer.asks(stop=False) == 0 or step == 0
     writer.wait()
     assert list_steps(folder) == [2, 6, 7]
+    monkeypatch.setattr("nanochat.saving.make_folder_aside", lambda path: (_ for _ in ()).throw(OSError(28, "full")) if "9" in path.name else make_folder_aside(path))
+    for step in (8, 9, 10):
+        metrics.save_requested = True
+        writer.between_steps(step, metrics, False, META)
+    writer.wait()
+    assert list_steps(folder) == [2, 8, 10], "one that the disk refused is none of the two"
     other = Rank(rank=1, shards=2)
     assert CheckpointWriter(tmp_path, other, [], TOKENIZER, save_minutes=1e-9).asks(stop=False) == 0, "rank 0's clock decides"
     assert CheckpointWriter(tmp_path / "-1", rank, [], TOKENIZER, save_minutes=-1).asks(stop=False) == 0
+
+
+def test_an_interrupted_copy_is_no_save(tmp_path, monkeypatch):
+    """A second Ctrl-C while what is saved is copied: the step is saved before the run ends."""
+    rank = Rank()
+    metrics = SimpleNamespace(pause=lambda: None, flush=lambda: None, state={}, save_requested=False)
+    acts = []
+    monkeypatch.setattr("nanochat.saving.last_acts", acts)
+    writer = rank.writer(tmp_path)
+    writer.between_steps(4, metrics, False, META)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("nanochat.saving.copy_to_host", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        writer.between_steps(5, metrics, True, META)
+    acts.pop()()
+    assert list_steps(tmp_path) == [5]
+
+
+def test_the_lock_of_a_machine_that_crashed_is_waited_for(tmp_path, monkeypatch):
+    """A file server lets go of it some time later. One that stays is refused, and one of this machine at once."""
+    lock = claim(tmp_path / "run")
+    lock.write("host elsewhere, process 1, job x")
+    lock.flush()
+    threading.Timer(0.5, lock.close).start()
+    lock = claim(tmp_path / "run")
+    monkeypatch.setattr("nanochat.checkpoint.LEASE_SECONDS", 0.1)
+    with pytest.raises(UserError, match="in use by another run .host elsewhere, .*if its machine is gone, remove"):
+        claim(tmp_path / "run")
+    monkeypatch.setattr("nanochat.checkpoint.LEASE_SECONDS", 1e9)
+    lock.truncate(0)
+    lock.write(f"host {socket.gethostname()}, process 1, job x")
+    lock.flush()
+    with pytest.raises(UserError, match="in use by another run"):
+        claim(tmp_path / "run")
 
 
 def test_a_bug_keeps_its_traceback_and_a_refusal_of_the_disk_its_number(tmp_path):
@@ -500,13 +541,13 @@ def test_ranks_save_and_load_together_and_agree_on_what_went_wrong(local_world_s
 
 def fail(rank, world_size, folder):
     """
-    What is in the folders of five runs after an exception: on both ranks; on one; at different steps; where the other
+    What is in the folders of six runs after an exception: on both ranks; on one; at different steps; where the other
     updates; on stage 3. And how long that took.
     """
     patch, began = pytest.MonkeyPatch(), time.monotonic()
     patch.setattr("nanochat.saving.ALL_FAILED_WITHIN", 1)
     metrics = SimpleNamespace(pause=lambda: None, flush=lambda: None, state={}, save_requested=False)
-    for case in ("both", "one", "steps", "update", "stage 3"):
+    for case in ("both", "rank 0", "rank 1", "steps", "update", "stage 3"):
         shard = Rank(rank=rank, shards=2, stage=1, dtype=torch.bfloat16)
         shard.stage = 3 if case == "stage 3" else 1
         writer = shard.writer(folder / case)
@@ -514,8 +555,8 @@ def fail(rank, world_size, folder):
             writer.between_steps(step, metrics, False, META)
         if case == "update" and rank:
             writer.begin_update()
-        if not (case == "one" and rank):
-            writer.rescue()
+        if case != f"rank {1 - rank}":
+            writer.rescue()  # alone in these two cases: the other waits in a collective, and gives up long after
         torch.distributed.barrier()
     return time.monotonic() - began
 

@@ -139,12 +139,12 @@ def test_validation_is_pinned_and_wraps(world):
 def test_the_first_rows_are_the_same_for_any_batch_and_ranks(world):
     """Of seven rows all targets count, and of those that fill the last batch none does."""
     expected = [next(rows)[:2] for rows in [loader(world, split="val", device_batch_size=1)] for _ in range(7)]
-    for world_size, batch in ((1, 1), (1, 7), (1, 16), (2, 3), (3, 2)):
+    for world_size, batch in ((1, 1), (1, 7), (1, 16), (2, 1), (2, 3), (3, 2)):
         ranks = [loader(world, split="val", device_batch_size=batch, rank=rank, world_size=world_size, num_rows=7) for rank in range(world_size)]
         batches = [next(ranks[rank]) for _ in range(math.ceil(7 / (batch * world_size))) for rank in range(world_size)]
         inputs, targets = (torch.cat([batch[part] for batch in batches]) for part in (0, 1))
         assert torch.equal(inputs[:7], torch.cat([inputs for inputs, _ in expected])) and torch.equal(targets[:7], torch.cat([targets for _, targets in expected]))
-        assert torch.all(targets[7:] == -1)
+        assert torch.all(targets[7:] == -1) and torch.all(inputs >= 0)
 
 
 def test_a_corpus_smaller_than_a_row_says_so(world):

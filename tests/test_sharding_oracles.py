@@ -14,7 +14,7 @@ from nanochat.gpt import GPT, config_from_depth
 from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter
 from nanochat.tokenizer import Tokenizer
-from nanochat.zero import Sharding
+from nanochat.zero import Sharding, partition
 
 TOKENIZER = Tokenizer.train(["a few words to learn merges from"], 270)
 CPU, ROWS, STEPS, VOCABULARY, WIDTH = torch.device("cpu"), 12, 5, 11, 6
@@ -212,6 +212,15 @@ def twice(rank: int, world_size: int) -> list[Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_second_agreement_brings_the_second_gradient(world_size):
     run_on_ranks(world_size, twice)
+
+
+def test_a_unit_that_shares_weights_with_two_others_joins_them():
+    a, b, c = Branches().branches[0], Branches().branches[1], Branches().branches[2]
+    c.first, c.second = a.weight, b.weight
+    model = nn.ModuleList([a, nn.Linear(2, 2), b, c])
+    (both, both_params), (other, _) = partition(model, list(model))
+    assert both == [a, b, c] and other == [model[1]]
+    assert set(map(id, both_params.values())) == set(map(id, [*a.parameters(), *b.parameters(), *c.parameters()]))
 
 
 def test_float16_is_refused_by_name():
