@@ -611,6 +611,16 @@ def test_markdown_and_formulas_are_shown_as_they_are_meant(visit):
     wait_until(lambda: me.page.evaluate("navigator.clipboard.readText()") == "def merge(a, b):\n    return a", me.page)
 
 
+def test_a_command_of_a_formula_is_known_by_its_whole_name(visit):
+    """What only begins like a command without a sign is not dropped, and nothing is found that is not in the table."""
+    me = visit()
+    formula = r"A \rightarrow B \leftarrow C \leftrightarrow \bigcup D \bigcap E \constructor, \left( \text{if} \bigl[ \mathbf{v} \Big] \right)"
+    me.page.route(CHAT, lambda route: route.fulfill(**stream({"content": f"\\( {formula} \\)"})))
+    me.say("Arrows!")
+    me.rest()
+    assert me.answers.locator(".math").text_content().split() == "A → B ← C ↔ ⋃ D ⋂ E constructor, ( if [ v ] )".split()
+
+
 def test_what_is_finished_stays_while_the_rest_is_written(visit):
     """Text that somebody has selected stays selected; whatever is half written is shown and breaks nothing."""
     me = visit()
