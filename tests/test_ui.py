@@ -742,3 +742,8 @@ def test_past_chats_are_kept_opened_deleted_and_limited(visit):
     me.say("n" * 300)
     me.rest()
     assert me.answers.count() == 2 and 10 < len(texts := past()) < 50 and texts[:2] == ["Newest", "Question 59"]
+    kept = past()
+    me.page.route(CHAT, lambda route: route.fulfill(**stream({"content": "Yes."})))
+    me.say("n" * 20_000)  # more than all of them together: it is left out, not they
+    me.rest()
+    assert past() == kept
