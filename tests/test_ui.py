@@ -611,6 +611,16 @@ def test_markdown_and_formulas_are_shown_as_they_are_meant(visit):
     wait_until(lambda: me.page.evaluate("navigator.clipboard.readText()") == "def merge(a, b):\n    return a", me.page)
 
 
+def test_a_command_of_a_formula_is_known_by_its_whole_name(visit):
+    """What only begins like a command without a sign is not dropped, and nothing is found that is not in the table."""
+    me = visit()
+    formula = r"A \rightarrow B \leftarrow C \leftrightarrow \bigcup D \bigcap E \constructor, \left( \text{if} \bigl[ \mathbf{v} \Big] \right)"
+    me.page.route(CHAT, lambda route: route.fulfill(**stream({"content": f"\\( {formula} \\)"})))
+    me.say("Arrows!")
+    me.rest()
+    assert me.answers.locator(".math").text_content().split() == "A → B ← C ↔ ⋃ D ⋂ E constructor, ( if [ v ] )".split()
+
+
 def test_what_is_finished_stays_while_the_rest_is_written(visit):
     """Text that somebody has selected stays selected; whatever is half written is shown and breaks nothing."""
     me = visit()
@@ -732,3 +742,48 @@ def test_past_chats_are_kept_opened_deleted_and_limited(visit):
     me.say("n" * 300)
     me.rest()
     assert me.answers.count() == 2 and 10 < len(texts := past()) < 50 and texts[:2] == ["Newest", "Question 59"]
+    kept = past()
+    me.page.route(CHAT, lambda route: route.fulfill(**stream({"content": "Yes."})))
+    me.say("n" * 20_000)  # more than all of them together: it is left out, not they
+    me.rest()
+    assert past() == kept
+
+
+def test_a_tab_left_open_neither_overwrites_nor_brings_back(visit):
+    """Only what a tab changed is stored, and beside what another tab has changed since, not over it."""
+    me = visit()
+    me.context.route(CHAT, lambda route: route.fulfill(**stream({"content": "Yes."})))
+    other = me.context.new_page()
+    other.goto(me.server)
+
+    def past() -> list[list[str]]:
+        return other.evaluate("JSON.parse(localStorage['nanochat.chats']).map((one) => one.turns.map(({ question }) => question))")
+
+    def open_and_ask(question: str) -> None:
+        other.get_by_role("button", name="Chats").click()
+        other.locator("#chatList .open").first.click()
+        other.get_by_label("Message", exact=True).fill(question)
+        other.keyboard.press("Enter")
+        expect(other.locator(".note").last).to_contain_text(" s")
+
+    me.say("One")
+    me.rest()
+    open_and_ask("Two")
+    assert past() == [["One", "Two"]]
+    me.page.goto(f"{me.server}/metrics")
+    assert past() == [["One", "Two"]]
+    me.page.goto(me.server)  # this tab still shows the chat as it was
+    me.say("Three")
+    me.rest()
+    assert past() == [["One", "Three"], ["One", "Two"]]
+    me.page.locator("article", has_text="Three").get_by_role("button", name="Edit").click()
+    me.page.get_by_label("Edit message").fill("Four")
+    me.page.keyboard.press("Enter")
+    me.rest()
+    assert past() == [["One", "Four"], ["One", "Two"]]
+    me.button("Undo").click()
+    assert past() == [["One", "Three"], ["One", "Two"]]
+    other.get_by_role("button", name="Chats").click()
+    other.get_by_role("button", name="Delete all").click()
+    me.page.goto(f"{me.server}/metrics")
+    assert past() == []
