@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -556,6 +557,19 @@ def test_what_is_missing_or_damaged_is_named(inputs, base):
             dataset.load_manifest("mine")
     make(str(inputs), name="mine", shard_mb=0.1)  # and the cure that was named works
     assert first.read_bytes() == whole and (first.parent / "manifest.json").read_bytes() == manifest
+
+
+def test_the_command_that_repairs_names_the_encoding_and_the_field(inputs):
+    lines = [json.dumps({"my text": f"{CHINESE} {text}"}, ensure_ascii=False) for text in texts(40)]
+    (inputs / "my books.jsonl").write_text("\n".join(lines), encoding="gb18030")
+    make(f"{inputs}/my books.jsonl", name="mine", field="my text", encoding="gb18030")
+    whole = files_of("mine")[0].read_bytes()
+    files_of("mine")[0].write_bytes(b"")
+    with pytest.raises(UserError) as said:
+        dataset.load_manifest("mine")
+    _, _, module, *arguments = shlex.split(str(said.value).split("and run: ")[1])
+    assert module == "nanochat.dataset" and command(*arguments).returncode == 0
+    assert files_of("mine")[0].read_bytes() == whole
 
 
 def test_shards_that_hold_no_text_are_refused(tmp_path):
