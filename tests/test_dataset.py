@@ -233,6 +233,26 @@ def test_text_in_another_encoding_stops_and_is_read_in_the_one_that_is_named(inp
         make(str(inputs), encoding="gb9999")
 
 
+@pytest.mark.parametrize(("encoding", "line"), [("cp1252", "Grüße aus Köln, schöne Straße."), ("gb18030", CHINESE)])
+def test_damaged_utf8_is_not_read_in_the_encoding_that_is_named(inputs, capsys, encoding, line):
+    lines = [f"{i} {line}" for i in range(100)]
+    other = [f"{i} other {line}" for i in range(100)]
+    (inputs / "a.txt").write_bytes("\n".join(lines).encode() + b"\n\xc3")
+    (inputs / "b.txt").write_bytes("\n".join(other).encode(encoding))
+    make(str(inputs), encoding=encoding)
+    assert {part for row in all_rows("in") for part in row.split("\n")} - {""} == {*lines, *other, "\ufffd"}
+    assert f"warning: characters replaced in {inputs}/a.txt (1)" in capsys.readouterr().out
+    (inputs / "a.txt").write_bytes("\n".join(lines).encode() + b"\n\xc3" * 12)
+    with pytest.raises(UserError, match=r"a.txt is UTF-8, but 12 of [\d,]+ characters are damaged"):
+        make(str(inputs), encoding=encoding)
+
+
+def test_an_encoding_that_refuses_a_file_at_once_is_said_without_a_count(inputs):
+    (inputs / "a.txt").write_bytes("\n".join(texts(20)).encode("utf-16-le"))  # without the mark
+    with pytest.raises(UserError, match="a.txt cannot be read as utf-16; "):
+        make(str(inputs), encoding="utf-16")
+
+
 def test_jsonl_and_csv_in_another_encoding(inputs):
     (inputs / "a.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps({"text": CHINESE + text}, ensure_ascii=False) + "\n" for text in texts(40)).encode("gbk")))
     (inputs / "b.csv").write_bytes(("text\r\n" + "".join(f'"{CHINESE}, {text}"\r\n' for text in texts(40, tag="b"))).encode("gbk"))
