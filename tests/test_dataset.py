@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -283,7 +284,7 @@ def test_json_and_csv_are_read(inputs):
     (inputs / "a.json").write_text(json.dumps([*({"text": text} for text in expected[:10]), *expected[10:20]], indent=1))
     (inputs / "b.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in expected[20:30]))  # lines, as .jsonl
     (inputs / "c.json").write_text(json.dumps({"text": expected[30]}))
-    for name, part, delimiter in (("a.csv", expected[31:40], ","), ("b.csv", expected[40:50], ";"), ("c.tsv", expected[50:60] + expected[4:6], "\t")):
+    for name, part, delimiter in (("a.csv", expected[31:40], ","), ("b.csv", expected[40:50], ";"), ("c.csv", expected[50:60] + expected[4:6], "\t")):
         with open(inputs / name, "w", encoding="utf-8-sig", newline="") as file:
             csv.writer(file, delimiter=delimiter).writerows([["id", "text"], *enumerate(part)])
     with gzip.open(inputs / "d.csv.gz", "wt") as file:
@@ -292,14 +293,48 @@ def test_json_and_csv_are_read(inputs):
     assert sorted(all_rows("in")) == sorted(expected)
 
 
+@pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
+def test_quotes_in_a_tsv_are_plain_characters_and_its_mark_is_a_tab(inputs, name):
+    expected = ['"Stop!', "next", 'bar"', '"Hello," he said.', "a; b; c, d"]
+    for columns in (["id", "text"], ["text"], ["a, b; c, d", "text"]):
+        lines = ["\t".join(columns), *("\t".join([str(i), text][-len(columns):]) for i, text in enumerate(expected))]
+        content = "\r\n".join(lines).encode()
+        (inputs / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+        make(str(inputs))
+        assert sorted(all_rows("in")) == sorted(expected), columns
+
+
+def test_json_lines_in_a_json_file_are_not_loaded_at_once(inputs):
+    with open(inputs / "a.json", "w") as file:
+        file.writelines(json.dumps({"text": f"{i} " * 2000}) + "\n" for i in range(2000))
+    size = (inputs / "a.json").stat().st_size
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in sources.own_documents(inputs, "text", Counter())) == 2000
+        assert tracemalloc.get_traced_memory()[1] < size / 4
+    finally:
+        tracemalloc.stop()
+
+
 def test_files_that_are_not_read_are_named(inputs, capsys):
     write_jsonl(inputs / "a.jsonl", texts(9))
     (inputs / "book.pdf").write_bytes(b"%PDF")
     (inputs / "deep").mkdir()
     (inputs / "deep" / "old.doc").write_bytes(b"")
     (inputs / "info.json").write_text('{"license": "none"}')
+    sides = {
+        "list.json": ("[1, 2]", "entry 1"),
+        "log.json": ('{"step": 1}\n{"step": 2}\n', "first line"),
+        "metadata.csv": ("title,author\nFaust,Goethe\n", "first line"),
+        "words.tsv": ("word\nTod\n", "first line"),
+    }
+    for name, (content, _) in sides.items():
+        (inputs / name).write_text(content)
     make(str(inputs))
+    assert sorted(all_rows("in")) == texts(9)
     said = capsys.readouterr().out
+    for name, (_, why) in sides.items():
+        assert f"{inputs}/{name} ({why}: no field 'text'; there is: " in said, name
     assert "not read: book.pdf, deep/old.doc (expected .txt .md .jsonl" in said
     assert f"not read: {inputs}/info.json (one object: no field 'text'; there is: license" in said
     for number in range(7):
@@ -309,9 +344,14 @@ def test_files_that_are_not_read_are_named(inputs, capsys):
 
 
 @pytest.mark.parametrize(("name", "content", "problem"), [
-    ("a.csv", "id,body\n1,x\n", "a.csv, line 2: no field 'text'; there is: id, body"),
+    ("a.csv", "id,body\n1,x\n", "a.csv .first line: no field 'text'; there is: id, body"),
+    ("a.csv", "id,text\n1,x\n2,Hello, she said\n", "a.csv, line 3: 3 fields, the first line names 2"),
+    ("a.csv", 'text,id\n"x\ny",1\nalone\n', "a.csv, line 4: 1 fields, the first line names 2"),
+    ("a.csv", "text\nHello, she said\n", "a.csv, line 2: 2 fields, the first line names 1"),
+    ("a.tsv", "id\ttext\n1\tx\ty\n", "a.tsv, line 2: 3 fields, the first line names 2"),
     ("a.csv", 'text\n"open\n', "a.csv, line .: not CSV: unexpected end of data"),
-    ("a.json", "[1, 2]", "a.json, entry 1: expected an object with a field 'text', found int"),
+    ("a.json", "[1, 2]", "no documents: .*a.json .entry 1: no field 'text'; there is: nothing"),
+    ("a.json", '["x", 2]', "a.json, entry 2: expected an object with a field 'text', found int"),
     ("a.json", '[{"text": "x"}', "a.json: not JSON"),
     ("a.json", '{"text": "x"}\n{"text"', "a.json, line 2: not JSON"),
     ("a.json", '[{"text": ["x"]}]', "a.json, entry 1: field 'text' holds list"),
