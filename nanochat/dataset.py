@@ -14,6 +14,7 @@ A data set lies in <base folder>/data/NAME and is there exactly if its manifest 
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,12 +60,12 @@ def load_manifest(name: str) -> dict:
 def how_to_make(name: str, manifest: dict) -> str:
     """The command that makes a data set; of one that was there its manifest tells the source and how much it was."""
     source = manifest.get("source") or (name if name in (*OFFLINE, *REMOTE) else "…")
-    number = manifest.get("settings", {}).get("num_shards", 8 if source in REMOTE else -1)  # all are hundreds of GB
-    return (
-        f"python -m nanochat.dataset --source={source}"
-        + (f" --name={name}" if name != source else "")
-        + (f" --num_shards={number}" if number != -1 else "")
-    )
+    number = 8 if source in REMOTE else -1  # all are hundreds of GB
+    settings = {"num_shards": number} | manifest.get("settings", {}) | {"name": name}
+    defaults = {"name": source, "num_shards": -1, "field": "text", "encoding": "utf-8"}
+    changed = {key: settings[key] for key in defaults if settings.get(key, defaults[key]) != defaults[key]}
+    options = [f" --{key}={shlex.quote(str(value))}" for key, value in changed.items()]
+    return f"python -m nanochat.dataset --source={source if source == '…' else shlex.quote(source)}" + "".join(options)
 
 
 def ensure_dataset(name: str) -> None:

@@ -30,17 +30,25 @@ def open_text(path: Path, encoding: str, errors: str = "replace", newline: str =
 
 def encoding_of(path: Path, encoding: str) -> tuple[str, int, int]:
     """
-    How to read a text file: UTF-8 if it is that, else `encoding`; its characters, and how many of them are U+FFFD, in
-    place of what cannot be read so, or NUL, as of UTF-16. UserError, with a guess, where these are `too_many`.
+    How to read a text file: UTF-8 if it is that, if a little damaged as well, else `encoding`; its characters, and how
+    many of them are U+FFFD, in place of what cannot be read so, or NUL, as of UTF-16. UserError where these are
+    `too_many`, with a guess if it is not UTF-8.
     """
-    for candidate, errors in ((UTF8, "strict"), (UTF8 if encoding == "utf-8" else encoding, "replace")):
-        characters = bad = 0
+    named = UTF8 if encoding == "utf-8" else encoding
+    for candidate, errors in dict.fromkeys([(UTF8, "strict"), (UTF8, "replace"), (named, "replace")]):
+        characters = foreign = bad = 0
         with contextlib.suppress(UnicodeError), open_text(path, candidate, errors) as file:
             while block := file.read(BLOCK):
                 characters += len(block)
+                foreign += len(block) - len(block.encode("ascii", "ignore"))
                 bad += block.count("\ufffd") + block.count("\0")
-            if not too_many(bad, characters):
+            utf8 = candidate == UTF8 and foreign > 10 * bad  # other encodings hardly ever look like it
+            if not too_many(bad, characters) and (utf8 or errors == "strict" or candidate == named):
                 return candidate, characters, bad
+            if utf8:  # in another encoding it would be garbage
+                raise UserError(
+                    f"{path} is UTF-8, but {bad:,} of {characters:,} characters are damaged; mend it, or take it away"
+                )
     raise not_text(path, encoding, bad, characters)
 
 
@@ -59,6 +67,8 @@ def not_text(path: Path, encoding: str, bad: int, characters: int, where: str = 
     if guess and guess.encoding not in ("ascii", "utf_8", encoding):
         shown = re.search(r".{0,15}[^\x00-\x7f].{0,30}|$", str(guess))[0]
         advice = f"perhaps it is {guess.encoding} (“{shown}”): --encoding={guess.encoding}"
+    if not bad:  # as utf-16 without its mark, which stops at once
+        return UserError(f"{path} cannot be read as {encoding}; {advice}")
     return UserError(f"{path} is not {encoding}: {bad:,} of {characters:,} characters{where} cannot be read; {advice}")
 
 

@@ -76,7 +76,7 @@ def own_documents(path: Path, field: str, tally: Counter, encoding: str = "utf-8
     The documents of a file, or of a folder's usable files: a .txt or .md file is one, cut at blank lines where it is
     longer than PIECE; so is a line of .jsonl, an entry of .json, a row of .csv, .tsv and .parquet, from its `field`.
     Text that is not UTF-8 is read in `encoding`, see `encoding_of`. What else is wrong is a UserError with its place.
-    Files of another kind, and those with characters that had to be replaced, are printed.
+    Files of another kind, those without the field and those with characters that had to be replaced are printed.
     """
     there = [path] if path.is_file() else list(files_below(path))
     files = [file for file in there if KIND.search(file.name)]
@@ -101,7 +101,12 @@ def own_documents(path: Path, field: str, tally: Counter, encoding: str = "utf-8
 
 
 def documents_of(files: list[Path], field: str, most: int, read_as: dict[Path, str], tally: Counter) -> Documents:
-    """The documents of these files, texts in the encodings `read_as`."""
+    """
+    The documents of these files, texts in the encodings `read_as`. A table or JSON that does not begin with the field,
+    such as what describes the other files, is passed over and printed; UserError where nothing else is there.
+    """
+    skipped: list[str] = []
+    found = False
     for file in files:
         with refusing(file):
             match kind_of(file):
@@ -110,12 +115,18 @@ def documents_of(files: list[Path], field: str, most: int, read_as: dict[Path, s
                 case "jsonl":
                     texts = jsonl_texts(file, field, read_as[file])
                 case "json":
-                    texts = json_texts(file, field, read_as[file])
+                    texts = json_texts(file, field, read_as[file], skipped)
                 case "csv" | "tsv":
-                    texts = csv_texts(file, field, read_as[file])
+                    texts = csv_texts(file, field, read_as[file], skipped)
                 case _:
                     texts = plain_texts(file, most, read_as[file])
-            yield from ((text, text) for text in texts)
+            for text in texts:
+                found = True
+                yield text, text
+    if skipped and not found:
+        raise UserError(f"no documents: {listed(skipped)}")
+    if skipped:
+        print(f"not read: {listed(skipped)}")
 
 
 def files_below(folder: Path) -> Iterator[Path]:
@@ -185,36 +196,57 @@ def jsonl_texts(path: Path, field: str, encoding: str) -> Iterator[str]:
             yield text_of(row, field, place)
 
 
-def json_texts(path: Path, field: str, encoding: str) -> Iterator[str]:
-    """The field of every object of a list, whose entries may also be texts; of a single object; or of lines as in .jsonl."""
+def json_texts(path: Path, field: str, encoding: str, skipped: list[str]) -> Iterator[str]:
+    """
+    The field of every object of a list, whose entries may also be texts; of a single object; or of lines as in .jsonl,
+    which are not loaded at once. A file whose first entry has no such field is only added to `skipped`.
+    """
     with open_text(path, encoding) as file:
+        line = next(filter(str.strip, file), "")
         try:
-            rows = json.load(file)
+            try:
+                rows = json.loads(line)
+            except ValueError:
+                rows = json.loads(line + file.read())
         except (ValueError, RecursionError) as error:
-            if getattr(error, "msg", "") != "Extra data":  # behind a first line that is whole
-                raise UserError(f"{path}: not JSON: {error}") from error
-            rows = None
-    if rows is None:
+            raise UserError(f"{path}: not JSON: {error}") from error
+        lines = any(map(str.strip, file))
+    entries = rows if isinstance(rows, list) and not lines else [rows]
+    first = entries[0] if entries else ""
+    if not (isinstance(first, str) or isinstance(first, dict) and field in first):
+        place = "first line" if lines else "entry 1" if entries is rows else "one object"
+        skipped.append(f"{path} ({missing(place, field, first if isinstance(first, dict) else ())})")
+    elif lines:
         yield from jsonl_texts(path, field, encoding)
-    elif isinstance(rows, dict) and field not in rows:
-        print(f"not read: {path} ({missing('one object', field, rows)})")  # such as what describes the other files
     else:
-        for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
+        for number, row in enumerate(entries, start=1):
             yield row if isinstance(row, str) else text_of(row, field, f"{path}, entry {number}")
 
 
-def csv_texts(path: Path, field: str, encoding: str) -> Iterator[str]:
-    """The field of every row, by the names in the first line, whose most frequent mark separates: comma, semicolon or tab."""
+def csv_texts(path: Path, field: str, encoding: str, skipped: list[str]) -> Iterator[str]:
+    """
+    The field of every row, by the names in the first line, whose most frequent mark separates: comma, semicolon or tab.
+    In a .tsv a tab does, and quotes are plain characters. A file without the field is only added to `skipped`.
+    """
+    tsv = kind_of(path) == "tsv"
     csv.field_size_limit(1 << 29)  # characters; texts are longer than the 131,072 that it takes otherwise
     with open_text(path, encoding, newline="") as file:
         first = file.readline()
-        delimiter = max(",;\t", key=first.count)
-        rows = csv.DictReader(file, next(csv.reader([first], delimiter=delimiter), []), delimiter=delimiter, strict=True)
+        delimiter = "\t" if tsv else max(",;\t", key=first.count)
+        quoting = csv.QUOTE_NONE if tsv else csv.QUOTE_MINIMAL
+        rows = csv.reader(itertools.chain([first], file), delimiter=delimiter, quoting=quoting, strict=True)
         try:
-            for row in rows:
-                yield text_of(row, field, f"{path}, line {rows.line_num + 1}")
+            names = next(rows, [])
+            if field not in names:
+                skipped.append(f"{path} ({missing('first line', field, names)})")
+                return
+            for row in filter(None, rows):
+                if len(row) != len(names):
+                    place = f"{path}, line {rows.line_num}"
+                    raise UserError(f"{place}: {len(row)} fields, the first line names {len(names)}")
+                yield row[names.index(field)]
         except csv.Error as error:
-            raise UserError(f"{path}, line {rows.line_num + 1}: not CSV: {error}") from error
+            raise UserError(f"{path}, line {rows.line_num}: not CSV: {error}") from error
 
 
 def parquet_texts(path: Path, field: str, tally: Counter) -> Iterator[str]:

@@ -4,11 +4,13 @@ import gzip
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -232,6 +234,26 @@ def test_text_in_another_encoding_stops_and_is_read_in_the_one_that_is_named(inp
         make(str(inputs), encoding="gb9999")
 
 
+@pytest.mark.parametrize(("encoding", "line"), [("cp1252", "Grüße aus Köln, schöne Straße."), ("gb18030", CHINESE)])
+def test_damaged_utf8_is_not_read_in_the_encoding_that_is_named(inputs, capsys, encoding, line):
+    lines = [f"{i} {line}" for i in range(100)]
+    other = [f"{i} other {line}" for i in range(100)]
+    (inputs / "a.txt").write_bytes("\n".join(lines).encode() + b"\n\xc3")
+    (inputs / "b.txt").write_bytes("\n".join(other).encode(encoding))
+    make(str(inputs), encoding=encoding)
+    assert {part for row in all_rows("in") for part in row.split("\n")} - {""} == {*lines, *other, "\ufffd"}
+    assert f"warning: characters replaced in {inputs}/a.txt (1)" in capsys.readouterr().out
+    (inputs / "a.txt").write_bytes("\n".join(lines).encode() + b"\n\xc3" * 12)
+    with pytest.raises(UserError, match=r"a.txt is UTF-8, but 12 of [\d,]+ characters are damaged"):
+        make(str(inputs), encoding=encoding)
+
+
+def test_an_encoding_that_refuses_a_file_at_once_is_said_without_a_count(inputs):
+    (inputs / "a.txt").write_bytes("\n".join(texts(20)).encode("utf-16-le"))  # without the mark
+    with pytest.raises(UserError, match="a.txt cannot be read as utf-16; "):
+        make(str(inputs), encoding="utf-16")
+
+
 def test_jsonl_and_csv_in_another_encoding(inputs):
     (inputs / "a.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps({"text": CHINESE + text}, ensure_ascii=False) + "\n" for text in texts(40)).encode("gbk")))
     (inputs / "b.csv").write_bytes(("text\r\n" + "".join(f'"{CHINESE}, {text}"\r\n' for text in texts(40, tag="b"))).encode("gbk"))
@@ -262,7 +284,7 @@ def test_json_and_csv_are_read(inputs):
     (inputs / "a.json").write_text(json.dumps([*({"text": text} for text in expected[:10]), *expected[10:20]], indent=1))
     (inputs / "b.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in expected[20:30]))  # lines, as .jsonl
     (inputs / "c.json").write_text(json.dumps({"text": expected[30]}))
-    for name, part, delimiter in (("a.csv", expected[31:40], ","), ("b.csv", expected[40:50], ";"), ("c.tsv", expected[50:60] + expected[4:6], "\t")):
+    for name, part, delimiter in (("a.csv", expected[31:40], ","), ("b.csv", expected[40:50], ";"), ("c.csv", expected[50:60] + expected[4:6], "\t")):
         with open(inputs / name, "w", encoding="utf-8-sig", newline="") as file:
             csv.writer(file, delimiter=delimiter).writerows([["id", "text"], *enumerate(part)])
     with gzip.open(inputs / "d.csv.gz", "wt") as file:
@@ -271,14 +293,48 @@ def test_json_and_csv_are_read(inputs):
     assert sorted(all_rows("in")) == sorted(expected)
 
 
+@pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
+def test_quotes_in_a_tsv_are_plain_characters_and_its_mark_is_a_tab(inputs, name):
+    expected = ['"Stop!', "next", 'bar"', '"Hello," he said.', "a; b; c, d"]
+    for columns in (["id", "text"], ["text"], ["a, b; c, d", "text"]):
+        lines = ["\t".join(columns), *("\t".join([str(i), text][-len(columns):]) for i, text in enumerate(expected))]
+        content = "\r\n".join(lines).encode()
+        (inputs / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+        make(str(inputs))
+        assert sorted(all_rows("in")) == sorted(expected), columns
+
+
+def test_json_lines_in_a_json_file_are_not_loaded_at_once(inputs):
+    with open(inputs / "a.json", "w") as file:
+        file.writelines(json.dumps({"text": f"{i} " * 2000}) + "\n" for i in range(2000))
+    size = (inputs / "a.json").stat().st_size
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in sources.own_documents(inputs, "text", Counter())) == 2000
+        assert tracemalloc.get_traced_memory()[1] < size / 4
+    finally:
+        tracemalloc.stop()
+
+
 def test_files_that_are_not_read_are_named(inputs, capsys):
     write_jsonl(inputs / "a.jsonl", texts(9))
     (inputs / "book.pdf").write_bytes(b"%PDF")
     (inputs / "deep").mkdir()
     (inputs / "deep" / "old.doc").write_bytes(b"")
     (inputs / "info.json").write_text('{"license": "none"}')
+    sides = {
+        "list.json": ("[1, 2]", "entry 1"),
+        "log.json": ('{"step": 1}\n{"step": 2}\n', "first line"),
+        "metadata.csv": ("title,author\nFaust,Goethe\n", "first line"),
+        "words.tsv": ("word\nTod\n", "first line"),
+    }
+    for name, (content, _) in sides.items():
+        (inputs / name).write_text(content)
     make(str(inputs))
+    assert sorted(all_rows("in")) == texts(9)
     said = capsys.readouterr().out
+    for name, (_, why) in sides.items():
+        assert f"{inputs}/{name} ({why}: no field 'text'; there is: " in said, name
     assert "not read: book.pdf, deep/old.doc (expected .txt .md .jsonl" in said
     assert f"not read: {inputs}/info.json (one object: no field 'text'; there is: license" in said
     for number in range(7):
@@ -288,9 +344,14 @@ def test_files_that_are_not_read_are_named(inputs, capsys):
 
 
 @pytest.mark.parametrize(("name", "content", "problem"), [
-    ("a.csv", "id,body\n1,x\n", "a.csv, line 2: no field 'text'; there is: id, body"),
+    ("a.csv", "id,body\n1,x\n", "a.csv .first line: no field 'text'; there is: id, body"),
+    ("a.csv", "id,text\n1,x\n2,Hello, she said\n", "a.csv, line 3: 3 fields, the first line names 2"),
+    ("a.csv", 'text,id\n"x\ny",1\nalone\n', "a.csv, line 4: 1 fields, the first line names 2"),
+    ("a.csv", "text\nHello, she said\n", "a.csv, line 2: 2 fields, the first line names 1"),
+    ("a.tsv", "id\ttext\n1\tx\ty\n", "a.tsv, line 2: 3 fields, the first line names 2"),
     ("a.csv", 'text\n"open\n', "a.csv, line .: not CSV: unexpected end of data"),
-    ("a.json", "[1, 2]", "a.json, entry 1: expected an object with a field 'text', found int"),
+    ("a.json", "[1, 2]", "no documents: .*a.json .entry 1: no field 'text'; there is: nothing"),
+    ("a.json", '["x", 2]', "a.json, entry 2: expected an object with a field 'text', found int"),
     ("a.json", '[{"text": "x"}', "a.json: not JSON"),
     ("a.json", '{"text": "x"}\n{"text"', "a.json, line 2: not JSON"),
     ("a.json", '[{"text": ["x"]}]', "a.json, entry 1: field 'text' holds list"),
@@ -556,6 +617,19 @@ def test_what_is_missing_or_damaged_is_named(inputs, base):
             dataset.load_manifest("mine")
     make(str(inputs), name="mine", shard_mb=0.1)  # and the cure that was named works
     assert first.read_bytes() == whole and (first.parent / "manifest.json").read_bytes() == manifest
+
+
+def test_the_command_that_repairs_names_the_encoding_and_the_field(inputs):
+    lines = [json.dumps({"my text": f"{CHINESE} {text}"}, ensure_ascii=False) for text in texts(40)]
+    (inputs / "my books.jsonl").write_text("\n".join(lines), encoding="gb18030")
+    make(f"{inputs}/my books.jsonl", name="mine", field="my text", encoding="gb18030")
+    whole = files_of("mine")[0].read_bytes()
+    files_of("mine")[0].write_bytes(b"")
+    with pytest.raises(UserError) as said:
+        dataset.load_manifest("mine")
+    _, _, module, *arguments = shlex.split(str(said.value).split("and run: ")[1])
+    assert module == "nanochat.dataset" and command(*arguments).returncode == 0
+    assert files_of("mine")[0].read_bytes() == whole
 
 
 def test_shards_that_hold_no_text_are_refused(tmp_path):
