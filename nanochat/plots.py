@@ -109,7 +109,7 @@ def plot_throughput(axes: "Axes", records: list[dict]) -> None:
         return
     median = EngFormatter(places=2)(np.nanmedian(speed))
     axes.plot(steps, speed, color=GREY, linewidth=0.6)
-    axes.plot(steps, smoothed(speed), color=BLUE, linewidth=1.6, label=f"median {median} tokens/s")
+    axes.plot(steps, smoothed(speed), color=BLUE, linewidth=1.6, label=f"median {median} tok/s")
     axes.set_ylim(0, 1.6 * np.nanmax(speed))
     axes.yaxis.set_major_formatter(EngFormatter())
     at_most = "" if any("train/mfu" in record for record in records) else "at most "
