@@ -5,6 +5,8 @@
 # default ones bring gigabytes of CUDA.
 # OpenMP threads that wait should not spin for long: beside any other busy process that costs a third of the speed.
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
+# torch 2.13 takes kernels from its cache that it compiled for another instruction set, and computes wrong numbers or crashes.
+[ -z "${ATEN_CPU_CAPABILITY:-}" ] || export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/torchinductor-$(id -un)-$ATEN_CPU_CAPABILITY}"
 # Under nohup a lost connection stops nothing; torchrun would act on the signal all the same.
 [ -z "$(trap -p HUP 2>/dev/null)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
 [ -z "${NANOCHAT_NO_VENV:-}" ] || return 0

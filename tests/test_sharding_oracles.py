@@ -83,7 +83,7 @@ def every_stage(rank: int, world_size: int) -> dict:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_net_with_tied_frozen_and_biased_parameters_equals_torchs_adamw(world_size):
-    """Every stage within 2e-7 of torch.optim.AdamW on the whole batch; what is frozen keeps its bits, also in bfloat16."""
+    """Every stage within two roundings of torch.optim.AdamW on the whole batch; what is frozen keeps its bits, also in bfloat16."""
     model = Net()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.05, **ADAMW)
     for step in range(STEPS):
@@ -100,7 +100,8 @@ def test_a_net_with_tied_frozen_and_biased_parameters_equals_torchs_adamw(world_
                 if name not in moved:
                     assert torch.equal(tensor, start[name].to(tensor.dtype)), f"stage {stage}: {name} is frozen"
                 else:  # bfloat16 has 8 bits for values near 1, and gradients carry its noise into the masters
-                    assert (tensor - expected[name]).abs().max() <= (0.1 if half else 2e-7), f"stage {stage}: {name}"
+                    limits = dict(atol=0.1, rtol=0) if half else dict(atol=2e-7, rtol=2e-7)
+                    torch.testing.assert_close(tensor.float(), expected[name].detach(), **limits, msg=f"stage {stage}: {name}")
 
 
 class Branches(nn.Module):
