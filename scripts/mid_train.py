@@ -116,7 +116,7 @@ stop = StopRequest()
 
 while True:
     last_step = step >= num_iterations
-    stopping = metrics.stop_requested  # agreed on by all ranks: one was sent SIGTERM or SIGINT
+    stopping = metrics.stop_requested  # agreed on by all ranks: one was sent SIGTERM, SIGINT or SIGHUP
 
     # --- look: checkpoint first, so that no evaluation can cost a run; each looks at the parameters before this step
     due = last_step or stopping or save_every > 0 and step % save_every == 0
