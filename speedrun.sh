@@ -25,7 +25,7 @@ export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
 started=$SECONDS
 
 stage() { echo; echo "=== $1 ($(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s)"; }
-once() { python -m nanochat.once "$@"; }
+once() { python -m scripts.once "$@"; }
 
 stage "doctor"
 # Kernels are tried when it is first run here.
@@ -103,7 +103,7 @@ else
 fi
 
 stage "data: $data"
-python -m nanochat.dataset --source="$data" --num_shards="$shards"
+python -m scripts.dataset --source="$data" --num_shards="$shards"
 
 stage "tokenizer"
 once tokenizer-$data --needs data/$data/manifest.json --makes tokenizer/$data -- \
@@ -135,7 +135,7 @@ stage "reinforcement learning"
 train rl chat_rl "${rl[@]}"
 
 stage "report"
-python -m nanochat.report --model_tag="$tag"
+python -m scripts.report --model_tag="$tag"
 stage "done"
 page=(python -m scripts.chat_web --source=rl --model_tag=$tag)
 if [ $rehearse = no ]; then

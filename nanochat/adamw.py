@@ -4,7 +4,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanochat.zero import Verdict
+from nanochat.zero import StepStats
 
 
 def adamw_update(
@@ -49,13 +49,13 @@ class DistAdamW:
         self.counters = {"steps": torch.zeros((), dtype=torch.float32, device=device)}  # taken; exact up to 2^24
 
     @torch.no_grad()
-    def step(self, verdict: Verdict) -> None:
-        """Apply the slices' gradients, unless the verdict says that no rank may."""
-        self.counters["steps"] += verdict.ok
+    def step(self, stats: StepStats) -> None:
+        """Apply the slices' gradients, unless the stats says that no rank may."""
+        self.counters["steps"] += stats.ok
         step = self.counters["steps"].clamp(min=1)
         for group in self.param_groups:
             for s in group["slices"]:
                 adamw_update(
-                    s.master, s.grad, self.state["exp_avg"][s.name], self.state["exp_avg_sq"][s.name], step, verdict.ok,
+                    s.master, s.grad, self.state["exp_avg"][s.name], self.state["exp_avg_sq"][s.name], step, stats.ok,
                     group["lr"] * s.lr_mul, group["weight_decay"] * s.wd_mul, self.betas, self.eps,
                 )

@@ -4,13 +4,12 @@ model by `GPT.compile_blocks`. Until `set_compile` (or `set_up`) asks for it, al
 """
 import contextlib
 import functools
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 
-from nanochat.distributed import compute_dtype, compute_init, print0
 
 
 switch = SimpleNamespace(on=False)  # of this process
@@ -26,23 +25,6 @@ def with_compiler(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)
 
 
-class Machine(NamedTuple):
-    rank: int
-    world_size: int
-    device: torch.device
-    dtype: torch.dtype      # of parameters and activations
-    compiling: bool
-
-
-def set_up(device_type: str, dtype: str, compile: bool) -> Machine:
-    """What a training script begins with: joins the other ranks, and says what it computes on. COLLECTIVE."""
-    _, rank, _, world_size, device = compute_init(device_type)
-    machine = Machine(rank, world_size, device, compute_dtype(dtype, device), set_compile(compile, device.type))
-    name = str(machine.dtype).removeprefix("torch.")
-    print0(f"{world_size} rank(s) on {device.type}, {name}, {'compiled' if machine.compiling else 'eager'}")
-    return machine
-
-
 def set_compile(wanted: bool, device_type: str) -> bool:
     """
     Switch compilation on or off for this process. Returns whether it is on: generated code needs a compiler and
@@ -53,7 +35,8 @@ def set_compile(wanted: bool, device_type: str) -> bool:
         try:
             compiled(probe)(torch.zeros(64, device=device_type))
         except Exception as error:  # whatever keeps it from working, eager code does not need it
-            print0(f"not compiling: {(str(error).strip() or repr(error)).splitlines()[0]}")
+            if os.environ.get("RANK", "0") == "0":
+                print(f"not compiling: {(str(error).strip() or repr(error)).splitlines()[0]}", flush=True)
             switch.on = False
     return switch.on
 

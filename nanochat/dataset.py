@@ -2,12 +2,12 @@
 Text to train on, in one form whatever it came from: parquet shards with a `text` column, shuffled, the last shard
 held out for validation, and a manifest with their SHA-256 that is written last.
 
-    python -m nanochat.dataset                                          # the embedded corpus, offline
-    python -m nanochat.dataset --source=python                          # this machine's standard library, offline
-    python -m nanochat.dataset --source=~/books                         # .txt .md .jsonl .json .csv .parquet (.gz .zst)
-    python -m nanochat.dataset --source=fineweb-edu --num_shards=8      # downloads; run again to go on or to add more
-    python -m nanochat.dataset --source=hf:roneneldan/TinyStories --num_shards=20
-    python -m nanochat.dataset --source=fineweb-edu --verify            # recompute all checksums
+    python -m scripts.dataset                                          # the embedded corpus, offline
+    python -m scripts.dataset --source=python                          # this machine's standard library, offline
+    python -m scripts.dataset --source=~/books                         # .txt .md .jsonl .json .csv .parquet (.gz .zst)
+    python -m scripts.dataset --source=fineweb-edu --num_shards=8      # downloads; run again to go on or to add more
+    python -m scripts.dataset --source=hf:roneneldan/TinyStories --num_shards=20
+    python -m scripts.dataset --source=fineweb-edu --verify            # recompute all checksums
 
 A data set lies in <base folder>/data/NAME and is there exactly if its manifest is.
 """
@@ -65,17 +65,7 @@ def how_to_make(name: str, manifest: dict) -> str:
     defaults = {"name": source, "num_shards": -1, "field": "text", "encoding": "utf-8"}
     changed = {key: settings[key] for key in defaults if settings.get(key, defaults[key]) != defaults[key]}
     options = [f" --{key}={shlex.quote(str(value))}" for key, value in changed.items()]
-    return f"python -m nanochat.dataset --source={source if source == '…' else shlex.quote(source)}" + "".join(options)
-
-
-def ensure_dataset(name: str) -> None:
-    """Make `tinyworld` or `python` if it is not there; any other data set has to be there, as in `load_manifest`."""
-    if name in OFFLINE and not (dataset_dir(name) / "manifest.json").exists():
-        from nanochat.make_dataset import make  # here: it imports what is above, and training does without it
-
-        print(f"data set {name!r} is not there yet, making it in {dataset_dir(name)}")
-        make(name)
-    load_manifest(name)
+    return f"python -m scripts.dataset --source={source if source == '…' else shlex.quote(source)}" + "".join(options)
 
 
 def shard_paths(name: str, split: str) -> list[Path]:
@@ -89,7 +79,7 @@ def read_shard(path: Path) -> list[str]:
     """The documents of a shard, in order. UserError when it is not a whole parquet file with a `text` column."""
     texts = list(shard_texts(path))
     if not texts:
-        raise UserError(f"{path} holds no documents; make the data set again (python -m nanochat.dataset --source=…)")
+        raise UserError(f"{path} holds no documents; make the data set again (python -m scripts.dataset --source=…)")
     return texts
 
 
@@ -105,7 +95,7 @@ def shard_texts(path: Path) -> Iterator[str]:
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path} cannot be read ({first_line(error)});"
-            " delete it and make the data set again (python -m nanochat.dataset --source=…)"
+            " delete it and make the data set again (python -m scripts.dataset --source=…)"
         ) from error
 
 
@@ -140,40 +130,3 @@ def first_line(error: Exception) -> str:
 def lock_path(name: str) -> Path:
     """Held by the process that makes a data set."""
     return dataset_dir(name).with_name(f".{name}.lock")
-
-
-if __name__ == "__main__":
-    from configurator import configure
-    from nanochat import dataset  # `verify` below is a setting; there it is what it was
-    from nanochat.make_dataset import default_name, make
-
-    # ---- Data
-    source = "tinyworld"   # tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file
-    name = ""              # of the data set; default: that of the source, the folder or the file
-    field = "text"         # of .jsonl, .json, .csv, .parquet and hf: rows, where the text is
-    encoding = "utf-8"     # of text files that are not UTF-8, such as gb18030
-    # ---- Size
-    num_shards = -1        # training shards at most, besides validation; -1 = all (on the hub, 100 MB each!)
-    shard_mb = 8.0         # megabytes of text per training shard (downloads come as they are)
-    seed = 42              # of the shuffle, and of tinyworld
-    # ---- Download
-    workers = 4            # files at a time
-    url = ""               # a mirror: the folder that holds shard_00000.parquet, …
-    # ---- Check
-    verify = False         # recompute the checksums of a data set that is there, and do nothing else
-    config = configure(globals())
-
-    if verify:
-        name = name or default_name(source)
-        dataset.verify(name)
-        print(f"every checksum is right: {dataset.dataset_dir(name)}")
-    else:
-        manifest = make(**{key: value for key, value in config.items() if key != "verify"})
-
-        from nanochat.report import write_section  # imports torch: only the command can afford it
-
-        lines = [f"| {s['file']} | {s['rows']:,} | {s['text_bytes']:,} | `{s['sha256'][:16]}` |" for s in manifest["shards"][-5:]]
-        write_section("data", "Data", "\n".join([
-            f"`{manifest['source']}`: {len(manifest['shards'])} shards, the last of them for validation; the last five:", "",
-            "| shard | documents | bytes of text | SHA-256 |", "|---|---|---|---|", *lines,
-        ]), data=manifest["name"])

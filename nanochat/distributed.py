@@ -6,11 +6,13 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanochat.compiling import set_compile
 from nanochat.errors import UserError, tell_restarts
 
 DEVICE_TYPES = ("cuda", "mps", "cpu")
@@ -217,3 +219,20 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
     else:
         fast = True  # Apple GPUs: half the bytes, the same rate
     return torch.bfloat16 if fast else torch.float32
+
+
+class Machine(NamedTuple):
+    rank: int
+    world_size: int
+    device: torch.device
+    dtype: torch.dtype      # of parameters and activations
+    compiling: bool
+
+
+def set_up(device_type: str, dtype: str, compile: bool) -> Machine:
+    """What a training script begins with: joins the other ranks, and says what it computes on. COLLECTIVE."""
+    _, rank, _, world_size, device = compute_init(device_type)
+    machine = Machine(rank, world_size, device, compute_dtype(dtype, device), set_compile(compile, device.type))
+    name = str(machine.dtype).removeprefix("torch.")
+    print0(f"{world_size} rank(s) on {device.type}, {name}, {'compiled' if machine.compiling else 'eager'}")
+    return machine

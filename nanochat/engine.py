@@ -2,9 +2,9 @@
 The engine: any number of conversations decoded together, each with its own settings, coming and going at any step.
 
     engine = Engine(model, tokenizer)
-    for piece in engine.stream(prompt, Sampling(temperature=0)):     # one answer, as it is written
+    for piece in engine.stream(prompt, SamplingParams(temperature=0)):     # one answer, as it is written
         print(piece.text, end="")
-    answers = engine.generate(prompts, Sampling(max_tokens=64))      # many, several at a time
+    answers = engine.generate(prompts, SamplingParams(max_tokens=64))      # many, several at a time
 
 A server calls `add` when a request comes in, `remove` when its client has gone, and `step` all the time: one token for
 everyone who has a place. All from one thread.
@@ -22,8 +22,8 @@ from nanochat.calculator import calculate
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.kv_cache import CachedModel, Prefix
-from nanochat.pieces import Piece, Pieces
-from nanochat.sampling import Sampling, draw
+from nanochat.detokenizer import Piece, Pieces
+from nanochat.sampling import SamplingParams, draw
 from nanochat.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]  # a stop token; max_tokens or the end of the context
@@ -52,7 +52,7 @@ class Running:
     """A request that has a row of the cache."""
     id: int
     owner: str
-    sampling: Sampling
+    sampling: SamplingParams
     left: int                               # tokens until max_tokens or the end of the context
     dice: random.Random
     token: int = -1                         # the last one, which the model has not read yet
@@ -64,7 +64,7 @@ class Running:
 class Waiting:
     """Samples of one prompt that have no row yet. The prompt is read once, when the first of them gets one."""
     prompt: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     ids: deque[int]
     draws: deque[int]                       # for each id, which draw of the seed it is
     prefix: Prefix | None = None
@@ -94,7 +94,7 @@ class Engine:
     # ---- Requests
 
     def add(
-        self, prompt: Sequence[int], sampling: Sampling = Sampling(), num_samples: int = 1, truncate: bool = False,
+        self, prompt: Sequence[int], sampling: SamplingParams = SamplingParams(), num_samples: int = 1, truncate: bool = False,
         first_draw: int = 0, owner: str = "",
     ) -> list[int]:
         """
@@ -114,7 +114,7 @@ class Engine:
         self.waiting.setdefault(owner, deque()).append(Waiting(prompt, sampling, deque(ids), draws))
         return ids
 
-    def fit(self, prompt: Sequence[int], sampling: Sampling, truncate: bool) -> list[int]:
+    def fit(self, prompt: Sequence[int], sampling: SamplingParams, truncate: bool) -> list[int]:
         """
         The prompt, if the model can read it; else UserError. With truncate one that is longer than the context loses
         what follows its first token (<|bos|>), so much that max_tokens, or half of the context, become free.
@@ -236,7 +236,7 @@ class Engine:
     # ---- Whole answers
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling] = Sampling(), num_samples: int = 1, truncate: bool = False
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(), num_samples: int = 1, truncate: bool = False
     ) -> list[Answer]:
         """
         num_samples answers to each prompt, those to one prompt next to each other. More than max_batch take turns.
@@ -245,7 +245,7 @@ class Engine:
         takes the draws from 0 on of its own seed.
         """
         assert not self.busy, "an engine that serves requests is driven by step() alone"
-        shared = isinstance(sampling, Sampling)
+        shared = isinstance(sampling, SamplingParams)
         answers: dict[int, Answer] = {}
         try:
             for i, prompt in enumerate(prompts):
@@ -262,7 +262,7 @@ class Engine:
             self.clear()
         return list(answers.values())
 
-    def stream(self, prompt: Sequence[int], sampling: Sampling = Sampling(), truncate: bool = False) -> Iterator[Piece]:
+    def stream(self, prompt: Sequence[int], sampling: SamplingParams = SamplingParams(), truncate: bool = False) -> Iterator[Piece]:
         """One answer in pieces of text, as they are written. Stopping early ends the request."""
         assert not self.busy, "an engine that serves requests is driven by step() alone"
         self.add(prompt, sampling, truncate=truncate)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanochat.optimizers import setup_optimizers
 from nanochat.adamw import DistAdamW
 from nanochat.checkpoint import (
     MODEL_FILE, changed_settings, checkpoint_dir, choose_start, data_of, find_checkpoint, job, list_steps, load_checkpoint, model_dir,
@@ -61,7 +62,7 @@ def begin_stage(stage: str, config: dict, device: torch.device, dtype: torch.dty
     reduce_dtype = getattr(torch, config["reduce_dtype"])
     sharding = Sharding(model, model.units(), device, dtype, config["zero_stage"], config["shard_size"], reduce_dtype)
     rates = (config[name] * config["init_lr_frac"] for name in ("unembedding_lr", "embedding_lr", "matrix_lr"))
-    optimizers = model.setup_optimizers(sharding, *rates, config["weight_decay"])
+    optimizers = setup_optimizers(model, sharding, *rates, config["weight_decay"])
     if compiling:
         model.compile_blocks()
     if checkpoint:

@@ -16,12 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nanochat.adamw import DistAdamW
 from nanochat.attention import attention
 from nanochat.errors import UserError
 from nanochat.loss import cap, check_softcap, softcapped_cross_entropy, token_losses
-from nanochat.muon import DistMuon
-from nanochat.zero import Sharding
 
 LOGIT_SOFTCAP = 15.0
 ROPE_THETA = 10_000.0
@@ -227,24 +224,6 @@ class GPT(nn.Module):
         """
         matrix_parameters = sum(p.numel() for p in self.parameters()) - self.transformer.wte.weight.numel()
         return 6 * matrix_parameters + 12 * self.config.n_layer * self.config.n_embd * self.config.sequence_len
-
-    def setup_optimizers(
-        self,
-        sharding: Sharding,
-        unembedding_lr: float = 0.004,
-        embedding_lr: float = 0.2,
-        matrix_lr: float = 0.02,
-        weight_decay: float = 0.0,
-    ) -> tuple[DistAdamW, DistMuon]:
-        """
-        (adamw, muon), for the slices that this rank keeps: AdamW for the embedding and the head, Muon for the matrices
-        of the blocks, which alone decay. AdamW's rates are those of a model 768 wide and change as 1/√width.
-        """
-        scale = (self.config.n_embd / 768) ** -0.5
-        rates = {"lm_head.weight": unembedding_lr * scale, "transformer.wte.weight": embedding_lr * scale}
-        groups = [{"slices": [s for s in sharding.slices if s.name == name], "lr": lr} for name, lr in rates.items()]
-        matrices = [name for name, _ in self.named_parameters() if name.startswith("transformer.h.")]
-        return DistAdamW(groups, sharding.device), DistMuon(sharding, matrices, matrix_lr, weight_decay)
 
     @torch.inference_mode()
     def generate(

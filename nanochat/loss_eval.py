@@ -6,10 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.dataset import iter_texts, load_manifest
-from nanochat.distributed import all_reduce_sum, print0, sum_dtype
+from nanochat.distributed import all_reduce_sum, sum_dtype
 from nanochat.errors import UserError
-from nanochat.tinyworld import floor_bits
 from nanochat.tokenizer import Tokenizer
 
 
@@ -103,13 +101,3 @@ def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int, temperatur
     return tokenizer.decode(out)
 
 
-def entropy_floor(data: str) -> float | None:
-    """Bits per byte of the validation documents under the process that made them, where that is known; else None."""
-    if load_manifest(data)["source"] != "tinyworld":
-        return None
-    texts = list(iter_texts(data, "val"))
-    try:
-        return sum(map(floor_bits, texts)) / sum(len(text.encode()) for text in texts)
-    except UserError as error:  # made by another version of the world: worth a line, not worth a run
-        print0(f"no entropy floor: {error}")
-        return None

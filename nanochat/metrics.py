@@ -12,7 +12,7 @@ from nanochat.distributed import is_rank0, print0
 from nanochat.errors import UserError
 from nanochat.files import write_text
 from nanochat.flops import Peak
-from nanochat.zero import Verdict
+from nanochat.zero import StepStats
 
 EMA_DECAY = 0.9  # of the smoothed loss, per step
 MEASURE_EVERY = 120  # seconds at least between measurements of a peak that no datasheet tells; each takes one or two on a CPU
@@ -75,11 +75,11 @@ class Metrics:
         if self.paused:
             self.clock, self.paused = time.perf_counter(), False
 
-    def log_step(self, step: int, verdict: Verdict, lrm: float, tokens: int | None = None) -> None:
+    def log_step(self, step: int, stats: StepStats, lrm: float, tokens: int | None = None) -> None:
         """A finished optimizer step, of so many tokens over all ranks where they are not those of every step."""
         self.flush()
         now = time.perf_counter()
-        report, copied = verdict.report, None
+        report, copied = stats.report, None
         if report.is_cuda:
             # Its own copy and event: reading it later must not wait for the step that was queued behind it.
             report = torch.empty(report.shape, pin_memory=True).copy_(report, non_blocking=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanochat.exchange import MatrixExchange
 from nanochat.ownership import balance
-from nanochat.zero import Sharding, Verdict
+from nanochat.zero import Sharding, StepStats
 
 # Odd quintic polynomials, one per step, each the best for the interval of singular values the one before it leaves.
 # Amsel et al. 2025 ("Polar Express"), arXiv:2505.16932, for five steps; docs/decisions.md has the comparison with
@@ -97,8 +97,8 @@ class DistMuon:
             )
 
     @torch.no_grad()
-    def step(self, verdict: Verdict) -> None:
-        """Apply the slices' gradients, unless the verdict says that no rank may."""
+    def step(self, stats: StepStats) -> None:
+        """Apply the slices' gradients, unless the stats says that no rank may."""
         (group,) = self.param_groups
         kept = {shape: [s for s in group["slices"] if s.shape == shape] for shape in self.exchanges}
         # All shapes are sent before the first is waited for: one shape travels while another is worked on.
@@ -106,7 +106,7 @@ class DistMuon:
         for shape, exchange in self.exchanges.items():
             updates = {}
             for s in kept[shape]:
-                update = nesterov_momentum(s.grad, self.state["momentum"][s.name], group["momentum"], verdict.ok)
+                update = nesterov_momentum(s.grad, self.state["momentum"][s.name], group["momentum"], stats.ok)
                 updates[s.name] = update.to(self.dtype)
             sent[shape] = exchange.send(updates)
         for shape, exchange in self.exchanges.items():
@@ -115,4 +115,4 @@ class DistMuon:
             updates = exchange.pieces(sent_back.pop(shape))
             for s in kept[shape]:
                 lr, decay = group["lr"] * s.lr_mul, group["weight_decay"] * s.wd_mul
-                muon_update(s.master, updates[s.name], lr * shape_scale(*shape) * verdict.ok, lr * decay * verdict.ok if decay else None)
+                muon_update(s.master, updates[s.name], lr * shape_scale(*shape) * stats.ok, lr * decay * stats.ok if decay else None)

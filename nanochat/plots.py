@@ -26,7 +26,7 @@ def plot_section(stage: str, metrics: Path, floor: float | None, folder: Path) -
     except FileNotFoundError:
         return f"*No plot: {metrics} is missing.*", 0.0
     except ImportError:
-        return "*No plot: matplotlib is not installed; with it, python -m nanochat.report draws one.*", seconds
+        return "*No plot: matplotlib is not installed; with it, python -m scripts.report draws one.*", seconds
     except (OSError, ValueError, TypeError, KeyError) as error:
         return f"*No plot: {metrics} is damaged ({type(error).__name__}: {single_line(error)}).*", seconds
     with write_aside(folder / f"{stage}.png") as aside:

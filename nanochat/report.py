@@ -1,16 +1,13 @@
 """
 The report of a run: what every stage found, in one markdown file with plots.
 
-    python -m nanochat.report                   # of the model that was worked on last: report/report.md in the base folder
-    python -m nanochat.report --model_tag=d4    # of another one
+    python -m scripts.report                   # of the model that was worked on last: report/report.md in the base folder
+    python -m scripts.report --model_tag=d4    # of another one
 
 A stage leaves its section as it ends (`write_section`), in report/sections/DATA for a data set and its tokenizer, and in
 report/sections/DATA/TAG for a model that was trained on it; `generate` gathers those of one model. A section or a metrics
 file that cannot be read costs the report one line, never the report.
 """
-if __name__ == "__main__":
-    import configurator  # noqa: F401  checks the command line, before torch is imported
-
 import html
 import json
 import os
@@ -96,7 +93,7 @@ def generate(model_tag: str = "", data: str = "") -> Path:
         raise UserError(f"{folder} has no sections to report; a stage leaves one as it ends, such as python -m scripts.base_train")
     here = provenance() | {"Model": named(model) for model in chosen}
     if others := [named(model) for model in models if model not in chosen]:
-        here["Other models here"] = f"{', '.join(others)}; `python -m nanochat.report --model_tag=…` reports on another"
+        here["Other models here"] = f"{', '.join(others)}; `python -m scripts.report --model_tag=…` reports on another"
     tables, chapters, seconds = [], [], 0.0
     for path in paths:
         try:
@@ -226,12 +223,3 @@ def commit(folder: Path) -> str:
     if Path(root).resolve() != folder:
         return "none"  # a copy without history inside somebody's repository
     return short + (" with uncommitted changes" if status else "")
-
-
-if __name__ == "__main__":
-    from configurator import configure
-
-    model_tag = ""  # the model to report on; empty: the one that was worked on last
-    data = ""       # the data set it was trained on, where several models have this tag; empty: the newest
-    configure(globals())
-    print(generate(model_tag, data))

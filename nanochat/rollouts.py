@@ -9,7 +9,7 @@ from nanochat.conversation import render_prompt
 from nanochat.distributed import all_reduce_sum, sum_dtype
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
-from nanochat.sampling import Sampling
+from nanochat.sampling import SamplingParams
 from nanochat.task_eval import accuracy, numbered, said
 from nanochat.tasks import Task
 from nanochat.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ class Rollout:
 
 
 def roll_out(
-    task: Task, indices: list[int], model: GPT, tokenizer: Tokenizer, num_samples: int, sampling: Sampling, batch_size: int
+    task: Task, indices: list[int], model: GPT, tokenizer: Tokenizer, num_samples: int, sampling: SamplingParams, batch_size: int
 ) -> list[Rollout]:
     """num_samples answers to each of these problems, those to one problem next to each other, judged and compared."""
     conversations = [task[index] for index in indices]

@@ -13,7 +13,7 @@ COLDEST = 1e-5  # temperatures below it are greedy
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How the tokens of one request are chosen, and when it ends."""
     max_tokens: int = 256               # forced tokens count as well
     temperature: float = 1.0            # 0: always the most probable token
@@ -43,7 +43,7 @@ class Sampling:
         return "sorted" if self.top_p < 1 else "all"
 
 
-def draw(logits: Tensor, samplings: list[Sampling], uniforms: list[float], softcap: float | None) -> list[int]:
+def draw(logits: Tensor, samplings: list[SamplingParams], uniforms: list[float], softcap: float | None) -> list[int]:
     """
     A token for each row: logits (B, V), float32, before the softcap; uniforms within [0, 1), one for each row;
     softcap: the model's, None or 0 for none.
@@ -77,7 +77,7 @@ def most_probable(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def draw_candidates(
-    logits: Tensor, kind: str, samplings: list[Sampling], uniforms: list[float], softcap: float | None
+    logits: Tensor, kind: str, samplings: list[SamplingParams], uniforms: list[float], softcap: float | None
 ) -> Tensor:
     """(B, V) → (B,): where the uniform number falls among the probabilities of a row's candidates, put end to end."""
     V, device = logits.size(1), logits.device

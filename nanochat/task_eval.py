@@ -10,18 +10,18 @@ from nanochat.compiling import eagerly
 from nanochat.conversation import render_prompt
 from nanochat.engine import Answer, Engine
 from nanochat.gpt import GPT
-from nanochat.pieces import to_parts
-from nanochat.sampling import Sampling
+from nanochat.detokenizer import to_parts
+from nanochat.sampling import SamplingParams
 from nanochat.tasks import Task
 from nanochat.tokenizer import Tokenizer
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 # Whose mean is ChatCORE.
 CHAT_CORE = {"arc:ARC-Easy", "arc:ARC-Challenge", "mmlu", "gsm8k", "humaneval", "spellingbee[:256]"}
 
 
 def solve(
-    task: Task, model: GPT, tokenizer: Tokenizer, batch_size: int, max_problems: int = -1, sampling: Sampling = GREEDY, num_samples: int = 1,
+    task: Task, model: GPT, tokenizer: Tokenizer, batch_size: int, max_problems: int = -1, sampling: SamplingParams = GREEDY, num_samples: int = 1,
 ) -> list[list[bool]]:
     """
     Whether each sample of each of the first max_problems problems (-1: all) is right, on every rank the same list. model:
@@ -47,9 +47,9 @@ def solve(
     return [of_ranks[index % world_size][index // world_size] for index in range(count)]
 
 
-def numbered(sampling: Sampling, problem: int) -> Sampling:
+def numbered(sampling: SamplingParams, problem: int) -> SamplingParams:
     """With a seed of the problem's own: which rank has it, and what else is asked, does not change its samples."""
-    return Sampling(**vars(sampling) | {"seed": hash((sampling.seed or 0, problem))})  # of integers: the same in every process
+    return SamplingParams(**vars(sampling) | {"seed": hash((sampling.seed or 0, problem))})  # of integers: the same in every process
 
 
 def said(tokenizer: Tokenizer, answer: Answer) -> str:

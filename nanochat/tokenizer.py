@@ -12,8 +12,7 @@ import base64
 import functools
 import hashlib
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -44,15 +43,8 @@ SPLIT_PATTERN = "|".join((
     r"\s{1,256}(?!\S)",                      # blanks, but for the last one, which belongs to what follows
     r"\s",
 ))
-# In training a run of more than 64 letters or signs (base64, DNA, a ruler of dashes) is cut as well: learning costs
-# length times number of merges for such a piece, minutes for a single megabyte, and it teaches nothing.
-TRAINING_PATTERN = SPLIT_PATTERN.replace(r"\p{L}+", r"\p{L}{1,64}").replace(r"\p{N}]+", r"\p{N}]{1,64}")
-
 FILE_NAME = "tokenizer_nanochat.json"        # not tokenizer.json: that name promises Hugging Face's format
 FORMAT = 1                                   # of that file
-EMBEDDED_VOCAB_SIZE = 8192                   # of a tokenizer that is made because none is there
-
-
 class Tokenizer:
     """An immutable vocabulary, ready to encode. `encoding` is the tiktoken encoder of the ordinary tokens."""
 
@@ -67,20 +59,6 @@ class Tokenizer:
         self.encoding = tiktoken.Encoding(
             "nanochat", pat_str=pattern, special_tokens=self._special_ids,
             mergeable_ranks={token: rank for rank, token in enumerate(self.raw_tokens)})
-
-    @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """
-        Learn merges from texts. The same texts give the same merges, on any number of cores.
-
-        vocab_size counts the bytes and the special tokens; the result is smaller when fewer pairs occur twice.
-        """
-        smallest = 256 + len(SPECIAL_TOKENS)
-        if vocab_size < smallest:
-            raise UserError(f"vocab_size={vocab_size} is too small: bytes and special tokens alone are {smallest}")
-        return cls(learn_merges(texts, vocab_size - len(SPECIAL_TOKENS)))
-
-    # ---- Kept as a file
 
     def content(self) -> dict[str, object]:
         """Everything that decides how a text is encoded, as plain data."""
@@ -175,26 +153,6 @@ class Tokenizer:
         return np.array([len(token) for token in self.raw_tokens] + [0] * len(self.special_tokens), dtype=np.int32)
 
 
-def learn_merges(texts: Iterable[str], num_ordinary: int) -> list[bytes]:
-    """The tokens beyond the 256 bytes, at most num_ordinary - 256 of them, most useful first."""
-    from tokenizers import Regex, Tokenizer as Trained, models, pre_tokenizers, trainers
-
-    alphabet = byte_alphabet()
-    learner = Trained(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(TRAINING_PATTERN), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    trainer = trainers.BpeTrainer(
-        vocab_size=num_ordinary, initial_alphabet=list(alphabet), show_progress=False,
-        min_frequency=2)  # a pair that occurs once compresses nothing but the training text
-    learner.train_from_iterator(map(with_bytes, texts), trainer)
-
-    ids = learner.get_vocab()
-    tokens = [bytes(alphabet[char] for char in token) for token in sorted(ids, key=ids.get)]
-    assert sorted(tokens[:256]) == [bytes([byte]) for byte in range(256)] and len(set(tokens)) == len(tokens)
-    return tokens[256:]
-
-
 def byte_alphabet() -> dict[str, int]:
     """
     The byte that each character of Hugging Face's byte-level models stands for.
@@ -205,11 +163,6 @@ def byte_alphabet() -> dict[str, int]:
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
-
-
-def with_bytes(text: str) -> str:
-    """The text, with a question mark for every surrogate: they come from careless JSON and have no UTF-8."""
-    return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 # ---- The tokenizer of a data source
@@ -228,69 +181,3 @@ def get_tokenizer(name: str) -> Tokenizer:
     return Tokenizer.load(tokenizer_dir(name))
 
 
-def ensure_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a data source; for the embedded sources it is trained now if it is not there yet."""
-    from nanochat.dataset import OFFLINE
-
-    if name in OFFLINE and not (tokenizer_dir(name) / FILE_NAME).is_file():
-        print(f"no tokenizer for {name!r} yet, training one in {tokenizer_dir(name)}")
-        return train_tokenizer(name, EMBEDDED_VOCAB_SIZE, max_chars=100_000_000, doc_cap=10_000)
-    return get_tokenizer(name)
-
-
-def training_texts(data: str, max_chars: int, doc_cap: int) -> Iterator[str]:
-    """The training split's documents, each cut at doc_cap characters, until max_chars are reached."""
-    from nanochat.dataset import iter_texts
-
-    if min(max_chars, doc_cap) < 1:
-        raise UserError(f"max_chars={max_chars} and doc_cap={doc_cap} must be at least 1: nothing would be read")
-    left = max_chars
-    for text in iter_texts(data, "train"):
-        text = text[:min(doc_cap, left)]
-        left -= len(text)
-        yield text
-        if left == 0:
-            return
-
-
-def train_tokenizer(data: str, vocab_size: int, max_chars: int, doc_cap: int,
-                    log: Callable[[str], None] | None = None) -> Tokenizer:
-    """
-    Train a tokenizer on a data source's training split and keep it in `tokenizer_dir(data)`.
-
-    Makes the data if it is an embedded source. `log` gets a line every few seconds while texts are read, one when
-    only the merges are left to learn, and one at the end.
-    """
-    from nanochat.dataset import ensure_dataset
-
-    ensure_dataset(data)
-    log = log or _silent
-    start = last = time.perf_counter()
-    megabytes = 0.0
-
-    def counted() -> Iterator[str]:
-        nonlocal megabytes, last
-        for text in training_texts(data, max_chars, doc_cap):
-            megabytes += len(text.encode("utf-8", errors="replace")) / 1e6
-            if time.perf_counter() - last > 5:
-                last = time.perf_counter()
-                log(f"read {megabytes:,.0f} MB in {last - start:.0f} s")
-            yield text
-        log(f"read {megabytes:,.1f} MB in {time.perf_counter() - start:.1f} s; learning merges")
-
-    tokenizer = Tokenizer.train(counted(), vocab_size)
-    tokenizer.save(tokenizer_dir(data))
-    seconds = time.perf_counter() - start
-    log(f"trained on {megabytes:,.1f} MB in {seconds:.1f} s: {megabytes / seconds:.1f} MB/s")
-    return tokenizer
-
-
-def _silent(line: str) -> None:
-    """Where log lines go that nobody wants."""
-
-
-def bytes_per_token(encoding: tiktoken.Encoding, texts: Sequence[str]) -> float:
-    """How many bytes of UTF-8 a token stands for on average: higher is shorter. NaN for no text at all."""
-    num_bytes = sum(len(text.encode("utf-8", errors="replace")) for text in texts)
-    num_tokens = sum(map(len, encoding.encode_ordinary_batch(list(texts))))
-    return num_bytes / num_tokens if num_tokens else float("nan")

@@ -30,7 +30,7 @@ MAX_IN_FLIGHT = 2  # units whose whole gradients are on their way at once
 
 
 @dataclass
-class Verdict:
+class StepStats:
     """What all ranks agree on about a step, on the device: nobody has to wait for it."""
 
     ok: Tensor      # 1.0, or 0.0 where some rank saw a loss or gradient that is not finite: nothing may change then
@@ -204,7 +204,7 @@ class Sharding:
             unit.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([unit])
         for unit in (*self.units, self.model):
-            unit.set_gradient_divide_factor(1.0)  # sums here too: dividing is the verdict's business
+            unit.set_gradient_divide_factor(1.0)  # sums here too: dividing is the stats's business
             unit.set_force_sum_reduction_for_comms(True)
             if self.device.type == "cpu" and self.shards > 1:
                 unit.set_custom_reduce_scatter(GlooReduceScatter())
@@ -219,7 +219,7 @@ class Sharding:
     # --- during a step
 
     @contextlib.contextmanager
-    def micro_step(self, last: bool) -> Iterator[None]:
+    def accumulate(self, last: bool) -> Iterator[None]:
         """
         Around forward and backward pass, equally often on every rank; the last one of a step lets gradients travel as
         they appear. Buckets are sent from the last unit to the first, on every rank: a rank's own backward pass may
@@ -278,7 +278,7 @@ class Sharding:
     def summed_gradients(self) -> None:
         """Every slice's `grad`: summed over all ranks and micro-steps. The parameters' own gradients are let go."""
         if not self.reduced:  # a rank without a micro-batch: the others wait for its gradients of zero
-            with self.micro_step(last=True):
+            with self.accumulate(last=True):
                 pass
         self.reduced = False
         for bucket in self.buckets if self.world_size > 1 else ():
@@ -294,7 +294,7 @@ class Sharding:
         for p in params.values():
             p.grad = None
 
-    def agree(self, loss: Tensor, count: Tensor | float = 1.0, grad_clip: float = 0.0, stop: float = 0.0) -> Verdict:
+    def reduce_and_clip(self, loss: Tensor, count: Tensor | float = 1.0, grad_clip: float = 0.0, stop: float = 0.0) -> StepStats:
         """
         The one small collective of a step, after its last backward pass; then every slice has its averaged gradient.
 
@@ -323,9 +323,9 @@ class Sharding:
         for s in self.slices:
             # A product with zero would keep NaN: bad gradients are replaced, not scaled away.
             s.grad = torch.where(ok > 0, s.grad / divisor, 0.0)
-        return Verdict(ok, torch.stack([loss / count, norm, ok, stops]).float())
+        return StepStats(ok, torch.stack([loss / count, norm, ok, stops]).float())
 
-    def gather(self) -> None:
+    def all_gather_params(self) -> None:
         """
         Start sharing the updated slices; each unit waits for its own parameters just before its next forward pass.
         On stage 3 the units gather by themselves.

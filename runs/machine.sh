@@ -13,13 +13,13 @@ if [ "$gpus" -ge 1 ]; then
     DATA=${DATA:-fineweb-edu}
     launch=(torchrun --standalone --nproc_per_node="$gpus" --max-restarts=3 --shutdown-timeout=300 -m)
     model=(--max_seq_len=2048 --total_batch_size=-1 --save_every=1000 --keep_last=1)
-    if [ "$DATA" = fineweb-edu ]; then python -m nanochat.dataset --source=fineweb-edu --num_shards="${SHARDS:-100}"; fi
+    if [ "$DATA" = fineweb-edu ]; then python -m scripts.dataset --source=fineweb-edu --num_shards="${SHARDS:-100}"; fi
 else
     DATA=${DATA:-tinyworld512}
     launch=(python -m)
     # Small steps: what they lose to Python a compiler would not win back in so short a run.
     rows=2 model=(--max_seq_len=128 --total_batch_size=256 --eval_tokens=16384 --compile=False --save_every=500 --keep_last=1)
-    if [ "$DATA" = tinyworld512 ]; then python -m nanochat.dataset --source=tinyworld --name="$DATA"; fi
+    if [ "$DATA" = tinyworld512 ]; then python -m scripts.dataset --source=tinyworld --name="$DATA"; fi
 fi
 if [ ! -e "$NANOCHAT_BASE_DIR/tokenizer/$DATA/tokenizer_nanochat.json" ]; then
     python -m scripts.tok_train --data="$DATA" --vocab_size="$([ "$DATA" = tinyworld512 ] && echo 512 || echo 65536)"
@@ -33,7 +33,7 @@ train() {
         rows=$(python -m scripts.doctor --batch_only "$1" --ranks="$gpus" --max_rows=16)
         [ "$rows" -ge 1 ] || { echo "error: ${1#--} does not fit into this GPU's memory; set smaller DEPTHS" >&2; exit 1; }
     fi
-    python -m nanochat.once "$tag" --needs "data/$DATA/manifest.json" --needs "tokenizer/$DATA" --makes "base_checkpoints/$tag" -- \
+    python -m scripts.once "$tag" --needs "data/$DATA/manifest.json" --needs "tokenizer/$DATA" --makes "base_checkpoints/$tag" -- \
         "${launch[@]}" scripts.base_train --data="$DATA" --model_tag="$tag" --resume=auto --device_batch_size="$rows" \
         --eval_every=1000000000 --sample_every=-1 "${model[@]}" "$@"
 }

@@ -17,4 +17,4 @@ SERIES=${SERIES:-miniseries-r$RATIO}
 for depth in $DEPTHS; do
     train "$SERIES-d$depth" --depth="$depth" --target_param_data_ratio="$RATIO"
 done
-python -m scripts.scaling_plot --series="$SERIES"
+python -m bench.scaling --series="$SERIES"

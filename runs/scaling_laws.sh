@@ -19,4 +19,4 @@ for budget in $BUDGETS; do
         train "$SERIES-$budget-d$depth" --depth="$depth" --target_flops="$budget"
     done
 done
-python -m scripts.scaling_plot --series="$SERIES"
+python -m bench.scaling --series="$SERIES"

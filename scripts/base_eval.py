@@ -11,14 +11,16 @@ from collections import defaultdict
 from configurator import configure
 from nanochat.checkpoint import find_model, load_checkpoint
 from nanochat.compiling import set_compile
-from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks, why_no_bundle
+from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
+from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
 from nanochat.dataset import iter_texts
 from nanochat.distributed import compute_cleanup, compute_init, from_rank0, print0
 from nanochat.errors import UserError, require_positive
-from nanochat.loss_eval import document_nats, entropy_floor, evaluate_bpb, greedy_completes, sample
+from nanochat.loss_eval import document_nats, evaluate_bpb, greedy_completes, sample
+from nanochat.corpus.tinyworld import entropy_floor
 from nanochat.report import write_section
-from nanochat.tinyworld import PROMPTS, floor_bits, held_out_questions, topic_of
+from nanochat.corpus.tinyworld import PROMPTS, floor_bits, held_out_questions, topic_of
 
 # ---- Model
 model_tag: str | None = None  # folder of the checkpoints; None: the only one there is
@@ -76,9 +78,9 @@ in_tinyworld = entropy_floor(data) is not None
 lines = [f"Model: {name}.", "", "| prompt | greedy completion |", "|---|---|"]
 for prompt, expected in PROMPTS if rank == 0 else ():
     text = sample(model, tokenizer, prompt, sample_tokens)
-    verdict = "" if expected is None or not in_tinyworld else " ✓" if text.startswith(f" {expected}") else " ✗"
-    print0(f"  {prompt}{text}{verdict}")
-    lines.append(f"| {prompt} |{text.replace('|', ' ')}{verdict} |")
+    stats = "" if expected is None or not in_tinyworld else " ✓" if text.startswith(f" {expected}") else " ✗"
+    print0(f"  {prompt}{text}{stats}")
+    lines.append(f"| {prompt} |{text.replace('|', ' ')}{stats} |")
 
 # --- the embedded world: excess over the entropy of each validation document, and held-out questions
 if in_tinyworld and rank == 0:

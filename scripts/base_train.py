@@ -13,23 +13,27 @@ from configurator import configure
 
 import torch
 
+from nanochat.optimizers import setup_optimizers
 from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, discard_after, read_meta
-from nanochat.compiling import eagerly, set_up
-from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks, why_no_bundle
+from nanochat.compiling import eagerly
+from nanochat.distributed import set_up
+from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
+from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
-from nanochat.dataset import ensure_dataset
+from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.distributed import StopRequest, compute_cleanup, expect_short_waits, from_rank0, print0, rank0_first
 from nanochat.errors import UserError, require_fraction, require_positive
 from nanochat.flops import peak_flops
 from nanochat.gpt import GPT, config_from_depth
-from nanochat.loss_eval import entropy_floor, evaluate_bpb, sample
+from nanochat.loss_eval import evaluate_bpb, sample
+from nanochat.corpus.tinyworld import entropy_floor
 from nanochat.metrics import Metrics, minutes, require_wandb
 from nanochat.report import settings_table, write_section
 from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import accumulation_steps, apply_schedule, choose_batch_size, choose_num_iterations, lr_multiplier
-from nanochat.tinyworld import PROMPTS
-from nanochat.tokenizer import ensure_tokenizer
+from nanochat.corpus.tinyworld import PROMPTS
+from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.zero import Sharding
 
 # ---- Run
@@ -144,7 +148,7 @@ model.to_empty(device=device)
 model.init_weights(seed)
 model.activation_checkpointing = activation_checkpointing
 sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, getattr(torch, reduce_dtype))
-optimizers = model.setup_optimizers(sharding, unembedding_lr, embedding_lr, matrix_lr, weight_decay)
+optimizers = setup_optimizers(model, sharding, unembedding_lr, embedding_lr, matrix_lr, weight_decay)
 if compiling:
     model.compile_blocks()
 
@@ -203,21 +207,21 @@ while True:
     # --- one optimizer step: accumulate the gradient of total_batch_size tokens, then apply it
     step_loss = torch.zeros((), device=device)
     for micro_step in range(grad_accum_steps):
-        with sharding.micro_step(last=micro_step == grad_accum_steps - 1):  # the last lets gradients travel as they appear
+        with sharding.accumulate(last=micro_step == grad_accum_steps - 1):  # the last lets gradients travel as they appear
             loss = model(inputs, targets)  # mean over this micro-batch; every micro-batch has equally many targets
             (loss / grad_accum_steps).backward()
         step_loss += loss.detach() / grad_accum_steps
         inputs, targets, data_state = next(train_loader)  # the copy overlaps the backward pass
 
     # One small collective: mean loss, norm of the averaged gradient, whether all is finite, whether to stop.
-    verdict = sharding.agree(step_loss, grad_clip=grad_clip, stop=saver.asks(stop.asked))
+    stats = sharding.reduce_and_clip(step_loss, grad_clip=grad_clip, stop=saver.asks(stop.asked))
     lrm = lr_multiplier(step, num_iterations, warmup_ratio, warmdown_ratio, final_lr_frac)
     apply_schedule(optimizers, step, num_iterations, lrm)
     saver.begin_update()
     for optimizer in optimizers:
-        optimizer.step(verdict)  # of this rank's slices; changes nothing on any rank if any saw a NaN
-    sharding.gather()  # the updated slices are on their way while the next forward pass begins
-    metrics.log_step(step, verdict, lrm)  # read one step late: no wait for the device
+        optimizer.step(stats)  # of this rank's slices; changes nothing on any rank if any saw a NaN
+    sharding.all_gather_params()  # the updated slices are on their way while the next forward pass begins
+    metrics.log_step(step, stats, lrm)  # read one step late: no wait for the device
     if step == start_step:
         expect_short_waits(sharding.shard_group, sharding.replica_group)  # all have compiled by now: who is silent has hung
     step += 1

@@ -16,8 +16,8 @@ from nanochat.conversation import render_prompt, render_text
 from nanochat.distributed import compute_dtype, compute_init, print0
 from nanochat.engine import Engine
 from nanochat.errors import UserError
-from nanochat.pieces import Piece, parts_of
-from nanochat.sampling import Sampling
+from nanochat.detokenizer import Piece, parts_of
+from nanochat.sampling import SamplingParams
 
 # ---- Model
 source: Literal["auto", "base", "mid", "sft", "rl"] = "auto"  # stage of the model; auto: the furthest there is
@@ -39,11 +39,11 @@ HELP = """\
 /help     show this
 Ctrl-C    stop an answer"""
 
-Sampling(max_new_tokens, temperature, top_k).check()
+SamplingParams(max_new_tokens, temperature, top_k).check()
 *_, device = compute_init(device_type)
 stage = furthest_stage(model_tag) if source == "auto" else source
 model, tokenizer, meta = load_model(stage, device, "eval", model_tag, step)
-sampling = Sampling(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
+sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
 render = render_text if stage == "base" else render_prompt
 engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, max_batch=1)
 room = min(max_new_tokens, engine.context // 4)  # tokens that an answer should find free

@@ -12,7 +12,7 @@ from nanochat.compiling import set_compile
 from nanochat.distributed import compute_cleanup, compute_init, print0
 from nanochat.errors import UserError, require_positive
 from nanochat.report import write_section
-from nanochat.sampling import Sampling
+from nanochat.sampling import SamplingParams
 from nanochat.task_eval import accuracy, centred, name_of_mean, pass_at, solve
 from nanochat.tasks import make_tasks
 
@@ -49,7 +49,7 @@ print0(f"model: {checkpoint}")
 results, scores = {}, []
 lines = [f"Model: step {meta['step']} of {checkpoint.parent.name}.", "", "| task | problems | right | guessing |", "|---|---:|---:|---:|"]
 for task in measured:
-    right = solve(task, model.eval(), tokenizer, batch_size, max_problems, Sampling(max_new_tokens, temperature, top_k, seed=seed), num_samples)
+    right = solve(task, model.eval(), tokenizer, batch_size, max_problems, SamplingParams(max_new_tokens, temperature, top_k, seed=seed), num_samples)
     results[task.name] = accuracy(right)
     scores.append(centred(accuracy(right), task.baseline))
     print0(f"{task.name:42} {accuracy(right):6.1%} of {len(right):,} problems" + (f", pass@{num_samples} {pass_at(right, num_samples):.1%}" if len(right[0]) > 1 else ""))

@@ -17,7 +17,7 @@ from configurator import configure
 import torch
 
 from nanochat.checkpoint import discard_after
-from nanochat.compiling import set_up
+from nanochat.distributed import set_up
 from nanochat.conversation_loader import order, padded_length, tensors
 from nanochat.distributed import StopRequest, compute_cleanup, expect_short_waits, from_rank0, print0
 from nanochat.errors import UserError, require_positive
@@ -26,7 +26,7 @@ from nanochat.flops import peak_flops
 from nanochat.metrics import Metrics, require_wandb
 from nanochat.report import settings_table, write_section
 from nanochat.rollouts import Rollout, describe_change, roll_out, summary
-from nanochat.sampling import Sampling
+from nanochat.sampling import SamplingParams
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import apply_schedule, lr_multiplier
 from nanochat.task_eval import numbered, pass_at, solve
@@ -105,7 +105,7 @@ samples_per_rank = math.ceil(examples_per_step / world_size) * num_samples  # of
 grad_accum_steps = math.ceil(samples_per_rank / device_batch_size)          # nothing is dropped: missing rows stay empty
 print0(f"{num_iterations:,} steps of {examples_per_step} problems x {num_samples} samples, in {grad_accum_steps} micro-step(s) on each of {world_size} rank(s)")
 
-sampling = Sampling(max_new_tokens, temperature, top_k, seed=seed)
+sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed)
 
 
 def rollouts_of(step: int) -> list[Rollout]:
@@ -161,20 +161,20 @@ while True:
         batch = [(r.ids, r.weights()) for r in rollouts[micro_step * device_batch_size :][:device_batch_size]]
         batch += [([], [])] * (device_batch_size - len(batch))
         inputs, targets, weights = tensors(batch, padded_length(max(len(ids) for ids, _ in batch), model.config.sequence_len), device)
-        with sharding.micro_step(last=micro_step == grad_accum_steps - 1):
+        with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
             loss = model(inputs, targets, reduction="sum", weights=weights)
             loss.backward()
         step_loss += loss.detach()
 
-    verdict = sharding.agree(step_loss, float(sum(sum(r.sampled) for r in rollouts)), grad_clip, saver.asks(stop.asked))
+    stats = sharding.reduce_and_clip(step_loss, float(sum(sum(r.sampled) for r in rollouts)), grad_clip, saver.asks(stop.asked))
     lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
     apply_schedule(optimizers, step, num_iterations, lrm)
     saver.begin_update()
     for optimizer in optimizers:
-        optimizer.step(verdict)
-    sharding.gather()
+        optimizer.step(stats)
+    sharding.all_gather_params()
     seen, step_tokens = summary(rollouts, device)
-    metrics.log_step(step, verdict, lrm, step_tokens)  # whose time is that of sampling and training
+    metrics.log_step(step, stats, lrm, step_tokens)  # whose time is that of sampling and training
     metrics.log(step, seen)
     print0(f"step {step:05d}/{num_iterations:05d} | reward {seen['rl/reward']:.3f} | {seen['rl/tokens']:.1f} tokens an answer")
     if step == start_step:

@@ -15,7 +15,7 @@ from configurator import configure
 import torch
 
 from nanochat.checkpoint import discard_after
-from nanochat.compiling import set_up
+from nanochat.distributed import set_up
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order
 from nanochat.distributed import StopRequest, compute_cleanup, expect_short_waits, from_rank0, print0
 from nanochat.errors import UserError, require_positive
@@ -147,7 +147,7 @@ while True:
     # and the one collective of the step, which counts the targets of all of them, makes the mean.
     step_loss, step_targets, step_tokens = torch.zeros((), device=device), torch.zeros((), device=device), 0
     for micro_step in range(grad_accum_steps):
-        with sharding.micro_step(last=micro_step == grad_accum_steps - 1):
+        with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
             loss = model(inputs, targets, reduction="sum")  # without a single target: zero, and so is its gradient
             loss.backward()
         step_loss += loss.detach()
@@ -155,14 +155,14 @@ while True:
         step_tokens += targets.numel() * world_size  # padding included: every rank's rows are padded to one length
         inputs, targets = next(loader)
 
-    verdict = sharding.agree(step_loss, step_targets, grad_clip, saver.asks(stop.asked))
+    stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, saver.asks(stop.asked))
     lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
     apply_schedule(optimizers, step, num_iterations, lrm)
     saver.begin_update()
     for optimizer in optimizers:
-        optimizer.step(verdict)
-    sharding.gather()
-    metrics.log_step(step, verdict, lrm, step_tokens)  # read one step late: no wait for the device
+        optimizer.step(stats)
+    sharding.all_gather_params()
+    metrics.log_step(step, stats, lrm, step_tokens)  # read one step late: no wait for the device
     if step == start_step:
         expect_short_waits(sharding.shard_group, sharding.replica_group)  # all have compiled by now: who is silent has hung
     step += 1

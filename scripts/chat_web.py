@@ -9,7 +9,7 @@ Serve chat models: a page to talk with them, and an interface that OpenAI's clie
     OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
         model="TAG-sft", messages=[{"role": "user", "content": "What is 12 * 3?"}])
 
-nanochat/openai_api.py says what goes beyond that interface and what differs. SIGTERM and Ctrl-C end the server at once;
+nanochat/serve/openai_api.py says what goes beyond that interface and what differs. SIGTERM and Ctrl-C end the server at once;
 so does the death of a model's last worker, with exit code 1, for a supervisor to start it again.
 """
 import os
@@ -30,12 +30,12 @@ from nanochat.distributed import compute_dtype, compute_init, print0
 from nanochat.engine import Engine
 from nanochat.errors import UserError, require_positive
 from nanochat.gpt import GPT
-from nanochat.responses import Impatient
-from nanochat.sampling import Sampling
-from nanochat.serving import ServedModel, Worker
+from nanochat.serve.responses import Impatient
+from nanochat.sampling import SamplingParams
+from nanochat.serve.worker import ServedModel, Worker
 from nanochat.tasks import example_questions
 from nanochat.tokenizer import Tokenizer
-from nanochat.web import Limits, create_app
+from nanochat.serve.web import Limits, create_app
 
 # ---- Models
 source = "auto"             # stage of the model, or several: "sft, rl", served as TAG-STAGE; auto: the furthest there is
@@ -72,7 +72,7 @@ if workers < 0 or max_queue < 0 or timeout_s <= 0:
     raise UserError(f"workers={workers} and max_queue={max_queue} must be at least 0, timeout_s={timeout_s} more than that")
 if not 0 <= port < 2**16:
     raise UserError(f"port={port} must be within 0 and {2**16 - 1}")
-Sampling(max_new_tokens, temperature, top_k).check()
+SamplingParams(max_new_tokens, temperature, top_k).check()
 sources, origins, names = (
     [name.strip() for name in text.split(",") if name.strip()] for text in (source, cors_origins, allowed_hosts))
 if not sources or len(set(sources)) < len(sources):

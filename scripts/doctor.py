@@ -28,9 +28,9 @@ from nanochat.distributed import DEVICE_TYPES, autodetect_device_type, compute_d
 from nanochat.errors import UserError, require_positive
 from nanochat.files import base_dir
 from nanochat.gpt import config_from_depth
-from nanochat.limits import Limit, free_disk, memory_limits
-from nanochat.memory import GIB, largest_rows, needed_bytes, parameter_counts
-from nanochat.probes import probe_all, seconds_of_a_step
+from nanochat.plan.limits import Limit, free_disk, memory_limits
+from nanochat.plan.memory import GIB, largest_rows, needed_bytes, parameter_counts
+from nanochat.plan.probes import probe_all, seconds_of_a_step
 from nanochat.tokenizer import get_tokenizer
 
 # ---- Model

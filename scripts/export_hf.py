@@ -14,8 +14,8 @@ from configurator import configure
 from nanochat.checkpoint import find_model, read_meta
 from nanochat.errors import UserError
 from nanochat.files import write_folder_aside
-from nanochat.hf import FOLDER, export
-from nanochat.hf_card import model_card
+from nanochat.hf.model import FOLDER, export
+from nanochat.hf.card import model_card
 
 # ---- Model
 source: Literal["base", "mid", "sft", "rl"] = "sft"  # stage of the model

@@ -10,9 +10,9 @@ import torch
 
 from nanochat.errors import UserError, require_positive
 from nanochat.flops import datasheet_peak
-from nanochat.machines import LINKS, plan_step, shaped
-from nanochat.memory import parameter_counts, state_bytes, step_bytes
-from nanochat.pages import table
+from nanochat.plan.machines import LINKS, plan_step, shaped
+from nanochat.plan.memory import parameter_counts, state_bytes, step_bytes
+from bench.pages import table
 from nanochat.schedule import accumulation_steps
 
 # ---- Model and batch
@@ -26,7 +26,7 @@ target_param_data_ratio = 20.0  # tokens to train on, per parameter
 gpus = 8                    # ranks
 gpu = "H100"                # a name of the table in nanochat/flops.py
 mfu = 0.5                   # part of its bf16 peak that is assumed to be reached
-link = "nvlink4"            # of each GPU to the others: a name of the table in nanochat/machines.py
+link = "nvlink4"            # of each GPU to the others: a name of the table in nanochat/plan/machines.py
 price = 2.5                 # per GPU and hour, in whatever currency
 config = configure(globals())
 require_positive(config, "depth", "vocab_size", "max_seq_len", "device_batch_size", "gpus")

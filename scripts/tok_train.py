@@ -11,7 +11,8 @@ from itertools import islice
 from configurator import configure
 from nanochat.dataset import iter_texts
 from nanochat.report import settings_table, write_section
-from nanochat.tokenizer import bytes_per_token, tokenizer_dir, train_tokenizer
+from nanochat.tokenizer import tokenizer_dir
+from nanochat.corpus.learn_tokenizer import bytes_per_token, train_tokenizer
 
 # ---- Data
 data = "tinyworld"          # data source to learn from

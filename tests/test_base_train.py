@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from conftest import REPO, run_module
 from nanochat.dataset import dataset_dir
-from nanochat.make_dataset import make
+from nanochat.corpus.make_dataset import make
 from nanochat.metrics import read_metrics
-from nanochat.tokenizer import train_tokenizer
+from nanochat.corpus.learn_tokenizer import train_tokenizer
 
 TINY = ["--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128", "--compile=False",
         "--eval_tokens=512", "--sample_every=-1", "--eval_every=-1"]
@@ -101,7 +101,7 @@ def test_an_empty_base_folder_is_enough(base_folder):
     evaluation = run_module("scripts.base_eval", "--eval_tokens=2048", "--core_metric_max_per_task=0")
     assert evaluation.returncode == 0, evaluation.stderr
     assert "held-out questions" in evaluation.stdout and "excess over the floor" in evaluation.stdout
-    report = run_module("nanochat.report")
+    report = run_module("scripts.report")
     assert report.returncode == 0 and "held-out questions" in (text := (base_folder / "report" / "report.md").read_text())
     assert "- Model: d2 (trained on tinyworld)\n" in text
 
@@ -208,11 +208,11 @@ def test_what_an_evaluation_ends_goes_on_bit_for_bit(base, dtype):
 
 BROKEN_UPDATE = """
 from nanochat import muon
-def update(self, verdict, step=muon.DistMuon.step, done=[]):
+def update(self, stats, step=muon.DistMuon.step, done=[]):
     done.append(1)
     if len(done) == 5:
         raise ArithmeticError("between the two optimizers")
-    step(self, verdict)
+    step(self, stats)
 muon.DistMuon.step = update
 """
 ENDLESS_EVALUATION = """
@@ -347,7 +347,7 @@ def test_a_full_disk_is_one_line_and_costs_nothing_already_written(base, tmp_pat
 
 def test_the_corpus_floor_is_below_any_model(base):
     """Only the embedded world has one; other data say None."""
-    from nanochat.loss_eval import entropy_floor
+    from nanochat.corpus.tinyworld import entropy_floor
 
     assert entropy_floor("sums") is None and dataset_dir("sums").exists()
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import run_module
-from nanochat.make_dataset import make
+from nanochat.corpus.make_dataset import make
 from nanochat.metrics import read_metrics
-from nanochat.tokenizer import train_tokenizer
+from nanochat.corpus.learn_tokenizer import train_tokenizer
 from ranks import Job, run_as_main, run_on_ranks
 
 COMMON = {"compile": False, "dtype": "float32", "device_type": "cpu", "device_batch_size": 2, "model_tag": "tiny"}

@@ -21,19 +21,19 @@ import torch
 import uvicorn
 from starlette.responses import Response
 
-import nanochat.responses
-import nanochat.serving
-import nanochat.web
-from nanochat.answers import Unavailable, Work
+import nanochat.serve.responses
+import nanochat.serve.worker
+import nanochat.serve.web
+from nanochat.serve.answers import Unavailable, Work
 from nanochat.conversation import render_prompt
 from nanochat.engine import Engine
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.pieces import Piece, StopStrings, to_parts
-from nanochat.responses import MAX_CONNECTIONS, WAIT_SECONDS, Impatient
-from nanochat.sampling import Sampling
-from nanochat.serving import ServedModel, Worker
-from nanochat.web import Limits, create_app
+from nanochat.detokenizer import Piece, StopStrings, to_parts
+from nanochat.serve.responses import MAX_CONNECTIONS, WAIT_SECONDS, Impatient
+from nanochat.sampling import SamplingParams
+from nanochat.serve.worker import ServedModel, Worker
+from nanochat.serve.web import Limits, create_app
 from conftest import REPO
 from test_engine import SPECIAL, TOKENIZER, V, write_checkpoint
 
@@ -200,7 +200,7 @@ def test_samples_seeds_and_lengths(server, engines):
     """n samples of one seed are the engine's; greedy is greedy; a length ends an answer, the server's own limit as well."""
     messages = chat(f"{MARKER} what?")
     ask = {"model": "tiny-sft", "messages": messages, "max_tokens": 20, "temperature": 1.5, "top_p": 0.9, "extra_body": {"top_k": 40}, "seed": 5}
-    sampling = Sampling(20, 1.5, 40, 0.9, seed=5)
+    sampling = SamplingParams(20, 1.5, 40, 0.9, seed=5)
     expected = [text_of(answer.tokens) for answer in engines["tiny-sft"].generate([prompt_of(messages)], sampling, num_samples=3)]
     assert len(set(expected)) == 3
     three = server.client.chat.completions.create(**ask, n=3)
@@ -219,7 +219,7 @@ def test_completions_and_models(server, engines):
     engine, bos = engines["tiny-sft"], TOKENIZER.get_bos_token_id()
     texts = [f"the {MARKER}", "another"]
     prompts = [[bos, *TOKENIZER.encode(text)] for text in texts]
-    answers = engine.generate(prompts, Sampling(16, temperature=0, tools=False))
+    answers = engine.generate(prompts, SamplingParams(16, temperature=0, tools=False))
     expected = ["".join(part["text"] for part in to_parts(TOKENIZER, answer.tokens)) for answer in answers]
     several = server.client.completions.create(model="tiny-sft", prompt=texts, n=2, **GREEDY)
     assert [choice.text for choice in several.choices] == [expected[0]] * 2 + [expected[1]] * 2
@@ -308,7 +308,7 @@ def test_32_streams_at_once_are_what_each_is_alone(server, engines):
     """Four times as many as there are places, greedy in float32: token for token the engine's, in company and alone."""
     conversations = [chat(f"{MARKER} {i} " + "and so on " * (i % 7)) for i in range(32)]
     lengths = [30 + 5 * (i % 5) for i in range(32)]
-    samplings = [Sampling(length, temperature=0) for length in lengths]
+    samplings = [SamplingParams(length, temperature=0) for length in lengths]
     expected = [text_of(answer.tokens) for answer in engines["tiny-sft"].generate([prompt_of(messages) for messages in conversations], samplings)]
     assert len(set(expected)) > 16, "models that always say the same test little"
 
@@ -445,7 +445,7 @@ def get(path: str) -> bytes:
 
 def test_clients_that_keep_the_server_waiting_are_dropped(monkeypatch):
     """Nothing sent; half a head; half of a second one; half a body; nothing read. A slow answer is waited for."""
-    monkeypatch.setattr(nanochat.responses, "WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(nanochat.serve.responses, "WAIT_SECONDS", 0.5)
 
     async def run() -> None:
         async with guarded_server() as (port, connections):
@@ -464,7 +464,7 @@ def test_clients_that_keep_the_server_waiting_are_dropped(monkeypatch):
 
 def test_who_reads_nothing_gives_way_to_others(monkeypatch):
     """All connections are taken, by two clients that do not read and one at work: a new one replaces one of the former."""
-    monkeypatch.setattr(nanochat.responses, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(nanochat.serve.responses, "MAX_CONNECTIONS", 3)
 
     async def run() -> None:
         async with guarded_server() as (port, connections):
@@ -545,7 +545,7 @@ def test_a_base_model_behind_a_proxy_until_its_worker_dies(tmp_path):
         [listed] = server.client.models.list()
         assert (listed.id, listed.chat) == ("tiny-base", False)
         text = [TOKENIZER.get_bos_token_id(), *TOKENIZER.encode(f"Once\n\nupon\n\n{MARKER}")]
-        [expected] = Engine(model, TOKENIZER).generate([text], Sampling(20, temperature=0, tools=False))
+        [expected] = Engine(model, TOKENIZER).generate([text], SamplingParams(20, temperature=0, tools=False))
         ask = {"model": "tiny-base", "messages": chat("Once", "upon", MARKER), "max_tokens": 20} | GREEDY
         answer = server.client.chat.completions.create(**ask)
         assert answer.choices[0].message.parts == to_parts(TOKENIZER, expected.tokens)
@@ -635,7 +635,7 @@ def test_two_workers_share_the_requests():
 def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeypatch):
     """A prompt that cannot be read; a step that fails for all who are in it; a model that can read nothing any more."""
     broken = threading.Event()
-    monkeypatch.setattr(nanochat.serving, "NEWS_EVERY", 1000.0)
+    monkeypatch.setattr(nanochat.serve.worker, "NEWS_EVERY", 1000.0)
 
     def make_fragile() -> Engine:
         engine = make_engine()
@@ -713,7 +713,7 @@ def test_loading_limits_of_time_and_other_origins():
             assert (await early).status_code == 200
             long = (await ask(client, "long", max_tokens=2000, n=2)).json()
             assert [choice["finish_reason"] for choice in long["choices"]] == ["length"] * 2 and 2 < long["usage"]["completion_tokens"] < 4000
-            work = Work([prompt_of(chat("long"))], Sampling(2000, temperature=0), n=2, seconds=0.5)
+            work = Work([prompt_of(chat("long"))], SamplingParams(2000, temperature=0), n=2, seconds=0.5)
             first, second = model.submit(work), model.submit(work)  # whose time is over at once with that of those before it
             assert [one.finish_reason async for news in first.news() for one in news] == ["length"] * 2
             with pytest.raises(Unavailable, match="within 0.5 s"):

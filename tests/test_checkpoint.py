@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from conftest import REPO
+from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.checkpoint import (
     checkpoint_dir, choose_start, claim, discard_after, find_checkpoint, furthest_stage, job, list_steps, load_model, lock_path,
     problem_with, step_dir,
@@ -30,11 +31,10 @@ from nanochat.gpt import GPT, config_from_depth
 from nanochat.ownership import Slice, equal_pieces, row_pieces
 from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter, copy_to_host, make_room, outcome, write_files, write_tensors
-from nanochat.tokenizer import Tokenizer
 from ranks import run_on_ranks
 
 set_compile(False, "cpu")
-TOKENIZER = Tokenizer.train(["a few words to learn merges from, a few words"], 280)
+TOKENIZER = learn_tokenizer(["a few words to learn merges from, a few words"], 280)
 SHAPES = {"table": (7, 3), "scale": (1,), "matrix": (4, 5), "bias": (3,)}  # 45 elements: no cut is even
 META = {"tokenizer": TOKENIZER.fingerprint, "config": {}}
 

@@ -17,12 +17,15 @@ import torch
 
 from conftest import run_module
 from nanochat import core_eval
-from nanochat.core_eval import CoreTask, bundle_dir, core_name, evaluate_core, load_items, load_tasks, prompts_of, rows_of, why_no_bundle
-from nanochat.download import Patience
+from nanochat.corpus.learn_tokenizer import learn_tokenizer
+from nanochat.core_eval import CoreTask, bundle_dir, core_name, evaluate_core, load_items, load_tasks, prompts_of, rows_of
+from nanochat.corpus.eval_bundle import why_no_bundle
+from nanochat.corpus.download import Patience
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.make_dataset import make
-from nanochat.tokenizer import Tokenizer, train_tokenizer
+from nanochat.corpus.make_dataset import make
+from nanochat.tokenizer import Tokenizer
+from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.zero import Sharding
 from ranks import run_on_ranks
 
@@ -86,7 +89,7 @@ def bundle(tmp_path_factory) -> Path:
 
 def make_tokenizer() -> Tokenizer:
     rng = random.Random(0)
-    return Tokenizer.train([text(rng, WORDS + ENDS, 5, 20) for _ in range(200)], 256 + 9 + 40)
+    return learn_tokenizer([text(rng, WORDS + ENDS, 5, 20) for _ in range(200)], 256 + 9 + 40)
 
 
 def make_model(tokenizer: Tokenizer, sequence_len: int = 256) -> GPT:

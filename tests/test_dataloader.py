@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from nanochat import dataloader
+from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.dataloader import RowPlanner, TokenizedShards, count_tokens, prefetched, tokenizing_distributed_data_loader
 from nanochat.dataset import dataset_dir, shard_paths
 from nanochat.errors import UserError
-from nanochat.make_dataset import make
+from nanochat.corpus.make_dataset import make
 from nanochat.tokenizer import Tokenizer
 
 T = 32
@@ -29,7 +30,7 @@ def world(tmp_path):
     pq.write_table(pa.table({"text": texts}), source / "a.parquet")
     make(str(source), "own", shard_mb=0.012)
     assert len(shard_paths("own", "train")) >= 2
-    return "own", Tokenizer.train(texts, 400)
+    return "own", learn_tokenizer(texts, 400)
 
 
 def loader(world, **settings):
@@ -115,7 +116,7 @@ def test_resuming_continues_with_the_very_next_rows(world, stop):
 def test_resume_refuses_other_data_tokenizer_or_settings(world):
     data, tokenizer = world
     state = next(loader(world))[2]
-    other = Tokenizer.train(["something else entirely"], 270)
+    other = learn_tokenizer(["something else entirely"], 270)
     with pytest.raises(UserError, match="tokenizer was .* and is .* now"):
         next(tokenizing_distributed_data_loader(data, "train", other, device_batch_size=2, max_seq_len=T, state=state))
     for setting, match in (({"seed": 5}, "seed was 0"), ({"max_seq_len": 16}, "max_seq_len was 32"), ({"split": "val"}, "split was train")):
@@ -193,7 +194,7 @@ def test_long_documents_are_cut_into_rows_without_loss(tmp_path, monkeypatch):
     source.mkdir()
     (source / "a.txt").write_text("\n".join(f"line {i}" for i in range(3000)))
     make(str(source), "long")
-    tokenizer = Tokenizer.train(["line 1 2 3 4 5"], 300)
+    tokenizer = learn_tokenizer(["line 1 2 3 4 5"], 300)
     world = "long", tokenizer
     planner = RowPlanner(TokenizedShards("long", "train", tokenizer), T + 1, seed=0)
     out = []

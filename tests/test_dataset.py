@@ -19,10 +19,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from nanochat import dataset, sources
+from nanochat import dataset
+from nanochat.corpus import sources
 from nanochat.errors import UserError
 from nanochat.files import previous
-from nanochat.make_dataset import make
+from nanochat.corpus.make_dataset import make
 
 ROOT = Path(__file__).parent.parent
 LANGUAGES = ["Grüße aus Köln, schöne Straße.", "Привет, как дела?", "今日はいい天気ですね。", "مرحبا بالعالم", "नमस्ते दुनिया", "😀👩‍👩‍👧"]
@@ -65,7 +66,7 @@ def texts(count: int, words: int = 30, tag: str = "") -> list[str]:
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "nanochat.dataset", *arguments],
+        [sys.executable, "-m", "scripts.dataset", *arguments],
         cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300,
     )
 
@@ -582,7 +583,7 @@ def test_the_reading_half_of_the_library(inputs):
 
 
 def test_what_is_missing_or_damaged_is_named(inputs, base):
-    with pytest.raises(UserError, match=r"no data set 'python' in .*data; make it: python -m nanochat.dataset --source=python$"):
+    with pytest.raises(UserError, match=r"no data set 'python' in .*data; make it: python -m scripts.dataset --source=python$"):
         dataset.load_manifest("python")
     with pytest.raises(UserError, match="no data set 'mine'"):
         dataset.ensure_dataset("mine")
@@ -628,7 +629,7 @@ def test_the_command_that_repairs_names_the_encoding_and_the_field(inputs):
     with pytest.raises(UserError) as said:
         dataset.load_manifest("mine")
     _, _, module, *arguments = shlex.split(str(said.value).split("and run: ")[1])
-    assert module == "nanochat.dataset" and command(*arguments).returncode == 0
+    assert module == "scripts.dataset" and command(*arguments).returncode == 0
     assert files_of("mine")[0].read_bytes() == whole
 
 
@@ -659,7 +660,7 @@ def test_ensure_makes_tinyworld_once(capsys):
 
 def test_importing_prints_and_touches_nothing(tmp_path):
     code = "import nanochat.dataset, sys; assert not {'torch', 'requests', 'datasets'} & set(sys.modules), sys.modules.keys()"
-    code += "; import nanochat.make_dataset; assert not {'torch', 'datasets'} & set(sys.modules)"
+    code += "; import nanochat.corpus.make_dataset; assert not {'torch', 'datasets'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not (tmp_path / "base").exists()
 
@@ -681,7 +682,7 @@ def test_the_command(inputs):
 def test_a_build_killed_at_any_moment_leaves_the_old_data_or_none(inputs, base):
     """Kill a real process while it reads, and while it writes; then the same command works and clears the debris."""
     write_jsonl(inputs / "a.jsonl", texts(30_000))
-    start = [sys.executable, "-m", "nanochat.dataset", f"--source={inputs}", "--name=mine", "--shard_mb=0.2"]
+    start = [sys.executable, "-m", "scripts.dataset", f"--source={inputs}", "--name=mine", "--shard_mb=0.2"]
 
     def kill_when(pattern: str) -> None:
         process = subprocess.Popen(start, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -728,7 +729,7 @@ def test_a_kill_between_the_two_renames_is_mended_by_the_command_that_makes_it(i
 
 def test_two_builds_at_once_are_one(inputs):
     write_jsonl(inputs / "a.jsonl", texts(5000))
-    start = [sys.executable, "-m", "nanochat.dataset", f"--source={inputs}", "--name=mine"]
+    start = [sys.executable, "-m", "scripts.dataset", f"--source={inputs}", "--name=mine"]
     both = [subprocess.Popen(start, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     assert [(process.communicate(timeout=300)[1], process.returncode) for process in both] == [("", 0), ("", 0)]
     dataset.verify("mine")
@@ -763,7 +764,7 @@ def test_a_disk_that_fills_while_shards_are_written(inputs, base):
     with open(inputs / "a.jsonl", "w") as file:
         file.writelines(json.dumps({"text": os.urandom(3000).hex()}) + "\n" for _ in range(1000))
     limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000));"
-    limit += f"sys.argv[1:] = ['--source={inputs}', '--name=mine']; runpy.run_module('nanochat.dataset', run_name='__main__')"
+    limit += f"sys.argv[1:] = ['--source={inputs}', '--name=mine']; runpy.run_module('scripts.dataset', run_name='__main__')"
     failed = subprocess.run([sys.executable, "-c", limit], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert failed.returncode == 1 and failed.stderr.count("\n") == 1, failed.stderr
     assert "File too large" in failed.stderr

@@ -10,12 +10,12 @@ import time
 import pytest
 import torch
 
-import nanochat.limits
-import nanochat.probes
+import nanochat.plan.limits
+import nanochat.plan.probes
 from nanochat.gpt import GPT, GPTConfig, config_from_depth
-from nanochat.make_dataset import make
-from nanochat.memory import GIB, largest_rows, needed_bytes, parameter_counts, state_bytes, step_bytes
-from nanochat.tokenizer import train_tokenizer
+from nanochat.corpus.make_dataset import make
+from nanochat.plan.memory import GIB, largest_rows, needed_bytes, parameter_counts, state_bytes, step_bytes
+from nanochat.corpus.learn_tokenizer import train_tokenizer
 from conftest import REPO, run_module
 
 
@@ -27,7 +27,7 @@ def test_the_formula_is_the_bytes_of_the_tensors(heads, kv_heads, rows, length, 
     config = GPTConfig(length, 2000, n_layer=3, n_embd=256, n_head=heads, n_kv_head=kv_heads)
     formula = step_bytes(config, rows, dtype, "cpu", compiled=False, checkpointing=checkpointing)
     gradients = state_bytes(2, 1, dtype, *parameter_counts(config)).gradients
-    measured = nanochat.probes.peak_of_a_step(config, rows, dtype, compiled=False, checkpointing=checkpointing)
+    measured = nanochat.plan.probes.peak_of_a_step(config, rows, dtype, compiled=False, checkpointing=checkpointing)
     assert gradients + formula.activations + formula.transient == pytest.approx(measured, rel=0.03)
 
 
@@ -118,8 +118,8 @@ def test_a_kernel_that_ends_its_process_costs_only_its_own_verdict(tmp_path, mon
     fake.write_text("#!/bin/sh\ncase \"$*\" in *' b'*) " + "; ".join(f"echo '{line}'" for line in last)
                     + "; exit 0;; esac\n" + "; ".join(f"echo '{line}'" for line in lines) + "\nkill -SEGV $$\n")
     fake.chmod(0o755)
-    monkeypatch.setattr(nanochat.probes.sys, "executable", str(fake))
-    found = list(nanochat.probes.probe_all("cpu", "float32", False))
+    monkeypatch.setattr(nanochat.plan.probes.sys, "executable", str(fake))
+    found = list(nanochat.plan.probes.probe_all("cpu", "float32", False))
     assert [(one.name, one.ok) for one in found] == [("a", True), ("b", False), ("c", True)]
     assert "SIGSEGV" in found[1].text
 
@@ -161,6 +161,6 @@ def test_limits_of_control_groups(tmp_path, monkeypatch):
     for name, text in files.items():
         (tmp_path / "a" / name).write_text(text)
     (tmp_path / "a" / "b" / "memory.max").write_text("max")
-    assert nanochat.limits.left_of([tmp_path / "a" / "b", tmp_path / "a"], "memory.max", "memory.current") == [500]
+    assert nanochat.plan.limits.left_of([tmp_path / "a" / "b", tmp_path / "a"], "memory.max", "memory.current") == [500]
     (tmp_path / "memory.limit_in_bytes").write_text("9223372036854771712")
-    assert nanochat.limits.left_of([tmp_path], "memory.limit_in_bytes", "memory.usage_in_bytes") == []
+    assert nanochat.plan.limits.left_of([tmp_path], "memory.limit_in_bytes", "memory.usage_in_bytes") == []

@@ -16,8 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat import dataset, make_dataset
-from nanochat.download import Patience, fetch_all
+from nanochat import dataset
+from nanochat.corpus import make_dataset
+from nanochat.corpus.download import Patience, fetch_all
 from nanochat.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -312,7 +313,7 @@ def test_pauses_double_and_follow_the_server(server, tmp_path, monkeypatch):
             pauses.append(timeout)
             return super().wait(timeout)
 
-    monkeypatch.setattr("nanochat.download.threading", types.SimpleNamespace(Event=Recorded))
+    monkeypatch.setattr("nanochat.corpus.download.threading", types.SimpleNamespace(Event=Recorded))
     patience = Patience(connect_s=2, read_s=0.5, tries=5, first_pause_s=0.1, longest_pause_s=0.4)
     server.faults["file"] = ["hang before", "hang before", "503", "503"]
     times = []
@@ -452,7 +453,7 @@ def test_a_killed_download_goes_on(hub, tmp_path):
     body, texts = parquet_bytes("large", rows=10_000)
     hub.bodies["shard_00000.parquet"] = body
     fault(hub, "slow", path="shard_00000.parquet")
-    code = "from nanochat import make_dataset; make_dataset.HUB['climbmix'] = ('', 9);"
+    code = "from nanochat.corpus import make_dataset; make_dataset.HUB['climbmix'] = ('', 9);"
     code += f"make_dataset.make('climbmix', num_shards=1, url={hub.url!r})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     part = tmp_path / "data" / "climbmix" / "shard_00000.parquet.part"
@@ -474,7 +475,7 @@ def test_a_killed_download_goes_on(hub, tmp_path):
 def test_the_command_downloads_and_fails_in_one_line(hub, tmp_path):
     hub.bodies["shard_01822.parquet"] = hub.bodies["shard_00009.parquet"]
     arguments = ["--source=fineweb-edu", "--num_shards=1", f"--url={hub.url}", "--workers=2"]
-    command = [sys.executable, "-m", "nanochat.dataset", *arguments]
+    command = [sys.executable, "-m", "scripts.dataset", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "fineweb-edu: 600 documents" in done.stdout and len(dataset.load_manifest("fineweb-edu")["shards"]) == 2

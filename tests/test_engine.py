@@ -21,15 +21,15 @@ from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kv_cache import CachedModel
 from nanochat.loss import cap
-from nanochat.pieces import Pieces, to_parts
-from nanochat.sampling import Sampling, draw
+from nanochat.detokenizer import Pieces, to_parts
+from nanochat.sampling import SamplingParams, draw
 from nanochat.tokenizer import Tokenizer
 from conftest import REPO
 
 TOKENIZER = Tokenizer([b"th", b"the", b" the"])
 V = TOKENIZER.get_vocab_size()  # 268: the weights are padded to 320
 SPECIAL = TOKENIZER.encode_special
-GREEDY = Sampling(max_tokens=30, temperature=0, stop=(), tools=False)
+GREEDY = SamplingParams(max_tokens=30, temperature=0, stop=(), tools=False)
 
 
 def random_model(n_kv_head: int = 4, dtype: torch.dtype = torch.float32, sharpness: float = 0.5) -> GPT:
@@ -77,7 +77,7 @@ def test_greedy_is_the_uncached_model_token_for_token(monkeypatch, n_kv_head, un
     assert len({token for tokens in expected for token in tokens}) > 50, "a model that repeats itself tests little"
 
     engine = Engine(model, TOKENIZER, max_batch=4)
-    requests = [Sampling(count, temperature=0, stop=(), tools=False) for count in counts]
+    requests = [SamplingParams(count, temperature=0, stop=(), tools=False) for count in counts]
     ids = [engine.add(prompt, request)[0] for prompt, request in zip(prompts[:-1], requests)]
     got: dict[int, list[int]] = {}
     for step in range(1000):
@@ -133,13 +133,13 @@ def test_the_cache_grows_rarely_shrinks_and_is_dropped(monkeypatch):
     monkeypatch.setattr(nanochat.kv_cache, "CAPACITY_UNIT", 4)
     monkeypatch.setattr(nanochat.kv_cache, "resized", lambda kv, rows, capacity: growths.append(capacity) or plain(kv, rows, capacity))
     engine = Engine(random_model(), TOKENIZER)
-    engine.add([1], Sampling(1000, temperature=0, stop=(), tools=False))
+    engine.add([1], SamplingParams(1000, temperature=0, stop=(), tools=False))
     assert len(finish(engine)[0]) == 96, "the last token is written with the whole context read"
     assert len(growths) < 16 and max(growths) == 96 == growths[-1], growths
     assert engine.model.kv.numel() == 0 and engine.model.lengths == []
 
     long, short = random_prompts(80, 3)
-    engine.add(long, Sampling(2, temperature=0, stop=(), tools=False))
+    engine.add(long, SamplingParams(2, temperature=0, stop=(), tools=False))
     [id] = engine.add(short, GREEDY)
     engine.step()
     assert engine.model.kv.size(4) >= 80
@@ -159,9 +159,9 @@ def test_draws_have_the_probabilities_of_the_definition(softcap):
     """
     logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(0)) * 12
     kinds = [
-        Sampling(temperature=1.0), Sampling(temperature=2.5, top_k=0), Sampling(temperature=0.7, top_k=5), Sampling(temperature=1.5, top_p=0.8),
-        Sampling(temperature=3.0, top_k=40, top_p=0.9), Sampling(temperature=1.0, top_k=1), Sampling(temperature=1.0, top_k=10**6),
-        Sampling(temperature=4.0, top_p=0.0), Sampling(temperature=0.0, top_k=7), Sampling(temperature=5.0, top_k=12),
+        SamplingParams(temperature=1.0), SamplingParams(temperature=2.5, top_k=0), SamplingParams(temperature=0.7, top_k=5), SamplingParams(temperature=1.5, top_p=0.8),
+        SamplingParams(temperature=3.0, top_k=40, top_p=0.9), SamplingParams(temperature=1.0, top_k=1), SamplingParams(temperature=1.0, top_k=10**6),
+        SamplingParams(temperature=4.0, top_p=0.0), SamplingParams(temperature=0.0, top_k=7), SamplingParams(temperature=5.0, top_k=12),
     ]
     N, counts = 1000, [Counter() for _ in kinds]
     for i in range(N):
@@ -185,7 +185,7 @@ def test_draws_have_the_probabilities_of_the_definition(softcap):
 
 
 @pytest.mark.parametrize("softcap", [15.0, None])
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.1), Sampling(temperature=1.0, top_k=3), Sampling(temperature=1.0, top_p=0.5)])
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.1), SamplingParams(temperature=1.0, top_k=3), SamplingParams(temperature=1.0, top_p=0.5)])
 def test_extreme_uniforms_never_draw_what_is_excluded(sampling, softcap):
     """Excluded by top-k, by top-p, or because exp(−200) is zero: not even a uniform of 0 finds the tokens before the first."""
     logits = torch.full((1, 50), -1e4)
@@ -198,18 +198,18 @@ def test_extreme_uniforms_never_draw_what_is_excluded(sampling, softcap):
 def test_samples_do_not_depend_on_the_company():
     """Alone, or in a changing crowd of other requests: the same seed draws the same tokens."""
     model, (prompt, *others) = random_model(sharpness=0.1), random_prompts(8, 5, 30, 2, 14)
-    sampling = Sampling(40, temperature=1.2, top_k=50, top_p=0.95, seed=3, stop=(), tools=False)
+    sampling = SamplingParams(40, temperature=1.2, top_k=50, top_p=0.95, seed=3, stop=(), tools=False)
     alone = Engine(model, TOKENIZER).generate([prompt], sampling)[0].tokens
     engine = Engine(model, TOKENIZER, max_batch=3)
     for i, other in enumerate(others[:2]):
-        engine.add(other, Sampling(9 + i, temperature=1.0, seed=i, stop=()))
+        engine.add(other, SamplingParams(9 + i, temperature=1.0, seed=i, stop=()))
     engine.step()
     [id] = engine.add(prompt, sampling)
     for other in others[2:]:
-        engine.add(other, Sampling(25, temperature=0, stop=()))
+        engine.add(other, SamplingParams(25, temperature=0, stop=()))
     assert finish(engine)[id] == alone
-    assert Engine(model, TOKENIZER).generate([prompt], Sampling(**vars(sampling) | {"seed": 4}))[0].tokens != alone
-    unseeded = Sampling(**vars(sampling) | {"seed": None})
+    assert Engine(model, TOKENIZER).generate([prompt], SamplingParams(**vars(sampling) | {"seed": 4}))[0].tokens != alone
+    unseeded = SamplingParams(**vars(sampling) | {"seed": None})
     first, second = (Engine(model, TOKENIZER).generate([prompt], unseeded)[0] for _ in range(2))
     assert first.tokens != second.tokens
 
@@ -220,7 +220,7 @@ def test_samples_of_one_prompt_share_its_reading_and_nothing_else(monkeypatch):
     prefill = CachedModel.prefill
     monkeypatch.setattr(CachedModel, "prefill", lambda self, prompt: reads.append(prompt) or prefill(self, prompt))
     model, prompts = random_model(sharpness=0.05), random_prompts(8, 12)
-    sampling = Sampling(6, temperature=1.0, seed=0, stop=(), tools=False)
+    sampling = SamplingParams(6, temperature=1.0, seed=0, stop=(), tools=False)
     answers = Engine(model, TOKENIZER, max_batch=3).generate(prompts, sampling, num_samples=8)
     assert reads == prompts and len(answers) == 16
     assert all(answer.prompt == prompts[i // 8] for i, answer in enumerate(answers))
@@ -242,7 +242,7 @@ def test_settings_that_mean_the_same():
     engine = Engine(model, TOKENIZER)
 
     def tokens(**settings):
-        return [a.tokens for a in engine.generate(prompts, Sampling(**dict(max_tokens=20, seed=0, stop=(), tools=False) | settings))]
+        return [a.tokens for a in engine.generate(prompts, SamplingParams(**dict(max_tokens=20, seed=0, stop=(), tools=False) | settings))]
 
     assert tokens(top_k=0) == tokens(top_k=None) == tokens(top_k=V) == tokens(top_k=10**9)
     assert tokens(temperature=0) == tokens(top_k=1) == tokens(top_p=0.0) == tokens(temperature=1e-30) == tokens(temperature=1e-4)
@@ -256,13 +256,13 @@ def test_stop_tokens_end_a_request_and_are_its_last_token():
     model, prompt = random_model(), random_prompts(10)[0]
     tokens = uncached(model, prompt, 30)
     stop = tokens[12]
-    answer = Engine(model, TOKENIZER).generate([prompt], Sampling(30, temperature=0, stop=(V - 1, stop), tools=False))[0]
+    answer = Engine(model, TOKENIZER).generate([prompt], SamplingParams(30, temperature=0, stop=(V - 1, stop), tools=False))[0]
     assert answer.tokens == tokens[: tokens.index(stop) + 1] and answer.finish_reason == "stop"
     for name in ("<|assistant_end|>", "<|bos|>"):
         with_stop = random_model()
         with_stop.lm_head.weight.data[SPECIAL(name)] = 0
         with_stop.lm_head.weight.data[SPECIAL(name)] = 100 * with_stop.hidden(torch.tensor([prompt]))[0, -1].detach()
-        answer = Engine(with_stop, TOKENIZER).generate([prompt], Sampling(temperature=0))[0]
+        answer = Engine(with_stop, TOKENIZER).generate([prompt], SamplingParams(temperature=0))[0]
         assert answer.tokens == [SPECIAL(name)] and answer.finish_reason == "stop"
 
 
@@ -283,7 +283,7 @@ def test_a_prompt_longer_than_the_context_is_an_error_or_truncated():
     answer = engine.generate([prompt], GREEDY, truncate=True)[0]
     assert answer.prompt == prompt[:1] + prompt[-65:] and len(answer.tokens) == 30
     assert answer.tokens == uncached(model, answer.prompt, 30)
-    answer = engine.generate([prompt], Sampling(10**6, temperature=0, stop=()), truncate=True)[0]
+    answer = engine.generate([prompt], SamplingParams(10**6, temperature=0, stop=()), truncate=True)[0]
     assert len(answer.prompt) == 48 and answer.finish_reason == "length"
     assert engine.generate([prompt[:96]], GREEDY, truncate=True)[0].prompt == prompt[:96], "what fits is left alone"
 
@@ -296,7 +296,7 @@ def test_a_prompt_longer_than_the_context_is_an_error_or_truncated():
 def test_bad_requests_are_refused_when_they_come(prompt, settings, message):
     engine = Engine(random_model(), TOKENIZER)
     with pytest.raises(UserError, match=message):
-        engine.add(prompt, Sampling(**settings))
+        engine.add(prompt, SamplingParams(**settings))
     assert not engine.busy and engine.step() == []
 
 
@@ -318,9 +318,9 @@ def test_removing_what_is_not_there_and_what_waits():
 def test_owners_take_turns(rows, order):
     """The owner with fewer rows is next, in turn where they have equally many: b does not wait for all of a's prompts."""
     engine = Engine(random_model(), TOKENIZER, max_batch=rows)
-    owners = {engine.add(prompt, Sampling(3, stop=()), owner="a")[0]: "a" for prompt in random_prompts(4, 6, 5, 3, 8)}
+    owners = {engine.add(prompt, SamplingParams(3, stop=()), owner="a")[0]: "a" for prompt in random_prompts(4, 6, 5, 3, 8)}
     engine.step()
-    owners[engine.add(random_prompts(7)[0], Sampling(3, stop=()), owner="b")[0]] = "b"
+    owners[engine.add(random_prompts(7)[0], SamplingParams(3, stop=()), owner="b")[0]] = "b"
     assert "".join(owners[id] for id in [*dict.fromkeys([*range(rows), *finish(engine)])]) == order
 
 
@@ -375,7 +375,7 @@ def test_results_are_forced_in_and_read_like_any_token(monkeypatch, expression, 
     logits, decode = [], engine.model.decode
     engine.model.decode = lambda tokens: logits.append(decode(tokens)) or logits[-1]
     stop = SPECIAL("<|output_end|>"),  # ends what the model writes, not what the tool does
-    answer, other = engine.generate(prompts, Sampling(1 + len(call) + len(forced) + 5, stop=stop))
+    answer, other = engine.generate(prompts, SamplingParams(1 + len(call) + len(forced) + 5, stop=stop))
     assert answer.tokens == [65, *call, *forced] + ([70] if forced else [70]) + [5] * 4
     assert answer.forced == [False] * (1 + len(call)) + [True] * len(forced) + [False] * 5
     assert other.tokens == [5] * len(other.tokens) and not any(other.forced)
@@ -394,7 +394,7 @@ def test_the_tool_keeps_quiet_where_it_should(monkeypatch):
         ([start, *one, start, *one, end], {}, 3), ([start, *one, end, 9, 9, 9, end], {}, 3), (made_up, {}, 0),
     ):
         scripted(monkeypatch, *script)
-        answer = Engine(random_model(), TOKENIZER).generate([[1]], Sampling(**{"max_tokens": 20} | settings))[0]
+        answer = Engine(random_model(), TOKENIZER).generate([[1]], SamplingParams(**{"max_tokens": 20} | settings))[0]
         assert sum(answer.forced) == forced, script
         assert answer.finish_reason == "length" and len(answer.tokens) == settings.get("max_tokens", 20)
 
@@ -477,7 +477,7 @@ def chat(*args: str, typed: str = "") -> subprocess.CompletedProcess:
 
 def greedy_answer(model: GPT, prompt: list[int], tools: bool = True) -> list[dict]:
     """The parts of what `chat` should say."""
-    [answer] = Engine(model, TOKENIZER).generate([prompt], Sampling(8, temperature=0, tools=tools))
+    [answer] = Engine(model, TOKENIZER).generate([prompt], SamplingParams(8, temperature=0, tools=tools))
     return to_parts(TOKENIZER, answer.tokens)
 
 

@@ -7,20 +7,22 @@ import numpy as np
 import pytest
 import torch
 
+from nanochat.corpus.learn_tokenizer import learn_tokenizer
+from nanochat.optimizers import setup_optimizers
 from nanochat.compiling import set_compile
 from nanochat.distributed import compute_dtype, compute_init
 from nanochat.errors import UserError
 from nanochat.flops import Peak, measured_matmul_flops, peak_flops
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.loss_eval import document_nats, entropy_floor, evaluate_bpb, greedy_completes, sample
-from nanochat.make_dataset import make
+from nanochat.loss_eval import document_nats, evaluate_bpb, greedy_completes, sample
+from nanochat.corpus.tinyworld import entropy_floor
+from nanochat.corpus.make_dataset import make
 from nanochat.metrics import Metrics, read_metrics
-from nanochat.tinyworld import document
-from nanochat.tokenizer import Tokenizer
-from nanochat.zero import Sharding, Verdict
+from nanochat.corpus.tinyworld import document
+from nanochat.zero import Sharding, StepStats
 
 set_compile(False, "cpu")
-TOKENIZER = Tokenizer.train(["the cat sat on the mat, and 日本語 too"] * 3, 290)
+TOKENIZER = learn_tokenizer(["the cat sat on the mat, and 日本語 too"] * 3, 290)
 TEXTS = ["the cat sat", "日本語 on the mat", "a", "é" * 9, "the mat, and the cat, and the mat"]
 
 
@@ -69,16 +71,16 @@ def test_greedy_completes_agrees_with_decoding():
     model = GPT(GPTConfig(sequence_len=24, vocab_size=TOKENIZER.get_vocab_size(), n_layer=1, n_embd=32, n_head=1, n_kv_head=1))
     model.init_weights(0)
     sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage=0)
-    optimizers = model.setup_optimizers(sharding)
+    optimizers = setup_optimizers(model, sharding)
     tokens = torch.tensor([TOKENIZER.encode("the cat sat on the mat, and 日本語 too", prepend="<|bos|>")])
     for _ in range(60):
-        with sharding.micro_step(last=True):
+        with sharding.accumulate(last=True):
             loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
-        verdict = sharding.agree(loss)
+        stats = sharding.reduce_and_clip(loss)
         for optimizer in optimizers:
-            optimizer.step(verdict)
-        sharding.gather()
+            optimizer.step(stats)
+        sharding.all_gather_params()
     assert sample(model, TOKENIZER, "the cat", 12).startswith(" sat on the mat, and")
     pairs = [("the cat", " sat on the mat,"), ("the cat", " sat on the cat"), ("the", " cat"), ("the cat sat on", " too"), ("the cat sat on", " the mat, and 日本語")]
     assert greedy_completes(model, TOKENIZER, pairs, batch_size=3) == [True, False, True, False, True]
@@ -92,14 +94,14 @@ def test_the_floor_is_known_for_the_embedded_world_alone(tmp_path, capsys):
     assert entropy_floor("copied") is None
 
 
-def verdict(loss: float, ok: bool = True, stops: int = 0) -> Verdict:
-    return Verdict(torch.tensor(float(ok)), torch.tensor([loss if ok else float("nan"), 0.5, float(ok), float(stops)]))
+def stats(loss: float, ok: bool = True, stops: int = 0) -> StepStats:
+    return StepStats(torch.tensor(float(ok)), torch.tensor([loss if ok else float("nan"), 0.5, float(ok), float(stops)]))
 
 
 def test_steps_without_a_finite_loss_are_counted_and_do_not_reach_the_smoothed_loss(tmp_path, capsys):
     metrics = Metrics(tmp_path, "", {}, 0, 9, 1000, flops_per_token=10, peak=Peak(1e6, "datasheet", None))
     for step, (ok, stops) in enumerate(((True, 0), (False, 0), (False, 0), (True, 0), (False, 1))):
-        metrics.log_step(step, verdict(2.0, ok, stops), 1.0)
+        metrics.log_step(step, stats(2.0, ok, stops), 1.0)
         assert metrics.bad_in_a_row == (0, 1, 2, 0, 1)[step] and metrics.stop_requested == (step == 4)
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record.get("train/skipped") for record in records] == [None, 1, 2, None, 3]
@@ -111,7 +113,7 @@ def test_steps_without_a_finite_loss_are_counted_and_do_not_reach_the_smoothed_l
 def test_the_log_is_complete_and_later_records_win(tmp_path, capsys):
     metrics = Metrics(tmp_path, "", {}, 0, 4, 1000, flops_per_token=10, peak=Peak(1e6, "datasheet", None))
     for step, loss in enumerate((4.0, 2.0)):
-        metrics.log_step(step, verdict(loss), 1.0)
+        metrics.log_step(step, stats(loss), 1.0)
     metrics.pause()
     metrics.log_validation(2, 1.5)
     path = tmp_path / "metrics.jsonl"
@@ -119,7 +121,7 @@ def test_the_log_is_complete_and_later_records_win(tmp_path, capsys):
         file.write('{"step": 2, "train/lo')  # killed while writing
     metrics = Metrics(tmp_path, "", {}, 1, 4, 1000, 10, Peak(1e6, "datasheet", None), state=metrics.state)
     for step, loss in ((1, 3.0), (2, 1.0)):
-        metrics.log_step(step, verdict(loss), 0.5)
+        metrics.log_step(step, stats(loss), 0.5)
     metrics.close()
     records = read_metrics(path)
     assert [(r["step"], r.get("train/loss"), r.get("val/bpb")) for r in records] == [
@@ -156,14 +158,14 @@ def test_mfu_on_a_cpu_is_at_most_what_it_says(tmp_path, monkeypatch, capsys):
 
     metrics = Metrics(tmp_path, "", {}, 0, 4, total_batch_size=1000, flops_per_token=1, peak=Peak(1.0, "measured", measure))
     for step in range(2):
-        metrics.log_step(step, verdict(2.0), 1.0)
+        metrics.log_step(step, stats(2.0), 1.0)
     metrics.pause()
     assert not rates, "too soon"
     monkeypatch.setattr("nanochat.metrics.MEASURE_EVERY", 0)
     for step in range(2, 4):
         metrics.resume()
         metrics.pause()
-        metrics.log_step(step, verdict(2.0), 1.0)
+        metrics.log_step(step, stats(2.0), 1.0)
     metrics.close()
     shares = [record["train/mfu_at_most"] for record in read_metrics(tmp_path / "metrics.jsonl")]
     speeds = [record["train/tok_per_sec"] for record in read_metrics(tmp_path / "metrics.jsonl")]
@@ -188,7 +190,7 @@ def test_auto_dtype_follows_the_hardware(monkeypatch):
 
 def test_metrics_file_is_one_json_object_per_line(tmp_path):
     metrics = Metrics(tmp_path, "", {}, 0, 1, 8, 1, Peak(1.0, "datasheet", None))
-    metrics.log_step(0, verdict(1.0), 1.0)
+    metrics.log_step(0, stats(1.0), 1.0)
     metrics.close()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line).keys() == {"step", "train/loss", "train/grad_norm", "train/lrm", "train/dt", "train/tok_per_sec", "train/mfu"}

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-import nanochat.execution
-from nanochat.execution import FOLDER_BYTES, LINUX, MAX_FILE_BYTES, MAX_PROCESSES, Result, run_python
+import nanochat.tasks.execution
+from nanochat.tasks.execution import FOLDER_BYTES, LINUX, MAX_FILE_BYTES, MAX_PROCESSES, Result, run_python
 
 REPO = Path(__file__).parent.parent
 GIB = 2**30
@@ -310,7 +310,7 @@ def test_nothing_is_left_when_someone_in_between_is_gone(tmp_path, who, how):
     mark = 400 * 2**20 + next(numbers)
     # Ctrl-C as in the foreground: started in the background by a shell, this process and its children would ignore it.
     code = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += f"import tempfile\nfrom nanochat.execution import run_python\ntempfile.tempdir = {str(tmp_path)!r}\n"
+    code += f"import tempfile\nfrom nanochat.tasks.execution import run_python\ntempfile.tempdir = {str(tmp_path)!r}\n"
     code += f"print(run_python('while True: pass', 100, {mark}).error)"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     deadline = time.monotonic() + 200
@@ -330,7 +330,7 @@ def test_nothing_is_left_when_someone_in_between_is_gone(tmp_path, who, how):
 @linux_only
 def test_a_program_that_outlives_its_wait_has_failed(tmp_path, monkeypatch):
     """Its supervisor is stopped, as a program can do where no wall is between them: nobody waits for ever, and nothing runs on."""
-    monkeypatch.setattr(nanochat.execution, "GRACE_S", 1)
+    monkeypatch.setattr(nanochat.tasks.execution, "GRACE_S", 1)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     memory_bytes = 400 * 2**20 + next(numbers)
     with ThreadPoolExecutor(1) as pool:
@@ -348,7 +348,7 @@ def test_a_program_that_outlives_its_wait_has_failed(tmp_path, monkeypatch):
 STOPPED_MEANWHILE = """
 import sys
 sys.path.insert(0, {repo!r})
-from nanochat import execution
+from nanochat.tasks import execution
 execution.GRACE_S = 0.5
 print(execution.run_python("print(1)", 0.5).stdout)
 """
@@ -368,7 +368,7 @@ def test_who_was_stopped_while_a_program_ran_goes_on():
 WITHOUT_NAMESPACES = """
 import json, os, sys
 sys.path.insert(0, {repo!r})
-from nanochat.execution import run_python
+from nanochat.tasks.execution import run_python
 
 def others():
     names = [name for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]

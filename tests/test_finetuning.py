@@ -34,19 +34,19 @@ def one_step(rank: int, world_size: int, device_batch_size: int, stage: int) -> 
     step_loss, step_targets = torch.zeros(()), torch.zeros(())
     for micro_step in range(grad_accum_steps):
         inputs, targets = next(loader)
-        with sharding.micro_step(last=micro_step == grad_accum_steps - 1):
+        with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
             loss = model(inputs, targets, reduction="sum")
             loss.backward()
         step_loss += loss.detach()
         step_targets += (targets >= 0).sum()
-    verdict = sharding.agree(step_loss, step_targets)
+    stats = sharding.reduce_and_clip(step_loss, step_targets)
     whole = {name: torch.zeros(size) for name, size in sizes.items()}
     for s in sharding.slices:
         whole[s.name][s.start : s.end] = s.grad
     gradient = torch.cat(list(whole.values()))
     if sharding.shards > 1:
         dist.all_reduce(gradient)
-    return verdict.report[0].item(), gradient
+    return stats.report[0].item(), gradient
 
 
 def all_steps(rank: int, world_size: int) -> dict[tuple[int, int], tuple[float, torch.Tensor]]:

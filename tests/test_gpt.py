@@ -227,11 +227,11 @@ def test_a_target_in_the_padding_is_never_learnt():
         model = small_model(softcap=softcap)
         sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage=0)
         for targets, ok in ((right, 1), (wrong, 0)):
-            with sharding.micro_step(last=True):
+            with sharding.accumulate(last=True):
                 loss = model(right, targets)
                 loss.backward()
-            assert math.isfinite(loss.item()) == ok == sharding.agree(loss.detach()).report.tolist()[2]
-            sharding.gather()
+            assert math.isfinite(loss.item()) == ok == sharding.reduce_and_clip(loss.detach()).report.tolist()[2]
+            sharding.all_gather_params()
         each = model(right, wrong, reduction="none")
         assert each[1, 3] == math.inf and each.isfinite().sum() == 15
 

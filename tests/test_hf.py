@@ -17,22 +17,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import nanochat.saving
+from nanochat.corpus.learn_tokenizer import learn_tokenizer
+from nanochat.optimizers import setup_optimizers
 from nanochat.checkpoint import checkpoint_dir, load_checkpoint, problem_with, read_meta, step_dir
 from nanochat.conversation import render, render_prompt
 from nanochat.engine import Engine
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hf import Imported, fit
-from nanochat.hf_tokenizer import GUARD, PROBES, SEAM, to_hf
+from nanochat.hf.model import Imported, fit
+from nanochat.hf.tokenizer import GUARD, PROBES, SEAM, to_hf
 from nanochat.report import write_section
-from nanochat.sampling import Sampling
+from nanochat.sampling import SamplingParams
 from nanochat.saving import CheckpointWriter, save_weights
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 from nanochat.zero import Sharding
 from ranks import run_on_ranks
 
 TEXT = Path(__file__).read_text(encoding="utf-8") + " a" + "a" * 40 + " ab" * 9 + "ababab"
-TOKENIZER = Tokenizer.train([TEXT] * 2, 500)
+TOKENIZER = learn_tokenizer([TEXT] * 2, 500)
 V = TOKENIZER.get_vocab_size()
 MALICE = "/malice"  # a file in the base folder that no test may find
 
@@ -116,7 +118,7 @@ def test_transformers_computes_the_same(hf, tmp_path, n_kv_head, dtype, max_shar
 
     prompt = [TOKENIZER.get_bos_token_id(), *tokens[0, :19].tolist()]
     got = theirs.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=[])[0, 20:].tolist()
-    expected = Engine(ours, TOKENIZER).generate([prompt], Sampling(64, temperature=0, stop=(), tools=False))[0].tokens
+    expected = Engine(ours, TOKENIZER).generate([prompt], SamplingParams(64, temperature=0, stop=(), tools=False))[0].tokens
     assert got == expected and len(set(expected)) > 10
 
 
@@ -127,7 +129,7 @@ def test_pipelines_answer_and_continue_as_the_engine_does(hf, tmp_path):
     saved(model)
     folder = exported(tmp_path / "out")
     write = hf.pipeline("text-generation", model=str(folder))
-    engine, greedy, ended = Engine(model, TOKENIZER), Sampling(40, temperature=0, tools=False), 0
+    engine, greedy, ended = Engine(model, TOKENIZER), SamplingParams(40, temperature=0, tools=False), 0
     for text in ("Once", "import os", "What is 12?", "ab", "the test", "x = 3"):
         messages = [{"role": "user", "content": text}]
         for prompt, ids in ((text, TOKENIZER.encode(text, prepend="<|bos|>")), (messages, render_prompt(TOKENIZER, {"messages": messages}))):
@@ -263,7 +265,7 @@ def save_on_rank(rank: int, world_size: int, folder: Path) -> None:
     """A bfloat16 model with its masters, each rank keeping half of them."""
     model = random_model(2)
     sharding = Sharding(model, model.units(), torch.device("cpu"), torch.bfloat16, stage=2)
-    saver = CheckpointWriter(folder, sharding, model.setup_optimizers(sharding), TOKENIZER)
+    saver = CheckpointWriter(folder, sharding, setup_optimizers(model, sharding), TOKENIZER)
     saver.save(12, {"config": {}, "tokenizer": TOKENIZER.fingerprint})
     saver.wait()
 
@@ -547,6 +549,6 @@ def test_every_stage_begins_with_an_imported_model_and_none_goes_on_from_one(tmp
     before, after = (load_checkpoint(step_dir(checkpoint_dir(stage, "back"), step), torch.device("cpu"))[0] for stage, step in (("base", 12), ("sft", 2)))
     assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
     prompt = render_prompt(TOKENIZER, {"messages": [{"role": "user", "content": "12?"}]})
-    assert answer == "".join(piece.text for piece in Engine(after, TOKENIZER).stream(prompt, Sampling(8, temperature=0))) + "\n" and len(answer) > 1
+    assert answer == "".join(piece.text for piece in Engine(after, TOKENIZER).stream(prompt, SamplingParams(8, temperature=0))) + "\n" and len(answer) > 1
     assert re.fullmatch(r"error: \S+/mid_checkpoints/back/step_000012 was imported: it has weights only, .*", resumed)
     assert re.fullmatch(r"error: \S+/base_checkpoints/back/step_000012 was imported, and does not say what it was trained on; set --data .*", evaluated)

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import REPO
-from nanochat.make_dataset import make
+from nanochat.corpus.make_dataset import make
 from nanochat.metrics import read_metrics
-from nanochat.tokenizer import train_tokenizer
+from nanochat.corpus.learn_tokenizer import train_tokenizer
 from ranks import Job, run_as_main, run_on_ranks, torchrun
 
 TINY = {"data": "sums", "depth": 1, "max_seq_len": 32, "device_batch_size": 4, "total_batch_size": 512, "num_iterations": 30, "compile": False,

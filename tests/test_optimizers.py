@@ -16,10 +16,10 @@ def on_one_rank(params: dict[str, Parameter], dtype: torch.dtype = torch.float32
 
 
 def apply(sharding: Sharding, *optimizers) -> None:
-    verdict = sharding.agree(torch.zeros(()))
+    stats = sharding.reduce_and_clip(torch.zeros(()))
     for optimizer in optimizers:
-        optimizer.step(verdict)
-    sharding.gather()
+        optimizer.step(stats)
+    sharding.all_gather_params()
 
 
 def test_adamw_equals_torchs_over_many_steps():

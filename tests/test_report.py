@@ -99,7 +99,7 @@ def test_a_report_is_about_one_model_and_its_data(base_folder):
         assert [row[0] for row in table_after(text, "## Summary")] == ["", "score"] and f"column of {tag}" in text and text.count("column of") == 1
     with pytest.raises(UserError, match=r"no sections of model_tag=d44 in .*; there are those of .*guest; did you mean 'd4'\?$"):
         report.generate("d44")
-    done = run_module("nanochat.report", "--model_tag", "d8")
+    done = run_module("scripts.report", "--model_tag", "d8")
     assert done.returncode == 0 and "d8 on land." in Path(done.stdout.strip()).read_text(), done.stderr
     report.write_section("base_eval", "Eval", "Again.", data="sea", model_tag="d4")
     assert "Again." in report.generate().read_text()
@@ -285,6 +285,6 @@ def test_command_needs_a_section_and_then_prints_the_path(base_folder):
     report.write_section("data", "Data", "Some text.", data="world")
     with pytest.raises(UserError, match="no sections of model_tag=d4 in .*there are those of no model$"):
         report.generate("d4")
-    done = run_module("nanochat.report")
+    done = run_module("scripts.report")
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == base_folder / "report" / "report.md" and "Some text." in Path(done.stdout.strip()).read_text()

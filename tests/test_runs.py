@@ -19,15 +19,15 @@ from torch.distributed.run import get_args_parser
 
 from configurator import read_arguments, read_settings
 from conftest import REPO, run_module
-from nanochat import pages
+from bench import pages
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
-from nanochat.machines import LINKS, plan_step, shaped
-from nanochat.make_dataset import make
-from nanochat.scaling import fit, read_series
-from nanochat.tokenizer import train_tokenizer
+from nanochat.plan.machines import LINKS, plan_step, shaped
+from nanochat.corpus.make_dataset import make
+from bench.scaling_fit import fit, read_series
+from nanochat.corpus.learn_tokenizer import train_tokenizer
 from ranks import run_on_ranks
-from scripts.data_parallel_bench import CONFIG, VARIANTS, train
+from bench.data_parallel import CONFIG, VARIANTS, train
 
 PAGES = sorted([*REPO.glob("README*.md"), *REPO.glob("docs/*.md")])
 SCRIPTS = sorted([*REPO.glob("runs/*"), *REPO.glob("*.sh"), *REPO.glob("tests/*.sh")])
@@ -48,7 +48,7 @@ def settings_of(module: str) -> dict | None:
 
 @functools.cache
 def all_source() -> str:
-    files = [*REPO.glob("*.py"), *REPO.glob("nanochat/**/*.py"), *REPO.glob("scripts/*.py"), *REPO.glob("tests/*.py"), *SCRIPTS, REPO / "pyproject.toml"]
+    files = [*REPO.glob("*.py"), *REPO.glob("nanochat/**/*.py"), *REPO.glob("scripts/*.py"), *REPO.glob("bench/*.py"), *REPO.glob("tests/*.py"), *SCRIPTS, REPO / "pyproject.toml"]
     files.remove(Path(__file__))  # it has names in it that must not be found
     return "\n".join(path.read_text(encoding="utf-8") for path in files)
 
@@ -66,10 +66,10 @@ def problems(text: str, folder: Path) -> list[str]:
         if not (REPO / script).exists():
             found.append(f"script {script}")
     # names in backticks: files, settings, functions; and functions said to be in a file
-    for path in re.findall(r"`((?:nanochat|scripts|tests|docs|runs)/[\w./-]+)`", text):
+    for path in re.findall(r"`((?:nanochat|scripts|bench|tests|docs|runs)/[\w./-]+)`", text):
         if not (REPO / path).exists():
             found.append(f"file {path}")
-    known = LAUNCHER_FLAGS | {name for script in (REPO / "scripts").glob("*.py") for name in settings_of(f"scripts.{script.stem}") or ()} | set(settings_of("nanochat.dataset"))
+    known = LAUNCHER_FLAGS | {name for folder in ("scripts", "bench") for script in (REPO / folder).glob("*.py") for name in settings_of(f"{folder}.{script.stem}") or ()}
     for flag in re.findall(r"`--(\w[\w-]*)(?:=[^`]*)?`", text):
         if flag.replace("-", "_") not in known | {"help"} and f"--{flag}" not in all_source():
             found.append(f"setting --{flag}")
@@ -95,7 +95,7 @@ def problems_of_command(words: list[str]) -> list[str]:
         if wanted and not missing and not any(wanted in name or wanted in file.name for name in names for file in files):
             missing.append(f"tests -k {wanted}")
         return missing
-    if not module.startswith(("scripts.", "nanochat.")) or module == "scripts.":
+    if not module.startswith(("scripts.", "nanochat.", "bench.")) or module == "scripts.":
         return []
     if not (REPO / f"{module.replace('.', '/')}.py").exists():
         return [] if "…" in module else [f"module {module}"]
@@ -265,7 +265,7 @@ def test_the_plot_reads_finished_runs(base_folder):
         (tag / "step_000010" / "meta.json").write_text(json.dumps(meta))
         (tag / "step_000010" / "manifest.json").write_text("{}")
         (tag / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "val/bpb": value}) + "\n" for step, value in ((0, 4.0), (10, bpb))))
-    result = run_module("scripts.scaling_plot", "--series=bowl")
+    result = run_module("bench.scaling", "--series=bowl")
     assert result.returncode == 0, result.stderr
     assert "bowl-d8: not finished, left out" in result.stdout and "the parabola is lowest at depth" in result.stdout
     rows = list(csv.DictReader(open(base_folder / "scaling" / "bowl.csv")))

@@ -7,16 +7,17 @@ from torch import Tensor, nn
 
 from ranks import run_on_ranks
 
+from nanochat.corpus.learn_tokenizer import learn_tokenizer
+from nanochat.optimizers import setup_optimizers
 from nanochat.adamw import DistAdamW
 from nanochat.checkpoint import checkpoint_dir, find_checkpoint
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter
-from nanochat.tokenizer import Tokenizer
 from nanochat.zero import Sharding, partition
 
-TOKENIZER = Tokenizer.train(["a few words to learn merges from"], 270)
+TOKENIZER = learn_tokenizer(["a few words to learn merges from"], 270)
 CPU, ROWS, STEPS, VOCABULARY, WIDTH = torch.device("cpu"), 12, 5, 11, 6
 ADAMW = dict(betas=(0.8, 0.95), eps=1e-8, weight_decay=0.1)
 
@@ -67,11 +68,11 @@ def sharded(rank: int, world_size: int, stage: int, dtype: torch.dtype = torch.f
     for step in range(STEPS):
         share = tokens_of(step).chunk(2 * world_size)
         for micro_step in range(2):
-            with sharding.micro_step(last=micro_step == 1):
+            with sharding.accumulate(last=micro_step == 1):
                 loss = model(share[2 * rank + micro_step])
                 loss.backward()
-        optimizer.step(sharding.agree(loss, count=ROWS / world_size))
-        sharding.gather()
+        optimizer.step(sharding.reduce_and_clip(loss, count=ROWS / world_size))
+        sharding.all_gather_params()
     assert model.head.weight is model.embedding.weight
     return {name: tensor.clone() for name, tensor in sharding.whole_tensors()}
 
@@ -136,10 +137,10 @@ def routed(rank: int, world_size: int) -> list:
             sharding = Sharding(model, list(model.branches), CPU, torch.float32, stage)
             loss = torch.zeros(())
             for micro_step, route in enumerate(routes[rank]):
-                with sharding.micro_step(last=micro_step == len(routes[rank]) - 1):
+                with sharding.accumulate(last=micro_step == len(routes[rank]) - 1):
                     loss = model(torch.full((2, 4), 1.0 + rank), route)
                     loss.backward()
-            sharding.agree(loss, count=0.5)  # Σ count is 1: sums
+            sharding.reduce_and_clip(loss, count=0.5)  # Σ count is 1: sums
             grads = {name: torch.zeros(p.numel()) for name, p in model.named_parameters()}
             for s in sharding.slices:
                 grads[s.name][s.start : s.end] = s.grad
@@ -169,7 +170,7 @@ def test_gradients_belong_to_their_unit_whatever_order_ranks_complete_them_in():
 def skips_a_unit(rank: int, world_size: int, stage: int) -> None:
     model = Branches()
     sharding = Sharding(model, list(model.branches), CPU, torch.float32, stage)
-    with sharding.micro_step(last=True):
+    with sharding.accumulate(last=True):
         model(torch.ones(2, 4), [0, 1, 2, 3] if rank == 0 else [0, 2, 3]).backward()
 
 
@@ -199,9 +200,9 @@ def twice(rank: int, world_size: int) -> list[Tensor]:
         model = Branches()
         sharding = Sharding(model, list(model.branches), CPU, torch.float32, stage)
         for size in (1.0, 2.0):
-            with sharding.micro_step(last=True):
+            with sharding.accumulate(last=True):
                 model(torch.full((2, 4), size), [0, 1, 2, 3]).backward()
-            sharding.agree(torch.zeros(()))
+            sharding.reduce_and_clip(torch.zeros(()))
         results.append([s.grad.clone() for s in sharding.slices])
         fresh = Branches()
         fresh(torch.full((2, 4), 2.0), [0, 1, 2, 3]).backward()
@@ -244,11 +245,11 @@ def fully_shard_alone(rank: int, world_size: int) -> float:
         alone(x, [0, 1, 2, 3]).backward()
         theirs.step()
         theirs.zero_grad()
-        with sharding.micro_step(last=True):
+        with sharding.accumulate(last=True):
             loss = model(x, [0, 1, 2, 3])
             loss.backward()
-        ours.step(sharding.agree(loss))
-        sharding.gather()
+        ours.step(sharding.reduce_and_clip(loss))
+        sharding.all_gather_params()
     before = dict(Branches().named_parameters())
     whole = dict(sharding.whole_tensors())
     assert all((whole[name] - before[name]).abs().max() > 0.1 for name in whole)
@@ -268,7 +269,7 @@ def saved_and_loaded(rank: int, world_size: int) -> None:
             model.init_weights(seed)
             model.transformer.wte.requires_grad_(False)
             sharding = Sharding(model, model.units(), CPU, torch.bfloat16, stage)
-            shardings.append((sharding, model.setup_optimizers(sharding)))
+            shardings.append((sharding, setup_optimizers(model, sharding)))
         (saved, optimizers), (loaded, theirs) = shardings
         writer = CheckpointWriter(checkpoint_dir("base", f"stage{before}"), saved, optimizers, TOKENIZER)
         writer.save(1, {"config": {}, "tokenizer": TOKENIZER.fingerprint})

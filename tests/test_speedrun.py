@@ -14,7 +14,7 @@ ENV = {"NANOCHAT_NO_VENV": "1", "PATH": f"{Path(sys.executable).parent}:{os.envi
 
 
 def once(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess:
-    return run_module("nanochat.once", *arguments, timeout=timeout)
+    return run_module("scripts.once", *arguments, timeout=timeout)
 
 
 def test_once_repeats_only_what_is_no_longer_as_it_was(base_folder):
@@ -89,7 +89,7 @@ def test_once_lets_a_command_save_and_never_runs_it_twice_at_a_time(base_folder)
     saves = "import signal, sys, time, pathlib, os\n" + "folder = pathlib.Path(os.environ['NANOCHAT_BASE_DIR'])\n" + (
         "def save(*_):\n    time.sleep(0.3)\n    (folder / 'saved').touch()\n    sys.exit(3)\n"
         "signal.signal(signal.SIGINT, save), signal.signal(signal.SIGTERM, save)\n(folder / 'running').touch()\ntime.sleep(60)")
-    command = [sys.executable, "-m", "nanochat.once", "stage", "--makes", "result", "--", sys.executable, "-c", saves]
+    command = [sys.executable, "-m", "scripts.once", "stage", "--makes", "result", "--", sys.executable, "-c", saves]
 
     def start() -> subprocess.Popen:
         process = subprocess.Popen(command, cwd=REPO, env=os.environ, stderr=subprocess.PIPE, text=True, start_new_session=True)

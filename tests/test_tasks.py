@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat import tinyworld_facts
+from nanochat.corpus.learn_tokenizer import learn_tokenizer
+from nanochat.corpus import tinyworld_facts
 from nanochat.calculator import calculate
 from nanochat.conversation import check_conversation
 from nanochat.errors import UserError
@@ -23,7 +24,7 @@ from nanochat.tasks import (
 from nanochat.tasks import tinyworld as world
 from nanochat.tasks.common import exchange, last_number, reference, shuffled, side
 from nanochat.tasks.gsm8k import answer_parts, final_number
-from nanochat.tinyworld import facts
+from nanochat.corpus.tinyworld import facts
 
 EMBEDDED = ("arithmetic", "arithmetic:easy", "arithmetic:medium", "arithmetic:hard", "spellingbee", "spellingbee:spell",
             "spellingbee:tool", "spellingbee:hand", "tinyworld", "tinyworld:facts", "tinyworld:identity")
@@ -455,11 +456,10 @@ def test_arc_has_letters_whatever_its_labels_and_three_to_five_choices(base_fold
 
 def test_the_letter_in_the_question_is_the_token_of_the_answer(base_folder):
     """After a blank or a sign it would be another one; this tokenizer has merged them as often as it could."""
-    from nanochat.tokenizer import Tokenizer
 
     write(base_folder, "mmlu/all/test.jsonl", MMLU)
     conversation = make_task("mmlu", "test")[0]
-    tokenizer = Tokenizer.train([f"{mark}{letter}{mark}{letter} " * 3 for mark in ("", " ", "=", "(", "\n", ".", "\n\n") for letter in "ABCD"], 400)
+    tokenizer = learn_tokenizer([f"{mark}{letter}{mark}{letter} " * 3 for mark in ("", " ", "=", "(", "\n", ".", "\n\n") for letter in "ABCD"], 400)
     ids = tokenizer.encode(asked(conversation))
     assert all(ids.count(tokenizer.encode(letter)[0]) == 1 for letter in "ABCD")
     assert len(tokenizer.encode("A")) == 1 and tokenizer.encode(" A") != tokenizer.encode("A")

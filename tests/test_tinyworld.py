@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from nanochat import tinyworld, tinyworld_facts
+from nanochat.corpus import tinyworld, tinyworld_facts
 from nanochat.errors import UserError
-from nanochat.tinyworld import Draw, Fact, derivations, document, facts, floor_bits, held_out_questions, topic_of
+from nanochat.corpus.tinyworld import Draw, Fact, derivations, document, facts, floor_bits, held_out_questions, topic_of
 
 KNOWLEDGE = ("capitals", "elements", "opposites", "calendar", "planets", "colors", "animals", "spelling")
 
@@ -44,7 +44,7 @@ def test_documents_are_pure_functions_of_seed_and_index_and_never_change():
 
 
 def test_importing_builds_no_tables():
-    code = ("import sys, nanochat.tinyworld as t\n"
+    code = ("import sys, nanochat.corpus.tinyworld as t\n"
             "assert t.facts.cache_info().currsize == 0 and 'torch' not in sys.modules")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=Path(__file__).parents[1])
 

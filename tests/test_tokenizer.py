@@ -22,9 +22,11 @@ import regex
 import tiktoken._educational
 import tokenizers
 
+from nanochat.corpus import learn_tokenizer as learning
+from nanochat.corpus.learn_tokenizer import TRAINING_PATTERN, learn_tokenizer
 from nanochat.errors import UserError
-from nanochat.tokenizer import (FILE_NAME, SPECIAL_TOKENS, SPLIT_PATTERN, TRAINING_PATTERN, Tokenizer, get_tokenizer,
-                                tokenizer_dir, train_tokenizer, training_texts)
+from nanochat.tokenizer import FILE_NAME, SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer, get_tokenizer, tokenizer_dir
+from nanochat.corpus.learn_tokenizer import train_tokenizer, training_texts
 
 ROOT = Path(__file__).resolve().parent.parent
 NASTY = ["", " ", "\n", "\r\n\r\n", "a\r\nb\r\n", "\0", "a\0b", "\u0301", "e\u0301\u0327", "👩‍👩‍👧‍👦🏳️‍🌈", "你好，世界",
@@ -46,7 +48,7 @@ def corpus() -> list[str]:
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     """Small, yet with merges inside characters of other scripts."""
-    return Tokenizer.train(corpus(), 800)
+    return learn_tokenizer(corpus(), 800)
 
 
 def random_texts(count: int) -> list[str]:
@@ -120,7 +122,7 @@ def test_all_bytes_decode(tokenizer):
 def test_digits_are_split_in_groups_of_up_to_two():
     """Trained on nothing but long numbers, no token holds three digits, nor a digit and anything else."""
     numbers = [f"x{n} {n} {n}{n}\n٣٤٥٣٤٥" for n in range(100, 1100)]
-    tokens = Tokenizer.train(numbers, 2000).raw_tokens
+    tokens = learn_tokenizer(numbers, 2000).raw_tokens
     texts = [token.decode(errors="ignore") for token in tokens]
     assert max(sum(char.isdigit() for char in text) for text in texts) == 2
     assert all(text.isdigit() for text in texts if any(char.isdigit() for char in text))
@@ -168,7 +170,7 @@ def test_a_megabyte_without_a_split_is_encoded_quickly_and_whole(tokenizer):
 def test_unpaired_surrogates_are_replaced_not_raised(tokenizer):
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
     assert tokenizer.encode(["a\ud800b"]) == [tokenizer.encode("a\ufffdb")]
-    assert Tokenizer.train(["ab\ud800 ab"] * 3, 270).merges
+    assert learn_tokenizer(["ab\ud800 ab"] * 3, 270).merges
 
 
 # ---- Training
@@ -176,7 +178,7 @@ def test_unpaired_surrogates_are_replaced_not_raised(tokenizer):
 def test_every_merge_is_the_most_frequent_pair_of_its_time():
     """Replays the training naively; among equally frequent pairs any may come first."""
     texts = corpus()[:60]
-    merges = Tokenizer.train(texts, 256 + 9 + 200).merges
+    merges = learn_tokenizer(texts, 256 + 9 + 200).merges
     assert len(merges) == 200
     words = collections.Counter(tuple(piece) for text in texts for piece in pieces(text))
     for token in merges:
@@ -195,7 +197,7 @@ def test_merges_are_those_that_another_library_learns():
     stems = [" " + "".join(rng.choices("abcdeé", k=6)) for _ in range(8)]
     text = "".join(stem[:length] * rng.randint(1, 99) for stem in stems for length in range(2, 8))
     expected = tiktoken._educational.bpe_train(text, 256 + 40, TRAINING_PATTERN, visualise=None)
-    assert Tokenizer.train([text], 256 + 40 + len(SPECIAL_TOKENS)).merges == tuple(expected)[256:]
+    assert learn_tokenizer([text], 256 + 40 + len(SPECIAL_TOKENS)).merges == tuple(expected)[256:]
 
 
 def test_merges_of_another_library_encode_as_they_do_there(tmp_path):
@@ -217,15 +219,15 @@ def test_merges_of_another_library_encode_as_they_do_there(tmp_path):
 
 def test_the_vocabulary_is_as_large_as_asked_or_as_the_text_allows(tokenizer):
     assert tokenizer.get_vocab_size() == 800
-    few = Tokenizer.train(["abcabc xyz"], 65536)
+    few = learn_tokenizer(["abcabc xyz"], 65536)
     assert few.merges == (b"ab", b"abc") or few.merges == (b"bc", b"abc")
-    assert Tokenizer.train([], 265).get_vocab_size() == 265 and Tokenizer.train(["aaaa"], 265).merges == ()
+    assert learn_tokenizer([], 265).get_vocab_size() == 265 and learn_tokenizer(["aaaa"], 265).merges == ()
     with pytest.raises(UserError, match="vocab_size=264.*265"):
-        Tokenizer.train(["a"], 264)
+        learn_tokenizer(["a"], 264)
 
 
 def test_training_gives_the_same_on_any_number_of_threads(tokenizer):
-    code = "from tests.test_tokenizer import *; print(Tokenizer.train(iter(corpus()), 800).fingerprint)"
+    code = "from tests.test_tokenizer import *; print(learn_tokenizer(iter(corpus()), 800).fingerprint)"
     for threads, seed in (("1", "0"), ("3", "7")):
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300,
                               env=os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": seed})
@@ -236,7 +238,7 @@ def test_training_on_a_megabyte_without_a_split_takes_seconds():
     rng = random.Random(4)
     blob = "".join(rng.choices("abcdefghijklmnop", k=500_000)) + " " + "".join(rng.choices("=-+/", k=500_000))
     start = time.process_time()
-    trained = Tokenizer.train([blob], 2000)
+    trained = learn_tokenizer([blob], 2000)
     assert trained.get_vocab_size() == 2000 and time.process_time() - start < 20  # minutes when the run is not cut
     assert TRAINING_PATTERN.count("{1,64}") == 2
 
@@ -300,7 +302,7 @@ def test_a_damaged_file_is_never_used(tokenizer, tmp_path, monkeypatch):
 # ---- From a data source
 
 @pytest.fixture
-def dataset(monkeypatch, tmp_path) -> types.ModuleType:
+def dataset(monkeypatch, tmp_path) -> None:
     """A data source `small` in place of the real ones, and an empty base folder."""
     def ensure_dataset(name: str) -> None:
         if name != "small":
@@ -309,12 +311,10 @@ def dataset(monkeypatch, tmp_path) -> types.ModuleType:
     def iter_texts(name: str, split: str):
         yield from corpus() if split == "train" else corpus()[:7]
 
-    stand_in = types.ModuleType("nanochat.dataset")
-    stand_in.ensure_dataset, stand_in.iter_texts = ensure_dataset, iter_texts
-    monkeypatch.setitem(sys.modules, "nanochat.dataset", stand_in)
+    monkeypatch.setattr(learning, "ensure_dataset", ensure_dataset)
+    monkeypatch.setattr(learning, "iter_texts", iter_texts)
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    return stand_in
 
 
 def test_training_texts_respect_both_limits(dataset):
@@ -325,7 +325,7 @@ def test_training_texts_respect_both_limits(dataset):
         next(training_texts("small", -1, 100))
 
 
-def test_train_tokenizer_keeps_what_it_made_and_passes_errors_on(dataset, tokenizer):
+def test_train_tokenizer_keeps_what_it_made_and_passes_errors_on(dataset, tokenizer, monkeypatch):
     lines = []
     made = train_tokenizer("small", 800, max_chars=10**9, doc_cap=10**9, log=lines.append)
     assert made.fingerprint == tokenizer.fingerprint == get_tokenizer("small").fingerprint
@@ -336,7 +336,7 @@ def test_train_tokenizer_keeps_what_it_made_and_passes_errors_on(dataset, tokeni
     def broken(name: str, split: str):
         yield "a text"
         raise UserError("shard 3 is damaged")
-    dataset.iter_texts = broken
+    monkeypatch.setattr(learning, "iter_texts", broken)
     with pytest.raises(UserError, match="shard 3 is damaged"):
         train_tokenizer("small", 800, 10**9, 10**9)
 

@@ -79,20 +79,20 @@ def sharded_run(rank: int, world_size: int, stage: int, dtype: torch.dtype, dyad
         loss_sum = torch.zeros((), device=device)
         for micro_step in range(MICRO_STEPS):
             first = (micro_step * world_size + rank) * share
-            with sharding.micro_step(last=micro_step == MICRO_STEPS - 1):
+            with sharding.accumulate(last=micro_step == MICRO_STEPS - 1):
                 loss = model({name: g[first : first + share].sum(0).to(device) for name, g in rows.items()})
                 if (step, rank, micro_step) == settings.get("bad"):
                     loss = loss * float("nan") if world_size > 1 else loss * float("inf")
                 loss.backward()  # sums, divided by the rows of all ranks when they agree
             loss_sum += loss.detach()
         before = state_of(sharding, optimizers)
-        verdict = sharding.agree(loss_sum, share * MICRO_STEPS, settings.get("grad_clip", 0.0))
+        stats = sharding.reduce_and_clip(loss_sum, share * MICRO_STEPS, settings.get("grad_clip", 0.0))
         for optimizer in optimizers:
-            optimizer.step(verdict)
-        sharding.gather()
-        losses.append(verdict.report[0].item())
-        norms.append(verdict.report[1].item())
-        applied.append(bool(verdict.ok))
+            optimizer.step(stats)
+        sharding.all_gather_params()
+        losses.append(stats.report[0].item())
+        norms.append(stats.report[1].item())
+        applied.append(bool(stats.ok))
         unchanged = all(torch.equal(a, b) for a, b in zip(before, state_of(sharding, optimizers)))
         assert unchanged != applied[-1], "a step that is not applied leaves every master, moment and counter as it was"
         whole.append({name: tensor.to("cpu", copy=True) for name, tensor in sharding.whole_tensors()})
@@ -240,11 +240,11 @@ def part_of_a_model(rank: int, world_size: int, stage: int) -> list[Tensor]:
     model = Model()
     sharding = Sharding(model, list(model.parts), torch.device("cpu"), torch.float32, stage)
     for micro_step in range(2):
-        with sharding.micro_step(last=micro_step == 1):
+        with sharding.accumulate(last=micro_step == 1):
             wanted = {"three_rows": torch.ones(3, 5), "vector": torch.full((5,), float(rank))}
             loss = model.parts[1](wanted) + (model.parts[0]({"one_row": torch.full((1, 7), 2.0)}) if micro_step == 0 else 0)
             loss.backward()
-    sharding.agree(loss)
+    sharding.reduce_and_clip(loss)
     whole = {name: torch.zeros(p.shape).flatten() for name, p in Model().named_parameters()}
     for s in sharding.slices:
         whole[s.name][s.start : s.end] = s.grad
@@ -276,16 +276,16 @@ def count_all_reduces(rank: int, world_size: int, stage: int) -> int:
     dist.all_reduce = counted
     sharding = Sharding(model, list(model.parts), torch.device("cpu"), torch.float32, stage, shard_size=2)
     for micro_step in range(4):
-        with sharding.micro_step(last=micro_step == 3):
+        with sharding.accumulate(last=micro_step == 3):
             loss = model({name: torch.ones(p.shape) for name, p in Model().named_parameters()})
             loss.backward()
-    sharding.agree(loss)
+    sharding.reduce_and_clip(loss)
     return count
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_replicas_add_their_gradients_once_a_step(stage):
-    """One all-reduce for each unit, after the last micro-step, and one for the verdict: it crosses the slowest link."""
+    """One all-reduce for each unit, after the last micro-step, and one for the stats: it crosses the slowest link."""
     assert run_on_ranks(4, count_all_reduces, stage) == [len(Model().parts) + 1] * 4
 
 
@@ -299,7 +299,7 @@ def timeline(rank: int, world_size: int, stage: int) -> list[str]:
         unit.register_full_backward_pre_hook(lambda *_, i=i: events.append(f"backward {i}"))
     x = torch.ones((), requires_grad=True)
     for micro_step in range(2):
-        with sharding.micro_step(last=micro_step == 1):
+        with sharding.accumulate(last=micro_step == 1):
             total = x
             for i, unit in enumerate(model.parts):  # a chain, so that the backward pass goes from the last to the first
                 total = Scaled.apply(unit({name: torch.ones(p.shape) for name, p in unit.named_parameters()}), total)

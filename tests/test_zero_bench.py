@@ -1,4 +1,4 @@
-"""The formulas of nanochat/memory.py against what ranks really keep and send, and proof that the measurement sees a hoard."""
+"""The formulas of nanochat/plan/memory.py against what ranks really keep and send, and proof that the measurement sees a hoard."""
 import pytest
 import torch
 from ranks import run_on_ranks  # first: it makes the repo importable where this file is run by itself
@@ -6,8 +6,8 @@ from ranks import run_on_ranks  # first: it makes the repo importable where this
 from nanochat import zero
 from nanochat.compiling import set_compile
 from nanochat.gpt import GPTConfig
-from nanochat.memory import sent_bytes, state_bytes
-from scripts.zero_bench import DTYPES, STAGES, expected_sent, expected_state, measure, measure_all
+from nanochat.plan.memory import sent_bytes, state_bytes
+from bench.zero import DTYPES, STAGES, expected_sent, expected_state, measure, measure_all
 
 # 10 units of 76,800 parameters. Three ranks divide neither a block nor 80 rows: slices and FSDP's rows have padding.
 CONFIG = GPTConfig(sequence_len=16, vocab_size=960, n_layer=8, n_embd=80, n_head=2, n_kv_head=2)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-from nanochat import tinyworld_facts as data
+from nanochat.corpus import tinyworld_facts as data
 from nanochat.tasks.common import Conversation, Task, drawing, exchange, last_number, reference, side, with_tool
 
 SIZES = {"train": 20_000, "test": 2_000}

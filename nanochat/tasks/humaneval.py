@@ -26,8 +26,8 @@ class HumanEval(HubTask):
         return conversation | {key: row[key] for key in ("prompt", "test", "entry_point")}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
-        """Runs what the model wrote, apart from this program: see nanochat/execution.py for what that does not protect from."""
-        from nanochat.execution import run_python
+        """Runs what the model wrote, apart from this program: see nanochat/tasks/execution.py for what that does not protect from."""
+        from nanochat.tasks.execution import run_python
 
         result = run_python(program(conversation, code_of(answer)))
         # A program that ends before its tests, by exit() say, ends well too: only the last line tells.

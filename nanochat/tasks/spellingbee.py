@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from nanochat import tinyworld_facts as data
+from nanochat.corpus import tinyworld_facts as data
 from nanochat.tasks.common import Conversation, Task, drawing, exchange, hashed, last_number, reference, side, with_tool
 
 SIZES = {"train": 20_000, "test": 2_000}  # words; each is spelled, and counted in, in both ways

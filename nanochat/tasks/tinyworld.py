@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from nanochat import tinyworld_facts as data
+from nanochat.corpus import tinyworld_facts as data
 from nanochat.tasks.common import Conversation, Task, drawing, exchange, hashed, reference, shuffled, side
-from nanochat.tinyworld import Fact, Telling, facts
+from nanochat.corpus.tinyworld import Fact, Telling, facts
 
 HELD_OUT = 2            # phrasings of each fact
 TWO_TURNS = {"train": 3_000, "test": 300}
