@@ -17,7 +17,8 @@ from configurator import configure
 from nanochat.checkpoint import checkpoint_dir
 from nanochat.errors import UserError, require_positive
 from nanochat.metrics import read_metrics
-from bench.pages import put_into_page, table
+from bench.pages import put_into_page
+from nanochat.report import markdown_table
 
 # ---- Model and batch
 depth = 4                   # layers
@@ -73,7 +74,7 @@ with tempfile.TemporaryDirectory() as scratch:  # data and checkpoints of its ow
             lines.append([f"{ranks} × {cuts} × {rows // ranks // cuts}", f"{losses[-1]:.6f}", f"{apart:.1e}" if apart else "0", f"{speed:,.0f}", f"{memory:,.0f}"])
             print(*lines[-1], sep="  ", flush=True)
 
-text = table(["ranks × micro-steps × rows", f"loss of step {steps}", "largest difference in any step", "tok/s", "peak MB of a rank"], lines)
+text = markdown_table(["ranks × micro-steps × rows", f"loss of step {steps}", "largest difference in any step", "tok/s", "peak MB of a rank"], lines)
 text += (f"\n\nDepth {depth}, {rows} rows of {max_seq_len} tokens in every step, float32, {len(os.sched_getaffinity(0))} CPU cores "
          "shared by the ranks. The loss is in nats per token; differences are to the first line.")
 print(f"\n{text}")

@@ -20,7 +20,8 @@ from torch.multiprocessing import start_processes
 
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
-from bench.pages import put_into_page, table
+from bench.pages import put_into_page
+from nanochat.report import markdown_table
 from bench.zero import measure
 
 CONFIG = GPTConfig(sequence_len=32, vocab_size=768, n_layer=2, n_embd=64, n_head=2, n_kv_head=2)
@@ -119,10 +120,10 @@ if __name__ == "__main__":
         start_processes(rank_main, (ranks, folder), nprocs=ranks, start_method="forkserver")
         wrong, stages = json.loads(Path(folder, "rows.json").read_text())
     columns = ["what is done with the gradients", *(f"{kind}: {what}" for kind in RATES for what in ("off", "ranks apart"))]
-    text = table(columns, [[words, *(f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.3g}" for value in values)] for words, *values in wrong])
+    text = markdown_table(columns, [[words, *(f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.3g}" for value in values)] for words, *values in wrong])
     naive = ["the ten lines, AdamW", "16.00", *[f"{8 * (ranks - 1) / ranks:.2f}"] * 2]
     rows = [naive, *([f"stage {stage}", *(f"{value:.2f}" for value in values)] for stage, values in enumerate(stages))]
-    text += "\n\n" + table([f"bytes per parameter, {ranks} ranks", "keeps", "sends, 1 micro-step", "sends, 4 micro-steps"], rows)
+    text += "\n\n" + markdown_table([f"bytes per parameter, {ranks} ranks", "keeps", "sends, 1 micro-step", "sends, 4 micro-steps"], rows)
     print(text)
     if write:
         put_into_page("data_parallel.md", "python -m bench.data_parallel --write", text)

@@ -21,7 +21,8 @@ from nanochat.errors import UserError, require_positive
 from nanochat.flops import datasheet_peak, measured_matmul_flops
 from nanochat.plan.machines import LINKS, Link, Step, plan_step, shaped
 from nanochat.plan.memory import parameter_counts
-from bench.pages import put_into_page, table
+from bench.pages import put_into_page
+from nanochat.report import markdown_table
 
 COLUMNS = ["link", "computes, ms", "sends, ms: stage 1", "stage 2", "stage 3", "latency, ms", "hides stage 2 from", "stage 3 from"]
 
@@ -67,14 +68,14 @@ if __name__ == "__main__":
         model = shaped(depth, 65536, 2048)
         lines = [cells(link.name, plan_step(model, gpus, mfu * peak, link, torch.bfloat16, 2**19, 4)) for link in LINKS.values()]
         parts += [f"**Depth {depth}**, {sum(parameter_counts(model.config)) / 1e6:,.0f} million parameters, {gpus} ranks of {peak / 1e12:,.0f} TFLOP/s at {mfu:.0%} MFU, bfloat16, "
-                  f"524,288 tokens in 4 micro-steps of {2**17 // gpus:,} tokens per rank:", table(COLUMNS, lines)]
+                  f"524,288 tokens in 4 micro-steps of {2**17 // gpus:,} tokens per rank:", markdown_table(COLUMNS, lines)]
     with tempfile.TemporaryDirectory() as folder:
         start_processes(measure_link, (2, folder), nprocs=2, start_method="forkserver")
         found, rate = json.loads(Path(folder, "link.json").read_text())
     here, model = Link(*found), shaped(4, 8192, 512)
     parts += [f"**Measured**: two processes on one machine, {here.bandwidth / 1e9:.2f} GB/s and {1e6 * here.latency:,.0f} µs a message, {rate / 1e9:,.0f} GFLOP/s in float32 "
               "per rank with one thread. Depth 4, vocabulary 8,192, 8,192 tokens in 2 micro-steps of 2,048 per rank, at 60% of that rate:",
-              table(COLUMNS, [cells(here.name, plan_step(model, 2, 0.6 * rate, here, torch.float32, 8192, 2))])]
+              markdown_table(COLUMNS, [cells(here.name, plan_step(model, 2, 0.6 * rate, here, torch.float32, 8192, 2))])]
     text = "\n\n".join(parts)
     print(text)
     if write:

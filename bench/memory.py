@@ -22,7 +22,8 @@ from nanochat.errors import UserError
 from nanochat.files import base_dir
 from nanochat.gpt import config_from_depth
 from nanochat.plan.memory import HEAP_WASTE, WASTE, parameter_counts, process_bytes, state_bytes, step_bytes
-from bench.pages import put_into_page, table
+from bench.pages import put_into_page
+from nanochat.report import markdown_table
 from nanochat.plan.probes import peak_of_a_step
 from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 
@@ -100,9 +101,9 @@ ensure_tokenizer("tinyworld")
 text = "\n\n".join([
     f"torch {torch.__version__}, one thread; MB are 10⁶ bytes.",
     "### Tensors: the fullest moment of a step, beyond what is there between two steps",
-    table([*NAMES, "measured, MB", "formula, MB", "formula off by"], [tensors(*shape) for shape in TENSORS], WORDS),
+    markdown_table([*NAMES, "measured, MB", "formula, MB", "formula off by"], [tensors(*shape) for shape in TENSORS], WORDS),
     "### Whole processes of base_train: largest resident memory",
-    table([*NAMES, "environment", "measured, MB", "of them tensors, formula", "what the doctor asks for", "measured / asked for"],
+    markdown_table([*NAMES, "environment", "measured, MB", "of them tensors, formula", "what the doctor asks for", "measured / asked for"],
           list(ThreadPoolExecutor(AT_ONCE).map(process, PROCESSES)), (*WORDS, 5)),
 ])
 print(f"\n{text}")

@@ -20,7 +20,8 @@ from nanochat.errors import require_positive
 from nanochat.flops import datasheet_peak, measured_matmul_flops
 from nanochat.gpt import GPT, GPTConfig, config_from_depth
 from nanochat.plan.memory import parameter_counts
-from bench.pages import put_into_page, table
+from bench.pages import put_into_page
+from nanochat.report import markdown_table
 from nanochat.zero import Sharding
 
 # ---- Model and batch
@@ -109,7 +110,7 @@ between = (1 - sum(share.values())) * computing
 for name, seconds in (("all between: norms, rotation, softmax, loss, copies", between), ("optimizers, Newton–Schulz included", updating)):
     lines.append([name, "0%", f"{1e3 * seconds:.0f}", f"{seconds / step_time:.0%}", "", ""])
 lines.append(["**the step**", "100%", f"{1e3 * step_time:.0f}", "100%", f"{counted / step_time / 1e9:,.0f}", f"**{counted / step_time / rate:.1%}**"])
-where = table(["part", "FLOPs counted", "ms", "of the step", "GFLOP/s", "of the GEMM rate"], lines)
+where = markdown_table(["part", "FLOPs counted", "ms", "of the step", "GFLOP/s", "of the GEMM rate"], lines)
 where += (f"\n\nDepth {depth}, vocabulary {vocab_size:,}, {device_batch_size} rows of {max_seq_len} tokens: {batch / step_time:,.0f} tok/s in {str(model_dtype).removeprefix('torch.')}, "
           f"{'compiled' if compiling else 'not compiled'}, {torch.get_num_threads()} thread(s), GEMM rate {rate / 1e9:,.0f} GFLOP/s. The parts of forward and "
           "backward pass are their shares under the profiler.")
@@ -126,7 +127,7 @@ wrong = {  # times the right one: of the step above, of the larger model
     "tokens of one micro-step, of four that were made": (0.25, 0.25),
     "the peak of an H100, whatever the machine": (rate / datasheet_peak("H100"), 1),
 }
-countings = table(["counting", "MFU of the step above", "relative", "relative at depth 20, T=2048, V=65,536, on an H100"],
+countings = markdown_table(["counting", "MFU of the step above", "relative", "relative at depth 20, T=2048, V=65,536, on an H100"],
                   [[name, f"{mfu * small:.3g}", f"{small:.3g}", f"{large:.3g}"] for name, (small, large) in wrong.items()])
 text = f"{where}\n\n{countings}"
 print(f"\n{text}")

@@ -25,7 +25,8 @@ from nanochat.dataloader import tokenizing_distributed_data_loader
 from nanochat.errors import UserError, require_positive
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.loss_eval import evaluate_bpb
-from bench.pages import put_into_page, table
+from bench.pages import put_into_page
+from nanochat.report import markdown_table
 from nanochat.schedule import apply_schedule, lr_multiplier
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 from nanochat.zero import Sharding
@@ -99,7 +100,7 @@ with tempfile.TemporaryDirectory() as scratch:  # data of its own
             lines.append([kind, rate, shown, f"{update:.1f}", f"{rest:.0f}", f"{state:.0f}"])
             print(*lines[-1], sep="  ", flush=True)
 
-text = table(["the matrices' optimizer", "rate", "validation, bits per byte", "its update, ms", "rest of the step, ms", "bytes of state per parameter"], lines)
+text = markdown_table(["the matrices' optimizer", "rate", "validation, bits per byte", "its update, ms", "rest of the step, ms", "bytes of state per parameter"], lines)
 text += (f"\n\nDepth {depth}, vocabulary {vocab_size}, {steps} steps of {rows} rows of {max_seq_len} tokens of the embedded world, seed {seed}, float32, "
          f"not compiled, {torch.get_num_threads()} thread(s).")
 for kind, rates in (("AdamW", adamw_rates), ("Muon", muon_rates)):

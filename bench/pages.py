@@ -1,5 +1,4 @@
 """The measured part of a page of docs/: Markdown tables, put where the page says that a command makes them."""
-from collections.abc import Sequence
 from pathlib import Path
 
 from nanochat.errors import UserError
@@ -7,12 +6,6 @@ from nanochat.files import write_text
 
 DOCS = Path(__file__).parent.parent / "docs"
 END = "<!-- end of what it made -->"
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[object]], words: Sequence[int] = (0,)) -> str:
-    """A Markdown table: the columns of these indices to the left, all others, which are numbers, to the right."""
-    rules = ["---" if i in words else "---:" for i in range(len(columns))]
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [columns, rules, *rows])
 
 
 def put_into_page(page: str, command: str, text: str) -> None:

@@ -10,7 +10,8 @@ import io
 
 from configurator import configure
 from nanochat.files import base_dir, write_aside, write_text
-from bench.pages import DOCS, put_into_page, table
+from bench.pages import DOCS, put_into_page
+from nanochat.report import markdown_table
 from bench.scaling_fit import Run, figure, fit, read_series
 
 series = "isoflop"          # the tags of the runs begin with it
@@ -24,7 +25,7 @@ rows = io.StringIO()
 csv.writer(rows).writerows([Run._fields, *runs])
 write_text(folder / f"{series}.csv", rows.getvalue())
 
-text = table(["FLOPs", "depth", "parameters", "tokens", "tokens per parameter", "bits per byte"],
+text = markdown_table(["FLOPs", "depth", "parameters", "tokens", "tokens per parameter", "bits per byte"],
              [[f"{r.flops:.2e}", r.depth, f"{r.parameters:,}", f"{r.tokens:,}", f"{r.tokens / r.parameters:.3g}",
                f"**{r.bpb:.4f}**" if r.bpb == min(other.bpb for other in runs if other.budget == r.budget) else f"{r.bpb:.4f}"] for r in runs])
 for budget, best in optima.items():

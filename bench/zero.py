@@ -35,7 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanochat.optimizers import setup_optimizers
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.plan.memory import StateBytes, parameter_counts, sent_bytes, state_bytes
-from bench.pages import put_into_page, table
+from bench.pages import put_into_page
+from nanochat.report import markdown_table
 from nanochat.zero import MAX_IN_FLIGHT, Sharding
 
 PRIVATE_NETWORK = ["unshare", "--net", "--map-root-user"]  # a network of its own, in which nobody else sends
@@ -264,7 +265,7 @@ def tables(results: list[dict], config: GPTConfig, on_wire: bool) -> str:
             pairs = [(r["memory"][name], formula) for name, formula in expected_state(r, config)._asdict().items()]
             together = tuple(map(sum, zip(*pairs)))
             rows.append([r["stage"], r["ranks"], *(megabytes(*pair) for pair in pairs), megabytes(*together), megabytes(r["memory"]["in flight"])])
-        parts += [f"**{dtype}**", table(["stage", "ranks", "parameters", "gradients", "optimizer state", "together", "in flight"], rows)]
+        parts += [f"**{dtype}**", markdown_table(["stage", "ranks", "parameters", "gradients", "optimizer state", "together", "in flight"], rows)]
     rest = max(r["memory"]["rest"] for r in results)
     worst = max(abs(r["memory"][name] / formula - 1) for r in results for name, formula in expected_state(r, config)._asdict().items())
     parts.append(
@@ -280,7 +281,7 @@ def tables(results: list[dict], config: GPTConfig, on_wire: bool) -> str:
     ]
     parts += [
         "### Whole gradients alive at any moment of a step, MB",
-        table(["stage", "ranks", "whole gradients", "with the buffers that receive"], rows),
+        markdown_table(["stage", "ranks", "whole gradients", "with the buffers that receive"], rows),
         f"Stage 2: {MAX_IN_FLIGHT} units on their way, one being computed, and for a moment its copy end to end; the model has "
         f"{config.n_layer + 2}. At the end of its backward passes all other tensors that Python knows of had "
         f"{max(r['peaks']['rest'] for r in several if r['stage'] == 2) / 1e3:.1f} KB at most: nothing is hoarded elsewhere.",
@@ -292,7 +293,7 @@ def tables(results: list[dict], config: GPTConfig, on_wire: bool) -> str:
             if r["dtype"] == dtype:
                 numbers = zip(r["sent"], expected_sent(r, config), *([r["wire"]] if on_wire else []))
                 rows.append([r["stage"], r["ranks"], *(megabytes(*cell) for cell in numbers)])
-        parts += [f"**{dtype}**", table(["stage", "ranks", *(f"{m} micro-step{'s' * (m > 1)}" for m in MICRO_STEPS)], rows)]
+        parts += [f"**{dtype}**", markdown_table(["stage", "ranks", *(f"{m} micro-step{'s' * (m > 1)}" for m in MICRO_STEPS)], rows)]
     worst = max(abs(sent / formula - 1) for r in several for sent, formula in zip(r["sent"], expected_sent(r, config)))
     parts.append(f"The counts are at most {worst:.1%} from the formulas.")
     if on_wire:

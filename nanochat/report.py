@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -223,3 +223,9 @@ def commit(folder: Path) -> str:
     if Path(root).resolve() != folder:
         return "none"  # a copy without history inside somebody's repository
     return short + (" with uncommitted changes" if status else "")
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]], words: Sequence[int] = (0,)) -> str:
+    """A Markdown table: the columns of these indices to the left, all others, which are numbers, to the right."""
+    rules = ["---" if i in words else "---:" for i in range(len(columns))]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [columns, rules, *rows])

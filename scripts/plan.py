@@ -12,7 +12,7 @@ from nanochat.errors import UserError, require_positive
 from nanochat.flops import datasheet_peak
 from nanochat.plan.machines import LINKS, plan_step, shaped
 from nanochat.plan.memory import parameter_counts, state_bytes, step_bytes
-from bench.pages import table
+from nanochat.report import markdown_table
 from nanochat.schedule import accumulation_steps
 
 # ---- Model and batch
@@ -51,4 +51,4 @@ for stage in range(4):
     kept = state_bytes(stage, gpus, torch.bfloat16, adamw, muon)
     fullest = step_bytes(model.config, device_batch_size, torch.bfloat16, "cuda", stage=stage, ranks=gpus, micro_steps=micro_steps).total
     rows.append([stage, *(f"{x / 1e9:.2f}" for x in (*kept, sum(kept), fullest, step.send[stage] * LINKS[link].bandwidth)), f"{step.send[stage]:.3f}"])
-print(table(columns, rows), f"of each rank; a step computes for {step.compute:.3f} s", sep="\n\n")
+print(markdown_table(columns, rows), f"of each rank; a step computes for {step.compute:.3f} s", sep="\n\n")

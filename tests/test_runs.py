@@ -20,6 +20,7 @@ from torch.distributed.run import get_args_parser
 from configurator import read_arguments, read_settings
 from conftest import REPO, run_module
 from bench import pages
+from nanochat.report import markdown_table
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.plan.machines import LINKS, plan_step, shaped
@@ -142,7 +143,7 @@ def test_every_page_is_in_the_index():
 def test_a_table_goes_between_its_marks(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "DOCS", tmp_path)
     (tmp_path / "page.md").write_text(f"before\n<!-- made by: this -->\nold\n{pages.END}\nbetween\n<!-- made by: that -->\nkept\n{pages.END}\nafter\n")
-    pages.put_into_page("page.md", "this", pages.table(["a", "b"], [["x", 1]]))
+    pages.put_into_page("page.md", "this", markdown_table(["a", "b"], [["x", 1]]))
     text = (tmp_path / "page.md").read_text()
     assert "old" not in text and "| x | 1 |" in text and text.startswith("before\n") and text.endswith("kept\n<!-- end of what it made -->\nafter\n")
     with pytest.raises(UserError, match="has no"):
