@@ -4,8 +4,9 @@ A script's settings are its own globals; this reads them as data and lets the co
     depth = 20    # layers
     config = configure(globals())
 
-The assignments of plain values above the call, in the same block, are the settings. The comment at the end of the
-line is the setting's help, and a comment line such as `# ---- Batch` opens a section.
+The assignments of plain values above the call are the settings. The comment at the end of the line is the setting's
+help; a comment line such as `# ---- Batch` opens a section. A comment may begin with the numbers that are allowed:
+[1..] one or more, [0..1] within, [>0] above zero, [-1, 1..] minus one, or one or more.
 
     --key=value   override, or --key value; a number may be arithmetic (2**19), and None goes where the annotation allows it
     --flag        short for --flag=True
@@ -38,6 +39,7 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
              ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow}
 MAX_BITS = 1024  # of an integer power: more than a setting needs, and 9**9**9 cannot fill the memory
 SECTION = re.compile(r"#\s*-{3,}\s*(.*?)[\s-]*$")
+RANGES = re.compile(r"\[([-\d.,> ]+)\]")  # at the start of a comment: the numbers that a setting may be
 ARITHMETIC = re.compile(r"[\s\d.eE_xXa-fA-F()*/+-]+")  # keeps words away from the parser, which warns about some
 NOT_PLAIN = (ValueError, ArithmeticError, SyntaxError, RecursionError, MemoryError)  # whatever text can provoke
 
@@ -50,6 +52,18 @@ class Setting:
     accepts: tuple[Any, ...]
     comment: str
     section: str
+
+    @property
+    def ranges(self) -> str:
+        """The numbers it may be, such as "[-1, 1..]"; "" for any."""
+        found = RANGES.match(self.comment)
+        return found[0] if found else ""
+
+    def allows(self, value: Any) -> bool:
+        """Whether a number is within the ranges that the comment declares."""
+        if not self.ranges or type(value) not in (int, float):
+            return True
+        return any(within(value, text.strip()) for text in self.ranges[1:-1].split(","))
 
 
 def configure(script_globals: dict[str, Any], argv: list[str] | None = None) -> dict[str, Any]:
@@ -104,6 +118,8 @@ def read_settings(script_globals: dict[str, Any]) -> tuple[dict[str, Setting], s
         comment = next((comments[row] for row in range(node.lineno, node.end_lineno + 1) if row in comments), "")
         section = [title for line, title in headings if line < node.lineno][-1:] or [""]
         settings[name] = Setting(name, default, accepts, comment, section[0])
+        if not settings[name].allows(literal):
+            raise ValueError(f"{path}:{node.lineno}: {name} = {literal!r} is not in its range {settings[name].ranges}")
     return settings, ast.get_docstring(tree) or ""
 
 
@@ -201,13 +217,22 @@ def fits(value: Any, kind: Any) -> bool:
     return type(value) is kind
 
 
+def within(value: int | float, text: str) -> bool:
+    """Whether a number is in a range such as "1..", "0..1" or ">0", or is the number that the text says."""
+    if text.startswith(">"):
+        return value > float(text[1:])
+    low, dots, high = text.partition("..")
+    return float(low) <= value <= float(high or "inf") if dots else value == float(text)
+
+
 def choose(candidates: Iterator[Any], setting: Setting, where: str) -> Any:
     """The first candidate that the setting accepts, in the setting's own type; UserError when there is none."""
     for value in candidates:
         for kind in setting.accepts:
-            if fits(value, kind):
+            if fits(value, kind) and setting.allows(value):
                 return kind(value) if kind in (int, float) else value
     expected = " or ".join(kind.__name__ if isinstance(kind, type) else repr(kind) for kind in setting.accepts)
+    expected += f" in {setting.ranges}" * bool(setting.ranges)
     raise UserError(f"{where}: {setting.name} takes {expected} (default: {setting.default!r})")
 
 
