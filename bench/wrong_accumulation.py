@@ -6,13 +6,12 @@ What wrong gradient accumulation does under three optimizers: a table of docs/tw
 
 Plain data parallelism on two ranks, with PyTorch's own optimizers: nothing of nanochat.zero takes part.
 """
-from configurator import configure
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bench.harness import on_ranks, show
+from configurator import configure
 from nanochat.corpus.tinyworld import document
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.report import markdown_table
@@ -80,6 +79,6 @@ if __name__ == "__main__":
     configure(globals())
     columns = ["the summed gradient is", "SGD", "AdamW", "Muon (and AdamW)"]
     table = markdown_table(columns, on_ranks(RANKS, measure))
-    table += (f"\n\nNats per byte on documents that were not trained on, after {STEPS} steps of {RANKS} ranks x {MICRO_STEPS} "
-              f"micro-steps x {ROWS} rows; {CONFIG.n_layer} layers, bytes of the embedded world.")
+    table += (f"\n\nLoss in nats per byte on documents that were not trained on, after {STEPS} steps of {RANKS} "
+              f"ranks × {MICRO_STEPS} micro-steps × {ROWS} rows; {CONFIG.n_layer} layers, bytes of the embedded world.")
     show(table, "two_loops.md", "bench.wrong_accumulation", write)
