@@ -146,7 +146,7 @@ def test_a_stage_goes_on_only_from_the_model_it_began_with(base):
         patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         patch.setenv("TORCHELASTIC_RUN_ID", "another")
         assert "origin was" in run(num_iterations=2).stderr
-    assert "resuming from" in run(num_iterations=2, step=2).stdout
+    assert "resuming from" in run(num_iterations=2, source_step=2).stdout
     shutil.rmtree(models / "other")
     assert "resuming from" in run(num_iterations=3).stdout
     assert sorted(path.name for path in (base / "sft_checkpoints" / "other").glob("step_*")) == ["step_000001", "step_000002", "step_000003"]
@@ -167,8 +167,9 @@ def test_a_dry_run_shows_samples_and_changes_nothing(base):
     ("scripts.chat_sft", {"tasks": "json:{broken}"}, "broken.jsonl:2"),
     ("scripts.chat_sft", {"tasks": "gsm9k"}, "there is no task 'gsm9k'; known:"),
     ("scripts.chat_sft", {"source": "base", "max_seq_len": 999, "overwrite": True}, "max_seq_len=999 must be within 1 and the model's 128"),
-    ("scripts.chat_sft", {"source": "base", "num_iterations": 0}, "num_iterations=0 trains nothing"),
-    ("scripts.chat_rl", {"source": "mid", "temperature": 0}, "equal samples teach nothing"),
+    ("scripts.chat_sft", {"source": "base", "num_iterations": 0}, "num_iterations takes int in [-1, 1..]"),
+    ("scripts.chat_rl", {"source": "mid", "temperature": 0}, "temperature takes float in [>0]"),
+    ("scripts.chat_rl", {"source": "mid", "num_samples": 1}, "num_samples takes int in [2..]"),
     ("scripts.chat_rl", {"source": "base", "task": "json:{chats}"}, "is not answered by writing"),
     ("scripts.chat_eval", {"source": "rl", "model_tag": "nobody"}, "no valid checkpoint in"),
 ])
