@@ -29,7 +29,7 @@ from nanochat.errors import UserError
 from nanochat.flops import peak_flops
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.loss_eval import evaluate_bpb, sample
-from nanochat.metrics import Metrics, minutes, require_wandb
+from nanochat.metrics import Metrics, duration, require_wandb
 from nanochat.optimizers import setup_optimizers
 from nanochat.report import settings_table, write_section
 from nanochat.resharding import load_training_state
@@ -133,7 +133,7 @@ print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {world_size} rank(s) "
        f"x {grad_accum_steps} micro-step(s)")
 print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {total_flops:.2e} FLOPs, "
-       f"{minutes(total_flops / (peak.flops * world_size))} at the peak of {peak.flops / 1e12:,.2f} TFLOP/s per rank "
+       f"{duration(total_flops / (peak.flops * world_size))} at the peak of {peak.flops / 1e12:,.2f} TFLOP/s per rank "
        f"({peak.source})")
 
 # ---- Weights: drawn in float32, the same on every rank; then each rank keeps of them what its stage asks for
