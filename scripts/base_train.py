@@ -23,7 +23,13 @@ from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
 from nanochat.distributed import (
-    StopRequest, compute_cleanup, expect_short_waits, from_rank0, print0, rank0_first, set_up,
+    StopRequest,
+    compute_cleanup,
+    expect_short_waits,
+    from_rank0,
+    print0,
+    rank0_first,
+    set_up,
 )
 from nanochat.errors import UserError
 from nanochat.flops import peak_flops
@@ -35,7 +41,12 @@ from nanochat.report import settings_table, write_section
 from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import (
-    accumulation_steps, apply_schedule, choose_batch_size, choose_num_iterations, is_due, lr_multiplier,
+    accumulation_steps,
+    apply_schedule,
+    choose_batch_size,
+    choose_num_iterations,
+    is_due,
+    lr_multiplier,
 )
 from nanochat.zero import Sharding
 

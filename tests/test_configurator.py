@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from configurator import configure
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -167,7 +167,8 @@ def test_what_does_not_fit_is_one_line_that_names_it(script, monkeypatch, capsys
 
 
 @pytest.mark.parametrize(("argv", "changed"), [
-    (["--depth", "4", "--name", "x y", "--total-batch-size", "2**4"], {"depth": 4, "name": "x y", "total_batch_size": 16}),
+    (["--depth", "4", "--name", "x y", "--total-batch-size", "2**4"],
+     {"depth": 4, "name": "x y", "total_batch_size": 16}),
     (["--depth", "-1", "--clip", "None", "--name", "file.py"], {"depth": -1, "clip": None, "name": "file.py"}),
     (["--compile", "False", "--quiet", "--depth=4"], {"compile": False, "quiet": True, "depth": 4}),
     (["--compile", "no", "--quiet", "settings.py"], {"compile": False, "quiet": True, "decay": 0.5}),
@@ -197,7 +198,8 @@ def test_every_command_refuses_a_mistyped_setting_before_torch_is_imported(tmp_p
     for command in commands:
         done = subprocess.run([sys.executable, "-m", command, "--no_such_setting", "4"], cwd=tmp_path, env=environment,
                               capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2 and done.stderr.startswith("error: --no_such_setting: there is no setting"), (command, done.stderr)
+        assert done.returncode == 2, (command, done.stderr)
+        assert done.stderr.startswith("error: --no_such_setting: there is no setting")
 
 
 def test_a_key_given_twice_is_refused_however_it_is_spelled(script, monkeypatch, capsys):
