@@ -34,7 +34,8 @@ if str(REPO) not in sys.path:  # ranks import this file first, so they find what
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([
     "torch._dynamo", "torch.distributed.fsdp", "pytest", "pyarrow.parquet", "tiktoken", "tokenizers",
-    "safetensors.torch", "yaml", "requests", "nanochat.core_eval", "nanochat.report", "nanochat.resharding", "nanochat.task_eval",
+    "safetensors.torch", "yaml", "requests", "nanochat.core_eval", "nanochat.report", "nanochat.resharding",
+    "nanochat.task_eval",
 ])
 
 CONSEQUENCES = 0.3  # seconds after the first failure in which other ranks may report: the cause can arrive later
