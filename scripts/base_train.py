@@ -72,7 +72,7 @@ num_iterations = -1         # [-1, 1..] optimizer steps
 target_flops = -1.0         # FLOPs of the whole run
 target_param_data_ratio = 20.0  # tokens per parameter; 20 is Chinchilla
 # ---- Batch
-device_batch_size = 32      # [1..] rows per rank and micro-step; halve it when memory runs out
+device_batch_size = 16      # [1..] rows per rank and micro-step; halve it when memory runs out
 total_batch_size = 524288   # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen from the horizon
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters
