@@ -9,11 +9,11 @@ from configurator import configure
 
 import numpy as np
 
+from nanochat.corpus.learn_tokenizer import ensure_tokenizer
+from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.dataloader import RowPlanner, TokenizedShards
 from nanochat.dataset import read_shard
-from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.distributed import print0
-from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 
 # ---- Data
 data = "tinyworld"          # name of a data set

@@ -6,7 +6,7 @@ allocator, and whole processes of base_train, whose largest resident memory the 
 """
 from configurator import configure
 
-import torch  # isort: skip  (a mistyped setting is answered before this is loaded)
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.harness import scratch_base, show, train

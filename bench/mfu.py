@@ -9,7 +9,7 @@ from typing import Literal
 
 from configurator import configure
 
-import torch  # isort: skip  (a mistyped setting is answered before this is loaded)
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.harness import show

@@ -10,7 +10,7 @@ import time
 
 from configurator import configure
 
-import torch  # isort: skip  (a mistyped setting is answered before this is loaded)
+import torch
 
 from bench.harness import scratch_base, show
 from nanochat.adamw import DistAdamW

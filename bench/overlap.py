@@ -22,10 +22,10 @@ from configurator import configure
 import torch
 import torch.distributed as dist
 
-from nanochat.optimizers import setup_optimizers
 from nanochat.distributed import compute_cleanup, compute_init, print0
 from nanochat.errors import UserError, require_positive
 from nanochat.gpt import GPT, config_from_depth
+from nanochat.optimizers import setup_optimizers
 from nanochat.zero import Sharding
 
 # ---- Model

@@ -9,10 +9,11 @@ import csv
 import io
 
 from configurator import configure
-from nanochat.files import base_dir, write_aside, write_text
+
 from bench.pages import DOCS, put_into_page
-from nanochat.report import markdown_table
 from bench.scaling_fit import Run, figure, fit, read_series
+from nanochat.files import base_dir, write_aside, write_text
+from nanochat.report import markdown_table
 
 series = "isoflop"          # the tags of the runs begin with it
 write = False               # put table and picture into docs/scaling.md and docs/images
