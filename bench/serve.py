@@ -51,7 +51,7 @@ common = dict(temperature=temperature, top_k=top_k)
 
 def ask_engine(engine: Engine) -> tuple[int, float]:
     """(tokens, seconds) of the engine alone."""
-    prompts = [render_prompt(engine.tokenizer, {"messages": conversation}) for conversation in messages]
+    prompts = [render_prompt(tokenizer, {"messages": conversation}) for conversation in messages]
     start = time.perf_counter()
     answers = engine.generate(prompts, [SamplingParams(new_tokens, seed=i, **common) for i in range(requests)])
     return sum(len(answer.tokens) for answer in answers), time.perf_counter() - start
