@@ -15,12 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 import nanochat.gpt
 import nanochat.loss
+import nanochat.plan.probes
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
+from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig, config_from_depth
 from nanochat.plan.limits import left_of
 from nanochat.plan.memory import GIB, largest_rows, needed_bytes, parameter_counts, state_bytes, step_bytes
-from nanochat.plan.probes import PROBES, probe, set_up_training, train_step
+from nanochat.plan.probes import PROBES, probe, rows_that_train, set_up_training, train_step
 
 FAILING_COMPILER = "#!/bin/sh\nexit 1\n"
 
@@ -163,15 +165,21 @@ def test_the_recommended_rows_train_under_a_limit_and_twice_as_many_do_not(data,
     assert refused.stderr.strip() == "error: out of memory with device_batch_size=64; try --device_batch_size=32"
 
 
-def test_a_step_that_fails_for_another_reason_is_no_lack_of_memory(tmp_path):
+def test_a_step_that_fails_for_another_reason_is_no_lack_of_memory(monkeypatch):
     """Trying ends with that reason, rather than with half of the rows again and again."""
-    fake = tmp_path / "torch"
-    fake.mkdir()
-    result = run_module("scripts.doctor", "--depth=1", "--max_seq_len=64", "--vocab_size=64", "--max_rows=2",
-                        "--device_type=cpu", "--batch_only", "--rows_by=trial", "--ranks=2", "--zero_stage=3",
-                        env={"MASTER_PORT": "0", "PYTHONHASHSEED": "x"})
-    assert result.returncode == 1 and result.stdout == ""
-    assert result.stderr.startswith("error: a training step with device_batch_size=2 fails: ")
+    config, calls = config_from_depth(1, 64, 64), []
+
+    def fake(*arguments, ranks):
+        calls.append(ranks)
+        return subprocess.CompletedProcess([], 1, "", said)
+
+    monkeypatch.setattr(nanochat.plan.probes, "in_own_process", fake)
+    said = "Traceback\nRuntimeError: no kernel image is available"
+    with pytest.raises(UserError, match="device_batch_size=4 fails: RuntimeError: no kernel image is available"):
+        rows_that_train(5, config, torch.float32, "cpu", False, ranks=2)
+    assert calls == [2]
+    said = "error: out of memory with device_batch_size=1"
+    assert rows_that_train(5, config, torch.float32, "cpu", False) == 0 and calls == [2, 1, 1, 1]
 
 
 def test_a_whole_examination_goes_on_after_a_kernel_that_fails(data, base_folder, tmp_path):
