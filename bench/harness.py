@@ -10,17 +10,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import start_processes
 
 from nanochat.checkpoint import checkpoint_dir
 from nanochat.errors import UserError
 from nanochat.files import write_text
+from nanochat.flops import measured_matmul_flops
 from nanochat.metrics import read_metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -82,22 +83,45 @@ def train(ranks: int = 1, threads: int = 1, env: dict[str, str] | None = None, *
 
 
 def on_ranks(ranks: int, function: Callable, *args: Any) -> Any:
-    """function(rank, ranks, *args) on so many processes with a thread each, joined by gloo. Returns what rank 0 does."""
+    """
+    function(rank, ranks, *args) on so many processes with a thread each, joined by gloo. Returns what it does on rank 0.
+    The function is a module's that sets nothing from the command line.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(one_rank, (ranks, folder, function, args), nprocs=ranks, start_method="forkserver")
+        Path(folder, "job").write_bytes(pickle.dumps((function, args)))
+        command = [sys.executable, "-m", "bench.harness", folder, str(ranks)]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        processes = [subprocess.Popen([*command, str(rank)], env=env) for rank in range(ranks)]
+        if any([process.wait() for process in processes]):
+            raise UserError(f"{function.__module__}.{function.__name__} failed on {ranks} ranks")
         return pickle.loads(Path(folder, "result").read_bytes())
 
 
-def one_rank(rank: int, ranks: int, folder: str, function: Callable, args: tuple) -> None:
+def one_rank(folder: Path, ranks: int, rank: int) -> None:
     """The process of one rank."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in dict(socket.if_nameindex()).values() else "lo0"
-    torch.set_num_threads(1)
+    function, args = pickle.loads((folder / "job").read_bytes())
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     result = function(rank, ranks, *args)
     if rank == 0:
-        Path(folder, "result").write_bytes(pickle.dumps(result))
+        (folder / "result").write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def measure_link(rank: int, ranks: int) -> tuple[float, float, float]:
+    """Between two ranks here, by gloo: bytes/s of an all-reduce of 64 MB, seconds of a message; then a rank's FLOP/s."""
+    seconds = {}
+    for numbers in (2**24, 1):
+        tensor, times = torch.zeros(numbers), []
+        for _ in range(6):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(tensor)
+            times.append(time.perf_counter() - start)
+        seconds[numbers] = min(times)
+    # With two ranks an all-reduce sends the tensor once, in two messages.
+    return 4 * 2**24 / seconds[2**24], seconds[1] / 2, measured_matmul_flops(torch.device("cpu"), torch.float32)
 
 
 def enter_own_network(*setup: str) -> str:
@@ -122,3 +146,7 @@ def bytes_sent(interface: str) -> int:
     """Through a network interface of this namespace since it exists, headers included."""
     with open("/proc/self/net/dev") as lines:
         return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith(f"{interface}:"))
+
+
+if __name__ == "__main__":  # a rank of on_ranks
+    one_rank(Path(sys.argv[1]), *map(int, sys.argv[2:]))

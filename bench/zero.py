@@ -3,198 +3,44 @@ What the stages of ZeRO keep and send, measured beside the formulas: the tables 
 
     python -m bench.zero --write    # without --write they are only printed
 
-It starts its own ranks (gloo, on the CPU) and takes steps on random tokens in every stage and dtype. Memory is the
-storage of all live tensors; traffic is what each collective sends, and what goes through the network interface.
+It starts its own ranks (gloo, on the CPU) and takes steps on random tokens in every stage and dtype. Traffic is what
+each collective sends (bench/watch.py), and what goes through the network interface.
 """
-import gc
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 from configurator import configure
 
-import torch  # isort: skip  (a mistyped setting is answered before this is loaded)
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch
 
-from bench.harness import bytes_sent, enter_own_network, on_ranks, show
-from nanochat.gpt import GPT, GPTConfig
-from nanochat.optimizers import setup_optimizers
-from nanochat.plan.memory import parameter_counts, sent_bytes, state_bytes
+from bench.harness import enter_own_network, on_ranks, show
+from bench.watch import DTYPES, KEPT, MICRO_STEPS, measure_all
+from nanochat.gpt import GPTConfig
+from nanochat.plan.memory import parameter_counts
 from nanochat.report import markdown_table
-from nanochat.zero import MAX_IN_FLIGHT, Sharding
+from nanochat.zero import MAX_IN_FLIGHT
 
-STAGES, DTYPES, MICRO_STEPS = (0, 1, 2, 3), ("bfloat16", "float32"), (1, 4)
-KEPT = ("parameters", "gradients", "optimizer")  # the fields of StateBytes
+# ---- Model: with a vocabulary of 12 times the width every unit is as large as every other
+depth = 12                  # [1..] layers
+width = 128                 # [2..] of the model; a multiple of the ranks leaves no padding
+max_seq_len = 32            # [1..] tokens; few, only parameters matter here
+# ---- Measurement
+max_ranks = 8               # [1..] 1, 2, 4, … up to this
+write = False               # put the tables into docs/zero.md
+configure(globals())
 
+if why := enter_own_network("ip link set lo up"):  # nobody else sends there
+    print(f"bytes on the wire: not counted ({why})")
+on_wire, results, ranks = not why, [], 1
+config = GPTConfig(max_seq_len, 12 * width, depth, width, 2, 2)
+while ranks <= max_ranks:
+    results += on_ranks(ranks, measure_all, config, on_wire)
+    print(f"{ranks} rank(s): done", flush=True)
+    ranks *= 2
+(adamw, muon), units = parameter_counts(config), depth + 2
+unit = 4 * max(adamw // 2, muon // depth)
+results.sort(key=lambda r: (r["stage"], r["ranks"]))
+several = [r for r in results if r["ranks"] > 1]  # on one rank nothing travels
 
-def storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
-    """{address: bytes} of what tensors live in, each storage once; of sharded tensors, of what is here."""
-    found = [(t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in tensors if t is not None]
-    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
-
-
-def live_tensors() -> Iterator[Tensor]:
-    """Every tensor that Python knows of and that was made since `measure` began, whoever made it."""
-    return (t for t in gc.get_objects() if issubclass(type(t), Tensor) and not isinstance(t, DTensor) and t.is_cpu)
-
-
-class Watch(TorchDispatchMode):
-    """
-    While it is on, counts the bytes that this rank sends in every collective, as docs/collectives.md has them. It
-    stands where all of PyTorch's collectives pass, whoever calls them, and refuses those that it has no formula for.
-
-    On stages 0 to 2 it also keeps the peak of gradients that are whole: those of parameters, their copies end to end,
-    and those being sent; looked at whenever one appears or leaves.
-    """
-
-    def __init__(self, rank: int, ranks: int, config: GPTConfig, stage: int, dtype: str):
-        super().__init__()
-        model = GPT(config)
-        model.init_weights(seed=0)
-        self.ranks, self.rank, self.in_micro_steps = ranks, rank, False
-        self.sent: Counter[str] = Counter()   # bytes, by the name of the collective
-        self.peaks: Counter[str] = Counter()  # bytes
-        self.params = list(model.parameters()) if stage < 3 else []
-        self.hooks = [p.register_post_accumulate_grad_hook(self.gradient_appeared) for p in self.params]  # before sending
-        self.sharding = Sharding(model, model.units(), torch.device("cpu"), getattr(torch, dtype), stage)
-        self.optimizers = setup_optimizers(model, self.sharding)
-
-    def __torch_dispatch__(self, func: Callable, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.count(func._schema.name.removeprefix("c10d::"), *args)
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.cat.default and len(result) in {len(bucket.flat) for bucket in self.sharding.buckets}:
-            self.look([result, *args[0]])  # gradients laid end to end, for a moment beside those they are copied from
-        return result
-
-    def count(self, name: str, *args) -> None:
-        match name:
-            case "allreduce_":  # (tensors, group, …)
-                (tensor,) = args[0]
-                sent = 2 * (self.ranks - 1) / self.ranks * tensor.nbytes
-                self.look([tensor])
-            case "_allgather_base_":  # (output, input, group, …)
-                sent = (self.ranks - 1) * args[1].nbytes
-            case "alltoall_base_":  # (output, input, group, output sizes, input sizes, …): all but the part for itself
-                received, tensor, sizes = args[0], args[1], args[4]
-                own = sizes[self.rank] * tensor.element_size() if sizes else tensor.nbytes / self.ranks
-                sent = tensor.nbytes - own
-                self.look([tensor], [received])
-            case "barrier":
-                sent = 0
-            case _:
-                raise NotImplementedError(f"bytes that a rank sends in {name}")
-        self.sent[name] += sent
-
-    def look(self, sending: Iterable[Tensor] = (), receiving: Iterable[Tensor] = ()) -> None:
-        if self.in_micro_steps and self.params:
-            in_flight = [gradients for *_, gradients, _last in self.sharding.in_flight]
-            whole = storages([*sending, *(p.grad for p in self.params), *in_flight])
-            both = whole | storages([*receiving, *self.on_their_way()])
-            self.peaks |= {"whole": sum(whole.values()), "with buffers": sum(both.values())}  # the larger of both
-
-    def gradient_appeared(self, p: Tensor) -> None:
-        self.look()
-        if p is self.params[0]:  # the embedding's is the last of a backward pass: whatever is hoarded is there by now
-            self.peaks |= {"rest": self.census()["rest"]}
-
-    def on_their_way(self) -> list[Tensor | None]:
-        """What collectives read and fill that are not waited for yet; gloo's sums receive into one buffer more."""
-        sums = [(own, whole, getattr(work, "received", None)) for _, work, own, whole, _ in self.sharding.in_flight]
-        sources = [source for bucket in self.sharding.buckets for _work, source in bucket.pending]
-        return [*(t for tensors in sums for t in tensors), *sources]
-
-    def census(self) -> dict[str, int]:
-        """Bytes alive on this rank, by purpose, once gloo's threads have let go of what has arrived, a moment later."""
-        deadline = time.monotonic() + 0.3
-        while (result := self.classify())["rest"] > 10_000 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return result
-
-    def classify(self) -> dict[str, int]:
-        """A storage counts once: in float32 a master is its parameter's own memory."""
-        sharding, params = self.sharding, list(self.sharding.model.parameters())
-        moments = [t for o in self.optimizers for moment in o.state.values() for t in moment.values()]
-        purposes = {
-            "parameters": params,
-            "gradients": [t.grad for t in (*params, *sharding.buckets, *sharding.slices)],
-            "optimizer": [*(s.master for s in sharding.slices), *moments],
-            "in flight": self.on_their_way(),
-            "rest": live_tensors(),  # whatever is none of the above: what leaks shows here
-        }
-        seen, result = set(), {}
-        for purpose, tensors in purposes.items():
-            new = {address: count for address, count in storages(tensors).items() if address not in seen}
-            seen |= new.keys()
-            result[purpose] = sum(new.values())
-        return result
-
-    def train_step(self, rows: Tensor, micro_steps: int) -> dict[str, int]:
-        """One optimizer step as in scripts/base_train.py. Returns the census of a pause between micro-steps, if any."""
-        memory, self.in_micro_steps = {}, True
-        for micro_step in range(micro_steps):
-            with self.sharding.accumulate(last=micro_step == micro_steps - 1):
-                loss = self.sharding.model(rows[:, :-1], rows[:, 1:])
-                (loss / micro_steps).backward()
-            if micro_step == 1 < micro_steps - 1:  # after the first, stage 2 has not yet received all that it will keep
-                gc.collect()
-                memory = self.census()
-        self.in_micro_steps = False
-        stats = self.sharding.reduce_and_clip(loss)
-        for optimizer in self.optimizers:
-            optimizer.step(stats)
-        self.sharding.all_gather_params()
-        for bucket in self.sharding.buckets:
-            bucket.wait()  # base_train leaves that to the next forward pass
-        return memory
-
-
-def measure(rank: int, ranks: int, config: GPTConfig, stage: int, dtype: str, on_wire: bool = False) -> dict:
-    """
-    On this rank, in bytes: {"memory": census between micro-steps, "peaks": those of Watch, "sent": for each of
-    MICRO_STEPS what this rank sent in an optimizer step, "wire": what all ranks sent through the interface}.
-    """
-    gc.collect()
-    gc.freeze()  # what is here by now is not looked through again
-    watch = Watch(rank, ranks, config, stage, dtype)
-    rows = torch.randint(config.vocab_size, (1, config.sequence_len + 1), generator=torch.Generator().manual_seed(rank))
-    sent, wire = [], []
-    for micro_steps in MICRO_STEPS:
-        watch.sent.clear()
-        dist.barrier()
-        before = bytes_sent("lo") if on_wire else 0
-        dist.barrier()
-        with watch:
-            memory = watch.train_step(rows, micro_steps)
-        dist.barrier()
-        wire.append(bytes_sent("lo") - before if on_wire else 0)
-        sent.append(watch.sent.total())
-    for hook in watch.hooks:
-        hook.remove()  # they close a cycle that Python's collector cannot see
-    return {"memory": memory, "peaks": dict(watch.peaks), "sent": sent, "wire": wire}
-
-
-def measure_all(rank: int, ranks: int, config: GPTConfig, on_wire: bool = False) -> list[dict]:
-    """Every dtype and stage; of memory the fullest rank's, of traffic the mean over ranks, with the formulas'."""
-    results, (adamw, muon) = [], parameter_counts(config)
-    for name, stage in ((name, stage) for name in DTYPES for stage in STAGES):
-        per_rank: list = [None] * ranks
-        dist.all_gather_object(per_rank, measure(rank, ranks, config, stage, name, on_wire))
-        dtype, counts = getattr(torch, name), (adamw + muon, muon, adamw // 2)
-        results.append({
-            "ranks": ranks, "dtype": name, "stage": stage,
-            "wire": [total / ranks for total in per_rank[0]["wire"]],
-            "sent": [sum(sent) / ranks for sent in zip(*(r["sent"] for r in per_rank))],
-            "expected sent": [sent_bytes(stage, ranks, m, dtype, torch.float32, *counts) for m in MICRO_STEPS],
-            "expected": state_bytes(stage, ranks, dtype, adamw, muon)._asdict(),
-        } | {key: {part: max(r[key][part] for r in per_rank) for part in per_rank[0][key]} for key in ("memory", "peaks")})
-    return results
-
-
-# ---- Tables
 
 def megabytes(*values: float) -> str:
     return " / ".join(f"{value / 1e6:.2f}" for value in values)
@@ -204,69 +50,47 @@ def table(columns: list[str], results: list[dict], cells: Callable[[dict], list[
     return markdown_table(["stage", "ranks", *columns], [[r["stage"], r["ranks"], *cells(r)] for r in results])
 
 
-def tables(results: list[dict], config: GPTConfig, on_wire: bool) -> str:
-    """The part of docs/zero.md that is measured."""
-    (adamw, muon), units = parameter_counts(config), config.n_layer + 2
-    unit = 4 * max(adamw // 2, muon // config.n_layer)
-    results = sorted(results, key=lambda r: (r["stage"], r["ranks"]))
-    several = [r for r in results if r["ranks"] > 1]  # on one rank nothing travels
-
-    def kept(r: dict) -> list[str]:
-        pairs = [(r["memory"][part], r["expected"][part]) for part in KEPT]
-        return [*(megabytes(*pair) for pair in (*pairs, map(sum, zip(*pairs)))), megabytes(r["memory"]["in flight"])]
-
-    def whole(r: dict) -> list[str]:
-        return [f"{megabytes(count)} = {count / unit:.2f} units" for count in map(r["peaks"].get, ("whole", "with buffers"))]
-
-    def travels(r: dict) -> list[str]:
-        return [megabytes(*cell) for cell in zip(r["sent"], r["expected sent"], *([r["wire"]] if on_wire else []))]
-
-    def by_dtype(columns: list[str], rows: list[dict], cells: Callable[[dict], list[str]]) -> list[str]:
-        pairs = [(f"**{name}**", table(columns, [r for r in rows if r["dtype"] == name], cells)) for name in DTYPES]
-        return [part for pair in pairs for part in pair]
-
-    kept_off = max(abs(r["memory"][part] / r["expected"][part] - 1) for r in results for part in KEPT)
-    sent_off = max(abs(a / b - 1) for r in several for a, b in zip(r["sent"], r["expected sent"]))
-    peaks = [r for r in several if r["dtype"] == "bfloat16" and r["stage"] in (1, 2)]
-    parts = [
-        f"A model of {adamw + muon:,} parameters, {muon:,} of them Muon's, in {units} units of at most {unit // 4:,}; "
-        f"torch {torch.__version__}, gloo. MB are 10⁶ bytes.",
-        "### Memory: MB per rank between two micro-steps, measured on the fullest rank / formula",
-        *by_dtype(["parameters", "gradients", "optimizer state", "together", "in flight"], results, kept),
-        f"The largest deviation is {kept_off:.1%}; all other live tensors had "
-        f"{max(r['memory']['rest'] for r in results) / 1e3:.1f} KB together at most. *In flight* on stage 2 are the last "
-        f"{MAX_IN_FLIGHT} units' sums, which the next micro-step receives; nearly half of it is where gloo's chunks arrive.",
-        "### Whole gradients alive at any moment of a step, MB",
-        table(["whole gradients", "with the buffers that receive"], peaks, whole),
-        f"Stage 2: {MAX_IN_FLIGHT} units on their way, one being computed, and for a moment its copy end to end; the model "
-        f"has {units}. At the end of its backward passes all other tensors that Python knows of had "
-        f"{max(r['peaks']['rest'] for r in several if r['stage'] == 2) / 1e3:.1f} KB at most: nothing is hoarded elsewhere.",
-        "### Traffic: MB that a rank sends in one optimizer step, counted / formula" + " / on the wire" * on_wire,
-        *by_dtype([f"{m} micro-step{'s' * (m > 1)}" for m in MICRO_STEPS], several, travels),
-        f"The counts are at most {sent_off:.1%} from the formulas.",
-    ]
-    if on_wire:
-        more = [carried / sent - 1 for r in several for carried, sent in zip(r["wire"], r["sent"])]
-        parts.append(f"The wire carries {min(more):.1%} to {max(more):.1%} more than counted: headers, acknowledgements, "
-                     "a barrier.")
-    return "\n\n".join(parts)
+def by_dtype(columns: list[str], results: list[dict], cells: Callable[[dict], list[str]]) -> str:
+    tables = {name: table(columns, [r for r in results if r["dtype"] == name], cells) for name in DTYPES}
+    return "\n\n".join(f"**{name}**\n\n{text}" for name, text in tables.items())
 
 
-if __name__ == "__main__":
-    # ---- Model: with a vocabulary of 12 times the width every unit is as large as every other
-    depth = 12                  # [1..] layers
-    width = 128                 # [2..] of the model; a multiple of the ranks leaves no padding
-    max_seq_len = 32            # [1..] tokens; few, only parameters matter here
-    # ---- Measurement
-    max_ranks = 8               # [1..] 1, 2, 4, … up to this
-    write = False               # put the tables into docs/zero.md
-    configure(globals())
+def kept(r: dict) -> list[str]:
+    pairs = [(r["memory"][part], r["expected"][part]) for part in KEPT]
+    return [*(megabytes(*pair) for pair in (*pairs, map(sum, zip(*pairs)))), megabytes(r["memory"]["in flight"])]
 
-    if why := enter_own_network("ip link set lo up"):  # nobody else sends there
-        print(f"bytes on the wire: not counted ({why})")
-    config, results, ranks = GPTConfig(max_seq_len, 12 * width, depth, width, 2, 2), [], 1
-    while ranks <= max_ranks:
-        results += on_ranks(ranks, measure_all, config, not why)
-        print(f"{ranks} rank(s): done", flush=True)
-        ranks *= 2
-    show(tables(results, config, not why), "zero.md", "bench.zero", write)
+
+def whole(r: dict) -> list[str]:
+    peaks = [r["peaks"][key] for key in ("whole", "with buffers")]
+    return [f"{megabytes(peak)} = {peak / unit:.2f} units" for peak in peaks]
+
+
+def travels(r: dict) -> list[str]:
+    return [megabytes(*cell) for cell in zip(r["sent"], r["expected sent"], *([r["wire"]] if on_wire else []))]
+
+
+kept_off = max(abs(r["memory"][part] / r["expected"][part] - 1) for r in results for part in KEPT)
+sent_off = max(abs(a / b - 1) for r in several for a, b in zip(r["sent"], r["expected sent"]))
+peaks = [r for r in several if r["dtype"] == "bfloat16" and r["stage"] in (1, 2)]
+parts = [
+    f"A model of {adamw + muon:,} parameters, {muon:,} of them Muon's, in {units} units of at most {unit // 4:,}; "
+    f"torch {torch.__version__}, gloo. MB are 10⁶ bytes.",
+    "### Memory: MB per rank between two micro-steps, measured on the fullest rank / formula",
+    by_dtype(["parameters", "gradients", "optimizer state", "together", "in flight"], results, kept),
+    f"The largest deviation is {kept_off:.1%}; all other live tensors had "
+    f"{max(r['memory']['rest'] for r in results) / 1e3:.1f} KB together at most. *In flight* on stage 2 are the last "
+    f"{MAX_IN_FLIGHT} units' sums, which the next micro-step receives; nearly half of it is where gloo's chunks arrive.",
+    "### Whole gradients alive at any moment of a step, MB",
+    table(["whole gradients", "with the buffers that receive"], peaks, whole),
+    f"Stage 2: {MAX_IN_FLIGHT} units on their way, one being computed, and for a moment its copy end to end; the model "
+    f"has {units}. At the end of its backward passes all other tensors that Python knows of had "
+    f"{max(r['peaks']['rest'] for r in several if r['stage'] == 2) / 1e3:.1f} KB at most: nothing is hoarded elsewhere.",
+    "### Traffic: MB that a rank sends in one optimizer step, counted / formula" + " / on the wire" * on_wire,
+    by_dtype([f"{m} micro-step{'s' * (m > 1)}" for m in MICRO_STEPS], several, travels),
+    f"The counts are at most {sent_off:.1%} from the formulas.",
+]
+if on_wire:
+    more = [carried / sent - 1 for r in several for carried, sent in zip(r["wire"], r["sent"])]
+    parts.append(f"The wire carries {min(more):.1%} to {max(more):.1%} more than counted: headers, acknowledgements, "
+                 "a barrier.")
+show("\n\n".join(parts), "zero.md", "bench.zero", write)

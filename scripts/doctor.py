@@ -20,11 +20,11 @@ from typing import Literal
 
 from configurator import configure
 
-import torch  # isort: skip  (a mistyped setting is answered before this is loaded)
+import torch
 
 from nanochat.checkpoint import STAGES, checkpoint_dir, list_steps, list_tags, problem_with, step_dir
 from nanochat.dataset import OFFLINE, how_to_make, load_manifest
-from nanochat.distributed import autodetect_device_type, compute_dtype
+from nanochat.distributed import choose_device_type, compute_dtype
 from nanochat.errors import UserError
 from nanochat.files import base_dir
 from nanochat.gpt import config_from_depth
@@ -60,7 +60,7 @@ config = configure(globals())
 DEPTHS = (4, 8, 12, 16, 20, 24, 26, 32)
 SMALL = 2e9  # bytes of a checkpoint whose checksums are a matter of seconds
 
-here = autodetect_device_type()
+here = choose_device_type()
 imagined = memory_gib > 0 or (device_type or here) == "cuda" != here  # a GPU that is not here
 if memory_gib > 0 and (device_type in ("cpu", "mps") or time_only):
     other = "time_only measures what is here" if time_only else f"device_type={device_type} is no GPU"

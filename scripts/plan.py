@@ -4,12 +4,11 @@ what all of it takes and costs. Formulas only: nothing is trained.
 
     python -m scripts.plan --depth=20 --gpus=8 --gpu=H100 --link=nvlink4
 """
-from typing import Literal
-
 from configurator import configure
 
-import torch  # isort: skip  (a mistyped setting is answered before this is loaded)
+import torch
 
+from nanochat.errors import UserError
 from nanochat.flops import datasheet_peak
 from nanochat.plan.machines import LINKS, plan_step, shaped
 from nanochat.plan.memory import parameter_counts, state_bytes, step_bytes
@@ -27,10 +26,11 @@ target_param_data_ratio = 20.0  # [>0] tokens to train on, per parameter
 gpus = 8                    # [1..] ranks
 gpu = "H100"                # a name of the table in nanochat/flops.py
 mfu = 0.5                   # [0.01..1] part of its bf16 peak that is assumed to be reached
-link: Literal["nvlink5", "nvlink4", "nvlink3", "tpuv5p", "pcie5", "pcie4", "ndr", "hdr", "eth100", "eth10"] = "nvlink4"
-#                             of each GPU to the others: a name of the table in nanochat/plan/machines.py
+link = "nvlink4"            # of each GPU to the others: a name of the table in nanochat/plan/machines.py
 price = 2.5                 # [0..] per GPU and hour, in whatever currency
 configure(globals())
+if link not in LINKS:
+    raise UserError(f"link={link} is not in the table; expected one of {', '.join(LINKS)}")
 
 model, at = shaped(depth, vocab_size, max_seq_len), LINKS[link]
 adamw, muon = parameter_counts(model.config)
@@ -49,6 +49,7 @@ for stage, seconds in enumerate(step.send):
     fullest = sum(step_bytes(model.config, device_batch_size, torch.bfloat16, "cuda", **settings))
     gigabytes = (*kept, sum(kept), fullest, seconds * at.bandwidth)
     rows.append([stage, *(f"{count / 1e9:.2f}" for count in gigabytes), f"{seconds:.3f}"])
-columns = ["stage", "parameters GB", "gradients GB", "optimizer GB", "together", "with activations", "sent per step, GB"]
-print(markdown_table([*columns, f"seconds on {at.name}"], rows))
+columns = ["stage", "parameters GB", "gradients GB", "optimizer GB", "together", "with activations", "sent per step, GB",
+           f"seconds on {at.name}"]
+print(markdown_table(columns, rows))
 print(f"\nof each rank; a step computes for {step.compute:.3f} s")

@@ -39,7 +39,7 @@ class Step(NamedTuple):
     compute: float
     send: list[float]             # by stage
     latency: float | None         # of stage 1's messages
-    hides: tuple[float, float]    # smallest micro-batches, tokens per rank, behind which stages 2 and 3 hide their sending
+    hides: tuple[float, float]    # tokens per rank of the smallest micro-batches behind which stages 2 and 3 can send
 
 
 def plan_step(
@@ -50,7 +50,7 @@ def plan_step(
     total, head = adamw + muon, adamw // 2
     send = [sent_bytes(stage, ranks, micro_steps, dtype, torch.float32, total, muon, head) for stage in range(4)]
     messages = 2 * (model.config.n_layer + 2) * (ranks - 1)  # stage 1: each unit is reduced and gathered once
-    # A third of a micro-batch's time is its forward pass, the rest the backward pass; each has to outlast what it sends.
+    # A third of a micro-batch's time is its forward pass, the rest the backward pass; each must outlast what it sends.
     gradients, gathered = (total * size * (ranks - 1) / ranks / link.bandwidth for size in (4, dtype.itemsize))
     per_token = model.estimate_flops() / rate
     forward, backward = per_token / 3, 2 * per_token / 3

@@ -75,7 +75,7 @@ def sent_bytes(
 
 
 class StepBytes(NamedTuple):
-    """What a rank holds on its device at the fullest moment of a training step, in bytes; without the process itself."""
+    """Bytes that a rank holds on its device at the fullest moment of a training step; without the process itself."""
 
     state: float        # parameters, gradients, masters and moments
     activations: float  # what the forward pass saves for the backward pass
@@ -109,8 +109,8 @@ def block_bytes(config: GPTConfig, rows: int, dtype: torch.dtype, device_type: s
     # Scaled queries; of each block of them the keys and values up to its end, copied, but for a single head, which
     # is a view of all; probabilities in float32 and in dtype.
     kept = 2 * rows * kv_width * sum(ends) if config.n_kv_head > 1 else tokens * (2 * C + 3 * kv_width)
-    probabilities = FLOAT32 + (b if b < FLOAT32 else 0) + (0 if compiled else 1)
-    return saved + b * (tokens * C + kept) + rows * config.n_head * scores * probabilities
+    probabilities, mask = rows * config.n_head * (FLOAT32 + (b if b < FLOAT32 else 0)), 0 if compiled else 1
+    return saved + b * (tokens * C + kept) + scores * (probabilities + mask)
 
 
 def step_bytes(
@@ -157,8 +157,8 @@ def step_bytes(
 # Bytes of a process on a CPU before there is a model, by what a limit counts and whether it has compiled. Measured with
 # torch 2.13.0 on Linux; RLIMIT_DATA counts no file of a library, but every thread's whole stack.
 PROCESS = {("resident", False): 380e6, ("resident", True): 570e6, ("data", False): 400e6, ("data", True): 520e6}
-# What CPU's allocator makes of the tensors' bytes, measured (docs/memory.md): glibc keeps blocks below 32 MiB in a heap,
-# where eager code's many temporaries of one size leave holes.
+# What CPU's allocator makes of the tensors' bytes, measured (docs/memory.md): glibc keeps blocks below 32 MiB in a
+# heap, where eager code's many temporaries of one size leave holes.
 # A limit on address space makes it fill some of them: training then needs less than it takes where there is none.
 HEAP_BLOCK, HEAP_WASTE, WASTE = 2**25, {"resident": 2.3, "data": 1.8, "address": 1.8}, 1.15
 # Guesses, for a GPU that is not here: its context, cuBLAS and the code of kernels; NCCL's buffers; fragmentation.
@@ -166,7 +166,7 @@ GPU_PROCESS, NCCL, GPU_WASTE = 1.0 * GIB, 0.5 * GIB, 1.15
 
 
 def process_bytes(counts: str, device_type: str, compiled: bool, ranks: int = 1) -> float:
-    """What a training process needs besides its step. counts: "device" memory, "resident", "data" or "address" space."""
+    """What a process needs besides its step. counts: "device" memory, "resident", "data" or "address" space."""
     if device_type != "cpu":
         return GPU_PROCESS + (NCCL if ranks > 1 else 0)
     if counts == "resident":
@@ -199,8 +199,8 @@ def needed_bytes(
 
 
 def largest_rows(limits: Iterable[tuple[str, float]], most: int, config: GPTConfig, *args, **settings) -> int:
-    """The largest power of two of rows up to `most` that fits under every limit (what it counts, bytes); 0: none does."""
+    """The largest power of two of rows up to `most` that fits under all limits (what it counts, bytes); 0: none does."""
     rows, limits = 2 ** int(math.log2(most)), list(limits)
-    while rows and any(needed_bytes(config, rows, *args, counts=counts, **settings) > there for counts, there in limits):
+    while rows and any(needed_bytes(config, rows, *args, counts=counts, **settings) > left for counts, left in limits):
         rows //= 2
     return rows

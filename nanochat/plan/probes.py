@@ -263,7 +263,7 @@ def trial(text: str) -> None:
     settings = json.loads(text)
     rows, compiled, dtype = settings["rows"], settings["compiled"], getattr(torch, settings["dtype"])
     install_one_line_errors({"device_batch_size": rows})
-    *_, world_size, device = compute_init(settings["device_type"])
+    _, world_size, device = compute_init(settings["device_type"])
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(FREE_SHARE * free / total)
