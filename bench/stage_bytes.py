@@ -7,15 +7,19 @@ example, as a picture over the number of ranks (both in docs/zero.md), and withi
 """
 from pathlib import Path
 
+from configurator import configure
+
 import torch
 from matplotlib.figure import Figure
 
 from bench.harness import DOCS, show
-from configurator import configure
 from nanochat.files import write_aside
 from nanochat.plan.machines import shaped
 from nanochat.plan.memory import FLOAT32, parameter_counts, sent_bytes, state_bytes
 from nanochat.report import markdown_table
+
+write = False               # put tables and picture into docs
+configure(globals())
 
 HOSTS, PER_HOST, MICRO_STEPS = 2, 4, 4  # of the table for two kinds of links
 COLORS = ("#525252", "#1f5fa8", "#d9730d", "#31a354")  # of the stages
@@ -73,9 +77,6 @@ def draw(path: Path, depth: int = 20) -> None:
         figure.savefig(aside, format="png", dpi=90)
 
 
-if __name__ == "__main__":
-    write = False           # put tables and picture into docs
-    configure(globals())
-    show(at_64_ranks(), "zero.md", "bench.stage_bytes", write)
-    show(over_two_links(), "machines.md", "bench.stage_bytes", write)
-    draw(DOCS / "images" / "stage_bytes.png" if write else Path("stage_bytes.png"))
+show(at_64_ranks(), "zero.md", "bench.stage_bytes", write)
+show(over_two_links(), "machines.md", "bench.stage_bytes", write)
+draw(DOCS / "images" / "stage_bytes.png" if write else Path("stage_bytes.png"))

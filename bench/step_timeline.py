@@ -4,7 +4,10 @@ One optimizer step on two ranks as torch.profiler records it: a picture, and how
     python -m bench.step_timeline            # prints the table, draws step_timeline.png here
     python -m bench.step_timeline --write    # puts both into docs/overlap.md
 """
+from itertools import product
 from pathlib import Path
+
+from configurator import configure
 
 import torch
 import torch.distributed as dist
@@ -13,12 +16,14 @@ from matplotlib.patches import Patch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.harness import DOCS, on_ranks, show
-from configurator import configure
 from nanochat.files import write_aside
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.optimizers import setup_optimizers
 from nanochat.report import markdown_table
 from nanochat.zero import Sharding
+
+write = False               # put table and picture into docs
+configure(globals())
 
 DEPTH, ROWS, MICRO_STEPS, STEPS = 6, 4, 2, 5  # rows of 256 tokens per rank and micro-step; the last step is drawn
 COMPUTES = {"forward": "#9ecae1", "backward": "#4292c6", "update": "#bdbdbd", "wait": "#fff7bc"}
@@ -83,19 +88,16 @@ def row(stage: int, kind: str, steps: list[Spans]) -> list:
 
 
 if __name__ == "__main__":
-    write = False           # put table and picture into docs
-    configure(globals())
     figure, lines = Figure(figsize=(11, 4.4), layout="constrained"), []
     for stage, axes in zip((2, 3), figure.subplots(2)):
         of_ranks = on_ranks(2, profile_steps, stage)
         lines += [row(stage, kind, [*of_ranks[0], *of_ranks[1]]) for kind in SENT]
-        for name, color in (COMPUTES | SENT).items():
-            for rank, steps in enumerate(of_ranks):
-                axes.broken_barh(steps[-1][name], (-rank - 0.42 * (name in SENT), 0.4), color=color, linewidth=0)
+        for (name, color), (rank, steps) in product((COMPUTES | SENT).items(), enumerate(of_ranks)):
+            axes.broken_barh(steps[-1][name], (-rank - 0.42 * (name in SENT), 0.4), color=color, linewidth=0)
         axes.set(yticks=[0, -1], yticklabels=["rank 0", "rank 1"], title=f"stage {stage}", xlabel="ms")
     handles = [Patch(facecolor=color, edgecolor="#999999", label=name) for name, color in (COMPUTES | SENT).items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
-    table = markdown_table(["stage", "what is sent", "under way, ms", "of it in wait(), ms", "hidden"], lines)
-    show(table, "overlap.md", "bench.step_timeline", write)
+    columns = ["stage", "what is sent", "under way, ms", "of it in wait(), ms", "hidden"]
+    show(markdown_table(columns, lines), "overlap.md", "bench.step_timeline", write)
     with write_aside(DOCS / "images" / "step_timeline.png" if write else Path("step_timeline.png")) as aside:
         figure.savefig(aside, format="png", dpi=100)

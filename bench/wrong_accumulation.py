@@ -6,15 +6,19 @@ What wrong gradient accumulation does under three optimizers: a table of docs/tw
 
 Plain data parallelism on two ranks, with PyTorch's own optimizers: nothing of nanochat.zero takes part.
 """
+from configurator import configure
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bench.harness import on_ranks, show
-from configurator import configure
 from nanochat.corpus.tinyworld import document
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.report import markdown_table
+
+write = False               # put the table into docs/two_loops.md
+configure(globals())
 
 CONFIG = GPTConfig(sequence_len=64, vocab_size=256, n_layer=2, n_embd=64, n_head=2, n_kv_head=2)
 RANKS, MICRO_STEPS, ROWS, STEPS = 2, 4, 2, 100  # ROWS: of one rank in one micro-step
@@ -75,8 +79,6 @@ def measure(rank: int, ranks: int) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    write = False           # put the table into docs/two_loops.md
-    configure(globals())
     columns = ["the summed gradient is", "SGD", "AdamW", "Muon (and AdamW)"]
     table = markdown_table(columns, on_ranks(RANKS, measure))
     table += (f"\n\nLoss in nats per byte on documents that were not trained on, after {STEPS} steps of {RANKS} "
