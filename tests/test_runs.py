@@ -1,4 +1,4 @@
-"""runs/ and the tour: every link, name and setting that a page mentions exists; the launchers launch; the bowl's lowest point is found."""
+"""runs/ and the tour: what a page mentions exists; the launchers launch; the best depth of a budget is found."""
 import ast
 import csv
 import functools
@@ -13,26 +13,29 @@ import sys
 import time
 from pathlib import Path
 
+from configurator import read_arguments, read_settings
+
 import pytest
 import torch
+from conftest import REPO, run_module
+from ranks import run_on_ranks
 from torch.distributed.run import get_args_parser
 
-from configurator import read_arguments, read_settings
-from conftest import REPO, run_module
-from bench import pages
-from nanochat.report import markdown_table
+from bench import harness
+from bench.naive import CONFIG, VARIANTS, flat, train
+from bench.scaling_fit import fit, read_series
+from nanochat.corpus.learn_tokenizer import train_tokenizer
+from nanochat.corpus.make_dataset import make
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.plan.machines import LINKS, plan_step, shaped
-from nanochat.corpus.make_dataset import make
-from bench.scaling_fit import fit, read_series
-from nanochat.corpus.learn_tokenizer import train_tokenizer
-from ranks import run_on_ranks
-from bench.data_parallel import CONFIG, VARIANTS, train
+from nanochat.report import markdown_table
 
 PAGES = sorted([*REPO.glob("README*.md"), *REPO.glob("docs/*.md")])
 SCRIPTS = sorted([*REPO.glob("runs/*"), *REPO.glob("*.sh"), *REPO.glob("tests/*.sh")])
-LAUNCHER_FLAGS = {flag.lstrip("-").replace("-", "_") for action in get_args_parser()._actions for flag in action.option_strings}
+LAUNCHER_FLAGS = {
+    flag.lstrip("-").replace("-", "_") for action in get_args_parser()._actions for flag in action.option_strings
+}
 
 
 # ---- What a page claims
@@ -141,13 +144,13 @@ def test_every_page_is_in_the_index():
 
 
 def test_a_table_goes_between_its_marks(tmp_path, monkeypatch):
-    monkeypatch.setattr(pages, "DOCS", tmp_path)
-    (tmp_path / "page.md").write_text(f"before\n<!-- made by: this -->\nold\n{pages.END}\nbetween\n<!-- made by: that -->\nkept\n{pages.END}\nafter\n")
-    pages.put_into_page("page.md", "this", markdown_table(["a", "b"], [["x", 1]]))
+    monkeypatch.setattr(harness, "DOCS", tmp_path)
+    (tmp_path / "page.md").write_text(f"before\n<!-- made by: this -->\nold\n{harness.END}\nbetween\n<!-- made by: that -->\nkept\n{harness.END}\nafter\n")
+    harness.put_into_page("page.md", "this", markdown_table(["a", "b"], [["x", 1]]))
     text = (tmp_path / "page.md").read_text()
     assert "old" not in text and "| x | 1 |" in text and text.startswith("before\n") and text.endswith("kept\n<!-- end of what it made -->\nafter\n")
     with pytest.raises(UserError, match="has no"):
-        pages.put_into_page("page.md", "nothing", "text")
+        harness.put_into_page("page.md", "nothing", "text")
 
 
 # ---- Launchers
@@ -224,7 +227,7 @@ def distances(rank: int, ranks: int) -> dict[str, float]:
     right, clipped, masked = (train(0, 1, variant, "SGD") for variant in ("right", "clip", "masked"))
     start = GPT(CONFIG)
     start.init_weights(seed=0)
-    way = (right - torch.cat([p.detach().flatten() for p in start.parameters()])).norm()
+    way = (right - flat(start)).norm()
     references = {"clip": clipped, "means": masked}
     return {variant: ((train(rank, ranks, variant, "SGD") - references.get(variant, right)).norm() / way).item() for variant in VARIANTS}
 
