@@ -16,7 +16,7 @@ MODEL = 10 * UNIT
 
 
 def hoard(rank: int, ranks: int) -> list[dict]:
-    """Two wrong versions of stage 2: one never waits for a sum before it starts the next, one keeps what it has sent."""
+    """Two wrong versions of stage 2: one never waits for a sum before it starts the next, one keeps what it sent."""
     bound, take, kept = zero.MAX_IN_FLIGHT, zero.Bucket.take_gradients, []
 
     def keeping(self, dtype):
@@ -54,7 +54,7 @@ def test_formulas_are_the_published_ones():
         adamw, muon = published[name][stage]
         assert sum(state_bytes(stage, 4, getattr(torch, name), adamw=1000, muon=0)) == 1000 * adamw, (stage, name)
         assert sum(state_bytes(stage, 4, getattr(torch, name), adamw=0, muon=1000)) == 1000 * muon, (stage, name)
-    # In elements, all float32, three micro-steps, no Muon: 2, 2, A + 1, 3A, of which a quarter of the chunks stays here.
+    # In elements, all float32, three micro-steps, no Muon: 2, 2, A + 1, 3A, of which a quarter stays here.
     for stage, elements in zip(STAGES, (2, 2, 4, 9)):
         sent = sent_bytes(stage, 4, 3, torch.float32, torch.float32, 1000, 0, 0)
         assert sent == elements * 4 * 1000 * 3 / 4
@@ -62,8 +62,8 @@ def test_formulas_are_the_published_ones():
 
 def test_the_example_of_the_paper():
     """
-    Rajbhandari et al. 2020, figure 1: 7.5 billion parameters with AdamW on 64 ranks. There gradients are kept in 2 bytes,
-    16 per parameter in all; here they are summed in float32, in 4, which makes 18. On stage 3 both have 16.
+    Rajbhandari et al. 2020, figure 1: 7.5 billion parameters with AdamW on 64 ranks. There gradients are kept in 2
+    bytes, 16 per parameter in all; here they are summed in float32, in 4, which makes 18. On stage 3 both have 16.
     """
     for stage, gigabytes in enumerate((120, 31.4, 16.6, 1.9)):
         parameters, gradients, optimizer = state_bytes(stage, 64, torch.bfloat16, adamw=7.5e9, muon=0)
@@ -82,19 +82,19 @@ def test_ranks_keep_what_the_formulas_say(results):
 
 
 def test_ranks_send_what_the_formulas_say(results):
-    """Within 3%: thirds of 80 rows are padded, and of the pieces of its own matrices a rank has its share only on average."""
+    """Within 3%: thirds of 80 rows are padded, and a rank keeps its share of its own matrices only on average."""
     for r in results:
         assert r["sent"] == pytest.approx(r["expected sent"], rel=0.03), (r["dtype"], r["stage"])
 
 
 def test_stage_2_never_has_more_than_four_of_ten_units_of_whole_gradients(results):
-    """Two on their way, one computed and its copy end to end; stage 1, looked at in the same way, has the whole model's."""
+    """Two on their way, one computed and its copy end to end; stage 1, seen in the same way, has the whole model's."""
     for r in results:
         if r["stage"] == 1:
             assert r["peaks"]["whole"] >= MODEL
         if r["stage"] == 2:
             assert UNIT <= r["peaks"]["whole"] <= 4 * UNIT * 1.01
-            assert r["peaks"]["with buffers"] <= 7.1 * UNIT, "gloo doubles them, and then there are the slices that they end in"
+            assert r["peaks"]["with buffers"] <= 7.1 * UNIT, "gloo doubles them; and the slices they end in"
             assert r["peaks"]["rest"] < 0.5 * UNIT, "gradients that are neither a parameter's nor on their way"
 
 
