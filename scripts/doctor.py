@@ -177,7 +177,7 @@ if not imagined:
                 made[kind].append(folder.name)
             except UserError as error:
                 print(f"{kind} {folder.name}: {error}")
-    for stage, tag in [(stage, tag) for stage in STAGES for tag in list_tags(checkpoint_dir(stage, ""))]:  # noqa: B020
+    for stage, tag in [(name, tag) for name in STAGES for tag in list_tags(checkpoint_dir(name, ""))]:
         step = list_steps(checkpoint_dir(stage, tag))[-1]
         newest = step_dir(checkpoint_dir(stage, tag), step)
         count = sum(file.stat().st_size for file in newest.iterdir())

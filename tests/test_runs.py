@@ -74,7 +74,8 @@ def problems(text: str, folder: Path) -> list[str]:
     for path in re.findall(r"`((?:nanochat|scripts|bench|tests|docs|runs)/[\w./-]+)`", text):
         if not (REPO / path).exists():
             found.append(f"file {path}")
-    ours = [f"{path.parent.name}.{path.stem}" for folder in ("scripts", "bench") for path in (REPO / folder).glob("*.py")]
+    paths = [path for folder in ("scripts", "bench") for path in (REPO / folder).glob("*.py")]
+    ours = [f"{path.parent.name}.{path.stem}" for path in paths]
     known = LAUNCHER_FLAGS | {name for module in ours for name in settings_of(module) or ()}
     for flag in re.findall(r"`--(\w[\w-]*)(?:=[^`]*)?`", text):
         if flag.replace("-", "_") not in known | {"help"} and f"--{flag}" not in all_source():
@@ -127,8 +128,8 @@ def test_what_a_page_mentions_exists(page):
 
 
 def test_the_checker_finds_rot_of_every_kind():
-    page = """See [zero](zero.md) and [gone](gone.md). `send` and `no_such_method` in `nanochat/zero.py`; `nanochat/gone.py`;
-`gone_function`; `--gone_setting`, `--zero_stage=2`, `--max-restarts`.
+    page = """See [zero](zero.md) and [gone](gone.md). `send` and `no_such_method` in `nanochat/zero.py`;
+`nanochat/gone.py`; `gone_function`; `--gone_setting`, `--zero_stage=2`, `--max-restarts`.
 ```bash
 python -m scripts.base_train --depth=4 --widht=7 \\
     --seed=$seed --zero_stage=9
@@ -138,7 +139,8 @@ bash runs/gone.sh
 ```"""
     found = "\n".join(problems(page, REPO / "docs"))
     expected = ["link gone.md", "no_such_method in nanochat/zero.py", "file nanochat/gone.py", "name gone_function",
-                "setting --gone_setting", "--widht", "--zero_stage=9", "module scripts.gone", "tests -k no_such_test", "script runs/gone.sh"]
+                "setting --gone_setting", "--widht", "--zero_stage=9", "module scripts.gone", "tests -k no_such_test",
+                "script runs/gone.sh"]
     assert [words for words in expected if words not in found] == []
     assert "zero.md" not in found.replace("link gone.md", "") and "--max-restarts" not in found and "$seed" not in found
 
@@ -187,8 +189,8 @@ if [ "$1 $2" = "show hostnames" ]; then printf '127.0.0.1\\n127.0.0.1\\n'; else 
 
 def test_two_nodes_train_and_save_before_the_time_limit(tmp_path, base_folder):
     """
-    slurm.sbatch, multi_node.sh and two launchers for real; SLURM's own commands are played. Signalled, the job saves and
-    is requeued. It is started as under nohup: torchrun would act on a SIGHUP that was ignored.
+    slurm.sbatch, multi_node.sh and two launchers for real; SLURM's own commands are played. Signalled, the job saves
+    and is requeued. It is started as under nohup: torchrun would act on a SIGHUP that was ignored.
     """
     (base_folder / "texts").mkdir(parents=True)
     for i in range(300):
