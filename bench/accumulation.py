@@ -31,10 +31,11 @@ with scratch_base(vocab_size=4096):
         )
         whole = whole or run.losses
         apart = max(abs(a - b) for a, b in zip(run.losses, whole))
-        lines.append([f"{ranks} × {cuts} × {rows // ranks // cuts}", f"{run.losses[-1]:.6f}", f"{apart:.1e}" if apart else "0",
-                      f"{run.tok_per_sec:,.0f}", f"{run.peak / 1e6:,.0f}"])
+        lines.append([f"{ranks} × {cuts} × {rows // ranks // cuts}", f"{run.losses[-1]:.6f}",
+                      f"{apart:.1e}" if apart else "0", f"{run.tok_per_sec:,.0f}", f"{run.peak / 1e6:,.0f}"])
         print(*lines[-1], sep="  ", flush=True)
-columns = ["ranks × micro-steps × rows", f"loss of step {steps}", "largest difference in any step", "tok/s", "peak MB of a rank"]
+columns = ["ranks × micro-steps × rows", f"loss of step {steps}", "largest difference in any step", "tok/s",
+           "peak MB of a rank"]
 show(f"{markdown_table(columns, lines)}\n\nDepth {depth}, {rows} rows of {max_seq_len} tokens in every step, float32, "
      f"{cores} CPU cores shared by the ranks. The loss is in nats per token; differences are to the first line.",
      "two_loops.md", "bench.accumulation", write)

@@ -25,5 +25,6 @@ for found in on_ranks(ranks, measure_all, CONFIG, False, ["float32"]):
     stages.append([f"stage {found['stage']}", *(f"{size / parameters:.2f}" for size in (kept, *found["sent"]))])
 columns = [f"{kind}: {what}" for kind in OPTIMIZERS for what in ("off", "ranks apart")]
 titles = [f"bytes per parameter, {ranks} ranks", "keeps", "sends, 1 micro-step", "sends, 4 micro-steps"]
-show("\n\n".join([markdown_table(["what is done with the gradients", *columns], lines), markdown_table(titles, stages)]),
+wrong = markdown_table(["what is done with the gradients", *columns], lines)
+show(f"{wrong}\n\n{markdown_table(titles, stages)}",
      "data_parallel.md", "bench.data_parallel", write)

@@ -84,7 +84,7 @@ def train(ranks: int = 1, threads: int = 1, env: dict[str, str] | None = None, *
 
 def on_ranks(ranks: int, function: Callable, *args: Any) -> Any:
     """
-    function(rank, ranks, *args) on so many processes with a thread each, joined by gloo. Returns what it does on rank 0.
+    function(rank, ranks, *args) on so many processes with a thread each, joined by gloo. Returns rank 0's result.
     The function is a module's that sets nothing from the command line.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +110,7 @@ def one_rank(folder: Path, ranks: int, rank: int) -> None:
 
 
 def measure_link(rank: int, ranks: int) -> tuple[float, float, float]:
-    """Between two ranks here, by gloo: bytes/s of an all-reduce of 64 MB, seconds of a message; then a rank's FLOP/s."""
+    """Between two ranks here, by gloo: bytes/s of an all-reduce of 64 MB, seconds of a message; a rank's FLOP/s."""
     seconds = {}
     for numbers in (2**24, 1):
         tensor, times = torch.zeros(numbers), []

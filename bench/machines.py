@@ -34,13 +34,13 @@ peak, parts = datasheet_peak(gpu), []
 for depth in (20, 32):
     model = shaped(depth, 65536, 2048)
     lines = [line(link, plan_step(model, gpus, mfu * peak, link, torch.bfloat16, 2**19, 4)) for link in LINKS.values()]
-    parts += [f"**Depth {depth}**, {sum(parameter_counts(model.config)) / 1e6:,.0f} million parameters, {gpus} ranks of "
-              f"{peak / 1e12:,.0f} TFLOP/s at {mfu:.0%} MFU, bfloat16, 524,288 tokens in 4 micro-steps of "
+    parts += [f"**Depth {depth}**, {sum(parameter_counts(model.config)) / 1e6:,.0f} million parameters, {gpus} ranks "
+              f"of {peak / 1e12:,.0f} TFLOP/s at {mfu:.0%} MFU, bfloat16, 524,288 tokens in 4 micro-steps of "
               f"{2**17 // gpus:,} tokens per rank:", markdown_table(COLUMNS, lines)]
 bandwidth, latency, rate = on_ranks(2, measure_link)
 here = Link("this machine, gloo over loopback", bandwidth, latency)
 lines = [line(here, plan_step(shaped(4, 8192, 512), 2, 0.6 * rate, here, torch.float32, 8192, 2))]
-parts += [f"**Measured**: two processes on one machine, {here.bandwidth / 1e9:.2f} GB/s and {1e6 * here.latency:,.0f} µs "
-          f"a message, {rate / 1e9:,.0f} GFLOP/s in float32 per rank with one thread. Depth 4, vocabulary 8,192, 8,192 "
-          "tokens in 2 micro-steps of 2,048 per rank, at 60% of that rate:", markdown_table(COLUMNS, lines)]
+parts += [f"**Measured**: two processes on one machine, {here.bandwidth / 1e9:.2f} GB/s and {1e6 * here.latency:,.0f} "
+          f"µs a message, {rate / 1e9:,.0f} GFLOP/s in float32 per rank with one thread. Depth 4, vocabulary 8,192, "
+          "8,192 tokens in 2 micro-steps of 2,048 per rank, at 60% of that rate:", markdown_table(COLUMNS, lines)]
 show("\n\n".join(parts), "machines.md", "bench.machines", write)

@@ -64,9 +64,11 @@ with scratch_base(vocab_size=8192):  # processes first: one that is started by a
         ).peak
         step = sum(step_bytes(config, rows, torch.float32, "cpu", compiled, saving=True))
         # All tensors of these runs are below the size that glibc maps by itself.
-        asked = process_bytes("resident", "cpu", compiled) + (WASTE if compiled or environment else HEAP_WASTE["resident"]) * step
+        factor = WASTE if compiled or environment else HEAP_WASTE["resident"]
+        asked = process_bytes("resident", "cpu", compiled) + factor * step
         setting = "".join(f"`{key}={value}`" for key, value in environment.items()) or "-"
-        processes.append(shown(2, 256, rows, "float32", "compiled" if compiled else "eager", setting, f"{peak / 1e6:,.0f}",
+        how = "compiled" if compiled else "eager"
+        processes.append(shown(2, 256, rows, "float32", how, setting, f"{peak / 1e6:,.0f}",
                                f"{step / 1e6:,.0f}", f"{asked / 1e6:,.0f}", f"{peak / asked:.0%}"))
 for depth, length, rows, dtype, compiled, checkpointing in TENSORS:
     config, kind = config_from_depth(depth, 8192, length), getattr(torch, dtype)

@@ -29,7 +29,8 @@ steps = 5                   # [1..] timed, after two that are not; then as many 
 write = False               # put the tables into docs/mfu.md
 configure(globals())
 
-PARTS = {"linear": "products of the blocks' linear layers", "head": "products of the head", "attention": "products of attention"}
+PARTS = {"linear": "products of the blocks' linear layers", "head": "products of the head",
+         "attention": "products of attention"}
 device, kind = torch.device("cpu"), getattr(torch, dtype)  # the profiler's names below are those of CPU kernels
 compiling = set_compile(True, device.type)
 config = config_from_depth(depth, vocab_size, max_seq_len)
@@ -94,7 +95,8 @@ between = (1 - sum(spent.values()) / total) * computing
 for name, seconds in (("all between: norms, rotation, softmax, loss, copies", between),
                       ("optimizers, Newton–Schulz included", updating)):
     lines.append([name, "0%", f"{1e3 * seconds:.0f}", f"{seconds / step_time:.0%}", "", ""])
-lines.append(["**the step**", "100%", f"{1e3 * step_time:.0f}", "100%", f"{counted / step_time / 1e9:,.0f}", f"**{mfu:.1%}**"])
+lines.append(["**the step**", "100%", f"{1e3 * step_time:.0f}", "100%", f"{counted / step_time / 1e9:,.0f}",
+              f"**{mfu:.1%}**"])
 
 # ---- The same step by other countings; beside it those of a larger model, relative to the right one
 models = [flops_per_token(config) for config in (config, config_from_depth(20, 65536, 2048))]
@@ -112,8 +114,8 @@ show("\n\n".join([
     markdown_table(["part", "FLOPs counted", "ms", "of the step", "GFLOP/s", "of the GEMM rate"], lines),
     f"Depth {depth}, vocabulary {vocab_size:,}, {device_batch_size} rows of {max_seq_len} tokens: "
     f"{inputs.numel() / step_time:,.0f} tok/s in {dtype}, {'compiled' if compiling else 'not compiled'}, "
-    f"{torch.get_num_threads()} thread(s), GEMM rate {rate / 1e9:,.0f} GFLOP/s. The parts of forward and backward pass are "
-    "their shares under the profiler.",
+    f"{torch.get_num_threads()} thread(s), GEMM rate {rate / 1e9:,.0f} GFLOP/s. The parts of forward and backward pass "
+    "are their shares under the profiler.",
     markdown_table(["counting", "MFU of the step above", "relative",
                     "relative at depth 20, T=2048, V=65,536, on an H100"], relative),
 ]), "mfu.md", "bench.mfu", write)

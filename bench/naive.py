@@ -77,4 +77,7 @@ def distances(rank: int, ranks: int, variant: str, kind: str) -> tuple[float, fl
 
 def all_distances(rank: int, ranks: int) -> dict[str, list[float]]:
     """Of every variant, by SGD and by AdamW, as `distances`."""
-    return {variant: [number for kind in OPTIMIZERS for number in distances(rank, ranks, variant, kind)] for variant in VARIANTS}
+    found = {}
+    for variant in VARIANTS:
+        found[variant] = [number for kind in OPTIMIZERS for number in distances(rank, ranks, variant, kind)]
+    return found

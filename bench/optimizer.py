@@ -39,7 +39,7 @@ configure(globals())
 
 
 def run(kind: str, rate: float, tokenizer: Tokenizer) -> tuple[float, float, float, float]:
-    """(validation bits per byte, ms of the matrices' update, ms of the rest of a step, bytes of state per parameter)."""
+    """(validation bits per byte, ms of the matrices' update, ms of the rest of a step, bytes of state a parameter)."""
     device = torch.device("cpu")
     model = GPT(config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len))
     model.init_weights(seed)
@@ -78,13 +78,13 @@ with scratch_base(vocab_size):
         results = {rate: run(kind, float(rate), get_tokenizer("tinyworld")) for rate in rates}
         best = min(results, key=lambda rate: results[rate][0])
         for rate, (bpb, update, rest, state) in results.items():
-            lines.append([kind, rate, f"**{bpb:.4f}**" if rate == best else f"{bpb:.4f}", f"{update:.1f}", f"{rest:.0f}",
-                          f"{state:.0f}"])
+            lines.append([kind, rate, f"**{bpb:.4f}**" if rate == best else f"{bpb:.4f}", f"{update:.1f}",
+                          f"{rest:.0f}", f"{state:.0f}"])
             print(*lines[-1], sep="  ", flush=True)
         if best in (rates[0], rates[-1]):
             edges += f" The best rate of {kind} is at the edge of those tried: there may be a better one."
 columns = ["the matrices' optimizer", "rate", "validation, bits per byte", "its update, ms", "rest of the step, ms",
            "bytes of state per parameter"]
 show(f"{markdown_table(columns, lines)}\n\nDepth {depth}, vocabulary {vocab_size}, {steps} steps of {rows} rows of "
-     f"{max_seq_len} tokens of the embedded world, seed {seed}, float32, not compiled, {torch.get_num_threads()} thread(s)."
-     + edges, "optimizers.md", "bench.optimizer", write)
+     f"{max_seq_len} tokens of the embedded world, seed {seed}, float32, not compiled, "
+     f"{torch.get_num_threads()} thread(s).{edges}", "optimizers.md", "bench.optimizer", write)

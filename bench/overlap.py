@@ -168,8 +168,9 @@ print0(f"the link is set to {rate / 1e6:,.0f} Mbit/s; an all-reduce of 8 MB gets
 rounds = [one_round() for _ in range(num_rounds)]
 median = Round(*map(statistics.median, zip(*rounds)))
 hidden = sorted(times.hidden() for times in rounds)
-print0(f"medians of {num_rounds}, ms: backward {1e3 * median.backward:.0f}; step on the unthrottled link "
-       f"{1e3 * median.unthrottled:.0f}, on the throttled one {1e3 * median.off:.0f}, with overlap {1e3 * median.on:.0f}")
+print0(f"medians of {num_rounds}, ms: backward {1e3 * median.backward:.0f}; step on the unthrottled "
+       f"link {1e3 * median.unthrottled:.0f}, on the throttled one {1e3 * median.off:.0f}, with overlap "
+       f"{1e3 * median.on:.0f}")
 print0(f"communication adds {median.added():.2f} backward passes; overlap hides {statistics.median(hidden):.2f} of it "
        f"(median of {num_rounds}, {hidden[0]:.2f} to {hidden[-1]:.2f}; from the medians {median.hidden():.2f})")
 compute_cleanup()

@@ -30,6 +30,6 @@ with scratch_base():
             alone = train(1, ranks, num_iterations=steps, **settings).tok_per_sec
             together = train(ranks, 1, num_iterations=steps, zero_stage=stage, **settings).tok_per_sec
             ratios.append(together / alone)
-            print(f"stage {stage}: {ranks} ranks {together:,.0f} tok/s, one rank with {ranks} threads {alone:,.0f} tok/s: "
-                  f"{ratios[-1]:.1%}", flush=True)
+            print(f"stage {stage}: {ranks} ranks {together:,.0f} tok/s, one rank with {ranks} threads "
+                  f"{alone:,.0f} tok/s: {ratios[-1]:.1%}", flush=True)
         print(f"stage {stage}: median {statistics.median(ratios):.1%}", flush=True)

@@ -39,8 +39,8 @@ for r in runs:
 for budget, best in optima.items():
     if best and budget:
         outside = not budgets[budget][0].depth <= best.depth <= budgets[budget][-1].depth
-        below += (f"\n\n{budget:.2e} FLOPs: the parabola is lowest at depth {best.depth:.2f}, with {best.bpb:.4f} bits per "
-                  f"byte{', outside of the depths that were tried: no more than a direction' * outside}.")
+        below += (f"\n\n{budget:.2e} FLOPs: the parabola is lowest at depth {best.depth:.2f}, with {best.bpb:.4f} bits "
+                  f"per byte{', outside of the depths that were tried: no more than a direction' * outside}.")
 columns = ["FLOPs", "depth", "parameters", "tokens", "tokens per parameter", "bits per byte"]
 show(markdown_table(columns, lines) + below, "scaling.md", f"bench.scaling --series={series}", write)
 
@@ -48,7 +48,8 @@ show(markdown_table(columns, lines) + below, "scaling.md", f"bench.scaling --ser
 picture = Figure(figsize=(11, 4.2), layout="constrained")
 left, right = picture.subplots(1, 2)
 depths = sorted({run.depth for run in runs})
-for axes, title, label in ((left, "What computation buys", "FLOPs of the run"), (right, "What to spend it on", "depth")):
+titles = (left, "What computation buys", "FLOPs of the run"), (right, "What to spend it on", "depth")
+for axes, title, label in titles:
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
     axes.set(xscale="log", xlabel=label, ylabel="validation, bits per byte")
     axes.spines[["top", "right"]].set_visible(False)

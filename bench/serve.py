@@ -87,8 +87,8 @@ with scratch_base():
     ], stdout=subprocess.PIPE, text=True)
     try:
         port = int(re.match(r"http://[^:]+:(\d+) ", server.stdout.readline())[1])
-        print(f"depth {depth} on {device.type}, {torch.get_num_threads()} thread(s), {streams} streams, {requests} answers "
-              f"of up to {new_tokens} tokens")
+        print(f"depth {depth} on {device.type}, {torch.get_num_threads()} thread(s), {streams} streams, "
+              f"{requests} answers of up to {new_tokens} tokens")
         rates = []
         for turn in range(repeats + 1):
             counted, seconds = ask_engine(engine)
@@ -97,7 +97,7 @@ with scratch_base():
             alone, through = counted / seconds, reached / server_seconds
             if turn:  # the first one warms up
                 rates.append((alone, through, through / alone))
-                print(f"engine alone {alone:8,.0f} tokens/s, the clients {through:8,.0f} tokens/s: {through / alone:6.1%}")
+                print("engine alone {:8,.0f} tokens/s, the clients {:8,.0f} tokens/s: {:6.1%}".format(*rates[-1]))
         alone, through, ratio = map(median, zip(*rates))
         print(f"medians: engine alone {alone:8,.0f} tokens/s, the clients {through:8,.0f} tokens/s: {ratio:6.1%}")
     finally:

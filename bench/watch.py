@@ -51,7 +51,8 @@ class Watch(TorchDispatchMode):
         self.sent: Counter[str] = Counter()   # bytes, by the name of the collective
         self.peaks: Counter[str] = Counter()  # bytes
         self.params = list(model.parameters()) if stage < 3 else []
-        self.hooks = [p.register_post_accumulate_grad_hook(self.gradient_appeared) for p in self.params]  # before sending
+        # Before the sharding's own hooks: so each gradient is seen before it is sent.
+        self.hooks = [p.register_post_accumulate_grad_hook(self.gradient_appeared) for p in self.params]
         self.sharding = Sharding(model, model.units(), torch.device("cpu"), getattr(torch, dtype), stage)
         self.optimizers = setup_optimizers(model, self.sharding)
 
@@ -179,11 +180,13 @@ def measure_all(
         per_rank: list = [None] * ranks
         dist.all_gather_object(per_rank, measure(rank, ranks, config, stage, name, on_wire))
         dtype, counts = getattr(torch, name), (adamw + muon, muon, adamw // 2)
-        results.append({
+        fullest = {key: {part: max(r[key][part] for r in per_rank) for part in per_rank[0][key]}
+                   for key in ("memory", "peaks")}
+        results.append(fullest | {
             "ranks": ranks, "dtype": name, "stage": stage,
             "wire": [total / ranks for total in per_rank[0]["wire"]],
             "sent": [sum(sent) / ranks for sent in zip(*(r["sent"] for r in per_rank))],
             "expected sent": [sent_bytes(stage, ranks, m, dtype, torch.float32, *counts) for m in MICRO_STEPS],
             "expected": state_bytes(stage, ranks, dtype, adamw, muon)._asdict(),
-        } | {key: {part: max(r[key][part] for r in per_rank) for part in per_rank[0][key]} for key in ("memory", "peaks")})
+        })
     return results

@@ -78,13 +78,15 @@ parts = [
     "### Memory: MB per rank between two micro-steps, measured on the fullest rank / formula",
     by_dtype(["parameters", "gradients", "optimizer state", "together", "in flight"], results, kept),
     f"The largest deviation is {kept_off:.1%}; all other live tensors had "
-    f"{max(r['memory']['rest'] for r in results) / 1e3:.1f} KB together at most. *In flight* on stage 2 are the last "
-    f"{MAX_IN_FLIGHT} units' sums, which the next micro-step receives; nearly half of it is where gloo's chunks arrive.",
+    f"{max(r['memory']['rest'] for r in results) / 1e3:.1f} KB together at most. *In flight* on stage 2 are the "
+    f"last {MAX_IN_FLIGHT} units' sums, which the next micro-step receives; nearly half of it is where gloo's chunks "
+    "arrive.",
     "### Whole gradients alive at any moment of a step, MB",
     table(["whole gradients", "with the buffers that receive"], peaks, whole),
-    f"Stage 2: {MAX_IN_FLIGHT} units on their way, one being computed, and for a moment its copy end to end; the model "
-    f"has {units}. At the end of its backward passes all other tensors that Python knows of had "
-    f"{max(r['peaks']['rest'] for r in several if r['stage'] == 2) / 1e3:.1f} KB at most: nothing is hoarded elsewhere.",
+    f"Stage 2: {MAX_IN_FLIGHT} units on their way, one being computed, and for a moment its copy end to end; the "
+    f"model has {units}. At the end of its backward passes all other tensors that Python knows of had "
+    f"{max(r['peaks']['rest'] for r in several if r['stage'] == 2) / 1e3:.1f} KB at most: nothing is hoarded "
+    "elsewhere.",
     "### Traffic: MB that a rank sends in one optimizer step, counted / formula" + " / on the wire" * on_wire,
     by_dtype([f"{m} micro-step{'s' * (m > 1)}" for m in MICRO_STEPS], several, travels),
     f"The counts are at most {sent_off:.1%} from the formulas.",

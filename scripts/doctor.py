@@ -5,7 +5,7 @@ What this machine can do: which kernels work, how much memory and disk there is,
     python -m scripts.doctor --depth=4 --max_seq_len=512                  # one model
     python -m scripts.doctor --depth=12 --batch_only                      # just the device_batch_size, for a script
     python -m scripts.doctor --depth=12 --batch_only --memory_gib=24      # of a GPU that is not here
-    python -m scripts.doctor --depth=4 --max_seq_len=256 --time_only      # just the milliseconds of a training step here
+    python -m scripts.doctor --depth=4 --max_seq_len=256 --time_only      # just the milliseconds of a step here
 
 Everything it finds goes to stdout; with --batch_only or --time_only that is one number. Exit code 0 if something can be
 trained here, else 1; --batch_only answers 0 rows with exit code 0.
@@ -96,7 +96,8 @@ def limits() -> list[Limit]:
         return [Limit(f"GPU {i}", "device", torch.cuda.mem_get_info(i)[0]) for i in range(gpus)]
     if device.type == "mps":
         return [Limit("what Metal recommends", "device", torch.mps.recommended_max_memory())]
-    return [limit._replace(bytes=limit.bytes / (ranks if limit.counts == "resident" else 1)) for limit in memory_limits()]
+    shared = {"resident": ranks}  # by all processes here; the others hold for each
+    return [limit._replace(bytes=limit.bytes / shared.get(limit.counts, 1)) for limit in memory_limits()]
 
 
 def recommended_rows(depth: int, checkpointing: bool, trying: bool) -> int:
@@ -151,7 +152,7 @@ for limit in limits():
     print(f"{limit.name}: {size(limit.bytes)} free{of_what * (device.type == 'cpu')}")
 free, writable = free_disk(base_dir())
 if not imagined:
-    # Shards and their tokens; of each of four stages two checkpoints, and one being written, at up to 14 bytes a parameter.
+    # Shards and their tokens; of each of four stages two checkpoints and one being written, up to 14 bytes a parameter.
     wanted = 1 * GIB if device.type == "cpu" else 120 * GIB if gpus >= 8 else 40 * GIB
     can_write = "writable" if writable else "NOT writable: set NANOCHAT_BASE_DIR to another folder"
     print(f"{base_dir()}: {size(free)} free, {can_write}; speedrun.sh wants about {size(wanted)} here"
@@ -176,7 +177,7 @@ if not imagined:
                 made[kind].append(folder.name)
             except UserError as error:
                 print(f"{kind} {folder.name}: {error}")
-    for stage, tag in ((stage, tag) for stage in STAGES for tag in list_tags(checkpoint_dir(stage, ""))):
+    for stage, tag in [(name, tag) for name in STAGES for tag in list_tags(checkpoint_dir(name, ""))]:
         step = list_steps(checkpoint_dir(stage, tag))[-1]
         newest = step_dir(checkpoint_dir(stage, tag), step)
         count = sum(file.stat().st_size for file in newest.iterdir())

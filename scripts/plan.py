@@ -49,7 +49,7 @@ for stage, seconds in enumerate(step.send):
     fullest = sum(step_bytes(model.config, device_batch_size, torch.bfloat16, "cuda", **settings))
     gigabytes = (*kept, sum(kept), fullest, seconds * at.bandwidth)
     rows.append([stage, *(f"{count / 1e9:.2f}" for count in gigabytes), f"{seconds:.3f}"])
-columns = ["stage", "parameters GB", "gradients GB", "optimizer GB", "together", "with activations", "sent per step, GB",
-           f"seconds on {at.name}"]
+columns = ["stage", "parameters GB", "gradients GB", "optimizer GB", "together", "with activations",
+           "sent per step, GB", f"seconds on {at.name}"]
 print(markdown_table(columns, rows))
 print(f"\nof each rank; a step computes for {step.compute:.3f} s")

@@ -257,7 +257,8 @@ def test_the_time_of_a_step_is_measured_here(tmp_path):
 
 def test_limits_of_control_groups(tmp_path):
     """Cached files do not count as used; 'max', version 1's large number and a missing file are no limit."""
-    for name, text in {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 300\ninactive_file 200\n"}.items():
+    files = {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 300\ninactive_file 200\n"}
+    for name, text in files.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "memory.max").write_text("max")

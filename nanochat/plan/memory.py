@@ -199,7 +199,7 @@ def needed_bytes(
 
 
 def largest_rows(limits: Iterable[tuple[str, float]], most: int, config: GPTConfig, *args, **settings) -> int:
-    """The largest power of two of rows up to `most` that fits under all limits (what it counts, bytes); 0: none does."""
+    """The largest power of two of rows up to `most` that fits under all limits (what each counts, bytes); 0: none."""
     rows, limits = 2 ** int(math.log2(most)), list(limits)
     while rows and any(needed_bytes(config, rows, *args, counts=counts, **settings) > left for counts, left in limits):
         rows //= 2
