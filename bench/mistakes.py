@@ -8,7 +8,7 @@ from nanochat.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(sequence_len=64, vocab_size=256, n_layer=2, n_embd=64, n_head=2, n_kv_head=2)
 RANKS, MICRO_STEPS, ROWS, STEPS = 2, 4, 2, 100  # ROWS: of one rank in one micro-step
-RATES = {"SGD": 0.4, "AdamW": 0.016, "Muon": 0.04}  # of the right way each the best of factors of two
+RATES = {"SGD": 0.4, "AdamW": 0.016, "Muon": 0.04}  # the best of five for the right way
 VARIANTS = {
     "right": "divided by micro-steps and by ranks",
     "micro-steps": "not divided by the 4 micro-steps",
