@@ -48,8 +48,8 @@ def test_document_nats_and_bytes_are_those_of_each_document_alone(model):
     """Batches, padding and order change nothing; multi-byte characters split over tokens count their true bytes."""
     bos = TOKENIZER.get_bos_token_id()
     documents = [[bos, *TOKENIZER.encode(text)][:25] for text in TEXTS]
-    for batch_size in (1, 2, 5):
-        results = document_nats(model, documents, TOKENIZER.token_bytes(), batch_size)
+    for tokens_per_forward in (1, 40, 1000):
+        results = document_nats(model, documents, TOKENIZER.token_bytes(), tokens_per_forward)
         for ids, (nats, count) in zip(documents, results):
             assert count == len(TOKENIZER.decode_bytes(ids[1:])) and nats == pytest.approx(nats_one_by_one(model, ids), rel=1e-4)
 
@@ -83,7 +83,7 @@ def test_greedy_completes_agrees_with_decoding():
         sharding.all_gather_params()
     assert sample(model, TOKENIZER, "the cat", 12).startswith(" sat on the mat, and")
     pairs = [("the cat", " sat on the mat,"), ("the cat", " sat on the cat"), ("the", " cat"), ("the cat sat on", " too"), ("the cat sat on", " the mat, and 日本語")]
-    assert greedy_completes(model, TOKENIZER, pairs, batch_size=3) == [True, False, True, False, True]
+    assert greedy_completes(model, TOKENIZER, pairs, tokens_per_forward=80) == [True, False, True, False, True]
 
 
 def test_the_floor_is_known_for_the_embedded_world_alone(tmp_path, capsys):
