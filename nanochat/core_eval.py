@@ -38,6 +38,12 @@ class CoreTask(NamedTuple):
     path: Path          # one item per line, as JSON
 
 
+class Item(NamedTuple):
+    variants: list[str]  # the texts among which the model chooses; in language modelling only the right one
+    gold: int            # which of them is right
+    before: str          # in language modelling the text before the ending
+
+
 class CoreScore(NamedTuple):
     label: str
     accuracy: float
@@ -80,49 +86,46 @@ def load_tasks(bundle: Path) -> list[CoreTask]:
     return tasks
 
 
-def load_items(task: CoreTask) -> list[dict]:
+def load_items(task: CoreTask) -> list[Item]:
     """A task's items, in the order that every evaluator shuffles them to, so that the first few are a sample."""
     items = []
     for number, line in enumerate(task.path.read_bytes().splitlines(), start=1):  # a str would also split at U+2028
         try:
-            item = json.loads(line)
-            variants(task, item)[gold_of(task, item)]
+            items.append(item_of(task, json.loads(line)))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise UserError(f"{task.path}:{number}: no {task.kind} item ({type(error).__name__}: {error})") from error
-        items.append(item)
     if not items:
         raise UserError(f"{task.path} is empty: {task.label} cannot be measured")
     random.Random(1337).shuffle(items)
     return items
 
 
+def item_of(task: CoreTask, fields: dict) -> Item:
+    """An item from a line of the task's file."""
+    if task.kind == "language_modeling":
+        before = fields["context"].strip() + task.delimiter
+        return Item([before + fields["continuation"]], 0, before)
+    if task.kind == "schema":
+        variants = [context + task.delimiter + fields["continuation"] for context in fields["context_options"]]
+    else:
+        variants = [fields["query"] + task.delimiter + choice for choice in fields["choices"]]
+    variants[fields["gold"]]  # IndexError where there is no such one
+    return Item(variants, fields["gold"], "")
+
+
 # ---- From items to rows of tokens
 
 
-def variants(task: CoreTask, item: dict) -> list[str]:
-    """The texts among which the model chooses; in language modelling only the right one."""
-    if task.kind == "multiple_choice":
-        return [item["query"] + task.delimiter + choice for choice in item["choices"]]
-    if task.kind == "schema":
-        return [context + task.delimiter + item["continuation"] for context in item["context_options"]]
-    return [item["context"].strip() + task.delimiter + item["continuation"]]
-
-
-def gold_of(task: CoreTask, item: dict) -> int:
-    """Which of the variants is right."""
-    return item["gold"] if task.kind != "language_modeling" else 0
-
-
-def prompts_of(task: CoreTask, items: list[dict], index: int) -> list[str]:
+def prompts_of(task: CoreTask, items: list[Item], index: int) -> list[str]:
     """The item's variants, each after the same examples; in language modelling, first, the text before the ending."""
     item, others = items[index], len(items) - 1
     drawn = random.Random(1234 + index).sample(range(others), min(task.num_fewshot, others))
     examples = (items[i + (i >= index)] for i in drawn)  # all but the item itself
-    shots = "".join(variants(task, example)[gold_of(task, example)] + "\n\n" for example in examples)
-    texts = [shots + text for text in variants(task, item)]
+    shots = "".join(example.variants[example.gold] + "\n\n" for example in examples)
+    texts = [shots + text for text in item.variants]
     if task.kind == "language_modeling":
         # A blank at its end would be a token here, and part of the next word in the whole text.
-        texts.insert(0, (shots + item["context"].strip() + task.delimiter).rstrip())
+        texts.insert(0, (shots + item.before).rstrip())
     return texts
 
 
@@ -132,7 +135,7 @@ def common_length(rows: list[list[int]]) -> int:
 
 
 def rows_of(
-    task: CoreTask, items: list[dict], first: int, end: int, tokenizer: Tokenizer, longest: int
+    task: CoreTask, items: list[Item], first: int, end: int, tokenizer: Tokenizer, longest: int
 ) -> list[list[Row]]:
     """The rows of each of items first … end−1, cut behind <|bos|> to `longest` tokens. One token at least counts."""
     prompts = [prompts_of(task, items, index) for index in range(first, end)]
@@ -187,7 +190,7 @@ def evaluate_core(
                 values = iter(measure(model, [row for group in rows for row in group], greedily, tokens_per_forward))
             for item, group in zip(items[start:end], rows):
                 of_item = [next(values) for _ in group]
-                right += of_item[0] == 0 if greedily else of_item.index(min(of_item)) == item["gold"]
+                right += of_item[0] == 0 if greedily else of_item.index(min(of_item)) == item.gold
             asked += end - start
         counts.append([right, asked])
     sums = torch.tensor(counts, dtype=sum_dtype(device), device=device)

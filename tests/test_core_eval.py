@@ -18,7 +18,7 @@ import torch
 from conftest import run_module
 from nanochat.corpus import eval_bundle
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.core_eval import CoreTask, bundle_dir, core_name, evaluate_core, load_items, load_tasks, prompts_of, rows_of
+from nanochat.core_eval import CoreTask, bundle_dir, core_name, evaluate_core, item_of, load_items, load_tasks, prompts_of, rows_of
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.download import Patience
 from nanochat.errors import UserError
@@ -208,19 +208,23 @@ def test_the_first_items_of_a_task(bundle, tokenizer):
         assert score.items == 7 and score.accuracy == pytest.approx(oracle(model, tokenizer, bundle, score.label, 7), abs=1e-12)
 
 
-def test_prompts_as_they_are_written(tokenizer):
+def test_prompts_as_they_are_written():
     """Examples first, the item itself never among them; one blank where no delimiter is given; contexts without blanks around."""
+    def prompts(kind: str, num_fewshot: int, delimiter: str, fields: list[dict], index: int) -> list[str]:
+        task = CoreTask("t", kind, num_fewshot, delimiter, 0.5, Path())
+        return prompts_of(task, [item_of(task, item) for item in fields], index)
+
     choices = [{"query": f"Q{i}?", "choices": ["no", f"yes{i}"], "gold": 1} for i in range(4)]
-    task = CoreTask("t", "multiple_choice", 3, "\nA: ", 0.5, Path())
     for index in range(4):
         order = random.Random(1234 + index).sample([i for i in range(4) if i != index], 3)
         shots = "".join(f"Q{i}?\nA: yes{i}\n\n" for i in order)
-        assert prompts_of(task, choices, index) == [f"{shots}Q{index}?\nA: no", f"{shots}Q{index}?\nA: yes{index}"]
+        expected = [f"{shots}Q{index}?\nA: no", f"{shots}Q{index}?\nA: yes{index}"]
+        assert prompts("multiple_choice", 3, "\nA: ", choices, index) == expected
     schema = [{"context_options": ["Ann", "Bob"], "continuation": "sings.", "gold": 1},
               {"context_options": ["Cy", "Di"], "continuation": "ran.", "gold": 0}]
-    assert prompts_of(CoreTask("t", "schema", 1, " ", 0.5, Path()), schema, 0) == ["Cy ran.\n\nAnn sings.", "Cy ran.\n\nBob sings."]
+    assert prompts("schema", 1, " ", schema, 0) == ["Cy ran.\n\nAnn sings.", "Cy ran.\n\nBob sings."]
     language = [{"context": " 1, 2,  ", "continuation": "3"}, {"context": "a b", "continuation": "c"}]
-    assert prompts_of(CoreTask("t", "language_modeling", 5, " ", 0.0, Path()), language, 0) == ["a b c\n\n1, 2,", "a b c\n\n1, 2, 3"]
+    assert prompts("language_modeling", 5, " ", language, 0) == ["a b c\n\n1, 2,", "a b c\n\n1, 2, 3"]
 
 
 def test_every_forward_pass_is_bounded(bundle, tokenizer):
@@ -264,7 +268,7 @@ def test_only_ends_of_lines_end_an_item(tmp_path):
     path = tmp_path / "items.jsonl"
     path.write_text("\r\n".join(json.dumps(item, ensure_ascii=False) for item in items), encoding="utf-8", newline="")
     loaded = load_items(CoreTask("t", "language_modeling", 0, " ", 0.0, path))
-    assert sorted(loaded, key=lambda item: item["context"]) == items
+    assert sorted(item.variants[0] for item in loaded) == [f"{item['context']} e" for item in items]
 
 
 def test_what_is_wrong_with_a_bundle_is_named(bundle, tmp_path):

@@ -378,12 +378,12 @@ def repickle(folder: Path, **fields) -> None:
 
 HF_FAULTS = {
     "config.json: softcap=300.0: expected a number of at most 64": lambda f: edit_json(f / "config.json", final_logit_softcapping=300.0),
-    "has rope_theta=500000.0": lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
-    "has rope_type='yarn'": lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}),
+    "'rope_theta': 500000.0}; only a model with": lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
+    "has rope_parameters={'rope_type': 'yarn'": lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}),
     "has intermediate_size=128": lambda f: edit_json(f / "config.json", intermediate_size=128),
     "has hidden_act='silu'": lambda f: edit_json(f / "config.json", hidden_act="silu"),
     "has rms_norm_eps=0.01": lambda f: edit_json(f / "config.json", rms_norm_eps=0.01),
-    "of type 'llama'": lambda f: edit_json(f / "config.json", model_type="llama"),
+    "has model_type='llama'; only a model with 'nanochat' can be imported": lambda f: edit_json(f / "config.json", model_type="llama"),
     "has num_hidden_layers='3'; expected a whole number": lambda f: edit_json(f / "config.json", num_hidden_layers="3"),
     "has no even heads": lambda f: edit_json(f / "config.json", num_attention_heads=64, num_key_value_heads=64),
     "models of 2 layers do not have: model.layers.2.": lambda f: edit_json(f / "config.json", num_hidden_layers=2),

@@ -41,7 +41,10 @@ CONFIG = {  # ours: theirs, of the configuration
     "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads",
     "softcap": "final_logit_softcapping",
 }
-FIXED = {"hidden_act": "relu2", "attention_bias": False, "tie_word_embeddings": False}  # of all our models
+DEFAULTS = {  # of that class, where they are not what our models have, for what a config.json leaves out
+    "model_type": None, "max_position_embeddings": 2048, "final_logit_softcapping": 15.0, "intermediate_size": 8192,
+    "rms_norm_eps": 1e-6,
+}
 
 
 class Imported(NamedTuple):
@@ -62,6 +65,17 @@ def their_name(name: str) -> str:
     return name
 
 
+def their_config(config: GPTConfig) -> dict:
+    """What config.json says of the mathematics of such a model."""
+    return {
+        "model_type": "nanochat", "hidden_act": "relu2", "attention_bias": False, "tie_word_embeddings": False,
+        **{theirs: getattr(config, ours) for ours, theirs in CONFIG.items()},
+        "final_logit_softcapping": config.softcap or None, "intermediate_size": 4 * config.n_embd,
+        "head_dim": config.head_dim, "rms_norm_eps": NORM_EPS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+    }
+
+
 # ---- Export
 
 def export(checkpoint: Path, meta: dict, dtype: str, max_shard_bytes: int, folder: Path) -> int:
@@ -78,7 +92,8 @@ def export(checkpoint: Path, meta: dict, dtype: str, max_shard_bytes: int, folde
         raise UserError(f"{checkpoint}: transformers' NanoChatForCausalLM has no {name}; it cannot be exported")
 
     padding = {name: weights[name][config.vocab_size :] for name in WITH_VOCABULARY}
-    weights |= {name: weights[name][: config.vocab_size] for name in WITH_VOCABULARY}
+    # Copies: of a view, a file's size would be reckoned with its padding.
+    weights |= {name: weights[name][: config.vocab_size].clone() for name in WITH_VOCABULARY}
     weights = {their_name(name): tensor for name, tensor in weights.items()}
     shards = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_bytes)
     for file, names in shards.filename_to_tensors.items():
@@ -92,11 +107,7 @@ def export(checkpoint: Path, meta: dict, dtype: str, max_shard_bytes: int, folde
     bos, end = tokenizer.get_bos_token_id(), tokenizer.encode_special("<|assistant_end|>")
     ids = {"bos_token_id": bos, "eos_token_id": [end, bos], "pad_token_id": bos}
     write_json(folder / "config.json", {
-        "architectures": ["NanoChatForCausalLM"], "model_type": "nanochat", **FIXED,
-        **{theirs: getattr(config, ours) for ours, theirs in CONFIG.items()},
-        "final_logit_softcapping": config.softcap or None, "intermediate_size": 4 * config.n_embd,
-        "attention_dropout": 0.0, "rms_norm_eps": NORM_EPS, "use_cache": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+        "architectures": ["NanoChatForCausalLM"], **their_config(config),
         "dtype": str(weights["lm_head.weight"].dtype).removeprefix("torch."), STEP: meta["step"], **ids,
     })
     # Without a mask, generate() takes padding for what may not be seen, unless it ends answers: so not <|bos|> here.
@@ -135,49 +146,34 @@ def read_weights(checkpoint: Path, dtype: str) -> dict[str, Tensor]:
 
 def read_folder(folder: Path, tokenizer_path: Path | None = None) -> Imported:
     """A folder of a NanoChatForCausalLM. UserError for anything that would not be the same model here."""
-    path = folder / "config.json"
-    there = read_json(path)
-    if there.get("model_type") != "nanochat":
-        raise UserError(f"{path} is of a model of type {there.get('model_type')!r}; only 'nanochat' can be imported")
-    # What that class takes for granted when the file does not say it.
-    there = {"max_position_embeddings": 2048, "final_logit_softcapping": 15.0, "intermediate_size": 8192,
-             "rms_norm_eps": 1e-6} | there
+    path, notes = folder / "config.json", []
+    there = DEFAULTS | read_json(path)
     there["num_key_value_heads"] = there.get("num_key_value_heads") or there.get("num_attention_heads")
     config = to_config(there, CONFIG, path)
-    expected = FIXED | {"head_dim": config.head_dim, "intermediate_size": 4 * config.n_embd,
-                        "rope_type": "default", "rope_theta": ROPE_THETA}
-    found = {name: there[name] for name in expected if there.get(name) is not None}
-    for name, value in (found | (there.get("rope_parameters") or there.get("rope_scaling") or {})).items():
-        if value != expected.get(name):
-            raise UserError(f"{path} has {name}={value!r}; this program's models have "
-                            f"{expected.get(name, 'no such thing')}: it cannot be imported")
-    notes = []
-    if (eps := there["rms_norm_eps"]) != NORM_EPS:
-        if not isinstance(eps, float) or not 0 <= eps <= 1e-5:
-            raise UserError(f"{path} has rms_norm_eps={eps!r}; this program's models have {NORM_EPS}: "
-                            "it cannot be imported")
-        notes.append(f"rms_norm_eps={eps} there, {NORM_EPS} here: logits may differ in the fourth digit")
+    for name, expected in their_config(config).items():
+        value = there.get(name, expected)
+        if name == "rms_norm_eps" and value != expected and type(value) is float and 0 <= value <= 1e-5:
+            notes.append(f"rms_norm_eps={value} there, {expected} here: logits may differ in the fourth digit")
+        elif value != expected:
+            raise UserError(f"{path} has {name}={value!r}; only a model with {expected!r} can be imported")
 
     ours = {their_name(name): name for name in parameter_shapes(config, path)}
     weights: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
-        for name, tensor in read_safetensors(file).items():
-            name = ours.get(name, name)  # an unknown one keeps its name, and `fit` refuses it
-            if name in weights:
-                raise UserError(f"{file} has {name}, which another file of the folder has as well")
-            weights[name] = tensor
-    padding = read_safetensors(folder / PADDING_FILE) if (folder / PADDING_FILE).exists() else {}
+    padding: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("model*.safetensors")) + sorted(folder.glob(PADDING_FILE)):
+        try:  # an unknown tensor keeps its name: `fit` refuses it
+            tensors = {ours.get(name, name): tensor for name, tensor in load_file(file).items()}
+        except SafetensorError as error:
+            raise UserError(f"{file} is damaged: {error}") from error
+        if file.name == PADDING_FILE:
+            padding = tensors
+        elif twice := weights.keys() & tensors.keys():
+            raise UserError(f"{file} has {min(twice)}, which another file of the folder has as well")
+        else:
+            weights |= tensors
     step = there.get(STEP)
     tokenizer = from_hf(tokenizer_path or folder / "tokenizer.json")
     return Imported(config, weights, padding, tokenizer, step if type(step) is int and step >= 0 else 0, notes)
-
-
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file. UserError when it is damaged."""
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path} is damaged: {error}") from error
 
 
 def read_json(path: Path) -> dict:
