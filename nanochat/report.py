@@ -128,7 +128,8 @@ def nothing_to_report(model_tag: str, data: str, models: list[Path]) -> UserErro
 
 def logs_of_runs(model_tag: str) -> list[Path]:
     """The metrics of the runs of a model, or of all, the newest last."""
-    return newest_last(base_dir().glob(f"*_checkpoints/{model_tag or '*'}/metrics.jsonl"))
+    runs = newest_last(base_dir().glob(f"*_checkpoints/{model_tag or '*'}/metrics.jsonl"))
+    return [run / "metrics.jsonl" for run in runs]
 
 
 def newest_last(paths: Iterable[Path]) -> list[Path]:
