@@ -24,15 +24,10 @@ def plot_section(stage: str, metrics: Path, floor: float | None, folder: Path) -
         records = read_metrics(metrics)
         seconds = float(np.nansum(series(records, "train/dt")[1]))
         if not records:
-            return f"*No plot: {metrics} has no records.*", 0.0
+            raise ValueError("it has no records")
         figure = metrics_figure(records, floor)
-    except FileNotFoundError:
-        return f"*No plot: {metrics} is missing.*", 0.0
-    except ImportError:
-        return "*No plot: matplotlib is not installed; with it, python -m scripts.report draws one.*", seconds
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"*No plot: {metrics} is damaged ({reason}).*", seconds
+    except (ImportError, OSError, ValueError, TypeError, KeyError) as error:  # no matplotlib, no file, a damaged one
+        return f"*No plot of {metrics}: {' '.join(f'{type(error).__name__}: {error}'.split())}*", seconds
     with write_aside(folder / f"{stage}.png") as aside:
         figure.savefig(aside, format="png", dpi=140)
     return f"![{stage}: loss, validation, learning rate and throughput over steps]({stage}.png)", seconds

@@ -81,15 +81,16 @@ def generate(model_tag: str = "", data: str = "") -> Path:
     models = newest_last((folder / "sections").glob("*/*/*.json"))
     chosen = [m for m in models if model_tag in ("", m.name) and data in ("", m.parent.name)][-1:]
     folders = [chosen[0].parent, *chosen] if chosen else newest_last((folder / "sections").glob("*/*.json"))[-1:]
+    runs = [] if chosen else newest_last(base_dir().glob(f"*_checkpoints/{model_tag or '*'}/metrics.jsonl"))
     if not folders or not chosen and (models or model_tag):
-        raise nothing_to_report(model_tag, data, models)
+        raise nothing_to_report(model_tag, data, models, runs)
     header = provenance()
     if chosen:
         header["Model"] = named(chosen[0])
     if others := [named(model) for model in models if model not in chosen]:
         header["Other models here"] = ", ".join(others) + "; --model_tag=… reports on another"
-    if not chosen and (logs := logs_of_runs(model_tag)):
-        header["Runs that have not ended"] = ", ".join(map(str, logs))
+    if runs:
+        header["Runs that have not ended"] = ", ".join(f"{run}/metrics.jsonl" for run in runs)
     tables, chapters, seconds = [], [], 0.0
     for path in sorted_sections(path for one in folders for path in one.glob("*.json")):
         try:
@@ -113,12 +114,12 @@ def generate(model_tag: str = "", data: str = "") -> Path:
     return folder / "report.md"
 
 
-def nothing_to_report(model_tag: str, data: str, models: list[Path]) -> UserError:
+def nothing_to_report(model_tag: str, data: str, models: list[Path], runs: list[Path]) -> UserError:
     """What there is instead: the log of a run that has not ended, other models, or nothing yet."""
     asked = f" of model_tag={model_tag}" * bool(model_tag) + f", data={data}" * bool(data)
-    if logs := logs_of_runs(model_tag):
+    if runs:
         return UserError(f"no stage{asked} has ended yet, and a stage writes its section as it ends; "
-                         f"until then its steps are in {logs[-1]}")
+                         f"until then its steps are in {runs[-1]}/metrics.jsonl")
     if not models:
         return UserError(f"no sections{asked} in {base_dir() / 'report'}; a stage writes one as it ends, "
                          "such as python -m scripts.base_train")
@@ -126,18 +127,10 @@ def nothing_to_report(model_tag: str, data: str, models: list[Path]) -> UserErro
     return UserError(f"no sections{asked} in {base_dir() / 'report'}; there are those of {known}")
 
 
-def logs_of_runs(model_tag: str) -> list[Path]:
-    """The metrics of the runs of a model, or of all, the newest last."""
-    runs = newest_last(base_dir().glob(f"*_checkpoints/{model_tag or '*'}/metrics.jsonl"))
-    return [run / "metrics.jsonl" for run in runs]
-
-
 def newest_last(paths: Iterable[Path]) -> list[Path]:
     """The folders of these files, by the time of the newest file in each."""
-    times: dict[Path, int] = {}
-    for path in paths:
-        times[path.parent] = max(times.get(path.parent, 0), path.stat().st_mtime_ns)
-    return sorted(times, key=lambda folder: (times[folder], folder))
+    newest_first = sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path.parent), reverse=True)
+    return list(dict.fromkeys(path.parent for path in newest_first))[::-1]
 
 
 def named(model: Path) -> str:

@@ -68,11 +68,10 @@ elif core_metric_max_per_task:
     results[core_name(scores)] = core
     rows = []
     for score in scores:
-        print0(f"{score.label:32} {score.accuracy:.4f}, centred {score.centered:7.4f}")
         results[f"{core_name(scores)}: {score.label}"] = score.centered
         rows.append([score.label, f"{score.items:,}", *(f"{value:.4f}" for value in score[1:4])])
     tables.append(markdown_table(["CORE task", "items", "accuracy", "guessing", "centred"], rows))
-    print0(f"{core_name(scores)}: {core:.4f}")
+    print0(f"{tables[-1]}\n{core_name(scores)}: {core:.4f}")
 
 # --- the usual prompts, greedily
 in_tinyworld = entropy_floor(data) is not None
@@ -83,7 +82,7 @@ for prompt, expected in PROMPTS if rank == 0 else ():
         text += " ✓" if text.startswith(f" {expected}") else " ✗"
     print0(f"  {prompt}{text}")
     rows.append([prompt, cell(text)])
-tables.insert(0, markdown_table(["prompt", "greedy completion"], rows, words=(0, 1)))
+tables.append(markdown_table(["prompt", "greedy completion"], rows, words=(0, 1)))
 
 # --- the embedded world: excess over the entropy of each validation document, and held-out questions
 if in_tinyworld and rank == 0:
@@ -102,10 +101,8 @@ if in_tinyworld and rank == 0:
         bpb, floor = bits / size, floor / size
         answers = f"{sum(right)}/{len(right)}" if right else "-"
         rows.append([topic, *(f"{value:.4f}" for value in (bpb, floor, bpb - floor)), answers])
-    columns = ["topic", "bits per byte", "floor", "excess", "held-out questions"]
-    for row in (columns, *rows):
-        print0("{:16} {:>13} {:>7} {:>7}  {}".format(*row))
-    tables.insert(1, markdown_table(columns, rows))
+    tables.append(markdown_table(["topic", "bits per byte", "floor", "excess", "held-out questions"], rows))
+    print0(tables[-1])
     results |= {  # of the last row, all documents
         "bits per byte of validation documents": bpb, "their floor": floor,
         "excess over the floor": f"{bpb - floor:.4f} ({bpb / floor - 1:.1%})",

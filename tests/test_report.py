@@ -214,14 +214,13 @@ def test_a_damaged_section_is_one_line_and_the_others_stay(base_folder, damage):
 
 
 @pytest.mark.parametrize("content, told", [
-    (None, "is missing"),
-    (b"\xff\xfe\x00", "is damaged"),
-    (b"7\n", "is damaged"),
-    (b'{"train/loss": 1}\n', "is damaged"),
-    (b'{"step": 0, "train/loss": "low"}\n', "is damaged"),
-    (b'{"step": 0, "train/loss": [1], "train/dt": 1}\n', "is damaged"),
-    (b"", "has no records"),
-    (b'{"step": 0, "tr', "has no records"),
+    (None, "FileNotFoundError: "),
+    (b"\xff\xfe\x00", "UnicodeDecodeError: "),
+    (b"7\n", "TypeError: "),
+    (b'{"train/loss": 1}\n', "KeyError: 'step'"),
+    (b'{"step": 0, "train/loss": "low"}\n', "ValueError: "),
+    (b'{"step": 0, "train/loss": [1], "train/dt": 1}\n', "ValueError: "),
+    (b'{"step": 0, "tr', "ValueError: it has no records"),
 ])
 def test_metrics_that_cannot_be_read_are_one_line(base_folder, content, told):
     path = short_run(base_folder / "run" / "metrics.jsonl")
@@ -229,7 +228,7 @@ def test_metrics_that_cannot_be_read_are_one_line(base_folder, content, told):
     write_section("base_train", "Train", "A body.", metrics=path)
     written = report.generate()
     assert images(written) == [] and "A body." in written.read_text()
-    assert [line for line in written.read_text().splitlines() if str(path) in line and told in line]
+    assert f"*No plot of {path}: {told}" in written.read_text()
 
 
 def test_without_matplotlib_there_is_a_line_in_place_of_the_plot(base_folder, monkeypatch):
@@ -238,7 +237,7 @@ def test_without_matplotlib_there_is_a_line_in_place_of_the_plot(base_folder, mo
     write_section("base_train", "Train", "A body.", metrics=short_run(base_folder / "run" / "metrics.jsonl"))
     path = report.generate()
     assert images(path) == [] and not list(path.parent.glob("*.png"))
-    assert "matplotlib is not installed" in path.read_text() and "- Training: 1.0m" in path.read_text()
+    assert "ModuleNotFoundError: import of matplotlib" in path.read_text() and "- Training: 1.0m" in path.read_text()
 
 
 def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
