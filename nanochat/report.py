@@ -74,7 +74,7 @@ def generate(model_tag: str = "", data: str = "") -> Path:
     model_tag, data: empty for the newest; before there is a model, a data set is reported on. UserError when there is
     nothing.
     """
-    from nanochat.metrics import minutes  # these two import torch, numpy and matplotlib
+    from nanochat.metrics import duration  # these two import torch, numpy and matplotlib
     from nanochat.plots import plot_section
 
     folder = base_dir() / "report"
@@ -107,7 +107,7 @@ def generate(model_tag: str = "", data: str = "") -> Path:
             chapters.append(plot)
             seconds += plotted
     if seconds:
-        header["Training"] = f"{minutes(seconds)} in optimizer steps, over all sections"
+        header["Training"] = f"{duration(seconds)} in optimizer steps, over all sections"
     lines = "\n".join(f"- {name}: {value}" for name, value in header.items())
     parts = ["# nanochat report", lines, summary(tables), *chapters]
     write_text(folder / "report.md", "\n\n".join(part for part in parts if part) + "\n")

@@ -6,8 +6,10 @@ the model is above the corpus's entropy, topic by topic, and whether it answers 
     python -m scripts.base_eval --model_tag=d20
 """
 import math
+from typing import Literal
 
 from configurator import configure
+
 from nanochat.checkpoint import find_model, load_checkpoint
 from nanochat.compiling import set_compile
 from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
@@ -23,7 +25,7 @@ from nanochat.report import cell, markdown_table, write_section
 # ---- Model
 model_tag: str | None = None  # folder of the checkpoints; None: the only one there is
 step: int | None = None     # [0..] of the checkpoint; None: the newest valid one
-device_type = ""            # cuda | mps | cpu; empty: the best there is
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 # ---- Evaluation
 data: str | None = None     # data set to measure on; None: the one it was trained on
 device_batch_size = 16      # [1..] rows per rank at a time; halve it when memory runs out
@@ -32,7 +34,7 @@ core_metric_max_per_task = 500  # [-1..] items of each task of CORE, whose bundl
 sample_tokens = 32          # [1..] tokens of each sample
 config = configure(globals())
 
-_, rank, _, world_size, device = compute_init(device_type)
+rank, world_size, device = compute_init(device_type)
 set_compile(False, device.type)  # shapes change from batch to batch
 checkpoint = find_model("base", model_tag, step)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)

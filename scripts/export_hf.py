@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from configurator import configure
+
 from nanochat.checkpoint import find_model, read_meta
 from nanochat.errors import UserError
 from nanochat.files import write_folder_aside

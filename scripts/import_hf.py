@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from configurator import configure
+
 from nanochat.checkpoint import checkpoint_dir, list_steps, step_dir
 from nanochat.errors import UserError
 from nanochat.hf import classic

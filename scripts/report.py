@@ -1,5 +1,6 @@
 """Put together what every stage found about a model."""
 from configurator import configure
+
 from nanochat.report import generate
 
 model_tag = ""  # the model to report on; empty: the newest

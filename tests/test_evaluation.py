@@ -100,7 +100,7 @@ def test_the_floor_is_known_for_the_embedded_world_alone(tmp_path, capsys):
 
 
 def stats(loss: float, ok: bool = True, stops: int = 0) -> StepStats:
-    values = [loss if ok else float("nan"), 0.5, float(ok), float(stops)]
+    values = [loss if ok else float("nan"), 0.5, float(ok), float(stops), 0.0]  # no rank asks for a save
     return StepStats(torch.tensor(float(ok)), torch.tensor(values))
 
 
@@ -113,7 +113,7 @@ def test_steps_without_a_finite_loss_are_counted_and_do_not_reach_the_smoothed_l
     metrics = new_metrics(tmp_path)
     for step, (ok, stops) in enumerate(((True, 0), (False, 0), (False, 0), (True, 0), (False, 1))):
         metrics.log_step(step, stats(2.0, ok, stops), 1.0)
-        assert metrics.bad_in_a_row == (0, 1, 2, 0, 1)[step] and metrics.stop_requested == (step == 4)
+        assert metrics.bad_steps == (0, 1, 2, 0, 1)[step] and metrics.stop_requested == (step == 4)
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record.get("train/skipped") for record in records] == [None, 1, 2, None, 3]
     assert [record.get("train/loss") for record in records] == [2.0, None, None, 2.0, None]
@@ -125,8 +125,8 @@ def test_the_log_is_complete_and_later_records_win(tmp_path, capsys):
     metrics = new_metrics(tmp_path)
     for step, loss in enumerate((4.0, 2.0)):
         metrics.log_step(step, stats(loss), 1.0)
-    metrics.pause()
-    metrics.log_validation(2, 1.5)
+    with metrics.paused():
+        metrics.log_validation(2, 1.5)
     path = tmp_path / "metrics.jsonl"
     with open(path, "a") as file:
         file.write('{"step": 2, "train/lo')  # killed while writing
@@ -173,12 +173,12 @@ def test_mfu_on_a_cpu_is_at_most_what_it_says(tmp_path, monkeypatch, capsys):
     metrics = new_metrics(tmp_path, peak=Peak(1.0, "measured", measure))
     for step in range(2):
         metrics.log_step(step, stats(2.0), 1.0)
-    metrics.pause()
-    assert not rates, "too soon"
+    with metrics.paused():
+        assert not rates, "too soon"
     monkeypatch.setattr("nanochat.metrics.MEASURE_EVERY", 0)
     for step in range(2, 4):
-        metrics.resume()
-        metrics.pause()
+        with metrics.paused():
+            pass
         metrics.log_step(step, stats(2.0), 1.0)
     metrics.close()
     shares = [record["train/mfu_at_most"] for record in read_metrics(tmp_path / "metrics.jsonl")]
@@ -197,6 +197,4 @@ def test_auto_dtype_follows_the_hardware(monkeypatch):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=used: c)
         assert compute_dtype("auto", CPU) == expected
         assert compute_dtype("float32", CPU) == torch.float32
-    assert compute_init("cpu")[:4] == (False, 0, 0, 1)
-    with pytest.raises(UserError, match="device_type=gpu is unknown"):
-        compute_init("gpu")
+    assert compute_init("cpu") == (0, 1, CPU)

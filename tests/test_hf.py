@@ -330,8 +330,8 @@ def classic_folder(folder: Path, model: GPT, step: int = 650, config: dict | Non
 
 RANKS = {token: rank for rank, token in enumerate(TOKENIZER.raw_tokens)}
 SPECIAL = {name: len(RANKS) + i for i, name in enumerate(SPECIAL_TOKENS)}
-CLASSIC_PATTERN = (r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|"""
-                   r"""\s+(?!\S)|\s+""")
+CLASSIC_PATTERN = (r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|"""
+                   r"""\s*[\r\n]|\s+(?!\S)|\s+""")
 TOKENIZER_AS_PUBLISHED = tiktoken.Encoding(
     "rustbpe", pat_str=CLASSIC_PATTERN, mergeable_ranks=RANKS, special_tokens=SPECIAL)
 
