@@ -32,7 +32,7 @@ def require_wandb(run: str) -> None:
 
 class Metrics:
     """
-    Verdicts are handed over as they lie on the device and read one step late, when the device is long done with them:
+    StepStats are handed over as they lie on the device and read one step late, when the device is long done with them:
     logging never waits. `pause` reads the one still held back. On a CPU there is nothing to wait for.
 
     Every rank reads them, so that all know at the same step of `stop_requested`, `save_requested` and `bad_in_a_row`.
@@ -79,13 +79,13 @@ class Metrics:
         """A finished optimizer step, of so many tokens over all ranks where they are not those of every step."""
         self.flush()
         now = time.perf_counter()
-        report, copied = stats.report, None
-        if report.is_cuda:
+        values, copied = stats.values, None
+        if values.is_cuda:
             # Its own copy and event: reading it later must not wait for the step that was queued behind it.
-            report = torch.empty(report.shape, pin_memory=True).copy_(report, non_blocking=True)
+            values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        self.pending = step, report, copied, tokens or self.total_batch_size, {"train/lrm": lrm, "train/dt": now - self.clock}
+        self.pending = step, values, copied, tokens or self.total_batch_size, {"train/lrm": lrm, "train/dt": now - self.clock}
         self.clock = now
         if copied is None:
             self.flush()
@@ -93,14 +93,14 @@ class Metrics:
     def flush(self) -> None:
         if self.pending is None:
             return
-        step, report, copied, tokens, record = self.pending
+        step, values, copied, tokens, record = self.pending
         self.pending = None
         if copied:
             copied.synchronize()  # waits for the step before the one the device is at
-        loss, norm, ok, stops = report.tolist()  # on the CPU by now
+        loss, norm, ok, stops, saves = values.tolist()  # on the CPU by now
         state, dt = self.state, record["train/dt"]
-        self.stop_requested |= stops >= 1
-        self.save_requested |= stops % 1 > 0  # `CheckpointWriter.asks`
+        self.stop_requested |= stops > 0
+        self.save_requested |= saves > 0
         self.bad_in_a_row = 0 if ok else self.bad_in_a_row + 1
         if ok:
             state["ema"] = EMA_DECAY * state["ema"] + (1 - EMA_DECAY) * loss

@@ -88,10 +88,9 @@ class CheckpointWriter:
         there = path.read_text(encoding="utf-8")  # where locks do not work, another run may have come and written
         return None if there == self.owner else f"{self.folder} was taken over by another run ({there}); this one can save nothing there any more"
 
-    def asks(self, stop: bool) -> float:
-        """What this rank asks all for in the step's one collective: 1 to stop, and by the clock of rank 0 a half to save."""
-        minutes = (time.monotonic() - self.began) / 60
-        return stop + 0.5 * (self.sharding.rank == 0 and 0 < self.save_minutes <= minutes)
+    def time_is_up(self) -> bool:
+        """Whether, by the clock of rank 0, `save_minutes` have passed since the last save. False on other ranks."""
+        return self.sharding.rank == 0 and 0 < self.save_minutes <= (time.monotonic() - self.began) / 60
 
     def between_steps(self, step: int, metrics: Metrics, due: bool, meta: dict) -> None:
         """

@@ -195,7 +195,7 @@ while True:
         print0(f"step {step:05d}/{num_iterations:05d} | {core_name(scores)} {core:.4f}")
     if sample_every > 0 and (last_step or step > 0 and step % sample_every == 0):
         metrics.pause()
-        whole_model = sharding.whole_model()  # on rank 0; on stage 3 its parameters are gathered for this
+        whole_model = sharding.gather_model()  # on rank 0; on stage 3 its parameters are gathered for this
         with eagerly():
             for prompt, _ in PROMPTS if rank == 0 else ():
                 print0(f"  {prompt}{sample(whole_model, tokenizer, prompt, max_tokens=24)}")
@@ -214,7 +214,7 @@ while True:
         inputs, targets, data_state = next(train_loader)  # the copy overlaps the backward pass
 
     # One small collective: mean loss, norm of the averaged gradient, whether all is finite, whether to stop.
-    stats = sharding.reduce_and_clip(step_loss, grad_clip=grad_clip, stop=saver.asks(stop.asked))
+    stats = sharding.reduce_and_clip(step_loss, grad_clip=grad_clip, stop=stop.asked, save=saver.time_is_up())
     lrm = lr_multiplier(step, num_iterations, warmup_ratio, warmdown_ratio, final_lr_frac)
     apply_schedule(optimizers, step, num_iterations, lrm)
     saver.begin_update()

@@ -111,7 +111,7 @@ sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed)
 def rollouts_of(step: int) -> list[Rollout]:
     """This rank's answers to its problems of a step."""
     of_step = schedule[step * examples_per_step : (step + 1) * examples_per_step]
-    model = sharding.whole_model(everywhere=True)  # on stage 3 its parameters are gathered for this
+    model = sharding.gather_model(everywhere=True)  # on stage 3 its parameters are gathered for this
     return roll_out(problems, of_step[rank::world_size], model, tokenizer, num_samples, numbered(sampling, step), sampling_batch_size)
 
 
@@ -143,7 +143,7 @@ while True:
         break
     if eval_every > 0 and (last_step or step % eval_every == 0):
         metrics.pause()
-        right = solve(held_out, sharding.whole_model(everywhere=True), tokenizer, sampling_batch_size, eval_examples, sampling, eval_samples)
+        right = solve(held_out, sharding.gather_model(everywhere=True), tokenizer, sampling_batch_size, eval_examples, sampling, eval_samples)
         before = right if step == 0 else before
         passed = {f"eval/pass@{k}": pass_at(right, k) for k in sorted({1, eval_samples})}
         metrics.log(step, passed)
@@ -166,7 +166,7 @@ while True:
             loss.backward()
         step_loss += loss.detach()
 
-    stats = sharding.reduce_and_clip(step_loss, float(sum(sum(r.sampled) for r in rollouts)), grad_clip, saver.asks(stop.asked))
+    stats = sharding.reduce_and_clip(step_loss, float(sum(sum(r.sampled) for r in rollouts)), grad_clip, stop.asked, saver.time_is_up())
     lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
     apply_schedule(optimizers, step, num_iterations, lrm)
     saver.begin_update()

@@ -134,7 +134,7 @@ while True:
         metrics.log_validation(step, bpb)
     if eval_metrics_every > 0 and (last_step or step > 0 and step % eval_metrics_every == 0):
         metrics.pause()
-        whole_model = sharding.whole_model(everywhere=True)  # on stage 3 its parameters are gathered for this
+        whole_model = sharding.gather_model(everywhere=True)  # on stage 3 its parameters are gathered for this
         solved = {task.name: accuracy(solve(task, whole_model, tokenizer, device_batch_size, eval_metrics_max_problems)) for task in measured}
         metrics.log(step, {f"tasks/{name}": value for name, value in solved.items()})
         print0(f"step {step:05d}/{num_iterations:05d} | " + ", ".join(f"{name} {value:.1%}" for name, value in solved.items()))
@@ -155,7 +155,7 @@ while True:
         step_tokens += targets.numel() * world_size  # padding included: every rank's rows are padded to one length
         inputs, targets = next(loader)
 
-    stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, saver.asks(stop.asked))
+    stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, stop.asked, saver.time_is_up())
     lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
     apply_schedule(optimizers, step, num_iterations, lrm)
     saver.begin_update()

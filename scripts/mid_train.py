@@ -144,7 +144,7 @@ while True:
         step_targets += (targets >= 0).sum()
         inputs, targets = next(loader)
 
-    stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, saver.asks(stop.asked))
+    stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, stop.asked, saver.time_is_up())
     lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
     apply_schedule(optimizers, step, num_iterations, lrm)
     saver.begin_update()

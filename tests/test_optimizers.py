@@ -29,7 +29,7 @@ def test_adamw_equals_torchs_over_many_steps():
     ours, theirs = ([Parameter(t.clone()) for t in start] for _ in range(2))
     ours[1].lr_mul, ours[1].wd_mul = 0.5, 3.0
     sharding = on_one_rank({str(i): p for i, p in enumerate(ours)})
-    groups = [{"slices": [s], "lr": 0.1 * (i + 1)} for i, s in enumerate(sharding.slices)]
+    groups = [{"shards": [s], "lr": 0.1 * (i + 1)} for i, s in enumerate(sharding.shards)]
     optimizer = DistAdamW(groups, betas=(0.8, 0.95), eps=1e-4, weight_decay=0.1)
     lrs, decays = (0.1, 0.2 * 0.5, 0.3), (0.1, 0.1 * 3.0, 0.1)
     oracle = torch.optim.AdamW(
@@ -95,8 +95,8 @@ def test_bfloat16_parameters_follow_float32_masters():
     """Steps far below bfloat16's resolution must add up; the parameter is its master, rounded, after every step."""
     ours, matrix = Parameter(torch.ones(4, 4)), Parameter(torch.ones(4, 4))
     sharding = on_one_rank({"p": ours, "m": matrix}, torch.bfloat16)
-    slices = {s.name: s for s in sharding.slices}
-    optimizers = DistAdamW([{"slices": [slices["p"]], "lr": 1e-4}]), DistMuon(sharding, ["m"], lr=1e-4)
+    slices = {s.name: s for s in sharding.shards}
+    optimizers = DistAdamW([{"shards": [slices["p"]], "lr": 1e-4}]), DistMuon(sharding, ["m"], lr=1e-4)
     for _ in range(100):
         ours.grad, matrix.grad = torch.ones(4, 4), torch.eye(4)
         apply(sharding, *optimizers)
@@ -112,7 +112,7 @@ def test_float32_parameters_are_their_masters():
     matrix, vector = Parameter(torch.ones(4, 4)), Parameter(torch.ones(4))
     sharding = on_one_rank({"m": matrix, "v": vector})
     matrix.grad, vector.grad = torch.eye(4), torch.ones(4)
-    for s, p in zip(sharding.slices, (matrix, vector)):
+    for s, p in zip(sharding.shards, (matrix, vector)):
         assert s.master.data_ptr() == p.data_ptr()
-    apply(sharding, DistMuon(sharding, ["m"], lr=0.1), DistAdamW([{"slices": sharding.slices[1:], "lr": 0.1}]))
-    assert matrix[0, 0] < 1 and vector[0] < 1 and matrix.grad is None and sharding.slices[0].grad is None
+    apply(sharding, DistMuon(sharding, ["m"], lr=0.1), DistAdamW([{"shards": sharding.shards[1:], "lr": 0.1}]))
+    assert matrix[0, 0] < 1 and vector[0] < 1 and matrix.grad is None and sharding.shards[0].grad is None

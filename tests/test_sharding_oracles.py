@@ -15,7 +15,8 @@ from nanochat.errors import UserError
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter
-from nanochat.zero import Sharding, partition
+from nanochat.partition import partition
+from nanochat.zero import Sharding
 
 TOKENIZER = learn_tokenizer(["a few words to learn merges from"], 270)
 CPU, ROWS, STEPS, VOCABULARY, WIDTH = torch.device("cpu"), 12, 5, 11, 6
@@ -63,8 +64,8 @@ def sharded(rank: int, world_size: int, stage: int, dtype: torch.dtype = torch.f
     """The whole parameters after five steps of two micro-steps."""
     model = Net().bfloat16() if half else Net()
     sharding = Sharding(model, model.units(), CPU, dtype, stage)
-    assert {s.master.dtype for s in sharding.slices} == {torch.float32}
-    optimizer = DistAdamW([{"slices": sharding.slices, "lr": 0.05}], CPU, **ADAMW)
+    assert {s.master.dtype for s in sharding.shards} == {torch.float32}
+    optimizer = DistAdamW([{"shards": sharding.shards, "lr": 0.05}], CPU, **ADAMW)
     for step in range(STEPS):
         share = tokens_of(step).chunk(2 * world_size)
         for micro_step in range(2):
@@ -142,7 +143,7 @@ def routed(rank: int, world_size: int) -> list:
                     loss.backward()
             sharding.reduce_and_clip(loss, count=0.5)  # Σ count is 1: sums
             grads = {name: torch.zeros(p.numel()) for name, p in model.named_parameters()}
-            for s in sharding.slices:
+            for s in sharding.shards:
                 grads[s.name][s.start : s.end] = s.grad
             if stage > 0:
                 for grad in grads.values():
@@ -203,11 +204,11 @@ def twice(rank: int, world_size: int) -> list[Tensor]:
             with sharding.accumulate(last=True):
                 model(torch.full((2, 4), size), [0, 1, 2, 3]).backward()
             sharding.reduce_and_clip(torch.zeros(()))
-        results.append([s.grad.clone() for s in sharding.slices])
+        results.append([s.grad.clone() for s in sharding.shards])
         fresh = Branches()
         fresh(torch.full((2, 4), 2.0), [0, 1, 2, 3]).backward()
         expected = dict(fresh.named_parameters())
-        for s in sharding.slices:
+        for s in sharding.shards:
             torch.testing.assert_close(s.grad, expected[s.name].grad.flatten()[s.start : s.end], msg=f"stage {stage}")
 
 
@@ -226,7 +227,7 @@ def test_a_unit_that_shares_weights_with_two_others_joins_them():
 
 
 def test_float16_is_refused_by_name():
-    with pytest.raises(UserError, match="dtype=float16.*float32 or bfloat16"):
+    with pytest.raises(UserError, match="dtype=torch.float16.*float32 or bfloat16"):
         Sharding(Net(), Net().units(), CPU, torch.float16, stage=0)
 
 
@@ -239,7 +240,7 @@ def fully_shard_alone(rank: int, world_size: int) -> float:
         fully_shard(unit)
     theirs = torch.optim.AdamW(alone.parameters(), 0.05, **ADAMW)
     sharding = Sharding(model, list(model.branches), CPU, torch.float32, stage=3)
-    ours = DistAdamW([{"slices": sharding.slices, "lr": 0.05}], CPU, **ADAMW)
+    ours = DistAdamW([{"shards": sharding.shards, "lr": 0.05}], CPU, **ADAMW)
     for step in range(STEPS):
         x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(step)).chunk(world_size)[rank]
         alone(x, [0, 1, 2, 3]).backward()
@@ -275,7 +276,7 @@ def saved_and_loaded(rank: int, world_size: int) -> None:
         writer.save(1, {"config": {}, "tokenizer": TOKENIZER.fingerprint})
         writer.wait()
         load_training_state(find_checkpoint(writer.folder), loaded, theirs)
-        loaded.gather()
+        loaded.all_gather_params()
         wholes = {name: tensor.clone() for name, tensor in saved.whole_tensors()}
         for name, tensor in loaded.whole_tensors():
             assert torch.equal(tensor, wholes[name]), f"{name}, stage {before} to {after}"

@@ -12,7 +12,7 @@ from ranks import device_of, run_on_ranks
 
 from nanochat.adamw import DistAdamW
 from nanochat.muon import DistMuon, orthogonalize, shape_scale
-from nanochat.ownership import equal_pieces, row_pieces
+from nanochat.partition import equal_ranges, row_ranges
 from nanochat.zero import Sharding
 
 ROWS = 120      # rows of a batch: they divide by 1, 2, 3, 4 and 5 ranks and by 2 micro-steps
@@ -70,7 +70,7 @@ def sharded_run(rank: int, world_size: int, stage: int, dtype: torch.dtype, dyad
     device = device_of(rank, world_size)
     model = Model().to(device)
     sharding = Sharding(model, list(model.parts), device, dtype, stage, shard_size)
-    adamw = DistAdamW([{"slices": [s for s in sharding.slices if s.name in names_of(model, "adamw")], "lr": LR}], device, weight_decay=DECAY)
+    adamw = DistAdamW([{"shards": [s for s in sharding.shards if s.name in names_of(model, "adamw")], "lr": LR}], device, weight_decay=DECAY)
     optimizers = [adamw, DistMuon(sharding, names_of(model, "muon"), LR, DECAY, MOMENTUM)]
     whole, norms, applied, losses = [], [], [], []
     for step in range(STEPS):
@@ -90,8 +90,8 @@ def sharded_run(rank: int, world_size: int, stage: int, dtype: torch.dtype, dyad
         for optimizer in optimizers:
             optimizer.step(stats)
         sharding.all_gather_params()
-        losses.append(stats.report[0].item())
-        norms.append(stats.report[1].item())
+        losses.append(stats.values[0].item())
+        norms.append(stats.values[1].item())
         applied.append(bool(stats.ok))
         unchanged = all(torch.equal(a, b) for a, b in zip(before, state_of(sharding, optimizers)))
         assert unchanged != applied[-1], "a step that is not applied leaves every master, moment and counter as it was"
@@ -105,7 +105,7 @@ def stacked(steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def state_of(sharding, optimizers) -> list[Tensor]:
-    tensors = [s.master for s in sharding.slices]
+    tensors = [s.master for s in sharding.shards]
     for optimizer in optimizers:
         tensors += [t for by_name in optimizer.state.values() for t in by_name.values()] + list(optimizer.counters.values())
     return [t.clone() for t in tensors]
@@ -208,7 +208,7 @@ def kept_elements(rank: int, world_size: int) -> list[int]:
     for stage in range(4):
         model = Model()
         sharding = Sharding(model, list(model.parts), torch.device("cpu"), torch.float32, stage)
-        kept.append(sum(len(s.master) for s in sharding.slices))
+        kept.append(sum(len(s.master) for s in sharding.shards))
     return kept
 
 
@@ -224,15 +224,15 @@ def test_slices_tile_the_model_and_are_equal():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 64])
 def test_pieces_are_torchs_chunks_and_cover_everything(ranks):
     shapes = {name: tuple(p.shape) for name, p in Model().named_parameters()}
-    size, pieces = equal_pieces(shapes, ranks)
+    size, pieces = equal_ranges(shapes, ranks)
     assert size == -(-sum(map(prod, shapes.values())) // ranks)
     for name, shape in shapes.items():
         flat = torch.arange(prod(shape)).view(shape)
-        for parts in (pieces[name], row_pieces(shape, ranks)):
+        for parts in (pieces[name], row_ranges(shape, ranks)):
             assert [e for p in parts for e in range(p.start, p.end)] == flat.flatten().tolist()
             assert [p.rank for p in parts] == sorted({p.rank for p in parts}), "one run for each rank"
         chunks = [chunk.flatten().tolist() for chunk in flat.chunk(ranks)]
-        assert [list(range(p.start, p.end)) for p in row_pieces(shape, ranks)] == chunks
+        assert [list(range(p.start, p.end)) for p in row_ranges(shape, ranks)] == chunks
 
 
 def part_of_a_model(rank: int, world_size: int, stage: int) -> list[Tensor]:
@@ -246,10 +246,10 @@ def part_of_a_model(rank: int, world_size: int, stage: int) -> list[Tensor]:
             loss.backward()
     sharding.reduce_and_clip(loss)
     whole = {name: torch.zeros(p.shape).flatten() for name, p in Model().named_parameters()}
-    for s in sharding.slices:
+    for s in sharding.shards:
         whole[s.name][s.start : s.end] = s.grad
     summed = torch.cat(list(whole.values()))
-    if sharding.shards > 1:
+    if sharding.shard_count > 1:
         dist.all_reduce(summed)
     return list(summed.split([len(t) for t in whole.values()]))
 
