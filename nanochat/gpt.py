@@ -41,7 +41,8 @@ class GPTConfig:
     def __post_init__(self) -> None:
         limit = self.softcap
         if limit is not None and not (isinstance(limit, (int, float)) and 0 <= limit <= MAX_SOFTCAP):
-            raise UserError(f"softcap={limit!r}: expected a number of at most {MAX_SOFTCAP}, or None or 0 for no softcap")
+            expected = f"a number of at most {MAX_SOFTCAP}, or None or 0 for no softcap"
+            raise UserError(f"softcap={limit!r}: expected {expected}")
 
     @property
     def padded_vocab_size(self) -> int:

@@ -30,7 +30,7 @@ class Prefix(NamedTuple):
 
 class CachedModel:
     """
-    A model's weights, laid out for decoding, and a cache in their dtype. Some are copies: make a new one after an update.
+    A model's weights, laid out for decoding, and a cache in their dtype. Some are copies: make a new one after updates.
     lengths[row]: how many tokens of the sequence in that row have been read. There are at most max_rows.
     """
 

@@ -83,7 +83,7 @@ def chunk_rows(rows: int, vocab: int, device_type: str) -> int:
 
 
 def cap(logits: Tensor, vocab_size: int, softcap: float | None) -> Tensor:
-    """softcap · tanh(logits / softcap) in float32, or the plain logits without a softcap; −inf in the padded columns."""
+    """softcap · tanh(logits / softcap) in float32, or the plain logits without a softcap; −inf in padded columns."""
     padded = torch.arange(logits.size(-1), device=logits.device) >= vocab_size
     logits = logits.float()
     return (softcap * torch.tanh(logits / softcap) if softcap else logits).masked_fill(padded, float("-inf"))

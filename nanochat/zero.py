@@ -11,7 +11,7 @@ A unit is the embedding, a block or the head. Its gradients start to travel as s
 all of them. With one micro-step per optimizer step, stages 1 and 2 are the same.
 
 N is the number of ranks in a shard group, `shard_size`. Several groups are replicas: they keep the same and add up
-their gradients once per optimizer step. Stage 0 is stage 1 with groups of one rank. One rank sends nothing on any stage.
+their gradients once per optimizer step. Stage 0 is stage 1 with groups of one rank. One rank sends nothing.
 
 Optimizer state is float32: masters and moments. On stages 0 to 2 the masters are copies of this rank's part of the
 parameters, but with dtype float32 they are the parameters' own memory. Stage 3 is PyTorch's fully_shard: the masters
@@ -46,8 +46,8 @@ class StepStats:
 class Bucket:
     """
     The trainable parameters of one unit on stages 0 to 2, end to end in `flat`: a tensor of the compute dtype, of which
-    the parameters are views. It is cut into one equal part for each rank of the shard group. This rank keeps the masters
-    and the reduced gradients of its own part.
+    the parameters are views. It is cut into one equal part for each rank of the shard group; this rank keeps masters and
+    reduced gradients of its own part.
     """
 
     def __init__(self, params: dict[str, Parameter], dtype: torch.dtype, shard_count: int, shard_rank: int):
@@ -113,14 +113,13 @@ def require_same_weights(model: nn.Module) -> None:
 
 class Sharding:
     """
-    Takes over a model with the same weights on every rank, on `device`, and casts it to `dtype`. In each step it sums the
+    Takes over a model with the same weights on every rank, on `device`, and casts it to `dtype`. In each step it sums
     gradients over ranks, gives this rank's `shards` their part of them, and sends the updated shards to all ranks.
     Parameters with requires_grad=False stay whole on every rank; they are never sent and never updated.
 
     units: the modules whose parameters travel together, in the order of the forward pass. A rank may leave out units,
     or the body of a micro-step: their gradients are zero. On stage 3 every rank must run all units, in this order.
     shard_size: ranks of a shard group, -1 for all. reduce_dtype: of gradients while they travel.
-    overlap=False sends only while nothing computes (to measure what overlapping saves).
     UserError for ranks that start from different weights, and for a dtype without the range of float32. COLLECTIVE.
 
     There is no zero_grad. A parameter's gradient is released when it is sent (`Bucket.take_gradients`), or in
@@ -129,10 +128,10 @@ class Sharding:
 
     def __init__(
         self, model: nn.Module, units: list[nn.Module], device: torch.device, dtype: torch.dtype, stage: int,
-        shard_size: int = -1, reduce_dtype: torch.dtype = torch.float32, overlap: bool = True,
+        shard_size: int = -1, reduce_dtype: torch.dtype = torch.float32,
     ):
         self.model, self.model_class, self.device = model, type(model), device
-        self.dtype, self.reduce_dtype, self.stage, self.overlap = dtype, reduce_dtype, stage, overlap
+        self.dtype, self.reduce_dtype, self.stage = dtype, reduce_dtype, stage
         if dtype not in (torch.float32, torch.bfloat16):
             raise UserError(f"dtype={dtype} would need its losses scaled; expected float32 or bfloat16")
         if stage == 3 and not dist.is_initialized():  # fully_shard needs a process group, even for one rank
@@ -208,7 +207,7 @@ class Sharding:
             unit.set_force_sum_reduction_for_comms(True)
             if self.device.type == "cpu" and self.shard_count > 1:
                 unit.set_custom_reduce_scatter(GlooReduceScatter())
-        self.model._set_unshard_async_op(self.device.type == "cpu" and self.overlap)
+        self.model._set_unshard_async_op(self.device.type == "cpu")
         for name, p in self.model.named_parameters():
             if name not in self.frozen:
                 self.ranges[name] = row_ranges(tuple(p.shape), self.shard_count)
@@ -238,7 +237,7 @@ class Sharding:
             self.send(self.unsent.popleft())
         for bucket in self.buckets:
             bucket.computed = 0
-        while self.in_flight and (last or not self.overlap):
+        while self.in_flight and last:
             self.receive()
         if self.stage == 3 and self.world_size > 1:
             self.require_order(len(self.units))
@@ -254,7 +253,7 @@ class Sharding:
         """The backward pass calls this for each parameter. Sends all buckets that are complete and whose turn it is."""
         bucket.computed += 1
         assert bucket.computed <= len(bucket.params), "one backward pass in a micro-step"
-        while self.overlap and self.unsent and self.unsent[0].computed == len(self.unsent[0].params):
+        while self.unsent and self.unsent[0].computed == len(self.unsent[0].params):
             self.send(self.unsent.popleft())
 
     def send(self, bucket: Bucket) -> None:
@@ -349,8 +348,6 @@ class Sharding:
             if self.shard_count > 1:
                 own = bucket.master.to(self.dtype, copy=True)  # in float32 the master is part of what is written to
                 bucket.pending.append((all_gather_single(bucket.flat, own, self.shard_group, async_op=True), own))
-                if not self.overlap:
-                    bucket.wait()
             elif self.masters_apart:
                 bucket.flat.copy_(bucket.master)
 
