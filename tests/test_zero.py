@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from nanochat.adamw import DistAdamW
-from nanochat.muon import DistMuon, orthogonalize, shape_scale
+from nanochat.muon import DistMuon, orthogonalize
 from nanochat.partition import equal_ranges, row_ranges
 from nanochat.zero import Sharding
 
 CPU = torch.device("cpu")
 ROWS = 120      # rows of a batch: they divide by 1, 2, 3, 4 and 5 ranks and by 2 micro-steps
 MICRO_STEPS, STEPS = 2, 10
-LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
+LR, DECAY = 0.02, 0.1
+MOMENTUM = [0.85 + 0.01 * step for step in range(STEPS)]
 
 # Rows per ranks 1/2, 3/2, 5/4, 17/4, a vector, a scalar; units of which some ranks keep nothing. Two matrices of one
 # shape on five ranks; (17, 8) lies across the boundaries of every flat shard.
@@ -78,7 +79,7 @@ def sharded_run(
     model = Model().to(device)
     sharding = Sharding(model, list(model.parts), device, dtype, stage, shard_size)
     group = {"shards": [s for s in sharding.shards if s.name in NAMES["adamw"]], "lr": LR}
-    muon = DistMuon(sharding, NAMES["muon"], LR, DECAY, MOMENTUM)
+    muon = DistMuon(sharding, NAMES["muon"], LR, DECAY)
     optimizers = [DistAdamW([group], device, weight_decay=DECAY), muon]
     whole, norms, applied, losses = [], [], [], []
     for step in range(STEPS):
@@ -94,6 +95,7 @@ def sharded_run(
                 loss.backward()  # sums, divided by the rows of all ranks in reduce_and_clip
             loss_sum += loss.detach()
         before = state_of(sharding, optimizers)
+        muon.param_groups[0]["momentum"] = MOMENTUM[step]
         stats = sharding.reduce_and_clip(loss_sum, share * MICRO_STEPS, grad_clip, stop=rank == 0, save=rank < 2)
         for optimizer in optimizers:
             optimizer.step(stats)
@@ -135,9 +137,10 @@ def plain_run(grad_clip: float = 0.0, skip: int = -1, dyadic: bool = False) -> t
         for name, p in params.items() if step != skip else ():
             g = grads[name]
             if name in NAMES["muon"]:
-                m[name] = m[name].lerp(g, 1 - MOMENTUM)
-                update = orthogonalize(g.lerp(m[name], MOMENTUM))
-                p -= LR * shape_scale(*p.shape) * update + LR * DECAY * p * (update * p > 0)
+                m[name] = m[name].lerp(g, 1 - MOMENTUM[step])
+                update = orthogonalize(g.lerp(m[name], MOMENTUM[step]))
+                scale = max(1, p.size(0) / p.size(1)) ** 0.5
+                p -= LR * scale * update + LR * DECAY * p * (update * p > 0)
             else:
                 m[name], v[name] = m[name].lerp(g, 0.2), v[name].lerp(g * g, 0.05)
                 p *= 1 - LR * DECAY
