@@ -95,7 +95,7 @@ def test_the_floor_is_known_for_the_embedded_world_alone(tmp_path, capsys):
 
 
 def stats(loss: float, ok: bool = True, stops: int = 0) -> StepStats:
-    return StepStats(torch.tensor(float(ok)), torch.tensor([loss if ok else float("nan"), 0.5, float(ok), float(stops)]))
+    return StepStats(torch.tensor(float(ok)), torch.tensor([loss if ok else float("nan"), 0.5, ok, stops, 0]))
 
 
 def test_steps_without_a_finite_loss_are_counted_and_do_not_reach_the_smoothed_loss(tmp_path, capsys):
