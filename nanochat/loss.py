@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanochat.compiling import compiled
 
-MAX_SOFTCAP = 64  # exp(softcap), summed over any vocabulary, stays far below float32's largest number; GPTConfig checks
+MAX_SOFTCAP = 64  # exp(softcap), summed over any vocabulary, stays far below float32's largest number
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**28}  # logits in flight; 8 MiB of fp32 fit a CPU's cache
 
 
@@ -22,7 +22,7 @@ def softcapped_cross_entropy(
 
     x: (N, C); head: (V, C) with V ≥ vocab_size, the rows beyond it being padding that gets no probability;
     targets: (N,) int64, negative where there is nothing to predict, and the loss of one in the padding is infinite;
-    softcap: None or 0 for plain logits; weights: (N,) float32, what each target counts for, one if there are none.
+    softcap: at most MAX_SOFTCAP; None or 0 for plain logits; weights: (N,) float32, what each target counts for.
     Gradients flow to x and head, in their dtypes (head's in float32 where its `grad_dtype` asks for that).
     """
     valid = (targets >= 0).float()
