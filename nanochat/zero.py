@@ -46,8 +46,8 @@ class StepStats:
 class Bucket:
     """
     The trainable parameters of one unit on stages 0 to 2, end to end in `flat`: a tensor of the compute dtype, of which
-    the parameters are views. It is cut into one equal part for each rank of the shard group. This rank keeps masters and
-    summed gradients of its own part.
+    the parameters are views. It is cut into one equal part for each rank of the shard group. A rank keeps the masters
+    and the summed gradients of its own part.
     """
 
     def __init__(self, params: dict[str, Parameter], dtype: torch.dtype, shard_count: int, shard_rank: int):
