@@ -58,7 +58,7 @@ def run(kind: str, rate: float, tokenizer: Tokenizer) -> tuple[float, float, flo
     sharding = Sharding(model, model.units(), device, torch.float32, stage=1)
     others, matrices = setup_optimizers(model, sharding, matrix_lr=rate)
     if kind == "AdamW":  # the same slices in its care
-        matrices = DistAdamW([{"slices": matrices.param_groups[0]["slices"], "lr": rate}], device, betas=(0.9, 0.95))
+        matrices = DistAdamW([{"shards": matrices.param_groups[0]["shards"], "lr": rate}], device, betas=(0.9, 0.95))
     batch = dict(device_batch_size=rows, max_seq_len=max_seq_len, seed=seed, device=device)
     train = tokenizing_distributed_data_loader("tinyworld", "train", tokenizer, **batch)
     update, rest = [], []
@@ -81,8 +81,8 @@ def run(kind: str, rate: float, tokenizer: Tokenizer) -> tuple[float, float, flo
     validation = tokenizing_distributed_data_loader("tinyworld", "val", tokenizer, **batch)
     bpb = evaluate_bpb(model, validation, max(eval_rows // rows, 1), tokenizer.token_bytes())
     validation.close()
-    slices = matrices.param_groups[0]["slices"]
-    state = sum(tensor.nbytes for moment in matrices.state.values() for tensor in moment.values()) / sum(s.end - s.start for s in slices)
+    shards = matrices.param_groups[0]["shards"]
+    state = sum(tensor.nbytes for moment in matrices.state.values() for tensor in moment.values()) / sum(s.end - s.start for s in shards)
     return bpb, statistics.median(update), statistics.median(rest), state
 
 

@@ -72,11 +72,11 @@ def census(sharding: Sharding, optimizers: tuple) -> dict[str, int]:
 
 def classify(sharding: Sharding, optimizers: tuple) -> dict[str, int]:
     """Bytes alive on this rank, by purpose. A storage counts once: in float32 a master is its parameter's own memory."""
-    params, buckets, slices = list(sharding.model.parameters()), sharding.buckets, sharding.slices
+    params, buckets, shards = list(sharding.model.parameters()), sharding.buckets, sharding.shards
     purposes = {
         "parameters": params,
-        "gradients": [*(p.grad for p in params), *(b.grad for b in buckets), *(s.grad for s in slices)],
-        "optimizer": [*(s.master for s in slices), *(t for o in optimizers for moment in o.state.values() for t in moment.values())],
+        "gradients": [*(p.grad for p in params), *(b.grad for b in buckets), *(s.grad for s in shards)],
+        "optimizer": [*(s.master for s in shards), *(t for o in optimizers for moment in o.state.values() for t in moment.values())],
         "in flight": on_their_way(sharding),
         "rest": list(live_tensors()),  # whatever is none of the above: what leaks shows here
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanochat.checkpoint import MODEL_FILE, first_problem, read_meta, restore_random_states
 from nanochat.errors import UserError
-from nanochat.ownership import Slice
+from nanochat.partition import Shard
 from nanochat.zero import Sharding
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}  # as safetensors calls them
@@ -42,7 +42,7 @@ def kept_state(sharding: Sharding, optimizers) -> dict[str, Kept]:
     What this rank keeps beyond the weights, by name: `master.<parameter>`, `adamw.exp_avg.<parameter>`, … Masters that
     are the weights themselves (float32) are in the model's file already.
     """
-    slices = {s.name: s for s in sharding.slices}
+    slices = {s.name: s for s in sharding.shards}
     tensors = {f"{o.kind}.{key}": by_name for o in optimizers for key, by_name in o.state.items()}
     if sharding.masters_apart:
         tensors["master"] = {name: s.master for name, s in slices.items()}
@@ -74,7 +74,7 @@ def load_training_state(checkpoint: Path, sharding: Sharding, optimizers) -> dic
         for name in weights.keys() if sharding.stage < 3 else sharding.frozen:
             sharding.load_whole(name, weights.get_tensor(name))
         if sharding.stage == 3 and not sharding.masters_apart:
-            for s in sharding.slices:
+            for s in sharding.shards:
                 s.master.copy_(read_range(weights, s))
         for name, (start, end, tensor) in kept.items():
             for low, high, piece in overlaps(stored.get(name, []), start, end):
@@ -98,7 +98,7 @@ def overlaps(pieces: list[Stored], start: int, end: int) -> list[tuple[int, int,
     return [(low, high, piece) for low, high, piece in found if low < high]
 
 
-def read_range(weights: safe_open, s: Slice) -> Tensor:
+def read_range(weights: safe_open, s: Shard) -> Tensor:
     """The elements of a slice from a file of whole tensors, (end − start,); only the rows that hold them are read."""
     row = prod(s.shape[1:])
     first, last = s.start // row, ceil(s.end / row)
@@ -110,7 +110,7 @@ def weights_problem(weights: safe_open, sharding: Sharding) -> str | None:
     there, here = set(weights.keys()), {name for name, _ in sharding.model.named_parameters()}
     for name in sorted(there ^ here):
         return f"{name} is only in {'it' if name in there else 'the run'} (other depth?)"
-    shapes = {s.name: s.shape for s in sharding.slices} | {name: tuple(p.shape) for name, p in sharding.frozen.items()}
+    shapes = {s.name: s.shape for s in sharding.shards} | {name: tuple(p.shape) for name, p in sharding.frozen.items()}
     for name, here in shapes.items():
         saved = weights.get_slice(name)
         shape, dtype = tuple(saved.get_shape()), DTYPES[saved.get_dtype()]

@@ -28,7 +28,7 @@ from nanochat.compiling import set_compile
 from nanochat.errors import UserError
 from nanochat.files import make_folder_aside, previous
 from nanochat.gpt import GPT, config_from_depth
-from nanochat.ownership import Slice, equal_pieces, row_pieces
+from nanochat.partition import Shard, equal_ranges, row_ranges
 from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter, copy_to_host, make_room, outcome, write_files, write_tensors
 from ranks import run_on_ranks
@@ -62,18 +62,18 @@ class Rank:
     def __init__(self, model=None, rank=0, shards=1, stage=0, dtype=torch.float32, cut="equal", seed=0, replica=0):
         self.model = copy.deepcopy(model or Parameters(seed=seed))
         self.stage, self.dtype, self.masters_apart, self.frozen = stage, dtype, dtype != torch.float32, {}
-        self.shard_rank, self.shards, self.replica = rank, shards, replica
+        self.shard_rank, self.shard_count, self.replica = rank, shards, replica
         self.rank, self.world_size = replica * shards + rank, (replica + 1) * shards
         params = dict(self.model.named_parameters())
         shapes = {name: tuple(p.shape) for name, p in params.items()}
         self.wholes = {f"master.{name}": p.detach().clone() for name, p in params.items()}
         self.model.to(dtype)
-        pieces = equal_pieces(shapes, shards)[1] if cut == "equal" else {name: row_pieces(shape, shards) for name, shape in shapes.items()}
-        self.slices = []
+        pieces = equal_ranges(shapes, shards)[1] if cut == "equal" else {name: row_ranges(shape, shards) for name, shape in shapes.items()}
+        self.shards = []
         for name, of_name in pieces.items():
             in_place = dtype == torch.float32 and stage < 3  # then masters are the parameters themselves
             flat = params[name].data.view(-1) if in_place else self.wholes[f"master.{name}"].flatten()
-            self.slices += [Slice(name, shapes[name], p.start, p.end, flat[p.start : p.end]) for p in of_name if p.rank == rank]
+            self.shards += [Shard(name, shapes[name], p.start, p.end, flat[p.start : p.end]) for p in of_name if p.rank == rank]
         self.optimizers = [self.optimizer("adamw", ["exp_avg", "exp_avg_sq"], 1, seed), self.optimizer("muon", ["momentum"], 2, seed)]
         self.optimizers[0].counters["steps"] = torch.tensor(float(seed + 3))
 
@@ -81,7 +81,7 @@ class Rank:
         """AdamW has the vectors, Muon the matrices."""
         state = {key: {} for key in keys}
         for key in keys:
-            for s in self.slices:
+            for s in self.shards:
                 if len(s.shape) == dimensions:
                     whole = self.wholes[f"{kind}.{key}.{s.name}"] = values(f"{key}.{s.name}", s.shape, seed)
                     state[key][s.name] = whole.flatten()[s.start : s.end].clone()
@@ -97,10 +97,10 @@ class Rank:
 
     def kept(self):
         """{name: (slice, tensor)} of masters and moments."""
-        found = {f"master.{s.name}": (s, s.master) for s in self.slices}
+        found = {f"master.{s.name}": (s, s.master) for s in self.shards}
         for optimizer in self.optimizers:
             for key, tensors in optimizer.state.items():
-                found |= {f"{optimizer.kind}.{key}.{s.name}": (s, tensors[s.name]) for s in self.slices if s.name in tensors}
+                found |= {f"{optimizer.kind}.{key}.{s.name}": (s, tensors[s.name]) for s in self.shards if s.name in tensors}
         return found
 
     def load(self, checkpoint):
@@ -434,11 +434,10 @@ def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(tmp_pat
     writer = CheckpointWriter(folder, rank, rank.optimizers, TOKENIZER, save_minutes=5)
     for step in range(8):
         writer.began -= 300 * (step != 4)
-        asked = writer.asks(stop=step == 6)
-        assert asked == 0.5 * (step != 4) + (step == 6)
-        metrics.save_requested = asked % 1 > 0
+        metrics.save_requested = writer.time_is_up()
+        assert metrics.save_requested == (step != 4)
         writer.between_steps(step, metrics, step == 2, META)
-        assert writer.asks(stop=False) == 0 or step == 0
+        assert not writer.time_is_up() or step == 0
     writer.wait()
     assert list_steps(folder) == [2, 6, 7]
     monkeypatch.setattr("nanochat.saving.make_folder_aside", lambda path: (_ for _ in ()).throw(OSError(28, "full")) if "9" in path.name else make_folder_aside(path))
@@ -448,8 +447,8 @@ def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(tmp_pat
     writer.wait()
     assert list_steps(folder) == [2, 8, 10], "one that the disk refused is none of the two"
     other = Rank(rank=1, shards=2)
-    assert CheckpointWriter(tmp_path, other, [], TOKENIZER, save_minutes=1e-9).asks(stop=False) == 0, "rank 0's clock decides"
-    assert CheckpointWriter(tmp_path / "-1", rank, [], TOKENIZER, save_minutes=-1).asks(stop=False) == 0
+    assert not CheckpointWriter(tmp_path, other, [], TOKENIZER, save_minutes=1e-9).time_is_up(), "rank 0's clock decides"
+    assert not CheckpointWriter(tmp_path / "-1", rank, [], TOKENIZER, save_minutes=-1).time_is_up()
 
 
 def test_an_interrupted_copy_is_no_save(tmp_path, monkeypatch):
