@@ -14,13 +14,11 @@ from nanochat.compiling import set_compile
 from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
-from nanochat.dataset import iter_texts
 from nanochat.distributed import compute_cleanup, compute_init, from_rank0, print0
 from nanochat.errors import UserError, require_positive
 from nanochat.loss_eval import document_nats, evaluate_bpb, greedy_completes, sample
-from nanochat.corpus.tinyworld import entropy_floor
 from nanochat.report import write_section
-from nanochat.corpus.tinyworld import PROMPTS, floor_bits, held_out_questions, topic_of
+from nanochat.corpus.tinyworld import PROMPTS, held_out_questions, validation_documents
 
 # ---- Model
 model_tag: str | None = None  # folder of the checkpoints; None: the only one there is
@@ -74,23 +72,22 @@ elif core_metric_max_per_task:
     print0(f"{name_of_core}: {core:.4f}")
 
 # --- the usual prompts, greedily
-in_tinyworld = entropy_floor(data) is not None
+made = validation_documents(data)  # None for data that is not the embedded world's
 lines = [f"Model: {name}.", "", "| prompt | greedy completion |", "|---|---|"]
 for prompt, expected in PROMPTS if rank == 0 else ():
     text = sample(model, tokenizer, prompt, sample_tokens)
-    stats = "" if expected is None or not in_tinyworld else " ✓" if text.startswith(f" {expected}") else " ✗"
+    stats = "" if expected is None or made is None else " ✓" if text.startswith(f" {expected}") else " ✗"
     print0(f"  {prompt}{text}{stats}")
     lines.append(f"| {prompt} |{text.replace('|', ' ')}{stats} |")
 
 # --- the embedded world: excess over the entropy of each validation document, and held-out questions
-if in_tinyworld and rank == 0:
-    texts = list(iter_texts(data, "val"))
-    documents = tokenizer.encode(texts, prepend=tokenizer.get_bos_token_id())
+if made is not None and rank == 0:
+    documents = tokenizer.encode([document.text for document in made], prepend=tokenizer.get_bos_token_id())
     by_topic = defaultdict(lambda: [0.0, 0.0, 0])  # the model's bits, the floor's bits, bytes
-    for text, (nats, count) in zip(texts, document_nats(model, documents, token_bytes, device_batch_size)):
-        for key in (topic_of(text), "all documents"):
+    for document, (nats, count) in zip(made, document_nats(model, documents, token_bytes, device_batch_size)):
+        for key in (document.topic, "all documents"):
             by_topic[key][0] += nats / math.log(2)
-            by_topic[key][1] += floor_bits(text)
+            by_topic[key][1] += document.bits
             by_topic[key][2] += count
 
     questions = held_out_questions()
