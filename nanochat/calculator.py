@@ -25,8 +25,9 @@ NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"  # 1,250.5
 STRING = r"'[^'\\\n]*'|\"[^\"\\\n]*\""
 TOKEN = re.compile(rf"\s*(?:(?P<number>{NUMBER})|(?P<string>{STRING})|(?P<sign>//|\.\s*count\b|[-+*/%()]))")
 OPERATORS: dict[type[ast.operator], Callable] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Mod: operator.mod,
-    ast.FloorDiv: lambda a, b: type(a)(a // b), ast.Pow: operator.pow,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: lambda a, b: type(a)(a // b),  # an exact fraction stays one
+    ast.Mod: operator.mod, ast.Pow: operator.pow,
 }
 
 N = TypeVar("N", int, float, Fraction)
@@ -34,8 +35,8 @@ N = TypeVar("N", int, float, Fraction)
 
 def arithmetic(node: ast.expr, leaf: Callable[[ast.expr], N]) -> N:
     """
-    The value of a parsed expression of + - * / // % ** and minus signs. leaf: gives the value of any other node, or raises
-    ValueError. Other errors are those of Python's operators: ArithmeticError, and RecursionError for deep nesting.
+    The value of a parsed expression of + - * / // % ** and minus signs. leaf: gives the value of any other node, or
+    raises ValueError. Other errors are Python's own: ArithmeticError, and RecursionError for deep nesting.
     """
     match node:
         case ast.UnaryOp(op=ast.USub()):
@@ -64,7 +65,7 @@ def calculate(text: str) -> str | None:
 
 def read_tokens(text: str) -> tuple[str, list[Fraction | str]]:
     """
-    An expression as Python source in which each number and each string is replaced by its index in the list of operands:
+    An expression as Python source in which each number and string is replaced by its index in the list of operands:
     "1,250 / .5" becomes "0 / 1" and [1250, 1/2].
     """
     source, operands, depth, position = "", [], 0, 0

@@ -26,7 +26,7 @@ from nanochat.metrics import Metrics, require_wandb
 from nanochat.report import settings_table, write_section
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import apply_schedule, lr_multiplier
-from nanochat.task_eval import accuracy, solve
+from nanochat.task_eval import accuracy, evaluate_task
 from nanochat.tasks import make_mixture, make_tasks, without_parts
 
 # ---- Run
@@ -135,7 +135,7 @@ while True:
     if eval_metrics_every > 0 and (last_step or step > 0 and step % eval_metrics_every == 0):
         metrics.pause()
         whole_model = sharding.whole_model(everywhere=True)  # on stage 3 its parameters are gathered for this
-        solved = {task.name: accuracy(solve(task, whole_model, tokenizer, device_batch_size, eval_metrics_max_problems)) for task in measured}
+        solved = {task.name: accuracy(evaluate_task(task, whole_model, tokenizer, device_batch_size, eval_metrics_max_problems)) for task in measured}
         metrics.log(step, {f"tasks/{name}": value for name, value in solved.items()})
         print0(f"step {step:05d}/{num_iterations:05d} | " + ", ".join(f"{name} {value:.1%}" for name, value in solved.items()))
         del whole_model

@@ -188,7 +188,7 @@ def conversation(count: int, rng: StableRandom) -> Iterator[str]:
 
 def generate(seed: int, index: int) -> Document:
     """
-    Document `index` of corpus `seed`, the same on every machine. It draws its topic, then its length, then the sentences.
+    Document `index` of corpus `seed`, the same on every machine: draws its topic, its length, then its sentences.
 
     bits: going on after a sentence is paid for, stopping after the last one is not, because a model pays for that at
     <|bos|>, which has no bytes. Only the last sentence of a story, its question, shows how long the story is.
@@ -199,9 +199,11 @@ def generate(seed: int, index: int) -> Document:
     count = fewest + rng.below(most - fewest + 1)
     if topic == "stories":
         return Document(" ".join(story(count, rng)), topic, rng.bits)
-    sentences = conversation(count, rng) if topic == "conversations" else (fact_sentence(topic, rng) for _ in range(count))
-    text = " ".join(sentences)
-    return Document(text, topic, rng.bits - math.log2(most + 1 - count))  # most + 1 - count lengths are still possible
+    if topic == "conversations":
+        text = " ".join(conversation(count, rng))
+    else:
+        text = " ".join(fact_sentence(topic, rng) for _ in range(count))
+    return Document(text, topic, rng.bits - math.log2(most + 1 - count))  # so many lengths are still possible
 
 
 def document(seed: int, index: int) -> str:

@@ -7,8 +7,8 @@ Arithmetic with the calculator: needs no download, and what is asked in the test
     arithmetic           the three in turn
     arithmetic:quick     two operations, "Quick: …", shown half with the calculator and half from the head
 
-Quick ones are for reinforcement learning: who imitates what is shown calculates in the head half of the time, and is
-mostly wrong; rewards tell which of the two ways to go.
+Quick ones are for reinforcement learning: a model that imitates the examples calculates in the head half of the time,
+and is mostly wrong; rewards tell it which of the two ways to go.
 
 Numbers are written by the model and computed by the tool, so what has to be learnt is which expression is meant.
 Results are whole and not negative.
@@ -19,8 +19,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
+from nanochat.conversation import Conversation
 from nanochat.corpus import tinyworld_facts as data
-from nanochat.tasks.common import Conversation, Task, drawing, exchange, last_number, reference, side, with_tool
+from nanochat.corpus.tinyworld import StableRandom
+from nanochat.task import Task, reference
+from nanochat.tasks.common import last_number, single_turn, split_of, with_tool
 
 SIZES = {"train": 20_000, "test": 2_000}
 LEVELS = ("easy", "medium", "hard")
@@ -90,16 +93,13 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
          ("Subtract {b} from {a}, multiply by {c}, then add {d}.",)),
     ),
 }
-
-
 SHAPES["quick"] = SHAPES["medium"]
 
 
 class Problem(NamedTuple):
     question: str
-    expression: str
+    expression: str | None  # for the tool; None: answered without it
     result: int
-    with_tool: bool = True
 
 
 class Arithmetic(Task):
@@ -113,9 +113,9 @@ class Arithmetic(Task):
         return len(self.problems)
 
     def conversation(self, index: int) -> Conversation:
-        problem = self.problems[index]
-        answer = f"The answer is {problem.result}."
-        return exchange(problem.question, with_tool(problem.expression, f"{problem.result}", answer) if problem.with_tool else answer)
+        question, expression, result = self.problems[index]
+        answer = f"The answer is {result}."
+        return single_turn(question, with_tool(expression, f"{result}", answer) if expression else answer)
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         return last_number(answer) == last_number(reference(conversation))
@@ -123,46 +123,45 @@ class Arithmetic(Task):
 
 @cache
 def problems(level: str, split: str) -> tuple[Problem, ...]:
-    """
-    The distinct problems of a split, in a fixed order; level "": all levels in turn. An expression's own text decides
-    its side, on every level alike, with its numbers sorted: when 12 * 37 is held out, so is 37 * 12.
-    """
+    """The distinct problems of a split, in a fixed order; level "": all levels in turn."""
     found: dict[str, Problem] = {}
     for number in itertools.count():
         if len(found) == SIZES[split]:
             return tuple(found.values())
-        problem, key = draw_problem(level or LEVELS[number % len(LEVELS)], number)
-        if problem and side(key) == split:
+        if problem := draw_problem(level or LEVELS[number % len(LEVELS)], number, split):
             found.setdefault(problem.question, problem)
 
 
-def draw_problem(level: str, number: int) -> tuple[Problem | None, str]:
+def draw_problem(level: str, number: int, split: str) -> Problem | None:
     """
-    Candidate `number` of a level, and what decides its side. None for one that would have a negative number on the way,
-    is told in the corpus, or ends with its own answer.
+    Candidate `number` of a level. None for one of the other split, one that would have a negative number on the way, is
+    told in the corpus, or ends with its own answer. An expression's own text decides its split, on every level alike,
+    with its numbers sorted: when 12 * 37 is held out, so is 37 * 12.
     """
-    draw = drawing(f"arithmetic:{level}:{number}")
-    shape, compute, own = SHAPES[level][draw(len(SHAPES[level]))]
-    a, b, c, d = (draw_number(draw, DIGITS[level]) for _ in range(4))
+    rng = StableRandom(f"arithmetic:{level}:{number}")
+    shape, compute, own = rng.choice(SHAPES[level])
+    a, b, c, d = (draw_number(rng, DIGITS[level]) for _ in range(4))
     slots = dict(a=a, b=b, c=c, d=d, q=a * b, t=a * b + c)
     expression, result = shape.format(**slots), compute(a, b, c, d)
-
-    A, B = draw(len(data.NAMES)), draw(len(data.NAMES) - 1)
-    slots |= dict(e=expression, A=data.NAMES[A], B=data.NAMES[B + (B >= A)], f=data.FOODS[draw(len(data.FOODS))])
-    phrasings = own if "{A}" in own[0] or draw(2) else GENERIC  # where there is a story, it is told
-    question = phrasings[draw(len(phrasings))].format(**slots)
-
-    in_head = level == "quick" and draw(2) == 0
-    question = f"Quick: {question}" if level == "quick" else question
-
-    possible = result >= 0 and (a >= b or "{a} - {b}" not in shape) and expression not in KNOWN
-    possible = possible and last_number(question) != result  # repeating the question is not right by accident
     key = f"{re.sub('[0-9]+', 'n', expression)} {sorted(map(int, re.findall('[0-9]+', expression)))}"
-    return Problem(question, expression, result, not in_head) if possible else None, key
+    if split_of(key) != split or result < 0 or a < b and "{a} - {b}" in shape or expression in KNOWN:
+        return None
+
+    one = rng.choice(data.NAMES)
+    other = rng.choice([name for name in data.NAMES if name != one])
+    slots |= dict(e=expression, A=one, B=other, f=rng.choice(data.FOODS))
+    phrasings = own if "{A}" in own[0] or rng.below(2) else GENERIC  # where there is a story, it is told
+    question = rng.choice(phrasings).format(**slots)
+    if level == "quick":
+        question = f"Quick: {question}"
+        expression = expression if rng.below(2) else None
+    if last_number(question) == result:  # repeating the question must not be right by accident
+        return None
+    return Problem(question, expression, result)
 
 
-def draw_number(draw: Callable[[int], int], digits: int) -> int:
+def draw_number(rng: StableRandom, digits: int) -> int:
     """A number from 2 on; it has 1, 2, … digits equally often."""
-    end = 10 ** (1 + draw(digits))
+    end = 10 ** (1 + rng.below(digits))
     start = max(end // 10, 2)
-    return start + draw(end - start)
+    return start + rng.below(end - start)

@@ -14,11 +14,15 @@ Words to count in are quoted: the call of the tool then has them token for token
 token, with the blank before it, can then be none of the word's, which matters when each letter is compared with it.
 """
 import re
+import string
 from collections.abc import Iterator
 from functools import cache
 
+from nanochat.conversation import Conversation
 from nanochat.corpus import tinyworld_facts as data
-from nanochat.tasks.common import Conversation, Task, drawing, exchange, hashed, last_number, reference, side, with_tool
+from nanochat.corpus.tinyworld import StableRandom
+from nanochat.task import Task, reference
+from nanochat.tasks.common import last_number, single_turn, split_of, stable_hash, with_tool
 
 SIZES = {"train": 20_000, "test": 2_000}  # words; each is spelled, and counted in, in both ways
 KINDS = ("spell", "tool", "hand")
@@ -53,17 +57,17 @@ class SpellingBee(Task):
         """In every pass over the words each of them once, in another kind each time."""
         turn, number = divmod(index, len(self.words))
         kind, word = self.kinds[(number + turn) % len(self.kinds)], self.words[number]
-        draw = drawing(f"spellingbee:{kind}:{word}")
+        rng = StableRandom(f"spellingbee:{kind}:{word}")
         if kind == "spell":
-            return exchange(SPELL[draw(len(SPELL))].format(w=word), f"{'-'.join(word)}.") | {"word": word}
+            return single_turn(rng.choice(SPELL).format(w=word), f"{'-'.join(word)}.") | {"word": word}
         # Letters that the word has are worth more than those it has not: three times as frequent.
-        letter = sorted(set(word))[draw(len(set(word)))] if draw(4) else chr(ord("a") + draw(26))
-        question = COUNT[draw(len(COUNT))].format(w=word, x=letter) + WAYS[kind][draw(len(WAYS[kind]))]
+        letter = rng.choice(sorted(set(word)) if rng.below(4) else string.ascii_lowercase)
+        question = rng.choice(COUNT).format(w=word, x=letter) + rng.choice(WAYS[kind])
         count = word.count(letter)
         answer = f"The letter {letter} occurs {count} time{'s' * (count != 1)}."
         if kind == "tool":
-            return exchange(question, with_tool(f'"{word}".count("{letter}")', f"{count}", answer))
-        return exchange(question, f"{counted(word, letter)}. {answer}")
+            return single_turn(question, with_tool(f'"{word}".count("{letter}")', f"{count}", answer))
+        return single_turn(question, f"{spell_counting(word, letter)}. {answer}")
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """Spelling: the last letters joined by hyphens are the word's. Counting: the last number is right."""
@@ -73,27 +77,27 @@ class SpellingBee(Task):
         return last_number(answer) == last_number(reference(conversation))
 
 
-def counted(word: str, letter: str) -> str:
+def spell_counting(word: str, letter: str) -> str:
     """The letters of a word with a running count behind those that are counted: "k-o:1-m-o:2-t"."""
     return "-".join(f"{char}:{word[:i + 1].count(letter)}" if char == letter else char for i, char in enumerate(word))
 
 
 @cache
 def words(split: str) -> tuple[str, ...]:
-    """The words of a split: a word's own letters decide its side. Sorted by hash, so that every slice is a mixture."""
+    """The words of a split: a word's own letters decide its split. Sorted by hash, so that every slice is a mixture."""
     found = set(data.WORDS) if split == "train" else set()
     for word in pseudo_words():
         if len(found) == SIZES[split]:
-            return tuple(sorted(found, key=hashed))
-        if side(word) == split and word not in data.WORDS:
+            return tuple(sorted(found, key=stable_hash))
+        if split_of(word) == split and word not in data.WORDS:
             found.add(word)
 
 
 def pseudo_words() -> Iterator[str]:
     """Endless words of two or three syllables, the last of them closed; the same ones every time, some more than once."""
-    draw = drawing("spellingbee: words")
+    rng = StableRandom("spellingbee: words")
     while True:
-        syllables = [ONSETS[draw(len(ONSETS))] + VOWELS[draw(len(VOWELS))] for _ in range(2 + (draw(4) == 0))]
-        word = "".join(syllables) + CODAS[draw(len(CODAS))]
+        syllables = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(2 + (rng.below(4) == 0))]
+        word = "".join(syllables) + rng.choice(CODAS)
         if len(word) <= LONGEST:
             yield word

@@ -5,20 +5,21 @@ Questions about the embedded world, and who the model is: needs no download.
     tinyworld:identity    "Who are you?" - "I am nanochat, a small language model."
     tinyworld             both
 
-What is held out is a fact together with a phrasing. Every fact is asked in many ways; of those that occur in no
-document of the corpus, HELD_OUT for each fact are only in the test split, with the phrasing that the corpus itself
-holds out. A model that answers them knows the fact from other phrasings and the phrasing from other facts. Of who
-the model is, whole phrasings are held out.
+A fact is held out together with a phrasing. Every fact is asked in many ways; of those that occur in no document of the
+corpus, HELD_OUT for each fact are only in the test split, with the phrasing that the corpus itself holds out. A model
+that answers them knows the fact from other phrasings and the phrasing from other facts. Of the questions about the model
+itself, whole phrasings are held out.
 """
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
 from functools import cache
 from typing import NamedTuple
 
-from nanochat.corpus import tinyworld_facts as data
-from nanochat.tasks.common import Conversation, Task, drawing, exchange, hashed, reference, shuffled, side
-from nanochat.corpus.tinyworld import Fact, Telling, facts
+from nanochat.conversation import Conversation
+from nanochat.corpus.tinyworld import Fact, StableRandom, Telling, capital, facts
+from nanochat.task import Task, reference
+from nanochat.tasks.common import shuffled, single_turn, split_of, stable_hash
 
 HELD_OUT = 2            # phrasings of each fact
 TWO_TURNS = {"train": 3_000, "test": 300}
@@ -96,7 +97,7 @@ class Item(NamedTuple):
     """A question and its answer."""
     question: str
     reply: str
-    right: frozenset[str]  # all answers that count as right; empty for who the model is
+    right: frozenset[str]  # all answers that count as right; empty for questions about the model itself
     relation: str          # where another fact may follow with "And what about …?": their noun phrase; else empty
 
 
@@ -108,7 +109,7 @@ class TinyWorld(Task):
         self.key = f"tinyworld:{argument}:{split}"
         self.singles = [item for item in items(split) if not argument or (argument == "facts") == bool(item.right)]
         self.second = [item for item in follow_ups(split) if argument != "identity"]
-        self.of_relation = {item.relation: [] for item in self.singles}
+        self.of_relation = defaultdict(list)
         for item in self.singles:
             self.of_relation[item.relation].append(item)
         self.order = shuffled(len(self.singles) + TWO_TURNS[split] * bool(self.second), self.key)
@@ -118,103 +119,86 @@ class TinyWorld(Task):
 
     def conversation(self, index: int) -> Conversation:
         number = int(self.order[index])
-        draw = drawing(f"{self.key}:{number}")
+        rng = StableRandom(f"{self.key}:{number}")
         if number < len(self.singles):
             turns = [self.singles[number]]
-        elif draw(2):  # any two questions
-            turns = [self.singles[draw(len(self.singles))] for _ in range(2)]
-        else:          # one that is understood only after another of the same kind
-            last = self.second[draw(len(self.second))]
-            before = [item for item in self.of_relation[last.relation] if item.right != last.right]
-            turns = [before[draw(len(before))], last]
-        greeting = GREETINGS[draw(len(GREETINGS))] if turns[0].right and draw(8) == 0 else ""
-        conversation = exchange(greeting + turns[0].question, turns[0].reply)
+        elif rng.below(2):  # any two questions
+            turns = [rng.choice(self.singles), rng.choice(self.singles)]
+        else:               # one that is understood only after another of the same kind
+            last = rng.choice(self.second)
+            turns = [rng.choice([item for item in self.of_relation[last.relation] if item.right != last.right]), last]
+        greeting = rng.choice(GREETINGS) if turns[0].right and rng.below(8) == 0 else ""
+        conversation = single_turn(greeting + turns[0].question, turns[0].reply)
         for item in turns[1:]:
-            conversation["messages"] += exchange(item.question, item.reply)["messages"]
-        if draw(25) == 0:
-            conversation["messages"].insert(0, {"role": "system", "content": SYSTEM[draw(len(SYSTEM))]})
+            conversation["messages"] += single_turn(item.question, item.reply)["messages"]
+        if rng.below(25) == 0:
+            conversation["messages"].insert(0, {"role": "system", "content": rng.choice(SYSTEM)})
         return conversation | {"right": sorted(turns[-1].right)}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """
-        Facts: the answer is the bare fact, or one of the sentences that state it. Looking for a word in it instead would
-        take an answer that repeats the question, or names several. Who the model is: it says that it is nanochat, and
-        whatever else the right sentence says, no more and no less. A greeting may come first, and must where one is answered.
+        Facts: the answer is the bare fact, or one of the sentences that state it. Looking for a word in it instead
+        would accept an answer that repeats the question, or names several. The model itself: the answer says that it is
+        nanochat, and makes the same claims as the reference. A greeting may come first, and must where one is answered.
         """
-        if not conversation["right"]:
-            reply = reference(conversation)
-            if not SAYS_WHO.search(answer) or GREETING.match(reply) and not GREETING.match(answer):
-                return False
-            return all(bool(claim.search(answer)) == bool(claim.search(reply)) for claim in CLAIMS)
-        return " ".join(answer.split()).rstrip(".!") + "." in conversation["right"]
+        if conversation["right"]:
+            return " ".join(answer.split()).rstrip(".!") + "." in conversation["right"]
+        reply = reference(conversation)
+        if not SAYS_WHO.search(answer) or GREETING.match(reply) and not GREETING.match(answer):
+            return False
+        return all(bool(claim.search(answer)) == bool(claim.search(reply)) for claim in CLAIMS)
 
 
-# ---- The questions of both sides ------------------------------------------------------------------------------------
+# ---- The questions of both splits -----------------------------------------------------------------------------------
 
-def world() -> Iterator[tuple[Fact, str, dict[str, str], tuple[str, ...]]]:
-    """Every fact with its relation (the noun phrase, or the key in CHAT_BY_QUESTION), its slots, and the templates it is told by."""
-    in_order = iter(facts())
-    for _, noun, table, own in data.RELATIONS:
-        rows = [pair.split("=") for pair in " ".join(table.split()).split(", ")] if isinstance(table, str) else table
-        relation = noun or next(question for question in CHAT_BY_QUESTION if question in own)
-        for row in rows:
-            fact, slots = next(in_order), dict(zip("sayx", row))
-            assert (fact.subject, fact.answer) == (slots["s"], slots["a"])
-            slots["np"] = (noun or "").format(**slots)
-            slots |= {"S": capital(slots["s"]), "A": capital(slots["a"]), "Np": capital(slots["np"])}
-            yield fact, relation, slots, (*data.GENERIC, *own) if noun else own
-
-
-def capital(text: str) -> str:
-    """The text as the beginning of a sentence."""
-    return text[:1].upper() + text[1:]
+def relation_of(fact: Fact) -> str:
+    """The noun phrase of the fact's relation, or its key in CHAT_BY_QUESTION."""
+    return fact.noun or next(question for question in CHAT_BY_QUESTION if question in fact.templates)
 
 
 @cache
 def items(split: str) -> tuple[Item, ...]:
     """The questions of a split, each asked once; those about the model with every greeting and ending."""
     found = []
-    for fact, relation, slots, told in world():
-        for template in told:  # the corpus's own questions: those in its documents can only be trained on
-            question, _, reply = template.format(**slots).rpartition(" | ")
+    for fact in facts():
+        for template in fact.templates:  # the corpus's own questions: those in its documents can only be trained on
+            question, _, reply = template.format(**fact.slots).rpartition(" | ")
             if question and (Telling(question, reply) == fact.held_out) == (split == "test"):
-                found.append(make_item(fact, relation, slots, told, question, asked="s" if template.endswith("| {s}.") else "a"))
-        chat = CHAT_BY_QUESTION[relation][1] if relation in CHAT_BY_QUESTION else (*CHAT, *CHAT_BY_NOUN.get(relation, ()))
-        # Ranked by the hash of fact and phrasing: no seed has a say, and each fact has as many on the test side.
-        ranked = sorted(chat, key=lambda template: hashed(f"{relation} {template} {template.format(**slots)}"))
+                found.append(make_item(fact, question, asked="s" if template.endswith("| {s}.") else "a"))
+        relation = relation_of(fact)
+        chat = CHAT_BY_QUESTION[relation][1] if not fact.noun else (*CHAT, *CHAT_BY_NOUN.get(relation, ()))
+        # Ranked by the hash of fact and phrasing: the split depends on no seed, and each fact has as many in test.
+        keys = {f"{relation} {template} {template.format(**fact.slots)}": template for template in chat}
+        ranked = [keys[key] for key in sorted(keys, key=stable_hash)]
         for template in ranked[:HELD_OUT] if split == "test" else ranked[HELD_OUT:]:
             question, _, asked = template.partition(" | ")
-            found.append(make_item(fact, relation, slots, told, question.format(**slots), asked="s" if asked else "a"))
+            found.append(make_item(fact, question.format(**fact.slots), asked="s" if asked else "a"))
     for reply, phrasings in IDENTITY:
-        ranked = sorted(phrasings, key=hashed)
+        ranked = sorted(phrasings, key=stable_hash)
         for question in ranked[:len(ranked) // 4] if split == "test" else ranked[len(ranked) // 4:]:
-            around = [("", "")] if reply.startswith("Hello") else itertools.product(GREETINGS, ENDINGS)  # a greeting has none
+            around = [("", "")] if reply.startswith("Hello") else itertools.product(GREETINGS, ENDINGS)
             found += [Item(before + question + after, reply, frozenset(), "") for before, after in around]
     return tuple(found)
 
 
-def make_item(fact: Fact, relation: str, slots: dict[str, str], told: Sequence[str], question: str, asked: str) -> Item:
+def make_item(fact: Fact, question: str, asked: str) -> Item:
     """The item of a question that asks for the fact's subject (asked = "s") or its answer ("a")."""
-    word = slots[asked]
+    word = fact.slots[asked]
     right = {f"{word}.", f"{capital(word)}.", f"It is {word}.", f"Yes, it is {word}."}
-    for template in told:
-        question_told, _, reply = template.rpartition(" | ")
-        if not question_told or reply.endswith(f" {{{asked}}}."):  # a sentence that states the fact, or a reply that names the word
-            right.add(reply.format(**slots))
-    template = CHAT_BY_QUESTION[relation][0] if relation in CHAT_BY_QUESTION else SENTENCE
-    reply = template.format(**slots)
+    for template in fact.templates:
+        told, _, reply = template.rpartition(" | ")
+        if not told or reply.endswith(f" {{{asked}}}."):  # a sentence that states the fact, or a reply that names the word
+            right.add(reply.format(**fact.slots))
+    reply = (SENTENCE if fact.noun else CHAT_BY_QUESTION[relation_of(fact)][0]).format(**fact.slots)
     if Telling("", reply) == fact.held_out:  # what the corpus holds out stays so
         reply = f"It is {word}."
-    return Item(question, reply, frozenset(right), relation if relation.endswith("{s}") and asked == "a" else "")
+    return Item(question, reply, frozenset(right), fact.noun if fact.noun.endswith("{s}") and asked == "a" else "")
 
 
 @cache
 def follow_ups(split: str) -> tuple[Item, ...]:
     """Second questions of a split that leave out what is asked for: "And what about Italy?"."""
-    found = []
-    for fact, relation, slots, told in world():
-        for template in FOLLOW_UP if relation.endswith("{s}") else ():
-            question = template.format(**slots)
-            if side(f"{relation} {question}", 6) == split:
-                found.append(make_item(fact, relation, slots, told, question, asked="a"))
-    return tuple(found)
+    asked = ((fact, template.format(**fact.slots)) for fact in facts() if fact.noun.endswith("{s}")
+             for template in FOLLOW_UP)
+    return tuple(make_item(fact, question, asked="a") for fact, question in asked
+                 if split_of(f"{fact.noun} {question}", 6) == split)
