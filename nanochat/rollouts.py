@@ -1,4 +1,4 @@
-"""Rollouts for reinforcement learning: sampled answers with their rewards and advantages, and how much a run improved."""
+"""Rollouts for reinforcement learning: sampled answers, their rewards and advantages; how much a run improved."""
 import math
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -31,7 +31,7 @@ def sample_rollouts(
     task: Task, indices: list[int], model: GPT, tokenizer: Tokenizer, num_samples: int, sampling: SamplingParams,
     batch_size: int,
 ) -> list[Rollout]:
-    """num_samples rollouts of each of these problems, those of one problem next to each other, with their advantages."""
+    """num_samples rollouts of each of these problems, those of one problem next to each other, with advantages."""
     conversations = [task[index] for index in indices]
     answers = generate_answers(model, tokenizer, conversations, indices, sampling, num_samples, batch_size)
     rollouts = []
@@ -59,5 +59,6 @@ def describe_change(before: list[list[bool]], after: list[list[bool]]) -> str:
     differences = [fmean(b) - fmean(a) for a, b in zip(before, after, strict=True)]
     margin = 1.96 * stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
     change = fmean(differences)
-    return (f"pass@1 from {accuracy(before):.1%} to {accuracy(after):.1%}, {100 * change:+.1f} points, 95% interval "
-            f"{100 * (change - margin):+.1f} to {100 * (change + margin):+.1f}, paired over {len(differences):,} problems")
+    return (f"pass@1 from {accuracy(before):.1%} to {accuracy(after):.1%}, {100 * change:+.1f} points, "
+            f"95% interval {100 * (change - margin):+.1f} to {100 * (change + margin):+.1f}, "
+            f"paired over {len(differences):,} problems")

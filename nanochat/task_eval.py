@@ -1,4 +1,4 @@
-"""How well a model solves tasks: the likeliest letter of a multiple choice, or a written answer. All ranks take part."""
+"""Evaluates a model on tasks: the likeliest letter of a multiple choice, or a written answer. All ranks take part."""
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,7 +52,7 @@ def generate_answers(
     model: GPT, tokenizer: Tokenizer, conversations: Sequence[dict], indices: Sequence[int], sampling: SamplingParams,
     num_samples: int, batch_size: int,
 ) -> list[list[Answer]]:
-    """num_samples answers to each conversation; indices: their problems' numbers in the task, which seed the samples."""
+    """num_samples answers to each conversation. indices: of the conversations in their task; they seed the samples."""
     prompts = [render_prompt(tokenizer, conversation) for conversation in conversations]
     seeded = [seed_with(sampling, index) for index in indices]
     answers = Engine(model, tokenizer, batch_size).generate(prompts, seeded, num_samples, truncate=True)
@@ -60,7 +60,7 @@ def generate_answers(
 
 
 def seed_with(sampling: SamplingParams, number: int) -> SamplingParams:
-    """With a seed of this problem's (or step's) own: its samples depend neither on the rank nor on the other problems."""
+    """With a seed for this problem or step: its samples depend neither on the rank nor on the other problems."""
     return replace(sampling, seed=hash((sampling.seed or 0, number)))  # of integers: the same in every process
 
 
@@ -76,7 +76,7 @@ def likeliest_letters(
     """The letter of each multiple choice to which the model gives the most probability as first token of its answer."""
     device, limit = model.lm_head.weight.device, model.config.sequence_len
     prompts = [render_prompt(tokenizer, conversation) for conversation in conversations]
-    prompts = [prompt if len(prompt) <= limit else prompt[:1] + prompt[1 - limit :] for prompt in prompts]  # keep the end
+    prompts = [ids if len(ids) <= limit else ids[:1] + ids[1 - limit :] for ids in prompts]  # the question comes last
     chosen = [""] * len(prompts)
     by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # similar lengths: little padding
     for start in range(0, len(by_length), batch_size):

@@ -30,7 +30,7 @@ LEVELS = ("easy", "medium", "hard")
 DIGITS = {"easy": 3, "medium": 3, "hard": 4, "quick": 3}  # of a drawn number at most; each length is equally likely
 KNOWN = {row[0] for row in data.ADDITIONS + data.SUBTRACTIONS}  # told in the embedded corpus: cannot be held out
 
-# Expression, its value, and what is asked besides GENERIC. {a} to {d} are drawn; {q} = a*b can be divided, {t} = a*b + c
+# Expression, its value, and what is asked besides GENERIC. {a} to {d} are drawn; {q} = a*b can be divided, {t} = a*b+c
 # is more than a*b; {e} is the expression, {A} and {B} are names, {f} is a food.
 Shape = tuple[str, Callable[[int, int, int, int], int], tuple[str, ...]]
 GENERIC = ("What is {e}?", "Compute {e}.", "{e} = ?", "How much is {e}?", "Calculate {e}.", "{e}")
@@ -41,9 +41,11 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
         ("{a} - {b}", lambda a, b, c, d: a - b,
          ("What is {a} minus {b}?", "Subtract {b} from {a}.", "Take {b} away from {a}.", "How much is {a} minus {b}?")),
         ("{a} * {b}", lambda a, b, c, d: a * b,
-         ("What is {a} times {b}?", "Multiply {a} by {b}.", "What is the product of {a} and {b}?", "How much is {a} times {b}?")),
+         ("What is {a} times {b}?", "Multiply {a} by {b}.", "What is the product of {a} and {b}?",
+          "How much is {a} times {b}?")),
         ("{q} / {b}", lambda a, b, c, d: a,
-         ("What is {q} divided by {b}?", "Divide {q} by {b}.", "How often does {b} go into {q}?", "How much is {q} divided by {b}?")),
+         ("What is {q} divided by {b}?", "Divide {q} by {b}.", "How often does {b} go into {q}?",
+          "How much is {q} divided by {b}?")),
     ),
     "medium": (
         ("{a} + {b} + {c}", lambda a, b, c, d: a + b + c,

@@ -1,6 +1,4 @@
-"""
-What the tasks share: draws and splits that are the same on every machine, forms of conversations, and mixtures.
-"""
+"""What the tasks share: mixtures, shuffles and splits that are the same on every machine, forms of conversations."""
 import bisect
 import hashlib
 import itertools
@@ -16,8 +14,8 @@ from nanochat.task import Task
 
 class Mixture(Task):
     """
-    All conversations of several tasks, in an order that depends on their lengths and the seed only. A task that is given
-    twice comes twice. To train on: answers belong to the tasks.
+    All conversations of several tasks, in an order that depends on their lengths and the seed only. A task that is
+    given twice comes twice. Only to train on: it has no judge.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:

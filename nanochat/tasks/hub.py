@@ -67,8 +67,8 @@ def load_rows(hub: str, folder: str, config: str, split: str, columns: Sequence[
         tasks/humaneval/openai_humaneval/test-00000-of-00001.parquet openai/openai_humaneval (test)
 
     so `hf download --repo-type dataset openai/gsm8k --local-dir tasks/gsm8k` makes it. Of a split are all files named
-    <split>.<ending> or <split>-<anything>.<ending>, where the ending is the first of parquet, jsonl and json (one object
-    a line) that is there.
+    <split>.<ending> or <split>-<anything>.<ending>; the ending is the first of parquet, jsonl and json (one object a
+    line) that is there.
 
     UserError when the package, the data, or one of the columns is missing.
     """

@@ -45,7 +45,7 @@ def program(conversation: Conversation, code: str) -> str:
     """The code with the tests of its problem. Code that does not define the function is taken for its body."""
     prompt, name = conversation["prompt"].rstrip(), conversation["entry_point"]
     if re.search(rf"^(async )?def {re.escape(name)}\b", code, re.MULTILINE):
-        # The prompt alone is a program that does nothing. It brings imports and helpers; the code redefines the function.
+        # The prompt alone is a program that does nothing: it has imports and helpers, the code redefines the function.
         code = f"{prompt}\n    pass\n\n{code}"
     else:
         code = prompt + "\n" + textwrap.indent(textwrap.dedent(code.strip("\n")), "    ")

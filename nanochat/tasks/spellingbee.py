@@ -9,9 +9,9 @@ Spelling words and counting their letters: needs no download, and words of the t
 Most words are made of syllables, so that there are enough of them. Those of the embedded corpus are only trained on:
 its documents spell them, so they cannot be held out.
 
-Words to count in are quoted: the call of the tool then has them token for token as the question, and copying is enough.
-(Double quotes, because the tokenizer takes the 'm of 'mirror' for the end of a word such as I'm.) The letter is not: its
-token, with the blank before it, can then be none of the word's, which matters when each letter is compared with it.
+Words to count in are quoted: the call of the tool then has the same tokens as the question, and copying is enough.
+(Double quotes, because the tokenizer takes the 'm of 'mirror' for the end of a word such as I'm.) The letter is not
+quoted: its token, with the blank before it, is then none of the word's tokens, which matters when they are compared.
 """
 import re
 import string
@@ -32,11 +32,13 @@ CODAS = "d k l m n p r s t x".split()
 LONGEST = 8  # letters
 
 SPELL = (
-    'Spell "{w}".', 'How do you spell "{w}"?', "Spell the word {w}.", "How is {w} spelled?", 'What are the letters of "{w}"?',
-    "Please spell {w} letter by letter.", "I cannot spell {w}. Can you?", 'Tell me how to spell "{w}".')
+    'Spell "{w}".', 'How do you spell "{w}"?', "Spell the word {w}.", "How is {w} spelled?",
+    'What are the letters of "{w}"?', "Please spell {w} letter by letter.", "I cannot spell {w}. Can you?",
+    'Tell me how to spell "{w}".')
 COUNT = (
-    'How many {x}\'s are in "{w}"?', 'How often does {x} occur in "{w}"?', 'Count the letter {x} in "{w}".', 'Count each {x} in "{w}".',
-    'How many times is the letter {x} in "{w}"?', 'In "{w}", how often do you find {x}?', 'Tell me how often {x} is in "{w}".')
+    'How many {x}\'s are in "{w}"?', 'How often does {x} occur in "{w}"?', 'Count the letter {x} in "{w}".',
+    'Count each {x} in "{w}".', 'How many times is the letter {x} in "{w}"?', 'In "{w}", how often do you find {x}?',
+    'Tell me how often {x} is in "{w}".')
 WAYS = {  # of counting, and what the question adds to ask for it; without a wish it is the tool, which is always right
     "tool": ("", "", " Use the tool."),
     "hand": (" Go letter by letter.", " Do not use the tool.", " Count by hand.")}
@@ -94,7 +96,7 @@ def words(split: str) -> tuple[str, ...]:
 
 
 def pseudo_words() -> Iterator[str]:
-    """Endless words of two or three syllables, the last of them closed; the same ones every time, some more than once."""
+    """Endless words of two or three syllables, the last of them closed; always the same, some more than once."""
     rng = StableRandom("spellingbee: words")
     while True:
         syllables = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(2 + (rng.below(4) == 0))]

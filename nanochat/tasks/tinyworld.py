@@ -5,10 +5,10 @@ Questions about the embedded world, and who the model is: needs no download.
     tinyworld:identity    "Who are you?" - "I am nanochat, a small language model."
     tinyworld             both
 
-A fact is held out together with a phrasing. Every fact is asked in many ways; of those that occur in no document of the
-corpus, HELD_OUT for each fact are only in the test split, with the phrasing that the corpus itself holds out. A model
-that answers them knows the fact from other phrasings and the phrasing from other facts. Of the questions about the model
-itself, whole phrasings are held out.
+A fact is held out together with a phrasing. Every fact is asked in many ways; of those that occur in no document of
+the corpus, HELD_OUT for each fact are only in the test split, with the phrasing that the corpus itself holds out. A
+model that answers them knows the fact from other phrasings and the phrasing from other facts. Of the questions about
+the model itself, whole phrasings are held out.
 """
 import itertools
 import re
@@ -28,67 +28,81 @@ ENDINGS = ("", " Please answer.", " I am curious.")
 SYSTEM = ("You are nanochat, a small language model.", "You are a helpful assistant.", "Answer in one short sentence.")
 FOLLOW_UP = ("What about {s}?", "And what about {s}?", "And {s}?")
 
-# ---- Ways to ask that occur in no document. " | " parts a question from what it asks for, where that is not {a}.
+# ---- Ways to ask that occur in no document. " | " separates a question from what it asks for, where that is not {a}.
 CHAT = (  # for every relation that has a noun phrase
     "Tell me {np}.", "{Np}?", "I would like to know {np}.", "Please name {np}.", "Give me {np}.", "I forgot {np}.",
     "Could you tell me {np}?", "Say what {np} is.", "{Np}, please.", "I need to know what {np} is.")
 CHAT_BY_NOUN = {  # besides, for some of them
-    "the capital of {s}": ("Of which country is {a} the capital? | {s}", "Tell me which country has the capital {a}. | {s}"),
-    "the chemical symbol of {s}": ("Of which element is {a} the symbol? | {s}", "Tell me which element has the symbol {a}. | {s}"),
+    "the capital of {s}": (
+        "Of which country is {a} the capital? | {s}", "Tell me which country has the capital {a}. | {s}"),
+    "the chemical symbol of {s}": (
+        "Of which element is {a} the symbol? | {s}", "Tell me which element has the symbol {a}. | {s}"),
 }
 SENTENCE = "{Np} is {a}."  # that answers all of these
-CHAT_BY_QUESTION = {  # for those without, found by one of their questions in the corpus: the sentence that answers, and ways to ask
+# For relations without one, by one of their questions in the corpus: the sentence that answers, and ways to ask.
+CHAT_BY_QUESTION = {
     "If yesterday was {s}, what will tomorrow be? | {a}.": ("If yesterday was {s}, then tomorrow will be {a}.", (
-        "Yesterday was {s}. What will tomorrow be?", "Tell me which day comes two days after {s}.", "It was {s} yesterday, so what is tomorrow?",
-        "Name the day two days after {s}.", "Yesterday was {s}. Tell me what tomorrow will be.", "Which day will it be two days after {s}?")),
+        "Yesterday was {s}. What will tomorrow be?", "Tell me which day comes two days after {s}.",
+        "It was {s} yesterday, so what is tomorrow?", "Name the day two days after {s}.",
+        "Yesterday was {s}. Tell me what tomorrow will be.", "Which day will it be two days after {s}?")),
     "What are the planets of the solar system? | {a}.": ("The planets of the solar system are: {a}.", (
-        "Tell me the planets.", "List the planets of the solar system.", "Name all planets.", "I would like to know the planets.",
-        "Give me a list of the planets.", "Which planets are there?")),
+        "Tell me the planets.", "List the planets of the solar system.", "Name all planets.",
+        "I would like to know the planets.", "Give me a list of the planets.", "Which planets are there?")),
     "In {s}, how often does {x} occur? | {a}.": ("Since {s} is {y}, it has the letter {x} {a}.", (
-        "Tell me how often {s} contains the letter {x}.", "How often is the letter {x} in {s}?", "How often does the word {s} contain {x}?",
-        "I would like to know how often {s} contains {x}.", "In the word {s}, how often do you see {x}?", "Say how often {x} occurs in {s}.")),
+        "Tell me how often {s} contains the letter {x}.", "How often is the letter {x} in {s}?",
+        "How often does the word {s} contain {x}?", "I would like to know how often {s} contains {x}.",
+        "In the word {s}, how often do you see {x}?", "Say how often {x} occurs in {s}.")),
     # Other words than those of the task Arithmetic, which asks for larger numbers and wants the tool.
     "How much is {x} plus {y}? | {a}.": ("{s} = {a}.", (
-        "Tell me the sum of {x} and {y}.", "How much do {x} and {y} make?", "What do {x} and {y} make?", "What will {x} and {y} make?",
-        "I add {x} and {y}. What do I get?", "What do you get if you add {x} and {y}?")),
+        "Tell me the sum of {x} and {y}.", "How much do {x} and {y} make?", "What do {x} and {y} make?",
+        "What will {x} and {y} make?", "I add {x} and {y}. What do I get?", "What do you get if you add {x} and {y}?")),
     "How much is {x} minus {y}? | {a}.": ("{s} = {a}.", (
-        "How much is {x} without {y}?", "What is {x} without {y}?", "From {x} take {y}. What is left?", "What remains of {x} without {y}?",
-        "I have {x} and lose {y}. What do I keep?", "What do you get if you take {y} from {x}?")),
+        "How much is {x} without {y}?", "What is {x} without {y}?", "From {x} take {y}. What is left?",
+        "What remains of {x} without {y}?", "I have {x} and lose {y}. What do I keep?",
+        "What do you get if you take {y} from {x}?")),
     "If {s}, what is x? | {a}.": ("If {s}, then {y} and x is {a}.", (
-        "Solve {s}.", "Find x if {s}.", "Tell me x if {s}.", "What is x in {s}?", "Which x solves {s}?", "Please solve {s}.")),
+        "Solve {s}.", "Find x if {s}.", "Tell me x if {s}.", "What is x in {s}?", "Which x solves {s}?",
+        "Please solve {s}.")),
 }
 
-# ---- Who the model is: what it says, and ways to ask. Every answer has "I am nanochat" or "my name is nanochat".
+# ---- What the model says about itself, and ways to ask. Every answer has "I am nanochat" or "my name is nanochat".
 SELF = "I am nanochat, a small language model."
 IDENTITY = (
-    (SELF, ("Who are you?", "What are you?", "Tell me who you are.", "Introduce yourself.", "Please introduce yourself.", "Who are you, please?",
-            "Can you introduce yourself?", "Who am I talking to?", "Say who you are.", "I would like to know who you are.", "Do you know who you are?",
-            "Tell me about yourself.", "Describe yourself.", "Please describe yourself.", "Are you nanochat?", "Are you a language model?",
-            "Tell me what you are.", "Please say what you are.", "What is nanochat?", "Who is nanochat?")),
-    ("Hello! " + SELF, tuple(hello + mark for hello in ("Hello", "Hi", "Hey", "Good morning", "Good evening", "Hello there")
-                             for mark in ("!", ".", "", ", nanochat!", ", nanochat."))),
+    (SELF, (
+        "Who are you?", "What are you?", "Tell me who you are.", "Introduce yourself.", "Please introduce yourself.",
+        "Who are you, please?", "Can you introduce yourself?", "Who am I talking to?", "Say who you are.",
+        "I would like to know who you are.", "Do you know who you are?", "Tell me about yourself.",
+        "Describe yourself.", "Please describe yourself.", "Are you nanochat?", "Are you a language model?",
+        "Tell me what you are.", "Please say what you are.", "What is nanochat?", "Who is nanochat?")),
+    ("Hello! " + SELF, tuple(
+        hello + mark for hello in ("Hello", "Hi", "Hey", "Good morning", "Good evening", "Hello there")
+        for mark in ("!", ".", "", ", nanochat!", ", nanochat."))),
     ("My name is nanochat.", (
-        "What is your name?", "Tell me your name.", "Do you have a name?", "What should I call you?", "Say your name.", "How are you called?",
-        "What name do you have?", "I would like to know your name.", "Could you tell me your name?", "Please tell me your name.",
-        "What are you called?", "Please say your name.", "Give me your name.")),
+        "What is your name?", "Tell me your name.", "Do you have a name?", "What should I call you?", "Say your name.",
+        "How are you called?", "What name do you have?", "I would like to know your name.",
+        "Could you tell me your name?", "Please tell me your name.", "What are you called?", "Please say your name.",
+        "Give me your name.")),
     ("I am nanochat, a small language model, not a person.", (
-        "Are you a person?", "Are you a human?", "Are you human?", "Are you a real person?", "Am I talking to a person?", "Are you alive?",
-        "Are you a man or a woman?", "Do you have a body?", "Am I talking to a human?", "Tell me if you are a person.", "Are you a child?")),
+        "Are you a person?", "Are you a human?", "Are you human?", "Are you a real person?",
+        "Am I talking to a person?", "Are you alive?", "Are you a man or a woman?", "Do you have a body?",
+        "Am I talking to a human?", "Tell me if you are a person.", "Are you a child?")),
     ("I am nanochat, a small language model, trained with the program of that name.", (
-        "Who made you?", "Who created you?", "Who trained you?", "Who built you?", "Where do you come from?", "How were you made?",
-        "Tell me who made you.", "Who is your maker?", "Who wrote you?", "Did a person make you?", "I would like to know who made you.",
-        "Do you know who made you?")),
+        "Who made you?", "Who created you?", "Who trained you?", "Who built you?", "Where do you come from?",
+        "How were you made?", "Tell me who made you.", "Who is your maker?", "Who wrote you?", "Did a person make you?",
+        "I would like to know who made you.", "Do you know who made you?")),
     ("I am nanochat, a small language model. I can answer short questions, spell words and calculate.", (
-        "What can you do?", "How can you help me?", "What can I ask you?", "What are you good at?", "What do you know?", "Can you help me?",
-        "Tell me what you can do.", "What can you do for me?", "I would like to know what you can do.", "Which questions can you answer?",
-        "What can I do with you?", "Please help me.")),
+        "What can you do?", "How can you help me?", "What can I ask you?", "What are you good at?", "What do you know?",
+        "Can you help me?", "Tell me what you can do.", "What can you do for me?",
+        "I would like to know what you can do.", "Which questions can you answer?", "What can I do with you?",
+        "Please help me.")),
     ("I am nanochat, a small language model. I make mistakes, so check what I say.", (
-        "Do you make mistakes?", "Are you always right?", "Can I trust you?", "Are your answers right?", "Is what you say right?",
-        "How often are you wrong?", "Can I believe you?", "Are you sure?", "Tell me if I can trust you.", "Can I trust your answers?")),
+        "Do you make mistakes?", "Are you always right?", "Can I trust you?", "Are your answers right?",
+        "Is what you say right?", "How often are you wrong?", "Can I believe you?", "Are you sure?",
+        "Tell me if I can trust you.", "Can I trust your answers?")),
 )
 SAYS_WHO = re.compile(r"\b(I am|I'm|name is|called) nanochat\b", re.IGNORECASE)
 GREETING = re.compile(r"\W*(hello|hi|hey|good (morning|evening|afternoon))\b", re.IGNORECASE)
-CLAIMS = [re.compile(pattern, re.IGNORECASE) for pattern in (  # what else an answer can say; the name alone says none of them
+CLAIMS = [re.compile(pattern, re.IGNORECASE) for pattern in (  # what an answer may claim besides the name
     r"language model", r"\bnot (a |an )?(real )?(person|human|alive)", r"\b(trained|made|built|created|written)\b",
     r"\bprogram\b", r"\b(answer|spell|calculate)\b", r"\bmistakes?\b|\bwrong\b")]
 
@@ -187,7 +201,7 @@ def make_item(fact: Fact, question: str, asked: str) -> Item:
     right = {f"{word}.", f"{capital(word)}.", f"It is {word}.", f"Yes, it is {word}."}
     for template in fact.templates:
         told, _, reply = template.rpartition(" | ")
-        if not told or reply.endswith(f" {{{asked}}}."):  # a sentence that states the fact, or a reply that names the word
+        if not told or reply.endswith(f" {{{asked}}}."):  # a statement of the fact, or a reply that names the word
             right.add(reply.format(**fact.slots))
     reply = (SENTENCE if fact.noun else CHAT_BY_QUESTION[relation_of(fact)][0]).format(**fact.slots)
     if Telling("", reply) == fact.held_out:  # what the corpus holds out stays so
