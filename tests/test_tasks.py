@@ -18,11 +18,10 @@ from nanochat.corpus import tinyworld_facts
 from nanochat.calculator import calculate
 from nanochat.conversation import check_conversation
 from nanochat.errors import UserError
-from nanochat.tasks import (
-    TASKS, Concatenation, Mixture, Task, example_questions, make_mixture, make_task, make_tasks, spellingbee,
-)
+from nanochat.task import Task, reference
+from nanochat.tasks import TASKS, Mixture, example_questions, make_mixture, make_task, make_tasks, spellingbee
 from nanochat.tasks import tinyworld as world
-from nanochat.tasks.common import exchange, last_number, reference, shuffled, side
+from nanochat.tasks.common import last_number, shuffled, single_turn, split_of
 from nanochat.tasks.gsm8k import answer_parts, final_number
 from nanochat.corpus.tinyworld import facts
 
@@ -41,7 +40,7 @@ class Numbers(Task):
         return self.count
 
     def conversation(self, index: int) -> dict:
-        return exchange(f"{self.name}{index}", f"{index}")
+        return single_turn(f"{self.name}{index}", f"{index}")
 
     def evaluate(self, conversation: dict, answer: str) -> bool:
         return answer == reference(conversation)
@@ -84,7 +83,6 @@ def test_a_slice_is_measured_as_its_task_is():
 def test_a_mixture_has_every_conversation_of_every_pass_once_and_an_order_of_its_seed():
     tasks = [Numbers("a", 50), Numbers("b", 7), Numbers("none", 0), Numbers("b", 7)]
     one_after_the_other = [f"a{i}" for i in range(50)] + 2 * [f"b{i}" for i in range(7)]
-    assert questions(Concatenation(tasks)) == one_after_the_other
     orders = [questions(Mixture(tasks, seed)) for seed in (0, 0, 1, -1)]
     assert orders[0] == orders[1]
     assert len({tuple(order) for order in orders}) == 3, "seeds n and -n coincide"
@@ -247,7 +245,7 @@ def test_spellingbee_sides_share_no_word_and_test_none_that_the_corpus_spells(mo
     assert len(trained) == 20_000 and len(tested) == 2_000 and not trained & tested
     assert set(tinyworld_facts.WORDS) <= trained
     assert all(re.fullmatch("[a-z]{3,8}", word) for word in trained | tested)
-    assert all(side(word) == "test" for word in tested)
+    assert all(split_of(word) == "test" for word in tested)
     assert set("".join(tested)) == set("abcdefghijklmnopqrstuvwxyz")
     monkeypatch.setattr(spellingbee, "pseudo_words", lambda: iter([*tinyworld_facts.WORDS, *trained, *tested, "more"]))  # should one be drawn
     assert set(spellingbee.words.__wrapped__("test")) == tested
@@ -342,7 +340,7 @@ def judge(question: str, answer: str) -> bool:
     """Whether TinyWorld takes the answer to one of its questions, of either side."""
     item = next(item for split in ("train", "test") for item in world.items(split) if item.question == question)
     task = make_task("tinyworld", "train")
-    return task.evaluate(exchange(item.question, item.reply) | {"right": sorted(item.right)}, answer)
+    return task.evaluate(single_turn(item.question, item.reply) | {"right": sorted(item.right)}, answer)
 
 
 @pytest.mark.parametrize("question, right, wrong", [
@@ -375,7 +373,7 @@ def test_the_model_says_who_it_is():
         assert "nanochat" in reference(conversation) and task.evaluate(conversation, reference(conversation))
     for wrong in ("I am Alice.", "nanochat?", "Are you nanochat?", "What is nanochat?", "I am nanochatty.", "The capital of France is Paris."):
         assert not task.evaluate(task[0], wrong)
-    of = {reply: exchange("?", reply) | {"right": []} for reply, _ in world.IDENTITY}
+    of = {reply: single_turn("?", reply) | {"right": []} for reply, _ in world.IDENTITY}
     who, hello, name, person, maker, _, mistakes = of
     for question, conversation in of.items():  # of the canned sentences only the one that was asked for, or with a greeting
         assert [reply for reply in of if task.evaluate(conversation, reply)] == ([who, hello] if question == who else [question])
@@ -537,7 +535,7 @@ def own_file(folder: Path, lines: list[str]) -> Path:
 
 
 def test_own_conversations_are_split_by_their_text_and_duplicates_stay_together(tmp_path):
-    lines = [json.dumps(exchange(f"Frage {i} ü", f"{i}")) for i in range(400)]
+    lines = [json.dumps(single_turn(f"Frage {i} ü", f"{i}")) for i in range(400)]
     again = [json.dumps(json.loads(line)["messages"], ensure_ascii=False, indent=None, separators=(",", ":")) for line in lines]  # a bare list
     path = own_file(tmp_path, [*lines, "", *again])
     sides = {split: make_task(f"json:{path}", split) for split in ("train", "test")}
@@ -546,13 +544,13 @@ def test_own_conversations_are_split_by_their_text_and_duplicates_stay_together(
     assert not set(counts[0]) & set(counts[1]) and len(counts[0]) + len(counts[1]) == 400
     assert all(set(count.values()) == {2} for count in counts) and 5 < len(counts[1]) < 45
     assert set(sides["train"][0]) == {"messages"} and sides["train"].eval_type is None
-    longer = own_file(tmp_path, [*lines, *(json.dumps(exchange(f"new {i}", "x")) for i in range(100))])
+    longer = own_file(tmp_path, [*lines, *(json.dumps(single_turn(f"new {i}", "x")) for i in range(100))])
     assert counts[1].keys() < set(questions(make_task(f"json:{longer}", "test")))  # lines added later move none
     for split in ("train", "test"):
         assert questions(make_task(f"json:{longer}:all", split))[:400] == [f"Frage {i} ü" for i in range(400)]
 
 
-GOOD = json.dumps(exchange("a", "b"))
+GOOD = json.dumps(single_turn("a", "b"))
 
 
 @pytest.mark.parametrize("line, problem", [
@@ -588,7 +586,7 @@ def test_specs_say_which_task_which_part_and_how_often(tmp_path):
     assert len(make_task("arithmetic:hard[:30]", "train")) == 30
     assert questions(make_task("spellingbee[10:12]", "test")) == questions(make_task("spellingbee", "test"))[10:12]
     assert len(make_task("arithmetic[100:]", "test")) == len(make_task("arithmetic", "test")) - 100
-    path = own_file(tmp_path, [json.dumps(exchange(f"own {i}", "x")) for i in range(10)])
+    path = own_file(tmp_path, [json.dumps(single_turn(f"own {i}", "x")) for i in range(10)])
     mixture = make_mixture(f"arithmetic:easy[:30],spellingbee[:20]*2 , json:{path}:all*3, json:{path}:all[:1]", "train", seed=1)
     assert len(mixture) == 30 + 40 + 30 + 1
     counts = Counter(questions(mixture))
