@@ -90,7 +90,8 @@ def test_there_are_many_facts_with_many_tellings_and_no_two_read_alike():
         assert all((q == "" or q.endswith("?")) and reply.endswith(".") for q, reply in fact.tellings)
         assert not any(". " in reply or "?" in reply for _, reply in fact.tellings)
         if fact.topic in ("colors", "animals"):
-            assert not any(re.search(r"\ba [aeiou]|\ban [^aeiou]", f"{q} {reply}".lower()) for q, reply in fact.tellings)
+            assert not any(re.search(r"\ba [aeiou]|\ban [^aeiou]", f"{q} {reply}".lower()) for q,
+                           reply in fact.tellings)
 
 
 def test_days_and_months_agree_with_the_calendar_module():
@@ -261,7 +262,7 @@ def test_every_document_has_one_derivation_and_its_bits_are_what_the_draws_cost(
 
 
 def test_every_fact_in_every_phrasing_and_frame_has_one_derivation():
-    """And the probabilities of all sentences about a topic sum to one; drawn words stand for all that could be drawn."""
+    """And the probabilities of all sentences of a topic sum to one; drawn words stand for all that could be drawn."""
     rng, total = tinyworld.StableRandom("frames"), Counter()
     for fact in facts():
         for question, reply in fact.tellings:
