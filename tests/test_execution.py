@@ -222,8 +222,8 @@ SLEEPER = "[sys.executable, '-I', '-S', '-c', 'import time; time.sleep(1000)', '
 BACKGROUND = {
     "a child": "import subprocess, sys\nsubprocess.Popen(SLEEPER)",
     "a child in a session of its own": "import subprocess, sys\nsubprocess.Popen(SLEEPER, start_new_session=True)",
-    "a daemon": "import os, sys\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0: os.execv(sys.executable, SLEEPER)\n"
-                " os._exit(0)\nos.wait()",
+    "a daemon": "import os, sys\nif os.fork() == 0:\n os.setsid()\n"
+                " if os.fork() == 0: os.execv(sys.executable, SLEEPER)\n os._exit(0)\nos.wait()",
     "one that ignores signals": "import os, signal, sys\nfor s in (1, 2, 3, 15): signal.signal(s, signal.SIG_IGN)\n"
                                 "if os.fork() == 0:\n os.setsid()\n os.execv(sys.executable, SLEEPER)",
 }
