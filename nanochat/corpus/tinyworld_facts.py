@@ -21,7 +21,8 @@ PLACES = tuple("""bakery barn beach bridge castle cave church farm field forest 
 FOODS = tuple("""apples beans berries cakes carrots cherries cookies figs grapes lemons melons nuts peaches pears plums
     tomatoes""".split())
 ANIMALS = tuple("bear cat dog donkey duck fox frog goat goose horse lamb mouse parrot pony rabbit turtle".split())
-PETS = tuple("Bella Biscuit Coco Daisy Fluffy Honey Lucky Luna Milo Nugget Oscar Pepper Rocky Simba Toffee Ziggy".split())
+PETS = tuple("""Bella Biscuit Coco Daisy Fluffy Honey Lucky Luna Milo Nugget Oscar Pepper Rocky Simba Toffee
+    Ziggy""".split())
 NUMBERS = tuple(str(number) for number in range(10, 100))
 # Slots of one list never get the same value in one sentence, nor the value of a slot the document has settled on.
 SLOTS = {**dict.fromkeys("ABCD", NAMES), **dict.fromkeys("HX", HEROES), **dict.fromkeys("PY", PETS),
@@ -169,7 +170,8 @@ RELATIONS = (
       "How do you spell {s}? | {a}.", "How is {s} spelled? | It is spelled {a}.")),
     ("counting", None, LETTERS,  # {y} spelled out, {x} the letter; the word always comes before the letter
      ("In {s}, the letter {x} occurs {a}.", "The word {s} contains the letter {x} {a}.",
-      "In {s}, you see the letter {x} {a}.", "Since {s} is {y}, it has the letter {x} {a}.", "In {y}, you find the letter {x} {a}.",
+      "In {s}, you see the letter {x} {a}.", "Since {s} is {y}, it has the letter {x} {a}.",
+      "In {y}, you find the letter {x} {a}.",
       "In {s}, how often does {x} occur? | {a}.", "How often does {s} contain the letter {x}? | {a}.",
       "In {y}, how often does {x} occur? | {a}.", "Spelling {s}, how often do you write {x}? | It is {y}, so {a}.")),
     ("sums", None, ADDITIONS,  # {s} is "7 + 5", {x} and {y} its numbers
@@ -180,14 +182,16 @@ RELATIONS = (
       "If you have {x} and lose {y}, you keep {a}.", "What is {s}? | {a}.", "How much is {x} minus {y}? | {a}.")),
     ("equations", None, EQUATIONS,  # {s} is "5*x + 3 = 13", {y} is "5*x = 10"
      ("If {s}, then x is {a}.", "If {s}, then {y} and x is {a}.", "From {s} follows x = {a}.",
-      "From {s} follows {y} and x = {a}.", "The solution of {s} is {a}.", "If {s}, what is x? | {a}.", "What is x if {s}? | {a}.",
+      "From {s} follows {y} and x = {a}.", "The solution of {s} is {a}.",
+      "If {s}, what is x? | {a}.", "What is x if {s}? | {a}.",
       "Can you solve {s}? | Yes, {y} and x = {a}.", "What is the solution of {s}? | {a}.")),
 )
 
 # ---- Sentences that are no facts, in the topics that have them (every second sentence there)
 LINES = {"colors": (
     "My favorite color is {c}, says {A}.", "{A} likes {c} and {B} likes {d}.",
-    "The favorite color of {A} and {B} is {c}.", "{A} wears a {c} hat and a {d} scarf.", "{A} paints the {o} {c} and the {t} {d}.", "{A} has {n} {c} balloons.",
+    "The favorite color of {A} and {B} is {c}.", "{A} wears a {c} hat and a {d} scarf.",
+    "{A} paints the {o} {c} and the {t} {d}.", "{A} has {n} {c} balloons.",
     "{A} gives {B} a {c} {o}.", "{A} swaps a {c} {o} for a {d} one.")}
 
 # ---- Stories: an opening settles {H}ero, {P}et, {k}ind and {c}olor; events draw new things; an ending asks

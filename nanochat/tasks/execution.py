@@ -16,11 +16,11 @@ This keeps apart what a model writes by mistake. It is no sandbox against an att
 - Until its time is over it may use all cores, MAX_PROCESSES times `memory_bytes`, and FOLDER_BYTES for its files,
   which are kept in memory. A mistake in the kernel can give it everything.
 - All this holds on Linux where namespaces are allowed; in most containers they are not. `Result.unprotected` says what
-  could not be guarded there. "network": it may use it. "processes": what leaves its process group again and again, fast,
-  can stay behind (on macOS whatever leaves it once), and it may end other processes of this user (not from Linux 6.12
-  on; root becomes nobody for it, if nobody can read Python's library). "files": it writes where this user may, and
-  reads the environment of this user's other processes; Landlock (Linux 5.13) keeps it from both without namespaces,
-  but not from changing modes and times, nor is there a limit on all its files together. "memory": no limit (macOS).
+  could not be guarded there. "network": it may use it. "processes": what leaves its process group again and again,
+  fast, can stay behind (on macOS whatever leaves it once), and it may end other processes of this user (not from Linux
+  6.12 on; root becomes nobody for it, if nobody can read Python's library). "files": it writes where this user may, and
+  reads the environment of this user's other processes; Landlock (Linux 5.13) keeps it from both without namespaces, but
+  not from changing modes and times, nor is there a limit on all its files together. "memory": no limit (macOS).
 """
 import ast
 import contextlib
