@@ -18,8 +18,7 @@ from nanochat.task import Task
 from nanochat.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0)
-# The tasks whose mean is ChatCORE.
-CHAT_CORE = {"arc:ARC-Easy", "arc:ARC-Challenge", "mmlu", "gsm8k", "humaneval", "spellingbee[:256]"}
+CHAT_CORE = {"arc:ARC-Easy", "arc:ARC-Challenge", "mmlu", "gsm8k", "humaneval", "spellingbee[:256]"}  # ChatCORE's tasks
 
 
 def evaluate_task(
@@ -70,9 +69,7 @@ def answer_text(tokenizer: Tokenizer, answer: Answer) -> str:
 
 
 @torch.inference_mode()
-def likeliest_letters(
-    model: GPT, tokenizer: Tokenizer, conversations: Sequence[dict], batch_size: int
-) -> list[str]:
+def likeliest_letters(model: GPT, tokenizer: Tokenizer, conversations: Sequence[dict], batch_size: int) -> list[str]:
     """The letter of each multiple choice to which the model gives the most probability as first token of its answer."""
     device, limit = model.lm_head.weight.device, model.config.sequence_len
     prompts = [render_prompt(tokenizer, conversation) for conversation in conversations]
