@@ -11,12 +11,13 @@ import sys
 from typing import Literal
 
 from configurator import configure
+
 from nanochat.checkpoint import furthest_stage, load_model
 from nanochat.conversation import render_prompt, render_text
+from nanochat.detokenizer import Piece, parts_of
 from nanochat.distributed import compute_dtype, compute_init, print0
 from nanochat.engine import Engine
 from nanochat.errors import UserError
-from nanochat.detokenizer import Piece, parts_of
 from nanochat.sampling import SamplingParams
 
 # ---- Model

@@ -30,12 +30,12 @@ from nanochat.distributed import compute_dtype, compute_init, print0
 from nanochat.engine import Engine
 from nanochat.errors import UserError, require_positive
 from nanochat.gpt import GPT
-from nanochat.serve.responses import Impatient
 from nanochat.sampling import SamplingParams
+from nanochat.serve.responses import Impatient
+from nanochat.serve.web import Limits, create_app
 from nanochat.serve.worker import ServedModel, Worker
 from nanochat.tasks import example_questions
 from nanochat.tokenizer import Tokenizer
-from nanochat.serve.web import Limits, create_app
 
 # ---- Models
 source = "auto"             # stage of the model, or several: "sft, rl", served as TAG-STAGE; auto: the furthest there is

@@ -12,6 +12,7 @@ held out for validation, and a manifest with their SHA-256 that is written last.
 A data set lies in <base folder>/data/NAME and is there exactly if its manifest is.
 """
 from configurator import configure
+
 from nanochat import dataset  # `verify` below is a setting; there it is what it was
 from nanochat.corpus.make_dataset import default_name, make
 

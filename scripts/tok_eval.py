@@ -10,9 +10,9 @@ from configurator import configure
 
 import tiktoken
 
+from nanochat.corpus.learn_tokenizer import bytes_per_token
 from nanochat.dataset import iter_texts
 from nanochat.tokenizer import get_tokenizer
-from nanochat.corpus.learn_tokenizer import bytes_per_token
 
 # ---- Data
 data = "tinyworld"          # data source whose tokenizer is judged, and whose validation split is one of the texts

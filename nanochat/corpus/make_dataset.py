@@ -17,7 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from nanochat.corpus import sources
-from nanochat.dataset import OFFLINE, REMOTE, dataset_dir, load_manifest, lock_path
+from nanochat.dataset import OFFLINE, REMOTE, dataset_dir, load_manifest, lock_path, shard_texts
 from nanochat.corpus.download import Patience, fetch_all
 from nanochat.errors import UserError, did_you_mean
 from nanochat.files import locked, recover_folder, write_folder_aside, write_text
@@ -88,9 +88,10 @@ def make_from_text(name: str, settings: dict, encoding: str) -> dict:
     shard_bytes = max(1, int(settings["shard_mb"] * 1e6))
     enough = -1 if num_shards < 0 else int(1.1 * num_shards * shard_bytes)  # a tenth is held out at most
     tally: Counter = Counter()
+    index_of: dict[int, int] = {}  # hash of a text of the embedded corpus -> its number there
     own = False
     if source == "tinyworld":
-        documents = sources.tinyworld_documents(seed, enough)
+        documents = numbered(sources.tinyworld_documents(seed, enough), index_of)
         # A sample stands for the generator: when that changes, the corpus is made anew.
         sample = "".join(text for text, _ in sources.tinyworld_documents(seed, 20_000))
         settings = settings | {"sample": hashlib.sha256(sample.encode()).hexdigest()}
@@ -116,6 +117,8 @@ def make_from_text(name: str, settings: dict, encoding: str) -> dict:
     with write_folder_aside(folder) as aside:
         shards = build(aside, watched(documents), seed, shard_bytes, num_shards, tally, source)
         manifest = manifest_of(name, settings, shards, tally)
+        if source == "tinyworld":  # what is held out can be generated again, to count its entropy
+            manifest["val_indices"] = [index_of[hash(text)] for text in shard_texts(aside / shards[-1]["file"])]
         write_text(aside / "manifest.json", json.dumps(manifest, indent=1))
     return manifest
 
@@ -177,6 +180,13 @@ def watched(documents: sources.Documents) -> sources.Documents:
         for text, kin in documents:
             bar.update(len(text))
             yield text, kin
+
+
+def numbered(documents: sources.Documents, index_of: dict[int, int]) -> sources.Documents:
+    """The same documents; the number of each is kept under the hash of its text."""
+    for index, (text, kin) in enumerate(documents):
+        index_of[hash(text)] = index
+        yield text, kin
 
 
 def default_name(source: str) -> str:
