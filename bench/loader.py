@@ -28,7 +28,7 @@ shards = TokenizedShards(data, "train", tokenizer, num_threads=1)
 
 # --- from text: parquet, byte-pair encoding, one array
 start = time.perf_counter()
-tokens = [shards.encode_shard(shard) for shard in range(len(shards))]
+tokens = [shards.encode_shard(shard) for shard in range(len(shards.paths))]
 seconds = time.perf_counter() - start
 count = sum(map(len, tokens))
 print0(f"from text: {count / seconds:,.0f} tokens/s ({count:,} tokens in {seconds:.1f} s)")

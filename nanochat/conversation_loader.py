@@ -31,10 +31,11 @@ class RenderedConversations:
         every = (render(tokenizer, conversations[index], max_tokens) for index in range(len(conversations)))
         hidden = None if is_rank0() else True  # None: unless a person is watching
         every = tqdm(every, "rendering", len(conversations), unit=" conversations", delay=5, disable=hidden)
-        kept = [(np.array(ids, dtype=np.int32), np.array(mask, dtype=bool), cut > 0) for ids, mask, cut in every if any(mask)]
+        kept = [(np.array(ids, dtype=np.int32), np.array(mask, dtype=bool), cut > 0)
+                for ids, mask, cut in every if any(mask)]
         if not kept:
-            raise UserError(f"none of the {len(conversations)} conversations can be trained on: an answer must fit into "
-                            f"max_seq_len={max_tokens - 1}")
+            none = f"none of the {len(conversations)} conversations can be trained on"
+            raise UserError(f"{none}: an answer must fit into max_seq_len={max_tokens - 1}")
         ids, masks, cut = zip(*kept)
         self.ids, self.masks = np.concatenate(ids), np.concatenate(masks)
         self.cut, self.dropped = sum(cut), len(conversations) - len(kept)
@@ -119,7 +120,7 @@ def conversation_loader(
     Yields (inputs, targets), (B, T) int64, of each micro-step of this rank, from the first of start_step on; step s has
     the rows [s · rows_per_step, (s + 1) · rows_per_step), the longest first, and micro-batch m · world_size + rank of
     them is this rank's. T is max_seq_len, or with `pad` the next of few lengths that holds the rows. Past the last row
-    come empty ones, whose loss is zero: rows_per_step need not divide anything, and after the last step rows stay empty.
+    come empty ones, whose loss is zero: rows_per_step need not divide anything, and after the last step all are empty.
     """
     step, unit = start_step, device_batch_size * world_size
     while True:

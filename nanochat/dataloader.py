@@ -5,8 +5,7 @@ Three steps. Each shard is tokenized once, in the background, into a file of tok
 token): later epochs, evaluations and restarts read it by memory map. A planner packs documents into rows; it needs
 only lengths, so every rank plans all rows and no communication is needed. Each rank then copies out its own rows.
 """
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -33,15 +32,12 @@ class TokenizedShards:
     def __init__(self, data: str, split: str, tokenizer: Tokenizer, num_threads: int = 8):
         self.data, self.split, self.tokenizer, self.num_threads = data, split, tokenizer, num_threads
         self.paths = shard_paths(data, split)
-        entries = {shard["file"]: shard for shard in load_manifest(data)["shards"]}
-        self.entries = [entries[path.name] for path in self.paths]
+        shards = load_manifest(data)["shards"]
+        self.entries = shards[:-1] if split == "train" else shards[-1:]
         self.bos = tokenizer.get_bos_token_id()
         self.background = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self.pending: dict[int, Future[tuple[np.ndarray, np.ndarray]]] = {}
         self.opened: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-
-    def __len__(self) -> int:
-        return len(self.paths)
 
     def prefetch(self, shard: int) -> None:
         """Start to tokenize a shard in the background."""
@@ -106,7 +102,7 @@ class RowPlanner:
             vars(self).update({key: state[key] for key in self.POSITION})
             for ordinal, shard, start, end in state["buffer"]:
                 self.waiting.add(ordinal, (end - start + 1, shard, start, end))
-        self.order = self.shard_order()
+        self.order = self.permutation(len(self.shards.paths)).tolist()
         self.open_shard()
 
     def state(self) -> dict:
@@ -116,9 +112,6 @@ class RowPlanner:
 
     def permutation(self, size: int, *key: int) -> np.ndarray:
         return np.random.default_rng([self.seed, self.epoch, *key]).permutation(size)
-
-    def shard_order(self) -> list[int]:
-        return self.permutation(len(self.shards)).tolist()
 
     def open_shard(self) -> None:
         self.shard = self.order[self.shard_position]
@@ -147,12 +140,10 @@ class RowPlanner:
 
     def begin_epoch(self) -> None:
         if self.epoch_tokens < self.row_len:
-            raise UserError(
-                f"data {self.shards.data!r} ({self.shards.split}) has {self.epoch_tokens} tokens, fewer than one row of "
-                f"max_seq_len + 1 = {self.row_len}; add text or lower max_seq_len"
-            )
+            has = f"data {self.shards.data!r} ({self.shards.split}) has {self.epoch_tokens} tokens"
+            raise UserError(f"{has}, fewer than one row of max_seq_len + 1 = {self.row_len}; add text or lower max_seq_len")
         self.epoch, self.shard_position, self.epoch_tokens = self.epoch + 1, 0, 0
-        self.order = self.shard_order()
+        self.order = self.permutation(len(self.shards.paths)).tolist()
 
     def next_row(self) -> list[Piece]:
         row, space, waiting = [], self.row_len, self.waiting
@@ -232,39 +223,17 @@ def tokenizing_distributed_data_loader(
 
 def prefetched(iterator: Iterator, ahead: int) -> Iterator:
     """The items of an endless iterator, produced up to `ahead` items early by a thread; its errors surface here."""
-    items: queue.Queue = queue.Queue(maxsize=ahead)
-    closed = threading.Event()
-
-    def put(item: object, error: BaseException | None = None) -> None:
-        while not closed.is_set():
-            try:
-                return items.put((item, error), timeout=0.1)
-            except queue.Full:
-                continue
-
-    def produce() -> None:
-        try:
-            for item in iterator:
-                put(item)
-                if closed.is_set():
-                    return
-        except BaseException as error:  # whatever it is, the consumer has to see it
-            put(None, error)
-
-    thread = threading.Thread(target=produce, daemon=True, name="loader")
-    thread.start()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
+    items = deque(pool.submit(next, iterator) for _ in range(ahead))
     try:
         while True:
-            item, error = items.get()
-            if error is not None:
-                raise error
-            yield item
+            items.append(pool.submit(next, iterator))
+            yield items.popleft().result()
     finally:
-        closed.set()
-        thread.join()  # a thread inside native code when the interpreter ends would abort the process
+        pool.shutdown(cancel_futures=True)  # a thread inside native code at the interpreter's end would abort the process
 
 
 def count_tokens(data: str, split: str, tokenizer: Tokenizer) -> int:
     """Tokens of a split, <|bos|> included. Tokenizes what is not tokenized yet: meant for validation."""
     shards = TokenizedShards(data, split, tokenizer)
-    return sum(len(shards.load(shard)[0]) for shard in range(len(shards)))
+    return sum(len(shards.load(shard)[0]) for shard in range(len(shards.paths)))

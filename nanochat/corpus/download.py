@@ -1,9 +1,9 @@
 """
 Files from the network: whole and checked, or absent.
 
-Shards come from the Hugging Face hub by its own library. It goes on with a connection that broke, and its environment
-variables hold here as well: HF_ENDPOINT names a mirror, HF_TOKEN an account, HF_HUB_DOWNLOAD_TIMEOUT the seconds to wait.
-The library compares only sizes with what the hub states; the SHA-256 is compared here.
+Shards come from the Hugging Face hub by its own library. It goes on where a connection broke, and its environment
+variables hold here as well: HF_ENDPOINT names a mirror, HF_TOKEN an account. The library compares only sizes with what
+the hub states; the SHA-256 is compared here.
 """
 import http.client
 import re

@@ -38,7 +38,7 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
          encoding: str = "utf-8", shard_mb: float = 8.0, workers: int = 4) -> dict:
     """
     Make or complete a data set, print what came of it and return its manifest. The settings are those of the command,
-    scripts/dataset.py. What is there already is kept or replaced as a whole; of two processes one works, the other waits.
+    scripts/dataset.py. What is there is kept or replaced as a whole; of two processes one works, the other waits.
     """
     if not (source in (*OFFLINE, *REMOTE) or source.startswith("hf:")):
         if not source or not Path(source).expanduser().exists():
@@ -128,7 +128,7 @@ def make_from_hub(name: str, source: str, num_shards: int, workers: int) -> dict
     # Without a manifest, or when a shard of it is missing, all of them are compared with the hub again.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         listed = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["shards"]
-        entries = {entry["file"]: entry for entry in listed if (folder / entry["file"]).stat().st_size == entry["bytes"]}
+        entries = {e["file"]: e for e in listed if (folder / e["file"]).stat().st_size == e["bytes"]}
     missing = [file for file in files if file not in entries]
     if missing:
         print(f"{name}: {len(missing)} of {len(files)} shards to fetch from {repository}")

@@ -62,7 +62,8 @@ def build(folder: Path, documents: Iterable[tuple[str, str]], seed: int, shard_b
     return [describe(path, sha256(path)) for path in paths]
 
 
-def spool(buckets: list[Path], documents: Iterable[tuple[str, str]], seed: int, tally: Counter, what: str) -> np.ndarray:
+def spool(buckets: list[Path], documents: Iterable[tuple[str, str]], seed: int, tally: Counter,
+          what: str) -> np.ndarray:
     """First pass: every new document into the bucket that its key names. Returns the bytes of text in each slot."""
     sizes = np.zeros(SLOTS, dtype=np.int64)
     seen: set[bytes] = set()  # about 100 bytes a document
