@@ -140,8 +140,8 @@ class RowPlanner:
 
     def begin_epoch(self) -> None:
         if self.epoch_tokens < self.row_len:
-            has = f"data {self.shards.data!r} ({self.shards.split}) has {self.epoch_tokens} tokens"
-            raise UserError(f"{has}, fewer than one row of max_seq_len + 1 = {self.row_len}; add text or lower max_seq_len")
+            has = f"data {self.shards.data!r} ({self.shards.split}) has {self.epoch_tokens} tokens, fewer than one row"
+            raise UserError(f"{has} of max_seq_len + 1 = {self.row_len}; add text or lower max_seq_len")
         self.epoch, self.shard_position, self.epoch_tokens = self.epoch + 1, 0, 0
         self.order = self.permutation(len(self.shards.paths)).tolist()
 
@@ -230,7 +230,7 @@ def prefetched(iterator: Iterator, ahead: int) -> Iterator:
             items.append(pool.submit(next, iterator))
             yield items.popleft().result()
     finally:
-        pool.shutdown(cancel_futures=True)  # a thread inside native code at the interpreter's end would abort the process
+        pool.shutdown(cancel_futures=True)  # a thread in native code at the interpreter's end would abort the process
 
 
 def count_tokens(data: str, split: str, tokenizer: Tokenizer) -> int:

@@ -21,7 +21,8 @@ from nanochat.corpus.shards import describe
 from nanochat.errors import UserError
 from nanochat.files import sha256, write_aside
 
-TRIES = 3        # of a file, after the hub's own library has tried several times to connect
+TRIES = 3        # of a file; the hub's own library tries several times to connect besides
+PAUSE_S = 2      # before the next try, and again as much for every further one
 TIMEOUT_S = 30   # without a byte, where that library is not used
 
 
@@ -66,7 +67,7 @@ def fetch_shard(repository: str, file: str, folder: Path, stop: threading.Event)
                     f"{file} of {repository}: {in_one_line(error)};"
                     " the same command goes on from here, HF_ENDPOINT=… names a mirror"
                 ) from error
-            stop.wait(2**attempt)
+            stop.wait(attempt * PAUSE_S)
     try:
         return describe(path, checksum)
     except ValueError as error:
@@ -92,7 +93,7 @@ def fetch(url: str, path: Path) -> None:
             final = isinstance(error, urllib.error.HTTPError) and error.code < 500 or isinstance(error, ValueError)
             if final or attempt == TRIES:
                 raise UserError(f"{url}: {in_one_line(error)}") from error
-            time.sleep(attempt)
+            time.sleep(attempt * PAUSE_S)
 
 
 def in_one_line(error: BaseException) -> str:
