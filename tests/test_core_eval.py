@@ -20,7 +20,7 @@ from nanochat import core_eval
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.core_eval import CoreTask, bundle_dir, core_name, evaluate_core, load_items, load_tasks, prompts_of, rows_of
 from nanochat.corpus.eval_bundle import why_no_bundle
-from nanochat.corpus.download import Patience
+from nanochat.corpus import download
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.corpus.make_dataset import make
@@ -327,7 +327,7 @@ def server(tmp_path, monkeypatch):
         def log_message(self, *arguments) -> None:
             requests.append(arguments)
 
-    monkeypatch.setattr(core_eval, "PATIENCE", Patience(connect_s=2, read_s=2, tries=2, first_pause_s=0.01))
+    monkeypatch.setattr(download, "PAUSE_S", 0.01)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -389,7 +389,7 @@ def test_what_is_no_bundle_is_refused_whole(server, bundle, base_folder, tmp_pat
 
 
 def test_without_a_network_it_takes_one_line_and_little_time(base_folder, monkeypatch, capfd):
-    monkeypatch.setattr(core_eval, "PATIENCE", Patience(connect_s=1, tries=2, first_pause_s=0.01))
+    monkeypatch.setattr(download, "PAUSE_S", 0.01)
     began = time.monotonic()
     reason = why_no_bundle("http://127.0.0.1:9/bundle.zip")
     assert reason.startswith(f"no CORE bundle in {base_folder / 'eval_bundle'}, and it cannot be downloaded: http://127.0.0.1:9/bundle.zip: ")
