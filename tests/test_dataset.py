@@ -441,7 +441,7 @@ def test_python_keeps_all_pieces_of_a_file_on_one_side():
 
 def test_sources_of_any_encoding(tmp_path, monkeypatch):
     monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path))
-    cases = (b"# coding: latin-1\nx = '\xe9'\n", "é"), (b"# coding: no\nx = '\xc3\xa9'\n", "é"), (b"x = '\xff'\n", "\ufffd")
+    cases = (b"# coding: latin-1\nx = '\xe9'", "é"), (b"# coding: no\nx = '\xc3\xa9'", "é"), (b"x = '\xff'", "\ufffd")
     for data, expected in cases:
         (tmp_path / "x.py").write_bytes(data)
         tally = Counter()

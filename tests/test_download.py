@@ -101,7 +101,7 @@ def server():
 
 
 def use_endpoint(monkeypatch, url: str) -> None:
-    """HF_ENDPOINT for processes that start, and for the library that is imported here; and nobody waits to try again."""
+    """HF_ENDPOINT for processes that start, and for the library that is imported here; no pauses between tries."""
     monkeypatch.setenv("HF_ENDPOINT", url)
     constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "ENDPOINT", url)
