@@ -117,4 +117,3 @@ def pieces(tokenizer: Tokenizer, message: dict):
             ids = [tokenizer.encode_special(start), *ids, tokenizer.encode_special(end)]
         yield ids, role == "assistant" and written
     yield [tokenizer.encode_special(f"<|{role}_end|>")], role == "assistant"
-

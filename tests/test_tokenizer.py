@@ -225,7 +225,8 @@ def test_the_vocabulary_is_as_large_as_asked_or_as_the_text_allows(tokenizer):
 
 
 def test_training_gives_the_same_on_any_number_of_threads(tokenizer):
-    code = "import sys; sys.path.insert(0, 'tests'); from test_tokenizer import *; print(learn_tokenizer(iter(corpus()), 800).fingerprint)"
+    code = "import sys; sys.path.insert(0, 'tests'); from test_tokenizer import *;"
+    code += "print(learn_tokenizer(iter(corpus()), 800).fingerprint)"
     for threads, seed in (("1", "0"), ("3", "7")):
         done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=300,
                               env=os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": seed})
