@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from nanochat.corpus.shards import describe
 from nanochat.errors import UserError
-from nanochat.files import sha256, write_aside
+from nanochat.files import sha256, sync, write_aside
 
 TRIES = 3        # of a file; the hub's own library tries several times to connect besides
 PAUSE_S = 2      # before the next try, and again as much for every further one
@@ -52,8 +52,9 @@ def fetch_shard(repository: str, file: str, folder: Path, stop: threading.Event)
             expected = hub.get_hf_file_metadata(hub.hf_hub_url(**of_hub)).etag
             checksum = sha256(path)
             if re.fullmatch("[0-9a-f]{64}", expected or "") and checksum != expected:
-                path.unlink()  # or the next try would keep it
+                path.unlink()
                 raise ValueError(f"wrong checksum: expected {expected}, got {checksum}")
+            sync(path)
             break
         except CancelledError:
             raise
@@ -61,8 +62,8 @@ def fetch_shard(repository: str, file: str, folder: Path, stop: threading.Event)
             if isinstance(error, OSError) and error.errno:
                 raise  # the disk's, not the network's
             status = getattr(getattr(error, "response", None), "status_code", 0)
-            again = status >= 500 or type(error) is OSError or isinstance(error, ValueError)  # cut or wrong, too
-            if attempt == TRIES or not again:
+            # What the hub refuses will not change; FileNotFoundError ends its library's own tries to reach the hub.
+            if attempt == TRIES or 400 <= status < 500 or isinstance(error, FileNotFoundError):
                 raise UserError(
                     f"{file} of {repository}: {in_one_line(error)};"
                     " the same command goes on from here, HF_ENDPOINT=… names a mirror"
