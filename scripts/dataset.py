@@ -11,6 +11,7 @@ Make a data set: text in shuffled shards, the last of them for validation, and a
 It lies in NANOCHAT_BASE_DIR/data/NAME. HF_ENDPOINT=https://… downloads from a mirror of the Hugging Face hub.
 """
 from configurator import configure
+
 from nanochat import dataset  # `verify` below is a setting
 from nanochat.corpus.make_dataset import default_name, make
 

@@ -8,9 +8,10 @@ import textwrap
 import threading
 from itertools import islice
 
+from configurator import configure
+
 import tiktoken
 
-from configurator import configure
 from nanochat.corpus.learn_tokenizer import bytes_per_token
 from nanochat.dataset import iter_texts
 from nanochat.tokenizer import get_tokenizer

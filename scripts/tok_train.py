@@ -9,6 +9,7 @@ It is kept in NANOCHAT_BASE_DIR/tokenizer/<data>; every stage that uses the data
 from itertools import islice
 
 from configurator import configure
+
 from nanochat.corpus.learn_tokenizer import bytes_per_token, train_tokenizer
 from nanochat.dataset import iter_texts
 from nanochat.report import settings_table, write_section
