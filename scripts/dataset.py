@@ -1,12 +1,12 @@
 """
 Make a data set: text in shuffled shards, the last of them for validation, and a manifest with their checksums.
 
-    python -m scripts.dataset                                          # the embedded corpus, offline
-    python -m scripts.dataset --source=python                          # this machine's standard library, offline
-    python -m scripts.dataset --source=~/books                         # .txt .md .jsonl .json .csv .tsv .parquet (.gz)
-    python -m scripts.dataset --source=fineweb-edu --num_shards=8      # downloads; run again to go on or to add more
+    python -m scripts.dataset                                      # the embedded corpus, offline
+    python -m scripts.dataset --source=python                      # this machine's standard library, offline
+    python -m scripts.dataset --source=~/books                     # .txt .md .jsonl .json .csv .tsv .parquet (.gz .zst)
+    python -m scripts.dataset --source=fineweb-edu --num_shards=8  # downloads; run again to go on or to add more
     python -m scripts.dataset --source=hf:roneneldan/TinyStories --num_shards=20
-    python -m scripts.dataset --source=fineweb-edu --verify            # recompute all checksums
+    python -m scripts.dataset --source=fineweb-edu --verify        # recompute all checksums
 
 It lies in NANOCHAT_BASE_DIR/data/NAME. HF_ENDPOINT=https://… downloads from a mirror of the Hugging Face hub.
 """
