@@ -290,7 +290,7 @@ def test_without_a_network_it_is_one_line(hub, monkeypatch):
         silent.bind(("127.0.0.1", 0))  # nobody listens, and nobody else can
         use_endpoint(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(UserError, match=rf"{REPOSITORY}: .*[Cc]onnection.*; the same command goes on") as caught:
-            make_dataset.make("climbmix", num_shards=1)
+            make_dataset.make("climbmix", num_shards=1, workers=1)
     assert "\n" not in str(caught.value)
 
 
