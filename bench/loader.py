@@ -10,7 +10,7 @@ from configurator import configure
 import numpy as np
 
 from nanochat.dataloader import RowPlanner, TokenizedShards
-from nanochat.dataset import read_shard
+from nanochat.dataset import shard_texts
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.distributed import print0
 from nanochat.corpus.learn_tokenizer import ensure_tokenizer
@@ -28,14 +28,14 @@ shards = TokenizedShards(data, "train", tokenizer, num_threads=1)
 
 # --- from text: parquet, byte-pair encoding, one array
 start = time.perf_counter()
-tokens = [shards.encode_shard(shard) for shard in range(len(shards))]
+tokens = [shards.encode_shard(shard) for shard in range(len(shards.paths))]
 seconds = time.perf_counter() - start
 count = sum(map(len, tokens))
 print0(f"from text: {count / seconds:,.0f} tokens/s ({count:,} tokens in {seconds:.1f} s)")
 
 # --- of which reading text
 start = time.perf_counter()
-size = sum(len(text) for path in shards.paths for text in read_shard(path))
+size = sum(len(text) for path in shards.paths for text in shard_texts(path))
 print0(f"  reading parquet alone: {size / (time.perf_counter() - start) / 1e6:,.0f} million characters/s")
 
 # --- from token files: plan the rows, copy them out

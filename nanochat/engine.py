@@ -19,10 +19,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from nanochat.calculator import calculate
+from nanochat.detokenizer import Piece, Pieces
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.kv_cache import CachedModel, Prefix
-from nanochat.detokenizer import Piece, Pieces
 from nanochat.sampling import SamplingParams, draw
 from nanochat.tokenizer import Tokenizer
 

@@ -6,16 +6,25 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.optimizers import setup_optimizers
 from nanochat.adamw import DistAdamW
 from nanochat.checkpoint import (
-    MODEL_FILE, changed_settings, checkpoint_dir, choose_start, data_of, find_checkpoint, job, list_steps, load_checkpoint, model_dir,
+    MODEL_FILE,
+    changed_settings,
+    checkpoint_dir,
+    choose_start,
+    data_of,
+    find_checkpoint,
+    job,
+    list_steps,
+    load_checkpoint,
+    model_dir,
     restarted,
 )
 from nanochat.distributed import from_rank0, print0
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.muon import DistMuon
+from nanochat.optimizers import setup_optimizers
 from nanochat.resharding import load_training_state
 from nanochat.tokenizer import Tokenizer
 from nanochat.zero import Sharding

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from nanochat.engine import FinishReason
 from nanochat.detokenizer import Piece
+from nanochat.engine import FinishReason
 from nanochat.sampling import SamplingParams
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from nanochat.serve.answers import News
 from nanochat.conversation import PARTS, Conversation
 from nanochat.detokenizer import parts_of
+from nanochat.serve.answers import News
 
 # Ignored: they say who asks, how it is billed or kept.
 HARMLESS = {

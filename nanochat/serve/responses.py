@@ -16,9 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanochat.serve.answers import Busy, ClientGone, Failed, Unavailable
+from nanochat.serve.metrics import Metrics
 from nanochat.serve.openai_api import ApiError, dumps, event
 from nanochat.serve.worker import log_error
-from nanochat.serve.metrics import Metrics
 
 BODY_SECONDS = 30   # within which the body of a request must have come
 WAIT_SECONDS = 60   # and each request as a whole; and within which a client must have read what is ready for it

@@ -10,22 +10,40 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastapi import APIRouter, Depends, FastAPI, Request as HttpRequest
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi import Request as HttpRequest
 from fastapi.responses import HTMLResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from nanochat.serve.answers import Answers, Busy, ClientGone, Failed, Unavailable, Work
 from nanochat.conversation import check_conversation, render_prompt, render_text
 from nanochat.errors import UserError
-from nanochat.serve.openai_api import ApiError, ChatReply, ChatRequest, CompletionRequest, Reply, Request, parse, to_conversation
-from nanochat.serve.responses import (
-    SAFE, EventStream, Outermost, content_security_policy, disconnected, error_response, json_response, read_body, to_api_error,
-)
 from nanochat.sampling import SamplingParams
-from nanochat.serve.worker import ServedModel
+from nanochat.serve.answers import Answers, Busy, ClientGone, Failed, Unavailable, Work
 from nanochat.serve.metrics import Metrics
+from nanochat.serve.openai_api import (
+    ApiError,
+    ChatReply,
+    ChatRequest,
+    CompletionRequest,
+    Reply,
+    Request,
+    parse,
+    to_conversation,
+)
+from nanochat.serve.responses import (
+    SAFE,
+    EventStream,
+    Outermost,
+    content_security_policy,
+    disconnected,
+    error_response,
+    json_response,
+    read_body,
+    to_api_error,
+)
+from nanochat.serve.worker import ServedModel
 
 PAGE = Path(__file__).with_name("ui.html")
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from nanochat.serve.answers import Answers, Busy, Failed, News, Unavailable, Work
-from nanochat.engine import Engine, Event, FinishReason
 from nanochat.detokenizer import Piece, Pieces, StopStrings
+from nanochat.engine import Engine, Event, FinishReason
+from nanochat.serve.answers import Answers, Busy, Failed, News, Unavailable, Work
 from nanochat.tokenizer import Tokenizer
 
 NEWS_EVERY = 0.04     # seconds: 25 a second look like writing, and cost a fraction of what 400 would
