@@ -2,8 +2,8 @@
 The engine: any number of conversations decoded together, each with its own settings, coming and going at any step.
 
     engine = Engine(model, tokenizer)
-    for piece in engine.stream(prompt, SamplingParams(temperature=0)):     # one answer, as it is written
-        print(piece.text, end="")
+    for delta in engine.stream(prompt, SamplingParams(temperature=0)):     # one answer, as it is written
+        print(delta.text, end="")
     answers = engine.generate(prompts, SamplingParams(max_tokens=64))      # many, several at a time
 
 A server calls `add` when a request comes in, `remove` when its client has gone, and `step` all the time: one token for
@@ -19,10 +19,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from nanochat.calculator import calculate
+from nanochat.detokenizer import Delta, IncrementalDetokenizer
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.kv_cache import CachedModel, Prefix
-from nanochat.detokenizer import Piece, Pieces
 from nanochat.sampling import SamplingParams, draw
 from nanochat.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ class Event(NamedTuple):
     token: int
     forced: bool                            # written by the tool, not drawn from the model
     finish_reason: FinishReason | None      # set on the last token, a stop token included
-    error: Exception | None = None          # why there is no token, and no request any more: its prompt could not be read
+    error: Exception | None = None          # its prompt could not be read: there is no token, and the request has ended
 
 
 @dataclass
@@ -65,8 +65,8 @@ class Waiting:
     """Samples of one prompt that have no row yet. The prompt is read once, when the first of them gets one."""
     prompt: list[int]
     sampling: SamplingParams
-    ids: deque[int]
-    draws: deque[int]                       # for each id, which draw of the seed it is
+    first_id: int                           # sample i, and draw i of its seed, has the id first_id + i
+    ids: deque[int]                         # those without a row
     prefix: Prefix | None = None
 
 
@@ -94,40 +94,38 @@ class Engine:
     # ---- Requests
 
     def add(
-        self, prompt: Sequence[int], sampling: SamplingParams = SamplingParams(), num_samples: int = 1, truncate: bool = False,
-        first_draw: int = 0, owner: str = "",
+        self, prompt: Sequence[int], sampling: SamplingParams = SamplingParams(), num_samples: int = 1, owner: str = "",
     ) -> list[int]:
         """
         Queue a prompt, of which step() then writes num_samples continuations; returns the id of each. UserError for a
-        prompt or a sampling that cannot be.
+        prompt that the model cannot read.
 
-        Sample i is the draw number first_draw + i of sampling.seed: the same whatever else the engine is doing, and
-        no two are alike. Among several owners, the one with the fewest rows gets the next row that is free.
+        Sample i is the i-th draw of sampling.seed: the same whatever else the engine is doing, and no two are alike.
+        Among several owners, the one with the fewest rows gets the next row that is free.
         """
-        sampling.check()
-        if num_samples < 1:
-            raise UserError(f"num_samples={num_samples} must be at least 1")
-        prompt = self.fit(prompt, sampling, truncate)
+        assert num_samples >= 1
+        prompt = self.fit(prompt, sampling)
         ids = list(range(self.next_id, self.next_id + num_samples))
+        self.waiting.setdefault(owner, deque()).append(Waiting(prompt, sampling, self.next_id, deque(ids)))
         self.next_id += num_samples
-        draws = deque(range(first_draw, first_draw + num_samples))
-        self.waiting.setdefault(owner, deque()).append(Waiting(prompt, sampling, deque(ids), draws))
         return ids
 
-    def fit(self, prompt: Sequence[int], sampling: SamplingParams, truncate: bool) -> list[int]:
+    def fit(self, prompt: Sequence[int], sampling: SamplingParams, truncate: bool = False) -> list[int]:
         """
-        The prompt, if the model can read it; else UserError. With truncate one that is longer than the context loses
+        The prompt, if the model can read it; else UserError. With truncate, one that is longer than the context loses
         what follows its first token (<|bos|>), so much that max_tokens, or half of the context, become free.
         """
         prompt, vocab_size = list(prompt), self.model.config.vocab_size
         if not prompt:
             raise UserError("an empty prompt; expected at least <|bos|>")
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            raise UserError(f"the prompt has tokens from {min(prompt)} to {max(prompt)}; this model knows 0 to {vocab_size - 1}")
+            tokens = f"tokens from {min(prompt)} to {max(prompt)}"
+            raise UserError(f"the prompt has {tokens}; this model knows 0 to {vocab_size - 1}")
         if len(prompt) <= self.context:
             return prompt
         if not truncate:
-            raise UserError(f"the prompt has {len(prompt)} tokens, the model's context only {self.context}; shorten or truncate it")
+            sizes = f"the prompt has {len(prompt)} tokens, the model's context only {self.context}"
+            raise UserError(f"{sizes}; shorten or truncate it")
         kept = self.context - min(sampling.max_tokens, self.context // 2)
         return prompt[:1] + prompt[len(prompt) - kept + 1 :]
 
@@ -139,7 +137,6 @@ class Engine:
                 return
         for group in itertools.chain(*self.waiting.values()):
             if id in group.ids:
-                del group.draws[group.ids.index(id)]
                 group.ids.remove(id)
         left = {owner: deque(group for group in groups if group.ids) for owner, groups in self.waiting.items()}
         self.waiting = {owner: groups for owner, groups in left.items() if groups}
@@ -164,7 +161,8 @@ class Engine:
         if not logits:
             return failed
         uniforms = [0.0 if request.forced else request.dice.getrandbits(24) / 2**24 for request in self.running]
-        drawn = draw(torch.cat(logits), [request.sampling for request in self.running], uniforms, self.model.config.softcap)
+        samplings = [request.sampling for request in self.running]
+        drawn = draw(torch.cat(logits), samplings, uniforms, self.model.config.softcap)
         events = [self._advance(request, token) for request, token in zip(self.running, drawn)]
         for row in reversed(range(len(events))):
             if events[row].finish_reason:
@@ -193,10 +191,9 @@ class Engine:
                 logits.append(group.prefix.logits)
                 # The last token is written, not read: an answer may end one token beyond the context.
                 left = min(group.sampling.max_tokens, self.context + 1 - len(group.prompt))
-                seed = group.sampling.seed
-                dice = random.Random(None if seed is None else f"{seed} {group.draws[0]}")
-                self.running.append(Running(group.ids.popleft(), owner, group.sampling, left, dice))
-                group.draws.popleft()
+                seed, id = group.sampling.seed, group.ids.popleft()
+                dice = random.Random(None if seed is None else f"{seed} {id - group.first_id}")
+                self.running.append(Running(id, owner, group.sampling, left, dice))
             groups = self.waiting.pop(owner)
             if not group.ids:
                 groups.popleft()
@@ -236,23 +233,20 @@ class Engine:
     # ---- Whole answers
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(), num_samples: int = 1, truncate: bool = False
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        num_samples: int = 1, truncate: bool = False,
     ) -> list[Answer]:
         """
         num_samples answers to each prompt, those to one prompt next to each other. More than max_batch take turns.
-
-        One sampling for all: prompt i takes the draws from i · num_samples on of its seed. One for each: every prompt
-        takes the draws from 0 on of its own seed.
+        sampling: one for all prompts, or one for each; sample i of a prompt is the i-th draw of its seed.
         """
         assert not self.busy, "an engine that serves requests is driven by step() alone"
-        shared = isinstance(sampling, SamplingParams)
+        samplings = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         answers: dict[int, Answer] = {}
         try:
-            for i, prompt in enumerate(prompts):
-                its_sampling = sampling if shared else sampling[i]
+            for prompt, its_sampling in zip(prompts, samplings, strict=True):
                 prompt = self.fit(prompt, its_sampling, truncate)
-                ids = self.add(prompt, its_sampling, num_samples, first_draw=i * num_samples if shared else 0)
-                answers |= {id: Answer(prompt) for id in ids}
+                answers |= {id: Answer(prompt) for id in self.add(prompt, its_sampling, num_samples)}
             for event in self._until_done():
                 answer = answers[event.id]
                 answer.tokens.append(event.token)
@@ -262,15 +256,15 @@ class Engine:
             self.clear()
         return list(answers.values())
 
-    def stream(self, prompt: Sequence[int], sampling: SamplingParams = SamplingParams(), truncate: bool = False) -> Iterator[Piece]:
-        """One answer in pieces of text, as they are written. Stopping early ends the request."""
+    def stream(self, prompt: Sequence[int], sampling: SamplingParams = SamplingParams()) -> Iterator[Delta]:
+        """One answer as its text is written. Stopping early ends the request."""
         assert not self.busy, "an engine that serves requests is driven by step() alone"
-        self.add(prompt, sampling, truncate=truncate)
-        pieces = Pieces(self.tokenizer)
+        self.add(prompt, sampling)
+        detokenizer = IncrementalDetokenizer(self.tokenizer)
         try:
             for event in self._until_done():
-                yield from pieces.add(event.token)
-            yield from pieces.end()
+                yield from detokenizer.add(event.token)
+            yield from detokenizer.end()
         finally:
             self.clear()
 

@@ -21,18 +21,18 @@ import torch
 import uvicorn
 from starlette.responses import Response
 
-import nanochat.serve.responses
+import nanochat.serve.connections
 import nanochat.serve.worker
 import nanochat.serve.web
-from nanochat.serve.answers import Unavailable, Work
+from nanochat.serve.openai_api import ApiError
 from nanochat.conversation import render_prompt
 from nanochat.engine import Engine
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.detokenizer import Piece, StopStrings, to_parts
-from nanochat.serve.responses import MAX_CONNECTIONS, WAIT_SECONDS, Impatient
+from nanochat.detokenizer import Delta, StopStrings, to_parts
+from nanochat.serve.connections import MAX_CONNECTIONS, WAIT_SECONDS, ImpatientProtocol
 from nanochat.sampling import SamplingParams
-from nanochat.serve.worker import ServedModel, Worker
+from nanochat.serve.worker import Request, ServedModel, Worker
 from nanochat.serve.web import Limits, create_app
 from conftest import REPO
 from test_engine import SPECIAL, TOKENIZER, V, write_checkpoint
@@ -423,7 +423,7 @@ async def guarded_server():
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # which its connections have, too
-        config = uvicorn.Config(app, http=Impatient, log_level="error", lifespan="off", timeout_graceful_shutdown=2)
+        config = uvicorn.Config(app, http=ImpatientProtocol, log_level="error", lifespan="off", timeout_graceful_shutdown=2)
         server = uvicorn.Server(config)
         running = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
@@ -445,7 +445,7 @@ def get(path: str) -> bytes:
 
 def test_clients_that_keep_the_server_waiting_are_dropped(monkeypatch):
     """Nothing sent; half a head; half of a second one; half a body; nothing read. A slow answer is waited for."""
-    monkeypatch.setattr(nanochat.serve.responses, "WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(nanochat.serve.connections, "WAIT_SECONDS", 0.5)
 
     async def run() -> None:
         async with guarded_server() as (port, connections):
@@ -464,7 +464,7 @@ def test_clients_that_keep_the_server_waiting_are_dropped(monkeypatch):
 
 def test_who_reads_nothing_gives_way_to_others(monkeypatch):
     """All connections are taken, by two clients that do not read and one at work: a new one replaces one of the former."""
-    monkeypatch.setattr(nanochat.serve.responses, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(nanochat.serve.connections, "MAX_CONNECTIONS", 3)
 
     async def run() -> None:
         async with guarded_server() as (port, connections):
@@ -635,7 +635,7 @@ def test_two_workers_share_the_requests():
 def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeypatch):
     """A prompt that cannot be read; a step that fails for all who are in it; a model that can read nothing any more."""
     broken = threading.Event()
-    monkeypatch.setattr(nanochat.serve.worker, "NEWS_EVERY", 1000.0)
+    monkeypatch.setattr(nanochat.serve.worker, "FLUSH_EVERY", 1000.0)
 
     def make_fragile() -> Engine:
         engine = make_engine()
@@ -713,11 +713,12 @@ def test_loading_limits_of_time_and_other_origins():
             assert (await early).status_code == 200
             long = (await ask(client, "long", max_tokens=2000, n=2)).json()
             assert [choice["finish_reason"] for choice in long["choices"]] == ["length"] * 2 and 2 < long["usage"]["completion_tokens"] < 4000
-            work = Work([prompt_of(chat("long"))], SamplingParams(2000, temperature=0), n=2, seconds=0.5)
-            first, second = model.submit(work), model.submit(work)  # whose time is over at once with that of those before it
-            assert [one.finish_reason async for news in first.news() for one in news] == ["length"] * 2
-            with pytest.raises(Unavailable, match="within 0.5 s"):
-                await anext(second.news())
+            first, second = (Request([prompt_of(chat("long"))], SamplingParams(2000, temperature=0), n=2, seconds=0.5) for _ in range(2))
+            model.submit(first)
+            model.submit(second)  # whose time is over at once with that of those before it
+            assert [chunk.finish_reason async for chunks in first.chunks() for chunk in chunks if chunk.finish_reason] == ["length"] * 2
+            with pytest.raises(ApiError, match="within 0.5 s"):
+                await anext(second.chunks())
             assert model.workers[0].load == 0 and (await ask(client, "late")).status_code == 200
             friend = await client.get("/v1/models", headers={"Origin": "https://friend.example"})
             other = await client.get("/v1/models", headers={"Origin": "https://other.example"})
@@ -740,7 +741,7 @@ def test_stop_strings_as_if_characters_came_one_by_one():
     rng, found = random.Random(0), 0
     for _ in range(2000):
         stops = ["".join(rng.choices("ab", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
-        pieces = [Piece("python", "ab") if rng.random() < 0.2 else Piece("text", "".join(rng.choices("abc", k=rng.randint(1, 4)))) for _ in range(rng.randint(1, 6))]
+        pieces = [Delta("python", "ab") if rng.random() < 0.2 else Delta("text", "".join(rng.choices("abc", k=rng.randint(1, 4)))) for _ in range(rng.randint(1, 6))]
         text, expected, ended = "", None, False
         for character in "".join(piece.text for piece in pieces if piece.type == "text"):
             text += character

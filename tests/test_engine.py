@@ -21,7 +21,7 @@ from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kv_cache import CachedModel
 from nanochat.loss import cap
-from nanochat.detokenizer import Pieces, to_parts
+from nanochat.detokenizer import IncrementalDetokenizer, to_parts
 from nanochat.sampling import SamplingParams, draw
 from nanochat.tokenizer import Tokenizer
 from conftest import REPO
@@ -405,7 +405,7 @@ def test_the_tool_keeps_quiet_where_it_should(monkeypatch):
 def test_a_character_is_never_split():
     """One token per byte is the worst case: text comes out character by character, whole, and says exactly what decode says."""
     text = "the naïve 北京 😀👩‍👩‍👧 e\u0301 the end"
-    pieces, seen = Pieces(TOKENIZER), ""
+    pieces, seen = IncrementalDetokenizer(TOKENIZER), ""
     for token in list(text.encode()):
         for piece in pieces.add(token):
             assert piece.type == "text" and "\ufffd" not in piece.text
@@ -418,7 +418,7 @@ def test_any_bytes_become_the_text_of_decode():
     rng = random.Random(0)
     for _ in range(300):
         tokens = [rng.choice([rng.randrange(256), rng.randrange(0x80, 0x100), 0xF0, 0xE2, 257]) for _ in range(rng.randrange(12))]
-        pieces = Pieces(TOKENIZER)
+        pieces = IncrementalDetokenizer(TOKENIZER)
         text = "".join(piece.text for token in tokens for piece in pieces.add(token)) + "".join(piece.text for piece in pieces.end())
         assert text == TOKENIZER.decode(tokens)
 
