@@ -7,9 +7,8 @@ from typing import Literal, NamedTuple
 from nanochat.tokenizer import Tokenizer
 
 # Special tokens after which the text belongs to a part of this type.
-STARTS = {
-    "<|python_start|>": "python", "<|python_end|>": "text", "<|output_start|>": "python_output", "<|output_end|>": "text",
-}
+STARTS = {"<|python_start|>": "python", "<|python_end|>": "text",
+          "<|output_start|>": "python_output", "<|output_end|>": "text"}
 
 
 class Delta(NamedTuple):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanochat.errors import UserError
 from nanochat.loss import cap
 
 COLDEST = 1e-5  # temperatures below it are greedy
@@ -24,15 +23,8 @@ class SamplingParams:
     tools: bool = True                  # compute what stands between <|python_start|> and <|python_end|>
 
     def __post_init__(self):
-        """UserError for what has no meaning."""
-        for name, fine, expected in (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < math.inf, "at least 0, and finite"),
-            ("top_k", (self.top_k or 0) >= 0, "at least 0; 0 or None considers every token"),
-            ("top_p", 0 <= self.top_p <= 1, "within 0 and 1; 1 considers every token"),
-        ):
-            if not fine:
-                raise UserError(f"{name}={getattr(self, name)} must be {expected}")
+        assert self.max_tokens >= 1 and 0 <= self.temperature < math.inf, self
+        assert (self.top_k or 0) >= 0 and 0 <= self.top_p <= 1, self
 
     def candidates(self, vocab_size: int) -> str:
         """Which tokens have to be looked at, from the cheapest to the dearest way of choosing."""

@@ -74,14 +74,10 @@ api_key = api_key or os.environ.get("NANOCHAT_API_KEY", "")
 
 # The port first: whether it is free is known at once, a model takes longer to load. Connections wait until then.
 try:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(address)
-    listener.listen()
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 except OSError as error:
-    words = f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port or --host"
-    raise UserError(words) from None
+    reason = error.strerror.partition(" (")[0]
+    raise UserError(f"cannot listen on {host} port {port}: {reason}; choose another with --port or --host") from None
 
 if sources == ["auto"]:
     sources = [furthest_stage(model_tag)]

@@ -212,7 +212,7 @@ fitting = [candidate for candidate, found in fits.items() if any(found)]
 in_time = [candidate for candidate in fitting if device.type != "cpu" or candidate <= 4]  # a CPU has no time for more
 best = max(in_time, default=min(fitting, default=0))
 chat = [stage for stage in STAGES if stage != "base" and made[stage]]
-web = [package for package in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(package) is None]
+web = [package for package in ("starlette", "uvicorn", "prometheus_client") if importlib.util.find_spec(package) is None]
 model_setting = f" --depth={best} --max_seq_len={max_seq_len} --device_batch_size={fits[best][0] or fits[best][1]}" if best else ""
 model_setting += " --activation_checkpointing" if best and not fits[best][0] else ""
 no_base, no_chat = "python -m scripts.base_train", "python -m scripts.mid_train && python -m scripts.chat_sft"

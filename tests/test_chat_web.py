@@ -88,7 +88,7 @@ def text_of(tokens: list[int]) -> str:
 class Running:
     def __init__(self, folder, models: dict[str, GPT], *args: str, start: tuple[str, ...] = ("-m", "scripts.chat_web")):
         for stage, model in models.items():
-            write_checkpoint(folder / f"{stage}_checkpoints" / "tiny" / "step_000001", model)
+            write_checkpoint(folder / f"{stage}_checkpoints" / "tiny", model)
         self.log = folder / "log"
         command = [sys.executable, *start, "--port=0", "--device_type=cpu", "--dtype=float32", *args]
         env = os.environ | {"NANOCHAT_BASE_DIR": str(folder), "NANOCHAT_API_KEY": KEY, "OMP_NUM_THREADS": "1"}

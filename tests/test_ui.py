@@ -3,7 +3,6 @@ The chat page in a real browser, through clicks and keys, at a real server: one 
 
 The model's weights are written by hand so that its answers are known: the alphabet, again and again, until it is stopped.
 """
-import hashlib
 import json
 import os
 import re
@@ -16,12 +15,12 @@ import urllib.request
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from conftest import REPO
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tasks import make_task
 from nanochat.tokenizer import Tokenizer
+from test_engine import write_checkpoint
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: . ./setup.sh dev")
 expect = sync_api.expect
@@ -41,24 +40,17 @@ def write_model(base) -> None:
     Its four layers do nothing but take time, so that an answer of 3,000 tokens lasts for seconds.
     """
     tokenizer = Tokenizer([])
-    config = GPTConfig(sequence_len=CONTEXT, vocab_size=tokenizer.get_vocab_size(), n_layer=4, n_embd=64, n_head=2, n_kv_head=2)
-    model = GPT(config)
-    for p in model.parameters():
+    model = GPT(GPTConfig(sequence_len=CONTEXT, vocab_size=tokenizer.get_vocab_size(), n_layer=4, n_embd=64, n_head=2,
+                          n_kv_head=2))
+    for name, p in model.named_parameters():
         p.data.normal_(generator=torch.Generator().manual_seed(p.numel()))
-    state = {name: torch.zeros_like(p) if "c_proj" in name else p.data for name, p in model.named_parameters()}
-    embedding, head = (next(p for name, p in state.items() if part in name) for part in ("wte", "lm_head"))
-    head.zero_()
+        if "c_proj" in name:
+            p.data.zero_()
     ids = [tokenizer.encode_special("<|assistant_start|>"), *ALPHABET[:27].encode()]
+    embedding, head = model.transformer.wte.weight.data, model.lm_head.weight.data.zero_()
     for token, successor in zip(ids, ids[1:] + ids[1:2]):
         head[successor] += embedding[token]
-    folder = base / "sft_checkpoints" / "alphabet" / "step_000001"
-    folder.mkdir(parents=True)
-    save_file(state, folder / "model.safetensors")
-    meta = {"step": 1, "tokenizer": tokenizer.fingerprint, "model_config": vars(config), "config": {"tasks": TASKS}}
-    (folder / "meta.json").write_text(json.dumps(meta))
-    tokenizer.save(folder)
-    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
-    (folder / "manifest.json").write_text(json.dumps(sums))
+    write_checkpoint(base / "sft_checkpoints" / "alphabet", model, tokenizer, config={"tasks": TASKS})
 
 
 @pytest.fixture(scope="module")

@@ -223,7 +223,8 @@ class Reply:
                 new.append(delta if self.is_chat else {"text": part["text"]})
             choices += [choice(chunk.index, content) for content in new]
             if chunk.finish_reason:
-                choices.append(choice(chunk.index, {"delta": {}} if self.is_chat else {"text": ""}, chunk.finish_reason))
+                nothing = {"delta": {}} if self.is_chat else {"text": ""}
+                choices.append(choice(chunk.index, nothing, chunk.finish_reason))
             self.finish_reasons[chunk.index] = chunk.finish_reason
             self.completion_tokens += chunk.tokens
         return choices
@@ -234,7 +235,8 @@ class Reply:
         for index, parts in sorted(self.parts.items()):
             text = "".join(part["text"] for part in parts if part["type"] == "text" or not self.is_chat)
             message = {"role": "assistant", "content": text, "refusal": None, "parts": parts}
-            choices.append(choice(index, {"message": message} if self.is_chat else {"text": text}, self.finish_reasons[index]))
+            content = {"message": message} if self.is_chat else {"text": text}
+            choices.append(choice(index, content, self.finish_reasons[index]))
         return self.head | {"object": self.kind, "choices": choices, "usage": self.usage()}
 
     def events(self, chunks: Sequence[Chunk]) -> bytes:
@@ -246,7 +248,8 @@ class Reply:
 
     def event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
         kind = "chat.completion.chunk" if self.is_chat else self.kind
-        return event(self.head | {"object": kind, "choices": choices} | ({"usage": usage} if self.include_usage else {}))
+        usage_field = {"usage": usage} if self.include_usage else {}
+        return event(self.head | {"object": kind, "choices": choices} | usage_field)
 
     def usage(self) -> dict[str, int]:
         total = self.prompt_tokens + self.completion_tokens

@@ -23,7 +23,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request as HttpRequest
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,7 +32,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanochat.conversation import render_prompt, render_text
 from nanochat.sampling import SamplingParams
 from nanochat.serve.openai_api import (
-    ApiError, BaseRequest, ChatRequest, Chunk, CompletionRequest, Kind, Reply, event, parse,
+    ApiError,
+    BaseRequest,
+    ChatRequest,
+    Chunk,
+    CompletionRequest,
+    Kind,
+    Reply,
+    event,
+    parse,
 )
 from nanochat.serve.worker import Request, ServedModel, Worker, log_error
 
@@ -66,8 +75,8 @@ def create_app(
     metrics = Metrics(models)
     api = Api(models, limits, metrics)
     routes = [
-        Route("/", page), Route("/health", api.health), Route("/metrics", metrics.read), Route("/v1", api.list_endpoints),
-        Route("/v1/models", api.list_models), Route("/v1/models/{id}", api.one_model),
+        Route("/", page), Route("/health", api.health), Route("/metrics", metrics.read),
+        Route("/v1", api.list_endpoints), Route("/v1/models", api.list_models), Route("/v1/models/{id}", api.one_model),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.complete, methods=["POST"]),
     ]
@@ -96,17 +105,16 @@ class Metrics:
     """What Prometheus reads."""
 
     def __init__(self, models: list[ServedModel]):
-        self.registry = registry = CollectorRegistry()
-        self.responses = Counter("nanochat_requests", "Responses by path and status", ["path", "status"], registry=registry)
-        self.tokens = Counter("nanochat_tokens", "Tokens written", ["model"], registry=registry)
-        self.first_token = Histogram(
-            "nanochat_time_to_first_token_seconds", "From request to first token", ["model"], buckets=SECONDS,
-            registry=registry)
-        self.duration = Histogram(
-            "nanochat_request_seconds", "From request to the end of its answers", ["model"], buckets=SECONDS,
-            registry=registry)
-        running = Gauge("nanochat_running", "Answers being written", ["model"], registry=registry)
-        waiting = Gauge("nanochat_queue_length", "Answers that wait for a place", ["model"], registry=registry)
+        self.registry = CollectorRegistry()
+        self.responses = Counter(
+            "nanochat_requests", "Responses by path and status", ["path", "status"], registry=self.registry)
+        each = {"labelnames": ["model"], "registry": self.registry}
+        times = each | {"buckets": SECONDS}
+        self.first_token = Histogram("nanochat_time_to_first_token_seconds", "From request to first token", **times)
+        self.duration = Histogram("nanochat_request_seconds", "From request to the end of its answers", **times)
+        self.tokens = Counter("nanochat_tokens", "Tokens written", **each)
+        running = Gauge("nanochat_running", "Answers being written", **each)
+        waiting = Gauge("nanochat_queue_length", "Answers that wait for a place", **each)
         for model in models:
             self.tokens.labels(model.id)  # 0 before the first one
             running.labels(model.id).set_function(lambda model=model: model.running)
@@ -127,9 +135,9 @@ class Api:
     async def health(self, http: HttpRequest) -> Response:
         """200 while every model can answer. status: ok, degraded (not all of its workers), loading or dead."""
         states = {model.id: [worker.state for worker in model.workers] for model in self.models.values()}
-        usable = all("ready" in of_model for of_model in states.values())
-        present = {state for of_model in states.values() for state in of_model}
-        status = "ok" if present == {"ready"} else "degraded" if usable else "loading" if "loading" in present else "dead"
+        present, usable = set().union(*states.values()), all("ready" in its_states for its_states in states.values())
+        bad = "degraded" if usable else "loading" if "loading" in present else "dead"
+        status = "ok" if present == {"ready"} else bad
         return JSONResponse({"status": status, "models": states}, 200 if usable else 503)
 
     async def list_endpoints(self, http: HttpRequest) -> Response:
@@ -197,11 +205,11 @@ class Api:
     async def answer(
         self, http: HttpRequest, asked: BaseRequest, model: ServedModel, prompts: list[list[int]], param: str
     ) -> Response:
-        """Have a worker answer the prompts; send that as JSON or as a stream. The end of the connection ends the work."""
+        """Have a worker answer the prompts; return that as JSON or as a stream. A client that goes ends the work."""
         longest = max(map(len, prompts))
         if longest > model.context:
-            words = (f"This model's maximum context length is {model.context} tokens. However, your {param} resulted in "
-                     f"{longest} tokens. Please reduce the length of the {param}.")  # OpenAI's, which clients look for
+            words = (f"This model's maximum context length is {model.context} tokens. However, your {param} resulted "
+                     f"in {longest} tokens. Please reduce the length of the {param}.")  # OpenAI's: clients look for it
             raise ApiError(400, words, "context_length_exceeded", param)
         if asked.n > self.limits.max_n:
             raise ApiError(400, f"n={asked.n} is too much; at most {self.limits.max_n} answers are allowed", param="n")
@@ -237,7 +245,7 @@ class Api:
 
 
 async def read_body(http: HttpRequest, limit: int) -> bytes:
-    """The body, of which hardly more than the limit is ever in memory. ApiError when it is too long, slow or not JSON."""
+    """The body, hardly more than the limit of which is ever in memory. ApiError: it is too long, slow or not JSON."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # any page in a browser may post other kinds to any address, without asking first
         raise ApiError(415, "the body must be JSON: Content-Type: application/json", "unsupported_media_type")
@@ -331,13 +339,13 @@ class Gate:
         try:
             self.check(scope["path"], http.headers)
             await self.app(scope, receive, send_counted)
-        except ApiError as error:
-            await (await show_error(http, error))(scope, receive, send_counted)
         except Exception as error:
-            log_error("a request failed", error)
+            if not isinstance(error, ApiError):
+                log_error("a request failed", error)
+                error = ApiError(500, "something went wrong inside the server", "internal_error")
             if not started:
-                unforeseen = ApiError(500, "something went wrong inside the server", "internal_error")
-                await (await show_error(http, unforeseen))(scope, receive, send_counted)
+                response = await show_error(http, error)
+                await response(scope, receive, send_counted)
 
     def check(self, path: str, headers: Headers) -> None:
         """ApiError for a wrong key or host. (A page on the web may point a name of its own at 127.0.0.1.)"""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from nanochat.detokenizer import Delta, IncrementalDetokenizer, StopStrings
-from nanochat.engine import Engine, Event, FinishReason
+from nanochat.engine import Answer, Engine, FinishReason
 from nanochat.sampling import SamplingParams
 from nanochat.serve.openai_api import ApiError, Chunk
 from nanochat.tokenizer import Tokenizer
@@ -66,13 +66,14 @@ class Choice:
     tokens: int = 0
     finish_reason: FinishReason | None = None
 
-    def add(self, event: Event) -> None:
+    def add(self, answer: Answer) -> None:
+        """The answer has one token more."""
         self.tokens += 1
-        deltas = self.detokenizer.add(event.token) + (self.detokenizer.end() if event.finish_reason else [])
+        deltas = self.detokenizer.add(answer.tokens[-1]) + (self.detokenizer.end() if answer.finish_reason else [])
         for delta in deltas:
             self.deltas += self.stop.add(delta)
-        if event.finish_reason or self.stop.found:
-            self.finish("stop" if self.stop.found else event.finish_reason)
+        if answer.finish_reason or self.stop.found:
+            self.finish("stop" if self.stop.found else answer.finish_reason)
 
     def finish(self, reason: FinishReason) -> None:
         self.deltas += self.stop.end()
@@ -96,7 +97,7 @@ class Worker:
         self.seconds = 1.0                      # that a request took of late
         # The thread's
         self.engine: Engine | None = None
-        self.choices: dict[int, Choice] = {}    # by the engine's id
+        self.choices: dict[Answer, Choice] = {}  # by the engine's answer
         self.flushed = 0.0
         self.thread = threading.Thread(target=self.run, daemon=True, name="worker")
 
@@ -169,22 +170,22 @@ class Worker:
         except queue.Empty:
             pass
         try:
-            events = engine.step(max_prompts=1)  # a prompt takes as long as many tokens, and everyone waits for it
+            advanced = engine.step(max_prompts=1)  # a prompt takes as long as many tokens, and everyone waits for it
         except Exception as error:
             engine.clear()
             return self.fail({choice.request for choice in self.choices.values()}, error)
         now, flush = time.monotonic(), False
         failed: dict[Request, Exception] = {}
-        for event in events:
-            choice = self.choices[event.id]
-            if event.error:
-                failed[choice.request] = event.error
+        for answer in advanced:
+            choice = self.choices[answer]
+            if answer.error:
+                failed[choice.request] = answer.error
                 continue
-            choice.add(event)
+            choice.add(answer)
             if choice.request.first_token is None:
                 choice.request.first_token, flush = now, True
-            if choice.finish_reason and not event.finish_reason:
-                engine.remove(event.id)
+            if choice.finish_reason and not answer.finish_reason:
+                engine.remove(answer)
         for request, error in failed.items():
             self.fail({request}, error)
         if flush or not engine.busy or now - self.flushed >= FLUSH_EVERY:
@@ -193,17 +194,17 @@ class Worker:
     def add(self, request: Request) -> None:
         try:
             for number, prompt in enumerate(request.prompts):
-                ids = self.engine.add(prompt, request.sampling, request.n, owner=request.client)
-                for index, id in enumerate(ids, number * request.n):
+                answers = self.engine.add(prompt, request.sampling, request.n, owner=request.client)
+                for index, answer in enumerate(answers, number * request.n):
                     detokenizer = IncrementalDetokenizer(self.engine.tokenizer)
-                    self.choices[id] = Choice(request, index, detokenizer, StopStrings(request.stop))
+                    self.choices[answer] = Choice(request, index, detokenizer, StopStrings(request.stop))
         except Exception as error:  # what can be wrong with a request should have been found before
             self.fail({request}, error)
 
     def drop(self, request: Request) -> None:
-        for id in [id for id, choice in self.choices.items() if choice.request is request]:
-            self.engine.remove(id)
-            del self.choices[id]
+        for answer in [answer for answer, choice in self.choices.items() if choice.request is request]:
+            self.engine.remove(answer)
+            del self.choices[answer]
 
     def fail(self, requests: set[Request], error: Exception) -> None:
         """End these requests. If the model cannot even read one token any more, that ends the worker."""
@@ -218,15 +219,15 @@ class Worker:
         """Send all that is new to the event loop, in one call; end the requests whose time is over."""
         self.flushed = now
         batch: dict[Request, list[Chunk] | ApiError] = {}
-        for id, choice in list(self.choices.items()):
+        for answer, choice in list(self.choices.items()):
             request = choice.request
             if now - request.started > request.seconds and not choice.finish_reason:
                 choice.finish("length")
-                self.engine.remove(id)
+                self.engine.remove(answer)
                 if request.first_token is None:
                     batch[request] = unavailable(f"no place became free within {request.seconds:g} s")
             if choice.finish_reason:
-                del self.choices[id]
+                del self.choices[answer]
             if choice.tokens or choice.finish_reason:
                 chunks = batch.setdefault(request, [])
                 if isinstance(chunks, list):
