@@ -59,13 +59,14 @@ def writing_model() -> GPT:
 
 
 def talking_model() -> GPT:
-    """After each token one other is certain: blocks that do nothing, unit vectors as embeddings, and a head for them."""
+    """After each token one other is certain: blocks that do nothing, unit vectors as embeddings, a head for them."""
     model = GPT(GPTConfig(sequence_len=256, vocab_size=V, n_layer=1, n_embd=320, n_head=5, n_kv_head=5))
     for p in model.parameters():
         p.data.zero_()
     model.transformer.wte.weight.data.copy_(torch.eye(320))
     before, sum_of, _, after = (part["text"].encode() for part in SAID)
-    first = [SPECIAL("<|assistant_start|>"), *before, SPECIAL("<|python_start|>"), *sum_of, SPECIAL("<|python_end|>")]
+    call = [SPECIAL("<|python_start|>"), *sum_of, SPECIAL("<|python_end|>")]
+    first = [SPECIAL("<|assistant_start|>"), *before, *call]
     for chain in (first, [SPECIAL("<|output_end|>"), *after, SPECIAL("<|assistant_end|>")]):
         for token, successor in zip(chain, chain[1:]):
             model.lm_head.weight.data[successor, token] = 10.0
@@ -256,7 +257,7 @@ def test_completions_and_models(server, engines):
     (r"stop.*at least 1 character", {"stop": ""}), ("min_p is not supported", {"extra_body": {"min_p": 0.1}}),
     ("tools is not supported", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
     ("logprobs is not supported", {"logprobs": True}), ("frequency_penalty is not", {"frequency_penalty": 0.5}),
-    ("response_format is not", {"response_format": {"type": "json_object"}}), ("logit_bias is not", {"logit_bias": {"5": 1}}),
+    ("logit_bias is not", {"logit_bias": {"5": 1}}), ("response_format is not", {"response_format": {"type": "json"}}),
     (r"messages\[1\].role: .*'system', 'developer', 'user' or 'assistant'",
      {"messages": [*chat("?"), {"role": "tool", "content": "1", "tool_call_id": "1"}]}),
     ("take turns", {"messages": chat("a", "b")[1:]}), ("no messages", {"messages": []}),

@@ -253,6 +253,7 @@ async def read_body(http: HttpRequest, limit: int) -> bytes:
     too_long = ApiError(413, f"the body is longer than {limit:,} bytes", "request_too_large", headers=close)
     length, body = http.headers.get("content-length", ""), bytearray()
     if length.isdecimal() and int(length) > limit:
+        await asyncio.sleep(0.1)  # a client that has only begun to send may lose an answer that closes the connection
         raise too_long
     try:
         async with asyncio.timeout(BODY_SECONDS):
