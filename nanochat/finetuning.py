@@ -1,5 +1,6 @@
 """How the stages after pretraining begin: from the model of the stage before, or from where an interrupted run was."""
 import json
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from nanochat.checkpoint import (
     restarted,
 )
 from nanochat.distributed import from_rank0, print0
-from nanochat.errors import UserError, require_fraction, require_positive
+from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.muon import DistMuon
 from nanochat.resharding import load_training_state
@@ -28,7 +29,7 @@ class Stage(NamedTuple):
     checkpoints: Path       # the folder of this stage's checkpoints
     origin: str             # the checkpoint of the stage before that it all began with, and its sums
     data: str | None        # the data set that its base model was trained on, as far as its checkpoints say
-    step: int               # the first to take
+    start_step: int         # the first optimizer step to take
     meta: dict | None       # of the interrupted run that goes on
 
 
@@ -38,25 +39,19 @@ def begin_stage(stage: str, config: dict, device: torch.device, dtype: torch.dty
     of which it takes those that say where the model is, how it is resumed, sharded and optimized. Weights of the stage
     before are taken in the dtype they were saved in; an interrupted run goes on with its masters and moments. COLLECTIVE.
     """
-    require_fraction(config, "warmdown_ratio", "final_lr_frac", "init_lr_frac")
-    require_positive(config, "device_batch_size", "max_bad_steps")
-    if config["seed"] < 0:
-        raise UserError(f"seed={config['seed']} must be at least 0")
-    if config["num_iterations"] == 0 or config["num_iterations"] < -1:
-        raise UserError(f"num_iterations={config['num_iterations']} trains nothing; set the steps, or -1 for as many as the data has")
     source = model_dir(config["source"], config["model_tag"])
     checkpoints = checkpoint_dir(stage, source.name)
     checkpoint = None  # of an interrupted run; a dry run looks at nothing of one
     if not config.get("dry_run"):
         checkpoint = choose_start(checkpoints, config["resume"], config["resume_from_step"], config["overwrite"])
-    begin = checkpoint or find_checkpoint(source, config["step"])
+    begin = checkpoint or find_checkpoint(source, config["source_step"])
     model, tokenizer, meta = load_checkpoint(begin, device)
     if checkpoint is None:
         origin = from_rank0(describe_origin, begin)
     elif restarted() and meta["job"] == from_rank0(job):  # in the middle of a run: no reason to stop if the source has been trained on
         origin = meta["data_state"]["origin"]
     else:
-        origin = origin_now(source, config["step"]) or meta["data_state"]["origin"]
+        origin = origin_now(source, config["source_step"]) or meta["data_state"]["origin"]
     model.float()  # what a Sharding takes; masters in float32 come of it
     model.activation_checkpointing = config["activation_checkpointing"]
     reduce_dtype = getattr(torch, config["reduce_dtype"])
@@ -100,3 +95,17 @@ def require_same_data(meta: dict | None, data_state: dict) -> None:
         before = value if meta is None else meta["data_state"].get(key)
         if before != value:
             raise UserError(f"cannot continue exactly: {key} was {before} when the checkpoint was saved and is {value} now; --overwrite starts anew")
+
+
+class Steps(NamedTuple):
+    num_iterations: int     # optimizer steps of the run
+    grad_accum_steps: int   # micro-steps of each
+    rows: int               # of a rank and micro-step; places that no row of the step fills stay empty
+
+
+def plan_steps(num_rows: int, rows_per_step: int, num_iterations: int, device_batch_size: int, world_size: int) -> Steps:
+    """How num_rows rows are trained on once, rows_per_step at a time over all ranks; num_iterations: at most (-1: all)."""
+    all_steps = math.ceil(num_rows / rows_per_step)
+    rows = min(device_batch_size, math.ceil(rows_per_step / world_size))
+    micro_steps = math.ceil(rows_per_step / (rows * world_size))
+    return Steps(all_steps if num_iterations == -1 else min(num_iterations, all_steps), micro_steps, rows)

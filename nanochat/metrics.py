@@ -1,7 +1,9 @@
-"""What a run tells: the console line, metrics.jsonl beside the checkpoints, wandb when asked for. Rank 0 only."""
+"""Logging of a run: the console line, metrics.jsonl beside the checkpoints, and wandb if asked for."""
+import contextlib
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,7 +17,7 @@ from nanochat.flops import Peak
 from nanochat.zero import StepStats
 
 EMA_DECAY = 0.9  # of the smoothed loss, per step
-MEASURE_EVERY = 120  # seconds at least between measurements of a peak that no datasheet tells; each takes one or two on a CPU
+MEASURE_EVERY = 120  # seconds at least between measurements of a peak that no datasheet states; each takes 1 or 2 s
 
 
 def require_wandb(run: str) -> None:
@@ -26,16 +28,20 @@ def require_wandb(run: str) -> None:
 
             wandb.login()
         except Exception as error:  # a broken installation may raise anything
-            raise UserError(f"run={run} needs wandb, which does not work here: {error}; "
-                            "`pip install wandb` and `wandb login`, set WANDB_MODE=offline, or leave out --run") from None
+            raise UserError(f"run={run} needs wandb, which does not work here: {error}; `pip install wandb` and "
+                            "`wandb login`, set WANDB_MODE=offline, or leave out --run") from None
 
 
 class Metrics:
     """
-    Verdicts are handed over as they lie on the device and read one step late, when the device is long done with them:
-    logging never waits. `pause` reads the one still held back. On a CPU there is nothing to wait for.
+    The numbers of a run. `log_step` takes a step's stats as tensors on the device and reads them one step later, when
+    the device has computed them: logging never waits for the step that runs. On a CPU it reads them at once.
 
-    Every rank reads them, so that all know at the same step of `stop_requested`, `save_requested` and `bad_in_a_row`.
+    Every rank reads the same sums, so every rank knows at the same step that some rank wants the run to stop
+    (`stop_requested`), that it is time for a checkpoint (`save_requested`), and how many steps in a row were skipped
+    because a loss or gradient was not finite (`bad_steps`). Only rank 0 prints and writes.
+
+    total_batch_size: tokens per step over all ranks. state: `Metrics.state` of a checkpoint, to go on from.
     """
 
     def __init__(self, folder: Path, run: str, config: dict, start_step: int, num_iterations: int,
@@ -43,72 +49,74 @@ class Metrics:
         self.path = folder / "metrics.jsonl"
         self.num_iterations, self.total_batch_size = num_iterations, total_batch_size
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        # Of all ranks. What is measured beside another process is too little: the best rate over the run counts.
-        self.flops_per_token, self.peak_flops, self.measure = flops_per_token, peak.flops * self.world_size, peak.measure
+        # A rate measured beside other processes is too low: the best one of the run counts.
+        self.peak_flops, self.measure = peak.flops * self.world_size, peak.measure
+        self.flops_per_token = flops_per_token
         self.measured = time.monotonic()
         self.state = state or {"ema": 0.0, "ema_steps": 0, "elapsed": 0.0, "min_val_bpb": None, "skipped": 0}
-        self.stop_requested, self.save_requested, self.bad_in_a_row = False, False, 0
+        self.stop_requested, self.save_requested, self.bad_steps = False, False, 0
         self.pending: tuple[int, Tensor, torch.cuda.Event | None, int, dict] | None = None
-        self.clock, self.paused = time.perf_counter(), False
+        self.clock = time.perf_counter()
         self.session_steps, self.session_seconds = 0, 0.0
         self.wandb = None
         if is_rank0():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [record for record in read_metrics(self.path) if record["step"] < start_step] if self.path.exists() else []
-            write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))  # the rest is to come again
+            records = read_metrics(self.path) if self.path.exists() else []
+            kept = [record for record in records if record["step"] < start_step]  # later steps will be logged again
+            write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
             if run:
-                import wandb
+                import wandb  # optional, and slow to import
 
-                self.wandb = wandb.init(project="nanochat", name=run, config=config, id=self.state.get("wandb"), resume="allow")
-                self.state["wandb"] = self.wandb.id  # a resumed run goes on there
+                id_before = self.state.get("wandb")  # a resumed run continues there
+                self.wandb = wandb.init(project="nanochat", name=run, config=config, id=id_before, resume="allow")
+                self.state["wandb"] = self.wandb.id
 
-    def pause(self) -> None:
-        """Something else than training follows, until `resume`; every step so far is read and written."""
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is not training: all steps are read and written before it, and its time counts for no step."""
         self.flush()
-        self.paused = True
         if self.measure and time.monotonic() - self.measured >= MEASURE_EVERY:
             self.peak_flops = max(self.peak_flops, self.measure() * self.world_size)
             self.measured = time.monotonic()
-
-    def resume(self) -> None:
-        """Training goes on: the time of a pause belongs to no step."""
-        if self.paused:
-            self.clock, self.paused = time.perf_counter(), False
+        yield
+        self.clock = time.perf_counter()
 
     def log_step(self, step: int, stats: StepStats, lrm: float, tokens: int | None = None) -> None:
-        """A finished optimizer step, of so many tokens over all ranks where they are not those of every step."""
+        """A finished optimizer step. tokens: of all ranks, where they differ from step to step."""
         self.flush()
         now = time.perf_counter()
-        report, copied = stats.report, None
-        if report.is_cuda:
-            # Its own copy and event: reading it later must not wait for the step that was queued behind it.
-            report = torch.empty(report.shape, pin_memory=True).copy_(report, non_blocking=True)
+        values, copied = stats.values, None
+        if values.is_cuda:
+            # A copy and an event of its own: reading them must not wait for the step that is queued behind them.
+            values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        self.pending = step, report, copied, tokens or self.total_batch_size, {"train/lrm": lrm, "train/dt": now - self.clock}
+        record = {"train/lrm": lrm, "train/dt": now - self.clock}
+        self.pending = step, values, copied, tokens or self.total_batch_size, record
         self.clock = now
         if copied is None:
             self.flush()
 
     def flush(self) -> None:
+        """Read, print and write the step that is still pending, if there is one. Waits for the device to finish it."""
         if self.pending is None:
             return
-        step, report, copied, tokens, record = self.pending
+        step, values, copied, tokens, record = self.pending
         self.pending = None
         if copied:
             copied.synchronize()  # waits for the step before the one the device is at
-        loss, norm, ok, stops = report.tolist()  # on the CPU by now
+        loss, norm, ok, stops, saves = values.tolist()  # on the CPU by now
         state, dt = self.state, record["train/dt"]
-        self.stop_requested |= stops >= 1
-        self.save_requested |= stops % 1 > 0  # `CheckpointWriter.asks`
-        self.bad_in_a_row = 0 if ok else self.bad_in_a_row + 1
+        self.stop_requested |= stops > 0
+        self.save_requested |= saves > 0
+        self.bad_steps = 0 if ok else self.bad_steps + 1
         if ok:
             state["ema"] = EMA_DECAY * state["ema"] + (1 - EMA_DECAY) * loss
             state["ema_steps"] += 1
         else:
             state["skipped"] += 1
         state["elapsed"] += dt
-        if self.session_steps:  # the first step of a session compiles: it says nothing about the ones to come
+        if self.session_steps:  # the first step of a session compiles: its time says nothing about later ones
             self.session_seconds += dt
         self.session_steps += 1
         tok_per_sec = tokens / dt
@@ -117,17 +125,20 @@ class Metrics:
         mfu = self.flops_per_token * tok_per_sec / self.peak_flops
         at_most = "at most " * bool(self.measure)
         seen = {"train/loss": loss, "train/grad_norm": norm} if ok else {"train/skipped": state["skipped"]}
-        self.write({"step": step, **seen, **record, "train/tok_per_sec": tok_per_sec, "train/mfu_at_most" if at_most else "train/mfu": mfu})
+        speed = {"train/tok_per_sec": tok_per_sec, "train/mfu_at_most" if at_most else "train/mfu": mfu}
+        self.write({"step": step, **seen, **record, **speed})
         smoothed = state["ema"] / (1 - EMA_DECAY ** state["ema_steps"]) if state["ema_steps"] else math.nan
-        # No forecast from the first step, which compiles.
-        left = minutes(self.session_seconds / (self.session_steps - 1) * (self.num_iterations - step - 1)) if self.session_steps > 1 else "?"
+        left = "?"  # nothing can be said after the first step
+        if self.session_steps > 1:
+            left = duration(self.session_seconds / (self.session_steps - 1) * (self.num_iterations - step - 1))
         print0(
-            f"step {step:05d}/{self.num_iterations:05d} ({100 * (step + 1) / self.num_iterations:5.1f}%) | loss {smoothed:.4f} | "
-            f"lrm {record['train/lrm']:.2f} | {1000 * dt:,.0f} ms | {tok_per_sec:,.0f} tok/s | mfu {at_most}{100 * mfu:.1f}% | "
-            f"{minutes(state['elapsed'])} done, {left} left"
+            f"step {step:05d}/{self.num_iterations:05d} ({100 * (step + 1) / self.num_iterations:5.1f}%) | "
+            f"loss {smoothed:.4f} | lrm {record['train/lrm']:.2f} | {1000 * dt:,.0f} ms | {tok_per_sec:,.0f} tok/s | "
+            f"mfu {at_most}{100 * mfu:.1f}% | {duration(state['elapsed'])} done, {left} left"
         )
         if not ok:
-            print0(f"step {step:05d}: skipped on every rank, for loss or gradient is not finite ({state['skipped']} skipped so far)")
+            skipped = f"({state['skipped']} so far)"
+            print0(f"step {step:05d}: skipped on every rank: loss or gradient is not finite {skipped}")
 
     def log_validation(self, step: int, bpb: float) -> None:
         best = self.state["min_val_bpb"]
@@ -136,7 +147,7 @@ class Metrics:
         print0(f"step {step:05d}/{self.num_iterations:05d} | validation {bpb:.4f} bits per byte")
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Anything else that was measured; names are <kind>/<what>, and a step has one record of a kind."""
+        """Any other measurement; names are <kind>/<what>, and a step has one record of a kind."""
         self.write({"step": step, **values})
 
     def write(self, record: dict) -> None:
@@ -168,5 +179,8 @@ def read_metrics(path: Path) -> list[dict]:
     return [records[key] for key in sorted(records)]
 
 
-def minutes(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """In words of the size of the time: "40s", "3.5m", "12.0h"."""
+    if seconds < 90:
+        return f"{seconds:.0f}s"
     return f"{seconds / 60:.1f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from errno import ENOENT
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanochat.checkpoint import (
-    MODEL_FILE, OPTIMIZER_FILE, UNSEEN, claim, find_checkpoint, job, list_steps, lock_path, random_states, step_dir,
+    MODEL_FILE, OPTIMIZER_FILE, UNSEEN, claim, discard_after, find_checkpoint, job, list_steps, lock_path, random_states, step_dir,
 )
 from nanochat.distributed import from_rank0, print0
 from nanochat.errors import UserError, last_acts, one_line
@@ -57,17 +57,21 @@ class CheckpointWriter:
     COLLECTIVE, as are its methods: every rank calls each of them in the same order.
     """
 
-    def __init__(self, folder: Path, sharding: Sharding, optimizers, tokenizer: Tokenizer, keep_last: int = -1, save_minutes: float = -1):
+    def __init__(self, folder: Path, sharding: Sharding, optimizers, tokenizer: Tokenizer, start_step: int = 0,
+                 keep_last: int = -1, save_minutes: float = -1, overwrite: bool = False):
         self.folder, self.sharding, self.optimizers = folder, sharding, optimizers
         self.tokenizer, self.keep_last, self.save_minutes = tokenizer, keep_last, save_minutes
         self.lock: TextIO | None = None
         self.owner = f"host {socket.gethostname()}, process {os.getpid()}, job {job()}"
         if problem := from_rank0(self.why_not_ours):
             raise UserError(problem)
+        if overwrite:
+            from_rank0(discard_after, folder, start_step)
+        last_acts.append(self.rescue)
         self.began = time.monotonic()     # the newest save, or the run
-        self.saved: int | None = None     # the step of the newest save; before it, that which the run began with
+        self.saved = start_step           # the step of the newest save
         self.by_time: list[int] = []
-        self.whole: tuple[int, Metrics, dict] | None = None  # what `between_steps` was told, until `begin_update`
+        self.whole: tuple[int, Metrics, dict] | None = None  # what `stand_by` was told, until `begin_update`
         self.thread: threading.Thread | None = None
         self.failed: tuple[int, Exception] | None = None  # step and reason, the same on every rank
         # A group for the thread alone: in a shared one its messages would mix with those of the main thread.
@@ -88,36 +92,43 @@ class CheckpointWriter:
         there = path.read_text(encoding="utf-8")  # where locks do not work, another run may have come and written
         return None if there == self.owner else f"{self.folder} was taken over by another run ({there}); this one can save nothing there any more"
 
-    def asks(self, stop: bool) -> float:
-        """What this rank asks all for in the step's one collective: 1 to stop, and by the clock of rank 0 a half to save."""
-        minutes = (time.monotonic() - self.began) / 60
-        return stop + 0.5 * (self.sharding.rank == 0 and 0 < self.save_minutes <= minutes)
+    def time_is_up(self) -> bool:
+        """Whether this rank asks for a checkpoint: on rank 0, `save_minutes` after the last one began."""
+        return self.sharding.rank == 0 and 0 < self.save_minutes <= (time.monotonic() - self.began) / 60
 
-    def between_steps(self, step: int, metrics: Metrics, due: bool, meta: dict) -> None:
+    def stand_by(self, step: int, metrics: Metrics, meta: dict) -> None:
         """
-        Before each step, and after the last: save if that is `due`, or all agreed that it is time, and there has been a
-        step since the last save. From here to `begin_update`, an exception that ends the run saves this step, too.
+        Between two steps: what `checkpoint` saves. From here to `begin_update` an exception that ends the run saves it, too.
+        meta: what JSON can hold, to continue from.
         """
-        if self.saved is None:
-            self.saved = step
-            last_acts.append(self.rescue)
         self.whole = step, metrics, meta
-        if (due or metrics.save_requested) and step > self.saved:
-            metrics.pause()
-            metrics.save_requested = False
-            if not due:
+
+    def checkpoint(self, by_time: bool = False) -> None:
+        """
+        Save what `stand_by` was told, unless it has been saved. by_time: `save_minutes` alone asks for it; the newest two of
+        those are kept.
+        """
+        step, metrics, meta = self.whole
+        metrics.save_requested = False
+        if step > self.saved:
+            if by_time:
                 self.by_time.append(step)
             self.save(step, meta | {"metrics_state": metrics.state})
 
     def begin_update(self) -> None:
-        """Parameters change from here to the next `between_steps`: an exception in between saves nothing."""
-        if self.whole:
-            self.whole[1].flush()  # where the host waits for the device: a Ctrl-C is raised here, while this step can be saved
+        """Parameters change from here to the next `stand_by`: an exception in between saves nothing."""
         self.whole = None
+
+    def give_up(self, reason: str) -> NoReturn:
+        """UserError on every rank, once the save under way is finished: the reason, and where the last good checkpoint is."""
+        self.wait()
+        there = from_rank0(list_steps, self.folder)
+        good = f"the last good checkpoint is {find_checkpoint(self.folder)}" if there else "there is no checkpoint yet"
+        raise UserError(f"{reason}; {good}; try lower learning rates, a longer warmup or grad_clip=1")
 
     def rescue(self) -> None:
         """
-        For a run that an exception ends: finish the save under way, then save what `between_steps` was told. Nothing if
+        For a run that an exception ends: finish the save under way, then save what `stand_by` was told. Nothing if
         another rank has no exception, or where ranks stopped in the middle of gathering parameters (stage 3).
         """
         try:
@@ -185,14 +196,6 @@ class CheckpointWriter:
         if self.failed:
             (_, error), self.failed = self.failed, None
             raise error
-
-    def give_up_after(self, max_bad_steps: int, bad_in_a_row: int, step: int) -> None:
-        """UserError on every rank when the loss has not been finite for so many steps, once what was being saved is safe."""
-        if bad_in_a_row >= max_bad_steps:
-            self.wait()
-            good = f"the last good checkpoint is {find_checkpoint(self.folder)}" if from_rank0(list_steps, self.folder) else "there is no checkpoint yet"
-            raise UserError(f"loss or gradient not finite in {max_bad_steps} steps in a row, up to step {step}; {good}; "
-                            "try lower learning rates, a longer warmup or grad_clip=1")
 
     def join(self) -> None:
         if self.thread:

@@ -19,6 +19,11 @@ def lr_multiplier(
     return min(rise, fall, 1.0)
 
 
+def is_due(step: int, num_iterations: int, every: int) -> bool:
+    """Whether something is done before this step that is done every so many steps and at the end; -1: never."""
+    return every > 0 and (step % every == 0 or step >= num_iterations)
+
+
 def muon_momentum(step: int) -> float:
     """0.85 rising to 0.95 over 300 steps: early gradients turn too fast to be averaged for long."""
     return 0.85 + 0.10 * min(step / 300, 1.0)
@@ -87,5 +92,6 @@ def choose_num_iterations(
     else:
         raise UserError("no horizon: set num_iterations, target_flops or target_param_data_ratio")
     if steps < 1:
-        raise UserError(f"the horizon is less than one step of total_batch_size={total_batch_size} tokens; lower it or set num_iterations")
+        raise UserError(f"the horizon is less than one step of total_batch_size={total_batch_size} tokens; "
+                        "lower that or set num_iterations")
     return steps

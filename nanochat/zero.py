@@ -34,7 +34,7 @@ class StepStats:
     """What all ranks agree on about a step, on the device: nobody has to wait for it."""
 
     ok: Tensor      # 1.0, or 0.0 where some rank saw a loss or gradient that is not finite: nothing may change then
-    report: Tensor  # (4,) float32: mean loss, norm of the averaged gradient before clipping, ok, Σ stop
+    values: Tensor  # (5,) float32: mean loss, norm of the averaged gradient before clipping, ok, Σ stop, Σ save
 
 
 class Bucket:
@@ -294,14 +294,15 @@ class Sharding:
         for p in params.values():
             p.grad = None
 
-    def reduce_and_clip(self, loss: Tensor, count: Tensor | float = 1.0, grad_clip: float = 0.0, stop: float = 0.0) -> StepStats:
+    def reduce_and_clip(self, loss: Tensor, count: Tensor | float = 1.0, grad_clip: float = 0.0,
+                        stop: bool = False, save: bool = False) -> StepStats:
         """
         The one small collective of a step, after its last backward pass; then every slice has its averaged gradient.
 
         loss, count: of this rank's part of the batch; the mean loss is Σ loss / Σ count, and the gradient is divided
         by Σ count as well. count 1 with a mean loss averages over ranks; where ranks have unequally many targets,
         back-propagate sums and count the targets. grad_clip: largest norm of the averaged gradient, 0 for no limit.
-        stop: what this rank asks all for, summed over ranks: 1 to stop, or a part of it to save (`CheckpointWriter.asks`).
+        stop, save: what this rank asks all ranks for; they are summed over the ranks.
         """
         self.summed_gradients()
         # Slices tile the gradient once per shard group: replicas would count it again. Where clipping depends on it, the
@@ -313,17 +314,17 @@ class Sharding:
         count = count.to(exact) if isinstance(count, Tensor) else squared.new_full((), count)
         sums = torch.stack([loss.detach().to(exact), count, squared])
         bad = (~sums.isfinite().all()).to(exact)  # NaN and Inf anywhere in the gradient make its norm so
-        sums = torch.cat([sums, torch.stack([bad, bad.new_full((), float(stop))])])
+        sums = torch.cat([sums, torch.stack([bad, bad.new_full((), float(stop)), bad.new_full((), float(save))])])
         if self.world_size > 1:
             dist.all_reduce(sums)
-        loss, count, squared, bad, stops = sums.unbind()
+        loss, count, squared, bad, stops, saves = sums.unbind()
         norm = squared.sqrt() / count
         ok = ((bad == 0) & norm.isfinite() & loss.isfinite()).float()
         divisor = count * (norm / grad_clip).clamp(min=1) if grad_clip > 0 else count
         for s in self.slices:
             # A product with zero would keep NaN: bad gradients are replaced, not scaled away.
             s.grad = torch.where(ok > 0, s.grad / divisor, 0.0)
-        return StepStats(ok, torch.stack([loss / count, norm, ok, stops]).float())
+        return StepStats(ok, torch.stack([loss / count, norm, ok, stops, saves]).float())
 
     def all_gather_params(self) -> None:
         """

@@ -4,23 +4,22 @@ Reinforcement learning: the model answers, right answers are made likelier.
     python -m scripts.chat_rl --task=arithmetic:hard
     torchrun --nproc_per_node=8 -m scripts.chat_rl --task=gsm8k
 
-Policy gradient in the simplest form that works, GRPO (Shao et al. 2024, arXiv:2402.03300) without its frills: several
+Policy gradient in the simplest form that works, GRPO (Shao et al. 2024, arXiv:2402.03300) with less around it: several
 samples of each problem; the advantage of a sample is its reward minus the mean of its problem's samples; one update
-for each batch of samples, so they are always the model's own and nothing needs to be clipped; every sampled token counts
-the same (Yu et al. 2025, arXiv:2503.14476).
+for each batch of samples, so they are always the model's own and nothing needs to be clipped; every sampled token
+counts the same (Yu et al. 2025, arXiv:2503.14476).
 """
 import math
+from functools import partial
 from typing import Literal
 
-from configurator import configure
+from configurator import configure  # first: it checks the command line before torch is imported
 
 import torch
 
-from nanochat.checkpoint import discard_after
-from nanochat.distributed import set_up
 from nanochat.conversation_loader import order, padded_length, tensors
-from nanochat.distributed import StopRequest, compute_cleanup, expect_short_waits, from_rank0, print0
-from nanochat.errors import UserError, require_positive
+from nanochat.distributed import StopRequest, compute_cleanup, expect_short_waits, print0, set_up
+from nanochat.errors import UserError
 from nanochat.finetuning import begin_stage, require_same_data
 from nanochat.flops import peak_flops
 from nanochat.metrics import Metrics, require_wandb
@@ -28,56 +27,56 @@ from nanochat.report import settings_table, write_section
 from nanochat.rollouts import Rollout, describe_change, roll_out, summary
 from nanochat.sampling import SamplingParams
 from nanochat.saving import CheckpointWriter
-from nanochat.schedule import apply_schedule, lr_multiplier
+from nanochat.schedule import apply_schedule, is_due, lr_multiplier
 from nanochat.task_eval import numbered, pass_at, solve
 from nanochat.tasks import make_task, without_parts
 
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
 overwrite = False           # remove the checkpoints that stand in the way of this run
-seed = 0                    # of the order of problems, and of the samples
+seed = 0                    # [0..] of the order of problems, and of the samples
 dry_run = False             # roll out the first step's problems, show samples and rewards, and end without training
 # ---- Device
-device_type = ""            # cuda | mps | cpu; empty: the best there is
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Model
 source: Literal["base", "mid", "sft"] = "sft"  # stage of the model to begin with
 model_tag: str | None = None  # folder of its checkpoints, and of those made here; None: the only one there is
-step: int | None = None     # of the checkpoint to begin with; None: the newest valid one
+source_step: int | None = None  # of the checkpoint to begin with; None: the newest valid one
 # ---- Problems
 task = "arithmetic:hard"    # what is practised: a task whose answers can be checked, such as gsm8k
-num_epochs = 1              # how often each problem is practised
-num_iterations = -1         # optimizer steps; -1: as many as the epochs have
-examples_per_step = 16      # problems per optimizer step, over all ranks
-num_samples = 16            # samples of each problem
-max_new_tokens = 256        # tokens of a sample
-temperature = 1.0           # of the samples; with anything but 1 they are another policy's than the one that is improved
-top_k = 0                   # sample from the k likeliest tokens only; with anything but 0, which is all, likewise
+num_epochs = 1              # [1..] how often each problem is practised
+num_iterations = -1         # [-1, 1..] optimizer steps; -1: as many as the epochs have
+examples_per_step = 16      # [1..] problems per optimizer step, over all ranks
+num_samples = 16            # [2..] samples of each problem; they are compared with each other
+max_new_tokens = 256        # [1..] tokens of a sample
+temperature = 1.0           # [>0] of the samples; with anything but 1 they come from another policy than is trained
+top_k = 0                   # [0..] sample from the k likeliest tokens only; with anything but 0, all, likewise
 # ---- Batch
-device_batch_size = 8       # samples per rank and micro-step; halve it when memory runs out
-sampling_batch_size = 64    # samples that a rank writes at a time
+device_batch_size = 8       # [1..] samples per rank and micro-step; halve it when memory runs out
+sampling_batch_size = 64    # [1..] samples that a rank generates at a time
 # ---- Sharding over the ranks
-zero_stage: Literal[0, 1, 2, 3] = 2  # each rank keeps its share of 1: optimizer state, 2: and gradients, 3: and parameters
-shard_size = -1             # ranks that share one copy; the groups of so many ranks are replicas; -1: all ranks
-reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients on their way between ranks
+zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters
+shard_size = -1             # [-1, 1..] ranks N that share one copy; groups of so many are replicas; -1: all ranks
+reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients that are sent to other ranks
 # ---- Optimizers
 embedding_lr = 0.2          # AdamW, for a model 768 wide
 unembedding_lr = 0.004      # AdamW, for a model 768 wide
 matrix_lr = 0.02            # Muon
-init_lr_frac = 0.05         # part of these rates to begin with
-weight_decay = 0.0          # of Muon's matrices, falling linearly to zero
-grad_clip = 0.0             # largest norm of the averaged gradient; 0: no limit
-warmdown_ratio = 1.0        # part of the run, at its end, in which the learning rate falls
-final_lr_frac = 0.0         # what is left of it at the end
-max_bad_steps = 10          # stop after so many steps in a row without a finite loss and gradient
-# ---- Looking
-eval_every = 60             # steps between evaluations, which also open and end the run; -1: never
-eval_examples = 400         # held-out problems of an evaluation
-eval_samples = 8            # samples of each: pass@1 is their mean, pass@k whether one of them is right
+init_lr_frac = 0.05         # [0..1] part of these rates to begin with
+weight_decay = 0.0          # of Muon's matrices; falls linearly to zero
+grad_clip = 0.0             # [0..] largest norm of the averaged gradient; 0: no limit
+warmdown_ratio = 1.0        # [0..1] part of the run, at its end, in which the learning rate falls
+final_lr_frac = 0.0         # [0..1] what is left of it at the end
+max_bad_steps = 10          # [1..] stop after so many steps in a row without a finite loss and gradient
+# ---- Evaluation and logging
+eval_every = 60             # steps between evaluations, also before the first step and after the last; -1: never
+eval_examples = 400         # [1..] held-out problems of an evaluation
+eval_samples = 8            # [1..] samples of each: pass@1 is their mean, pass@k whether one of them is right
 # ---- Checkpoints
-save_every = 60             # steps between checkpoints, which also end the run; -1: by time only
+save_every = 60             # steps between checkpoints, also after the last step; -1: by time only
 save_minutes = 30.0         # minutes between checkpoints, of which the newest two are kept; -1: by steps only
 keep_last = -1              # checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
@@ -85,25 +84,28 @@ resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())
 
 # ---- Setup
-require_positive(config, "sampling_batch_size", "num_epochs", "examples_per_step", "max_new_tokens", "eval_examples", "eval_samples")
-if num_samples < 2 or temperature <= 0:
-    raise UserError(f"num_samples={num_samples} and temperature={temperature} must be at least 2 and above 0: equal samples teach nothing")
 require_wandb(run)
 rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
 problems, held_out = make_task(task, "train"), make_task(without_parts(task), "test")
 if problems.eval_type != "generative":
     raise UserError(f"task={task} is not answered by writing; expected one such as gsm8k, arithmetic or spellingbee")
 
-# ---- The model of the stage before, or an interrupted run; from here on `step` is the next optimizer step
-model, tokenizer, sharding, optimizers, checkpoints, origin, data, step, meta = begin_stage("rl", config, device, model_dtype, compiling)
+# ---- The model of the stage before, or an interrupted run of this script
+model, tokenizer, sharding, optimizers, checkpoints, origin, data, start_step, meta = begin_stage(
+    "rl", config, device, model_dtype, compiling
+)
+
+# ---- Problems: which ones each step takes
 schedule = [index for epoch in range(num_epochs) for index in order(len(problems), seed, epoch)]
-steps_of_all = math.ceil(len(schedule) / examples_per_step)
-num_iterations = steps_of_all if num_iterations == -1 else min(num_iterations, steps_of_all)
-data_state = {"origin": origin, "task": task, "problems": len(problems), "seed": seed, "examples_per_step": examples_per_step, "eval_examples": eval_examples, "eval_samples": eval_samples}
+all_steps = math.ceil(len(schedule) / examples_per_step)
+num_iterations = all_steps if num_iterations == -1 else min(num_iterations, all_steps)
+data_state = {"origin": origin, "task": task, "problems": len(problems), "seed": seed,
+              "examples_per_step": examples_per_step, "eval_examples": eval_examples, "eval_samples": eval_samples}
 require_same_data(meta, data_state)
 samples_per_rank = math.ceil(examples_per_step / world_size) * num_samples  # of the rank with the most problems
-grad_accum_steps = math.ceil(samples_per_rank / device_batch_size)          # nothing is dropped: missing rows stay empty
-print0(f"{num_iterations:,} steps of {examples_per_step} problems x {num_samples} samples, in {grad_accum_steps} micro-step(s) on each of {world_size} rank(s)")
+grad_accum_steps = math.ceil(samples_per_rank / device_batch_size)          # nothing is dropped: the last is filled up
+print0(f"{num_iterations:,} steps of {examples_per_step} problems x {num_samples} samples, in {grad_accum_steps} "
+       f"micro-step(s) on each of {world_size} rank(s)")
 
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed)
 
@@ -111,62 +113,71 @@ sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed)
 def rollouts_of(step: int) -> list[Rollout]:
     """This rank's answers to its problems of a step."""
     of_step = schedule[step * examples_per_step : (step + 1) * examples_per_step]
-    model = sharding.whole_model(everywhere=True)  # on stage 3 its parameters are gathered for this
-    return roll_out(problems, of_step[rank::world_size], model, tokenizer, num_samples, numbered(sampling, step), sampling_batch_size)
+    whole_model = sharding.whole_model(everywhere=True)  # on stage 3 its parameters are gathered for this
+    return roll_out(problems, of_step[rank::world_size], whole_model, tokenizer, num_samples, numbered(sampling, step),
+                    sampling_batch_size)
 
 
 if dry_run:
     for rollout in rollouts_of(step=0):
-        print0(f"--- reward {rollout.reward:g}, advantage {rollout.advantage:+.2f}\n{tokenizer.decode(rollout.ids)}")
+        text = tokenizer.decode(rollout.ids)
+        print0(f"--- reward {rollout.reward:g}, advantage {rollout.advantage:+.2f}\n{text}")
     compute_cleanup()
     raise SystemExit
 
-peak = peak_flops(device, model_dtype)
-start_step = step
 before = meta["before"] if meta else None  # which held-out samples were right when the run began
-saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, keep_last, save_minutes)
-if overwrite:  # only now, when nothing can be wrong with the settings any more
-    from_rank0(discard_after, checkpoints, step)
-metrics = Metrics(checkpoints, run, config, step, num_iterations, 0, model.estimate_flops(), peak,
-                  meta["metrics_state"] if meta else None)  # 0: each step has tokens of its own
-stop = StopRequest()
+saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, start_step, keep_last, save_minutes, overwrite)
+metrics = Metrics(checkpoints, run, config, start_step, num_iterations, 0, model.estimate_flops(),
+                  peak_flops(device, model_dtype), meta["metrics_state"] if meta else None)
 
+step, stop = start_step, StopRequest()
 while True:
-    last_step = step >= num_iterations
-    stopping = metrics.stop_requested  # agreed on by all ranks: one was sent SIGTERM, SIGINT or SIGHUP
+    last_step, due = step >= num_iterations, partial(is_due, step, num_iterations)  # due(every): every so many steps
+    stopping = metrics.stop_requested  # the same on every rank: one of them was sent SIGTERM, SIGINT or SIGHUP
+    if metrics.bad_steps >= max_bad_steps:
+        saver.give_up(f"loss or gradient not finite in {max_bad_steps} steps in a row, up to step {step}")
 
-    # --- look: checkpoint first, so that no evaluation can cost a run; each looks at the parameters before this step
-    due = last_step or stopping or save_every > 0 and step % save_every == 0
-    saver.between_steps(step, metrics, due, dict(config=config, num_iterations=num_iterations,
-                        tokenizer=tokenizer.fingerprint, data=data, data_state=data_state, before=before))
+    # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
+    saver.stand_by(step, metrics, dict(config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
+                                       data=data, data_state=data_state, before=before))
+    asked_for = last_step or stopping or due(save_every)
+    if asked_for or metrics.save_requested:  # by rank 0, when save_minutes are over
+        with metrics.paused():
+            saver.checkpoint(by_time=not asked_for)
     if stopping:
         break
-    if eval_every > 0 and (last_step or step % eval_every == 0):
-        metrics.pause()
-        right = solve(held_out, sharding.whole_model(everywhere=True), tokenizer, sampling_batch_size, eval_examples, sampling, eval_samples)
-        before = right if step == 0 else before
-        passed = {f"eval/pass@{k}": pass_at(right, k) for k in sorted({1, eval_samples})}
-        metrics.log(step, passed)
-        print0(f"step {step:05d}/{num_iterations:05d} | held-out {task}: " + ", ".join(f"{name[5:]} {value:.1%}" for name, value in passed.items()))
+    if due(eval_every):
+        with metrics.paused():
+            whole_model = sharding.whole_model(everywhere=True)
+            right = solve(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling, eval_samples)
+            del whole_model
+            before = right if step == 0 else before
+            passed = {f"pass@{k}": pass_at(right, k) for k in sorted({1, eval_samples})}
+            metrics.log(step, {f"eval/{name}": value for name, value in passed.items()})
+            print0(f"step {step:05d}/{num_iterations:05d} | held-out {task}: "
+                   + ", ".join(f"{name} {value:.1%}" for name, value in passed.items()))
     if last_step:
         break
-    metrics.resume()
 
     # --- samples: each rank answers its problems of this step
     rollouts = rollouts_of(step)
 
-    # --- one optimizer step: −Σ advantage · log p over the sampled tokens of all ranks, divided by their number
+    # --- one optimizer step, as in base_train: -sum of advantage * log p over the sampled tokens of all ranks, which
+    # reduce_and_clip divides by their number
     step_loss = torch.zeros((), device=device)
     for micro_step in range(grad_accum_steps):
         batch = [(r.ids, r.weights()) for r in rollouts[micro_step * device_batch_size :][:device_batch_size]]
         batch += [([], [])] * (device_batch_size - len(batch))
-        inputs, targets, weights = tensors(batch, padded_length(max(len(ids) for ids, _ in batch), model.config.sequence_len), device)
+        length = padded_length(max(len(ids) for ids, _ in batch), model.config.sequence_len)
+        inputs, targets, weights = tensors(batch, length, device)
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
             loss = model(inputs, targets, reduction="sum", weights=weights)
             loss.backward()
         step_loss += loss.detach()
 
-    stats = sharding.reduce_and_clip(step_loss, float(sum(sum(r.sampled) for r in rollouts)), grad_clip, saver.asks(stop.asked))
+    sampled_tokens = float(sum(sum(r.sampled) for r in rollouts))
+    stats = sharding.reduce_and_clip(step_loss, sampled_tokens, grad_clip, stop.asked, saver.time_is_up())
+    metrics.flush()  # the step before: the only place where the host waits for the device
     lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
     apply_schedule(optimizers, step, num_iterations, lrm)
     saver.begin_update()
@@ -174,13 +185,13 @@ while True:
         optimizer.step(stats)
     sharding.all_gather_params()
     seen, step_tokens = summary(rollouts, device)
-    metrics.log_step(step, stats, lrm, step_tokens)  # whose time is that of sampling and training
+    metrics.log_step(step, stats, lrm, step_tokens)  # its time is that of sampling and training
     metrics.log(step, seen)
-    print0(f"step {step:05d}/{num_iterations:05d} | reward {seen['rl/reward']:.3f} | {seen['rl/tokens']:.1f} tokens an answer")
+    print0(f"step {step:05d}/{num_iterations:05d} | reward {seen['rl/reward']:.3f} | "
+           f"{seen['rl/tokens']:.1f} tokens an answer")
     if step == start_step:
-        expect_short_waits(sharding.shard_group, sharding.replica_group)  # all have compiled by now: who is silent has hung
+        expect_short_waits(sharding.shard_group, sharding.replica_group)  # all have compiled: a silent rank hangs
     step += 1
-    saver.give_up_after(max_bad_steps, metrics.bad_in_a_row, step)
 
 # ---- End
 saver.wait()
@@ -194,5 +205,6 @@ else:
         print0(f"held-out {task}: {change}")
         body = f"Held-out {task}: {change}.\n\n{body}"
         results |= {f"pass@1 of {task}, before": pass_at(before, 1), f"pass@1 of {task}, after": pass_at(right, 1)}
-    write_section("chat_rl", "Reinforcement learning", body, {"rl": results}, metrics.path, data=data, model_tag=checkpoints.name)
+    write_section("chat_rl", "Reinforcement learning", body, {"rl": results}, metrics.path, data=data,
+                  model_tag=checkpoints.name)
 compute_cleanup()

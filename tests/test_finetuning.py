@@ -46,7 +46,7 @@ def one_step(rank: int, world_size: int, device_batch_size: int, stage: int) -> 
     gradient = torch.cat(list(whole.values()))
     if sharding.shards > 1:
         dist.all_reduce(gradient)
-    return stats.report[0].item(), gradient
+    return stats.values[0].item(), gradient
 
 
 def all_steps(rank: int, world_size: int) -> dict[tuple[int, int], tuple[float, torch.Tensor]]:

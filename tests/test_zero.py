@@ -90,8 +90,8 @@ def sharded_run(rank: int, world_size: int, stage: int, dtype: torch.dtype, dyad
         for optimizer in optimizers:
             optimizer.step(stats)
         sharding.all_gather_params()
-        losses.append(stats.report[0].item())
-        norms.append(stats.report[1].item())
+        losses.append(stats.values[0].item())
+        norms.append(stats.values[1].item())
         applied.append(bool(stats.ok))
         unchanged = all(torch.equal(a, b) for a, b in zip(before, state_of(sharding, optimizers)))
         assert unchanged != applied[-1], "a step that is not applied leaves every master, moment and counter as it was"
