@@ -16,22 +16,32 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import REPO
+from ranks import run_on_ranks
 from torch import nn
 
-from conftest import REPO
-from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.checkpoint import (
-    checkpoint_dir, choose_start, claim, discard_after, find_checkpoint, furthest_stage, job, list_steps, load_model, lock_path,
-    problem_with, step_dir,
+    checkpoint_dir,
+    choose_start,
+    claim,
+    discard_after,
+    find_checkpoint,
+    furthest_stage,
+    job,
+    list_steps,
+    load_model,
+    lock_path,
+    problem_with,
+    step_dir,
 )
 from nanochat.compiling import set_compile
+from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.errors import UserError
 from nanochat.files import make_folder_aside, previous
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.partition import Shard, equal_ranges, row_ranges
 from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter, copy_to_host, make_room, outcome, write_files, write_tensors
-from ranks import run_on_ranks
 
 set_compile(False, "cpu")
 TOKENIZER = learn_tokenizer(["a few words to learn merges from, a few words"], 280)

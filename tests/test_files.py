@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import REPO
 
 from nanochat.errors import UserError, one_line
-from conftest import REPO
 from nanochat.files import base_dir, recover_folder, sha256, sync, write_aside, write_folder_aside, write_text
 
 

@@ -2,6 +2,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_on_ranks
 
 from nanochat.compiling import set_compile
 from nanochat.conversation import render
@@ -9,7 +10,6 @@ from nanochat.conversation_loader import RenderedConversations, conversation_loa
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import Tokenizer
 from nanochat.zero import Sharding
-from ranks import run_on_ranks
 
 EXAMPLES = 10  # of the step; with micro-batches of 4 on 3 ranks, one micro-batch is empty
 
