@@ -79,6 +79,7 @@ torch.set_num_threads(1)
 # ---- Model, optimizers, tokens
 config = config_from_depth(depth, vocab_size, max_seq_len)
 model, sharding, optimizers = set_up_training(config, torch.float32, device, zero_stage)
+gradient_computed = sharding.gradient_computed
 generator = torch.Generator().manual_seed(rank)
 tokens = torch.randint(vocab_size, (device_batch_size, max_seq_len + 1), generator=generator)
 inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
