@@ -161,10 +161,18 @@ def rank0_first(function, *args):
 
 
 def from_rank0(function, *args):
-    """What the function returns on rank 0, on every rank: for decisions that must not differ."""
-    result = [function(*args) if is_rank0() else None]
+    """
+    What the function returns on rank 0, on every rank: for decisions that must not differ. A UserError that it raises there
+    is raised on every rank.
+    """
+    try:
+        result = [function(*args) if is_rank0() else None]
+    except UserError as error:
+        result = [error]
     if dist.is_initialized():
         dist.broadcast_object_list(result, src=0)
+    if isinstance(result[0], UserError):
+        raise result[0]
     return result[0]
 
 

@@ -21,7 +21,7 @@ from nanochat.checkpoint import MODEL_FILE
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig, NORM_EPS, ROPE_THETA
 from nanochat.hf.tokenizer import CHAT_TEMPLATE, from_hf, to_hf, tokenizer_config
-from nanochat.resharding import Stored, index_of, overlaps
+from nanochat.resharding import Part, index_of, overlaps
 from nanochat.saving import write_tensors
 from nanochat.tokenizer import Tokenizer
 
@@ -130,13 +130,13 @@ def read_weights(checkpoint: Path, dtype: str) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.to(torch.bfloat16) if dtype == "bfloat16" else tensor
 
 
-def read_master(pieces: list[Stored], name: str, shape: torch.Size, checkpoint: Path) -> Tensor:
+def read_master(pieces: list[Part], name: str, shape: torch.Size, checkpoint: Path) -> Tensor:
     """A whole master from the pieces of it that ranks kept."""
     master, end = torch.empty(shape.numel()), 0
     for low, high, piece in overlaps(pieces, 0, len(master)):
         if low != end:
             break
-        master[low:high] = piece.file.get_slice(f"master.{name}")[low - piece.start : high - piece.start]
+        master[low:high] = piece.source.get_slice(f"master.{name}")[low - piece.start : high - piece.start]
         end = high
     if end < len(master):
         raise UserError(f"{checkpoint} has no float32 masters, only {MODEL_FILE} as it was imported: leave out --dtype=float32")
