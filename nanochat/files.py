@@ -91,9 +91,9 @@ def write_text(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def write_folder_aside(path: Path) -> Iterator[Path]:
     """
-    `write_aside` with a new folder to fill. A kill in the moment between two renames, when the old folder has gone and the
-    new one has not come, leaves the old one as `previous(path)`: the next process that writes there puts it back, by
-    `recover_folder`. Only one process may write a folder at a time.
+    `write_aside` with a new folder to fill. A folder that is there is renamed twice: to `previous(path)`, and the new
+    one to `path`. After a kill in between the next process that writes there puts it back, by `recover_folder`.
+    Only one process may write a folder at a time.
     """
     recover_folder(path)
     with write_aside(path) as aside:
@@ -108,8 +108,8 @@ def previous(path: Path) -> Path:
 
 def recover_folder(path: Path) -> None:
     """
-    Clear up after a process that was killed while it wrote a folder, which is then the new one if that is in place, else
-    the old one. For processes that are about to write there; those that read change nothing.
+    Clear up after a process that was killed while it wrote a folder: the old one comes back unless the new one is there.
+    For processes that are about to write there; those that read change nothing.
     """
     if previous(path).exists() and not path.exists():
         os.rename(previous(path), path)

@@ -7,8 +7,17 @@ from typing import NamedTuple
 import torch
 
 from nanochat.checkpoint import (
-    MODEL_FILE, changed_settings, checkpoint_dir, choose_start, data_of, find_checkpoint, job, list_steps,
-    load_checkpoint, model_dir, restarted,
+    MODEL_FILE,
+    changed_settings,
+    checkpoint_dir,
+    choose_start,
+    data_of,
+    find_checkpoint,
+    job,
+    list_steps,
+    load_checkpoint,
+    model_dir,
+    restarted,
 )
 from nanochat.distributed import from_rank0, print0
 from nanochat.errors import UserError
@@ -33,10 +42,10 @@ def begin_stage(
     stage: str, config: dict, device: torch.device, dtype: torch.dtype, compiling: bool,
 ) -> tuple[GPT, Tokenizer, Sharding, tuple, Start]:
     """
-    (model, tokenizer, sharding, optimizers, start) of a stage ("mid", "sft", "rl"), ready to train. config: the settings
-    of its script, of which this takes the sections Model, Sharding and Optimizers, and those about resuming. Weights of
-    the stage before are taken in the dtype they were saved in; an interrupted run goes on with its masters and moments.
-    COLLECTIVE.
+    (model, tokenizer, sharding, optimizers, start) of a stage ("mid", "sft", "rl"), ready to train. config: the
+    settings of its script, of which this takes the sections Model, Sharding and Optimizers, and those about resuming.
+    Weights of the stage before are taken in the dtype they were saved in; an interrupted run goes on with its masters
+    and moments. COLLECTIVE.
     """
     source = model_dir(config["source"], config["model_tag"])
     checkpoints = checkpoint_dir(stage, source.name)
@@ -67,8 +76,8 @@ def begin_stage(
 
 def origin_of_resumed(meta: dict, source: Path, step: int | None) -> str:
     """
-    What the run would begin with now, for `require_same_data` to compare: as it was where that is gone, and in the middle
-    of a run, which has no reason to stop if the source has been trained on. COLLECTIVE.
+    What the run would begin with now, for `require_same_data` to compare: what it did begin with where that is gone,
+    and after a restart in the middle, which has no reason to stop if the source has been trained on. COLLECTIVE.
     """
     if restarted() and meta["job"] == from_rank0(job) or not from_rank0(list_steps, source):
         return meta["data_state"]["origin"]

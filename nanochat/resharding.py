@@ -1,6 +1,6 @@
 """
-Ranges of flattened tensors, from the files of whatever ranks saved them to the memory of whatever ranks need them: how a
-checkpoint of N ranks is loaded on M, and that of one stage of ZeRO on another.
+Ranges of flattened tensors, from the files of the ranks that saved them to the memory of the ranks that need them: how
+a checkpoint of N ranks is loaded on M, and that of one stage of ZeRO on another.
 """
 import json
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ from nanochat.zero import Sharding
 
 
 class Part(NamedTuple):
-    """Elements [start, end) of a flattened tensor: in memory, (end − start,), or by the tensor's name in an open file."""
+    """Elements [start, end) of a flattened tensor: in memory, (end − start,), or in an open file under its name."""
 
     start: int
     end: int
@@ -93,15 +93,16 @@ def mismatches(
     there = {name: f"{tuple(s.get_shape())} {s[:0].dtype}" for name, s in slices.items()}
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) != there.get(name):
-            yield f"{name} is {there.get(name, 'not')} there, {here.get(name, 'not')} here (other depth or dtype?)"
+            yield f"{name} is {there.get(name, 'not')} there, but {here.get(name, 'not')} here (other depth or dtype?)"
     kinds = tuple(f"{o.kind}.{key}." for o in optimizers for key in o.state) + ("master.",)
     for name in sorted(saved.keys() - kept.keys()):
         if not name.startswith(kinds):  # else another rank keeps it
-            yield f"{name} is only there (other optimizers?)"
+            yield f"{name} is not here (other optimizers?)"
     for name, (start, end, tensor) in kept.items():
         parts = overlaps(saved.get(name, []), start, end)
         edges = [start, *(edge for low, high, _ in parts for edge in (low, high)), end]
         if edges[0::2] != edges[1::2]:  # each element once: a part begins where the one before it ends
             yield f"{name} is not whole in its optimizer files"
-        elif (dtypes := {part.source.get_slice(name)[:0].dtype for _, _, part in parts}) != {tensor.dtype}:
-            yield f"{name} is {dtypes} there, {tensor.dtype} here"
+        for _, _, part in parts:
+            if (dtype := part.source.get_slice(name)[:0].dtype) != tensor.dtype:
+                yield f"{name} is {dtype} there, but {tensor.dtype} here"

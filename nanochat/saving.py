@@ -29,7 +29,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanochat.checkpoint import (
-    MODEL_FILE, OPTIMIZER_FILE, UNSEEN, claim, find_checkpoint, job, list_steps, lock_path, signature, step_dir,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    UNSEEN,
+    claim,
+    find_checkpoint,
+    job,
+    list_steps,
+    lock_path,
+    signature,
+    step_dir,
 )
 from nanochat.distributed import from_rank0, print0, set_timeout
 from nanochat.errors import UserError, last_acts, one_line

@@ -36,7 +36,7 @@ def digests(paths: list[str]) -> dict[str, str | None]:
 
 
 def unfinished(path: Path) -> str | None:
-    """How far the run of a folder has come by its newest checkpoint, "300 of 700"; None if it has ended, or is no run."""
+    """How far the run in a folder has come by its newest checkpoint, "300 of 700"; None if it has ended or is none."""
     metas = path.glob("step_*/meta.json")
     steps = {int(meta.parent.name[5:]): meta for meta in metas if meta.parent.name[5:].isdecimal()}
     meta = json.loads(steps[max(steps)].read_text(encoding="utf-8")) if steps else {"step": 0}
