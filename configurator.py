@@ -1,14 +1,15 @@
 """
-A script's settings are its own globals; this reads them as data and lets the command line override them.
+A script's settings are its own globals; this module reads them as data and lets the command line override them.
 
     depth = 20    # layers
     config = configure(globals())
 
 The assignments of plain values above the call are the settings. The comment at the end of the line is the setting's
 help; a comment line such as `# ---- Batch` opens a section. A comment may begin with the numbers that are allowed:
-[1..] one or more, [0..1] within, [>0] above zero, [-1, 1..] minus one, or one or more.
+[1..] one or more, [0..1] within, [>0] above zero, [-1, 1..] minus one, or one or more. Annotations name other types
+and choices: `int | None`, `Literal["a", "b"]`.
 
-    --key=value   override, or --key value; a number may be arithmetic (2**19), and None goes where the annotation allows it
+    --key=value   override, or --key value; a number may be arithmetic (2**19), None goes where the annotation has it
     --flag        short for --flag=True
     -p value      short for --p=value, where a setting's name is one letter
     file.py       overrides as `key = value` lines; a key on the command line beats the same key in a file
@@ -16,7 +17,7 @@ help; a comment line such as `# ---- Batch` opens a section. A comment may begin
 
 Source, files and values are parsed (`ast`, `tokenize`), never executed.
 
-The command line of the running script is checked as this module is imported. A script that imports it before torch
+The command line of the running script is checked as this module is imported: a script that imports it before torch
 answers a mistyped setting, and --help, at once.
 """
 import ast
@@ -46,7 +47,7 @@ NOT_PLAIN = (ValueError, ArithmeticError, SyntaxError, RecursionError, MemoryErr
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting; `accepts` holds the types and the single values (choices, None) that it may take."""
+    """One setting. accepts: the types and the single values (choices, None) that it takes."""
     name: str
     default: Any
     accepts: tuple[Any, ...]
@@ -111,15 +112,13 @@ def read_settings(script_globals: dict[str, Any]) -> tuple[dict[str, Setting], s
             literal = plain_value(value)
         except NOT_PLAIN:
             continue
-        default = script_globals.get(name, literal)  # absent only if an import skipped the block of the call
+        default = script_globals.get(name, literal)  # absent while this module is imported
         accepts = tuple(read_annotation(annotation)) or (type(default),)
-        if accepts == (type(None),) or not any(fits(default, kind) for kind in accepts):
-            raise ValueError(f"{path}:{node.lineno}: {name} = {default!r} needs an annotation that says what it may be")
         comment = next((comments[row] for row in range(node.lineno, node.end_lineno + 1) if row in comments), "")
         section = [title for line, title in headings if line < node.lineno][-1:] or [""]
-        settings[name] = Setting(name, default, accepts, comment, section[0])
-        if not settings[name].allows(literal):
-            raise ValueError(f"{path}:{node.lineno}: {name} = {literal!r} is not in its range {settings[name].ranges}")
+        setting = settings[name] = Setting(name, default, accepts, comment, section[0])
+        if accepts == (type(None),) or not any(fits(default, kind) for kind in accepts) or not setting.allows(literal):
+            raise ValueError(f"{path}:{node.lineno}: {name} = {default!r} does not fit its annotation or its range")
     return settings, ast.get_docstring(tree) or ""
 
 
@@ -137,34 +136,31 @@ def read_comments(source: str) -> tuple[dict[int, str], list[tuple[int, str]]]:
 
 
 def statements_above_call(tree: ast.Module, path: str) -> list[ast.stmt]:
-    """What stands before `configure(...)` in the block that calls it: the module or the body of a top-level `if`."""
-    for block in [tree.body, *(node.body for node in tree.body if isinstance(node, ast.If))]:
-        for position, node in enumerate(block):
-            call = getattr(node, "value", None)
-            if isinstance(call, ast.Call) and getattr(call.func, "id", getattr(call.func, "attr", "")) == "configure":
-                return block[:position]
+    """The top-level statements before `configure(...)`."""
+    for position, node in enumerate(tree.body):
+        call = getattr(node, "value", None)
+        if isinstance(call, ast.Call) and getattr(call.func, "id", getattr(call.func, "attr", "")) == "configure":
+            return tree.body[:position]
     raise ValueError(f"{path} does not call `configure(globals())` at its top level")
 
 
 def assignment(node: ast.stmt) -> tuple[str | None, ast.expr | None, ast.expr | None]:
     """Name, annotation and value of `name = value` or `name: annotation = value`; three Nones for anything else."""
-    if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-        return node.targets[0].id, None, node.value
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-        return node.target.id, node.annotation, node.value
+    match node:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            return name, None, value
+        case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=ast.expr() as value):
+            return name, annotation, value
     return None, None, None
 
 
 def read_annotation(annotation: ast.expr | None) -> Iterator[Any]:
-    """The types and single values that `int | None`, `Optional[int]` or `Literal["a", "b"]` name."""
+    """The types and single values that `int | None` or `Literal["a", "b"]` name."""
     for node in ast.walk(annotation) if annotation else ():
-        word = getattr(node, "id", getattr(node, "attr", None))
         if isinstance(node, ast.Constant):
             yield node.value
-        elif word in TYPES:
-            yield TYPES[word]
-        elif word == "Optional":
-            yield None
+        elif isinstance(node, ast.Name) and node.id in TYPES:
+            yield TYPES[node.id]
 
 
 # ---- The values: parsed, never executed
@@ -199,10 +195,8 @@ def readings(text: str) -> Iterator[Any]:
     if text.lower() in WORDS:
         yield WORDS[text.lower()]
     if ARITHMETIC.fullmatch(text):
-        try:
+        with contextlib.suppress(*NOT_PLAIN):  # then it is only a text
             yield plain_value(ast.parse(text.strip(), mode="eval").body)
-        except NOT_PLAIN:
-            pass
     yield text
 
 
@@ -242,11 +236,9 @@ def read_arguments(argv: list[str], settings: dict[str, Setting]) -> dict[str, A
     """The overrides of a command line and of the files it names, by setting. Raises UserError where it does not fit."""
     from_files: dict[str, Any] = {}
     from_keys: dict[str, Any] = {}
-    rest = list(argv)
+    rest = [argument for argument in argv if argument != "--"]  # torchrun puts it before our arguments
     while rest:
         argument = rest.pop(0)
-        if argument == "--":  # torchrun puts it between its own arguments and ours
-            continue
         if argument.endswith(".py") and not argument.startswith("-"):
             from_files |= read_file(argument, settings)
             continue
@@ -257,7 +249,7 @@ def read_arguments(argv: list[str], settings: dict[str, Setting]) -> dict[str, A
         setting = find(key.replace("-", "_"), settings, f"--{key}")
         if setting.name in from_keys:
             raise UserError(f"--{key} is given twice")
-        if not equals and rest and (rest[0].lower() in WORDS if bool in setting.accepts else short or not rest[0].startswith("--")):
+        if not equals and rest and takes_next(setting, rest[0], short):
             text = rest.pop(0)
         elif not equals and bool in setting.accepts:
             text = "True"
@@ -265,6 +257,13 @@ def read_arguments(argv: list[str], settings: dict[str, Setting]) -> dict[str, A
             raise UserError(f"--{key} needs a value, such as --{key}={setting.default}")
         from_keys[setting.name] = choose(readings(text), setting, f"--{key}={text}")
     return from_files | from_keys
+
+
+def takes_next(setting: Setting, following: str, short: Any) -> bool:
+    """Whether the next argument is the value of a key without "=": for a flag only a word such as True."""
+    if bool in setting.accepts:
+        return following.lower() in WORDS
+    return bool(short) or not following.startswith("--")
 
 
 def read_file(path: str, settings: dict[str, Setting]) -> dict[str, Any]:
@@ -311,5 +310,5 @@ def help_text(settings: dict[str, Setting], docstring: str) -> str:
     return "\n".join(lines).strip()
 
 
-with contextlib.suppress(AttributeError, OSError, ValueError, SyntaxError):  # what runs is no script of settings, such as pytest
+with contextlib.suppress(AttributeError, OSError, ValueError, SyntaxError):  # the program is no script of settings
     settings_of({"__file__": sys.modules["__main__"].__file__}, sys.argv[1:])

@@ -169,13 +169,6 @@ def load_checkpoint(checkpoint: Path, device: torch.device) -> tuple[GPT, Tokeni
     return model, tokenizer, meta
 
 
-def data_of(meta: dict, model_tag: str) -> str | None:
-    """The data set that a model was pretrained on; None: unknown. Later stages did not always keep it in their meta."""
-    folder = checkpoint_dir("base", model_tag)
-    steps = [] if "data" in meta else list_steps(folder)
-    return read_meta(step_dir(folder, steps[-1])).get("data") if steps else meta.get("data")
-
-
 # ---- Starting a run
 
 

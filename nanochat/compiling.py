@@ -10,8 +10,6 @@ from types import SimpleNamespace
 
 import torch
 
-
-
 switch = SimpleNamespace(on=False)  # of this process
 
 

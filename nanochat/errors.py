@@ -1,4 +1,4 @@
-"""What a user can cause and act on is said in one line; everything else keeps its traceback."""
+"""Errors: one line for what a user can cause and act on; everything else keeps its traceback."""
 import contextlib
 import difflib
 import errno
@@ -15,11 +15,12 @@ USER_ERRNOS = {errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EPER
 # Under torchrun: called with the line of an error that a restart would only repeat.
 tell_restarts: list[Callable[[str], object]] = []
 
-# What a run that an exception ends still does once that is told. They never raise, and wait for no rank that may be gone.
+# Called after an uncaught error is reported, such as a last save. They never raise, and wait for no dead rank.
 last_acts: list[Callable[[], None]] = []
 
 
 def act_last() -> None:
+    """Run what is left to do before the process ends, each once."""
     while last_acts:
         last_acts.pop()()
 
@@ -29,11 +30,11 @@ class UserError(Exception):
 
 
 class PassingError(UserError):
-    """What may be over when it is tried again, such as a server that does not answer."""
+    """An error that may not happen again, such as a server that does not answer."""
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown word: "; did you mean 'x'?" with the nearest other name, or nothing."""
+    """The end of a message about an unknown word: "; did you mean 'x'?" with the nearest name, or ""."""
     others = {name.lower(): name for name in names if name != word}
     nearest = difflib.get_close_matches(word.lower(), others, n=1, cutoff=0.5)
     return f"; did you mean {others[nearest[0]]!r}?" if nearest else ""
@@ -54,7 +55,7 @@ def require_fraction(config: dict, *names: str) -> None:
 
 
 def one_line(error: BaseException, config: dict | None = None) -> str | None:
-    """The line to show instead of a traceback, or None where the traceback is what helps. config: a script's settings."""
+    """The line to show instead of a traceback; None where the traceback helps more. config: a script's settings."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -62,39 +63,47 @@ def one_line(error: BaseException, config: dict | None = None) -> str | None:
     if isinstance(error, OSError) and error.errno in USER_ERRNOS:
         where = f": {error.filename}" if error.filename else ""
         return f"{os.strerror(error.errno)}{where} (free space there, or set NANOCHAT_BASE_DIR to another folder)"
-    # By name and text: this module is imported by scripts that do without torch.
-    # The last two: memory that ran out in Python or C++ itself, for instance while compiling.
-    texts = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
-    out_of_memory = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or any(text in str(error) for text in texts)
-    if out_of_memory and (rows := (config or {}).get("device_batch_size", 0)):
-        advice = f"try --device_batch_size={rows // 2}" if rows > 1 else "try a smaller max_seq_len or depth, or activation_checkpointing"
-        return f"out of memory with device_batch_size={rows}; {advice}"
+    rows = (config or {}).get("device_batch_size", 0)
+    if rows and is_out_of_memory(error):
+        smaller = "a smaller max_seq_len or depth, or activation_checkpointing"
+        advice = f"--device_batch_size={rows // 2}" if rows > 1 else smaller
+        return f"out of memory with device_batch_size={rows}; try {advice}"
     return None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of a GPU or the CPU; by name and text, because scripts without torch import this module."""
+    texts = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
+    by_name = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
+    return by_name or any(text in str(error) for text in texts)
+
+
 def install_one_line_errors(config: dict | None = None) -> None:
-    """From here on an uncaught error that `one_line` knows ends the process with that line and exit code 1.
-    NANOCHAT_TRACEBACK=1 shows the traceback as well."""
+    """
+    An uncaught error that `one_line` knows ends the process with that line and exit code 1. NANOCHAT_TRACEBACK=1 shows
+    the traceback as well.
+    """
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         line, rank = one_line(error, config), os.environ.get("RANK")
-        out = sys.__stderr__  # torch's own hook, around this one, holds back what goes to sys.stderr until it is over
+        out = sys.__stderr__  # torch's own hook calls this one and holds back sys.stderr until it returns
         if line is not None and not isinstance(error, (KeyboardInterrupt, PassingError)):
             for tell in tell_restarts:
                 with contextlib.suppress(Exception):  # torchrun itself may be gone
                     tell(line)
         if line is not None and rank not in (None, "0"):
-            # What every rank found wrong is said once: rank 0 speaks first, and torchrun ends those that still wait.
+            # An error that every rank has is reported once: rank 0 comes first, then torchrun ends the others.
             act_last()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
         with contextlib.suppress(OSError):  # its terminal, or what reads its pipe, is gone
-            if line is None or os.environ.get("NANOCHAT_TRACEBACK") == "1":  # in one write: ranks must not mix their lines
-                out.write((f"rank {rank}:\n" if rank else "") + "".join(traceback.format_exception(kind, error, trace)))
+            if line is None or os.environ.get("NANOCHAT_TRACEBACK") == "1":
+                text = "".join(traceback.format_exception(kind, error, trace))
+                out.write((f"rank {rank}:\n" if rank else "") + text)  # in one write: ranks must not mix their lines
             if line is not None:
                 print(f"error: {line}" + f" (rank {rank})" * (rank not in (None, "0")), file=out)
             out.flush()
         act_last()
-        if rank is not None:  # among several ranks, an orderly end could wait for one that will never answer
+        if rank is not None:  # among several ranks, an orderly exit could wait for a dead rank
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
             os._exit(1)

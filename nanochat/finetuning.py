@@ -11,7 +11,6 @@ from nanochat.checkpoint import (
     changed_settings,
     checkpoint_dir,
     choose_start,
-    data_of,
     find_checkpoint,
     job,
     list_steps,
@@ -62,7 +61,7 @@ def begin_stage(
     optimizers = setup_optimizers(model, sharding, *rates, config["weight_decay"])
     if compiling:
         model.compile_blocks()
-    data = data_of(meta, source.name)
+    data = meta.get("data")
     if checkpoint is None:
         print0(f"starting from {begin}")
         start = Start(checkpoints, from_rank0(describe_origin, begin), data, 0, None)

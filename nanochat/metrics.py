@@ -17,7 +17,7 @@ from nanochat.flops import Peak
 from nanochat.zero import StepStats
 
 EMA_DECAY = 0.9  # of the smoothed loss, per step
-MEASURE_EVERY = 120  # seconds at least between measurements of a peak that no datasheet tells; each takes one or two on a CPU
+MEASURE_EVERY = 120  # seconds at least between measurements of a peak that no datasheet states; each takes 1 or 2 s
 
 
 def require_wandb(run: str) -> None:
@@ -28,18 +28,18 @@ def require_wandb(run: str) -> None:
 
             wandb.login()
         except Exception as error:  # a broken installation may raise anything
-            raise UserError(f"run={run} needs wandb, which does not work here: {error}; "
-                            "`pip install wandb` and `wandb login`, set WANDB_MODE=offline, or leave out --run") from None
+            raise UserError(f"run={run} needs wandb, which does not work here: {error}; `pip install wandb` and "
+                            "`wandb login`, set WANDB_MODE=offline, or leave out --run") from None
 
 
 class Metrics:
     """
-    The numbers of a run. `log_step` takes a step's stats as tensors on the device and reads them one step later, when the
-    device has long computed them: logging never waits for the step that runs. On a CPU it reads them at once.
+    The numbers of a run. `log_step` takes a step's stats as tensors on the device and reads them one step later, when
+    the device has computed them: logging never waits for the step that runs. On a CPU it reads them at once.
 
-    Every rank reads the same sums, so every rank knows at the same step that some rank asks for the run to stop
-    (`stop_requested`), that it is time for a checkpoint (`save_requested`), and how many steps in a row were skipped because a
-    loss or gradient was not finite (`bad_steps`). Only rank 0 prints and writes.
+    Every rank reads the same sums, so every rank knows at the same step that some rank wants the run to stop
+    (`stop_requested`), that it is time for a checkpoint (`save_requested`), and how many steps in a row were skipped
+    because a loss or gradient was not finite (`bad_steps`). Only rank 0 prints and writes.
 
     total_batch_size: tokens per step over all ranks. state: `Metrics.state` of a checkpoint, to go on from.
     """
@@ -50,7 +50,8 @@ class Metrics:
         self.num_iterations, self.total_batch_size = num_iterations, total_batch_size
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         # A rate measured beside other processes is too low: the best one of the run counts.
-        self.flops_per_token, self.peak_flops, self.measure = flops_per_token, peak.flops * self.world_size, peak.measure
+        self.peak_flops, self.measure = peak.flops * self.world_size, peak.measure
+        self.flops_per_token = flops_per_token
         self.measured = time.monotonic()
         self.state = state or {"ema": 0.0, "ema_steps": 0, "elapsed": 0.0, "min_val_bpb": None, "skipped": 0}
         self.stop_requested, self.save_requested, self.bad_steps = False, False, 0
@@ -66,12 +67,13 @@ class Metrics:
             if run:
                 import wandb  # optional, and slow to import
 
-                self.wandb = wandb.init(project="nanochat", name=run, config=config, id=self.state.get("wandb"), resume="allow")
-                self.state["wandb"] = self.wandb.id  # a resumed run continues there
+                id_before = self.state.get("wandb")  # a resumed run continues there
+                self.wandb = wandb.init(project="nanochat", name=run, config=config, id=id_before, resume="allow")
+                self.state["wandb"] = self.wandb.id
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Around everything that is not training: all steps are read and written before, and its time counts for no step."""
+        """Around what is not training: all steps are read and written before it, and its time counts for no step."""
         self.flush()
         if self.measure and time.monotonic() - self.measured >= MEASURE_EVERY:
             self.peak_flops = max(self.peak_flops, self.measure() * self.world_size)
@@ -89,7 +91,8 @@ class Metrics:
             values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        self.pending = step, values, copied, tokens or self.total_batch_size, {"train/lrm": lrm, "train/dt": now - self.clock}
+        record = {"train/lrm": lrm, "train/dt": now - self.clock}
+        self.pending = step, values, copied, tokens or self.total_batch_size, record
         self.clock = now
         if copied is None:
             self.flush()
@@ -127,14 +130,15 @@ class Metrics:
         smoothed = state["ema"] / (1 - EMA_DECAY ** state["ema_steps"]) if state["ema_steps"] else math.nan
         left = "?"  # nothing can be said after the first step
         if self.session_steps > 1:
-            left = minutes(self.session_seconds / (self.session_steps - 1) * (self.num_iterations - step - 1))
+            left = duration(self.session_seconds / (self.session_steps - 1) * (self.num_iterations - step - 1))
         print0(
-            f"step {step:05d}/{self.num_iterations:05d} ({100 * (step + 1) / self.num_iterations:5.1f}%) | loss {smoothed:.4f} | "
-            f"lrm {record['train/lrm']:.2f} | {1000 * dt:,.0f} ms | {tok_per_sec:,.0f} tok/s | mfu {at_most}{100 * mfu:.1f}% | "
-            f"{minutes(state['elapsed'])} done, {left} left"
+            f"step {step:05d}/{self.num_iterations:05d} ({100 * (step + 1) / self.num_iterations:5.1f}%) | "
+            f"loss {smoothed:.4f} | lrm {record['train/lrm']:.2f} | {1000 * dt:,.0f} ms | {tok_per_sec:,.0f} tok/s | "
+            f"mfu {at_most}{100 * mfu:.1f}% | {duration(state['elapsed'])} done, {left} left"
         )
         if not ok:
-            print0(f"step {step:05d}: skipped on every rank: loss or gradient is not finite ({state['skipped']} so far)")
+            skipped = f"({state['skipped']} so far)"
+            print0(f"step {step:05d}: skipped on every rank: loss or gradient is not finite {skipped}")
 
     def log_validation(self, step: int, bpb: float) -> None:
         best = self.state["min_val_bpb"]
@@ -175,5 +179,8 @@ def read_metrics(path: Path) -> list[dict]:
     return [records[key] for key in sorted(records)]
 
 
-def minutes(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """In words of the size of the time: "40s", "3.5m", "12.0h"."""
+    if seconds < 90:
+        return f"{seconds:.0f}s"
     return f"{seconds / 60:.1f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"

@@ -24,7 +24,7 @@ import torch
 from nanochat.distributed import is_rank0
 from nanochat.errors import UserError, did_you_mean
 from nanochat.files import base_dir, write_text
-from nanochat.metrics import minutes
+from nanochat.metrics import duration
 from nanochat.plots import plot_section, single_line
 
 STAGES = ("data", "tokenizer", "base_train", "base_eval", "mid_train", "chat_sft", "chat_rl", "chat_eval")  # then the rest
@@ -109,7 +109,7 @@ def generate(model_tag: str = "", data: str = "") -> Path:
             seconds += plotted_seconds
         chapters.append("\n\n".join(filter(None, chapter)))
     if seconds:
-        here["Training"] = f"{minutes(seconds)} in optimizer steps, over all sections"
+        here["Training"] = f"{duration(seconds)} in optimizer steps, over all sections"
     header = "\n".join(f"- {name}: {value}" for name, value in here.items())
     write_text(folder / "report.md", "\n\n".join(["# nanochat report", header, *summary(tables), *chapters]) + "\n")
     return folder / "report.md"

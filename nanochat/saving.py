@@ -164,9 +164,9 @@ class CheckpointWriter:
             print0(f"warning: step {self.failed[0]} was not saved: {reason(self.failed[1])}; "
                    "training goes on, the next save tries again")
             self.failed = None
-        text = meta_text(step, job(), self.sharding.model.config, meta)
+        meta = meta | {"step": step, "job": job(), "model_config": vars(self.sharding.model.config)}
         self.began = time.monotonic()
-        files = copy_to_host(self.sharding, self.optimizers)
+        text, files = json.dumps(meta, indent=1), copy_to_host(self.sharding, self.optimizers)
         # Not a daemon: at the end of a run that fails the interpreter waits for it, instead of killing it in mid-write.
         self.thread = threading.Thread(target=self.write, args=(step, files, text), name="checkpoint")
         self.thread.start()
@@ -179,9 +179,9 @@ class CheckpointWriter:
 
     def write(self, step: int, files: Files, meta: str) -> None:
         """The thread: whatever happens on one rank, all end with the same outcome, and nothing half-made is left."""
-        begin, publish = (self.begin, self.publish) if self.sharding.rank == 0 else (idle, idle)
+        begin, publish = (self.begin, self.publish) if self.sharding.rank == 0 else (None, None)
         try:
-            with contextlib.ExitStack() as stack:  # rank 0's: closing it gives the folder its final name
+            with contextlib.ExitStack() as stack:  # on rank 0 it has the folder to fill, and renames it when it closes
                 aside = self.share(begin, step, stack)[0]
                 sums = self.share(write_files, aside, files)
                 self.share(publish, step, stack, aside, sums, meta)
@@ -189,12 +189,11 @@ class CheckpointWriter:
             self.failed = step, error
 
     def begin(self, step: int, stack: contextlib.ExitStack) -> Path:
-        """Rank 0: the folder to fill."""
         self.require_folder()
         return stack.enter_context(write_folder_aside(step_dir(self.folder, step)))
 
     def publish(self, step: int, stack: contextlib.ExitStack, aside: Path, sums: list[dict], meta: str) -> None:
-        """Rank 0: make the filled folder a checkpoint, then remove those that are too old."""
+        """Make the filled folder a checkpoint, then remove those that are too old."""
         complete(aside, sums, self.tokenizer, meta)
         self.require_folder()
         stack.close()
@@ -205,59 +204,50 @@ class CheckpointWriter:
             shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)  # what is in use (NFS) goes next time
         print0(f"saved {step_dir(self.folder, step)}")
 
-    def share(self, function: Callable, *args) -> list:
-        """What the function returns on every rank, or the exception that it raises on any, on every rank."""
-        results = [outcome(function, *args)]
+    def share(self, function: Callable | None, *args) -> list:
+        """
+        What the function returns on each rank (None: nothing is to be done there), on every rank. What it raises on any
+        rank is raised on every rank.
+        """
+        try:
+            result = function(*args) if function else None
+        except (OSError, UserError) as error:
+            result = error
+        except Exception:  # of any class, which another rank may not be able to rebuild
+            result = RuntimeError(traceback.format_exc())
+        results = [result]
         if self.group is not None:
-            result, results = results[0], [None] * self.sharding.world_size
+            results = [None] * self.sharding.world_size
             dist.all_gather_object(results, result, group=self.group)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+        for error in filter(lambda result: isinstance(result, Exception), results):
+            raise error
         return results
 
     def rescue(self) -> None:
         """
-        For a run that an exception ends: finish the save under way, then save what `stand_by` was told. Nothing if
-        another rank has no exception, or where ranks stopped in the middle of gathering parameters (stage 3).
+        For a run that an exception ends: finish the save under way, then save what `stand_by` was told. On several ranks
+        only if all of them come here, before the same step, and not on stage 3, whose parameters may be half gathered.
         """
+        step, metrics, meta = self.whole or (-1, None, {})
         try:
             if self.thread:
                 self.thread.join(timeout=20 if self.group else None)  # nearly written, perhaps
-            if self.whole is None or self.whole[0] == self.saved and not self.failed:
+            hopeless = self.group and (self.sharding.stage == 3 or self.thread and self.thread.is_alive())
+            if self.whole is None or step == self.saved and not self.failed or hopeless:
                 return
-            if self.group and (self.sharding.stage == 3 or self.thread and self.thread.is_alive()):
-                return
-            step, metrics, meta = self.whole
-            set_timeout(ALL_FAILED_WITHIN, *filter(None, [self.group]))
-            try:
-                steps = self.share(lambda: step)
-            except RuntimeError:
-                raise UserError("that takes all ranks, and some have not failed, or are gone") from None
-            set_timeout(PATIENCE, *filter(None, [self.group]))
-            if set(steps) == {step}:
-                print0(f"saving step {step} before the run ends")
-                metrics.flush()
-                self.save(step, meta | {"metrics_state": metrics.state})
-                self.wait()
+            if self.group:
+                set_timeout(ALL_FAILED_WITHIN, self.group)
+                if set(self.share(lambda: step)) != {step}:
+                    return
+                set_timeout(PATIENCE, self.group)
+            print0(f"saving step {step} before the run ends")
+            metrics.flush()
+            self.save(step, meta | {"metrics_state": metrics.state})
+            self.wait()
         except BaseException as error:  # a second one must not hide the first
-            with contextlib.suppress(OSError):  # its terminal is gone
-                step = self.whole[0] if self.whole else 0
-                print(f"warning: step {step} was not saved: {reason(error)}", flush=True)
-
-
-def idle(*_) -> None:
-    """What the other ranks do while rank 0 works."""
-
-
-def outcome(function: Callable, *args):
-    """What the function returns, or its exception: a value that can be sent to the other ranks."""
-    try:
-        return function(*args)
-    except (OSError, UserError) as error:
-        return error
-    except Exception:  # of any class, which another rank may not be able to rebuild
-        return RuntimeError(traceback.format_exc())
+            needs = "; that takes all ranks, and some have not failed, or are gone" * bool(self.group)
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                print(f"warning: step {step} was not saved: {reason(error)}{needs}", flush=True)
 
 
 def reason(error: BaseException) -> str:
@@ -271,17 +261,12 @@ def save_weights(
     Save folder/step_NNNNNN without a state of training: what an import leaves. The other stages can begin with it,
     no run can go on from it. OSError when the disk refuses; a kill at any moment leaves nothing half-made.
     """
+    # No job wrote it: no run that is restarted shall take it for its own.
+    meta = meta | {"step": step, "job": "", "tokenizer": tokenizer.fingerprint, "model_config": vars(config)}
     target = step_dir(folder, step)
     with claim(folder), write_folder_aside(target) as aside:
-        sums = write_files(aside, {MODEL_FILE: (weights, {})})
-        # No job wrote it, and no run that is restarted shall take it for its own.
-        complete(aside, [sums], tokenizer, meta_text(step, "", config, meta | {"tokenizer": tokenizer.fingerprint}))
+        complete(aside, [write_files(aside, {MODEL_FILE: (weights, {})})], tokenizer, json.dumps(meta, indent=1))
     return target
-
-
-def meta_text(step: int, job_name: str, config: GPTConfig, meta: dict) -> str:
-    """The content of meta.json."""
-    return json.dumps(meta | {"step": step, "job": job_name, "model_config": vars(config)}, indent=1)
 
 
 def copy_to_host(sharding: Sharding, optimizers) -> Files:

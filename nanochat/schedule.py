@@ -92,5 +92,6 @@ def choose_num_iterations(
     else:
         raise UserError("no horizon: set num_iterations, target_flops or target_param_data_ratio")
     if steps < 1:
-        raise UserError(f"the horizon is less than one step of total_batch_size={total_batch_size} tokens; lower it or set num_iterations")
+        raise UserError(f"the horizon is less than one step of total_batch_size={total_batch_size} tokens; "
+                        "lower that or set num_iterations")
     return steps

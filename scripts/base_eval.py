@@ -35,7 +35,7 @@ sample_tokens = 32          # tokens of each sample
 config = configure(globals())
 
 require_positive(config, "device_batch_size", "eval_tokens", "sample_tokens")
-_, rank, _, world_size, device = compute_init(device_type)
+rank, world_size, device = compute_init(device_type)
 set_compile(False, device.type)  # shapes change from batch to batch
 checkpoint = find_model("base", model_tag, step)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)

@@ -23,19 +23,30 @@ from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
 from nanochat.distributed import (
-    StopRequest, compute_cleanup, expect_short_waits, from_rank0, print0, rank0_first, set_up,
+    StopRequest,
+    compute_cleanup,
+    expect_short_waits,
+    from_rank0,
+    print0,
+    rank0_first,
+    set_up,
 )
 from nanochat.errors import UserError
 from nanochat.flops import peak_flops
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.loss_eval import evaluate_bpb, sample
-from nanochat.metrics import Metrics, minutes, require_wandb
+from nanochat.metrics import Metrics, duration, require_wandb
 from nanochat.optimizers import setup_optimizers
 from nanochat.report import settings_table, write_section
 from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import (
-    accumulation_steps, apply_schedule, choose_batch_size, choose_num_iterations, is_due, lr_multiplier,
+    accumulation_steps,
+    apply_schedule,
+    choose_batch_size,
+    choose_num_iterations,
+    is_due,
+    lr_multiplier,
 )
 from nanochat.zero import Sharding
 
@@ -45,7 +56,7 @@ model_tag = ""              # folder of the checkpoints; empty: d<depth>
 overwrite = False           # remove the checkpoints that stand in the way of this run
 seed = 0                    # [0..] of weights and data order
 # ---- Device
-device_type = ""            # cuda | mps | cpu; empty: the best there is
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
@@ -61,7 +72,7 @@ num_iterations = -1         # [-1, 1..] optimizer steps
 target_flops = -1.0         # FLOPs of the whole run
 target_param_data_ratio = 20.0  # tokens per parameter; 20 is Chinchilla
 # ---- Batch
-device_batch_size = 32      # [1..] rows per rank and micro-step; halve it when memory runs out
+device_batch_size = 16      # [1..] rows per rank and micro-step; halve it when memory runs out
 total_batch_size = 524288   # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen from the horizon
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters
@@ -133,7 +144,7 @@ print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {world_size} rank(s) "
        f"x {grad_accum_steps} micro-step(s)")
 print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {total_flops:.2e} FLOPs, "
-       f"{minutes(total_flops / (peak.flops * world_size))} at the peak of {peak.flops / 1e12:,.2f} TFLOP/s per rank "
+       f"{duration(total_flops / (peak.flops * world_size))} at the peak of {peak.flops / 1e12:,.2f} TFLOP/s per rank "
        f"({peak.source})")
 
 # ---- Weights: drawn in float32, the same on every rank; then each rank keeps of them what its stage asks for

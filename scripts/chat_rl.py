@@ -37,7 +37,7 @@ overwrite = False           # remove the checkpoints that stand in the way of th
 seed = 0                    # [0..] of the order of problems, and of the samples
 dry_run = False             # roll out the first step's problems, show samples and rewards, and end without training
 # ---- Device
-device_type = ""            # cuda | mps | cpu; empty: the best there is
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work

@@ -32,7 +32,7 @@ run = ""                    # name of the wandb run; empty: no wandb
 overwrite = False           # remove the checkpoints that stand in the way of this run
 seed = 0                    # [0..] of the data order
 # ---- Device
-device_type = ""            # cuda | mps | cpu; empty: the best there is
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work

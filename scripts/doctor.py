@@ -24,7 +24,7 @@ import torch
 
 from nanochat.checkpoint import STAGES, checkpoint_dir, list_steps, list_tags, problem_with, step_dir
 from nanochat.dataset import OFFLINE, how_to_make, load_manifest
-from nanochat.distributed import DEVICE_TYPES, autodetect_device_type, compute_dtype
+from nanochat.distributed import choose_device_type, compute_dtype
 from nanochat.errors import UserError, require_positive
 from nanochat.files import base_dir
 from nanochat.gpt import config_from_depth
@@ -39,7 +39,7 @@ max_seq_len = 2048          # tokens per row
 vocab_size = -1             # -1: 65,536 for a GPU, 8,192 for a CPU, as in speedrun.sh
 kv_group = 1                # query heads per key head
 # ---- Training
-device_type = ""            # cuda | mps | cpu; empty: the best there is
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
 activation_checkpointing = False  # of the answer to --batch_only; the table has both
@@ -64,9 +64,7 @@ for name, value in dict(depth=depth, vocab_size=vocab_size, ranks=ranks, memory_
         raise UserError(f"{name}={value} must be above 0, or -1")
 if memory_gib > 0 and device_type in ("cpu", "mps"):
     raise UserError(f"memory_gib={memory_gib:g} is about a GPU; leave out device_type={device_type}")
-if device_type not in ("", *DEVICE_TYPES):
-    raise UserError(f"device_type={device_type} is unknown; expected one of {', '.join(DEVICE_TYPES)}, or nothing to choose")
-here = autodetect_device_type()
+here = choose_device_type()
 imagined = memory_gib > 0 or (device_type or here) == "cuda" != here  # a GPU that is not here
 if imagined and memory_gib < 0:
     raise UserError("device_type=cuda, but this torch sees no GPU; --memory_gib=24 asks about one of 24 GiB")

@@ -31,7 +31,7 @@ run = ""                    # name of the wandb run; empty: no wandb
 overwrite = False           # remove the checkpoints that stand in the way of this run
 seed = 0                    # [0..] of the data order
 # ---- Device
-device_type = ""            # cuda | mps | cpu; empty: the best there is
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
@@ -44,7 +44,7 @@ tasks = "tinyworld, arithmetic, spellingbee"  # the mixture; *k: k times over, [
 max_seq_len = -1            # [-1, 1..] tokens per row; -1: those of the model
 num_iterations = -1         # [-1, 1..] optimizer steps; -1: the mixture once through
 # ---- Batch
-device_batch_size = 32      # [1..] rows per rank and micro-step; halve it when memory runs out
+device_batch_size = 16      # [1..] rows per rank and micro-step; halve it when memory runs out
 total_batch_size = 524288   # [1..] tokens per optimizer step, over all ranks
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters

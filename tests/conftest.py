@@ -1,20 +1,25 @@
-"""Every test has a base folder and random numbers of its own; --shuffle=SEED runs all in another order."""
+"""Every test has its own base folder and random numbers; --shuffle=SEED runs all tests in another order."""
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from ranks import REPO, run_module  # first: it makes the repo importable
 
-from ranks import REPO, run_module  # first: it makes the repo importable; and for the tests to import from here
-
+# isort: split
 from nanochat.compiling import set_compile
+from nanochat.corpus.learn_tokenizer import train_tokenizer
+from nanochat.corpus.make_dataset import make
+from nanochat.tokenizer import Tokenizer
 
-__all__ = ["REPO", "run_module", "base_folder"]
-LONG = ["test_many_ranks", "test_base_train", "test_speedrun", "test_chat_training", "test_zero", "test_doctor", "test_ui"]
+__all__ = ["REPO", "run_module", "base_folder", "make_sums", "broken_bundle"]
+LONG = ["test_many_ranks", "test_base_train", "test_speedrun", "test_chat_training", "test_zero", "test_doctor",
+        "test_ui"]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the files, and the tests within each file, in the order drawn with this seed")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="random order of files and tests")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -39,3 +44,25 @@ def seeded():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+SUM = "Document {i} says that {i} plus {i} is {twice}, and that {i} minus one is {less}."
+
+
+def make_sums(folder: Path, documents: int = 400, text: str = SUM, vocab_size: int = 400) -> Tokenizer:
+    """A small data set `sums` and its tokenizer in a base folder, to which NANOCHAT_BASE_DIR must point."""
+    (folder / "texts").mkdir(parents=True)
+    for i in range(documents):
+        (folder / "texts" / f"{i}.txt").write_text(text.format(i=i, twice=2 * i, less=i - 1))
+    make(str(folder / "texts"), "sums")
+    return train_tokenizer("sums", vocab_size, 10**6, 10**4)
+
+
+def broken_bundle(folder: Path) -> None:
+    """A CORE bundle whose one task cannot be read when it is first evaluated."""
+    bundle = folder / "eval_bundle"
+    (bundle / "eval_data").mkdir(parents=True)
+    task = "{label: broken, dataset_uri: broken.jsonl, num_fewshot: [0], icl_task_type: language_modeling}"
+    (bundle / "core.yaml").write_text(f"icl_tasks:\n- {task}\n")
+    (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\nbroken,0\n")
+    (bundle / "eval_data" / "broken.jsonl").write_text("{")

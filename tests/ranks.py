@@ -1,6 +1,6 @@
 """
-Other processes: a function on several ranks (joined by gloo, or by NCCL where there is a GPU for each), a script by itself,
-and a script under torchrun. They end in any case.
+Other processes: a function on several ranks (joined by gloo, or by NCCL where there is a GPU for each), a script by
+itself, and a script under torchrun. They end in any case.
 """
 import faulthandler
 import importlib
@@ -29,13 +29,16 @@ REPO = Path(__file__).parent.parent
 if str(REPO) not in sys.path:  # ranks import this file first, so they find what the tests find
     sys.path.insert(0, str(REPO))
 
-# Ranks and scripts are forked from a server that has imported what takes seconds. It starts with the first call and ends
-# with this process.
+# Ranks and scripts are forked from a server that has imported what takes seconds. It starts with the first call and
+# ends with this process.
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "pytest", "pyarrow.parquet", "tiktoken", "tokenizers", "safetensors.torch", "yaml",
-                                "requests", "nanochat.core_eval", "nanochat.report", "nanochat.resharding", "nanochat.task_eval"])
+context.set_forkserver_preload([
+    "torch._dynamo", "torch.distributed.fsdp", "pytest", "pyarrow.parquet", "tiktoken", "tokenizers",
+    "safetensors.torch", "yaml", "requests", "nanochat.core_eval", "nanochat.report", "nanochat.resharding",
+    "nanochat.task_eval",
+])
 
-CONSEQUENCES = 0.3  # seconds in which other ranks may report after the first failure: a crash can be heard of before it is seen
+CONSEQUENCES = 0.3  # seconds after the first failure in which other ranks may report: the cause can arrive later
 
 
 class Failure(NamedTuple):
@@ -52,7 +55,7 @@ def run_on_ranks(world_size: int, function: Callable, *args, timeout: float = 30
 
     Each rank is a process with the environment of this moment, one thread, and the default process group joined. What a
     rank raises is raised here with its traceback as a note, the earliest if several did; a rank that dies is a
-    RuntimeError. After `timeout` seconds: TimeoutError, saying where each unfinished rank was. No rank outlives the call.
+    RuntimeError. After `timeout` seconds: TimeoutError with each unfinished rank's place. No rank outlives the call.
     """
     processes, connections = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -69,8 +72,9 @@ def run_on_ranks(world_size: int, function: Callable, *args, timeout: float = 30
             stuck = [rank for rank in range(world_size) if rank not in outcomes]
             failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
             if stuck and not failures:
-                places = "\n".join(f"--- rank {rank}\n{where(processes[rank], Path(folder, str(rank)))}" for rank in stuck)
-                raise TimeoutError(f"ranks {stuck} of {world_size} did not finish within {timeout} s\n{places}")
+                places = [f"--- rank {rank}\n{where(processes[rank], Path(folder, str(rank)))}" for rank in stuck]
+                late = f"ranks {stuck} of {world_size} did not finish within {timeout} s"
+                raise TimeoutError("\n".join([late, *places]))
         finally:
             for process in processes:
                 process.kill()
@@ -85,7 +89,7 @@ def run_on_ranks(world_size: int, function: Callable, *args, timeout: float = 30
 
 
 def collect(processes: list, connections: list[Connection], folder: Path, deadline: float) -> dict:
-    """What each rank reported until the deadline, or until shortly after the first failure: {rank: result or Failure}."""
+    """What each rank reported until the deadline, or shortly after the first failure: {rank: result or Failure}."""
     outcomes, pending = {}, {connection: rank for rank, connection in enumerate(connections)}
     while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
         for connection in ready:
@@ -93,9 +97,10 @@ def collect(processes: list, connections: list[Connection], folder: Path, deadli
             try:
                 outcomes[rank] = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError):
-                # Errors of other ranks can only follow from a death: a rank that raised stays, with its connections open.
+                # Errors of other ranks can only follow from a death: a rank that raised keeps its connections open.
                 processes[rank].join(5)
-                outcomes[rank] = Failure(0.0, None, f"died, exit code {processes[rank].exitcode}\n{text(folder / str(rank))}")
+                died = f"died, exit code {processes[rank].exitcode}\n{text(folder / str(rank))}"
+                outcomes[rank] = Failure(0.0, None, died)
             if isinstance(outcomes[rank], Failure):
                 deadline = min(deadline, time.monotonic() + CONSEQUENCES)
     return outcomes
@@ -132,7 +137,8 @@ def rank_main(
     faulthandler.dump_traceback_later(timeout + 30, exit=True, file=dump)  # should the parent be gone by then
     try:
         os.environ.clear()  # the server's is that of the first call
-        os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)})
+        os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank),
+                                         "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)})
         os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in dict(socket.if_nameindex()).values() else "lo0"
         torch.set_num_threads(1)
         function = importlib.import_module(module)
@@ -142,7 +148,8 @@ def rank_main(
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size, timeout=timedelta(seconds=2 * timeout)
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", f"file://{folder}/rendezvous", rank=rank,
+            world_size=world_size, timeout=timedelta(seconds=2 * timeout)
         )
         outcome = pickle.dumps(function(rank, world_size, *pickle.loads(args)))
         if dist.is_initialized():
@@ -162,7 +169,8 @@ def portable(error: BaseException) -> BaseException | None:
         return None
 
 
-def run_module(module: str, *args: str, env: dict | None = None, timeout: float = 300, fresh: bool = False) -> subprocess.CompletedProcess:
+def run_module(module: str, *args: str, env: dict | None = None, timeout: float = 300,
+               fresh: bool = False) -> subprocess.CompletedProcess:
     """
     `python -m module args…` in a process of its own, from the repo's root, with the test's environment.
 
@@ -170,7 +178,8 @@ def run_module(module: str, *args: str, env: dict | None = None, timeout: float 
     """
     environment = os.environ | (env or {})
     if fresh:
-        return subprocess.run([sys.executable, "-m", module, *args], cwd=REPO, env=environment, timeout=timeout, text=True, capture_output=True)
+        return subprocess.run([sys.executable, "-m", module, *args], cwd=REPO, env=environment, timeout=timeout,
+                              text=True, capture_output=True)
     with tempfile.TemporaryDirectory() as folder:
         process = context.Process(target=module_main, args=(module, args, environment, folder))
         process.start()
@@ -200,7 +209,7 @@ def module_main(module: str, args: Sequence[str], environment: dict, folder: str
 
 
 def run_as_main(module: str, args: Sequence[str]) -> None:
-    """The module as this process's `__main__`. The machine's speed, a second of matrix products for the unit of the MFU, is not measured."""
+    """The module as this process's `__main__`. The machine's speed, the unit of the MFU, is not measured."""
     from nanochat import flops
 
     flops.measured_matmul_flops = lambda *_: 1e11
@@ -210,7 +219,8 @@ def run_as_main(module: str, args: Sequence[str]) -> None:
 
 def torchrun(module: str, args: list[str], launcher: tuple[str, ...] = ()) -> list[str]:
     """The command that starts two ranks of a script."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher, "-m", module, "--", *args]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher]
+    return [*launch, "-m", module, "--", *args]
 
 
 # As sitecustomize.py of the ranks: a signal from here could come too late on a busy machine.
@@ -229,18 +239,21 @@ if os.environ.get("RANK", "none") in os.environ["KILL_RANKS"] and os.environ["TO
 
 class Job:
     """
-    torchrun with two ranks of a script, its output in a file. kill: the ranks ("1", "01") of which the first process gets
-    SIGKILL, from a thread of its own, once a path matches the pattern; SIGTERM goes to torchrun instead.
+    torchrun with two ranks of a script, its output in a file. kill: (ranks, pattern): the first process of each of
+    these ranks ("1", "01") gets SIGKILL, from its own thread, once a path matches; SIGTERM goes to torchrun instead.
     """
 
-    def __init__(self, log: Path, module: str, args: list[str], launcher: tuple[str, ...] = (), kill: tuple[str, Path] | None = None, by: int = signal.SIGKILL):
+    def __init__(self, log: Path, module: str, args: list[str], launcher: tuple[str, ...] = (),
+                 kill: tuple[str, Path] | None = None, by: int = signal.SIGKILL):
         self.log = log
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         if kill:
             (log.parent / "sitecustomize.py").write_text(KILLER)
             paths = [str(log.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment |= {"PYTHONPATH": os.pathsep.join(paths), "KILL_RANKS": kill[0], "KILL_AT": str(kill[1]), "KILL_BY": str(int(by))}
-        self.process = subprocess.Popen(torchrun(module, args, launcher), cwd=REPO, stdout=open(log, "w"), stderr=subprocess.STDOUT, env=environment)
+            environment |= {"PYTHONPATH": os.pathsep.join(paths), "KILL_RANKS": kill[0], "KILL_AT": str(kill[1]),
+                            "KILL_BY": str(int(by))}
+        self.process = subprocess.Popen(torchrun(module, args, launcher), cwd=REPO, stdout=open(log, "w"),
+                                        stderr=subprocess.STDOUT, env=environment)
 
     def text(self) -> str:
         return self.log.read_text()

@@ -13,31 +13,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import REPO, broken_bundle, make_sums, run_module
 from safetensors.torch import load_file
 
-from conftest import REPO, run_module
-from nanochat.dataset import dataset_dir
-from nanochat.corpus.make_dataset import make
-from nanochat.metrics import read_metrics
 from nanochat.corpus.learn_tokenizer import train_tokenizer
+from nanochat.corpus.make_dataset import make
+from nanochat.corpus.tinyworld import entropy_floor
+from nanochat.dataset import dataset_dir
+from nanochat.metrics import read_metrics
 
-TINY = ["--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128", "--compile=False",
-        "--eval_tokens=512", "--sample_every=-1", "--eval_every=-1"]
+TINY = ["--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128",
+        "--compile=False", "--eval_tokens=512", "--sample_every=-1", "--eval_every=-1"]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A base folder with a small data set and its tokenizer, made once; each test copies it."""
     folder = tmp_path_factory.mktemp("made")
-    before = os.environ.get("NANOCHAT_BASE_DIR")
-    os.environ["NANOCHAT_BASE_DIR"] = str(folder)
-    source = folder / "texts"
-    source.mkdir()
-    for i in range(400):
-        (source / f"{i}.txt").write_text(f"Document {i} says that {i} plus {i} is {2 * i}, and that {i} minus one is {i - 1}.")
-    make(str(source), "sums")
-    train_tokenizer("sums", 400, 10**6, 10**4)
-    os.environ.pop("NANOCHAT_BASE_DIR") if before is None else os.environ.update(NANOCHAT_BASE_DIR=before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(folder))
+        make_sums(folder)
     return folder
 
 
@@ -77,43 +72,46 @@ def assert_same_run(base: Path, a: str, b: str, step: int):
 
 def test_an_empty_base_folder_is_enough(base_folder):
     """
-    The command that the script begins with, but for two layers in place of four, and eager (compiled runs come below): the
-    embedded corpus and a tokenizer are made first, then everything is there.
+    The first command of the script's docstring with two layers and eager (compiled runs come below): the embedded
+    corpus and a tokenizer are made first, then everything is there.
     """
-    result = run_module("scripts.base_train", "--depth=2", "--max_seq_len=512", "--device_batch_size=1", "--total_batch_size=512",
-                        "--num_iterations=20", "--eval_tokens=2048", "--compile=False", timeout=500, fresh=True)
+    result = run_module("scripts.base_train", "--depth=2", "--max_seq_len=512", "--device_batch_size=1",
+                        "--total_batch_size=512", "--num_iterations=20", "--eval_tokens=2048", "--compile=False",
+                        timeout=500, fresh=True)
     assert result.returncode == 0, result.stderr
     assert "data set 'tinyworld' is not there yet, making it" in result.stdout
     assert "no tokenizer for 'tinyworld' yet, training one" in result.stdout
     assert "The capital of France is" in result.stdout and "of measured" not in result.stderr
-    assert "measured float32 matmul" in result.stdout or "measured bfloat16 matmul" in result.stdout, "MFU says what it is of"
+    assert re.search("measured (float32|bfloat16) matmul", result.stdout), "MFU says what it is a share of"
     folder = base_folder / "base_checkpoints" / "d2"
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "train/loss" in record]
     validations = {record["step"]: record["val/bpb"] for record in records if "val/bpb" in record}
     assert [record["step"] for record in steps] == list(range(20))
-    assert set(validations) == {0, 20} and validations[20] < 0.6 * validations[0], "before the first step and after the last"
+    assert set(validations) == {0, 20} and validations[20] < 0.6 * validations[0], "before the first and after the last"
     for record in steps:
         assert record["train/tok_per_sec"] == pytest.approx(512 / record["train/dt"])
         assert 0 < record["train/mfu_at_most"] <= 1 and 0 <= record["train/lrm"] <= 1
     meta = json.loads((folder / "step_000020" / "meta.json").read_text())
-    assert meta["config"]["depth"] == 2 and meta["model_config"]["n_embd"] == 128 and meta["data_state"]["epoch"] == 0
+    assert (meta["config"]["depth"], meta["model_config"]["n_embd"], meta["data_state"]["epoch"]) == (2, 128, 0)
     evaluation = run_module("scripts.base_eval", "--eval_tokens=2048", "--core_metric_max_per_task=0")
     assert evaluation.returncode == 0, evaluation.stderr
     assert "held-out questions" in evaluation.stdout and "excess over the floor" in evaluation.stdout
-    report = run_module("scripts.report")
-    assert report.returncode == 0 and "held-out questions" in (text := (base_folder / "report" / "report.md").read_text())
-    assert "- Model: d2 (trained on tinyworld)\n" in text
+    assert run_module("scripts.report").returncode == 0
+    text = (base_folder / "report" / "report.md").read_text()
+    assert "held-out questions" in text and "- Model: d2 (trained on tinyworld)\n" in text
 
 
-@pytest.mark.parametrize("dtype,compiled", [("float32", False), ("bfloat16", False), ("float32", True), ("bfloat16", True)])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, dtype, compiled):
     """2N = N + stop + resume + N: parameters, masters, moments, and every loss in the log."""
     half, whole = (4, 8) if not compiled else (2, 4)
-    args = [f"--dtype={dtype}", f"--compile={compiled}", f"--num_iterations={whole}", f"--save_every={half}", "--weight_decay=0.1"]
+    args = [f"--dtype={dtype}", f"--compile={compiled}", f"--num_iterations={whole}", f"--save_every={half}",
+            "--weight_decay=0.1"]
     straight = train("--model_tag=straight", *args)
     assert straight.returncode == 0, straight.stderr
-    assert f"{dtype}, {'compiled' if compiled else 'eager'}" in straight.stdout, "no compiler: this run would not be what it says"
+    assert f"{dtype}, {'compiled' if compiled else 'eager'}" in straight.stdout, "there is no compiler"
     folder = base / "base_checkpoints"
     (folder / "resumed").mkdir()
     shutil.copytree(folder / "straight" / f"step_{half:06d}", folder / "resumed" / f"step_{half:06d}")
@@ -124,8 +122,8 @@ def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, dtype, co
     assert resumed.returncode == 0, resumed.stderr
     assert f"step {half:05d}" in resumed.stdout and f"step {half - 1:05d}/" not in resumed.stdout
     assert_same_run(base, "straight", "resumed", whole)
-    smoothed = [[line.split("|")[1] for line in run.stdout.splitlines() if f"{whole - 1:05d}/" in line] for run in (straight, resumed)]
-    assert smoothed[0] == smoothed[1], "the smoothed loss goes on too"
+    lines = [[line for line in run.stdout.splitlines() if f"{whole - 1:05d}/" in line] for run in (straight, resumed)]
+    assert lines[0][0].split("|")[1] == lines[1][0].split("|")[1], "the smoothed loss goes on too"
 
 
 def test_killed_and_resumed_matches_an_undisturbed_run(base):
@@ -152,25 +150,27 @@ def test_killed_and_resumed_matches_an_undisturbed_run(base):
     saved_at = (base / "base_checkpoints" / "killed" / "step_000040").stat().st_mtime_ns
     again = train("--model_tag=killed", "--resume=auto", *args)
     assert again.returncode == 0, "resuming a finished run evaluates and ends"
-    assert saved_at == (base / "base_checkpoints" / "killed" / "step_000040").stat().st_mtime_ns, "and does not save it again"
-    assert not list((base / "base_checkpoints" / "killed").glob(".step*")), "nor leave what the kill left"
+    folder = base / "base_checkpoints" / "killed"
+    assert saved_at == (folder / "step_000040").stat().st_mtime_ns, "and does not save it again"
+    assert not list(folder.glob(".step*")), "nor leave what the kill left"
 
 
 def start(*args, command=(sys.executable, "-m", "scripts.base_train")):
     """The tiny run in a process of its own, which answers on `stdout`."""
-    return subprocess.Popen([*command, *arguments(*args)],
-                            cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return subprocess.Popen([*command, *arguments(*args)], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def test_a_second_run_in_the_same_folder_ends_at_once_and_the_first_goes_on(base):
-    """Also one that would remove the first's checkpoints. The first saves by time alone, and can be resumed once it has ended."""
+    """Also one that would remove the first's checkpoints. The first saves by time alone; then it is resumed."""
     first = start("--num_iterations=1000000", "--model_tag=one", "--save_minutes=0.0001")
     try:
         assert any(line.startswith("saved ") for line in first.stdout)
         for args in (["--resume=auto"], ["--overwrite"]):
             second = train("--model_tag=one", "--num_iterations=3", *args)
-            assert second.returncode == 1 and second.stderr.count("\n") == 1 and "step 00000" not in second.stdout, second.stderr
-            assert re.match(rf"error: .*/one is in use by another run \(host {socket.gethostname()}, process {first.pid}, job .*--model_tag", second.stderr)
+            assert second.returncode == 1 and second.stderr.count("\n") == 1 and "step 00000" not in second.stdout
+            holder = rf"host {socket.gethostname()}, process {first.pid}, job .*"
+            assert re.match(rf"error: .*/one is in use by another run \({holder}--model_tag", second.stderr)
         first.send_signal(signal.SIGTERM)
         printed, errors = first.communicate(timeout=100)
         assert first.returncode == 0 and "stopped after step" in printed and "warning" not in printed, printed + errors
@@ -179,30 +179,24 @@ def test_a_second_run_in_the_same_folder_ends_at_once_and_the_first_goes_on(base
         first.communicate()
     step = int(re.search(r"stopped after step (\d+)", printed)[1])
     resumed = train("--model_tag=one", f"--num_iterations={step + 1}", "--resume=auto")
-    assert resumed.returncode == 0 and f"step {step:05d}/" in resumed.stdout and f"step {step - 1:05d}/" not in resumed.stdout, resumed.stderr
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"step {step:05d}/" in resumed.stdout and f"step {step - 1:05d}/" not in resumed.stdout
     assert len(list((base / "base_checkpoints" / "one").glob("step_*"))) == 4, "of those by time two are left"
-
-
-def broken_bundle(base):
-    """CORE's one task cannot be read when it is first evaluated."""
-    (base / "eval_bundle" / "eval_data").mkdir(parents=True)
-    bundle = base / "eval_bundle"
-    (bundle / "core.yaml").write_text("icl_tasks:\n- {label: broken, dataset_uri: broken.jsonl, num_fewshot: [0], icl_task_type: language_modeling}\n")
-    (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\nbroken,0\n")
-    (bundle / "eval_data" / "broken.jsonl").write_text("{")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_an_evaluation_ends_goes_on_bit_for_bit(base, dtype):
-    """It fails at step 6, which nobody asked to save: one error, a checkpoint of step 6, and the end of the undisturbed run."""
+    """It fails at step 6, where no save is due: one error, a checkpoint of step 6, then the undisturbed run's end."""
     broken_bundle(base)
     args = ["--num_iterations=10", "--eval_every=3", f"--dtype={dtype}", "--weight_decay=0.1"]
     assert train("--model_tag=straight", *args).returncode == 0
     failed = train("--model_tag=failed", *args, "--core_metric_every=6")
-    assert failed.returncode == 1 and len([line for line in failed.stderr.splitlines() if line.startswith("error: ")]) == 1
-    assert failed.stdout.splitlines()[-2:] == ["saving step 6 before the run ends", f"saved {base}/base_checkpoints/failed/step_000006"]
+    assert failed.returncode == 1 and len(re.findall("^error: ", failed.stderr, re.MULTILINE)) == 1
+    saved = f"saved {base}/base_checkpoints/failed/step_000006"
+    assert failed.stdout.splitlines()[-2:] == ["saving step 6 before the run ends", saved]
     resumed = train("--model_tag=failed", *args, "--resume=auto")
-    assert resumed.returncode == 0 and "step 00006/" in resumed.stdout and "step 00005/" not in resumed.stdout, resumed.stderr
+    assert resumed.returncode == 0, resumed.stderr
+    assert "step 00006/" in resumed.stdout and "step 00005/" not in resumed.stdout
     assert_same_run(base, "straight", "failed", 10)
 
 
@@ -238,8 +232,8 @@ def test_an_exception_in_the_middle_of_an_update_saves_nothing(base):
     """AdamW has taken the step, Muon has not: such weights are those of no step."""
     broken = start_with(BROKEN_UPDATE, "--num_iterations=6", "--save_every=3")
     printed, errors = broken.communicate(timeout=100)
-    assert broken.returncode == 1 and "ArithmeticError: between the two optimizers" in errors and "step 00003/" in printed
-    assert "before the run ends" not in printed
+    assert broken.returncode == 1 and "ArithmeticError: between the two optimizers" in errors
+    assert "step 00003/" in printed and "before the run ends" not in printed
     assert [path.name for path in (base / "base_checkpoints" / "d1").iterdir() if path.is_dir()] == ["step_000003"]
 
 
@@ -255,8 +249,9 @@ def test_ctrl_c_twice_in_an_evaluation_saves_what_is_done(base):
     finally:
         process.kill()
         process.communicate()
-    assert process.returncode == -signal.SIGINT and errors.startswith("error: interrupted; --resume=auto continues") and errors.count("\n") == 1, errors
-    assert "step_000005" in printed and [path.name for path in (base / "base_checkpoints" / "d1").glob("step_*")] == ["step_000005"]
+    assert process.returncode == -signal.SIGINT and errors.count("\n") == 1, errors
+    assert errors.startswith("error: interrupted; --resume=auto continues") and "step_000005" in printed
+    assert [path.name for path in (base / "base_checkpoints" / "d1").glob("step_*")] == ["step_000005"]
 
 
 def test_going_back_to_an_older_step_needs_a_word_and_other_settings_are_named(base):
@@ -265,7 +260,8 @@ def test_going_back_to_an_older_step_needs_a_word_and_other_settings_are_named(b
     assert train(*args).returncode == 0
     refused = train(*args, "--resume_from_step=3")
     assert refused.returncode == 1 and "newer checkpoints than step 3: 6, 9; --overwrite removes them" in refused.stderr
-    back = train("--num_iterations=5", "--save_every=3", "--keep_last=2", "--model_tag=branch", "--resume_from_step=3", "--overwrite", "--matrix_lr=0.01")
+    back = train("--num_iterations=5", "--save_every=3", "--keep_last=2", "--model_tag=branch", "--resume_from_step=3",
+                 "--overwrite", "--matrix_lr=0.01")
     assert back.returncode == 0 and "with another matrix_lr: 0.02 before, 0.01 now" in back.stdout, back.stderr
     folder = base / "base_checkpoints" / "branch"
     assert sorted(path.name for path in folder.glob("step_*")) == ["step_000003", "step_000005"]
@@ -278,29 +274,30 @@ def test_bad_input_is_one_clear_line(base):
     before = sorted(path.name for path in (base / "base_checkpoints" / "there").rglob("*"))
     make(str(base / "texts"), "untokenized")
     cases = [
-        (["--total_batch_size=100"], "total_batch_size=100 is not a multiple of device_batch_size * max_seq_len * world_size = 2 * 32 * 1 = 64; "
-                                     "try total_batch_size=64 or 128"),
-        (["--device_type=tpu"], "device_type=tpu is unknown; expected one of cuda, mps, cpu"),
-        (["--device_type=cuda"], "this torch sees no GPU") if not torch.cuda.is_available() else (["--device_type=x"], "unknown"),
+        (["--total_batch_size=100"], "total_batch_size=100 is not a multiple of device_batch_size * max_seq_len * "
+                                     "world_size = 2 * 32 * 1 = 64; try total_batch_size=64 or 128"),
+        (["--device_type=tpu"], "device_type takes '' or 'cuda' or 'mps' or 'cpu'"),
+        *([] if torch.cuda.is_available() else [(["--device_type=cuda"], "this torch sees no GPU")]),
         (["--data=nowhere"], "no data set 'nowhere'"),
         (["--data=untokenized"], "no tokenizer for data 'untokenized'"),
         (["--model_tag=there"], "has checkpoints; continue with --resume=auto"),
         (["--model_tag=there", "--depth=2", "--resume=auto"], "does not fit this run"),
         (["--resume_from_step=5"], "no valid checkpoint of step 5"),
-        (["--core_metric_max_per_task=0"], "core_metric_max_per_task=0 measures nothing"),
         (["--num_iterations=-1", "--target_param_data_ratio=-1"], "no horizon"),
         (["--model_tag=there", "--overwrite", "--total_batch_size=100"], "total_batch_size=100 is not"),
         (["--model_tag=a/../../b"], "model_tag=a/../../b cannot name a folder"),
-        (["--num_iterations=0"], "num_iterations=0 trains nothing"),
-        (["--warmdown_ratio=2"], "warmdown_ratio=2.0 must be within 0 and 1"),
-        (["--depth=0"], "depth=0 must be at least 1"),
         (["--kv_group=3"], "kv_group=3 does not divide the 1 heads of depth 1; expected one of 1"),
     ]
+    cases += [([f"--{name}={value}"], f"{name} takes {kind} in {allowed}") for name, value, kind, allowed in [
+        ("core_metric_max_per_task", 0, "int", "[-1, 1..]"), ("num_iterations", 0, "int", "[-1, 1..]"),
+        ("warmdown_ratio", 2, "float", "[0..1]"), ("depth", 0, "int", "[1..]"),
+    ]]
     for args, expected in cases:
         result = train("--num_iterations=1", *args)
-        assert result.returncode == 1, f"{args}: {result.stdout}{result.stderr}"
+        assert result.returncode in (1, 2), f"{args}: {result.stdout}{result.stderr}"
         errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1 and expected in errors[0] and "Traceback" not in result.stderr, f"{args}: {result.stderr}"
+        assert len(errors) == 1 and expected in errors[0], f"{args}: {result.stderr}"
+        assert "Traceback" not in result.stderr
     assert before == sorted(path.name for path in (base / "base_checkpoints" / "there").rglob("*"))
     assert train("--num_iterations=1", "--model_tag=there", "--overwrite").returncode == 0
 
@@ -309,7 +306,7 @@ def test_a_tokenizer_that_does_not_belong_is_refused(base):
     assert train("--num_iterations=2").returncode == 0
     train_tokenizer("sums", 350, 10**6, 10**4)
     result = train("--num_iterations=4", "--resume=auto")
-    assert result.returncode == 1 and "trained with another tokenizer" in result.stderr and "Traceback" not in result.stderr
+    assert result.returncode == 1 and result.stderr.count("\n") == 1 and "with another tokenizer" in result.stderr
 
 
 def test_running_out_of_memory_names_the_next_smaller_batch(base):
@@ -320,14 +317,16 @@ def test_running_out_of_memory_names_the_next_smaller_batch(base):
         cwd=REPO, capture_output=True, text=True, timeout=500, env=os.environ | {"OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (3 * 2**30, 3 * 2**30)),
     )
-    assert result.returncode == 1 and "error: out of memory with device_batch_size=64; try --device_batch_size=32" in result.stderr, result.stderr
+    assert result.returncode == 1, result.stderr
+    assert "error: out of memory with device_batch_size=64; try --device_batch_size=32" in result.stderr
 
 
 def test_a_full_disk_is_one_line_and_costs_nothing_already_written(base, tmp_path):
-    """A file system of 6 MB, filled by one of the checkpoints: those before it are still valid and the run continues elsewhere."""
+    """A file system of 6 MB, filled by a checkpoint: those before it are valid and the run continues elsewhere."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]).returncode != 0:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount).returncode != 0:
         pytest.skip("mounting a small file system needs root")
     try:
         for name in ("data", "tokenizer"):
@@ -347,16 +346,13 @@ def test_a_full_disk_is_one_line_and_costs_nothing_already_written(base, tmp_pat
 
 def test_the_corpus_floor_is_below_any_model(base):
     """Only the embedded world has one; other data say None."""
-    from nanochat.corpus.tinyworld import entropy_floor
-
     assert entropy_floor("sums") is None and dataset_dir("sums").exists()
 
 
 def test_wandb_is_imported_only_when_asked_for_and_works_offline(base, tmp_path):
     """
-    First with a wandb on the path that breaks when touched, which is found before anything else is done; then with the real
-    one in its offline mode, where a resumed run goes on under the same id. The compiler, two seconds to import, is left
-    alone as well.
+    First with a wandb on the path that breaks when it is imported, which is found before anything else is done; then
+    with the real one offline, where a resumed run continues under the same id. The compiler is not imported either.
     """
     (tmp_path / "wandb.py").write_text("raise RuntimeError('imported')")
     quiet = train("--num_iterations=1", env={"PYTHONPATH": str(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"}, fresh=True)
@@ -372,4 +368,4 @@ def test_wandb_is_imported_only_when_asked_for_and_works_offline(base, tmp_path)
         real = train(f"--num_iterations={steps}", "--run=me", how, env=offline)
         assert real.returncode == 0, real.stderr
     runs = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert len(runs) == 2 and len({path.name for path in runs}) == 1, "on disk, to be synced later: one run in two parts"
+    assert len(runs) == 2 and len({path.name for path in runs}) == 1, "on disk: one run in two parts"

@@ -1,4 +1,4 @@
-"""Mid-training, fine-tuning and reinforcement learning as people run them: whole scripts, two ranks, real kills, bad input."""
+"""Mid-training, fine-tuning and RL as people run them: whole scripts, two ranks, real kills, bad input."""
 import contextlib
 import io
 import json
@@ -7,21 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_sums, run_module
+from ranks import Job, run_as_main, run_on_ranks
 from safetensors.torch import load_file
 
-from conftest import run_module
-from nanochat.corpus.make_dataset import make
 from nanochat.metrics import read_metrics
-from nanochat.corpus.learn_tokenizer import train_tokenizer
-from ranks import Job, run_as_main, run_on_ranks
 
 COMMON = {"compile": False, "dtype": "float32", "device_type": "cpu", "device_batch_size": 2, "model_tag": "tiny"}
 STAGES = {  # what each stage is run with; every one has several micro-steps on each of two ranks
-    "mid": ("scripts.mid_train", {"tasks": "json:{chats}", "total_batch_size": 1024, "eval_every": 4, "eval_tokens": 256, "zero_stage": 2}),
-    "sft": ("scripts.chat_sft", {"tasks": "json:{chats}, spellingbee:spell[:20]", "target_examples_per_step": 7, "eval_every": 4, "eval_steps": 1,
-                                 "eval_metrics_every": 4, "eval_metrics_max_problems": 3, "zero_stage": 3}),
-    "rl": ("scripts.chat_rl", {"task": "spellingbee:spell[:40]", "examples_per_step": 3, "num_samples": 3, "max_new_tokens": 6, "eval_every": 4,
-                               "eval_examples": 3, "eval_samples": 2, "zero_stage": 2}),
+    "mid": ("scripts.mid_train", {"tasks": "json:{chats}", "total_batch_size": 1024, "eval_every": 4,
+                                  "eval_tokens": 256, "zero_stage": 2}),
+    "sft": ("scripts.chat_sft", {"tasks": "json:{chats}, spellingbee:spell[:20]", "target_examples_per_step": 7,
+                                 "eval_every": 4, "eval_steps": 1, "eval_metrics_every": 4,
+                                 "eval_metrics_max_problems": 3, "zero_stage": 3}),
+    "rl": ("scripts.chat_rl", {"task": "spellingbee:spell[:40]", "examples_per_step": 3, "num_samples": 3,
+                               "max_new_tokens": 6, "eval_every": 4, "eval_examples": 3, "eval_samples": 2,
+                               "zero_stage": 2}),
 }
 
 
@@ -38,16 +39,13 @@ def arguments(settings: dict) -> list[str]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A base folder with a base model hardly trained, and conversations to train on, made once; each test copies it."""
+    """A base folder with a base model hardly trained and conversations, made once; each test copies it."""
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(folder))
-        (folder / "texts").mkdir()
-        for i in range(200):
-            (folder / "texts" / f"{i}.txt").write_text(f"What is {i} plus {i}? The answer is {2 * i}. " * 3)
-        make(str(folder / "texts"), "sums")
-        train_tokenizer("sums", 350, 10**6, 10**4)
-        base_run = {"data": "sums", "depth": 1, "max_seq_len": 128, "total_batch_size": 512, "num_iterations": 2, "eval_every": -1, "sample_every": -1}
+        make_sums(folder, 200, "What is {i} plus {i}? The answer is {twice}. " * 3, vocab_size=350)
+        base_run = {"data": "sums", "depth": 1, "max_seq_len": 128, "total_batch_size": 512, "num_iterations": 2,
+                    "eval_every": -1, "sample_every": -1}
         run_on_ranks(1, run_script, "scripts.base_train", arguments(base_run))
         with open(folder / "chats.jsonl", "w") as file:
             for i in range(150):
@@ -64,7 +62,8 @@ def base(made, base_folder):
 
 def stage_arguments(base: Path, stage: str, **settings) -> tuple[str, list[str]]:
     module, own = STAGES[stage]
-    own = {key: value.format(chats=base / "chats.jsonl") if isinstance(value, str) else value for key, value in own.items()}
+    chats = base / "chats.jsonl"
+    own = {key: value.format(chats=chats) if isinstance(value, str) else value for key, value in own.items()}
     return module, arguments(own | {"num_iterations": 14, "save_every": 2} | settings)
 
 
@@ -83,17 +82,19 @@ def test_a_stage_killed_on_two_ranks_goes_on_exactly(base, tmp_path, stage):
     assert "resuming from" in job.text(), job.text()
     for file in (undisturbed / "step_000014").glob("*.safetensors"):
         expected, got = load_file(file), load_file(folder / "step_000014" / file.name)
-        assert expected.keys() == got.keys() and [name for name, t in expected.items() if not torch.equal(t, got[name])] == []
+        assert expected.keys() == got.keys()
+        assert [name for name, t in expected.items() if not torch.equal(t, got[name])] == []
     timing = ("train/dt", "train/tok_per_sec", "train/mfu", "train/mfu_at_most")
-    logs = [[{k: v for k, v in record.items() if k not in timing} for record in read_metrics(path / "metrics.jsonl")] for path in (undisturbed, folder)]
+    logs = [[{k: v for k, v in record.items() if k not in timing} for record in read_metrics(path / "metrics.jsonl")]
+            for path in (undisturbed, folder)]
     assert logs[0] == logs[1] and any("train/loss" in record for record in logs[0])
     section = base / "report" / "sections" / "sums" / "tiny" / f"{module.removeprefix('scripts.')}.json"
     assert section.exists(), "of this model, and of the data that its base model was trained on"
 
 
 def test_a_mixture_is_seen_once_and_the_rate_only_falls(base):
-    """As many steps as its rows fill, the same on any number of ranks; the multiplier goes from 1 to nearly 0, never up."""
-    module, args = stage_arguments(base, "mid", num_iterations=-1, model_tag="tiny", overwrite=True, eval_every=-1, save_every=-1)
+    """As many steps as its rows fill, the same on any number of ranks; the multiplier falls from 1 to nearly 0."""
+    module, args = stage_arguments(base, "mid", num_iterations=-1, overwrite=True, eval_every=-1, save_every=-1)
     seen = []
     for world_size in (1, 2):
         printed = run_on_ranks(world_size, run_script, module, args)[0]
@@ -112,7 +113,8 @@ def test_validation_has_the_same_rows_whatever_the_seed(base, stage):
     shutil.copytree(models / "tiny", models / "seeds")  # the other tests' stages stay as they are
     few = {"mid": {"eval_tokens": 128}, "sft": {"target_examples_per_step": 2, "eval_metrics_every": -1}}[stage]
     for seed in (0, 1):
-        run_on_ranks(1, run_script, *stage_arguments(base, stage, model_tag="seeds", source="base", overwrite=True, num_iterations=1, seed=seed, **few))
+        run_on_ranks(1, run_script, *stage_arguments(base, stage, model_tag="seeds", source="base", overwrite=True,
+                                                     num_iterations=1, seed=seed, **few))
         records = read_metrics(base / f"{stage}_checkpoints" / "seeds" / "metrics.jsonl")
         found.append([record["val/bpb"] for record in records if "val/bpb" in record][0])
     shutil.rmtree(models / "seeds")
@@ -120,8 +122,8 @@ def test_validation_has_the_same_rows_whatever_the_seed(base, stage):
 
 
 def test_what_was_measured_is_named_by_what_it_is(base):
-    args = arguments({"source": "base", "tasks": "arithmetic:easy[:2], spellingbee[:2]", "max_new_tokens": 2, "batch_size": 2})
-    args = [argument for argument in args if not argument.startswith(("--compile", "--dtype", "--device_batch_size"))]
+    args = ["--source=base", "--model_tag=tiny", "--device_type=cpu", "--tasks=arithmetic:easy[:2], spellingbee[:2]",
+            "--max_new_tokens=2", "--batch_size=2"]
     printed = run_on_ranks(1, run_script, "scripts.chat_eval", args)[0]
     results = json.loads((base / "report/sections/sums/tiny/chat_eval_base.json").read_text())["results"]["base"]
     assert list(results) == ["Arithmetic easy", "SpellingBee (generated words)", "mean centred accuracy over 2 tasks"]
@@ -129,27 +131,29 @@ def test_what_was_measured_is_named_by_what_it_is(base):
 
 
 def test_a_stage_goes_on_only_from_the_model_it_began_with(base):
-    """The stage before has been trained on meanwhile: said, not mixed. Asked for by its step, or gone, it stands in nobody's way."""
+    """A newer checkpoint of the stage before is an error, unless the step is given, or all of them are gone."""
     models = base / "base_checkpoints"
     shutil.copytree(models / "tiny" / "step_000002", models / "other" / "step_000002")
 
     def run(**settings):
-        module, args = stage_arguments(base, "sft", source="base", model_tag="other", tasks=f"json:{base / 'chats.jsonl'}", resume="auto", save_every=1,
-                                       eval_every=-1, eval_metrics_every=-1, **settings)
+        module, args = stage_arguments(base, "sft", source="base", model_tag="other", tasks="json:{chats}",
+                                       resume="auto", save_every=1, eval_every=-1, eval_metrics_every=-1, **settings)
         return run_module(module, *args)
 
     assert run(num_iterations=1).returncode == 0
     shutil.copytree(models / "other" / "step_000002", models / "other" / "step_000003")
     refused = run(num_iterations=2)
-    assert refused.returncode == 1 and "origin was base_checkpoints/other/step_000002" in refused.stderr and "step_000003" in refused.stderr, refused.stderr
-    with pytest.MonkeyPatch.context() as patch:  # what torchrun --max-restarts tells: the job that wrote the checkpoint was another one
+    assert refused.returncode == 1 and "step_000003" in refused.stderr, refused.stderr
+    assert "origin was base_checkpoints/other/step_000002" in refused.stderr
+    with pytest.MonkeyPatch.context() as patch:  # restarted by torchrun, but another job wrote the checkpoint
         patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         patch.setenv("TORCHELASTIC_RUN_ID", "another")
         assert "origin was" in run(num_iterations=2).stderr
-    assert "resuming from" in run(num_iterations=2, step=2).stdout
+    assert "resuming from" in run(num_iterations=2, source_step=2).stdout
     shutil.rmtree(models / "other")
     assert "resuming from" in run(num_iterations=3).stdout
-    assert sorted(path.name for path in (base / "sft_checkpoints" / "other").glob("step_*")) == ["step_000001", "step_000002", "step_000003"]
+    saved = sorted(path.name for path in (base / "sft_checkpoints" / "other").glob("step_*"))
+    assert saved == ["step_000001", "step_000002", "step_000003"]
 
 
 def test_a_dry_run_shows_samples_and_changes_nothing(base):
@@ -166,19 +170,23 @@ def test_a_dry_run_shows_samples_and_changes_nothing(base):
     ("scripts.mid_train", {"source": "sft"}, "source=sft"),
     ("scripts.chat_sft", {"tasks": "json:{broken}"}, "broken.jsonl:2"),
     ("scripts.chat_sft", {"tasks": "gsm9k"}, "there is no task 'gsm9k'; known:"),
-    ("scripts.chat_sft", {"source": "base", "max_seq_len": 999, "overwrite": True}, "max_seq_len=999 must be within 1 and the model's 128"),
-    ("scripts.chat_sft", {"source": "base", "num_iterations": 0}, "num_iterations=0 trains nothing"),
-    ("scripts.chat_rl", {"source": "mid", "temperature": 0}, "equal samples teach nothing"),
+    ("scripts.chat_sft", {"source": "base", "max_seq_len": 999, "overwrite": True},
+     "max_seq_len=999 must be within 1 and the model's 128"),
+    ("scripts.chat_sft", {"source": "base", "num_iterations": 0}, "num_iterations takes int in [-1, 1..]"),
+    ("scripts.chat_rl", {"source": "mid", "temperature": 0}, "temperature takes float in [>0]"),
+    ("scripts.chat_rl", {"source": "mid", "num_samples": 1}, "num_samples takes int in [2..]"),
     ("scripts.chat_rl", {"source": "base", "task": "json:{chats}"}, "is not answered by writing"),
     ("scripts.chat_eval", {"source": "rl", "model_tag": "nobody"}, "no valid checkpoint in"),
 ])
 def test_bad_input_is_one_clear_line(base, module, settings, message):
     """The value, what was expected; before any work, and nothing that is there is lost."""
-    (base / "broken.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n{"messages": [{\n')
+    whole = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
+    (base / "broken.jsonl").write_text(json.dumps(whole) + '\n{"messages": [{\n')
     before = sorted(str(path) for path in base.rglob("*"))
     common = {"model_tag": "tiny", "device_type": "cpu"} | ({"compile": False} if module != "scripts.chat_eval" else {})
     common |= {"tasks": "arithmetic[:9]"} if module != "scripts.chat_rl" else {}
-    args = [f"--{key}={str(value).format(broken=base / 'broken.jsonl', chats=base / 'chats.jsonl')}" for key, value in (common | settings).items()]
+    paths = {name: base / f"{name}.jsonl" for name in ("broken", "chats")}
+    args = [f"--{key}={str(value).format(**paths)}" for key, value in (common | settings).items()]
     result = run_module(module, *args)
     assert result.returncode in (1, 2) and message in result.stderr, result.stderr
     assert "Traceback" not in result.stderr and len(result.stderr.strip().splitlines()) <= 2

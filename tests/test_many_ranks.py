@@ -1,4 +1,4 @@
-"""The pretraining script on several ranks: one loss curve whatever the ranks and the stage, and no way to lose a run."""
+"""The pretraining script on several ranks: one loss curve for any ranks and stage, and no way to lose a run."""
 import contextlib
 import fcntl
 import io
@@ -15,16 +15,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import REPO, broken_bundle, make_sums
+from ranks import Job, run_as_main, run_on_ranks, torchrun
 from safetensors.torch import load_file
 
-from conftest import REPO
-from nanochat.corpus.make_dataset import make
 from nanochat.metrics import read_metrics
-from nanochat.corpus.learn_tokenizer import train_tokenizer
-from ranks import Job, run_as_main, run_on_ranks, torchrun
 
-TINY = {"data": "sums", "depth": 1, "max_seq_len": 32, "device_batch_size": 4, "total_batch_size": 512, "num_iterations": 30, "compile": False,
-        "eval_tokens": 512, "sample_every": -1, "eval_every": -1, "dtype": "float32", "grad_clip": 1.0, "weight_decay": 0.1,
+TINY = {"data": "sums", "depth": 1, "max_seq_len": 32, "device_batch_size": 4, "total_batch_size": 512,
+        "num_iterations": 30, "compile": False, "eval_tokens": 512, "sample_every": -1, "eval_every": -1,
+        "dtype": "float32", "grad_clip": 1.0, "weight_decay": 0.1,
         "device_type": "cuda" if torch.cuda.device_count() >= 4 else "cpu"}
 
 
@@ -34,11 +33,7 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(folder))
-        (folder / "texts").mkdir()
-        for i in range(400):
-            (folder / "texts" / f"{i}.txt").write_text(f"Document {i} says that {i} plus {i} is {2 * i}, and that {i} minus one is {i - 1}.")
-        make(str(folder / "texts"), "sums")
-        train_tokenizer("sums", 400, 10**6, 10**4)
+        make_sums(folder)
     return folder
 
 
@@ -52,7 +47,7 @@ def arguments(tag: str, settings: dict) -> list[str]:
 
 
 def script(rank: int, world_size: int, args: list[str], patch: str) -> tuple[str, list[list[tuple]]]:
-    """scripts.base_train in this process. What it printed, and the rows of tokens of each forward pass with gradients."""
+    """Run scripts.base_train here: what it printed, and the rows of tokens of each forward pass with gradients."""
     from nanochat import dataloader, gpt
 
     rows, forward, loader = [], gpt.GPT.forward, dataloader.tokenizing_distributed_data_loader
@@ -119,7 +114,8 @@ def assert_same_checkpoint(base: Path, a: str, b: str, step: int) -> None:
 def rows_by_step(ranks: list[list[list[tuple]]], steps: int) -> list[list[tuple]]:
     """All rows of tokens of each step, sorted: which rank had which is no matter."""
     per_step = len(ranks[0]) // steps
-    return [sorted(row for rows in ranks for part in rows[step * per_step : (step + 1) * per_step] for row in part) for step in range(steps)]
+    of_step = [slice(step * per_step, (step + 1) * per_step) for step in range(steps)]
+    return [sorted(row for rows in ranks for part in rows[micro_steps] for row in part) for micro_steps in of_step]
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +130,8 @@ def undisturbed(base):
 def test_one_two_and_four_ranks_draw_the_same_curve_on_every_stage(base):
     """
     The same tokens in every step, and losses within 1e-4 over 30 steps: float32 sums in another order. One of the runs
-    begins by removing another, which only one rank may do; one on stage 3 is looked at on its way, and saved when rank 0's
-    clock says so.
+    begins by removing another, which only one rank may do; one on stage 3 is evaluated on its way, and saved when rank
+    0's clock says so.
     """
     expected = rows_by_step(train(1, "1")[1], 30)
     train(1, "2-0", num_iterations=1)
@@ -144,9 +140,10 @@ def test_one_two_and_four_ranks_draw_the_same_curve_on_every_stage(base):
     for world_size in (2, 4):
         for stage in range(4):
             tag = f"{world_size}-{stage}"
-            looking = dict(eval_every=30, sample_every=30, save_minutes=1e-9) if (world_size, stage) == (2, 3) else {}
-            printed, rows = train(world_size, tag, zero_stage=stage, overwrite=True, **looking)
-            assert printed.count("The capital of France is") == bool(looking) and (printed.count("saved ") > 10) == bool(looking)
+            also = dict(eval_every=30, sample_every=30, save_minutes=1e-9) if (world_size, stage) == (2, 3) else {}
+            printed, rows = train(world_size, tag, zero_stage=stage, overwrite=True, **also)
+            assert printed.count("The capital of France is") == bool(also)
+            assert (printed.count("saved ") > 10) == bool(also)
             assert rows_by_step(rows, 30) == expected, tag
             assert difference(losses(base, tag), one) < 1e-4, tag
 
@@ -182,7 +179,7 @@ def test_two_ranks_stopped_and_resumed_are_the_run_that_was_not(base, stage, dty
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_moves_between_ranks_and_stages(base, dtype):
-    """2 ranks on stage 2, then 4 on stage 3, then 1: the float32 losses are those of the run that stayed, within 1e-4."""
+    """2 ranks on stage 2, then 4 on stage 3, then 1: the float32 losses stay within 1e-4 of the run that stayed."""
     settings = dict(num_iterations=12, save_every=4, dtype=dtype)
     train(2, f"stayed-{dtype}", zero_stage=2, **settings)
     before = f"stayed-{dtype}"
@@ -204,19 +201,22 @@ def test_a_bad_step_is_nobodys_update_and_many_stop_the_run(base):
     records = {record["step"]: record for record in read_metrics(folder(base, "nan") / "metrics.jsonl")}
     assert [step for step in records if "train/loss" not in records[step]] == [5] and records[5]["train/skipped"] == 1
     assert all(t.isfinite().all() for t in tensors(base, "nan", 8).values() if t.is_floating_point())
-    with pytest.raises(Exception, match=r"not finite in 3 steps in a row, up to step \d+; the last good checkpoint is .*step_0000"):
+    message = r"not finite in 3 steps in a row, up to step \d+; the last good checkpoint is .*step_0000"
+    with pytest.raises(Exception, match=message):
         train(2, "nans", "nan from step 7 on", num_iterations=40, save_every=2, max_bad_steps=3)
 
 
 # ---- Real kills, under torchrun
 
-def start_job(log: Path, tag: str, launcher: tuple[str, ...] = (), kill: tuple[str, Path] | None = None, by: int = signal.SIGKILL, **settings) -> Job:
+def start_job(log: Path, tag: str, launcher: tuple[str, ...] = (), kill: tuple[str, Path] | None = None,
+              by: int = signal.SIGKILL, **settings) -> Job:
     return Job(log, "scripts.base_train", arguments(tag, settings), launcher, kill, by)
 
 
 def test_a_killed_rank_ends_the_job_and_torchrun_brings_it_back(base, tmp_path, undisturbed):
-    """SIGKILL of rank 1 in mid-step: with --max-restarts the same command finishes, and matches the undisturbed run."""
-    job = start_job(tmp_path / "log", "killed", ("--max-restarts=1",), ("1", folder(base, "killed") / "step_000012"), num_iterations=40, save_every=4)
+    """SIGKILL of rank 1 in mid-step: with --max-restarts the same command ends, and matches the undisturbed run."""
+    job = start_job(tmp_path / "log", "killed", ("--max-restarts=1",), ("1", folder(base, "killed") / "step_000012"),
+                    num_iterations=40, save_every=4)
     assert job.end() == 0, job.text()
     assert re.search(r"resuming from .*step_0000(12|16|20|24|28|32|36)", job.text())
     assert_same_checkpoint(base, undisturbed, "killed", 40)
@@ -224,8 +224,9 @@ def test_a_killed_rank_ends_the_job_and_torchrun_brings_it_back(base, tmp_path, 
 
 
 def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, undisturbed):
-    """SIGKILL of both ranks when a save has begun; the newest checkpoint is then damaged as well, named and passed over."""
-    job = start_job(tmp_path / "log", "saving", kill=("01", folder(base, "saving") / ".step_0000[1-4]*/*"), num_iterations=40, save_every=4)
+    """SIGKILL of both ranks when a save has begun; then the newest checkpoint is damaged, named and passed over."""
+    job = start_job(tmp_path / "log", "saving", kill=("01", folder(base, "saving") / ".step_0000[1-4]*/*"),
+                    num_iterations=40, save_every=4)
     assert job.end() != 0 and "SIGKILL" in job.text(), job.text()
     newest = max(folder(base, "saving").glob("step_*"))
     shard = newest / "optimizer_rank_00001.safetensors"
@@ -239,12 +240,8 @@ def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, 
 
 
 def test_an_evaluation_that_fails_on_all_ranks_costs_no_step(base, tmp_path, undisturbed):
-    """At step 6, which nobody asked to save; the error is told once, and the resumed run is the undisturbed one."""
-    bundle = base / "eval_bundle"
-    (bundle / "eval_data").mkdir(parents=True)
-    (bundle / "core.yaml").write_text("icl_tasks:\n- {label: broken, dataset_uri: broken.jsonl, num_fewshot: [0], icl_task_type: language_modeling}\n")
-    (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\nbroken,0\n")
-    (bundle / "eval_data" / "broken.jsonl").write_text("{")
+    """At step 6, where no save is due; the error is told once, and the resumed run is the undisturbed one."""
+    broken_bundle(base)
     job = start_job(tmp_path / "log", "failed", num_iterations=40, core_metric_every=6)
     assert job.end() == 1 and job.text().count("error: ") == 1 and "broken.jsonl:1" in job.text(), job.text()
     assert [path.name for path in folder(base, "failed").glob("step_*")] == ["step_000006"]
@@ -255,7 +252,8 @@ def test_an_evaluation_that_fails_on_all_ranks_costs_no_step(base, tmp_path, und
 
 def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturbed):
     """To the launcher, as schedulers do: every worker exits 0 with a checkpoint of the step it was in."""
-    job = start_job(tmp_path / "log", "stopped", kill=("0", folder(base, "stopped") / "step_000010"), by=signal.SIGTERM, num_iterations=40, save_every=10)
+    job = start_job(tmp_path / "log", "stopped", kill=("0", folder(base, "stopped") / "step_000010"), by=signal.SIGTERM,
+                    num_iterations=40, save_every=10)
     job.end()  # torchrun's own status is 1
     step = int(re.search(r"stopped after step (\d+); --resume=auto continues", job.text())[1])
     assert 10 < step < 40 and "exitcode" not in job.text(), job.text()
@@ -268,9 +266,10 @@ def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturb
 def run_until_hung_up(tag: str) -> None:
     """torchrun in a terminal that goes away after step 2."""
     ours, theirs = os.openpty()
-    job = subprocess.Popen(torchrun("scripts.base_train", arguments(tag, dict(num_iterations=40, save_every=-1))), cwd=REPO,
-                           stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"OMP_NUM_THREADS": "1"},
-                           start_new_session=True, preexec_fn=lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY))
+    command = torchrun("scripts.base_train", arguments(tag, dict(num_iterations=40, save_every=-1)))
+    job = subprocess.Popen(command, cwd=REPO, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+                           env=os.environ | {"OMP_NUM_THREADS": "1"},
+                           preexec_fn=lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY))
     os.close(theirs)
     printed = b""
     while b"step 00002/" not in printed:
@@ -300,14 +299,17 @@ def test_what_the_user_has_to_mend_is_not_tried_again(base, tmp_path):
     job = start_job(tmp_path / "log", "diverged", ("--max-restarts=1",), matrix_lr=1e38, max_bad_steps=2)
     assert job.end() == 1
     assert len(re.findall("^step 00000/", job.text(), re.MULTILINE)) == 1, job.text()
-    said, again = re.findall("^error: loss or gradient not finite in 2 steps in a row.*[^)]$", job.text(), re.MULTILINE)  # by rank 0
-    assert said == again
+    of_rank0 = "^error: loss or gradient not finite in 2 steps in a row.*[^)]$"
+    line, again = re.findall(of_rank0, job.text(), re.MULTILINE)
+    assert line == again
 
 
 def test_ctrl_c_in_one_process_saves_too(base, tmp_path):
     """And under nohup, where SIGHUP is ignored, a lost connection changes nothing."""
-    process = subprocess.Popen([sys.executable, "-m", "scripts.base_train", *arguments("alone", dict(num_iterations=2000))], cwd=REPO, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    command = [sys.executable, "-m", "scripts.base_train", *arguments("alone", dict(num_iterations=2000))]
+    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               env=os.environ | {"OMP_NUM_THREADS": "1"},
+                               preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     for line in process.stdout:
         if line.startswith("step 00001/"):
             process.send_signal(signal.SIGHUP)
@@ -315,8 +317,8 @@ def test_ctrl_c_in_one_process_saves_too(base, tmp_path):
             process.send_signal(signal.SIGINT)
             break
     printed, _ = process.communicate(timeout=300)
-    assert process.returncode == 0 and "SIGINT: finishing this step" in printed and re.search(r"saved .*step_00[01]\d\d\d\n", printed) and "--resume=auto continues" in printed, printed
-
+    assert process.returncode == 0 and "SIGINT: finishing this step" in printed, printed
+    assert re.search(r"saved .*step_00[01]\d\d\d\n", printed) and "--resume=auto continues" in printed
 
 
 def cpu_seconds(pid: int) -> float:
@@ -339,10 +341,11 @@ print("ready", flush=True)
 hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if sys.argv[1] == "stuck" else time.sleep(4)
 """
     for argument, patience, status in (("stuck", "0.5", 1), ("alive", "2", 0)):
-        process = subprocess.Popen([sys.executable, "-c", program, argument, patience], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen([sys.executable, "-c", program, argument, patience], cwd=REPO, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdout.readline() == "ready\n"
         began = cpu_seconds(process.pid)
-        while argument == "stuck" and cpu_seconds(process.pid) < began + 0.2:  # it must be inside of the native code by then
+        while argument == "stuck" and cpu_seconds(process.pid) < began + 0.2:  # then it is inside the native code
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         try:

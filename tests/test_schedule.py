@@ -3,7 +3,13 @@ import pytest
 
 from nanochat.errors import UserError
 from nanochat.schedule import (
-    accumulation_steps, choose_batch_size, choose_num_iterations, lr_multiplier, muon_momentum, weight_decay_multiplier,
+    accumulation_steps,
+    choose_batch_size,
+    choose_num_iterations,
+    is_due,
+    lr_multiplier,
+    muon_momentum,
+    weight_decay_multiplier,
 )
 
 
@@ -18,13 +24,18 @@ def test_learning_rate_rises_stays_falls_and_never_leaves_its_bounds():
 
 
 def test_momentum_and_weight_decay():
-    assert muon_momentum(0) == 0.85 and muon_momentum(150) == pytest.approx(0.9) and muon_momentum(10**6) == pytest.approx(0.95)
-    assert weight_decay_multiplier(0, 10) == 1 and weight_decay_multiplier(5, 10) == 0.5 and weight_decay_multiplier(11, 10) == 0
+    assert [muon_momentum(step) for step in (0, 150, 10**6)] == pytest.approx([0.85, 0.9, 0.95])
+    assert [weight_decay_multiplier(step, 10) for step in (0, 5, 11)] == [1, 0.5, 0]
+
+
+def test_what_is_due_every_so_many_steps_is_due_at_the_end():
+    assert [step for step in range(8) if is_due(step, 7, 3)] == [0, 3, 6, 7]
+    assert not any(is_due(step, 7, -1) for step in range(8))
 
 
 def test_accumulation_divides_or_names_what_would():
     assert accumulation_steps(524288, 32, 2048, 8) == 1 and accumulation_steps(524288, 8, 2048, 1) == 32
-    with pytest.raises(UserError, match=r"total_batch_size=5000 .* 4 \* 512 \* 2 = 4096; try total_batch_size=4096 or 8192"):
+    with pytest.raises(UserError, match=r"=5000 .* 4 \* 512 \* 2 = 4096; try total_batch_size=4096 or 8192"):
         accumulation_steps(5000, 4, 512, 2)
     with pytest.raises(UserError, match=r"try total_batch_size=8192, or device_batch_size=2"):
         accumulation_steps(2048, 8, 512, 2)
