@@ -32,7 +32,6 @@ from nanochat.tokenizer import Tokenizer
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
 STAGES = tuple(SCRIPTS)
 MODEL_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer_rank_{:05d}.safetensors"
 LEASE_SECONDS = 120  # for which a file server may keep the locks of a machine that has crashed
 UNSEEN = "it is not there on every node; NANOCHAT_BASE_DIR must be on a file system that all nodes share"
 
@@ -221,21 +220,25 @@ def changed_settings(before: dict, now: dict) -> str:
 
 
 def lock_path(folder: Path) -> Path:
-    """Locked by the process that writes checkpoints into the folder, and signed with its host, process and job."""
+    """Locked by the process that writes checkpoints into the folder; it has its host, process and job as text."""
     return folder.with_name(f".{folder.name}.lock")
 
 
-def signature() -> str:
-    return f"host {socket.gethostname()}, process {os.getpid()}, job {job()}"
-
-
-def claim(folder: Path, sign: bool = True) -> TextIO:
+def claim(folder: Path, lock: TextIO | None = None, sign: bool = True) -> TextIO:
     """
     Make this process the only one that writes checkpoints into the folder, until the lock that is returned is closed or
-    the process ends. UserError that names the process which writes there now; the lock of another host, which a file
-    server may keep for a while after that has crashed, is waited for. sign=False: only to see whether it is free.
+    the process ends. lock: from an earlier call, to make sure of it. sign=False: only see whether the folder is free.
+    UserError that names the process that writes there now. The lock of another host is waited for: a file server may
+    keep it for a while after that host has crashed. Where locks do not work, the text in the file is compared.
     """
     path, deadline = lock_path(folder), time.monotonic() + LEASE_SECONDS
+    me = f"host {socket.gethostname()}, process {os.getpid()}, job {job()}"
+    if lock and path.exists():  # else somebody has removed it with the folder
+        holder = path.read_text(encoding="utf-8")
+        if holder != me:
+            raise UserError(f"{folder} was taken over by another run ({holder}); "
+                            "this one can save nothing there any more")
+        return lock
     while True:
         try:
             lock = locked(path, wait=False)
@@ -248,7 +251,7 @@ def claim(folder: Path, sign: bool = True) -> TextIO:
         time.sleep(1)
     if sign:
         lock.truncate(0)
-        lock.write(signature())
+        lock.write(me)
         lock.flush()
     return lock
 

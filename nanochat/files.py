@@ -108,8 +108,8 @@ def previous(path: Path) -> Path:
 
 def recover_folder(path: Path) -> None:
     """
-    Clear up after a process that was killed while it wrote a folder: the old one comes back unless the new one is there.
-    For processes that are about to write there; those that read change nothing.
+    Clear up after a process that was killed while it wrote a folder: the old one comes back unless the new one is
+    there. For processes that are about to write there; those that read change nothing.
     """
     if previous(path).exists() and not path.exists():
         os.rename(previous(path), path)

@@ -4,7 +4,7 @@ Saving in the background: training waits until what it changes is copied to host
     main thread, every rank        wait for the save before; copy what this rank writes
     background thread, rank 0      make the folder to fill
     background thread, every rank  write, sync and hash this rank's files
-    background thread, rank 0      add meta.json, the tokenizer and the manifest; rename; prune
+    background thread, rank 0      add meta.json, the tokenizer and the manifest; rename; remove old checkpoints
 
 A save that fails is a warning while training goes on, and an error when it was the last. An error that ends the run on
 every rank, other than in mid-update, is followed by a save of the last whole step.
@@ -30,14 +30,11 @@ from torch import Tensor
 
 from nanochat.checkpoint import (
     MODEL_FILE,
-    OPTIMIZER_FILE,
     UNSEEN,
     claim,
     find_checkpoint,
     job,
     list_steps,
-    lock_path,
-    signature,
     step_dir,
 )
 from nanochat.distributed import from_rank0, print0, set_timeout
@@ -83,22 +80,12 @@ class CheckpointWriter:
 
     def take_folder(self, start_step: int, overwrite: bool) -> None:
         """Rank 0: claim the folder, and remove from it what killed saves left and what the run may overwrite."""
-        self.require_folder()
+        self.lock = claim(self.folder)
         for left in self.folder.glob(".step_*"):
             recover_folder(self.folder / left.name.split(".")[1])
         for step in list_steps(self.folder) if overwrite else ():
             if step > start_step or start_step == 0:
                 shutil.rmtree(step_dir(self.folder, step))
-
-    def require_folder(self) -> None:
-        """Rank 0: UserError where another run has the folder; where locks do not work, it may have come later."""
-        path = lock_path(self.folder)
-        if self.lock is None or not path.exists():  # somebody may have removed it with the folder
-            self.lock = claim(self.folder)
-        holder = path.read_text(encoding="utf-8")
-        if holder != signature():
-            raise UserError(f"{self.folder} was taken over by another run ({holder}); "
-                            "this one can save nothing there any more")
 
     # --- for the training loop
 
@@ -181,7 +168,7 @@ class CheckpointWriter:
         """The thread: whatever happens on one rank, all end with the same outcome, and nothing half-made is left."""
         begin, publish = (self.begin, self.publish) if self.sharding.rank == 0 else (None, None)
         try:
-            with contextlib.ExitStack() as stack:  # on rank 0 it has the folder to fill, and renames it when it closes
+            with contextlib.ExitStack() as stack:  # rank 0's has the folder to fill, and publishes it when it closes
                 aside = self.share(begin, step, stack)[0]
                 sums = self.share(write_files, aside, files)
                 self.share(publish, step, stack, aside, sums, meta)
@@ -189,13 +176,13 @@ class CheckpointWriter:
             self.failed = step, error
 
     def begin(self, step: int, stack: contextlib.ExitStack) -> Path:
-        self.require_folder()
+        self.lock = claim(self.folder, self.lock)
         return stack.enter_context(write_folder_aside(step_dir(self.folder, step)))
 
     def publish(self, step: int, stack: contextlib.ExitStack, aside: Path, sums: list[dict], meta: str) -> None:
         """Make the filled folder a checkpoint, then remove those that are too old."""
         complete(aside, sums, self.tokenizer, meta)
-        self.require_folder()
+        claim(self.folder, self.lock)
         stack.close()
         steps = [there for there in list_steps(self.folder) if there <= step]
         by_time = [there for there in self.by_time if there in steps]  # a save can have failed
@@ -219,14 +206,15 @@ class CheckpointWriter:
         if self.group is not None:
             results = [None] * self.sharding.world_size
             dist.all_gather_object(results, result, group=self.group)
-        for error in filter(lambda result: isinstance(result, Exception), results):
-            raise error
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
         return results
 
     def rescue(self) -> None:
         """
-        For a run that an exception ends: finish the save under way, then save what `stand_by` was told. On several ranks
-        only if all of them come here, before the same step, and not on stage 3, whose parameters may be half gathered.
+        For a run that an exception ends: finish the save under way, then save what `stand_by` was told. Several ranks
+        only if all come here, before the same step, and not on stage 3, where parameters may be half gathered.
         """
         step, metrics, meta = self.whole or (-1, None, {})
         try:
@@ -271,9 +259,12 @@ def save_weights(
 
 def copy_to_host(sharding: Sharding, optimizers) -> Files:
     """
-    Copies of what this rank writes: the whole model on rank 0, and in one replica each rank's slices. COLLECTIVE.
-    Waits for the device once per tensor; training goes on when all of them are in host memory.
+    Copies of what this rank writes, also of what is in host memory already, as training changes it in place: the whole
+    model on rank 0, and in one replica each rank's slices. Waits for the device once per tensor. COLLECTIVE.
     """
+    def host_copy(tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", copy=True).contiguous()
+
     files: Files = {}
     whole = {name: host_copy(t) for name, t in sharding.whole_tensors() if sharding.rank == 0}  # all ranks iterate
     if sharding.rank == 0:
@@ -282,13 +273,8 @@ def copy_to_host(sharding: Sharding, optimizers) -> Files:
         kept = kept_state(sharding, optimizers) | (counters(optimizers) if sharding.shard_rank == 0 else {})
         ranges = {"pieces": json.dumps({name: (part.start, part.end) for name, part in kept.items()})}
         tensors = {name: host_copy(part.source) for name, part in kept.items()}
-        files[OPTIMIZER_FILE.format(sharding.shard_rank)] = tensors, ranges
+        files[f"optimizer_rank_{sharding.shard_rank:05d}.safetensors"] = tensors, ranges
     return files
-
-
-def host_copy(tensor: Tensor) -> Tensor:
-    """A copy also of what is in host memory already: training goes on and changes it in place."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def write_files(aside: Path, files: Files) -> dict[str, str]:

@@ -45,9 +45,9 @@ def unfinished(path: Path) -> str | None:
 
 def run(command: list[str], lock: Path) -> int:
     """
-    Run a command to its end; its exit code. It decides what to do about signals, and may have to save: Ctrl-C reaches it
-    anyway, SIGTERM is passed on. UserError while another process runs the same: the command inherits the open lock file,
-    so the lock holds until the command ends, even if this process is killed.
+    Run a command to its end; its exit code. It is for the command to act on signals, as it may have to save: Ctrl-C
+    reaches it anyway, SIGTERM is passed on. UserError while another process runs the same. The command inherits the
+    open lock file, so that the lock holds until it ends, even if this process is killed.
     """
     try:
         file = locked(lock, wait=False)

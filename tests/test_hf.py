@@ -16,7 +16,6 @@ import tiktoken
 import torch
 from safetensors.torch import load_file, save_file
 
-import nanochat.saving
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.optimizers import setup_optimizers
 from nanochat.checkpoint import checkpoint_dir, load_checkpoint, problem_with, read_meta, step_dir
@@ -484,8 +483,7 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path, base_folder, monkeypatch)
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(nanochat.saving, "publish_folder", full)
-    monkeypatch.setattr("nanochat.files.publish_folder", full)
+    monkeypatch.setattr("nanochat.files.sync", full)
     for attempt in (lambda: imported(out), lambda: imported(out, source="sft", model_tag="tiny", overwrite=True), lambda: exported(out, overwrite=True)):
         with pytest.raises(OSError, match="No space left"):
             attempt()
