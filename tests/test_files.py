@@ -105,13 +105,15 @@ def test_the_base_folder_follows_the_environment(monkeypatch, tmp_path):
 
 def test_errors_a_user_can_act_on_are_one_line():
     assert one_line(UserError("do this")) == "do this"
-    assert one_line(OSError(errno.ENOSPC, "x", "/disk/file")).startswith("No space left on device: /disk/file (free space")
+    full = one_line(OSError(errno.ENOSPC, "x", "/disk/file"))
+    assert full.startswith("No space left on device: /disk/file (free space")
     assert one_line(FileNotFoundError(errno.ENOENT, "x")) is None and one_line(ValueError("our own bug")) is None
 
     class OutOfMemoryError(RuntimeError):
         """As torch.OutOfMemoryError is named."""
 
     config = {"device_batch_size": 32}
-    assert one_line(OutOfMemoryError("CUDA"), config) == "out of memory with device_batch_size=32; try --device_batch_size=16"
+    said = one_line(OutOfMemoryError("CUDA"), config)
+    assert said == "out of memory with device_batch_size=32; try --device_batch_size=16"
     assert "try a smaller max_seq_len" in one_line(OutOfMemoryError("CUDA"), {"device_batch_size": 1})
     assert one_line(OutOfMemoryError("CUDA"), {}) is None
