@@ -69,7 +69,7 @@ class CheckpointWriter:
         from_rank0(self.take_folder, start_step, overwrite)
         last_acts.append(self.rescue)
         self.began = time.monotonic()     # the newest save, or the run
-        self.saved = start_step           # the step of the newest save
+        self.saved = start_step           # the step of the newest save; -1: it failed
         self.by_time: list[int] = []      # steps that `save_minutes` alone asked for
         self.whole: tuple[int, Metrics, dict] | None = None  # what `stand_by` was told, until `begin_update`
         self.thread: threading.Thread | None = None
@@ -128,6 +128,7 @@ class CheckpointWriter:
         Return when the last save is finished, and let other runs have the folder. Raises on every rank what made it
         fail: OSError when the disk refused.
         """
+        self.whole = None
         self.join()
         if self.lock:
             self.lock.close()
@@ -154,10 +155,10 @@ class CheckpointWriter:
         meta = meta | {"step": step, "job": job(), "model_config": vars(self.sharding.model.config)}
         self.began = time.monotonic()
         text, files = json.dumps(meta, indent=1), copy_to_host(self.sharding, self.optimizers)
+        self.saved = step  # not before: what interrupts the copy has saved nothing
         # Not a daemon: at the end of a run that fails the interpreter waits for it, instead of killing it in mid-write.
         self.thread = threading.Thread(target=self.write, args=(step, files, text), name="checkpoint")
         self.thread.start()
-        self.saved = step  # not before: what interrupts the copy has saved nothing
 
     def join(self) -> None:
         if self.thread:
@@ -173,7 +174,7 @@ class CheckpointWriter:
                 sums = self.share(write_files, aside, files)
                 self.share(publish, step, stack, aside, sums, meta)
         except Exception as error:  # of any rank; or a rank has died
-            self.failed = step, error
+            self.failed, self.saved = (step, error), -1
 
     def begin(self, step: int, stack: contextlib.ExitStack) -> Path:
         self.lock = claim(self.folder, self.lock)
@@ -182,7 +183,7 @@ class CheckpointWriter:
     def publish(self, step: int, stack: contextlib.ExitStack, aside: Path, sums: list[dict], meta: str) -> None:
         """Make the filled folder a checkpoint, then remove those that are too old."""
         complete(aside, sums, self.tokenizer, meta)
-        claim(self.folder, self.lock)
+        self.lock = claim(self.folder, self.lock)
         stack.close()
         steps = [there for there in list_steps(self.folder) if there <= step]
         by_time = [there for there in self.by_time if there in steps]  # a save can have failed
@@ -216,12 +217,12 @@ class CheckpointWriter:
         For a run that an exception ends: finish the save under way, then save what `stand_by` was told. Several ranks
         only if all come here, before the same step, and not on stage 3, where parameters may be half gathered.
         """
-        step, metrics, meta = self.whole or (-1, None, {})
+        step, metrics, _ = self.whole or (-1, None, None)
         try:
             if self.thread:
                 self.thread.join(timeout=20 if self.group else None)  # nearly written, perhaps
             hopeless = self.group and (self.sharding.stage == 3 or self.thread and self.thread.is_alive())
-            if self.whole is None or step == self.saved and not self.failed or hopeless:
+            if self.whole is None or step == self.saved or hopeless:
                 return
             if self.group:
                 set_timeout(ALL_FAILED_WITHIN, self.group)
@@ -230,7 +231,7 @@ class CheckpointWriter:
                 set_timeout(PATIENCE, self.group)
             print0(f"saving step {step} before the run ends")
             metrics.flush()
-            self.save(step, meta | {"metrics_state": metrics.state})
+            self.checkpoint()
             self.wait()
         except BaseException as error:  # a second one must not hide the first
             needs = "; that takes all ranks, and some have not failed, or are gone" * bool(self.group)

@@ -14,8 +14,8 @@ ENV = {"NANOCHAT_NO_VENV": "1", "PATH": f"{Path(sys.executable).parent}:{os.envi
 
 def once(name: str, command: str, **paths: str) -> tuple[int, str, str]:
     """scripts.once with a command of the shell, run in the base folder; its exit code and what it printed."""
-    options = [f"--{option}={path}" for option, path in paths.items()]
-    done = run_module("scripts.once", name, *options, "--", "sh", "-c", f"cd $NANOCHAT_BASE_DIR && {command}", timeout=60)
+    options, script = [f"--{option}={path}" for option, path in paths.items()], f"cd $NANOCHAT_BASE_DIR && {command}"
+    done = run_module("scripts.once", name, *options, "--", "sh", "-c", script, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -141,8 +141,8 @@ def write_python(folder: Path, script: str) -> None:
 
 
 def bash(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
-    environment = os.environ | env
-    return subprocess.run(["bash", *arguments], cwd=folder, env=environment, text=True, capture_output=True, timeout=120)
+    settings = dict(cwd=folder, env=os.environ | env, text=True, capture_output=True, timeout=120)
+    return subprocess.run(["bash", *arguments], **settings)
 
 
 def test_a_fresh_machine_installs_what_is_asked_for_whatever_the_arguments(tmp_path):
@@ -257,7 +257,7 @@ def test_a_slow_machine_trains_a_smaller_model_unless_asked_for_all(tmp_path):
 
 
 def rehearse(until: str | None = None) -> str:
-    """What `bash speedrun.sh --rehearse` prints; with `until` it and all its processes are killed when a line says that."""
+    """What `bash speedrun.sh --rehearse` prints; with `until` it and its processes are killed when a line says that."""
     process = subprocess.Popen(
         ["bash", "speedrun.sh", "--rehearse"], cwd=REPO, env=os.environ | ENV, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
