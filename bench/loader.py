@@ -9,34 +9,27 @@ from configurator import configure
 
 import numpy as np
 
-from nanochat.dataloader import RowPlanner, TokenizedShards
-from nanochat.dataset import read_shard
-from nanochat.corpus.make_dataset import ensure_dataset
-from nanochat.distributed import print0
 from nanochat.corpus.learn_tokenizer import ensure_tokenizer
+from nanochat.corpus.make_dataset import ensure_dataset
+from nanochat.dataloader import RowPlanner, TokenizedShards
+from nanochat.dataset import shard_texts
 
-# ---- Data
 data = "tinyworld"          # name of a data set
-max_seq_len = 2048          # tokens per row
-# ---- Measurement
-num_rows = 2000             # rows to pack
-config = configure(globals())
+max_seq_len = 2048          # [1..] tokens per row
+num_rows = 2000             # [1..] rows to pack
+configure(globals())
 
 ensure_dataset(data)
-tokenizer = ensure_tokenizer(data)
-shards = TokenizedShards(data, "train", tokenizer, num_threads=1)
+shards = TokenizedShards(data, "train", ensure_tokenizer(data), num_threads=1)
 
 # --- from text: parquet, byte-pair encoding, one array
 start = time.perf_counter()
-tokens = [shards.encode_shard(shard) for shard in range(len(shards))]
+count = sum(len(shards.encode_shard(shard)) for shard in range(len(shards.paths)))
 seconds = time.perf_counter() - start
-count = sum(map(len, tokens))
-print0(f"from text: {count / seconds:,.0f} tokens/s ({count:,} tokens in {seconds:.1f} s)")
-
-# --- of which reading text
+print(f"from text: {count / seconds:,.0f} tokens/s ({count:,} tokens in {seconds:.1f} s)")
 start = time.perf_counter()
-size = sum(len(text) for path in shards.paths for text in read_shard(path))
-print0(f"  reading parquet alone: {size / (time.perf_counter() - start) / 1e6:,.0f} million characters/s")
+size = sum(len(text) for path in shards.paths for text in shard_texts(path))
+print(f"  reading parquet alone: {size / (time.perf_counter() - start) / 1e6:,.0f} million characters/s")
 
 # --- from token files: plan the rows, copy them out
 planner = RowPlanner(shards, max_seq_len + 1, seed=0)
@@ -46,7 +39,7 @@ rows = [planner.next_row() for _ in range(num_rows)]
 planned = time.perf_counter() - start
 for first in range(0, num_rows, 32):
     planner.read(rows[first : first + 32])
-seconds = time.perf_counter() - start
-count = num_rows * max_seq_len
-print0(f"from token files: {count / seconds:,.0f} tokens/s; planning alone, which every rank does for all rows: {count / planned:,.0f}")
-print0(f"  documents per row: {np.mean([len(row) for row in rows]):.1f}")
+seconds, count = time.perf_counter() - start, num_rows * max_seq_len
+print(f"from token files: {count / seconds:,.0f} tokens/s; planning alone, which every rank does for all rows: "
+      f"{count / planned:,.0f}")
+print(f"  documents per row: {np.mean([len(row) for row in rows]):.1f}")

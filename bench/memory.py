@@ -1,111 +1,89 @@
 """
-What a training step needs, measured beside the formulas of nanochat/plan/memory.py: the tensors, counted by PyTorch's allocator,
-and whole processes of base_train, whose largest resident memory the kernel notes.
+What a training step needs, measured beside the formulas of nanochat/plan/memory.py: the tensors, counted by PyTorch's
+allocator, and whole processes of base_train, whose largest resident memory the kernel notes.
 
     python -m bench.memory --write     # puts the tables into docs/memory.md; Linux
 """
-import os
-import re
-import subprocess
-import sys
-import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
 from configurator import configure
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from nanochat.corpus.make_dataset import ensure_dataset
-from nanochat.errors import UserError
-from nanochat.files import base_dir
-from nanochat.gpt import config_from_depth
+from bench.harness import scratch_base, show, train
+from nanochat.compiling import set_compile
+from nanochat.gpt import GPTConfig, config_from_depth
 from nanochat.plan.memory import HEAP_WASTE, WASTE, parameter_counts, process_bytes, state_bytes, step_bytes
-from bench.pages import put_into_page
+from nanochat.plan.probes import set_up_training, train_step
 from nanochat.report import markdown_table
-from nanochat.plan.probes import peak_of_a_step
-from nanochat.corpus.learn_tokenizer import ensure_tokenizer
+from nanochat.tokenizer import get_tokenizer
 
+steps = 4                   # [3..] optimizer steps of a process; a checkpoint is written in the middle
 write = False               # into docs/memory.md; else the tables are only printed
 configure(globals())
 
-if sys.platform != "linux":
-    raise UserError("the largest resident memory is read from /proc: Linux only")
-
-STEPS = 4  # optimizer steps of a process; a checkpoint is written in the middle
-AT_ONCE = 2  # processes beside each other: their memory does not depend on it
 TENSORS = (  # depth, T, rows, dtype, compiled, activation checkpointing; vocabulary 8192
     (2, 256, 1, "float32", False, False), (2, 256, 4, "float32", False, False), (2, 256, 16, "float32", False, False),
     (4, 256, 8, "float32", False, False), (4, 512, 2, "bfloat16", False, False), (6, 256, 2, "bfloat16", False, False),
     (4, 256, 8, "float32", False, True), (4, 256, 8, "float32", True, False), (2, 512, 16, "bfloat16", True, False),
 )
-PROCESSES = (  # the same, and the environment of the process
-    (2, 256, 8, "float32", False, False, {}), (2, 256, 32, "float32", False, False, {}),
-    (2, 256, 8, "float32", False, False, {"MALLOC_MMAP_THRESHOLD_": "1048576"}), (2, 256, 32, "float32", False, False, {"MALLOC_MMAP_THRESHOLD_": "1048576"}),
-    (2, 256, 32, "float32", True, False, {}),
-)
-NAMES, WORDS = ["depth", "T", "rows", "dtype", ""], (3, 4)  # of the first columns; which of them are not numbers
+PINNED = {"MALLOC_MMAP_THRESHOLD_": "1048576"}
+PROCESSES = ((8, False, {}), (32, False, {}), (8, False, PINNED), (32, False, PINNED), (32, True, {}))  # depth 2, T 256
 
 
-def names(depth: int, T: int, rows: int, dtype: str, compiled: bool, checkpointing: bool) -> list:
-    return [depth, T, rows, dtype, f"{'compiled' if compiled else 'eager'}{', checkpointing' * checkpointing}"]
+def peak_of_a_step(config: GPTConfig, rows: int, dtype: torch.dtype, compiled: bool, checkpointing: bool) -> int:
+    """
+    Bytes of tensors at the fullest moment of a training step on this CPU, as PyTorch's allocator counts them, beyond
+    what is there between two steps (weights, masters, moments).
+    """
+    training = set_up_training(config, dtype, torch.device("cpu"), compiled=set_compile(compiled, "cpu"))
+    training[0].activation_checkpointing = checkpointing
+    tokens = torch.randint(0, config.vocab_size, (rows, config.sequence_len + 1))
+    train_step(*training, tokens, micro_steps=2)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        train_step(*training, tokens, micro_steps=2)
+    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    alive = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
 
 
-def shown(line: list) -> list:
-    print(*line, sep="  ", flush=True)
-    return line
+def shown(*cells: object) -> list:
+    print(*cells, sep="  ", flush=True)
+    return list(cells)
 
 
-def tensors(depth: int, T: int, rows: int, dtype: str, compiled: bool, checkpointing: bool) -> list:
-    model, kind = config_from_depth(depth, 8192, T), getattr(torch, dtype)
-    formula = step_bytes(model, rows, kind, "cpu", compiled, checkpointing)
-    predicted = state_bytes(2, 1, kind, *parameter_counts(model)).gradients + formula.activations + formula.transient
-    measured = peak_of_a_step(model, rows, kind, compiled, checkpointing)
-    return shown([*names(depth, T, rows, dtype, compiled, checkpointing), f"{measured / 1e6:,.1f}", f"{predicted / 1e6:,.1f}", f"{predicted / measured - 1:+.1%}"])
-
-
-def process(run: tuple) -> list:
-    *shape, environment = run
-    depth, T, rows, dtype, compiled, checkpointing = shape
-    with tempfile.TemporaryDirectory() as scratch:  # data and tokenizer are those of the base folder, checkpoints go
-        for part in ("data", "tokenizer"):
-            os.symlink(base_dir().absolute() / part, Path(scratch) / part)
-        command = [
-            sys.executable, "-m", "scripts.base_train", f"--depth={depth}", f"--max_seq_len={T}", f"--device_batch_size={rows}",
-            f"--total_batch_size={2 * rows * T}", f"--dtype={dtype}", f"--compile={compiled}", f"--activation_checkpointing={checkpointing}",
-            f"--num_iterations={STEPS}", "--save_every=2", "--eval_every=-1", "--sample_every=-1", "--device_type=cpu",
-        ]
-        started = subprocess.Popen(command, env=os.environ | environment | {"NANOCHAT_BASE_DIR": scratch, "OMP_NUM_THREADS": "1"},
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        peak = 0
-        while started.poll() is None:
-            try:
-                found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{started.pid}/status").read_text())
-            except OSError:
-                found = None
-            peak = int(found[1]) * 1024 if found else peak
-            time.sleep(0.02)
-    if started.returncode:
-        raise UserError(f"{' '.join(command)} failed")
-    tokens = ensure_tokenizer("tinyworld").get_vocab_size()
-    step = step_bytes(config_from_depth(depth, tokens, T), rows, getattr(torch, dtype), "cpu", compiled, checkpointing, saving=True).total
-    own, pinned = process_bytes("resident", "cpu", compiled), "MALLOC_MMAP_THRESHOLD_" in environment
-    asked = own + (WASTE if compiled or pinned else HEAP_WASTE["resident"]) * step  # all tensors of these runs are small ones
-    setting = "".join(f"`{key}={value}`" for key, value in environment.items()) or "-"
-    return shown([*names(*shape), setting, f"{peak / 1e6:,.0f}", f"{step / 1e6:,.0f}", f"{asked / 1e6:,.0f}", f"{peak / asked:.0%}"])
-
-
-ensure_dataset("tinyworld")
-ensure_tokenizer("tinyworld")
-text = "\n\n".join([
+processes, tensors = [], []
+with scratch_base(vocab_size=8192):  # processes first: one that is started by a larger one begins as large
+    config = config_from_depth(2, get_tokenizer("tinyworld").get_vocab_size(), 256)
+    for rows, compiled, environment in PROCESSES:
+        peak = train(
+            env=environment, depth=2, max_seq_len=256, device_batch_size=rows, total_batch_size=2 * rows * 256,
+            dtype="float32", compile=compiled, num_iterations=steps, save_every=2,
+        ).peak
+        step = sum(step_bytes(config, rows, torch.float32, "cpu", compiled, saving=True))
+        # All tensors of these runs are below the size that glibc maps by itself.
+        factor = WASTE if compiled or environment else HEAP_WASTE["resident"]
+        asked = process_bytes("resident", "cpu", compiled) + factor * step
+        setting = "".join(f"`{key}={value}`" for key, value in environment.items()) or "-"
+        how = "compiled" if compiled else "eager"
+        processes.append(shown(2, 256, rows, "float32", how, setting, f"{peak / 1e6:,.0f}",
+                               f"{step / 1e6:,.0f}", f"{asked / 1e6:,.0f}", f"{peak / asked:.0%}"))
+for depth, length, rows, dtype, compiled, checkpointing in TENSORS:
+    config, kind = config_from_depth(depth, 8192, length), getattr(torch, dtype)
+    formula = step_bytes(config, rows, kind, "cpu", compiled, checkpointing)
+    predicted = state_bytes(2, 1, kind, *parameter_counts(config)).gradients + formula.activations + formula.transient
+    measured = peak_of_a_step(config, rows, kind, compiled, checkpointing)
+    how = f"{'compiled' if compiled else 'eager'}{', checkpointing' * checkpointing}"
+    tensors.append(shown(depth, length, rows, dtype, how, f"{measured / 1e6:,.1f}", f"{predicted / 1e6:,.1f}",
+                         f"{predicted / measured - 1:+.1%}"))
+names = ["depth", "T", "rows", "dtype", ""]
+asked = ["environment", "measured, MB", "of them tensors, formula", "what the doctor asks for", "measured / asked for"]
+show("\n\n".join([
     f"torch {torch.__version__}, one thread; MB are 10⁶ bytes.",
     "### Tensors: the fullest moment of a step, beyond what is there between two steps",
-    markdown_table([*NAMES, "measured, MB", "formula, MB", "formula off by"], [tensors(*shape) for shape in TENSORS], WORDS),
+    markdown_table([*names, "measured, MB", "formula, MB", "formula off by"], tensors, (3, 4)),
     "### Whole processes of base_train: largest resident memory",
-    markdown_table([*NAMES, "environment", "measured, MB", "of them tensors, formula", "what the doctor asks for", "measured / asked for"],
-          list(ThreadPoolExecutor(AT_ONCE).map(process, PROCESSES)), (*WORDS, 5)),
-])
-print(f"\n{text}")
-if write:
-    put_into_page("memory.md", "python -m bench.memory --write", text)
+    markdown_table([*names, *asked], processes, (3, 4, 5)),
+]), "memory.md", "bench.memory", write)

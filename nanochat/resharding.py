@@ -30,12 +30,12 @@ def kept_state(sharding: Sharding, optimizers) -> dict[str, Part]:
     What this rank keeps beyond the weights, by name: `master.<parameter>`, `adamw.exp_avg.<parameter>`, … Masters that
     are the weights themselves (float32) are in the model's file already.
     """
-    slices = {s.name: s for s in sharding.slices}
+    shards = {s.name: s for s in sharding.shards}
     tensors = {f"{o.kind}.{key}": by_name for o in optimizers for key, by_name in o.state.items()}
     if sharding.masters_apart:
-        tensors["master"] = {name: s.master for name, s in slices.items()}
+        tensors["master"] = {name: s.master for name, s in shards.items()}
     return {
-        f"{key}.{name}": Part(slices[name].start, slices[name].end, tensor)
+        f"{key}.{name}": Part(shards[name].start, shards[name].end, tensor)
         for key, by_name in tensors.items() for name, tensor in by_name.items()
     }
 
@@ -61,7 +61,7 @@ def load_training_state(checkpoint: Path, sharding: Sharding, optimizers) -> Non
         for name in weights.keys() if sharding.stage < 3 else sharding.frozen:
             sharding.load_whole(name, weights.get_tensor(name))
         if sharding.stage == 3 and not sharding.masters_apart:
-            for s in sharding.slices:
+            for s in sharding.shards:
                 s.master.copy_(weights.get_tensor(s.name).flatten()[s.start : s.end])
         for name, (start, end, tensor) in kept.items():
             for low, high, part in overlaps(saved.get(name, []), start, end):

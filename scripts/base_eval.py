@@ -14,9 +14,8 @@ from nanochat.checkpoint import find_model, load_checkpoint
 from nanochat.compiling import set_compile
 from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.corpus.eval_bundle import why_no_bundle
-from nanochat.corpus.tinyworld import PROMPTS, entropy_floor, floor_bits, held_out_questions, topic_of
+from nanochat.corpus.tinyworld import PROMPTS, held_out_questions, validation_documents
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
-from nanochat.dataset import iter_texts
 from nanochat.distributed import compute_cleanup, compute_init, from_rank0, print0
 from nanochat.errors import UserError
 from nanochat.loss_eval import document_nats, evaluate_bpb, greedy_completes, sample
@@ -76,22 +75,22 @@ elif core_metric_max_per_task:
     print0(f"{tables[-1]}\n{core_name(scores)}: {core:.4f}")
 
 # --- the usual prompts, greedily
-in_tinyworld = entropy_floor(data) is not None
+made = validation_documents(data)  # None for data that are not the embedded world's
 rows = []
 for prompt, expected in PROMPTS if rank == 0 else ():
     text = sample(model, tokenizer, prompt, sample_tokens)
-    if expected is not None and in_tinyworld:
+    if expected is not None and made is not None:
         text += " ✓" if text.startswith(f" {expected}") else " ✗"
     print0(f"  {prompt}{text}")
     rows.append([prompt, cell(text)])
 tables.append(markdown_table(["prompt", "greedy completion"], rows, words=(0, 1)))
 
 # --- the embedded world: excess over the entropy of each validation document, and held-out questions
-if in_tinyworld and rank == 0:
-    texts, questions = list(iter_texts(data, "val")), held_out_questions()
-    documents = tokenizer.encode(texts, prepend=tokenizer.get_bos_token_id())
-    scored = zip(texts, document_nats(model, documents, token_bytes, device_batch_size * max_seq_len))
-    measured = [(topic_of(text), nats / math.log(2), floor_bits(text), size) for text, (nats, size) in scored]
+if made is not None and rank == 0:
+    questions = held_out_questions()
+    documents = tokenizer.encode([document.text for document in made], prepend=tokenizer.get_bos_token_id())
+    scored = zip(made, document_nats(model, documents, token_bytes, device_batch_size * max_seq_len))
+    measured = [(document.topic, nats / math.log(2), document.bits, size) for document, (nats, size) in scored]
     pairs = [(question.prompt, f" {question.answer}.") for question in questions]
     answered = list(zip(questions, greedy_completes(model, tokenizer, pairs, device_batch_size * max_seq_len)))
 

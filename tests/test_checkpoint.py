@@ -41,7 +41,7 @@ from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.errors import UserError
 from nanochat.files import previous, write_folder_aside
 from nanochat.gpt import GPT, config_from_depth
-from nanochat.ownership import Slice, equal_pieces, row_pieces
+from nanochat.partition import Shard, equal_ranges, row_ranges
 from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter, complete, copy_to_host, write_files, write_tensors
 
@@ -73,27 +73,27 @@ class Parameters(nn.Module):
 
 class Rank:
     """
-    One rank of `shards`, as sharding and optimizers in one: it keeps its cut of the masters, which are the model's
+    One rank of `shards`, as sharding and optimizers in one: it keeps its part of the masters, which are the model's
     weights in float32, and of moments drawn from the seed. `wholes` has everything whole, to compare with.
     """
 
     def __init__(self, model=None, rank=0, shards=1, stage=0, dtype=torch.float32, cut="equal", seed=0, replica=0):
         self.model = copy.deepcopy(model or Parameters(seed=seed))
         self.stage, self.dtype, self.masters_apart, self.frozen = stage, dtype, dtype != torch.float32, {}
-        self.shard_rank, self.shards, self.replica = rank, shards, replica
+        self.shard_rank, self.shard_count, self.replica = rank, shards, replica
         self.rank, self.world_size = replica * shards + rank, (replica + 1) * shards
         params = dict(self.model.named_parameters())
         shapes = {name: tuple(p.shape) for name, p in params.items()}
         self.wholes = {f"master.{name}": p.detach().clone() for name, p in params.items()}
         self.model.to(dtype)
-        by_rows = {name: row_pieces(shape, shards) for name, shape in shapes.items()}
-        pieces = equal_pieces(shapes, shards)[1] if cut == "equal" else by_rows
-        self.slices = []
-        for name, of_name in pieces.items():
+        by_rows = {name: row_ranges(shape, shards) for name, shape in shapes.items()}
+        ranges = equal_ranges(shapes, shards)[1] if cut == "equal" else by_rows
+        self.shards = []
+        for name, of_name in ranges.items():
             in_place = dtype == torch.float32 and stage < 3  # then masters are the parameters themselves
             flat = params[name].data.view(-1) if in_place else self.wholes[f"master.{name}"].flatten()
-            mine = [piece for piece in of_name if piece.rank == rank]
-            self.slices += [Slice(name, shapes[name], p.start, p.end, flat[p.start : p.end]) for p in mine]
+            mine = [part for part in of_name if part.rank == rank]
+            self.shards += [Shard(name, shapes[name], p.start, p.end, flat[p.start : p.end]) for p in mine]
         adamw = self.optimizer("adamw", ["exp_avg", "exp_avg_sq"], 1, seed)
         adamw.counters["steps"] = torch.tensor(float(seed + 3))
         self.optimizers = [adamw, self.optimizer("muon", ["momentum"], 2, seed)]
@@ -102,7 +102,7 @@ class Rank:
         """AdamW has the vectors, Muon the matrices."""
         state = {key: {} for key in keys}
         for key in keys:
-            for s in self.slices:
+            for s in self.shards:
                 if len(s.shape) == dimensions:
                     whole = self.wholes[f"{kind}.{key}.{s.name}"] = values(f"{key}.{s.name}", s.shape, seed)
                     state[key][s.name] = whole.flatten()[s.start : s.end].clone()
@@ -118,11 +118,11 @@ class Rank:
 
     def kept(self):
         """{name: (slice, tensor)} of masters and moments."""
-        found = {f"master.{s.name}": (s, s.master) for s in self.slices}
-        slices = {s.name: s for s in self.slices}
+        found = {f"master.{s.name}": (s, s.master) for s in self.shards}
+        shards = {s.name: s for s in self.shards}
         for optimizer in self.optimizers:
             for key, tensors in optimizer.state.items():
-                found |= {f"{optimizer.kind}.{key}.{name}": (slices[name], tensor) for name, tensor in tensors.items()}
+                found |= {f"{optimizer.kind}.{key}.{name}": (shards[name], tensor) for name, tensor in tensors.items()}
         return found
 
     def load(self, checkpoint):

@@ -19,8 +19,7 @@ from conftest import run_module
 from ranks import run_on_ranks
 
 from nanochat.core_eval import CoreTask, core_name, evaluate_core, item_of, load_items, load_tasks, prompts_of, rows_of
-from nanochat.corpus import eval_bundle
-from nanochat.corpus.download import Patience
+from nanochat.corpus import download
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.learn_tokenizer import learn_tokenizer, train_tokenizer
 from nanochat.corpus.make_dataset import make
@@ -348,7 +347,7 @@ def server(tmp_path, monkeypatch):
         def log_message(self, *arguments) -> None:
             requests.append(arguments)
 
-    monkeypatch.setattr(eval_bundle, "PATIENCE", Patience(connect_s=2, read_s=2, tries=2, first_pause_s=0.01))
+    monkeypatch.setattr(download, "PAUSE_S", 0.01)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -409,7 +408,7 @@ def test_members_that_would_lead_out_of_the_folder_stay_inside(server, bundle, b
 
 
 def test_without_a_network_it_takes_one_line_and_little_time(base_folder, monkeypatch, capfd):
-    monkeypatch.setattr(eval_bundle, "PATIENCE", Patience(connect_s=1, tries=2, first_pause_s=0.01))
+    monkeypatch.setattr(download, "PAUSE_S", 0.01)
     began = time.monotonic()
     reason = why_no_bundle("http://127.0.0.1:9/bundle.zip")
     where = f"no CORE bundle in {base_folder / 'eval_bundle'}"

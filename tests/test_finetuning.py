@@ -47,10 +47,10 @@ def one_step(rank: int, world_size: int, device_batch_size: int, stage: int) -> 
         step_targets += (targets >= 0).sum()
     stats = sharding.reduce_and_clip(step_loss, step_targets)
     whole = {name: torch.zeros(size) for name, size in sizes.items()}
-    for s in sharding.slices:
+    for s in sharding.shards:
         whole[s.name][s.start : s.end] = s.grad
     gradient = torch.cat(list(whole.values()))
-    if sharding.shards > 1:
+    if sharding.shard_count > 1:
         dist.all_reduce(gradient)
     return stats.values[0].item(), gradient
 

@@ -1,4 +1,4 @@
-"""runs/ and the tour: every link, name and setting that a page mentions exists; the launchers launch; the bowl's lowest point is found."""
+"""runs/ and the tour: what a page mentions exists; the launchers launch; the best depth of a budget is found."""
 import ast
 import csv
 import functools
@@ -13,26 +13,29 @@ import sys
 import time
 from pathlib import Path
 
+from configurator import read_arguments, read_settings
+
 import pytest
 import torch
+from conftest import REPO, run_module
+from ranks import run_on_ranks
 from torch.distributed.run import get_args_parser
 
-from configurator import read_arguments, read_settings
-from conftest import REPO, run_module
-from bench import pages
-from nanochat.report import markdown_table
+from bench import harness
+from bench.naive import CONFIG, VARIANTS, flat, train
+from bench.scaling_fit import fit, read_series
+from nanochat.corpus.learn_tokenizer import train_tokenizer
+from nanochat.corpus.make_dataset import make
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.plan.machines import LINKS, plan_step, shaped
-from nanochat.corpus.make_dataset import make
-from bench.scaling_fit import fit, read_series
-from nanochat.corpus.learn_tokenizer import train_tokenizer
-from ranks import run_on_ranks
-from bench.data_parallel import CONFIG, VARIANTS, train
+from nanochat.report import markdown_table
 
 PAGES = sorted([*REPO.glob("README*.md"), *REPO.glob("docs/*.md")])
 SCRIPTS = sorted([*REPO.glob("runs/*"), *REPO.glob("*.sh"), *REPO.glob("tests/*.sh")])
-LAUNCHER_FLAGS = {flag.lstrip("-").replace("-", "_") for action in get_args_parser()._actions for flag in action.option_strings}
+LAUNCHER_FLAGS = {
+    flag.lstrip("-").replace("-", "_") for action in get_args_parser()._actions for flag in action.option_strings
+}
 
 
 # ---- What a page claims
@@ -49,7 +52,8 @@ def settings_of(module: str) -> dict | None:
 
 @functools.cache
 def all_source() -> str:
-    files = [*REPO.glob("*.py"), *REPO.glob("nanochat/**/*.py"), *REPO.glob("scripts/*.py"), *REPO.glob("bench/*.py"), *REPO.glob("tests/*.py"), *SCRIPTS, REPO / "pyproject.toml"]
+    folders = ("*.py", "nanochat/**/*.py", "scripts/*.py", "bench/*.py", "tests/*.py")
+    files = [*(path for folder in folders for path in REPO.glob(folder)), *SCRIPTS, REPO / "pyproject.toml"]
     files.remove(Path(__file__))  # it has names in it that must not be found
     return "\n".join(path.read_text(encoding="utf-8") for path in files)
 
@@ -70,7 +74,9 @@ def problems(text: str, folder: Path) -> list[str]:
     for path in re.findall(r"`((?:nanochat|scripts|bench|tests|docs|runs)/[\w./-]+)`", text):
         if not (REPO / path).exists():
             found.append(f"file {path}")
-    known = LAUNCHER_FLAGS | {name for folder in ("scripts", "bench") for script in (REPO / folder).glob("*.py") for name in settings_of(f"{folder}.{script.stem}") or ()}
+    paths = [path for folder in ("scripts", "bench") for path in (REPO / folder).glob("*.py")]
+    ours = [f"{path.parent.name}.{path.stem}" for path in paths]
+    known = LAUNCHER_FLAGS | {name for module in ours for name in settings_of(module) or ()}
     for flag in re.findall(r"`--(\w[\w-]*)(?:=[^`]*)?`", text):
         if flag.replace("-", "_") not in known | {"help"} and f"--{flag}" not in all_source():
             found.append(f"setting --{flag}")
@@ -86,14 +92,16 @@ def problems(text: str, folder: Path) -> list[str]:
 
 
 def problems_of_command(words: list[str]) -> list[str]:
-    """The words after `-m`: a module of ours with settings it has, or pytest with tests there are. Ellipses are left out."""
+    """The words after `-m`: a module of ours with settings it has, or pytest with tests there are. "…" is left out."""
     module, rest = words[0], words[1:]
     if module == "pytest":
         files = [REPO / word.split("::")[0] for word in rest if word.startswith("tests/")]
         missing = [f"test {file.relative_to(REPO)}" for file in files if not file.exists()]
         wanted = rest[rest.index("-k") + 1] if "-k" in rest else ""
-        names = [node.name for file in files if file.exists() for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        if wanted and not missing and not any(wanted in name or wanted in file.name for name in names for file in files):
+        names = [file.name for file in files]
+        for node in (node for file in files if file.exists() for node in ast.walk(ast.parse(file.read_text()))):
+            names += [node.name] if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else []
+        if wanted and not missing and not any(wanted in name for name in names):
             missing.append(f"tests -k {wanted}")
         return missing
     if not module.startswith(("scripts.", "nanochat.", "bench.")) or module == "scripts.":
@@ -107,7 +115,8 @@ def problems_of_command(words: list[str]) -> list[str]:
         name, _, value = word.partition("=")
         try:  # a value that is a shell's, a placeholder or cut at a blank is not looked at
             plain = value and not re.search(r"[$…\"'A-Z{]", value)
-            read_arguments([word if plain or "=" not in word else f"{name}={settings[name[2:].replace('-', '_')].default}"], settings)
+            default = settings[name[2:].replace("-", "_")].default if value else ""
+            read_arguments([word if plain or "=" not in word else f"{name}={default}"], settings)
         except (UserError, KeyError) as error:
             found.append(f"{module} {word}: {error}")
     return found
@@ -119,8 +128,8 @@ def test_what_a_page_mentions_exists(page):
 
 
 def test_the_checker_finds_rot_of_every_kind():
-    page = """See [zero](zero.md) and [gone](gone.md). `send` and `no_such_method` in `nanochat/zero.py`; `nanochat/gone.py`; `gone_function`;
-`--gone_setting`, `--zero_stage=2`, `--max-restarts`.
+    page = """See [zero](zero.md) and [gone](gone.md). `send` and `no_such_method` in `nanochat/zero.py`;
+`nanochat/gone.py`; `gone_function`; `--gone_setting`, `--zero_stage=2`, `--max-restarts`.
 ```bash
 python -m scripts.base_train --depth=4 --widht=7 \\
     --seed=$seed --zero_stage=9
@@ -129,25 +138,30 @@ python -m pytest tests/test_zero.py -k no_such_test
 bash runs/gone.sh
 ```"""
     found = "\n".join(problems(page, REPO / "docs"))
-    expected = ["link gone.md", "no_such_method in nanochat/zero.py", "file nanochat/gone.py", "name gone_function", "setting --gone_setting", "--widht",
-                "--zero_stage=9", "module scripts.gone", "tests -k no_such_test", "script runs/gone.sh"]
+    expected = ["link gone.md", "no_such_method in nanochat/zero.py", "file nanochat/gone.py", "name gone_function",
+                "setting --gone_setting", "--widht", "--zero_stage=9", "module scripts.gone", "tests -k no_such_test",
+                "script runs/gone.sh"]
     assert [words for words in expected if words not in found] == []
     assert "zero.md" not in found.replace("link gone.md", "") and "--max-restarts" not in found and "$seed" not in found
 
 
 def test_every_page_is_in_the_index():
     index = (REPO / "docs" / "README.md").read_text(encoding="utf-8")
-    assert [page.name for page in REPO.glob("docs/*.md") if page.name != "README.md" and f"({page.name})" not in index] == []
+    names = {page.name for page in REPO.glob("docs/*.md")} - {"README.md"}
+    assert [name for name in names if f"({name})" not in index] == []
 
 
 def test_a_table_goes_between_its_marks(tmp_path, monkeypatch):
-    monkeypatch.setattr(pages, "DOCS", tmp_path)
-    (tmp_path / "page.md").write_text(f"before\n<!-- made by: this -->\nold\n{pages.END}\nbetween\n<!-- made by: that -->\nkept\n{pages.END}\nafter\n")
-    pages.put_into_page("page.md", "this", markdown_table(["a", "b"], [["x", 1]]))
+    monkeypatch.setattr(harness, "DOCS", tmp_path)
+    begin, end = "<!-- made by: {} -->\n".format, harness.END
+    page = f"before\n{begin('this')}old\n{end}\nbetween\n{begin('that')}kept\n{end}\nafter\n"
+    (tmp_path / "page.md").write_text(page)
+    harness.put_into_page("page.md", "this", markdown_table(["a", "b"], [["x", 1]]))
     text = (tmp_path / "page.md").read_text()
-    assert "old" not in text and "| x | 1 |" in text and text.startswith("before\n") and text.endswith("kept\n<!-- end of what it made -->\nafter\n")
+    assert "old" not in text and "| x | 1 |" in text
+    assert text.startswith("before\n") and text.endswith("kept\n<!-- end of what it made -->\nafter\n")
     with pytest.raises(UserError, match="has no"):
-        pages.put_into_page("page.md", "nothing", "text")
+        harness.put_into_page("page.md", "nothing", "text")
 
 
 # ---- Launchers
@@ -175,28 +189,32 @@ if [ "$1 $2" = "show hostnames" ]; then printf '127.0.0.1\\n127.0.0.1\\n'; else 
 
 def test_two_nodes_train_and_save_before_the_time_limit(tmp_path, base_folder):
     """
-    slurm.sbatch, multi_node.sh and two launchers for real; SLURM's own commands are played. Signalled, the job saves and is requeued.
-    It is started as under nohup: torchrun would act on a SIGHUP that was ignored.
+    slurm.sbatch, multi_node.sh and two launchers for real; SLURM's own commands are played. Signalled, the job saves
+    and is requeued. It is started as under nohup: torchrun would act on a SIGHUP that was ignored.
     """
     (base_folder / "texts").mkdir(parents=True)
     for i in range(300):
-        (base_folder / "texts" / f"{i}.txt").write_text(f"Document {i} says that {i} plus {i} is {2 * i}, and that {i} minus one is {i - 1}.")
+        text = f"Document {i} says that {i} plus {i} is {2 * i}, and that {i} minus one is {i - 1}."
+        (base_folder / "texts" / f"{i}.txt").write_text(text)
     make(str(base_folder / "texts"), "sums")
     train_tokenizer("sums", 400, 10**6, 10**4)
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(REPO)}
-    environment = os.environ | slurm | {
-        "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}", "NANOCHAT_NO_VENV": "1", "NPROC": "1",
-        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if "lo" in dict(socket.if_nameindex()).values() else "lo0", "SCONTROL_LOG": str(tmp_path / "scontrol"),
+    environment = os.environ | {
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_SUBMIT_DIR": str(REPO), "SCONTROL_LOG": str(tmp_path / "scontrol"),
+        "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "NANOCHAT_NO_VENV": "1", "NPROC": "1", "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo" if "lo" in dict(socket.if_nameindex()).values() else "lo0",
     }
-    command = ["bash", "runs/slurm.sbatch", "scripts.base_train", "--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128",
-               "--num_iterations=100000", "--eval_every=-1", "--sample_every=-1", "--dtype=float32", "--compile=False", "--device_type=cpu", "--model_tag=nodes"]
+    command = ["bash", "runs/slurm.sbatch", "scripts.base_train", "--data=sums", "--depth=1", "--max_seq_len=32",
+               "--device_batch_size=2", "--total_batch_size=128", "--num_iterations=100000", "--eval_every=-1",
+               "--sample_every=-1", "--dtype=float32", "--compile=False", "--device_type=cpu", "--model_tag=nodes"]
     log = tmp_path / "log"
-    job = subprocess.Popen(command, cwd=REPO, env=environment, stdout=open(log, "w"), stderr=subprocess.STDOUT, start_new_session=True,
-                           preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    job = subprocess.Popen(command, cwd=REPO, env=environment, stdout=open(log, "w"), stderr=subprocess.STDOUT,
+                           start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     try:
         deadline = time.monotonic() + 400
         for step in (2, 20):
@@ -212,7 +230,8 @@ def test_two_nodes_train_and_save_before_the_time_limit(tmp_path, base_folder):
             job.wait()
     printed = log.read_text()
     step = int(re.search(r"stopped after step (\d+); --resume=auto continues", printed)[1])
-    assert "2 rank(s) on cpu" in printed and "x 2 rank(s) x 1 micro-step(s)" in printed and "nothing to resume" in printed, printed
+    for words in ("2 rank(s) on cpu", "x 2 rank(s) x 1 micro-step(s)", "nothing to resume"):
+        assert words in printed, printed
     assert [path.name for path in (base_folder / "base_checkpoints" / "nodes").glob("step_*")] == [f"step_{step:06d}"]
     assert (tmp_path / "scontrol").read_text() == f"requeue {os.getpid()}\n"
 
@@ -224,9 +243,10 @@ def distances(rank: int, ranks: int) -> dict[str, float]:
     right, clipped, masked = (train(0, 1, variant, "SGD") for variant in ("right", "clip", "masked"))
     start = GPT(CONFIG)
     start.init_weights(seed=0)
-    way = (right - torch.cat([p.detach().flatten() for p in start.parameters()])).norm()
+    way = (right - flat(start)).norm()
     references = {"clip": clipped, "means": masked}
-    return {variant: ((train(rank, ranks, variant, "SGD") - references.get(variant, right)).norm() / way).item() for variant in VARIANTS}
+    off = {variant: train(rank, ranks, variant, "SGD") - references.get(variant, right) for variant in VARIANTS}
+    return {variant: (difference.norm() / way).item() for variant, difference in off.items()}
 
 
 def test_the_ten_lines_are_right_and_every_other_way_is_not():
@@ -245,9 +265,9 @@ def loss(parameters: float, tokens: float) -> float:
 
 def test_the_fit_finds_a_known_optimum():
     exact = fit([2, 3, 4, 6], [0.9 + 0.05 * math.log2(depth / 3.7) ** 2 for depth in (2, 3, 4, 6)])
-    assert exact.depth == pytest.approx(3.7) and exact.bpb == pytest.approx(0.9) and exact.curvature == pytest.approx(0.05)
+    assert exact == pytest.approx((3.7, 0.9, 0.05))
     for budget in (1e18, 1e20):  # no parabola: the lowest point of the law itself, by search
-        def at(depth: float) -> float:
+        def at(depth: float, budget: float = budget) -> float:
             return loss(49152 * depth**3, budget / (6 * 49152 * depth**3))
 
         true = min((x / 100 for x in range(100, 10000)), key=at)
@@ -262,15 +282,18 @@ def test_the_plot_reads_finished_runs(base_folder):
         tag = base_folder / "base_checkpoints" / f"bowl-d{depth}"
         (tag / "step_000010").mkdir(parents=True)
         model = dict(sequence_len=64, vocab_size=512, n_layer=depth, n_embd=64 * depth, n_head=1, n_kv_head=1)
-        meta = {"num_iterations": 20 if depth == 8 else 10, "total_batch_size": 1000, "model_config": model, "config": {"target_flops": 1e12}}
+        meta = {"num_iterations": 20 if depth == 8 else 10, "total_batch_size": 1000, "model_config": model,
+                "config": {"target_flops": 1e12}}
         (tag / "step_000010" / "meta.json").write_text(json.dumps(meta))
         (tag / "step_000010" / "manifest.json").write_text("{}")
-        (tag / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "val/bpb": value}) + "\n" for step, value in ((0, 4.0), (10, bpb))))
+        records = [json.dumps({"step": step, "val/bpb": value}) for step, value in ((0, 4.0), (10, bpb))]
+        (tag / "metrics.jsonl").write_text("\n".join(records) + "\n")
     result = run_module("bench.scaling", "--series=bowl")
     assert result.returncode == 0, result.stderr
     assert "bowl-d8: not finished, left out" in result.stdout and "the parabola is lowest at depth" in result.stdout
     rows = list(csv.DictReader(open(base_folder / "scaling" / "bowl.csv")))
-    assert [(row["depth"], row["bpb"], row["tokens"]) for row in rows] == [("1", "1.3", "10000"), ("2", "1.1", "10000"), ("4", "1.2", "10000")]
+    expected = [("1", "1.3", "10000"), ("2", "1.1", "10000"), ("4", "1.2", "10000")]
+    assert [(row["depth"], row["bpb"], row["tokens"]) for row in rows] == expected
     # depth 2 by hand: 6 · (12 · 2 · 128² + 512 · 128) + 12 · 2 · 128 · 64 per token
     assert float(rows[1]["flops"]) == 10_000 * (6 * (12 * 2 * 128**2 + 512 * 128) + 12 * 2 * 128 * 64)
     assert (base_folder / "scaling" / "bowl.png").read_bytes().startswith(b"\x89PNG")
@@ -290,4 +313,5 @@ def test_a_plan_is_what_the_pages_say():
         assert step.send[stage] == pytest.approx(sent / 450e9), stage
     for tokens, bytes_per_parameter in zip(step.hides, (4, 4 + 2)):  # the backward pass takes as long as what it sends
         assert 2 / 3 * tokens * per_token / 500e12 == pytest.approx(7 / 8 * bytes_per_parameter * parameters / 450e9)
-    assert step.latency == pytest.approx(2 * 22 * 7 * 3.4e-6) and plan_step(model, 8, 1.0, LINKS["tpuv5p"], torch.bfloat16, 2**19, 4).latency is None
+    assert step.latency == pytest.approx(2 * 22 * 7 * 3.4e-6)
+    assert plan_step(model, 8, 1.0, LINKS["tpuv5p"], torch.bfloat16, 2**19, 4).latency is None

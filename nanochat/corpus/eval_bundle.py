@@ -3,15 +3,12 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from tqdm import tqdm
-
 from nanochat.core_eval import bundle_dir
-from nanochat.corpus.download import Patience, fetch_all
+from nanochat.corpus.download import fetch
 from nanochat.errors import UserError
 from nanochat.files import base_dir, locked, recover_folder, write_aside
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-PATIENCE = Patience(connect_s=5, read_s=30, tries=3, first_pause_s=0.5, longest_pause_s=5)
 
 
 def why_no_bundle(url: str = URL) -> str | None:
@@ -21,13 +18,10 @@ def why_no_bundle(url: str = URL) -> str | None:
         with locked(base_dir() / ".eval_bundle.lock"):
             recover_folder(folder)
             if not folder.exists():
-                with tqdm(unit="B", unit_scale=True, desc="CORE bundle", delay=5) as bar:
-                    bar.write = lambda line: None  # of tries that failed; the last one's reason is told below
-                    fetch_all([(url, archive)], lambda *_: None, 1, PATIENCE, bar)
+                fetch(url, archive)
                 unpack(archive, folder)
     except UserError as error:
-        reason = str(error).partition("; the same command")[0]
-        return f"no CORE bundle in {folder}, and it cannot be downloaded: {reason}; put one there to measure CORE"
+        return f"no CORE bundle in {folder}, and it cannot be downloaded: {error}; put one there to measure CORE"
     return None
 
 

@@ -1,83 +1,69 @@
-"""How much memory and disk this process may use here, and who says so."""
+"""How much memory and disk this process may use here, and what sets the limit."""
 import os
 import resource
 import shutil
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 
 class Limit(NamedTuple):
     name: str
-    counts: str   # "resident", "data" or "address" bytes of a process (see nanochat.plan.memory)
+    counts: str   # "device" memory, or "resident", "data" or "address" bytes of a process (see nanochat.plan.memory)
     bytes: float
 
 
 def memory_limits() -> list[Limit]:
     """Every limit on a CPU process's memory that is in force."""
-    limits = [Limit("memory available", "resident", available) for available in [available_memory()] if available]
-    limits += [Limit(name, "resident", free) for name, free in cgroup_limits()]
+    limits = [Limit("memory available", "resident", available_memory()), *cgroup_limits()]
     for name, counts in (("RLIMIT_DATA", "data"), ("RLIMIT_AS", "address")):
         soft, _hard = resource.getrlimit(getattr(resource, name))
-        if soft != resource.RLIM_INFINITY:
+        if soft != resource.RLIM_INFINITY and sys.platform == "linux":  # elsewhere nothing holds a process to them
             limits.append(Limit(name, counts, soft))
     return limits
 
 
-def available_memory() -> float | None:
-    """Bytes that processes can still get without swapping; None where the system does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
+def available_memory() -> float:
+    """Bytes that processes can still get without swapping; all that the machine has where it does not say."""
+    for line in read(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def cgroup_limits() -> list[tuple[str, float]]:
-    """(name, bytes left) of this process's control groups, versions 1 and 2, the parents' limits included."""
-    found = []
-    try:
-        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return []
-    for _number, controllers, path in groups:
+def cgroup_limits() -> list[Limit]:
+    """What is left under each limit of this process's control groups, versions 1 and 2, and of their parents."""
+    limits = []
+    for line in read(Path("/proc/self/cgroup")).splitlines():
+        _number, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, limit, usage, version = "/sys/fs/cgroup", "memory.max", "memory.current", "v2"
+            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
         elif "memory" in controllers.split(","):
-            root, limit, usage, version = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "v1"
+            root, names = Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
-        folder = Path(root + path)
-        folders = [part for part in (folder, *folder.parents) if part.is_relative_to(root)]
-        found += [(f"cgroup {version}", left) for left in left_of(folders, limit, usage)]
-    return found
+        folder = root / path.lstrip("/")
+        for part in (folder, *folder.parents):
+            if part.is_relative_to(root) and (left := left_of(part, *names)) is not None:
+                limits.append(Limit(f"cgroup {part}", "resident", left))
+    return limits
 
 
-def left_of(folders: list[Path], limit: str, usage: str) -> list[float]:
-    """Bytes left under the limit of each of these control groups that has one. Cached files are used, but given up first."""
-    numbers = [(number(folder / limit), number(folder / usage) or 0, cached(folder)) for folder in folders]
-    return [most - max(used - files, 0) for most, used, files in numbers if most is not None and most < 2**60]  # v1's "none" is a large number
-
-
-def number(file: Path) -> int | None:
-    try:
-        text = file.read_text().strip()
-    except OSError:
+def left_of(folder: Path, limit: str, usage: str) -> float | None:
+    """Bytes left under a control group's limit, if it has one. Cached files count as used, but are given up first."""
+    most, used = read(folder / limit).strip(), read(folder / usage).strip() or "0"
+    if not most.isdecimal() or int(most) >= 2**60:  # "max", or version 1's large number
         return None
-    return int(text) if text.isdecimal() else None
+    files = dict(line.split() for line in read(folder / "memory.stat").splitlines())
+    return int(most) - max(int(used) - int(files.get("total_inactive_file", files.get("inactive_file", 0))), 0)
 
 
-def cached(folder: Path) -> int:
-    """Bytes of a control group that are copies of files nobody has used lately."""
+def read(path: Path) -> str:
+    """What a file of the kernel says; "" where there is no such file."""
     try:
-        lines = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return 0
-    return int(lines.get("total_inactive_file", lines.get("inactive_file", 0)))
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def free_disk(folder: Path) -> tuple[float, bool]:

@@ -10,7 +10,7 @@ from nanochat.plan.memory import parameter_counts, sent_bytes
 
 
 class Link(NamedTuple):
-    """What a rank can send, bytes/s in one direction, and seconds that a message takes at least (None: not published)."""
+    """What a rank can send, bytes/s in one direction, and seconds that a message takes at least (None: unpublished)."""
 
     name: str
     bandwidth: float
@@ -20,35 +20,46 @@ class Link(NamedTuple):
 # Bandwidths: PCI-SIG (lanes x GT/s x 128/130), NVIDIA's and Google Cloud's specifications. Latencies: what NCCL itself
 # reckons with for a step of a ring (src/graph/tuning.cc, hwLat, Simple). docs/machines.md has the details.
 LINKS = {
-    "nvlink5": Link("NVLink 5", 900e9, 3.4e-6), "nvlink4": Link("NVLink 4", 450e9, 3.4e-6), "nvlink3": Link("NVLink 3", 300e9, 3.4e-6),
-    "tpuv5p": Link("TPU v5p torus", 600e9, None), "pcie5": Link("PCIe 5.0 x16", 63e9, 5.7e-6), "pcie4": Link("PCIe 4.0 x16", 31.5e9, 5.7e-6),
-    "ndr": Link("InfiniBand NDR", 50e9, 14e-6), "hdr": Link("InfiniBand HDR", 25e9, 14e-6),
-    "eth100": Link("100 Gbit Ethernet", 12.5e9, 14e-6), "eth10": Link("10 Gbit Ethernet", 1.25e9, 14e-6),
+    "nvlink5": Link("NVLink 5", 900e9, 3.4e-6),
+    "nvlink4": Link("NVLink 4", 450e9, 3.4e-6),
+    "nvlink3": Link("NVLink 3", 300e9, 3.4e-6),
+    "tpuv5p": Link("TPU v5p torus", 600e9, None),
+    "pcie5": Link("PCIe 5.0 x16", 63e9, 5.7e-6),
+    "pcie4": Link("PCIe 4.0 x16", 31.5e9, 5.7e-6),
+    "ndr": Link("InfiniBand NDR", 50e9, 14e-6),
+    "hdr": Link("InfiniBand HDR", 25e9, 14e-6),
+    "eth100": Link("100 Gbit Ethernet", 12.5e9, 14e-6),
+    "eth10": Link("10 Gbit Ethernet", 1.25e9, 14e-6),
 }
 
 
 class Step(NamedTuple):
-    """Seconds of an optimizer step on one rank: computing, sending by stage, in latencies; then the smallest micro-batches,
-    in tokens per rank, behind which stages 2 and 3 can hide what they send."""
+    """Seconds of an optimizer step on one rank."""
 
     compute: float
-    send: list[float]
-    latency: float | None
-    hides: tuple[float, float]
+    send: list[float]             # by stage
+    latency: float | None         # of stage 1's messages
+    hides: tuple[float, float]    # tokens per rank of the smallest micro-batches behind which stages 2 and 3 can send
 
 
-def plan_step(model: GPT, ranks: int, rate: float, link: Link, dtype: torch.dtype, batch_tokens: int, micro_steps: int) -> Step:
+def plan_step(
+    model: GPT, ranks: int, rate: float, link: Link, dtype: torch.dtype, batch_tokens: int, micro_steps: int
+) -> Step:
     """rate: FLOP/s that a rank achieves, batch_tokens: of a step over all ranks."""
     adamw, muon = parameter_counts(model.config)
     total, head = adamw + muon, adamw // 2
-    send = [sent_bytes(stage, ranks, micro_steps, dtype, torch.float32, total, muon, head) / link.bandwidth for stage in range(4)]
-    units = model.config.n_layer + 2
-    latency = None if link.latency is None else 2 * units * (ranks - 1) * link.latency  # stage 1: each unit reduced and gathered once
-    # A third of a micro-batch's time is its forward pass, two thirds the backward pass; each has to outlast what it sends.
+    send = [sent_bytes(stage, ranks, micro_steps, dtype, torch.float32, total, muon, head) for stage in range(4)]
+    messages = 2 * (model.config.n_layer + 2) * (ranks - 1)  # stage 1: each unit is reduced and gathered once
+    # A third of a micro-batch's time is its forward pass, the rest the backward pass; each must outlast what it sends.
     gradients, gathered = (total * size * (ranks - 1) / ranks / link.bandwidth for size in (4, dtype.itemsize))
     per_token = model.estimate_flops() / rate
-    hides = gradients / (2 / 3 * per_token), max(gathered / (1 / 3 * per_token), (gathered + gradients) / (2 / 3 * per_token))
-    return Step(batch_tokens / ranks * per_token, send, latency, hides)
+    forward, backward = per_token / 3, 2 * per_token / 3
+    return Step(
+        batch_tokens / ranks * per_token,
+        [sent / link.bandwidth for sent in send],
+        None if link.latency is None else messages * link.latency,
+        (gradients / backward, max(gathered / forward, (gathered + gradients) / backward)),
+    )
 
 
 def shaped(depth: int, vocab_size: int, max_seq_len: int) -> GPT:

@@ -1,14 +1,15 @@
 """
-What a training run keeps and sends, in bytes per rank: the formulas. Beside measurements, docs/zero.md shows `state_bytes` and `sent_bytes`,
-docs/memory.md `step_bytes`.
+What a training run keeps and sends, in bytes per rank: the formulas. Beside measurements, docs/zero.md shows
+`state_bytes` and `sent_bytes`, docs/memory.md `step_bytes`.
 
-Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7; here with gradients accumulated in float32 and with Muon, which has one
-moment where AdamW has two. `ranks` share one copy of the sharded states (one shard group, no replicas).
+Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7; here with gradients accumulated in float32 and with Muon,
+which has one moment where AdamW has two. `ranks` share one copy of the sharded states (one shard group, no replicas).
 """
 import math
 import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from nanochat.gpt import GPTConfig
 from nanochat.loss import chunk_rows
 
 FLOAT32 = 4  # bytes: masters, moments and accumulated gradients, whatever the compute dtype
+GIB = 2**30
 
 
 class StateBytes(NamedTuple):
@@ -38,6 +40,7 @@ def state_bytes(stage: int, ranks: int, dtype: torch.dtype, adamw: int, muon: in
         stage 3    16/N         16/N
 
     Muon's are 4 less in what optimizer states share: 14, 6 + 8/N, 2 + 12/N, 12/N; 12, 8 + 4/N, 4 + 8/N, 12/N.
+    The paper's 16, 4 + 12/N, 2 + 14/N and 16/N have gradients of 2 bytes: here micro-steps are summed in float32.
     """
     total, share = adamw + muon, 1 if stage == 0 else 1 / ranks
     parameters = FLOAT32 * share if stage == 3 else dtype.itemsize  # fully_shard keeps rows of float32: the masters
@@ -47,7 +50,8 @@ def state_bytes(stage: int, ranks: int, dtype: torch.dtype, adamw: int, muon: in
 
 
 def sent_bytes(
-    stage: int, ranks: int, micro_steps: int, dtype: torch.dtype, reduce_dtype: torch.dtype, total: int, muon: int, head: int
+    stage: int, ranks: int, micro_steps: int, dtype: torch.dtype, reduce_dtype: torch.dtype, total: int, muon: int,
+    head: int,
 ) -> float:
     """
     What a rank sends in one optimizer step, on average over ranks. total: parameters of the model; muon: those in its
@@ -57,25 +61,21 @@ def sent_bytes(
     and stages 1 to 3 about 2Ψ_muon/N more, for matrices on their way to the rank that orthogonalises them, and back.
     """
     gradients, gathered = total * reduce_dtype.itemsize, total * dtype.itemsize
-    match stage:
-        case 0:
-            sent = 2 * gradients
-        case 1:
-            sent = gradients + gathered
-        case 2:
-            sent = micro_steps * gradients + gathered
-        case 3:
-            sent = micro_steps * (gradients + 2 * gathered - head * dtype.itemsize)
-    if stage > 0:
-        sent += 2 * muon / ranks * dtype.itemsize
-    return sent * (ranks - 1) / ranks
+    of_stage = [
+        2 * gradients,
+        gradients + gathered,
+        micro_steps * gradients + gathered,
+        micro_steps * (gradients + 2 * gathered - head * dtype.itemsize),
+    ]
+    matrices = 2 * muon / ranks * dtype.itemsize if stage > 0 else 0
+    return (of_stage[stage] + matrices) * (ranks - 1) / ranks
 
 
 # ---- A training step at its fullest moment
 
 
 class StepBytes(NamedTuple):
-    """What a rank holds on its device at the fullest moment of a training step, in bytes; without the process itself."""
+    """Bytes that a rank holds on its device at the fullest moment of a training step; without the process itself."""
 
     state: float        # parameters, gradients, masters and moments
     activations: float  # what the forward pass saves for the backward pass
@@ -84,15 +84,11 @@ class StepBytes(NamedTuple):
     batches: float      # rows of tokens, and those the loader has ready
     saving: float       # on a CPU: the copies of a checkpoint being written while training goes on
 
-    @property
-    def total(self) -> float:
-        return sum(self)
-
 
 def parameter_counts(config: GPTConfig) -> tuple[int, int]:
     """(AdamW's, Muon's) parameters: embedding and head, and the matrices of the blocks."""
-    kv_width = config.n_kv_head * config.head_dim
-    return 2 * config.padded_vocab_size * config.n_embd, config.n_layer * config.n_embd * (10 * config.n_embd + 2 * kv_width)
+    C, kv_width = config.n_embd, config.n_kv_head * config.head_dim
+    return 2 * config.padded_vocab_size * C, config.n_layer * C * (10 * C + 2 * kv_width)
 
 
 def block_bytes(config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool) -> float:
@@ -104,23 +100,22 @@ def block_bytes(config: GPTConfig, rows: int, dtype: torch.dtype, device_type: s
     b, T, C, kv_width = dtype.itemsize, config.sequence_len, config.n_embd, config.n_kv_head * config.head_dim
     tokens, heads = rows * T, config.n_head + config.n_kv_head
     wide = FLOAT32 if device_type == "cpu" and not compiled else b
-    saved = tokens * (wide * (2 * C + C + kv_width) + b * (2 * C + C + 8 * C) + FLOAT32 * (2 + heads)) + b * C * (C + 2 * kv_width)
-    if device_type == "cpu" and T <= BLOCKWISE_MAX_LENGTH:
-        ends = [min(start + QUERY_BLOCK, T) for start in range(0, T, QUERY_BLOCK)]
-        scores = sum((end - start) * end for start, end in zip(range(0, T, QUERY_BLOCK), ends))
-        # Scaled queries; of each block of them the keys and values up to its end, copied, but for a single head, which
-        # is a view of all; probabilities in float32 and in dtype.
-        kept = 2 * rows * kv_width * sum(ends) if config.n_kv_head > 1 else tokens * (2 * C + 3 * kv_width)
-        saved += b * (tokens * C + kept)
-        saved += rows * config.n_head * scores * (FLOAT32 + (b if b < FLOAT32 else 0)) + (0 if compiled else scores)
-    else:  # scaled_dot_product_attention: queries and keys once more, the product that the values are a view of
-        saved += tokens * (b * (C + kv_width + C + 2 * kv_width) + FLOAT32 * config.n_head)
-    return saved
+    saved = tokens * (wide * (3 * C + kv_width) + b * 11 * C + FLOAT32 * (2 + heads)) + b * C * (C + 2 * kv_width)
+    if device_type != "cpu" or T > BLOCKWISE_MAX_LENGTH:
+        # scaled_dot_product_attention: queries and keys once more, the product that the values are a view of
+        return saved + tokens * (b * (2 * C + 3 * kv_width) + FLOAT32 * config.n_head)
+    ends = [min(start + QUERY_BLOCK, T) for start in range(0, T, QUERY_BLOCK)]
+    scores = sum((end - start) * end for start, end in zip([0, *ends], ends))
+    # Scaled queries; of each block of them the keys and values up to its end, copied, but for a single head, which
+    # is a view of all; probabilities in float32 and in dtype.
+    kept = 2 * rows * kv_width * sum(ends) if config.n_kv_head > 1 else tokens * (2 * C + 3 * kv_width)
+    probabilities, mask = rows * config.n_head * (FLOAT32 + (b if b < FLOAT32 else 0)), 0 if compiled else 1
+    return saved + b * (tokens * C + kept) + scores * (probabilities + mask)
 
 
 def step_bytes(
-    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool = True, checkpointing: bool = False,
-    stage: int = 2, ranks: int = 1, micro_steps: int = 2, saving: bool = False,
+    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool = True,
+    checkpointing: bool = False, stage: int = 2, ranks: int = 1, micro_steps: int = 2, saving: bool = False,
 ) -> StepBytes:
     """
     Of `rows` rows of config.sequence_len tokens per rank and micro-step. From reading what is saved and what is alive:
@@ -151,7 +146,7 @@ def step_bytes(
     transient = max(loss, backward, optimizers)
 
     unit = max(V * C, muon // L)
-    in_flight = 0 if ranks == 1 else unit * ({0: 1, 1: 3, 2: 6, 3: 6}[stage] * FLOAT32 + (b * 3 if stage == 3 else 0))
+    in_flight = 0 if ranks == 1 else unit * ((1, 3, 6, 6)[stage] * FLOAT32 + (b * 3 if stage == 3 else 0))
     ahead = 2 + 1 + 2 * micro_steps if device_type == "cpu" else 2  # batches of inputs and targets, int64
     copies = b * (adamw + muon) + state.optimizer if saving and device_type == "cpu" else 0
     return StepBytes(sum(state), activations, transient, in_flight, ahead * 16 * tokens, copies)
@@ -159,36 +154,28 @@ def step_bytes(
 
 # ---- A process on a device: the step, what the process itself needs, and what allocators waste
 
-GIB = 2**30
 # Bytes of a process on a CPU before there is a model, by what a limit counts and whether it has compiled. Measured with
 # torch 2.13.0 on Linux; RLIMIT_DATA counts no file of a library, but every thread's whole stack.
 PROCESS = {("resident", False): 380e6, ("resident", True): 570e6, ("data", False): 400e6, ("data", True): 520e6}
-# What CPU's allocator makes of the tensors' bytes, measured (docs/memory.md): glibc keeps blocks below 32 MiB in a heap,
-# where eager code's many temporaries of one size leave holes.
+# What CPU's allocator makes of the tensors' bytes, measured (docs/memory.md): glibc keeps blocks below 32 MiB in a
+# heap, where eager code's many temporaries of one size leave holes.
 # A limit on address space makes it fill some of them: training then needs less than it takes where there is none.
 HEAP_BLOCK, HEAP_WASTE, WASTE = 2**25, {"resident": 2.3, "data": 1.8, "address": 1.8}, 1.15
-# Not measured yet: a GPU's context, cuBLAS and the code of kernels; NCCL's buffers; fragmentation.
+# Guesses, for a GPU that is not here: its context, cuBLAS and the code of kernels; NCCL's buffers; fragmentation.
 GPU_PROCESS, NCCL, GPU_WASTE = 1.0 * GIB, 0.5 * GIB, 1.15
 
 
 def process_bytes(counts: str, device_type: str, compiled: bool, ranks: int = 1) -> float:
-    """What a process of training needs besides its step. counts: "device" memory, "resident", "data" or "address" space."""
+    """What a process needs besides its step. counts: "device" memory, "resident", "data" or "address" space."""
     if device_type != "cpu":
         return GPU_PROCESS + (NCCL if ranks > 1 else 0)
-    stacks = 10e6 * torch.get_num_threads()
+    if counts == "resident":
+        return PROCESS[counts, compiled]
+    own = PROCESS["data", compiled] + 10e6 * torch.get_num_threads()  # with their stacks
     if counts == "address":  # libraries as they lie in this process, and what threads reserve of arenas
-        used = {key: int(value.split()[0]) * 1024 for key, value in status_lines() if key in ("VmSize", "VmData")}
-        return PROCESS["data", compiled] + stacks + used.get("VmSize", 3e9) - used.get("VmData", 0) + 8 * 64 * 2**20
-    return PROCESS[counts, compiled] + (stacks if counts == "data" else 0)
-
-
-def status_lines() -> list[list[str]]:
-    """Name and value of the lines in /proc/self/status; none where there is no such file."""
-    try:
-        with open("/proc/self/status") as file:
-            return [line.split(":", 1) for line in file]
-    except OSError:
-        return []
+        size, *_, data, _ = map(int, Path("/proc/self/statm").read_text().split())  # in pages
+        own += (size - data) * os.sysconf("SC_PAGE_SIZE") + 8 * 64 * 2**20
+    return own
 
 
 def waste(config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, counts: str) -> float:
@@ -202,16 +189,18 @@ def waste(config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, co
 
 
 def needed_bytes(
-    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, counts: str = "device", ranks: int = 1, **settings
+    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, counts: str = "device",
+    ranks: int = 1, **settings,
 ) -> float:
     """What training needs of a limit, margins included. settings: as in `step_bytes`."""
-    step = step_bytes(config, rows, dtype, device_type, compiled, ranks=ranks, saving=True, **settings)
-    return process_bytes(counts, device_type, compiled, ranks) + waste(config, rows, dtype, device_type, compiled, counts) * step.total
+    step = sum(step_bytes(config, rows, dtype, device_type, compiled, ranks=ranks, saving=True, **settings))
+    own = process_bytes(counts, device_type, compiled, ranks)
+    return own + waste(config, rows, dtype, device_type, compiled, counts) * step
 
 
 def largest_rows(limits: Iterable[tuple[str, float]], most: int, config: GPTConfig, *args, **settings) -> int:
-    """The largest power of two of rows, at most `most`, that fits under every limit (what it counts, bytes); 0: none does."""
+    """The largest power of two of rows up to `most` that fits under all limits (what each counts, bytes); 0: none."""
     rows, limits = 2 ** int(math.log2(most)), list(limits)
-    while rows and any(needed_bytes(config, rows, *args, counts=counts, **settings) > there for counts, there in limits):
+    while rows and any(needed_bytes(config, rows, *args, counts=counts, **settings) > left for counts, left in limits):
         rows //= 2
     return rows

@@ -1,0 +1,192 @@
+"""
+What a rank keeps and sends in a few steps of ZeRO, measured: memory is the storage of all live tensors, traffic what
+each collective sends. bench.zero and bench.data_parallel make tables of it.
+"""
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.harness import bytes_sent
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.optimizers import setup_optimizers
+from nanochat.plan.memory import parameter_counts, sent_bytes, state_bytes
+from nanochat.zero import Sharding
+
+STAGES, DTYPES, MICRO_STEPS = (0, 1, 2, 3), ("bfloat16", "float32"), (1, 4)
+KEPT = ("parameters", "gradients", "optimizer")  # the fields of StateBytes
+
+
+def storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
+    """{address: bytes} of what tensors live in, each storage once; of sharded tensors, of what is here."""
+    found = [(t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in tensors if t is not None]
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+
+
+def live_tensors() -> Iterator[Tensor]:
+    """Every tensor that Python knows of and that was made since `measure` began, whoever made it."""
+    return (t for t in gc.get_objects() if issubclass(type(t), Tensor) and not isinstance(t, DTensor) and t.is_cpu)
+
+
+class Watch(TorchDispatchMode):
+    """
+    While it is on, counts the bytes that this rank sends in every collective, as docs/collectives.md has them. It
+    stands where all of PyTorch's collectives pass, whoever calls them, and refuses those that it has no formula for.
+
+    On stages 0 to 2 it also keeps the peak of gradients that are whole: those of parameters, their copies end to end,
+    and those being sent; looked at whenever one appears or leaves.
+    """
+
+    def __init__(self, rank: int, ranks: int, config: GPTConfig, stage: int, dtype: str):
+        super().__init__()
+        model = GPT(config)
+        model.init_weights(seed=0)
+        self.ranks, self.rank, self.in_micro_steps = ranks, rank, False
+        self.sent: Counter[str] = Counter()   # bytes, by the name of the collective
+        self.peaks: Counter[str] = Counter()  # bytes
+        self.params = list(model.parameters()) if stage < 3 else []
+        # Before the sharding's own hooks: so each gradient is seen before it is sent.
+        self.hooks = [p.register_post_accumulate_grad_hook(self.gradient_appeared) for p in self.params]
+        self.sharding = Sharding(model, model.units(), torch.device("cpu"), getattr(torch, dtype), stage)
+        self.optimizers = setup_optimizers(model, self.sharding)
+
+    def __torch_dispatch__(self, func: Callable, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.count(func._schema.name.removeprefix("c10d::"), *args)
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.cat.default and len(result) in {len(bucket.flat) for bucket in self.sharding.buckets}:
+            self.look([result, *args[0]])  # gradients laid end to end, for a moment beside those they are copied from
+        return result
+
+    def count(self, name: str, *args) -> None:
+        match name:
+            case "allreduce_":  # (tensors, group, …)
+                (tensor,) = args[0]
+                sent = 2 * (self.ranks - 1) / self.ranks * tensor.nbytes
+                self.look([tensor])
+            case "_allgather_base_":  # (output, input, group, …)
+                sent = (self.ranks - 1) * args[1].nbytes
+            case "alltoall_base_":  # (output, input, group, output sizes, input sizes, …): all but the part for itself
+                received, tensor, sizes = args[0], args[1], args[4]
+                own = sizes[self.rank] * tensor.element_size() if sizes else tensor.nbytes / self.ranks
+                sent = tensor.nbytes - own
+                self.look([tensor], [received])
+            case "barrier":
+                sent = 0
+            case _:
+                raise NotImplementedError(f"bytes that a rank sends in {name}")
+        self.sent[name] += sent
+
+    def look(self, sending: Iterable[Tensor] = (), receiving: Iterable[Tensor] = ()) -> None:
+        if self.in_micro_steps and self.params:
+            in_flight = [gradients for *_, gradients, _last in self.sharding.in_flight]
+            whole = storages([*sending, *(p.grad for p in self.params), *in_flight])
+            both = whole | storages([*receiving, *self.on_their_way()])
+            self.peaks |= {"whole": sum(whole.values()), "with buffers": sum(both.values())}  # the larger of both
+
+    def gradient_appeared(self, p: Tensor) -> None:
+        self.look()
+        if p is self.params[0]:  # the embedding's is the last of a backward pass: whatever is hoarded is there by now
+            self.peaks |= {"rest": self.census()["rest"]}
+
+    def on_their_way(self) -> list[Tensor | None]:
+        """What collectives read and fill that are not waited for yet; gloo's sums receive into one buffer more."""
+        sums = [(own, whole, getattr(work, "received", None)) for _, work, own, whole, _ in self.sharding.in_flight]
+        sources = [source for bucket in self.sharding.buckets for _work, source in bucket.pending]
+        return [*(t for tensors in sums for t in tensors), *sources]
+
+    def census(self) -> dict[str, int]:
+        """Bytes alive on this rank, by purpose, once gloo's threads have let go of what has arrived, a moment later."""
+        deadline = time.monotonic() + 0.3
+        while (result := self.classify())["rest"] > 10_000 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return result
+
+    def classify(self) -> dict[str, int]:
+        """A storage counts once: in float32 a master is its parameter's own memory."""
+        sharding, params = self.sharding, list(self.sharding.model.parameters())
+        moments = [t for o in self.optimizers for moment in o.state.values() for t in moment.values()]
+        purposes = {
+            "parameters": params,
+            "gradients": [t.grad for t in (*params, *sharding.buckets, *sharding.shards)],
+            "optimizer": [*(s.master for s in sharding.shards), *moments],
+            "in flight": self.on_their_way(),
+            "rest": live_tensors(),  # whatever is none of the above: what leaks shows here
+        }
+        seen, result = set(), {}
+        for purpose, tensors in purposes.items():
+            new = {address: count for address, count in storages(tensors).items() if address not in seen}
+            seen |= new.keys()
+            result[purpose] = sum(new.values())
+        return result
+
+    def train_step(self, rows: Tensor, micro_steps: int) -> dict[str, int]:
+        """One optimizer step as in scripts/base_train.py. Returns the census of a pause between micro-steps, if any."""
+        memory, self.in_micro_steps = {}, True
+        for micro_step in range(micro_steps):
+            with self.sharding.accumulate(last=micro_step == micro_steps - 1):
+                loss = self.sharding.model(rows[:, :-1], rows[:, 1:])
+                (loss / micro_steps).backward()
+            if micro_step == 1 < micro_steps - 1:  # after the first, stage 2 has not yet received all that it will keep
+                gc.collect()
+                memory = self.census()
+        self.in_micro_steps = False
+        stats = self.sharding.reduce_and_clip(loss)
+        for optimizer in self.optimizers:
+            optimizer.step(stats)
+        self.sharding.all_gather_params()
+        for bucket in self.sharding.buckets:
+            bucket.wait()  # base_train leaves that to the next forward pass
+        return memory
+
+
+def measure(rank: int, ranks: int, config: GPTConfig, stage: int, dtype: str, on_wire: bool = False) -> dict:
+    """
+    On this rank, in bytes: {"memory": census between micro-steps, "peaks": those of Watch, "sent": for each of
+    MICRO_STEPS what this rank sent in an optimizer step, "wire": what all ranks sent through the interface}.
+    """
+    gc.collect()
+    gc.freeze()  # what is here by now is not looked through again
+    watch = Watch(rank, ranks, config, stage, dtype)
+    rows = torch.randint(config.vocab_size, (1, config.sequence_len + 1), generator=torch.Generator().manual_seed(rank))
+    sent, wire = [], []
+    for micro_steps in MICRO_STEPS:
+        watch.sent.clear()
+        dist.barrier()
+        before = bytes_sent("lo") if on_wire else 0
+        dist.barrier()
+        with watch:
+            memory = watch.train_step(rows, micro_steps)
+        dist.barrier()
+        wire.append(bytes_sent("lo") - before if on_wire else 0)
+        sent.append(watch.sent.total())
+    for hook in watch.hooks:
+        hook.remove()  # they close a cycle that Python's collector cannot see
+    return {"memory": memory, "peaks": dict(watch.peaks), "sent": sent, "wire": wire}
+
+
+def measure_all(
+    rank: int, ranks: int, config: GPTConfig, on_wire: bool = False, dtypes: Iterable[str] = DTYPES
+) -> list[dict]:
+    """Every stage; of memory the fullest rank's, of traffic the mean over ranks, with the formulas'."""
+    results, (adamw, muon) = [], parameter_counts(config)
+    for name, stage in ((name, stage) for name in dtypes for stage in STAGES):
+        per_rank: list = [None] * ranks
+        dist.all_gather_object(per_rank, measure(rank, ranks, config, stage, name, on_wire))
+        dtype, counts = getattr(torch, name), (adamw + muon, muon, adamw // 2)
+        fullest = {key: {part: max(r[key][part] for r in per_rank) for part in per_rank[0][key]}
+                   for key in ("memory", "peaks")}
+        results.append(fullest | {
+            "ranks": ranks, "dtype": name, "stage": stage,
+            "wire": [total / ranks for total in per_rank[0]["wire"]],
+            "sent": [sum(sent) / ranks for sent in zip(*(r["sent"] for r in per_rank))],
+            "expected sent": [sent_bytes(stage, ranks, m, dtype, torch.float32, *counts) for m in MICRO_STEPS],
+            "expected": state_bytes(stage, ranks, dtype, adamw, muon)._asdict(),
+        })
+    return results
