@@ -12,7 +12,7 @@ from typing import Literal
 
 from configurator import configure
 
-from nanochat.checkpoint import furthest_stage, load_model
+from nanochat.checkpoint import find_model, furthest_stage, load_checkpoint
 from nanochat.conversation import render_prompt, render_text
 from nanochat.detokenizer import Delta, parts_of
 from nanochat.distributed import compute_dtype, compute_init, print0
@@ -42,7 +42,7 @@ Ctrl-C    stop an answer"""
 
 *_, device = compute_init(device_type)
 stage = furthest_stage(model_tag) if source == "auto" else source
-model, tokenizer, meta = load_model(stage, device, "eval", model_tag, step)
+model, tokenizer, meta = load_checkpoint(find_model(stage, model_tag, step), device)
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
 render = render_text if stage == "base" else render_prompt
 engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, max_batch=1)
