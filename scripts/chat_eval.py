@@ -22,7 +22,7 @@ from nanochat.tasks import make_tasks
 source: Literal["base", "mid", "sft", "rl"] = "sft"  # stage of the model
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
 step: int | None = None     # of the checkpoint; None: the newest valid one
-device_type = ""            # cuda | mps | cpu; empty: the best there is
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 # ---- Evaluation
 tasks = "tinyworld, arithmetic, spellingbee"  # whose held-out problems are solved; [:n]: its first n
 max_problems = -1           # [-1, 1..] of each task; -1: all
