@@ -23,7 +23,6 @@ answers a mistyped setting, and --help, at once.
 import ast
 import contextlib
 import io
-import operator
 import os
 import re
 import sys
@@ -32,13 +31,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from nanochat.calculator import arithmetic
 from nanochat.errors import UserError, did_you_mean, install_one_line_errors
 
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}  # a bool, as people write it
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-             ast.FloorDiv: operator.floordiv, ast.Pow: operator.pow}
-MAX_BITS = 1024  # of an integer power: more than a setting needs, and 9**9**9 cannot fill the memory
 SECTION = re.compile(r"#\s*-{3,}\s*(.*?)[\s-]*$")
 RANGES = re.compile(r"\[([-\d.,> ]+)\]")  # at the start of a comment: the numbers that a setting may be
 ARITHMETIC = re.compile(r"[\s\d.eE_xXa-fA-F()*/+-]+")  # keeps words away from the parser, which warns about some
@@ -167,25 +164,18 @@ def read_annotation(annotation: ast.expr | None) -> Iterator[Any]:
 
 def plain_value(node: ast.expr) -> Any:
     """The value of a literal bool, number, string or None, or of arithmetic with numbers; else one of NOT_PLAIN."""
-    match node:
-        case ast.Constant() if node.value is None or type(node.value) in TYPES.values():
+    if isinstance(node, ast.Constant):
+        if node.value is None or type(node.value) in TYPES.values():
             return node.value
-        case ast.UnaryOp(op=ast.USub()):
-            return -number(node.operand)
-        case ast.BinOp() if type(node.op) in OPERATORS:
-            left, right = number(node.left), number(node.right)
-            if type(node.op) is ast.Pow and type(left) is type(right) is int and left.bit_length() * right > MAX_BITS:
-                raise ValueError("the power is too large")
-            return OPERATORS[type(node.op)](left, right)
-    raise ValueError("not a plain value")
+        raise ValueError("not a plain value")
+    return arithmetic(node, number)
 
 
 def number(node: ast.expr) -> int | float:
-    """`plain_value` of an operand."""
-    value = plain_value(node)
-    if type(value) not in (int, float):
-        raise ValueError("not a number")
-    return value
+    """The value of an operand."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value
+    raise ValueError("not a number")
 
 
 def readings(text: str) -> Iterator[Any]:

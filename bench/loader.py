@@ -12,7 +12,7 @@ import numpy as np
 from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.dataloader import RowPlanner, TokenizedShards
-from nanochat.dataset import read_shard
+from nanochat.dataset import shard_texts
 
 data = "tinyworld"          # name of a data set
 max_seq_len = 2048          # [1..] tokens per row
@@ -24,11 +24,11 @@ shards = TokenizedShards(data, "train", ensure_tokenizer(data), num_threads=1)
 
 # --- from text: parquet, byte-pair encoding, one array
 start = time.perf_counter()
-count = sum(len(shards.encode_shard(shard)) for shard in range(len(shards)))
+count = sum(len(shards.encode_shard(shard)) for shard in range(len(shards.paths)))
 seconds = time.perf_counter() - start
 print(f"from text: {count / seconds:,.0f} tokens/s ({count:,} tokens in {seconds:.1f} s)")
 start = time.perf_counter()
-size = sum(len(text) for path in shards.paths for text in read_shard(path))
+size = sum(len(text) for path in shards.paths for text in shard_texts(path))
 print(f"  reading parquet alone: {size / (time.perf_counter() - start) / 1e6:,.0f} million characters/s")
 
 # --- from token files: plan the rows, copy them out

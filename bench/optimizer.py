@@ -45,9 +45,9 @@ def run(kind: str, rate: float, tokenizer: Tokenizer) -> tuple[float, float, flo
     model.init_weights(seed)
     sharding = Sharding(model, model.units(), device, torch.float32, stage=1)
     others, matrices = setup_optimizers(model, sharding, matrix_lr=rate)
-    kept = matrices.param_groups[0]["slices"]
+    kept = matrices.param_groups[0]["shards"]
     if kind == "AdamW":  # the same slices in its care
-        matrices = DistAdamW([{"slices": kept, "lr": rate}], device, betas=(0.9, 0.95))
+        matrices = DistAdamW([{"shards": kept, "lr": rate}], device, betas=(0.9, 0.95))
     batch = dict(device_batch_size=rows, max_seq_len=max_seq_len, seed=seed, device=device)
     loader = tokenizing_distributed_data_loader("tinyworld", "train", tokenizer, **batch)
     times = []

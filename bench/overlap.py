@@ -79,6 +79,7 @@ torch.set_num_threads(1)
 # ---- Model, optimizers, tokens
 config = config_from_depth(depth, vocab_size, max_seq_len)
 model, sharding, optimizers = set_up_training(config, torch.float32, device, zero_stage)
+gradient_computed = sharding.gradient_computed
 generator = torch.Generator().manual_seed(rank)
 tokens = torch.randint(vocab_size, (device_batch_size, max_seq_len + 1), generator=generator)
 inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -118,10 +119,13 @@ def one_step(overlap: bool) -> tuple[float, float]:
     Seconds of an optimizer step, and of its backward pass. A step is counted from one gather to the next: there alone
     nothing is on its way, so that no step pays for another's communication.
     """
-    sharding.overlap = overlap
+    # Without overlap a parameter's hook sends nothing: `accumulate` sends all gradients after the backward pass.
+    sharding.gradient_computed = gradient_computed if overlap else lambda bucket: None
     dist.barrier()
     start = time.perf_counter()
     sharding.all_gather_params()
+    if not overlap:
+        sharding.wait_for_params()
     with sharding.accumulate(last=True):
         loss = model(inputs, targets)
         forward_end = time.perf_counter()

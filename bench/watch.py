@@ -114,8 +114,8 @@ class Watch(TorchDispatchMode):
         moments = [t for o in self.optimizers for moment in o.state.values() for t in moment.values()]
         purposes = {
             "parameters": params,
-            "gradients": [t.grad for t in (*params, *sharding.buckets, *sharding.slices)],
-            "optimizer": [*(s.master for s in sharding.slices), *moments],
+            "gradients": [t.grad for t in (*params, *sharding.buckets, *sharding.shards)],
+            "optimizer": [*(s.master for s in sharding.shards), *moments],
             "in flight": self.on_their_way(),
             "rest": live_tensors(),  # whatever is none of the above: what leaks shows here
         }

@@ -1,4 +1,4 @@
-"""AdamW: the update rule, a pure function of tensors, and the optimizer of a rank's slices on top of it."""
+"""AdamW: the update rule, a pure function of tensors, and the optimizer that applies it to a rank's shards."""
 import math
 
 import torch
@@ -12,7 +12,7 @@ def adamw_update(
     step: Tensor, ok: Tensor, lr: float, weight_decay: float, betas: tuple[float, float], eps: float,
 ) -> None:
     """
-    Step number `step` (from 1) in place on any slice of a parameter; everything float32. Loshchilov & Hutter 2019,
+    Step number `step` (from 1) in place on any range of elements; everything float32. Loshchilov & Hutter 2019,
     arXiv:1711.05101; eps is added after the bias correction. step and ok are scalars on the device: with ok = 0 (and
     a gradient of zero) nothing changes, to the bit.
     """
@@ -32,30 +32,29 @@ def bias_correction(beta: float, step: Tensor) -> Tensor:
 
 class DistAdamW:
     """
-    AdamW on a rank's slices. `groups`: [{"slices": [Slice, …], "lr": float}, …]; a slice's `lr_mul` and `wd_mul` scale
-    its learning rate and weight decay. It sends nothing: every state is elementwise.
+    AdamW on a rank's shards; it needs no communication, because its update is elementwise.
+    groups: [{"shards": [Shard, …], "lr": float}, …]; a group's own "weight_decay" takes the place of the argument.
     """
 
     kind = "adamw"
 
     def __init__(
-        self, groups: list[dict], device: torch.device | str = "cpu", betas: tuple[float, float] = (0.8, 0.95), eps: float = 1e-10,
-        weight_decay: float = 0.0,
+        self, groups: list[dict], device: torch.device | str = "cpu", betas: tuple[float, float] = (0.8, 0.95),
+        eps: float = 1e-10, weight_decay: float = 0.0,
     ):
         self.param_groups = [{"initial_lr": group["lr"], "weight_decay": weight_decay, **group} for group in groups]
         self.betas, self.eps = betas, eps
-        slices = [s for group in groups for s in group["slices"]]
-        self.state = {key: {s.name: torch.zeros_like(s.master) for s in slices} for key in ("exp_avg", "exp_avg_sq")}
-        self.counters = {"steps": torch.zeros((), dtype=torch.float32, device=device)}  # taken; exact up to 2^24
+        shards = [shard for group in groups for shard in group["shards"]]
+        self.state = {key: {s.name: torch.zeros_like(s.master) for s in shards} for key in ("exp_avg", "exp_avg_sq")}
+        self.counters = {"steps": torch.zeros((), dtype=torch.float32, device=device)}  # applied; exact up to 2^24
 
     @torch.no_grad()
     def step(self, stats: StepStats) -> None:
-        """Apply the slices' gradients, unless the stats says that no rank may."""
+        """Apply the shards' gradients, unless the step is not ok: then nothing changes on any rank."""
         self.counters["steps"] += stats.ok
         step = self.counters["steps"].clamp(min=1)
         for group in self.param_groups:
-            for s in group["slices"]:
-                adamw_update(
-                    s.master, s.grad, self.state["exp_avg"][s.name], self.state["exp_avg_sq"][s.name], step, stats.ok,
-                    group["lr"] * s.lr_mul, group["weight_decay"] * s.wd_mul, self.betas, self.eps,
-                )
+            for shard in group["shards"]:
+                exp_avg, exp_avg_sq = (self.state[key][shard.name] for key in ("exp_avg", "exp_avg_sq"))
+                adamw_update(shard.master, shard.grad, exp_avg, exp_avg_sq, step, stats.ok,
+                             group["lr"], group["weight_decay"], self.betas, self.eps)

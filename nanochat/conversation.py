@@ -37,17 +37,20 @@ def check_conversation(conversation: Conversation, where: str = "conversation") 
         if not condition:
             raise UserError(f"{where}: {problem}")
 
-    require(isinstance(conversation, dict) and isinstance(conversation.get("messages"), list), 'expected {"messages": [...]}')
+    is_dialogue = isinstance(conversation, dict) and isinstance(conversation.get("messages"), list)
+    require(is_dialogue, 'expected {"messages": [...]}')
     messages = conversation["messages"]
     for number, message in enumerate(messages, 1):
-        require(isinstance(message, dict) and "role" in message and "content" in message, f"message {number} needs a role and a content")
+        complete = isinstance(message, dict) and "role" in message and "content" in message
+        require(complete, f"message {number} needs a role and a content")
         role, content = message["role"], message["content"]
         require(role in ROLES, f"message {number} has role {role!r}; expected one of {', '.join(ROLES)}")
         if isinstance(content, list):
             require(role == "assistant", f"message {number}: only the assistant's content may have parts")
             for part in content:
                 fine = isinstance(part, dict) and part.get("type") in PARTS and isinstance(part.get("text"), str)
-                require(fine, f"message {number} has the part {part!r:.80}; expected a type ({', '.join(PARTS)}) and a text")
+                expected = f"expected a type ({', '.join(PARTS)}) and a text"
+                require(fine, f"message {number} has the part {part!r:.80}; {expected}")
         else:
             require(isinstance(content, str), f"message {number}: its content is neither text nor a list of parts")
     turns = [message["role"] for message in messages]
@@ -55,9 +58,8 @@ def check_conversation(conversation: Conversation, where: str = "conversation") 
         turns = turns[1:]
     require("system" not in turns, "a system message can only come first")
     require(bool(turns), "there are no messages of user and assistant")
-    expected = ["user", "assistant"] * len(turns)
-    wrong = next((i for i, (turn, should) in enumerate(zip(turns, expected)) if turn != should), None)
-    require(wrong is None, f"user and assistant must take turns, the user first: {' '.join(turns)}")
+    taken = turns == (["user", "assistant"] * len(turns))[: len(turns)]
+    require(taken, f"user and assistant must take turns, the user first: {' '.join(turns)}")
 
 
 def render(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int | None = None) -> Rendered:
@@ -85,11 +87,8 @@ def render_prompt(tokenizer: Tokenizer, conversation: Conversation) -> list[int]
     messages = joined(conversation["messages"])
     if messages[-1]["role"] == "assistant":
         messages = messages[:-1]
-    ids = [tokenizer.get_bos_token_id()]
-    for message in messages:
-        for text_ids, _ in pieces(tokenizer, message):
-            ids += text_ids
-    return ids + [tokenizer.encode_special("<|assistant_start|>")]
+    ids = [token for message in messages for part, _ in pieces(tokenizer, message) for token in part]
+    return [tokenizer.get_bos_token_id(), *ids, tokenizer.encode_special("<|assistant_start|>")]
 
 
 def render_text(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
@@ -118,4 +117,3 @@ def pieces(tokenizer: Tokenizer, message: dict):
             ids = [tokenizer.encode_special(start), *ids, tokenizer.encode_special(end)]
         yield ids, role == "assistant" and written
     yield [tokenizer.encode_special(f"<|{role}_end|>")], role == "assistant"
-

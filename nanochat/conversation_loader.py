@@ -4,53 +4,47 @@ Conversations → rows of tokens, the same rows on any number of ranks; the load
 All conversations are rendered once, at the start, on every rank: then it is known before the first step how many steps
 there are, and what each of them holds.
 """
-import bisect
 import hashlib
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from nanochat.conversation import Conversation, render
-from nanochat.distributed import print0
+from nanochat.distributed import is_rank0, print0
 from nanochat.errors import UserError
+from nanochat.packing import WaitingItems
 from nanochat.tokenizer import Tokenizer
 
 BUFFER_CONVERSATIONS = 512  # what best fit chooses from; more fill rows better, and keep the shuffled order less
 SHORTEST_PADDED = 64        # rows are padded to this times a power of two: each length is compiled once
 
-Row = tuple[list[int], list[float]]  # tokens, and what each of them counts for as a target
+Row = tuple[list[int], list[float]]  # tokens, and the weight of each of them as a target
 
 
 class RenderedConversations:
-    """Tokens and masks of conversations, end to end; those without anything to learn from are left out, and counted."""
+    """Tokens and masks of conversations, end to end; those without anything to learn are left out, and counted."""
 
     def __init__(self, conversations: Sequence[Conversation], tokenizer: Tokenizer, max_tokens: int):
-        ids, masks, lengths = [], [], []
-        self.cut = self.dropped = 0  # conversations cut at a message because they are too long; left out
-        started = told = time.perf_counter()
-        for index in range(len(conversations)):
-            rendered = render(tokenizer, conversations[index], max_tokens)
-            if not any(rendered.mask):
-                self.dropped += 1
-                continue
-            self.cut += rendered.cut > 0
-            ids.append(np.array(rendered.ids, dtype=np.int32))
-            masks.append(np.array(rendered.mask, dtype=bool))
-            lengths.append(len(rendered.ids))
-            if time.perf_counter() - told > 5:
-                told = time.perf_counter()
-                print0(f"rendered {index + 1:,} of {len(conversations):,} conversations in {told - started:.0f} s")
-        if not lengths:
-            raise UserError(f"none of the {len(conversations)} conversations can be trained on: an answer must fit into max_seq_len={max_tokens - 1}")
+        every = (render(tokenizer, conversations[index], max_tokens) for index in range(len(conversations)))
+        hidden = None if is_rank0() else True  # None: unless a person is watching
+        every = tqdm(every, "rendering", len(conversations), unit=" conversations", delay=5, disable=hidden)
+        kept = [(np.array(ids, dtype=np.int32), np.array(mask, dtype=bool), cut > 0)
+                for ids, mask, cut in every if any(mask)]
+        if not kept:
+            none = f"none of the {len(conversations)} conversations can be trained on"
+            raise UserError(f"{none}: an answer must fit into max_seq_len={max_tokens - 1}")
+        ids, masks, cut = zip(*kept)
         self.ids, self.masks = np.concatenate(ids), np.concatenate(masks)
-        self.lengths = np.array(lengths)
+        self.cut, self.dropped = sum(cut), len(conversations) - len(kept)
+        self.lengths = np.array([len(part) for part in ids])
         self.starts = np.cumsum(self.lengths) - self.lengths
-        self.fingerprint = hashlib.sha256(self.ids.tobytes() + self.masks.tobytes() + self.lengths.tobytes()).hexdigest()
+        content = self.ids.tobytes() + self.masks.tobytes() + self.lengths.tobytes()
+        self.fingerprint = hashlib.sha256(content).hexdigest()
         print0(
-            f"{len(lengths):,} conversations, {len(self.ids):,} tokens, {self.masks.sum():,} of them trained; "
+            f"{len(kept):,} conversations, {len(self.ids):,} tokens, {self.masks.sum():,} of them trained; "
             f"{self.cut:,} too long and cut at a message, {self.dropped:,} left out because no answer fits"
         )
 
@@ -64,45 +58,39 @@ class RenderedConversations:
     def read(self, indices: list[int]) -> Row:
         """These conversations, one after the other."""
         parts = [slice(self.starts[i], self.starts[i] + self.lengths[i]) for i in indices]
-        return [t for part in parts for t in self.ids[part].tolist()], [float(m) for part in parts for m in self.masks[part]]
+        return ([token for part in parts for token in self.ids[part].tolist()],
+                [float(trained) for part in parts for trained in self.masks[part]])
 
 
 def order(count: int, seed: int, epoch: int) -> list[int]:
+    """The shuffled order of so many conversations in an epoch."""
     return np.random.default_rng([seed, epoch]).permutation(count).tolist()
 
 
 def pack(lengths: Sequence[int], order: list[int], row_len: int) -> list[list[int]]:
     """
-    Rows of conversations, none longer than row_len together, each conversation in exactly one. A row begins with the one
-    that waited longest; then, best fit, of the next BUFFER_CONVERSATIONS the longest that still fits.
+    Rows of conversations, none longer than row_len together, each conversation in exactly one: best fit of the next
+    BUFFER_CONVERSATIONS, see packing.py. A row ends when none of those fits.
     """
-    upcoming, rows = iter(order), []
-    waiting: dict[int, None] = {}               # conversations, in the order in which they came
-    by_length: list[tuple[int, int]] = []       # (length, conversation), rising
-
-    def take(index: int) -> int:
-        length, conversation = by_length.pop(index)
-        del waiting[conversation]
-        rows[-1].append(conversation)
-        return length
-
+    upcoming, rows, waiting = iter(order), [], WaitingItems()
     while True:
-        while len(waiting) < BUFFER_CONVERSATIONS and (conversation := next(upcoming, None)) is not None:
-            waiting[conversation] = None
-            bisect.insort(by_length, (lengths[conversation], conversation))
-        if not waiting:
+        while len(waiting.items) < BUFFER_CONVERSATIONS and (conversation := next(upcoming, None)) is not None:
+            waiting.add(conversation, (lengths[conversation], conversation))
+        if not waiting.items:
             return rows
         rows.append([])
-        oldest = next(iter(waiting))
-        space = row_len - take(bisect.bisect_left(by_length, (lengths[oldest], oldest)))
-        while (fitting := bisect.bisect_left(by_length, (space + 1,))) > 0:
-            space -= take(fitting - 1)
+        space, taken = row_len, waiting.take_oldest()
+        while taken:
+            length, conversation = taken
+            rows[-1].append(conversation)
+            space -= length
+            taken = waiting.take_longest(space)
 
 
-def tensors(rows: list[Row], length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(rows: Sequence[Row], length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """
-    (inputs, targets, weights), each (B, length), of rows of at most length + 1 tokens; targets are one position ahead,
-    −1 where nothing is to be learnt. An empty row has no targets at all.
+    A padded batch: (inputs, targets, weights), each (B, length), of rows of at most length + 1 tokens; int64, int64,
+    float32. Targets are one position ahead, −1 where the weight is zero. An empty row has no targets at all.
     """
     tokens = torch.zeros(len(rows), length + 1, dtype=torch.int64)
     weights = torch.zeros(len(rows), length + 1)
@@ -125,19 +113,20 @@ def padded_length(longest: int, max_seq_len: int) -> int:
 
 def conversation_loader(
     conversations: RenderedConversations, rows: list[list[int]], rows_per_step: int, *,
-    device_batch_size: int, max_seq_len: int, pad: bool, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu",
-    start_step: int = 0,
+    device_batch_size: int, max_seq_len: int, pad: bool, rank: int = 0, world_size: int = 1,
+    device: torch.device | str = "cpu", start_step: int = 0,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """
-    Yields (inputs, targets), (B, T) int64, of each micro-step of this rank, from the first of start_step on; step s has the
-    rows [s · rows_per_step, (s + 1) · rows_per_step), the longest first, and micro-batch m · world_size + rank of them is
-    this rank's. T is max_seq_len, or with `pad` the next of few lengths that holds the rows. Past the last row come empty
-    ones, whose loss is zero: rows_per_step need not divide anything, and after the last step rows stay empty.
+    Yields (inputs, targets), (B, T) int64, of each micro-step of this rank, from the first of start_step on; step s has
+    the rows [s · rows_per_step, (s + 1) · rows_per_step), the longest first, and micro-batch m · world_size + rank of
+    them is this rank's. T is max_seq_len, or with `pad` the next of few lengths that holds the rows. Past the last row
+    come empty ones, whose loss is zero: rows_per_step need not divide anything, and after the last step all are empty.
     """
     step, unit = start_step, device_batch_size * world_size
     while True:
         of_step = rows[step * rows_per_step : (step + 1) * rows_per_step]
-        of_step.sort(key=conversations.row_length, reverse=True)  # alike lengths together: little padding, and ranks wait for none
+        # Rows of similar lengths together: little padding, and no rank waits for another.
+        of_step.sort(key=conversations.row_length, reverse=True)
         for start in range(0, rows_per_step, unit):
             of_ranks = of_step[start : start + unit]
             batch = [conversations.read(row) for row in of_ranks[rank * device_batch_size :][:device_batch_size]]

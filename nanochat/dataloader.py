@@ -3,11 +3,9 @@ Text → rows of tokens, the same rows on any number of ranks.
 
 Three steps. Each shard is tokenized once, in the background, into a file of token ids beside the data (2 bytes per
 token): later epochs, evaluations and restarts read it by memory map. A planner packs documents into rows; it needs
-only lengths, so every rank plans all rows and agrees without a word. Each rank then copies out just its own rows.
+only lengths, so every rank plans all rows and no communication is needed. Each rank then copies out its own rows.
 """
-import bisect
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,13 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.dataset import dataset_dir, fingerprint, load_manifest, read_shard, shard_paths
+from nanochat.dataset import dataset_dir, fingerprint, load_manifest, shard_paths, shard_texts
 from nanochat.errors import UserError
 from nanochat.files import locked, write_aside
+from nanochat.packing import WaitingItems
 from nanochat.tokenizer import Tokenizer
 
-BUFFER_DOCUMENTS = 512  # what best fit chooses from; more wastes fewer cuts, and makes the state larger
+BUFFER_DOCUMENTS = 512  # what best fit chooses from; more leaves fewer cuts, and makes the state larger
 ENCODE_BATCH = 1024     # documents handed to the tokenizer's threads at a time
+
+Piece = tuple[int, int, int]  # (shard, start, end): these tokens of a shard
 
 
 class TokenizedShards:
@@ -31,38 +32,31 @@ class TokenizedShards:
     def __init__(self, data: str, split: str, tokenizer: Tokenizer, num_threads: int = 8):
         self.data, self.split, self.tokenizer, self.num_threads = data, split, tokenizer, num_threads
         self.paths = shard_paths(data, split)
-        entries = {shard["file"]: shard for shard in load_manifest(data)["shards"]}
-        self.entries = [entries[path.name] for path in self.paths]
-        self.rows = sum(entry["rows"] for entry in self.entries)
+        shards = load_manifest(data)["shards"]
+        self.entries = shards[:-1] if split == "train" else shards[-1:]
         self.bos = tokenizer.get_bos_token_id()
-        self.dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
         self.background = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
-        self.pending: dict[int, Future] = {}
-        self.open: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-
-    def __len__(self) -> int:
-        return len(self.paths)
+        self.pending: dict[int, Future[tuple[np.ndarray, np.ndarray]]] = {}
+        self.opened: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def prefetch(self, shard: int) -> None:
         """Start to tokenize a shard in the background."""
-        if shard not in self.open and shard not in self.pending:
-            self.pending[shard] = self.background.submit(self.token_file, shard)
-
-    def tokens(self, shard: int) -> np.ndarray:
-        return self.load(shard)[0]
-
-    def documents(self, shard: int) -> np.ndarray:
-        """(documents + 1,) offsets into the shard's tokens; document i is [offsets[i], offsets[i + 1])."""
-        return self.load(shard)[1]
+        if shard not in self.opened and shard not in self.pending:
+            self.pending[shard] = self.background.submit(self.open, shard)
 
     def load(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        if shard not in self.open:
+        """
+        (tokens,) uint16 or uint32, and (documents + 1,) offsets into them: document i is [offsets[i], offsets[i + 1]).
+        """
+        if shard not in self.opened:
             self.prefetch(shard)
-            tokens = np.load(self.pending.pop(shard).result(), mmap_mode="r")
-            # No text can contain <|bos|>, so it marks where documents begin.
-            starts = np.flatnonzero(np.asarray(tokens) == self.bos)
-            self.open[shard] = tokens, np.append(starts, len(tokens))
-        return self.open[shard]
+            self.opened[shard] = self.pending.pop(shard).result()
+        return self.opened[shard]
+
+    def open(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens = np.load(self.token_file(shard), mmap_mode="r")
+        # No text can contain <|bos|>, so it marks where documents begin.
+        return tokens, np.append(np.flatnonzero(np.asarray(tokens) == self.bos), len(tokens))
 
     def token_file(self, shard: int) -> Path:
         """The shard's token file, made now unless it is there. Of several processes one makes it, the others wait."""
@@ -77,10 +71,12 @@ class TokenizedShards:
 
     def encode_shard(self, shard: int) -> np.ndarray:
         """The tokens of a shard's documents, from its text."""
-        texts, parts = read_shard(self.paths[shard]), []
+        dtype = np.uint16 if self.tokenizer.get_vocab_size() <= 2**16 else np.uint32
+        texts, parts = list(shard_texts(self.paths[shard])), []
         for start in range(0, len(texts), ENCODE_BATCH):
-            batch = self.tokenizer.encode(texts[start : start + ENCODE_BATCH], prepend=self.bos, num_threads=self.num_threads)
-            parts += [np.array(ids, dtype=self.dtype) for ids in batch]
+            batch = texts[start : start + ENCODE_BATCH]
+            rows = self.tokenizer.encode(batch, prepend=self.bos, num_threads=self.num_threads)
+            parts += [np.array(ids, dtype=dtype) for ids in rows]
         return np.concatenate(parts)
 
 
@@ -89,101 +85,90 @@ class RowPlanner:
     Packs documents into rows of `row_len` tokens; a row is a list of pieces (shard, start, end), each to be read as
     <|bos|> and the tokens [start, end).
 
-    A row begins with the document that has waited longest, so that none waits for ever; then, best fit, of the
-    buffered documents the longest that still fits. Where none fits, the longest is cut: its head fills the row, its
-    tail goes back as a document with a <|bos|> of its own. Every token is used once per epoch and every position of a
-    row is trained. Documents come in an order drawn from (seed, epoch).
+    Best fit, see packing.py; where none fits, the longest is cut: its head fills the row, its tail goes back as a
+    document with a <|bos|> of its own. Every token is used once per epoch and every position of a row is trained.
+    Documents come in an order drawn from (seed, epoch).
     """
-
-    def __init__(self, shards: TokenizedShards, row_len: int, seed: int, state: dict | None = None):
-        self.shards, self.row_len, self.seed = shards, row_len, seed
-        self.capacity = max(min(BUFFER_DOCUMENTS, shards.rows // 32), 1)  # a small part of any corpus: what waits here is not seen this epoch
-        self.epoch = self.shard_position = self.document_position = self.ordinal = self.epoch_tokens = 0
-        self.buffer: dict[int, tuple[int, int, int]] = {}  # ordinal -> (shard, start, end), the oldest first
-        if state is not None:
-            vars(self).update({key: state[key] for key in self.POSITION})
-            self.buffer = {ordinal: tuple(piece) for ordinal, *piece in state["buffer"]}
-        self.by_length = sorted((end - start + 1, ordinal) for ordinal, (_, start, end) in self.buffer.items())
-        self.order = self.shard_order()
-        self.open_shard()
 
     POSITION = ("epoch", "shard_position", "document_position", "ordinal", "epoch_tokens")
 
+    def __init__(self, shards: TokenizedShards, row_len: int, seed: int, state: dict | None = None):
+        self.shards, self.row_len, self.seed = shards, row_len, seed
+        # A small part of any corpus: what waits here is not seen this epoch.
+        self.capacity = max(min(BUFFER_DOCUMENTS, sum(entry["rows"] for entry in shards.entries) // 32), 1)
+        self.epoch = self.shard_position = self.document_position = self.ordinal = self.epoch_tokens = 0
+        self.waiting = WaitingItems()
+        if state is not None:
+            vars(self).update({key: state[key] for key in self.POSITION})
+            for ordinal, shard, start, end in state["buffer"]:
+                self.waiting.add(ordinal, (end - start + 1, shard, start, end))
+        self.order = self.permutation(len(self.shards.paths)).tolist()
+        self.open_shard()
+
     def state(self) -> dict:
         """Everything the rows to come depend on, as JSON."""
-        return {key: getattr(self, key) for key in self.POSITION} | {"buffer": [(ordinal, *piece) for ordinal, piece in self.buffer.items()]}
+        buffer = [(ordinal, *piece) for ordinal, (_, *piece) in self.waiting.items.items()]
+        return {key: getattr(self, key) for key in self.POSITION} | {"buffer": buffer}
 
     def permutation(self, size: int, *key: int) -> np.ndarray:
         return np.random.default_rng([self.seed, self.epoch, *key]).permutation(size)
 
-    def shard_order(self) -> list[int]:
-        return self.permutation(len(self.shards)).tolist()
-
     def open_shard(self) -> None:
-        shard = self.order[self.shard_position]
-        offsets = self.shards.documents(shard)
-        order = self.permutation(len(offsets) - 1, shard)
+        self.shard = self.order[self.shard_position]
+        _, offsets = self.shards.load(self.shard)
+        order = self.permutation(len(offsets) - 1, self.shard)
         # Plain integers: a document costs a few list operations, not a few array accesses.
         self.starts, self.ends = (offsets[:-1][order] + 1).tolist(), offsets[1:][order].tolist()
-        self.shard = shard
         if self.shard_position + 1 < len(self.order):
             self.shards.prefetch(self.order[self.shard_position + 1])
 
-    def next_document(self) -> tuple[int, int, int]:
-        """(shard, start, end) of the next document's tokens; wraps into further epochs for ever."""
-        while self.document_position == len(self.starts):
-            self.document_position = 0
-            self.shard_position += 1
-            if self.shard_position == len(self.order):
-                if self.epoch_tokens < self.row_len:
-                    raise UserError(
-                        f"data {self.shards.data!r} ({self.shards.split}) has {self.epoch_tokens} tokens, fewer than one row of "
-                        f"max_seq_len + 1 = {self.row_len}; add text or lower max_seq_len"
-                    )
-                self.epoch, self.shard_position, self.epoch_tokens = self.epoch + 1, 0, 0
-                self.order = self.shard_order()
-            self.open_shard()
-        start, end = self.starts[self.document_position], self.ends[self.document_position]
-        self.document_position += 1
-        self.epoch_tokens += end - start + 1 if end > start else 0  # a document without text is no document
-        return self.shard, start, end
+    def next_document(self) -> tuple[int, int, int, int]:
+        """(length, shard, start, end) of the next document that has text; continues into further epochs without end."""
+        start = end = 0
+        while end == start:
+            while self.document_position == len(self.starts):
+                self.document_position = 0
+                self.shard_position += 1
+                if self.shard_position == len(self.order):
+                    self.begin_epoch()
+                self.open_shard()
+            start, end = self.starts[self.document_position], self.ends[self.document_position]
+            self.document_position += 1
+        length = end - start + 1  # with its <|bos|>
+        self.epoch_tokens += length
+        return length, self.shard, start, end
 
-    def insert(self, shard: int, start: int, end: int) -> None:
-        self.buffer[self.ordinal] = shard, start, end
-        bisect.insort(self.by_length, (end - start + 1, self.ordinal))
-        self.ordinal += 1
+    def begin_epoch(self) -> None:
+        if self.epoch_tokens < self.row_len:
+            has = f"data {self.shards.data!r} ({self.shards.split}) has {self.epoch_tokens} tokens, fewer than one row"
+            raise UserError(f"{has} of max_seq_len + 1 = {self.row_len}; add text or lower max_seq_len")
+        self.epoch, self.shard_position, self.epoch_tokens = self.epoch + 1, 0, 0
+        self.order = self.permutation(len(self.shards.paths)).tolist()
 
-    def next_row(self) -> list[tuple[int, int, int]]:
-        row, space = [], self.row_len
+    def next_row(self) -> list[Piece]:
+        row, space, waiting = [], self.row_len, self.waiting
         while space:
-            while len(self.buffer) < self.capacity:
-                shard, start, end = self.next_document()
-                if end > start:
-                    self.insert(shard, start, end)
-            if not row:
-                ordinal = next(iter(self.buffer))
-                _, start, end = self.buffer[ordinal]
-                index = bisect.bisect_left(self.by_length, (end - start + 1, ordinal))
-            else:
-                index = bisect.bisect_left(self.by_length, (space + 1,)) - 1  # −1, none fits: the last, the longest
-            length, ordinal = self.by_length.pop(index)
-            shard, start, end = self.buffer.pop(ordinal)
+            while len(waiting.items) < self.capacity:
+                waiting.add(self.ordinal, self.next_document())
+                self.ordinal += 1
+            length, shard, start, end = waiting.take_longest(space, or_any=True) if row else waiting.take_oldest()
             if length > space:
                 cut = start + space - 1
-                self.insert(shard, cut, end)
+                waiting.add(self.ordinal, (end - cut + 1, shard, cut, end))
+                self.ordinal += 1
                 length, end = space, cut
             row.append((shard, start, end))
             space -= length
         return row
 
-    def read(self, rows: list[list[tuple[int, int, int]]]) -> np.ndarray:
+    def read(self, rows: list[list[Piece]]) -> np.ndarray:
         """The tokens of planned rows, (rows, row_len) int64."""
         out = np.empty((len(rows), self.row_len), dtype=np.int64)
         for line, row in zip(out, rows):
             at = 0
             for shard, start, end in row:
                 line[at] = self.shards.bos
-                line[at + 1 : at + 1 + end - start] = self.shards.tokens(shard)[start:end]
+                line[at + 1 : at + 1 + end - start] = self.shards.load(shard)[0][start:end]
                 at += 1 + end - start
         return out
 
@@ -194,24 +179,24 @@ def tokenizing_distributed_data_loader(
     seed: int = 0, device: torch.device | str = "cpu", state: dict | None = None, num_rows: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, dict]]:
     """
-    Yields (inputs, targets, state) for ever: (B, T) int64 on the device, targets one position ahead.
+    Yields (inputs, targets, state) without end: (B, T) int64 on the device, targets one position ahead.
 
     The rows of an optimizer step are a function of data, tokenizer, seed, rows per step and max_seq_len; micro-step m
     of this rank gets global micro-batch m · world_size + rank of them, which holds the same rows whoever asks.
     `state` is where the step of this batch begins: a loader made from it yields this step again, from its first
-    micro-batch on, on any number of ranks. num_rows: past so many rows over all ranks every target is −1 (None: never), so
-    that a sum over the first rows is one over the same rows for any number of ranks and any batch.
+    micro-batch on, on any number of ranks. num_rows: past so many rows over all ranks every target is −1 (None: never),
+    so that a sum over the first rows is one over the same rows for any number of ranks and any batch.
     Errors: UserError when state belongs to other data, tokenizer or settings.
     """
     shards = TokenizedShards(data, split, tokenizer)
-    identity = {
-        "data": fingerprint(data), "tokenizer": tokenizer.fingerprint, "split": split, "seed": seed, "max_seq_len": max_seq_len,
-    }
+    identity = {"data": fingerprint(data), "tokenizer": tokenizer.fingerprint, "split": split, "seed": seed,
+                "max_seq_len": max_seq_len}
     for key, value in identity.items():
         if state is not None and state[key] != value:
-            raise UserError(f"cannot continue exactly: {key} was {state[key]} when the checkpoint was saved and is {value} now")
+            was = f"{key} was {state[key]} when the checkpoint was saved"
+            raise UserError(f"cannot continue exactly: {was} and is {value} now")
     planner = RowPlanner(shards, max_seq_len + 1, seed, state)
-    device = torch.device(device)
+    pinned = torch.device(device).type == "cuda"
 
     def batches() -> Iterator[tuple[Tensor, Tensor, dict]]:
         rows_before = 0
@@ -221,56 +206,36 @@ def tokenizing_distributed_data_loader(
             for micro_step in range(grad_accum_steps):
                 first = (micro_step * world_size + rank) * device_batch_size
                 tokens = torch.from_numpy(planner.read(rows[first : first + device_batch_size]))
-                inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()  # of one row both would be the same memory
+                # Copies: of a single row both would be views of the same memory.
+                inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
                 if num_rows is not None:
                     targets[max(num_rows - rows_before - first, 0) :] = -1
-                if device.type == "cuda":
+                if pinned:
                     inputs, targets = inputs.pin_memory(), targets.pin_memory()
                 yield inputs, targets, step_state
             rows_before += len(rows)
 
     for inputs, targets, step_state in prefetched(batches(), ahead=2 * grad_accum_steps):
-        # From pinned memory the copy runs beside whatever the device computes.
-        pinned = device.type == "cuda"  # elsewhere such a copy could read memory that is already used anew
+        # From pinned memory the copy runs beside whatever the device computes; from other memory it could read what
+        # is already used for something else.
         yield inputs.to(device, non_blocking=pinned), targets.to(device, non_blocking=pinned), step_state
 
 
 def prefetched(iterator: Iterator, ahead: int) -> Iterator:
     """The items of an endless iterator, produced up to `ahead` items early by a thread; its errors surface here."""
-    items: queue.Queue = queue.Queue(maxsize=ahead)
-    closed = threading.Event()
-
-    def put(item: tuple) -> bool:
-        while not closed.is_set():
-            try:
-                items.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def produce() -> None:
-        try:
-            for item in iterator:
-                if not put((item, None)):
-                    return
-        except BaseException as error:  # whatever it is, the consumer has to see it
-            put((None, error))
-
-    thread = threading.Thread(target=produce, daemon=True, name="loader")
-    thread.start()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
+    items = deque(pool.submit(next, iterator) for _ in range(ahead))
     try:
         while True:
-            item, error = items.get()
-            if error is not None:
-                raise error
-            yield item
-    finally:
-        closed.set()
-        thread.join()  # a thread inside native code when the interpreter ends would abort the process
+            items.append(pool.submit(next, iterator))
+            yield items.popleft().result()
+    finally:  # also at the interpreter's end, where cancel_futures of shutdown would fail
+        for item in items:
+            item.cancel()
+        pool.shutdown()  # a thread in native code at the interpreter's end would abort the process
 
 
 def count_tokens(data: str, split: str, tokenizer: Tokenizer) -> int:
     """Tokens of a split, <|bos|> included. Tokenizes what is not tokenized yet: meant for validation."""
     shards = TokenizedShards(data, split, tokenizer)
-    return sum(len(shards.tokens(shard)) for shard in range(len(shards)))
+    return sum(len(shards.load(shard)[0]) for shard in range(len(shards.paths)))

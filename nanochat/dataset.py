@@ -1,13 +1,6 @@
 """
 Text to train on, in one form whatever it came from: parquet shards with a `text` column, shuffled, the last shard
-held out for validation, and a manifest with their SHA-256 that is written last.
-
-    python -m scripts.dataset                                          # the embedded corpus, offline
-    python -m scripts.dataset --source=python                          # this machine's standard library, offline
-    python -m scripts.dataset --source=~/books                         # .txt .md .jsonl .json .csv .parquet (.gz .zst)
-    python -m scripts.dataset --source=fineweb-edu --num_shards=8      # downloads; run again to go on or to add more
-    python -m scripts.dataset --source=hf:roneneldan/TinyStories --num_shards=20
-    python -m scripts.dataset --source=fineweb-edu --verify            # recompute all checksums
+held out for validation, and a manifest with their SHA-256 that is written last (`python -m scripts.dataset`).
 
 A data set lies in <base folder>/data/NAME and is there exactly if its manifest is.
 """
@@ -44,7 +37,8 @@ def load_manifest(name: str) -> dict:
         killed = previous(folder).exists()  # for the command that makes it to put back, not for those that read
         there = " (the one that was there comes back first)" * killed
         names = [*OFFLINE, *REMOTE, *(path.parent.name for path in folder.parent.glob("[!.]*/manifest.json"))]
-        raise UserError(f"no data set {name!r} in {folder.parent}; make it: {how_to_make(name, {})}{there}{did_you_mean(name, names)}")
+        advice = f"make it: {how_to_make(name, {})}{there}{did_you_mean(name, names)}"
+        raise UserError(f"no data set {name!r} in {folder.parent}; {advice}")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         sizes = {folder / shard["file"]: shard["bytes"] for shard in manifest["shards"]}
@@ -75,28 +69,23 @@ def shard_paths(name: str, split: str) -> list[Path]:
     return paths[:-1] if split == "train" else paths[-1:]
 
 
-def read_shard(path: Path) -> list[str]:
-    """The documents of a shard, in order. UserError when it is not a whole parquet file with a `text` column."""
-    texts = list(shard_texts(path))
-    if not texts:
-        raise UserError(f"{path} holds no documents; make the data set again (python -m scripts.dataset --source=…)")
-    return texts
-
-
 def shard_texts(path: Path) -> Iterator[str]:
-    """The documents of a shard, one row group in memory at a time; errors as in `read_shard`."""
+    """
+    The documents of a shard, in order, one row group in memory at a time. UserError when it is not a whole parquet
+    file with documents in a `text` column.
+    """
+    again = "make the data set again (python -m scripts.dataset --source=…)"
     try:
         with pq.ParquetFile(path) as parquet:
             if "text" not in parquet.schema_arrow.names:
                 names = ", ".join(parquet.schema_arrow.names)
                 raise UserError(f"{path} has no column 'text' but {names}; build shards with --source=… --field=…")
+            if not parquet.metadata.num_rows:
+                raise UserError(f"{path} holds no documents; {again}")
             for group in range(parquet.num_row_groups):
                 yield from (text or "" for text in parquet.read_row_group(group, ["text"]).column(0).to_pylist())
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path} cannot be read ({first_line(error)});"
-            " delete it and make the data set again (python -m scripts.dataset --source=…)"
-        ) from error
+        raise UserError(f"{path} cannot be read ({first_line(error)}); delete it and {again}") from error
 
 
 def iter_texts(name: str, split: str) -> Iterator[str]:
@@ -112,12 +101,13 @@ def fingerprint(name: str) -> str:
 
 def verify(name: str) -> None:
     """Recompute every checksum of a data set. UserError naming the shards that are not what was written."""
-    shards = load_manifest(name)["shards"]
-    damaged = [shard["file"] for shard in shards if sha256(dataset_dir(name) / shard["file"]) != shard["sha256"]]
+    manifest, folder = load_manifest(name), dataset_dir(name)
+    shards = manifest["shards"]
+    damaged = [shard["file"] for shard in shards if sha256(folder / shard["file"]) != shard["sha256"]]
     if damaged:
         raise UserError(
-            f"{len(damaged)} of {len(shards)} shards in {dataset_dir(name)} are damaged: {', '.join(damaged)};"
-            f" delete them and run: {how_to_make(name, load_manifest(name))}"
+            f"{len(damaged)} of {len(shards)} shards in {folder} are damaged: {', '.join(damaged)};"
+            f" delete them and run: {how_to_make(name, manifest)}"
         )
 
 
@@ -125,8 +115,3 @@ def first_line(error: Exception) -> str:
     """An error's first line, of bounded length: libraries tell long stories."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
-
-
-def lock_path(name: str) -> Path:
-    """Held by the process that makes a data set."""
-    return dataset_dir(name).with_name(f".{name}.lock")

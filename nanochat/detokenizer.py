@@ -1,106 +1,97 @@
-"""Tokens of an answer as text, piece by piece, and as the parts of a message."""
+"""The text of an answer: delta by delta while its tokens are written, and as the parts of a message."""
 import codecs
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from nanochat.tokenizer import Tokenizer
 
+# Special tokens after which the text belongs to a part of this type.
+STARTS = {"<|python_start|>": "python", "<|python_end|>": "text",
+          "<|output_start|>": "python_output", "<|output_end|>": "text"}
 
-class Piece(NamedTuple):
-    """A bit of text, and which kind of part of a message it belongs to."""
+
+class Delta(NamedTuple):
+    """A bit of text, and the type of the part of a message that it belongs to."""
     type: Literal["text", "python", "python_output"]
     text: str
 
 
-class Pieces:
-    """Turns the tokens of an answer into text, one at a time. A character spread over tokens comes out whole, with the last."""
-
-    STARTS = {"<|python_start|>": "python", "<|python_end|>": "text", "<|output_start|>": "python_output", "<|output_end|>": "text"}
+class IncrementalDetokenizer:
+    """The tokens of an answer as text, token by token. A character spread over several tokens comes with the last."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer, self.type = tokenizer, "text"
-        self.names = {tokenizer.encode_special(name): name for name in tokenizer.special_tokens}
+        self.starts = {tokenizer.encode_special(name): STARTS.get(name) for name in tokenizer.special_tokens}
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def add(self, token: int) -> list[Piece]:
-        """The text that this token completes. Special tokens are no text; those of the tool change the type of what follows."""
-        if token not in self.names:
-            return self._piece(self.utf8.decode(self.tokenizer.decode_bytes([token])))
+    def add(self, token: int) -> list[Delta]:
+        """The text that this token completes. Special tokens have none; some change the type of what follows."""
+        if token not in self.starts:
+            return self._deltas(self.tokenizer.decode_bytes([token]))
         rest = self.end()
-        self.type = self.STARTS.get(self.names[token], self.type)
+        self.type = self.starts[token] or self.type
         return rest
 
-    def end(self) -> list[Piece]:
-        """What is left of a character that never became whole: U+FFFD."""
-        return self._piece(self.utf8.decode(b"", final=True))
+    def end(self) -> list[Delta]:
+        """What is left of a character whose other bytes never came: U+FFFD."""
+        return self._deltas(b"", final=True)
 
-    def _piece(self, text: str) -> list[Piece]:
-        return [Piece(self.type, text)] if text else []
+    def _deltas(self, data: bytes, final: bool = False) -> list[Delta]:
+        text = self.utf8.decode(data, final)
+        return [Delta(self.type, text)] if text else []
 
 
 def to_parts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[dict[str, str]]:
-    """The tokens of an answer as the parts of a message: {"type": "text" | "python" | "python_output", "text": …}."""
-    pieces = Pieces(tokenizer)
-    return parts_of([piece for token in tokens for piece in pieces.add(token)] + pieces.end())
+    """The tokens of an answer as parts of a message: {"type": "text" | "python" | "python_output", "text": …}."""
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    return parts_of([delta for token in tokens for delta in detokenizer.add(token)] + detokenizer.end())
 
 
-def parts_of(pieces: Sequence[Piece]) -> list[dict[str, str]]:
-    """The same of pieces: neighbours of one type become one part."""
-    parts: list[dict[str, str]] = []
-    for piece in pieces:
-        if parts and parts[-1]["type"] == piece.type:
-            parts[-1]["text"] += piece.text
-        else:
-            parts.append({"type": piece.type, "text": piece.text})
-    return parts
+def parts_of(deltas: Iterable[Delta]) -> list[dict[str, str]]:
+    """Deltas as parts of a message: neighbours of one type become one part."""
+    groups = groupby(deltas, key=lambda delta: delta.type)
+    return [{"type": type, "text": "".join(delta.text for delta in group)} for type, group in groups]
 
 
 class StopStrings:
     """
-    Ends an answer where its text first contains one of some strings, however tokens cut it. The string is not let
-    through, and text that may be the beginning of one waits until it is known. Only "text" is looked at, as if what
-    stands between were not there.
+    Ends an answer before the first of some strings in its text, however the tokens cut it. Text that may be the
+    beginning of a string waits until that is known. Only "text" is searched, as if nothing stood between.
     """
 
     def __init__(self, strings: Sequence[str]):
         assert all(strings), "an empty string would end every answer at once"
         self.strings = tuple(strings)
-        self.held: list[Piece] = []
+        self.held: list[Delta] = []
         self.found = False
 
-    def add(self, piece: Piece) -> list[Piece]:
-        """What may be shown now. When one of the strings is complete, `found` is true and nothing will follow."""
-        if not self.strings or (piece.type != "text" and not self.held):
-            return [piece]
-        self.held.append(piece)
-        if piece.type != "text":
+    def add(self, delta: Delta) -> list[Delta]:
+        """What may be shown now. When a string is complete, `found` becomes true, and nothing more will follow."""
+        if self.found:
             return []
-        text = "".join(piece.text for piece in self.held if piece.type == "text")
+        self.held.append(delta)
+        text = "".join(delta.text for delta in self.held if delta.type == "text")
         matches = [(at + len(string), at) for string in self.strings if (at := text.find(string)) >= 0]
         if matches:
             self.found = True
-            return self._release(min(matches)[1])  # the one that is complete first, as if characters came one by one
-        return self._release(len(text) - max(map(partial(overlap, text), self.strings)))
+            return self._release(min(matches)[1])  # complete first, as if characters came one by one
+        beginnings = (string[:n] for string in self.strings for n in range(min(len(string), len(text) + 1)))
+        return self._release(len(text) - max((len(start) for start in beginnings if text.endswith(start)), default=0))
 
-    def end(self) -> list[Piece]:
-        """What has waited for an end that never came."""
-        held, self.held = self.held, []
-        return held
+    def end(self) -> list[Delta]:
+        """The answer ends without another token: what has waited, unless a string was found."""
+        return [] if self.found else self.held
 
-    def _release(self, count: int) -> list[Piece]:
-        """The first `count` characters of held text, and what is not text up to there."""
+    def _release(self, count: int) -> list[Delta]:
+        """The first `count` characters of the held text, and what is not text up to there."""
         released = []
         while self.held and (count > 0 or self.held[0].type != "text"):
-            piece = self.held.pop(0)
-            if piece.type == "text" and len(piece.text) > count:
-                self.held.insert(0, Piece("text", piece.text[count:]))
-                piece = Piece("text", piece.text[:count])
-            count -= len(piece.text) if piece.type == "text" else 0
-            released.append(piece)
+            delta = self.held.pop(0)
+            if delta.type == "text":
+                if len(delta.text) > count:
+                    self.held.insert(0, Delta("text", delta.text[count:]))
+                    delta = Delta("text", delta.text[:count])
+                count -= len(delta.text)
+            released.append(delta)
         return released
-
-
-def overlap(text: str, string: str) -> int:
-    """How many characters at the end of the text are the beginning, but not the whole, of the string."""
-    return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)

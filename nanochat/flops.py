@@ -1,4 +1,4 @@
-"""FLOP/s that a device can reach, and the share of them a run makes use of (MFU)."""
+"""FLOP/s that a device can reach, for the share of them that a run makes use of (MFU)."""
 import functools
 import re
 import time
@@ -9,22 +9,21 @@ import torch
 
 from nanochat.errors import UserError
 
-# Dense bf16 peak of the datasheets, in FLOP/s, by a part of the name that torch reports; first match wins.
-PEAK_BF16 = (
-    ("GB200", 2.5e15), ("B200", 2.25e15), ("B100", 1.8e15),
-    ("H200", 989e12), ("GH200", 989e12), ("H100 NVL", 835e12), ("H100 PCIe", 756e12), ("H100", 989e12), ("H800", 989e12), ("H20", 148e12),
-    ("A100", 312e12), ("A800", 312e12), ("A40", 149.7e12), ("A30", 165e12), ("A10G", 70e12), ("A10", 125e12),
-    ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12), ("MI355X", 2.5e15), ("MI325X", 1307e12), ("MI300X", 1307e12), ("MI250X", 383e12),
-    ("RTX 5090", 209.5e12), ("RTX 4090", 165.2e12), ("RTX 3090", 71e12), ("RTX 6000 Ada", 364e12),
-)
+# Dense bf16 peaks of the datasheets, in FLOP/s, by a part of the name that torch reports; the first match wins.
+PEAK_BF16 = {
+    "GB200": 2.5e15, "B200": 2.25e15, "B100": 1.8e15, "H200": 989e12, "GH200": 989e12, "H100 NVL": 835e12,
+    "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "H20": 148e12, "A100": 312e12, "A800": 312e12,
+    "A40": 149.7e12, "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
+    "MI355X": 2.5e15, "MI325X": 1307e12, "MI300X": 1307e12, "MI250X": 383e12,
+    "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12, "RTX 6000 Ada": 364e12,
+}
 
 
 def datasheet_peak(gpu: str) -> float:
     """Dense bf16 FLOP/s of a GPU by its name in the table. UserError for any other name."""
-    peak = dict(PEAK_BF16).get(gpu)
-    if peak is None:
-        raise UserError(f"gpu={gpu} is not in the table; expected one of {', '.join(name for name, _ in PEAK_BF16)}")
-    return peak
+    if gpu not in PEAK_BF16:
+        raise UserError(f"gpu={gpu} is not in the table; expected one of {', '.join(PEAK_BF16)}")
+    return PEAK_BF16[gpu]
 
 
 class Peak(NamedTuple):
@@ -42,7 +41,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
-        for part, peak in PEAK_BF16:
+        for part, peak in PEAK_BF16.items():
             if re.search(rf"\b{part}\b", name):  # whole words: an RTX A4000 is no A40
                 return Peak(peak, f"{name} datasheet", None)
     measure = functools.partial(measured_matmul_flops, device, dtype)
@@ -53,16 +52,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
 def measured_matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048) -> float:
     """FLOP/s of A @ B, both size x size: the best of five after a warm-up."""
     a, b = torch.randn(2, size, size, device=device).to(dtype)
-    synchronize(device)
-
-    def seconds() -> float:
+    seconds = []
+    for _ in range(6):
+        synchronize(device)
         start = time.perf_counter()
         a @ b
         synchronize(device)
-        return time.perf_counter() - start
-
-    seconds()
-    return 2 * size**3 / min(seconds() for _ in range(5))
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds[1:])
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,9 +1,9 @@
 """
-The model, and nothing but the model.
+The model, without optimizers and sharding.
 
-A classic GPT with today's parts: rotary positions, RMSNorm without weights (after the embedding, before each part,
-before the head), queries and keys normalised after the rotation, ReLU² in the MLP, no biases, a head of its own with
-softcapped logits. Output projections start at zero, so that every block begins as the identity.
+A GPT with rotary positions, RMSNorm without weights (after the embedding, before attention, MLP and head), queries and
+keys normalized after the rotation, ReLU² in the MLP, no biases, an untied head with softcapped logits. Output
+projections start at zero, so that every block begins as the identity.
 """
 import math
 import zlib
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanochat.attention import attention
 from nanochat.errors import UserError
-from nanochat.loss import cap, check_softcap, softcapped_cross_entropy, token_losses
+from nanochat.loss import MAX_SOFTCAP, cap, softcapped_cross_entropy, token_losses
 
 LOGIT_SOFTCAP = 15.0
 ROPE_THETA = 10_000.0
@@ -28,7 +28,7 @@ VOCAB_MULTIPLE = 64       # the vocabulary is padded to it: whole tiles in the l
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Everything that determines the shapes of a model. Tokens and rows as of the tokenizer and the loader."""
+    """Everything that determines the shapes of a model. UserError for a softcap that the loss cannot compute with."""
 
     sequence_len: int   # longest row the model is trained on
     vocab_size: int     # tokens that exist; the weights are padded beyond it
@@ -39,7 +39,10 @@ class GPTConfig:
     softcap: float | None = LOGIT_SOFTCAP  # limit of the logits; None or 0: none
 
     def __post_init__(self) -> None:
-        check_softcap(self.softcap)
+        limit = self.softcap
+        if limit is not None and not (isinstance(limit, (int, float)) and 0 <= limit <= MAX_SOFTCAP):
+            expected = f"a number of at most {MAX_SOFTCAP}, or None or 0 for no softcap"
+            raise UserError(f"softcap={limit!r}: expected {expected}")
 
     @property
     def padded_vocab_size(self) -> int:
@@ -58,7 +61,8 @@ def config_from_depth(
     n_head = next(n for n in range(math.ceil(width / 128), width + 1) if width % (2 * n) == 0)
     if n_head % kv_group:
         divisors = ", ".join(str(n) for n in range(1, n_head + 1) if n_head % n == 0)
-        raise UserError(f"kv_group={kv_group} does not divide the {n_head} heads of depth {depth}; expected one of {divisors}")
+        heads = f"the {n_head} heads of depth {depth}"
+        raise UserError(f"kv_group={kv_group} does not divide {heads}; expected one of {divisors}")
     return GPTConfig(sequence_len, vocab_size, depth, width, n_head, n_head // kv_group, softcap)
 
 
@@ -124,7 +128,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """What turns hidden states into logits, or with targets into the loss."""
+    """Turns hidden states (B, T, C) into logits, or with targets into the loss."""
 
     def __init__(self, config: GPTConfig):
         super().__init__(config.n_embd, config.padded_vocab_size, bias=False)
@@ -133,12 +137,10 @@ class Head(nn.Linear):
     def forward(self, x: Tensor, targets: Tensor | None, weights: Tensor | None, reduction: str) -> Tensor:
         if targets is None:
             return cap(x @ self.weight.T, self.vocab_size, self.softcap)[..., : self.vocab_size]
+        arguments = x.flatten(0, 1), self.weight, targets.flatten(), self.vocab_size, self.softcap
         if reduction == "none":
-            losses = token_losses(x.flatten(0, 1), self.weight, targets.flatten(), self.vocab_size, self.softcap)
-            return losses.view(targets.shape)
-        weights = None if weights is None else weights.flatten()
-        x, targets, vocab_size = x.flatten(0, 1), targets.flatten(), self.vocab_size
-        loss = softcapped_cross_entropy(x, self.weight, targets, vocab_size, self.softcap, weights)
+            return token_losses(*arguments).view(targets.shape)
+        loss = softcapped_cross_entropy(*arguments, None if weights is None else weights.flatten())
         return loss / (targets >= 0).sum() if reduction == "mean" else loss
 
 
@@ -147,7 +149,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.transformer = nn.ModuleDict({
-            # Not drawn here as well: on the meta device that alone would import the compiler.
+            # nn.Embedding would draw its weights, which on the meta device imports the compiler.
             "wte": nn.Embedding.from_pretrained(torch.empty(config.padded_vocab_size, config.n_embd), freeze=False),
             "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
         })
@@ -158,12 +160,12 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """
-        Draw every weight from a generator of its own (seed, name), in float32: a tensor starts the same whatever
-        else the model has, on every rank and for every sharding. A tensor that no rule covers is an error.
+        Draw every weight in float32 from a generator of its own (seed, name): it starts the same whatever else the
+        model has, on every rank and for every sharding.
         """
         bound = math.sqrt(3 / self.config.n_embd)  # uniform with standard deviation 1/√width
         for name, p in self.named_parameters():
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # of which a CPU's reads 32 bits
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a CPU's reads 32 bits
             weights = torch.empty(p.shape)
             match name.split(".")[-2]:
                 case "wte":
@@ -195,12 +197,12 @@ class GPT(nn.Module):
     ) -> Tensor:
         """
         Without targets: logits (B, T, vocab_size), float32. With targets (B, T), −1 where there is none: the loss
-        in nats as one number, mean or sum over the targets, or with "none" of each target (B, T), without gradient.
-        weights (B, T), float32: what each target counts for in a sum. UserError when the first batch has ids that no
-        token has; in a later one the loss of such a target is infinite.
+        in nats, the mean or sum over the targets, or with "none" of each target (B, T), without gradient.
+        weights (B, T), float32: what each target counts for in a sum. UserError when the first batch has ids beyond the
+        vocabulary; in a later one the loss of such a target is infinite.
         """
-        there_to_read = type(tokens) is Tensor and not tokens.is_meta and not torch.compiler.is_compiling()
-        if not self.tokens_checked and there_to_read:  # once: this waits for the device
+        readable = type(tokens) is Tensor and not tokens.is_meta and not torch.compiler.is_compiling()
+        if not self.tokens_checked and readable:  # once: this waits for the device
             largest = max(int(ids.max()) for ids in (tokens, targets) if ids is not None)
             if largest >= self.config.vocab_size:
                 known = f"this model knows 0 to {self.config.vocab_size - 1}"
@@ -209,7 +211,7 @@ class GPT(nn.Module):
         return self.lm_head(self.hidden(tokens), targets, weights, reduction)
 
     def compile_blocks(self) -> None:
-        """All blocks share one compiled body: start-up does not grow with depth. Hooks of a block stay outside of it."""
+        """All blocks share one compiled body: start-up does not grow with depth. A block's hooks stay outside of it."""
         for block in self.transformer.h:
             block.forward = torch.compile(block.forward, dynamic=False)
 

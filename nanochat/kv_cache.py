@@ -1,10 +1,10 @@
 """
-The model with a memory. A token's keys and values never change once it has been read, so they are kept: a prompt is
-read in one pass, and each further token costs one row of matrix products instead of a pass over all before it.
+The model with a cache of keys and values. Those of a token never change: a prompt is read in one pass, and each further
+token costs one row of matrix products instead of a pass over all before it.
 
-Sequences of any lengths sit in the first rows of the cache, one each, from position 0 on; where one leaves, the last
-one moves in. Where a row or a position is missing the cache grows by a good part at once, so that hardly anything is
-copied; it shrinks when the long sequences have left, and is dropped when all have.
+Sequences of any lengths are in the first rows of the cache, one each, from position 0 on; when one is removed, the last
+one moves into its row. The cache grows by large parts, so that little is copied. It shrinks when long sequences are
+removed, and is freed when all are.
 """
 import math
 from collections.abc import Callable
@@ -22,15 +22,16 @@ CAPACITY_UNIT = 64  # positions; the capacity is a multiple of it
 
 
 class Prefix(NamedTuple):
-    """What reading a prompt of T tokens leaves behind; any number of sequences may go on from it."""
+    """The result of reading a prompt of T tokens; any number of sequences may continue it."""
+
     kv: Tensor      # (n_layer, 2, H_kv, T, D): keys, values
     logits: Tensor  # (1, vocab_size), raw: before the softcap
 
 
 class CachedModel:
     """
-    A model's weights, laid out for decoding, and a cache in their dtype. Some are copies: make a new one after training.
-    `lengths[row]` is how many tokens of the sequence in that row have been read; there are at most max_rows.
+    A model's weights, laid out for decoding, and a cache in their dtype. Some are copies: make a new one after updates.
+    lengths[row]: how many tokens of the sequence in that row have been read. There are at most max_rows.
     """
 
     def __init__(self, model: GPT, max_rows: int):
@@ -54,7 +55,7 @@ class CachedModel:
 
     @torch.inference_mode()
     def prefill(self, prompt: list[int]) -> Prefix:
-        """Read a prompt of at most sequence_len tokens, all at once; the cache is left alone."""
+        """Read a prompt of at most sequence_len tokens, all at once; the cache does not change."""
         kept = []
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ class CachedModel:
 
     @torch.inference_mode()
     def insert(self, prefix: Prefix) -> None:
-        """Add a row that goes on from a prefix."""
+        """Add a row that continues a prefix."""
         row, length = len(self.lengths), prefix.kv.size(3)
         self.reserve(row + 1, length)
         self.kv[:, :, row, :, :length] = prefix.kv
@@ -88,11 +89,11 @@ class CachedModel:
 
     @torch.inference_mode()
     def decode(self, tokens: list[int]) -> Tensor:
-        """One more token for every row → the raw logits of what follows it, (rows, vocab_size) in float32."""
+        """Read one more token in every row; returns the raw logits after it, (rows, vocab_size) in float32."""
         rows, device = len(tokens), self.wte.device
         self.reserve(rows, max(self.lengths) + 1)
         positions = torch.tensor(self.lengths, device=device)
-        everyone = torch.arange(rows, device=device)
+        all_rows = torch.arange(rows, device=device)
         # A whole rectangle of the cache: contiguous, which a CPU's bf16 products need (10 times slower otherwise), and
         # of the same shape in every step until it grows. The mask hides what a row has not reached.
         kv = self.kv[:, :, :rows].unbind()  # each (2, rows, H_kv, capacity, D)
@@ -101,7 +102,7 @@ class CachedModel:
         mask = mask.repeat_interleave(self.config.n_kv_head, dim=0)[:, None]  # (rows * H_kv, 1, capacity)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            kv[layer][:, everyone, :, positions] = torch.stack((k, v), dim=1)
+            kv[layer][:, all_rows, :, positions] = torch.stack((k, v), dim=1)
             return attend_one(q, kv[layer][0], kv[layer][1], mask)
 
         x = self.hidden(tokens, positions, attend)
@@ -110,8 +111,8 @@ class CachedModel:
 
     def hidden(self, tokens: list[int], positions: Tensor | slice, attend: Callable) -> Tensor:
         """
-        The blocks of the model, for N tokens in a row or each of a sequence of its own → (N, C). What they see of
-        others is up to attend(layer, q (N, H, D), k (N, H_kv, D), v) → (N, H, D).
+        The blocks of the model → (N, C), for N tokens of one sequence, or one of each of N sequences. What they see of
+        other tokens is up to attend(layer, q (N, H, D), k (N, H_kv, D), v) → (N, H, D).
         """
         heads, kv_heads = self.config.n_head, self.config.n_kv_head
         cos, sin = self.cos[positions], self.sin[positions]
@@ -128,25 +129,23 @@ class CachedModel:
 
     def reserve(self, rows: int, length: int) -> None:
         """
-        Make room: twice the rows, a quarter more positions. What is copied is a few times the final size in all; what
-        is computed in vain, for positions that the longest sequence has not reached, is at most that quarter or a unit.
+        Make room: twice the rows, a quarter more positions. All copies together are a few times the final size; what is
+        computed for positions that the longest sequence has not reached is at most that quarter or a unit.
         """
-        have_rows, capacity = self.kv.size(2), self.kv.size(4)
-        if rows <= have_rows and length <= capacity:
-            return
         assert rows <= self.max_rows and length <= self.config.sequence_len, "positions beyond it were never trained"
-        if rows > have_rows:
-            have_rows = min(max(2 * have_rows, rows), self.max_rows)
+        old_rows, capacity = self.kv.size(2), self.kv.size(4)
+        new_rows = min(max(2 * old_rows, rows), self.max_rows) if rows > old_rows else old_rows
         if length > capacity:
             capacity = self.capacity_for(max(length, 1.25 * capacity))
-        self.kv = resized(self.kv, have_rows, capacity)
+        if (new_rows, capacity) != (old_rows, self.kv.size(4)):
+            self.kv = resized(self.kv, new_rows, capacity)
 
     def capacity_for(self, length: float) -> int:
         return min(math.ceil(length / CAPACITY_UNIT) * CAPACITY_UNIT, self.config.sequence_len)
 
 
 def resized(kv: Tensor, rows: int, capacity: int) -> Tensor:
-    """With so many rows and positions. New ones are zeros: a masked NaN that was in memory, times zero, is still a NaN."""
+    """A copy with so many rows and positions. New ones are zeros: a NaN in memory, masked to zero, would stay NaN."""
     n_layer, _, old_rows, heads, old_capacity, D = kv.shape
     new = kv.new_zeros(n_layer, 2, rows, heads, capacity, D)
     both = min(capacity, old_capacity)
@@ -155,7 +154,7 @@ def resized(kv: Tensor, rows: int, capacity: int) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`gpt.rotate` in a third of the operations, with cos twice and ±sin side by side. x: (N, H, D); cos, sin: (N, 1, D)."""
+    """`gpt.rotate` in a third of the operations. x: (N, H, D); cos (both halves) and sin (one negated): (N, 1, D)."""
     y = x.float()
     return torch.addcmul(y * cos, y.roll(y.size(-1) // 2, dims=-1), sin).type_as(x)
 
@@ -173,8 +172,8 @@ def attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
 
 def linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """
-    x ↦ x weightᵀ for x (N, C). On a CPU the weight is laid out here, once, in the blocks that oneDNN's kernels read;
-    F.linear does that anew in every call, which at 16 rows is half of its time.
+    The function x → x weightᵀ of x (N, C). On a CPU the weight is laid out here, once, in the blocks that oneDNN reads;
+    F.linear repeats that in every call, which at 16 rows is half of its time.
     """
     if weight.device.type != "cpu" or not can_pack(weight.dtype):
         return partial(F.linear, weight=weight)
@@ -187,7 +186,7 @@ def packed_product(packed: Tensor, x: Tensor) -> Tensor:
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this torch and this CPU have those kernels: they are torch's own, not its public interface, so they are tried."""
+    """Whether torch has these kernels for this CPU. They are not its public interface, so they are tried."""
     x, weight = torch.ones(2, 32, dtype=dtype), torch.ones(64, 32, dtype=dtype)
     try:
         return torch.equal(packed_product(torch.ops.mkldnn._reorder_linear_weight(weight), x), x @ weight.T)

@@ -1,11 +1,12 @@
 """How well a model predicts text: bits per byte, a loss that does not depend on the tokenizer, and exact answers."""
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanochat.conversation_loader import Row, tensors
 from nanochat.distributed import all_reduce_sum, sum_dtype
 from nanochat.errors import UserError
 from nanochat.tokenizer import Tokenizer
@@ -14,7 +15,7 @@ from nanochat.tokenizer import Tokenizer
 @torch.no_grad()
 def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) -> float:
     """
-    Bits per byte over `steps` batches (inputs, targets, …) on every rank: summed over ranks, then divided.
+    Bits per byte over `steps` batches (inputs, targets, …) on every rank: summed over ranks, then divided. COLLECTIVE.
 
     token_bytes: (vocab_size,) raw bytes of each token; targets of zero bytes (special tokens) count neither as nats
     nor as bytes. UserError when there are no bytes at all.
@@ -40,64 +41,88 @@ def counted_nats(model, inputs: Tensor, targets: Tensor, bytes_of: Tensor) -> tu
 
 
 @torch.no_grad()
-def document_nats(model, documents: list[list[int]], token_bytes: np.ndarray, batch_size: int) -> list[tuple[float, int]]:
+def document_nats(
+    model, documents: list[list[int]], token_bytes: np.ndarray, tokens_per_forward: int
+) -> list[tuple[float, int]]:
     """
     (nats, bytes) of each document by itself, cut at the model's longest row. documents: token ids that begin with
     <|bos|>; special tokens count nothing, and neither does the end of the document.
     """
-    bytes_of = torch.from_numpy(token_bytes).to(next(model.parameters()).device)
-    results: list[tuple[float, int]] = [(0.0, 0)] * len(documents)
-    for indices, inputs, targets in padded_batches(model, documents, batch_size):
-        nats, counts = counted_nats(model, inputs, targets, bytes_of)
-        for index, n, count in zip(indices, nats.tolist(), counts.tolist()):
-            results[index] = n, int(count)
-    return results
+    device, longest = next(model.parameters()).device, model.config.sequence_len + 1
+    bytes_of = torch.from_numpy(token_bytes).to(device)
+    rows = [row_of(document[:longest], 1) for document in documents]
+    results = {}
+    for indices in batches_by_length(rows, tokens_per_forward):
+        nats, counts = counted_nats(model, *padded([rows[i] for i in indices], device), bytes_of)
+        results |= zip(indices, zip(nats.tolist(), counts.long().tolist()))
+    return [results[i] for i in range(len(rows))]
 
 
 @torch.no_grad()
 def greedy_completes(
-    model, tokenizer: Tokenizer, pairs: list[tuple[str, str]], batch_size: int
+    model, tokenizer: Tokenizer, pairs: list[tuple[str, str]], tokens_per_forward: int
 ) -> list[bool]:
     """
     Whether greedy decoding of each prompt gives exactly its completion. One forward pass per batch: the tokens are
-    those of greedy decoding if and only if each is the most likely one after the expected ones before it.
+    those of greedy decoding if and only if each is the most likely one after the expected ones before it. What does
+    not fit into a row of the model is not completed.
     """
-    bos = tokenizer.get_bos_token_id()
-    prompts, wholes = (tokenizer.encode(texts, prepend=bos) for texts in ([p for p, _ in pairs], [p + c for p, c in pairs]))
-    assert all(whole[: len(prompt)] == prompt for prompt, whole in zip(prompts, wholes)), "a token spans prompt and completion"
-    results = [False] * len(pairs)
-    for indices, inputs, targets in padded_batches(model, wholes, batch_size):
-        right = model(inputs).argmax(-1) == targets  # (B, T)
-        for index, line in zip(indices, right.cpu()):
-            # Position i predicts token i + 1.
-            # What does not fit into a row was not seen to the end, and is not right.
-            fits = len(wholes[index]) <= model.config.sequence_len + 1
-            results[index] = fits and bool(line[len(prompts[index]) - 1 : len(wholes[index]) - 1].all())
-    return results
+    device, longest = next(model.parameters()).device, model.config.sequence_len + 1
+    texts = [text for prompt, completion in pairs for text in (prompt, prompt + completion)]
+    encoded = tokenizer.encode(texts, prepend=tokenizer.get_bos_token_id())
+    rows, results = [], {}
+    for prompt, whole in zip(encoded[::2], encoded[1::2]):
+        assert whole[: len(prompt)] == prompt, "a token spans prompt and completion"
+        rows.append(row_of(whole, len(prompt)))
+    for indices in batches_by_length(rows, tokens_per_forward):
+        wrong = wrong_tokens(model, *padded([rows[i] for i in indices], device))
+        results |= zip(indices, (wrong == 0).tolist())
+    return [results[i] and len(rows[i][0]) <= longest for i in range(len(rows))]
 
 
-def padded_batches(model, sequences: list[list[int]], batch_size: int) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-    """(indices, inputs, targets): sequences of like length together, padded with targets of −1, cut at the longest row."""
-    device, limit = next(model.parameters()).device, model.config.sequence_len + 1
-    order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
-    for start in range(0, len(order), batch_size):
-        indices = order[start : start + batch_size]
-        length = min(len(sequences[indices[-1]]), limit)
-        tokens = torch.full((len(indices), length), -1, dtype=torch.int64)
-        for line, index in zip(tokens, indices):
-            ids = torch.tensor(sequences[index][:length])
-            line[: len(ids)] = ids
-        tokens = tokens.to(device)
-        yield indices, tokens[:, :-1].clamp(min=0), tokens[:, 1:]
+def wrong_tokens(model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """
+    (B,): how many targets of each row are not the model's most likely token. The head sees only the positions that
+    have a target: the logits of all positions could be gigabytes.
+    """
+    counts = targets >= 0
+    logits = model.lm_head(model.hidden(inputs)[counts], None, None, "mean")  # (targets, vocab_size)
+    wrong = torch.zeros_like(targets)
+    wrong[counts] = (logits.argmax(-1) != targets[counts]).long()
+    return wrong.sum(1)
 
 
-def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int, temperature: float = 0.0, seed: int = 0) -> str:
-    """The prompt's continuation, up to max_tokens tokens or the end of the document."""
+# ---- Rows of any length in padded batches
+
+
+def row_of(tokens: list[int], start: int) -> Row:
+    """A row of which the tokens from `start` on count as targets."""
+    return tokens, [0.0] * start + [1.0] * (len(tokens) - start)
+
+
+def batches_by_length(rows: list[Row], tokens_per_forward: int) -> list[list[int]]:
+    """
+    The indices of the rows, those of like length together: rows times length, padding included, is at most
+    tokens_per_forward. A longer row goes alone.
+    """
+    batches: list[list[int]] = []
+    for index in sorted(range(len(rows)), key=lambda index: len(rows[index][0])):  # each is the longest so far
+        if not batches or (len(batches[-1]) + 1) * len(rows[index][0]) > tokens_per_forward:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
+
+
+def padded(rows: list[Row], device: torch.device) -> tuple[Tensor, Tensor]:
+    """inputs and targets, (B, T): T + 1 is the longest row's length; targets that do not count are −1."""
+    return tensors(rows, max(len(tokens) for tokens, _ in rows) - 1, device)[:2]
+
+
+def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> str:
+    """The prompt's greedy continuation, up to max_tokens tokens or the end of the document."""
     bos, out = tokenizer.get_bos_token_id(), []
-    for token in model.generate(tokenizer.encode(prompt, prepend=bos), max_tokens, temperature=temperature, seed=seed):
+    for token in model.generate(tokenizer.encode(prompt, prepend=bos), max_tokens, temperature=0):
         if token == bos:
             break
         out.append(token)
     return tokenizer.decode(out)
-
-

@@ -1,14 +1,16 @@
 """
-Muon: momentum, orthogonalised. The update rules are pure functions of tensors; the optimizer is on top of them.
+Muon: orthogonalized momentum. Update rules are pure functions of tensors; DistMuon applies them to a rank's shards.
 
-Jordan et al. 2024, kellerjordan.github.io/posts/muon. Every matrix moves by a matrix whose singular values are all
-near one: no direction of the gradient is drowned by the few that dominate it.
+Jordan et al. 2024, kellerjordan.github.io/posts/muon. Every matrix moves by a matrix whose singular values are all near
+one, so that directions with small gradients are learned, too.
 """
+from math import prod
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.exchange import MatrixExchange
-from nanochat.ownership import balance
+from nanochat.partition import ShardRange
 from nanochat.zero import Sharding, StepStats
 
 # Odd quintic polynomials, one per step, each the best for the interval of singular values the one before it leaves.
@@ -41,16 +43,16 @@ def orthogonalize(G: Tensor) -> Tensor:
 
 
 def nesterov_momentum(grad: Tensor, buffer: Tensor, momentum: float, ok: Tensor) -> Tensor:
-    """Moves the buffer (in place, unless ok is 0) towards the gradient and returns the gradient moved towards the buffer."""
+    """Moves the buffer towards the gradient in place, unless ok is 0; returns the gradient moved towards the buffer."""
     buffer.lerp_(grad, (1 - momentum) * ok)
     return torch.lerp(grad, buffer, momentum)
 
 
 def muon_update(master: Tensor, update: Tensor, lr: Tensor, decay: Tensor | None) -> None:
     """
-    One step in place on any slice; with lr and decay 0 nothing changes. decay = lr · weight decay, None for none; it
-    acts only where it and the update agree in sign ("cautious" weight decay, Liang et al. 2024, arXiv:2411.16085): it
-    never undoes what the gradient asks for.
+    One step in place on any range of elements; with lr and decay 0 nothing changes. decay: lr · weight decay, or None.
+    It acts only where it agrees in sign with the update ("cautious" weight decay, Liang et al. 2024, arXiv:2411.16085),
+    so that it never undoes what the gradient asks for.
     """
     update = update.to(master.dtype)
     if decay is not None:
@@ -61,58 +63,126 @@ def muon_update(master: Tensor, update: Tensor, lr: Tensor, decay: Tensor | None
 
 
 def shape_scale(rows: int, cols: int) -> float:
-    """An orthogonal update of a tall matrix moves its outputs less, entry by entry; √(rows/cols) makes up for it."""
+    """An orthogonal update of a tall matrix changes each of its outputs less; √(rows/cols) compensates for it."""
     return max(1.0, rows / cols) ** 0.5
+
+
+class MatrixExchange:
+    """
+    Brings the shards of all matrices of one shape to the one rank of the shard group that owns each matrix, and back. A
+    rank may own no matrix, and keep a shard of none. On one rank nothing is sent.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int], ranges: dict[str, list[ShardRange]], owners: list[int], sharding: Sharding
+    ):
+        self.shape, self.group, self.ranks = shape, sharding.shard_group, sharding.shard_count
+        self.nothing = torch.empty(0, dtype=sharding.dtype, device=sharding.device)
+        rank, ranks = sharding.shard_rank, range(sharding.shard_count)
+        owned = [[name for name, owner in zip(ranges, owners) if owner == r] for r in ranks]
+        sizes = {name: r.end - r.start for name, parts in ranges.items() for r in parts if r.rank == rank}
+        # Outgoing are this rank's shards, by owner; incoming are all shards of its own matrices, by the rank that keeps
+        # them. Each rank gets them in the order of its list of matrices.
+        self.kept = {name: sizes[name] for names in owned for name in names if name in sizes}  # elements
+        self.outgoing = [sum(sizes.get(name, 0) for name in names) for names in owned]
+        self.arriving = [
+            (i, r) for source in ranks for i, name in enumerate(owned[rank]) for r in ranges[name] if r.rank == source
+        ]
+        self.incoming = [sum(r.end - r.start for _, r in self.arriving if r.rank == source) for source in ranks]
+        self.owned = len(owned[rank])
+
+    def send(self, updates: dict[str, Tensor]) -> None:
+        """Start sending this rank's shards of the updates, flat, to the owners."""
+        self.start([updates[name] for name in self.kept], self.outgoing, self.incoming)
+
+    def receive(self) -> Tensor:
+        """What `send` brought: a stack (n, rows, cols) of the matrices that this rank owns; n may be 0."""
+        received = self.finish()
+        if self.ranks == 1:
+            return received.view(self.owned, *self.shape)
+        stack = received.new_empty(self.owned, prod(self.shape))
+        for (i, r), part in zip(self.arriving, received.split([r.end - r.start for _, r in self.arriving])):
+            stack[i, r.start : r.end] = part
+        return stack.view(self.owned, *self.shape)
+
+    def send_back(self, stack: Tensor) -> None:
+        """Start sending the shards of the owned matrices to the ranks that keep them."""
+        flat = stack.reshape(self.owned, prod(self.shape))
+        self.start([flat[i, r.start : r.end] for i, r in self.arriving], self.incoming, self.outgoing)
+
+    def receive_back(self) -> dict[str, Tensor]:
+        """What `send_back` brought: this rank's shards by name, flat."""
+        return dict(zip(self.kept, self.finish().split(list(self.kept.values()))))
+
+    def start(self, parts: list[Tensor], outgoing: list[int], incoming: list[int]) -> None:
+        source = torch.cat([self.nothing, *parts])
+        work, received = None, source
+        if self.ranks > 1:
+            received = source.new_empty(sum(incoming))
+            work = dist.all_to_all_single(received, source, incoming, outgoing, self.group, async_op=True)
+        self.started = work, received, source  # the source is referenced until it is sent
+
+    def finish(self) -> Tensor:
+        (work, received, _source), self.started = self.started, None
+        if work is not None:
+            work.wait()
+        return received
 
 
 class DistMuon:
     """
-    Muon for matrices, on a rank's slices. Momentum is elementwise and stays in the slices; once per step the pieces of
-    each matrix travel to one rank of the shard group (each has about the same work), are orthogonalised there in
-    stacks of one shape and in the compute dtype, and travel back.
-    A slice's `lr_mul` and `wd_mul` scale its learning rate and weight decay.
+    Muon for matrices, on a rank's shards. Momentum is elementwise and stays in the shards. Once per step the shards of
+    each matrix travel to one rank of the shard group (each has about the same work), are orthogonalized there in stacks
+    of one shape and in the compute dtype, and travel back.
     """
 
     kind = "muon"
 
-    def __init__(self, sharding: Sharding, names: list[str], lr: float, weight_decay: float = 0.0, momentum: float = 0.95):
-        slices = [s for s in sharding.slices if s.name in set(names)]
+    def __init__(
+        self, sharding: Sharding, names: list[str], lr: float, weight_decay: float = 0.0, momentum: float = 0.95
+    ):
+        shards = [shard for shard in sharding.shards if shard.name in names]
         self.param_groups = [{
-            "slices": slices, "lr": lr, "initial_lr": lr,
+            "shards": shards, "lr": lr, "initial_lr": lr,
             "weight_decay": weight_decay, "initial_weight_decay": weight_decay, "momentum": momentum,
         }]
         self.dtype = sharding.dtype
-        self.state = {"momentum": {s.name: torch.zeros_like(s.master) for s in slices}}
+        self.state = {"momentum": {shard.name: torch.zeros_like(shard.master) for shard in shards}}
         self.counters: dict[str, Tensor] = {}
         self.exchanges: dict[tuple[int, int], MatrixExchange] = {}
-        trained = set(names) & sharding.pieces.keys()  # not the frozen ones
-        shapes = {name: tuple(p.shape) for name, p in sharding.model.named_parameters() if name in trained}
-        loads = [0.0] * sharding.shards
-        for shape in sorted(set(shapes.values()), key=lambda s: -s[0] * s[1] * min(s)):  # the dearest first
-            assert len(shape) == 2, f"Muon takes matrices, not {shape}"
-            pieces = {name: sharding.pieces[name] for name in shapes if shapes[name] == shape}
-            owners = balance([shape[0] * shape[1] * min(shape)] * len(pieces), loads)
-            self.exchanges[shape] = MatrixExchange(
-                shape, pieces, owners, sharding.shard_rank, sharding.shards, sharding.shard_group, sharding.dtype, sharding.device
-            )
+        parameters = sharding.model.named_parameters()
+        shapes = {name: tuple(p.shape) for name, p in parameters if name in names and name in sharding.ranges}
+        loads = [0] * sharding.shard_count
+        for shape in sorted(set(shapes.values()), key=lambda s: -work_of(s)):
+            ranges = {name: sharding.ranges[name] for name in shapes if shapes[name] == shape}
+            owners = []
+            for _ in ranges:  # the dearest matrices first, each to the first rank that has the least work so far
+                owners.append(loads.index(min(loads)))
+                loads[owners[-1]] += work_of(shape)
+            self.exchanges[shape] = MatrixExchange(shape, ranges, owners, sharding)
 
     @torch.no_grad()
     def step(self, stats: StepStats) -> None:
-        """Apply the slices' gradients, unless the stats says that no rank may."""
+        """Apply the shards' gradients, unless the step is not ok: then nothing changes on any rank."""
         (group,) = self.param_groups
-        kept = {shape: [s for s in group["slices"] if s.shape == shape] for shape in self.exchanges}
-        # All shapes are sent before the first is waited for: one shape travels while another is worked on.
-        sent, sent_back = {}, {}
+        shards = {shape: [s for s in group["shards"] if s.shape == shape] for shape in self.exchanges}
+        # All shapes are sent before the first is waited for: one travels while another is worked on.
         for shape, exchange in self.exchanges.items():
             updates = {}
-            for s in kept[shape]:
+            for s in shards[shape]:
                 update = nesterov_momentum(s.grad, self.state["momentum"][s.name], group["momentum"], stats.ok)
                 updates[s.name] = update.to(self.dtype)
-            sent[shape] = exchange.send(updates)
+            exchange.send(updates)
+        for exchange in self.exchanges.values():
+            exchange.send_back(orthogonalize(exchange.receive()))
         for shape, exchange in self.exchanges.items():
-            sent_back[shape] = exchange.send_back(orthogonalize(exchange.matrices(sent.pop(shape))))
-        for shape, exchange in self.exchanges.items():
-            updates = exchange.pieces(sent_back.pop(shape))
-            for s in kept[shape]:
-                lr, decay = group["lr"] * s.lr_mul, group["weight_decay"] * s.wd_mul
-                muon_update(s.master, updates[s.name], lr * shape_scale(*shape) * stats.ok, lr * decay * stats.ok if decay else None)
+            updates = exchange.receive_back()
+            lr, decay = group["lr"] * shape_scale(*shape), group["lr"] * group["weight_decay"]
+            for s in shards[shape]:
+                muon_update(s.master, updates[s.name], lr * stats.ok, decay * stats.ok if decay else None)
+
+
+def work_of(shape: tuple[int, int]) -> int:
+    """Proportional to the FLOPs of orthogonalizing a matrix."""
+    assert len(shape) == 2, f"Muon takes matrices, not {shape}"
+    return shape[0] * shape[1] * min(shape)

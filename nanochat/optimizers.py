@@ -6,20 +6,15 @@ from nanochat.zero import Sharding
 
 
 def setup_optimizers(
-    model: GPT,
-    sharding: Sharding,
-    unembedding_lr: float = 0.004,
-    embedding_lr: float = 0.2,
-    matrix_lr: float = 0.02,
+    model: GPT, sharding: Sharding, unembedding_lr: float = 0.004, embedding_lr: float = 0.2, matrix_lr: float = 0.02,
     weight_decay: float = 0.0,
 ) -> tuple[DistAdamW, DistMuon]:
     """
-    (adamw, muon), for the slices that this rank keeps: AdamW for the embedding and the head, Muon for the matrices
-    of the blocks, which alone decay. AdamW's rates are those of a model 768 wide and change as 1/√width.
+    (adamw, muon), for the shards that this rank keeps: AdamW for the embedding and the head, Muon for the matrices
+    of the blocks; only these decay. AdamW's rates are those of a model 768 wide and change as 1/√width.
     """
     scale = (model.config.n_embd / 768) ** -0.5
     rates = {"lm_head.weight": unembedding_lr * scale, "transformer.wte.weight": embedding_lr * scale}
-    groups = [{"slices": [s for s in sharding.slices if s.name == name], "lr": lr} for name, lr in rates.items()]
+    groups = [{"shards": [s for s in sharding.shards if s.name == name], "lr": lr} for name, lr in rates.items()]
     matrices = [name for name, _ in model.named_parameters() if name.startswith("transformer.h.")]
     return DistAdamW(groups, sharding.device), DistMuon(sharding, matrices, matrix_lr, weight_decay)
-

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanochat.errors import UserError
 from nanochat.loss import cap
 
 COLDEST = 1e-5  # temperatures below it are greedy
@@ -23,16 +22,9 @@ class SamplingParams:
     stop: tuple[int, ...] | None = None  # tokens that end it; None: <|assistant_end|> and <|bos|>
     tools: bool = True                  # compute what stands between <|python_start|> and <|python_end|>
 
-    def check(self) -> None:
-        """UserError for what cannot be meant."""
-        if self.max_tokens < 1:
-            raise UserError(f"max_tokens={self.max_tokens} must be at least 1")
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature={self.temperature} must be at least 0, and finite")
-        if self.top_k is not None and self.top_k < 0:
-            raise UserError(f"top_k={self.top_k} must be at least 0; 0 or None considers every token")
-        if not 0 <= self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must be within 0 and 1; 1 considers every token")
+    def __post_init__(self):
+        assert self.max_tokens >= 1 and 0 <= self.temperature < math.inf, self
+        assert (self.top_k or 0) >= 0 and 0 <= self.top_p <= 1, self
 
     def candidates(self, vocab_size: int) -> str:
         """Which tokens have to be looked at, from the cheapest to the dearest way of choosing."""
@@ -60,7 +52,8 @@ def draw(logits: Tensor, samplings: list[SamplingParams], uniforms: list[float],
         if kind == "best":
             tokens.append(most_probable(part, softcap))
         else:
-            tokens.append(draw_candidates(part, kind, [samplings[row] for row in rows], [uniforms[row] for row in rows], softcap))
+            its_samplings, its_uniforms = [samplings[row] for row in rows], [uniforms[row] for row in rows]
+            tokens.append(draw_candidates(part, kind, its_samplings, its_uniforms, softcap))
     order = [row for rows in groups.values() for row in rows]
     drawn = dict(zip(order, torch.cat(tokens).tolist()))  # the one read of this step
     return [drawn[row] for row in range(len(samplings))]
@@ -92,14 +85,15 @@ def draw_candidates(
         logits, ids = logits.sort(descending=True)
     # c · tanh(x / c) = 2c · σ(2x / c) − c: on a CPU a sigmoid takes a tenth of tanh's time, and softmax ignores the −c.
     scale = column([(2 * softcap if softcap else 1) / sampling.temperature for sampling in samplings])
-    logits = (logits * (2 / softcap)).sigmoid_() if softcap else logits - logits.amax(-1, keepdim=True)  # none overflows
+    logits = (logits * (2 / softcap)).sigmoid_() if softcap else logits - logits.amax(-1, keepdim=True)
     p = (logits * scale).softmax(-1)  # (B, K)
     if kind == "all":
         reached = p.cumsum(-1)
         return torch.searchsorted(reached, column(uniforms) * reached[:, -1:], right=True).clamp_(max=V - 1)[:, 0]
     p *= torch.arange(p.size(1), device=device) < column(limits)
     reached = p.cumsum(-1)
-    kept = reached - p < column([sampling.top_p for sampling in samplings]) * reached[:, -1:]  # those before it fall short of top_p
+    top_p = column([sampling.top_p for sampling in samplings]) * reached[:, -1:]
+    kept = reached - p < top_p  # those before it fall short of top_p
     last = kept.sum(-1, keepdim=True).clamp_(min=1) - 1  # (B, 1)
     rank = torch.searchsorted(reached, column(uniforms) * reached.gather(1, last), right=True).minimum(last)
     return ids.gather(1, rank)[:, 0]

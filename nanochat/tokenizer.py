@@ -29,9 +29,9 @@ SPECIAL_TOKENS = (
     "<|output_start|>", "<|output_end|>",    # what the tool answers
 )
 
-# Where a text may not be merged across. The group holds what needs no lookahead: kept together, the regex engine runs
-# it as one automaton, a quarter faster than as separate alternatives. Whitespace is bounded because lookahead
-# backtracks: a million blanks overflow its stack. (Letters and punctuation may run on for megabytes.)
+# The pieces of a text that merges stay within. The group holds what needs no lookahead: the regex engine runs it as
+# one automaton, a quarter faster than as separate alternatives. Whitespace is bounded because lookahead backtracks: a
+# million blanks overflow its stack. (Letters and punctuation may run on for megabytes.)
 SPLIT_PATTERN = "|".join((
     "(?:" + "|".join((
         r"'(?i:[sdmt]|ll|ve|re)",            # the ends of I'm, you're, we'll
@@ -45,6 +45,8 @@ SPLIT_PATTERN = "|".join((
 ))
 FILE_NAME = "tokenizer_nanochat.json"        # not tokenizer.json: that name promises Hugging Face's format
 FORMAT = 1                                   # of that file
+
+
 class Tokenizer:
     """An immutable vocabulary, ready to encode. `encoding` is the tiktoken encoder of the ordinary tokens."""
 
@@ -96,8 +98,6 @@ class Tokenizer:
             raise UserError(f"{path} is damaged: delete it and train again: python -m scripts.tok_train")
         return tokenizer
 
-    # ---- Text to ids
-
     def encode(self, text: str | list[str], prepend: str | int | None = None, append: str | int | None = None,
                num_threads: int = 8) -> list[int] | list[list[int]]:
         """
@@ -110,11 +110,12 @@ class Tokenizer:
             rows = [self.encoding.encode_ordinary(text)]
         else:
             rows = self.encoding.encode_ordinary_batch(text, num_threads=num_threads)
+        first, last = (self._special_ids[end] if isinstance(end, str) else end for end in (prepend, append))
         for row in rows:
-            if prepend is not None:
-                row.insert(0, self._id(prepend))
-            if append is not None:
-                row.append(self._id(append))
+            if first is not None:
+                row.insert(0, first)
+            if last is not None:
+                row.append(last)
         return rows[0] if isinstance(text, str) else rows
 
     def encode_special(self, name: str) -> int:
@@ -125,11 +126,6 @@ class Tokenizer:
         """The id of the token that begins every document."""
         return self.encode_special("<|bos|>")
 
-    def _id(self, special: str | int) -> int:
-        return self.encode_special(special) if isinstance(special, str) else special
-
-    # ---- Ids to text
-
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD, special tokens their names."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
@@ -137,8 +133,6 @@ class Tokenizer:
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The exact bytes of ids. KeyError for an id outside the vocabulary."""
         return self.encoding.decode_bytes(list(ids))
-
-    # ---- The vocabulary
 
     def get_vocab_size(self) -> int:
         """Number of ids, special tokens included."""
@@ -148,7 +142,7 @@ class Tokenizer:
         """
         (vocab_size,) int32: how many bytes of text each id stands for, 0 for special tokens.
 
-        Counted on the raw bytes: half an emoji decodes to U+FFFD, which would count as three whatever it was.
+        Counted on the raw bytes: half an emoji decodes to U+FFFD, which would always count as three.
         """
         return np.array([len(token) for token in self.raw_tokens] + [0] * len(self.special_tokens), dtype=np.int32)
 
@@ -175,9 +169,7 @@ def tokenizer_dir(name: str) -> Path:
 def get_tokenizer(name: str) -> Tokenizer:
     """The tokenizer trained on the data source of that name. UserError when there is none or it cannot be used."""
     if not (tokenizer_dir(name) / FILE_NAME).is_file():
-        raise UserError(f"no tokenizer for data {name!r} in {tokenizer_dir(name)}; "
-                        f"make one: python -m scripts.tok_train --data={name}"
-                        + did_you_mean(name, (path.name for path in tokenizer_dir("").glob("[!.]*"))))
+        hint = did_you_mean(name, (path.name for path in tokenizer_dir("").glob("[!.]*")))
+        advice = f"make one: python -m scripts.tok_train --data={name}{hint}"
+        raise UserError(f"no tokenizer for data {name!r} in {tokenizer_dir(name)}; {advice}")
     return Tokenizer.load(tokenizer_dir(name))
-
-

@@ -1,15 +1,21 @@
 """
-ZeRO: what each rank keeps, and what travels when. Rajbhandari et al. 2020, arXiv:1910.02054; stage 3 stands on
-PyTorch's fully_shard.
+ZeRO: what each rank keeps, and what travels when. Rajbhandari et al. 2020, arXiv:1910.02054.
 
-    stage   parameters                    gradients                                                 optimizer state
-    0       whole                         whole, all-reduced                                        whole
-    1       whole                         whole while accumulating, then reduce-scattered           1/N
-    2       whole                         1/N: reduce-scattered as soon as a unit's are computed    1/N
-    3       1/N, gathered unit by unit    1/N                                                       1/N
+    stage   parameters                   gradients                                                  optimizer state
+    0       whole                        whole; all-reduced in the last micro-step                  whole
+    1       whole                        whole; reduce-scattered in the last micro-step             1/N
+    2       whole                        1/N; reduce-scattered in every micro-step                  1/N
+    3       1/N; gathered unit by unit   1/N; reduce-scattered in every micro-step                  1/N
 
-A unit is the embedding, a block or the head. N is the size of a shard group; several groups hold replicas of each
-other. Stage 0 is stage 1 with shard groups of one rank, and one rank is any stage with nothing to send.
+A unit is the embedding, a block or the head. Its gradients start to travel as soon as the backward pass has computed
+all of them. With one micro-step per optimizer step, stages 1 and 2 are the same.
+
+N is the number of ranks in a shard group, `shard_size`. Several groups are replicas: they keep the same and add up
+their gradients once per optimizer step. Stage 0 is stage 1 with groups of one rank. One rank sends nothing.
+
+Optimizer state is float32: masters and moments. On stages 0 to 2 the masters are copies of this rank's part of the
+parameters, but with dtype float32 they are the parameters' own memory. Stage 3 is PyTorch's fully_shard: the masters
+are the float32 rows that it keeps.
 """
 import contextlib
 from collections import deque
@@ -24,52 +30,56 @@ from torch.nn import Parameter
 
 from nanochat.distributed import SETUP_TIMEOUT, all_gather_single, reduce_scatter, set_timeout, sum_dtype
 from nanochat.errors import UserError
-from nanochat.ownership import Piece, Slice, equal_pieces, row_pieces
+from nanochat.partition import Shard, ShardRange, equal_ranges, partition, row_ranges
 
-MAX_IN_FLIGHT = 2  # units whose whole gradients are on their way at once
+MAX_IN_FLIGHT = 2  # units whose whole gradients are being sent at once
 
 
 @dataclass
 class StepStats:
-    """What all ranks agree on about a step, on the device: nobody has to wait for it."""
+    """A step's numbers, the same on every rank and on the device: reading them on the host waits for the step."""
 
-    ok: Tensor      # 1.0, or 0.0 where some rank saw a loss or gradient that is not finite: nothing may change then
-    values: Tensor  # (5,) float32: mean loss, norm of the averaged gradient before clipping, ok, Σ stop, Σ save
+    ok: Tensor      # 1.0, or 0.0 where a loss or gradient of some rank is not finite: then no rank may change anything
+    values: Tensor  # (5,) float32: mean loss, gradient norm before clipping, ok, ranks that ask to stop, to save
 
 
 class Bucket:
     """
-    The parameters of one unit, end to end in one flat tensor of the compute dtype (parameters are views of it), cut
-    into one equal slice for each rank of the shard group. What a rank keeps beyond that is of its own slice.
+    The trainable parameters of one unit on stages 0 to 2, end to end in `flat`: a tensor of the compute dtype, of which
+    the parameters are views. It is cut into one equal part for each rank of the shard group. A rank keeps the masters
+    and the summed gradients of its own part.
     """
 
-    def __init__(self, params: dict[str, Parameter], dtype: torch.dtype, ranks: int, rank: int):
+    def __init__(self, params: dict[str, Parameter], dtype: torch.dtype, shard_count: int, shard_rank: int):
         self.params = params
-        self.slice_size, self.pieces = equal_pieces({name: tuple(p.shape) for name, p in params.items()}, ranks)
+        self.part_size, self.ranges = equal_ranges({name: tuple(p.shape) for name, p in params.items()}, shard_count)
         weights = [p.data.flatten().float() for p in params.values()]  # masters are float32, whatever the model came in
-        self.padding = weights[0].new_zeros(ranks * self.slice_size - sum(map(len, weights)))
+        self.padding = weights[0].new_zeros(shard_count * self.part_size - sum(map(len, weights)))
         weights = torch.cat([*weights, self.padding])
-        self.own = slice(rank * self.slice_size, (rank + 1) * self.slice_size)
+        own = slice(shard_rank * self.part_size, (shard_rank + 1) * self.part_size)
         self.flat = weights.to(dtype)
-        self.master = self.flat[self.own] if dtype == torch.float32 else weights[self.own].clone()
+        self.master = self.flat[own] if dtype == torch.float32 else weights[own].clone()
         offset = 0
-        self.slices: list[Slice] = []
-        self.offsets: list[int] = []  # of each slice in the rank's part of the bucket
-        for name, p in params.items():
+        for p in params.values():
             p.data = self.flat[offset : offset + p.numel()].view(p.shape)
             p.grad_dtype = torch.float32  # autograd sums micro-steps in float32, whatever the dtype of the products
-            for piece in self.pieces[name]:
-                if piece.rank == rank:
-                    at = offset + piece.start - self.own.start
-                    self.offsets.append(at)
-                    self.slices.append(make_slice(name, p, piece, self.master[at : at + piece.end - piece.start]))
             offset += p.numel()
-        self.computed = 0                        # parameters whose gradient the backward pass has produced
-        self.grad: Tensor | None = None          # (slice_size,) float32, summed over ranks and micro-steps
-        self.pending: list = []                # works that `flat` or `grad` waits for, and what they read
+        kept = [(name, r) for name, ranges in self.ranges.items() for r in ranges if r.rank == shard_rank]
+        self.sizes = [r.end - r.start for _, r in kept]
+        masters = self.split(self.master)
+        self.shards = [
+            Shard(name, tuple(params[name].shape), r.start, r.end, master) for (name, r), master in zip(kept, masters)
+        ]
+        self.computed = 0                # parameters whose gradient the backward pass of this micro-step has computed
+        self.grad: Tensor | None = None  # (part_size,) float32, summed over ranks and micro-steps
+        self.pending: list = []          # (work, what it reads): collectives that fill `flat` or `grad`
+
+    def split(self, part: Tensor) -> tuple[Tensor, ...]:
+        """Views of (part_size,) elements of this rank's part, one for each of its shards, without the padding."""
+        return part[: sum(self.sizes)].split(self.sizes)
 
     def take_gradients(self, dtype: torch.dtype) -> Tensor:
-        """The whole gradients, flat, in the dtype they are sent in; the parameters let go of them."""
+        """The whole gradients end to end, zero for parameters that took no part in the loss; all release theirs."""
         parts = [self.flat.new_zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in self.params.values()]
         parts = [part.to(dtype) for part in (*parts, self.padding) if len(part)]
         for p in self.params.values():
@@ -77,89 +87,78 @@ class Bucket:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def wait(self, *_) -> None:
-        """Until the parameters are whole again."""
+        """Until `flat` and `grad` are complete. As a hook: before each forward pass of the unit."""
         for work, _source in self.pending:
             work.wait()
         self.pending.clear()
 
 
-def make_slice(name: str, p: Parameter, piece: Piece, master: Tensor) -> Slice:
-    multipliers = {key: getattr(p, key, 1.0) for key in ("lr_mul", "wd_mul")}
-    return Slice(name, tuple(p.shape), piece.start, piece.end, master, **multipliers)
-
-
-def partition(model: nn.Module, units: list[nn.Module]) -> list[tuple[list[nn.Module], dict[str, Parameter]]]:
-    """
-    (modules, trainable parameters by name) of each unit, in the order of the forward pass. Units that share a parameter
-    (tied weights) become one; parameters outside every unit belong to the model as a whole; units without are left out.
-    """
-    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    parts: list[tuple[list[nn.Module], dict[str, Parameter]]] = []
-    for unit in units:
-        modules, params = [unit], {names[p]: p for p in unit.parameters() if p in names}
-        tied = [i for i, (_, earlier) in enumerate(parts) if earlier.keys() & params.keys()]
-        for i in reversed(tied):
-            modules, params = parts[i][0] + modules, parts[i][1] | params
-            del parts[i]
-        if params:
-            parts.insert(tied[0] if tied else len(parts), (modules, params))
-    rest = {name: p for p, name in names.items() if not any(name in params for _, params in parts)}
-    return ([([model], rest)] if rest else []) + parts
-
-
 def require_same_weights(model: nn.Module) -> None:
-    """UserError on every rank, naming the first rank whose parameters are not those of rank 0. COLLECTIVE; waits for the device."""
+    """
+    UserError on every rank where the parameters of some rank are not those of rank 0; it names the first such rank.
+    COLLECTIVE; waits for the device.
+    """
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = {name: p.detach().flatten().view(bits[p.itemsize]).sum(dtype=torch.int64).item() for name, p in model.named_parameters()}
-    everyone: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, sums)
-    for rank, theirs in enumerate(everyone):
-        if different := [name for name in everyone[0] | theirs if everyone[0].get(name) != theirs.get(name)]:
+    sums = {
+        name: p.detach().flatten().view(bits[p.itemsize]).sum(dtype=torch.int64).item()
+        for name, p in model.named_parameters()
+    }
+    of_ranks: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, sums)
+    for rank, theirs in enumerate(of_ranks):
+        if different := [name for name in of_ranks[0] | theirs if of_ranks[0].get(name) != theirs.get(name)]:
             raise UserError(f"rank {rank} starts from other weights than rank 0 (the first is {different[0]}); "
                             "every rank must draw them from one seed, or load one checkpoint")
 
 
 class Sharding:
     """
-    Takes over a model whose weights are drawn (the same on every rank, on `device`): casts it to `dtype`, and from then
-    on gives each rank its `slices` to update, brings their gradients and shares what became of them. Masters are
-    float32. Parameters with requires_grad=False stay whole on every rank: they are never sent and never updated.
+    Takes over a model with the same weights on every rank, on `device`, and casts it to `dtype`. In each step it sums
+    gradients over ranks, gives this rank's `shards` their part of them, and sends the updated shards to all ranks.
+    Parameters with requires_grad=False stay whole on every rank; they are never sent and never updated.
 
     units: the modules whose parameters travel together, in the order of the forward pass. A rank may leave out units,
     or the body of a micro-step: their gradients are zero. On stage 3 every rank must run all units, in this order.
-    shard_size: ranks of a shard group, -1 for all; the others are replicas. reduce_dtype: of gradients on their way.
-    overlap=False sends only when nothing computes (to measure what overlapping is worth).
-    UserError for ranks that start from different weights, and for a dtype without the range of float32.
+    shard_size: ranks of a shard group, -1 for all. reduce_dtype: of gradients while they travel.
+    UserError for ranks that start from different weights, and for a dtype without the range of float32. COLLECTIVE.
+
+    There is no zero_grad. A parameter's gradient is released when it is sent (`Bucket.take_gradients`), or in
+    `reduce_and_clip` where nothing is sent and on stage 3; a shard's gradient is released in `all_gather_params`.
     """
 
     def __init__(
         self, model: nn.Module, units: list[nn.Module], device: torch.device, dtype: torch.dtype, stage: int,
-        shard_size: int = -1, reduce_dtype: torch.dtype = torch.float32, overlap: bool = True,
+        shard_size: int = -1, reduce_dtype: torch.dtype = torch.float32,
     ):
         self.model, self.model_class, self.device = model, type(model), device
-        self.dtype, self.reduce_dtype, self.stage, self.overlap = dtype, reduce_dtype, stage, overlap
+        self.dtype, self.reduce_dtype, self.stage = dtype, reduce_dtype, stage
         if dtype not in (torch.float32, torch.bfloat16):
-            raise UserError(f"dtype={str(dtype).removeprefix('torch.')} would need its losses scaled; expected float32 or bfloat16")
-        if stage == 3 and not dist.is_initialized():  # fully_shard wants a process group, be it of one
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+            raise UserError(f"dtype={dtype} would need its losses scaled; expected float32 or bfloat16")
+        if stage == 3 and not dist.is_initialized():  # fully_shard needs a process group, even for one rank
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.shards = 1 if stage == 0 else shard_size if shard_size > 0 else self.world_size
-        if shard_size != -1 and (shard_size < 1 or stage == 0) or self.world_size % self.shards:
-            raise UserError(f"shard_size={shard_size} does not divide the {self.world_size} ranks, or shards nothing on stage 0; -1 is all ranks")
-        self.replicas, (self.replica, self.shard_rank) = self.world_size // self.shards, divmod(self.rank, self.shards)
+        self.shard_count = 1 if stage == 0 else shard_size if shard_size > 0 else self.world_size  # N of the table
+        if shard_size != -1 and (shard_size < 1 or stage == 0) or self.world_size % self.shard_count:
+            raise UserError(f"shard_size={shard_size} does not divide the {self.world_size} ranks, "
+                            "or shards nothing on stage 0; -1 is all ranks")
+        self.replicas = self.world_size // self.shard_count
+        self.replica, self.shard_rank = divmod(self.rank, self.shard_count)
         self.mesh = self.shard_group = self.replica_group = None
         if dist.is_initialized():
-            self.mesh = init_device_mesh(device.type, (self.replicas, self.shards), mesh_dim_names=("replica", "shard"))
+            shape = (self.replicas, self.shard_count)
+            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard"))
             self.shard_group, self.replica_group = self.mesh.get_group("shard"), self.mesh.get_group("replica")
             set_timeout(SETUP_TIMEOUT, self.shard_group, self.replica_group)
         self.masters_apart = dtype != torch.float32  # else a master is the parameter's own memory
-        self.last, self.reduced = False, False  # in the last micro-step; past it
+        self.ranges: dict[str, list[ShardRange]] = {}  # of each trainable parameter, which rank keeps what
+        self.shards: list[Shard] = []      # what this rank keeps
+        self.buckets: list[Bucket] = []    # of each unit, on stages 0 to 2
+        self.units: list[nn.Module] = []   # on stage 3, one module of each unit
+        self.units_run = 0                 # on stage 3, of them in this micro-step
+        self.last = False                  # the last micro-step of a step has begun
         self.unsent: deque[Bucket] = deque()  # in this micro-step, in the order in which every rank sends
-        self.in_flight: deque = deque()  # (bucket, work, what it fills and reads, last micro-step?): referenced until it is done
-        self.ran = len(units)            # stage 3: units that have run in this micro-step
-        self.buckets: list[Bucket] = []
-        self.slices: list[Slice] = []
-        self.pieces: dict[str, list[Piece]] = {}
+        self.in_flight: deque[tuple] = deque()  # (bucket, work, its output, its input, sent in the last micro-step)
         if self.world_size > 1 and dist.get_backend() != "fake":  # a dry run has no other ranks
             require_same_weights(model)
         self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
@@ -172,205 +171,217 @@ class Sharding:
             for modules, params in parts:
                 self.add_bucket(modules, params)
 
-    # --- setting up
+    # --- Setup
 
     def add_bucket(self, modules: list[nn.Module], params: dict[str, Parameter]) -> None:
-        bucket = Bucket(params, self.dtype, self.shards, self.shard_rank)
+        bucket = Bucket(params, self.dtype, self.shard_count, self.shard_rank)
         self.buckets.append(bucket)
-        self.slices += bucket.slices
-        self.pieces |= bucket.pieces
+        self.shards += bucket.shards
+        self.ranges |= bucket.ranges
         if self.world_size > 1:
             for module in modules:
                 module.register_forward_pre_hook(bucket.wait)
             for p in params.values():
-                p.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self.gradient_is_there(bucket))
+                p.register_post_accumulate_grad_hook(lambda _: self.gradient_computed(bucket))
 
     def shard_fully(self, units: list[list[nn.Module]], last: nn.Module) -> None:
         """Stage 3. The float32 rows that fully_shard keeps are the masters; it gathers them in the compute dtype."""
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes a second to import
 
-        before = dict(self.model.named_parameters())  # fully_shard makes new parameters
-        for name, p in before.items():
+        for name, p in self.model.named_parameters():
             p.data = p.data if name in self.frozen else p.data.float()
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
-        settings = dict(mesh=self.mesh if self.replicas > 1 else self.mesh["shard"], mp_policy=policy, ignored_params=set(self.frozen.values()))
-        for unit in units:  # the last one's backward follows its forward: it stays whole in between
+        policy = MixedPrecisionPolicy(self.dtype, self.reduce_dtype, cast_forward_inputs=False)
+        mesh = self.mesh if self.replicas > 1 else self.mesh["shard"]
+        settings = dict(mesh=mesh, mp_policy=policy, ignored_params=set(self.frozen.values()))
+        for unit in units:  # the last unit's backward pass follows its forward pass: it stays whole in between
             fully_shard(unit, reshard_after_forward=last not in unit, **settings)
         fully_shard(self.model, **settings)
-        self.units = [unit[0] for unit in units]  # any module of a unit stands for it
+        self.units = [unit[0] for unit in units]
         for i, unit in enumerate(self.units if self.world_size > 1 else ()):  # before the hook that gathers it
             unit.register_forward_pre_hook(lambda *_, i=i: self.require_order(i), prepend=True)
         for unit, following in zip(self.units, self.units[1:]):
             unit.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([unit])
         for unit in (*self.units, self.model):
-            unit.set_gradient_divide_factor(1.0)  # sums here too: dividing is the stats's business
+            unit.set_gradient_divide_factor(1.0)  # sums here, too: reduce_and_clip divides
             unit.set_force_sum_reduction_for_comms(True)
-            if self.device.type == "cpu" and self.shards > 1:
+            if self.device.type == "cpu" and self.shard_count > 1:
                 unit.set_custom_reduce_scatter(GlooReduceScatter())
-        self.model._set_unshard_async_op(self.device.type == "cpu" and self.overlap)
+        self.model._set_unshard_async_op(self.device.type == "cpu")
         for name, p in self.model.named_parameters():
             if name not in self.frozen:
-                self.pieces[name] = row_pieces(tuple(p.shape), self.shards)
-                for piece in self.pieces[name]:
-                    if piece.rank == self.shard_rank:
-                        self.slices.append(make_slice(name, before[name], piece, p.detach().to_local().view(-1)))
+                self.ranges[name] = row_ranges(tuple(p.shape), self.shard_count)
+                self.shards += [
+                    Shard(name, tuple(p.shape), r.start, r.end, p.detach().to_local().view(-1))
+                    for r in self.ranges[name] if r.rank == self.shard_rank
+                ]
 
-    # --- during a step
+    # --- Micro-steps
 
     @contextlib.contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
         """
-        Around forward and backward pass, equally often on every rank; the last one of a step lets gradients travel as
-        they appear. Buckets are sent from the last unit to the first, on every rank: a rank's own backward pass may
-        complete them in another order, and collectives that start in different orders would mix units.
+        Around forward and backward pass of a micro-step, equally often on every rank. Gradients travel during the
+        backward pass: in the last micro-step of a step, on stages 2 and 3 in every one. All ranks send buckets from the
+        last unit to the first: a rank's backward pass may complete them in another order, but collectives that start in
+        different orders on different ranks would mix units.
         """
-        self.last, self.reduced = last, last
-        if self.world_size > 1 and (last or self.stage == 2 and self.shards > 1):
+        self.last = last
+        if self.world_size > 1 and (last or self.stage == 2 and self.shard_count > 1):
             self.unsent.extend(reversed(self.buckets))
         if self.stage == 3 and self.replicas > 1:
             self.model.set_requires_all_reduce(last)
-        self.ran = 0
+        self.units_run = 0
         yield
-        while self.unsent:  # what did not go by itself: parameters that took no part have a gradient of zero
+        while self.unsent:  # buckets of which some parameter took no part in the loss
             self.send(self.unsent.popleft())
         for bucket in self.buckets:
             bucket.computed = 0
-        while self.in_flight and (last or not self.overlap):
+        while self.in_flight and last:
             self.receive()
         if self.stage == 3 and self.world_size > 1:
             self.require_order(len(self.units))
 
     def require_order(self, unit: int) -> None:
-        """Stage 3: the next to run is `unit`. UserError where one before it has not run: ranks would gather different units."""
-        if unit > self.ran:
-            raise UserError(f"rank {self.rank} left out unit {self.ran} of {len(self.units)} in a micro-step; "
+        """Stage 3: unit number `unit` runs next. UserError where this rank has left out one before it."""
+        if unit > self.units_run:  # ranks would gather different units
+            raise UserError(f"rank {self.rank} left out unit {self.units_run} of {len(self.units)} in a micro-step; "
                             "zero_stage=3 runs all of them in order on every rank, stages 0 to 2 do not need to")
-        self.ran = max(self.ran, unit + 1)
+        self.units_run = max(self.units_run, unit + 1)
 
-    def gradient_is_there(self, bucket: Bucket) -> None:
-        """Called by the backward pass for each parameter."""
+    def gradient_computed(self, bucket: Bucket) -> None:
+        """The backward pass calls this for each parameter. Sends all buckets that are complete and whose turn it is."""
         bucket.computed += 1
-        assert bucket.computed <= len(bucket.params), "one backward pass in a micro_step"
-        while self.overlap and self.unsent and self.unsent[0].computed == len(self.unsent[0].params):
+        assert bucket.computed <= len(bucket.params), "one backward pass in a micro-step"
+        while self.unsent and self.unsent[0].computed == len(self.unsent[0].params):
             self.send(self.unsent.popleft())
 
     def send(self, bucket: Bucket) -> None:
-        """Start the sum over ranks of a bucket's gradients: over the shard group, where each rank gets its own slice."""
-        while self.shards > 1 and len(self.in_flight) >= MAX_IN_FLIGHT:
+        """Start the sum of a bucket's gradients over the shard group, of which each rank gets its own part."""
+        while self.shard_count > 1 and len(self.in_flight) >= MAX_IN_FLIGHT:
             self.receive()
-        whole = bucket.take_gradients(self.reduce_dtype)
-        if self.shards > 1:
-            own = whole.new_empty(bucket.slice_size)
-            self.in_flight.append((bucket, reduce_scatter(own, whole, self.shard_group), own, whole, self.last))
-        elif self.replicas > 1:
+        own = whole = bucket.take_gradients(self.reduce_dtype)
+        if self.shard_count > 1:
+            own = whole.new_empty(bucket.part_size)
+            work = reduce_scatter(own, whole, self.shard_group)
+        else:
             work = dist.all_reduce(whole, group=self.replica_group, async_op=True)
-            self.in_flight.append((bucket, work, whole, whole, self.last))
+        self.in_flight.append((bucket, work, own, whole, self.last))
 
     def receive(self) -> None:
-        """Add the oldest gradients on their way to what this rank keeps; the last ones go on to the replicas."""
+        """Wait for the oldest sum and add it to the bucket's; if it is the step's last, start the sum over replicas."""
         bucket, work, own, _whole, last = self.in_flight.popleft()
         work.wait()
         bucket.grad = own.float() if bucket.grad is None else bucket.grad.add_(own)
-        if last and self.shards > 1 and self.replicas > 1:
-            bucket.pending.append((dist.all_reduce(bucket.grad, group=self.replica_group, async_op=True), bucket.grad))
+        if last and self.shard_count > 1 and self.replicas > 1:
+            work = dist.all_reduce(bucket.grad, group=self.replica_group, async_op=True)
+            bucket.pending.append((work, bucket.grad))
 
-    def summed_gradients(self) -> None:
-        """Every slice's `grad`: summed over all ranks and micro-steps. The parameters' own gradients are let go."""
-        if not self.reduced:  # a rank without a micro-batch: the others wait for its gradients of zero
+    # --- Once per step
+
+    def collect_gradients(self) -> None:
+        """Set every shard's `grad` to its sum over all ranks and micro-steps; parameters and buckets release theirs."""
+        if not self.last:  # a rank without a micro-batch: the others wait for its gradients, which are zero
             with self.accumulate(last=True):
                 pass
-        self.reduced = False
+        self.last = False
         for bucket in self.buckets if self.world_size > 1 else ():
             bucket.wait()
-            for s, at in zip(bucket.slices, bucket.offsets):
-                s.grad = bucket.grad[at : at + s.end - s.start]
+            for shard, grad in zip(bucket.shards, bucket.split(bucket.grad)):
+                shard.grad = grad
             bucket.grad = None
         params = dict(self.model.named_parameters())
-        for s in self.slices if self.world_size == 1 or self.stage == 3 else ():
-            grad = params[s.name].grad
+        for shard in self.shards if self.world_size == 1 or self.stage == 3 else ():
+            grad = params[shard.name].grad
             grad = grad.to_local() if self.stage == 3 and grad is not None else grad
-            s.grad = torch.zeros_like(s.master) if grad is None else grad.reshape(-1)
+            shard.grad = torch.zeros_like(shard.master) if grad is None else grad.reshape(-1)
         for p in params.values():
             p.grad = None
 
-    def reduce_and_clip(self, loss: Tensor, count: Tensor | float = 1.0, grad_clip: float = 0.0,
-                        stop: bool = False, save: bool = False) -> StepStats:
+    def reduce_and_clip(
+        self, loss: Tensor, count: Tensor | float = 1.0, grad_clip: float = 0.0, stop: bool = False, save: bool = False
+    ) -> StepStats:
         """
-        The one small collective of a step, after its last backward pass; then every slice has its averaged gradient.
+        The one small collective of a step, after its last backward pass. Then every shard has its averaged gradient, or
+        zeros where the step is not ok.
 
-        loss, count: of this rank's part of the batch; the mean loss is Σ loss / Σ count, and the gradient is divided
-        by Σ count as well. count 1 with a mean loss averages over ranks; where ranks have unequally many targets,
-        back-propagate sums and count the targets. grad_clip: largest norm of the averaged gradient, 0 for no limit.
-        stop, save: what this rank asks all ranks for; they are summed over the ranks.
+        loss, count: of this rank's part of the batch. The mean loss is Σ loss / Σ count over ranks; the summed gradient
+        is divided by Σ count, too. With count 1 that is the number of ranks: right where each rank back-propagates a
+        mean over equally many targets. Where they have unequally many, back-propagate sums and count the targets.
+        grad_clip: largest norm of the averaged gradient, 0 for no limit.
+        stop, save: whether this rank asks all to end the run, to save a checkpoint.
         """
-        self.summed_gradients()
-        # Slices tile the gradient once per shard group: replicas would count it again. Where clipping depends on it, the
-        # norm is summed in float64: in float32 its last digits, and so the run, would depend on how the gradient is cut.
+        self.collect_gradients()
+        # One shard group has the whole gradient; replicas count it again. Where clipping depends on the norm, it is
+        # summed in float64: in float32 its last digits, and so the run, would depend on how the gradient is cut.
         exact = sum_dtype(self.device)
-        norms = [torch.linalg.vector_norm(s.grad, dtype=exact if grad_clip > 0 else torch.float32) for s in self.slices]
-        squared = sum((norm.to(exact).square() for norm in norms), torch.zeros((), dtype=exact, device=self.device)) / self.replicas
+        norm_dtype = exact if grad_clip > 0 else torch.float32
+        squared = torch.zeros((), dtype=exact, device=self.device)
+        for shard in self.shards:
+            squared = squared + torch.linalg.vector_norm(shard.grad, dtype=norm_dtype).to(exact).square()
+        squared = squared / self.replicas
         # Filled on the device: a number copied there would wait for the whole backward pass.
         count = count.to(exact) if isinstance(count, Tensor) else squared.new_full((), count)
+        stop, save = squared.new_full((), stop), squared.new_full((), save)
         sums = torch.stack([loss.detach().to(exact), count, squared])
         bad = (~sums.isfinite().all()).to(exact)  # NaN and Inf anywhere in the gradient make its norm so
-        sums = torch.cat([sums, torch.stack([bad, bad.new_full((), float(stop)), bad.new_full((), float(save))])])
+        sums = torch.cat([sums, torch.stack([bad, stop, save])])
         if self.world_size > 1:
             dist.all_reduce(sums)
-        loss, count, squared, bad, stops, saves = sums.unbind()
+        loss, count, squared, bad, stop, save = sums.unbind()
         norm = squared.sqrt() / count
         ok = ((bad == 0) & norm.isfinite() & loss.isfinite()).float()
+        # The only division by the number of ranks, as part of `count`; it clips, too.
         divisor = count * (norm / grad_clip).clamp(min=1) if grad_clip > 0 else count
-        for s in self.slices:
-            # A product with zero would keep NaN: bad gradients are replaced, not scaled away.
-            s.grad = torch.where(ok > 0, s.grad / divisor, 0.0)
-        return StepStats(ok, torch.stack([loss / count, norm, ok, stops, saves]).float())
+        for shard in self.shards:
+            shard.grad = torch.where(ok > 0, shard.grad / divisor, 0.0)  # a product with zero would keep NaN
+        return StepStats(ok, torch.stack([loss / count, norm, ok, stop, save]).float())
 
     def all_gather_params(self) -> None:
         """
-        Start sharing the updated slices; each unit waits for its own parameters just before its next forward pass.
-        On stage 3 the units gather by themselves.
+        After the optimizers: start sending the updated shards to all ranks. Each unit waits for its own parameters just
+        before its next forward pass. On stage 3 the units gather them by themselves.
         """
-        for s in self.slices:
-            s.grad = None
+        for shard in self.shards:
+            shard.grad = None
         for bucket in self.buckets:
-            if self.shards > 1:
-                own = bucket.master.to(self.dtype, copy=True)
+            if self.shard_count > 1:
+                own = bucket.master.to(self.dtype, copy=True)  # in float32 the master is part of what is written to
                 bucket.pending.append((all_gather_single(bucket.flat, own, self.shard_group, async_op=True), own))
-                if not self.overlap:
-                    bucket.wait()
             elif self.masters_apart:
                 bucket.flat.copy_(bucket.master)
 
-    # --- whole again
+    # --- Whole parameters
+
+    def wait_for_params(self) -> None:
+        for bucket in self.buckets:
+            bucket.wait()
 
     @torch.no_grad()
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole parameter in the compute dtype), one at a time, on every rank; every rank must go through all."""
-        for bucket in self.buckets:
-            bucket.wait()
-        for unit in self.units if self.stage == 3 else ():  # the last one stays whole after a forward pass without a backward
+        """(name, whole parameter in the compute dtype), one at a time; every rank must iterate over all."""
+        self.wait_for_params()
+        for unit in self.units:  # on stage 3 the last one stays whole after a forward pass without a backward pass
             unit.reshard()
         for name, p in self.model.named_parameters():
             whole = self.stage < 3 or name in self.frozen
             yield name, p.detach() if whole else p.detach().to(self.dtype).full_tensor()
 
     def load_whole(self, name: str, tensor: Tensor) -> None:
-        """Put a whole parameter in place (stages 0 to 2, and frozen ones); in float32 that is its master as well."""
-        for bucket in self.buckets:
-            bucket.wait()
-        for params in (self.frozen, *(bucket.params for bucket in self.buckets)):
-            if name in params:
-                params[name].data.copy_(tensor)
+        """Copy a whole parameter in place (stages 0 to 2, and frozen ones); in float32 that is its master as well."""
+        self.wait_for_params()
+        self.model.get_parameter(name).data.copy_(tensor)
 
-    def whole_model(self, everywhere: bool = False) -> nn.Module | None:
-        """On rank 0, or on every rank, a model that computes without the other ranks, to sample from. Every rank must call it."""
+    def gather_model(self, everywhere: bool = False) -> nn.Module | None:
+        """
+        A model with whole parameters, which computes without other ranks: on rank 0 (None elsewhere), or everywhere.
+        On stages 0 to 2 it is the model itself; on stage 3 it is a copy, which the next step does not update.
+        """
         wanted = everywhere or self.rank == 0
         if self.stage < 3:
-            for bucket in self.buckets:
-                bucket.wait()
+            self.wait_for_params()
             return self.model if wanted else None
-        tensors = {name: tensor for name, tensor in self.whole_tensors() if wanted}  # every rank goes through all
+        tensors = {name: tensor for name, tensor in self.whole_tensors() if wanted}  # every rank iterates over all
         if not wanted:
             return None
         with torch.device("meta"):
@@ -380,7 +391,7 @@ class Sharding:
 
 
 class GlooReduceScatter:
-    """nanochat.distributed.reduce_scatter as fully_shard wants it."""
+    """nanochat.distributed.reduce_scatter with the interface of fully_shard."""
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -211,7 +211,7 @@ while True:
                 metrics.log(step, {f"core/{name}": core} | {f"core/{score.label}": score.centered for score in scores})
                 print0(f"step {step:05d}/{num_iterations:05d} | {name} {core:.4f}")
             if step > 0 and due(sample_every):
-                whole_model = sharding.whole_model()  # on rank 0; on stage 3 its parameters are gathered for this
+                whole_model = sharding.gather_model()  # on rank 0; on stage 3 its parameters are gathered for this
                 with eagerly():
                     for prompt, _ in PROMPTS if rank == 0 else ():
                         print0(f"  {prompt}{sample(whole_model, tokenizer, prompt, max_tokens=24)}")

@@ -11,25 +11,26 @@ import sys
 from typing import Literal
 
 from configurator import configure
-from nanochat.checkpoint import furthest_stage, load_model
+
+from nanochat.checkpoint import find_model, furthest_stage, load_checkpoint
 from nanochat.conversation import render_prompt, render_text
+from nanochat.detokenizer import Delta, parts_of
 from nanochat.distributed import compute_dtype, compute_init, print0
 from nanochat.engine import Engine
 from nanochat.errors import UserError
-from nanochat.detokenizer import Piece, parts_of
 from nanochat.sampling import SamplingParams
 
 # ---- Model
 source: Literal["auto", "base", "mid", "sft", "rl"] = "auto"  # stage of the model; auto: the furthest there is
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
 step: int | None = None     # of the checkpoint; None: the newest valid one
-device_type = ""            # cuda | mps | cpu; empty: the best there is
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
 # ---- Answers
 p: str | None = None        # a prompt: print the answer to it and end
-temperature = 0.6           # 0: always the most probable token
-top_k = 50                  # only the k most probable tokens; 0: all
-max_new_tokens = 256        # of an answer
+temperature = 0.6           # [0..] 0: always the most probable token
+top_k = 50                  # [0..] only the k most probable tokens; 0: all
+max_new_tokens = 256        # [1..] of an answer
 seed: int | None = None     # None: another answer every time
 config = configure(globals())
 
@@ -39,10 +40,9 @@ HELP = """\
 /help     show this
 Ctrl-C    stop an answer"""
 
-SamplingParams(max_new_tokens, temperature, top_k).check()
 *_, device = compute_init(device_type)
 stage = furthest_stage(model_tag) if source == "auto" else source
-model, tokenizer, meta = load_model(stage, device, "eval", model_tag, step)
+model, tokenizer, meta = load_checkpoint(find_model(stage, model_tag, step), device)
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
 render = render_text if stage == "base" else render_prompt
 engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, max_batch=1)
@@ -50,35 +50,36 @@ room = min(max_new_tokens, engine.context // 4)  # tokens that an answer should 
 DIM, PLAIN = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
 
 
-def show(pieces: list[Piece], piece: Piece | None) -> None:
-    """Print the next piece of an answer, or what ends it (None); the tool's part in brackets and dim."""
-    before, now = pieces[-1].type if pieces else "text", piece.type if piece else "text"
-    if before != now:
-        print({"text": "]" + PLAIN + " " * bool(piece), "python_output": " = "}.get(now, DIM + "[" if before == "text" else "; "), end="")
-    print(piece.text if piece else "", end="", flush=True)
+def show(before: str, delta: Delta | None) -> None:
+    """Print a delta after one of the type `before`, or an answer's end (None); the tool's part in brackets and dim."""
+    now = delta.type if delta else "text"
+    if now != before:
+        opening = DIM + "[" if before == "text" else "; "
+        closing = "]" + PLAIN + " " * bool(delta)
+        print({"text": closing, "python": opening, "python_output": " = "}[now], end="")
+    print(delta.text if delta else "\n", end="", flush=True)
 
 
 def answer(messages: list[dict]) -> None:
-    """Print the answer to the last message and append it. The oldest turns go where the context is too short for all."""
-    engine.fit(render(tokenizer, {"messages": messages[-1:]}), sampling, truncate=False)  # may raise: before turns are lost
+    """Print the answer to the last message and append it. The oldest turns go where the context is too short."""
+    engine.fit(render(tokenizer, {"messages": messages[-1:]}), sampling)  # may raise: before turns are lost
     dropped = 0
     while len(prompt := render(tokenizer, {"messages": messages})) + room > engine.context and len(messages) > 1:
         del messages[:2]  # what the user said, and the answer
         dropped += 1
     if dropped:
         print(f"{DIM}({dropped} of the oldest turns forgotten: the context has {engine.context} tokens){PLAIN}")
-    pieces: list[Piece] = []
+    deltas: list[Delta] = []
     try:
-        for piece in engine.stream(prompt, sampling):
-            show(pieces, piece)
-            pieces.append(piece)
+        for delta in engine.stream(prompt, sampling):
+            show(deltas[-1].type if deltas else "text", delta)
+            deltas.append(delta)
     except KeyboardInterrupt:
         if p is not None:
             raise
     finally:
-        show(pieces, None)
-        print()
-    messages.append({"role": "assistant", "content": parts_of(pieces)})
+        show(deltas[-1].type if deltas else "text", None)
+    messages.append({"role": "assistant", "content": parts_of(deltas)})
 
 
 about = f"{stage} model of step {meta['step']}" + " (it continues a text, and does not chat)" * (stage == "base")

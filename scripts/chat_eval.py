@@ -1,40 +1,39 @@
-"""
+r"""
 Evaluate a chat model on tasks: multiple choice by the likeliest letter, everything else by what it writes.
 
     python -m scripts.chat_eval --source=sft
-    torchrun --nproc_per_node=8 -m scripts.chat_eval --source=rl --tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, spellingbee"
+    torchrun --nproc_per_node=8 -m scripts.chat_eval --source=rl \
+        --tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, spellingbee"
 """
 from typing import Literal
 
 from configurator import configure
-from nanochat.checkpoint import data_of, find_model, load_checkpoint
+
+from nanochat.checkpoint import find_model, load_checkpoint
 from nanochat.compiling import set_compile
 from nanochat.distributed import compute_cleanup, compute_init, print0
-from nanochat.errors import UserError, require_positive
+from nanochat.errors import UserError
 from nanochat.report import write_section
 from nanochat.sampling import SamplingParams
-from nanochat.task_eval import accuracy, centred, name_of_mean, pass_at, solve
+from nanochat.task_eval import accuracy, centred, evaluate_task, name_of_mean, pass_at
 from nanochat.tasks import make_tasks
 
 # ---- Model
 source: Literal["base", "mid", "sft", "rl"] = "sft"  # stage of the model
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
 step: int | None = None     # of the checkpoint; None: the newest valid one
-device_type = ""            # cuda | mps | cpu; empty: the best there is
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 # ---- Evaluation
 tasks = "tinyworld, arithmetic, spellingbee"  # whose held-out problems are solved; [:n]: its first n
-max_problems = -1           # of each task; -1: all
-batch_size = 32             # problems, or sequences, at a time on each rank; halve it when memory runs out
-num_samples = 1             # answers to each problem that is answered by writing
-max_new_tokens = 256        # tokens of an answer
-temperature = 0.0           # of the answers; 0: always the likeliest token
-top_k = 50                  # draw from the k likeliest tokens only; 0: from all
+max_problems = -1           # [-1, 1..] of each task; -1: all
+batch_size = 32             # [1..] problems, or sequences, at a time on each rank; halve it when memory runs out
+num_samples = 1             # [1..] answers to each problem that is answered by writing
+max_new_tokens = 256        # [1..] tokens of an answer
+temperature = 0.0           # [0..] of the answers; 0: always the likeliest token
+top_k = 50                  # [0..] draw from the k likeliest tokens only; 0: from all
 seed = 0                    # of the draws
 config = configure(globals())
 
-require_positive(config, "batch_size", "num_samples", "max_new_tokens")
-if max_problems == 0:
-    raise UserError("max_problems=0 measures nothing; set the problems of each task, or -1 for all")
 if num_samples > 1 and temperature == 0:
     raise UserError(f"num_samples={num_samples} with temperature=0 would all be the same; set a temperature")
 *_, device = compute_init(device_type)
@@ -44,21 +43,25 @@ if not measured:
     raise UserError(f"tasks={tasks} has nothing that can be measured, only what can be trained on")
 checkpoint = find_model(source, model_tag, step)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)
+model.eval()
 print0(f"model: {checkpoint}")
 
 results, scores = {}, []
-lines = [f"Model: step {meta['step']} of {checkpoint.parent.name}.", "", "| task | problems | right | guessing |", "|---|---:|---:|---:|"]
+lines = [f"Model: step {meta['step']} of {checkpoint.parent.name}.", "",
+         "| task | problems | right | guessing |", "|---|---:|---:|---:|"]
+sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed)
 for task in measured:
-    right = solve(task, model.eval(), tokenizer, batch_size, max_problems, SamplingParams(max_new_tokens, temperature, top_k, seed=seed), num_samples)
-    results[task.name] = accuracy(right)
-    scores.append(centred(accuracy(right), task.baseline))
-    print0(f"{task.name:42} {accuracy(right):6.1%} of {len(right):,} problems" + (f", pass@{num_samples} {pass_at(right, num_samples):.1%}" if len(right[0]) > 1 else ""))
-    lines.append(f"| {task.name} | {len(right):,} | {accuracy(right):.1%} | {task.baseline:.1%} |")
+    correct = evaluate_task(task, model, tokenizer, batch_size, max_problems, sampling, num_samples)
+    results[task.name] = accuracy(correct)
+    scores.append(centred(accuracy(correct), task.baseline))
+    passed = f", pass@{num_samples} {pass_at(correct, num_samples):.1%}" if len(correct[0]) > 1 else ""
+    print0(f"{task.name:42} {accuracy(correct):6.1%} of {len(correct):,} problems{passed}")
+    lines.append(f"| {task.name} | {len(correct):,} | {accuracy(correct):.1%} | {task.baseline:.1%} |")
 
 # The mean over tasks of how far the way from guessing to perfect the model has come.
 mean = name_of_mean(tasks, max_problems, len(measured))
 results[mean] = sum(scores) / len(scores)
 print0(f"{mean:42} {results[mean]:6.3f}")
 write_section(f"chat_eval_{source}", f"Chat evaluation: {source}", "\n".join(lines), {source: results},
-              data=data_of(meta, checkpoint.parent.name), model_tag=checkpoint.parent.name)
+              data=meta.get("data"), model_tag=checkpoint.parent.name)
 compute_cleanup()

@@ -24,11 +24,11 @@ from nanochat.finetuning import begin_stage, require_same_data
 from nanochat.flops import peak_flops
 from nanochat.metrics import Metrics, require_wandb
 from nanochat.report import settings_table, write_section
-from nanochat.rollouts import Rollout, describe_change, roll_out, summary
+from nanochat.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
 from nanochat.sampling import SamplingParams
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import apply_schedule, is_due, lr_multiplier
-from nanochat.task_eval import numbered, pass_at, solve
+from nanochat.task_eval import evaluate_task, pass_at, seed_with
 from nanochat.tasks import make_task, without_parts
 
 # ---- Run
@@ -91,9 +91,8 @@ if problems.eval_type != "generative":
     raise UserError(f"task={task} is not answered by writing; expected one such as gsm8k, arithmetic or spellingbee")
 
 # ---- The model of the stage before, or an interrupted run of this script
-model, tokenizer, sharding, optimizers, checkpoints, origin, data, start_step, meta = begin_stage(
-    "rl", config, device, model_dtype, compiling
-)
+model, tokenizer, sharding, optimizers, start = begin_stage("rl", config, device, model_dtype, compiling)
+checkpoints, origin, data, start_step, meta = start  # meta: of the interrupted run that goes on, or None
 
 # ---- Problems: which ones each step takes
 schedule = [index for epoch in range(num_epochs) for index in order(len(problems), seed, epoch)]
@@ -113,9 +112,9 @@ sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed)
 def rollouts_of(step: int) -> list[Rollout]:
     """This rank's answers to its problems of a step."""
     of_step = schedule[step * examples_per_step : (step + 1) * examples_per_step]
-    whole_model = sharding.whole_model(everywhere=True)  # on stage 3 its parameters are gathered for this
-    return roll_out(problems, of_step[rank::world_size], whole_model, tokenizer, num_samples, numbered(sampling, step),
-                    sampling_batch_size)
+    whole_model = sharding.gather_model(everywhere=True)  # on stage 3 its parameters are gathered for this
+    return sample_rollouts(problems, of_step[rank::world_size], whole_model, tokenizer, num_samples,
+                           seed_with(sampling, step), sampling_batch_size)
 
 
 if dry_run:
@@ -148,11 +147,12 @@ while True:
         break
     if due(eval_every):
         with metrics.paused():
-            whole_model = sharding.whole_model(everywhere=True)
-            right = solve(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling, eval_samples)
+            whole_model = sharding.gather_model(everywhere=True)
+            correct = evaluate_task(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling,
+                                    eval_samples)
             del whole_model
-            before = right if step == 0 else before
-            passed = {f"pass@{k}": pass_at(right, k) for k in sorted({1, eval_samples})}
+            before = correct if step == 0 else before
+            passed = {f"pass@{k}": pass_at(correct, k) for k in sorted({1, eval_samples})}
             metrics.log(step, {f"eval/{name}": value for name, value in passed.items()})
             print0(f"step {step:05d}/{num_iterations:05d} | held-out {task}: "
                    + ", ".join(f"{name} {value:.1%}" for name, value in passed.items()))
@@ -184,11 +184,11 @@ while True:
     for optimizer in optimizers:
         optimizer.step(stats)
     sharding.all_gather_params()
-    seen, step_tokens = summary(rollouts, device)
+    rewards, step_tokens = rollout_stats(rollouts, device)
     metrics.log_step(step, stats, lrm, step_tokens)  # its time is that of sampling and training
-    metrics.log(step, seen)
-    print0(f"step {step:05d}/{num_iterations:05d} | reward {seen['rl/reward']:.3f} | "
-           f"{seen['rl/tokens']:.1f} tokens an answer")
+    metrics.log(step, rewards)
+    print0(f"step {step:05d}/{num_iterations:05d} | reward {rewards['rl/reward']:.3f} | "
+           f"{rewards['rl/tokens']:.1f} tokens an answer")
     if step == start_step:
         expect_short_waits(sharding.shard_group, sharding.replica_group)  # all have compiled: a silent rank hangs
     step += 1
@@ -201,10 +201,10 @@ if stopping:
 else:
     body, results = settings_table(config), {"training minutes": metrics.state["elapsed"] / 60}
     if eval_every > 0 and before:
-        change = describe_change(before, right)
+        change = describe_change(before, correct)
         print0(f"held-out {task}: {change}")
         body = f"Held-out {task}: {change}.\n\n{body}"
-        results |= {f"pass@1 of {task}, before": pass_at(before, 1), f"pass@1 of {task}, after": pass_at(right, 1)}
+        results |= {f"pass@1 of {task}, before": pass_at(before, 1), f"pass@1 of {task}, after": pass_at(correct, 1)}
     write_section("chat_rl", "Reinforcement learning", body, {"rl": results}, metrics.path, data=data,
                   model_tag=checkpoints.name)
 compute_cleanup()

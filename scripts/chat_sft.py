@@ -24,7 +24,7 @@ from nanochat.metrics import Metrics, require_wandb
 from nanochat.report import settings_table, write_section
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import apply_schedule, is_due, lr_multiplier
-from nanochat.task_eval import accuracy, solve
+from nanochat.task_eval import accuracy, evaluate_task
 from nanochat.tasks import make_mixture, make_tasks, without_parts
 
 # ---- Run
@@ -82,9 +82,8 @@ train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(withou
 measured_tasks = [task for task in make_tasks(without_parts(tasks), "test") if task.eval_type]
 
 # ---- The model of the stage before, or an interrupted run of this script
-model, tokenizer, sharding, optimizers, checkpoints, origin, data, start_step, meta = begin_stage(
-    "sft", config, device, model_dtype, compiling
-)
+model, tokenizer, sharding, optimizers, start = begin_stage("sft", config, device, model_dtype, compiling)
+checkpoints, origin, data, start_step, meta = start  # meta: of the interrupted run that goes on, or None
 max_seq_len = row_length(max_seq_len, model)
 
 # ---- Data: every rank knows all rows, so every rank knows where the run ends
@@ -135,10 +134,10 @@ while True:
                 steps = math.ceil(len(held_out_rows) / eval_rows_at_once)
                 metrics.log_validation(step, evaluate_bpb(model, validation, steps, tokenizer.token_bytes()))
             if step > 0 and due(eval_metrics_every):
-                whole_model = sharding.whole_model(everywhere=True)  # on stage 3 its parameters are gathered for this
+                whole_model = sharding.gather_model(everywhere=True)  # on stage 3 its parameters are gathered for this
                 scores = {
                     task.name: accuracy(
-                        solve(task, whole_model, tokenizer, device_batch_size, eval_metrics_max_problems)
+                        evaluate_task(task, whole_model, tokenizer, device_batch_size, eval_metrics_max_problems)
                     )
                     for task in measured_tasks
                 }

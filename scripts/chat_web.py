@@ -9,8 +9,8 @@ Serve chat models: a page to talk with them, and an interface that OpenAI's clie
     OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
         model="TAG-sft", messages=[{"role": "user", "content": "What is 12 * 3?"}])
 
-nanochat/serve/openai_api.py says what goes beyond that interface and what differs. SIGTERM and Ctrl-C end the server at once;
-so does the death of a model's last worker, with exit code 1, for a supervisor to start it again.
+nanochat/serve/openai_api.py lists extensions and differences. SIGTERM and Ctrl-C end the server at once; so does the
+death of a model's last worker, with exit code 1, for a supervisor to start it again.
 """
 import os
 import signal
@@ -20,7 +20,7 @@ import webbrowser
 from functools import partial
 from typing import Literal
 
-from configurator import configure
+from configurator import configure  # isort: split
 
 import torch
 import uvicorn
@@ -28,66 +28,56 @@ import uvicorn
 from nanochat.checkpoint import find_model, furthest_stage, load_checkpoint
 from nanochat.distributed import compute_dtype, compute_init, print0
 from nanochat.engine import Engine
-from nanochat.errors import UserError, require_positive
+from nanochat.errors import UserError
 from nanochat.gpt import GPT
-from nanochat.serve.responses import Impatient
-from nanochat.sampling import SamplingParams
+from nanochat.serve.connections import ImpatientProtocol
+from nanochat.serve.web import Limits, create_app
 from nanochat.serve.worker import ServedModel, Worker
 from nanochat.tasks import example_questions
 from nanochat.tokenizer import Tokenizer
-from nanochat.serve.web import Limits, create_app
 
 # ---- Models
-source = "auto"             # stage of the model, or several: "sft, rl", served as TAG-STAGE; auto: the furthest there is
+source = "auto"             # stages, such as "sft, rl", each served as TAG-STAGE; auto: the furthest there is
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
 step: int | None = None     # of the checkpoint; None: the newest valid one
-device_type = ""            # cuda | mps | cpu; empty: the best there is
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
-workers = 0                 # engines for each model, on the GPUs in turn; 0: one for each GPU, or one on a CPU
+workers = 0                 # [0..] engines for each model, on the GPUs in turn; 0: one for each GPU, or one on a CPU
 # ---- Who may ask
 host = "127.0.0.1"          # address to listen on; 0.0.0.0: every network this machine is in
-port = 8000                 # 0: any that is free
+port = 8000                 # [0..65535] 0: any that is free
 open_page = False           # in this machine's browser, where it has a screen
-api_key = ""                # what clients of /v1 must send as their key; NANOCHAT_API_KEY does not show in the list of processes
+api_key = ""                # the key that /v1 asks for; NANOCHAT_API_KEY does not show in the list of processes
 allowed_hosts = ""          # a proxy's names, "chat.example.org, b.org": only they and localhost are then answered
-cors_origins = ""           # pages of other servers that may ask, such as "https://a.org, https://b.org"; empty: none
+cors_origins = ""           # pages of other servers that may ask, "https://a.org, https://b.org"; empty: none
 # ---- Limits
-max_batch = 16              # answers written at once by each engine
-max_queue = 128             # answers that may wait, at most half of them one address's; beyond it: come again later (429)
-max_n = 8                   # answers to one prompt
-max_body_bytes = 2**20      # of a request
-max_messages = 200          # of a conversation
-max_chars = 200_000         # of its messages together
-max_new_tokens = 1024       # of an answer; clients that ask for more get this many
-timeout_s = 300.0           # seconds from request to answer, which then ends with what it has
+max_batch = 16              # [1..] answers written at once by each engine
+max_queue = 128             # [0..] answers that may wait, half of them one address's; beyond it: come again later (429)
+max_n = 8                   # [1..] answers to one prompt
+max_body_bytes = 2**20      # [1..] of a request
+max_messages = 200          # [1..] of a conversation
+max_chars = 200_000         # [1..] of its messages together
+max_new_tokens = 1024       # [1..] of an answer; clients that ask for more get this many
+timeout_s = 300.0           # [>0] seconds from request to answer, which then ends with what it has
 # ---- Defaults of a request
-temperature = 0.6           # 0: always the most probable token
-top_k = 50                  # only the k most probable tokens; 0: all
+temperature = 0.6           # [0..] 0: always the most probable token
+top_k = 50                  # [0..] only the k most probable tokens; 0: all
 config = configure(globals())
 
 LOOPBACK = "127.0.0.1", "::1", "localhost"
 
-require_positive(config, "max_batch", "max_n", "max_body_bytes", "max_messages", "max_chars", "max_new_tokens")
-if workers < 0 or max_queue < 0 or timeout_s <= 0:
-    raise UserError(f"workers={workers} and max_queue={max_queue} must be at least 0, timeout_s={timeout_s} more than that")
-if not 0 <= port < 2**16:
-    raise UserError(f"port={port} must be within 0 and {2**16 - 1}")
-SamplingParams(max_new_tokens, temperature, top_k).check()
-sources, origins, names = (
-    [name.strip() for name in text.split(",") if name.strip()] for text in (source, cors_origins, allowed_hosts))
+lists = source, cors_origins, allowed_hosts.lower()
+sources, origins, names = ([name.strip() for name in text.split(",") if name.strip()] for text in lists)
 if not sources or len(set(sources)) < len(sources):
     raise UserError(f"source={source!r} must name one stage or several different ones, such as 'sft, rl'")
 api_key = api_key or os.environ.get("NANOCHAT_API_KEY", "")
 
-# The port first: it is known at once whether it is free, a model takes longer to load. Who comes meanwhile waits.
+# The port first: whether it is free is known at once, a model takes longer to load. Connections wait until then.
 try:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(address)
-    listener.listen()
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 except OSError as error:
-    raise UserError(f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port or --host") from None
+    reason = error.strerror.partition(" (")[0]
+    raise UserError(f"cannot listen on {host} port {port}: {reason}; choose another with --port or --host") from None
 
 if sources == ["auto"]:
     sources = [furthest_stage(model_tag)]
@@ -96,8 +86,8 @@ if sources == ["auto"]:
 if not api_key and host not in LOOPBACK:
     print0(f"warning: whoever can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 *_, device = compute_init(device_type)
-# Engines share the cores. This thread computes alone: a team of its own would be one too many for libgomp, which then has
-# every team sleep between two operations instead of spinning; the engines would run at half their speed.
+# Engines share the cores. This thread computes alone: a team of its own would be one too many for libgomp, which then
+# has every team sleep between two operations instead of spinning; the engines would run at half their speed.
 threads = max(1, torch.get_num_threads() // max(1, workers))
 torch.set_num_threads(1)
 
@@ -112,33 +102,32 @@ devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if
 models = []
 for stage in sources:
     checkpoint = find_model(stage, model_tag, step)
-    engines = []
+    its_workers = []
     for i in range(workers or len(devices)):
         model, tokenizer, meta = load_checkpoint(checkpoint, devices[i % len(devices)])
         model = model.eval().to(compute_dtype(dtype, device))
-        engines.append(Worker(partial(make_engine, model, tokenizer)))
-    created = int(checkpoint.stat().st_mtime)
+        its_workers.append(Worker(partial(make_engine, model, tokenizer)))
     trained_on = meta.get("config", {}).get("tasks") or meta.get("config", {}).get("task") or ""
     models.append(ServedModel(
-        f"{checkpoint.parent.name}-{stage}", tokenizer, model.config.sequence_len, meta["step"], created, max_batch, max_queue,
-        engines, chats=stage != "base", examples=example_questions(trained_on)))
+        id=f"{checkpoint.parent.name}-{stage}", tokenizer=tokenizer, context=model.config.sequence_len,
+        step=meta["step"], created=int(checkpoint.stat().st_mtime), max_batch=max_batch, max_queue=max_queue,
+        workers=its_workers, chats=stage != "base", examples=example_questions(trained_on)))
 
 limits = Limits(max_body_bytes, max_messages, max_chars, max_new_tokens, max_n, timeout_s, temperature, top_k)
+own_names = ["localhost", "127.0.0.1", "[::1]", *([] if host in LOOPBACK else [host.lower()])]
 local_only = host in LOOPBACK and not api_key
-own = ("localhost", "127.0.0.1", "[::1]") + (host.lower(),) * (host not in LOOPBACK)
-hosts = (*own, *map(str.lower, names)) if names or local_only else ()
-app = create_app(models, limits, api_key, origins, hosts)
+app = create_app(models, limits, api_key, origins, own_names + names if names or local_only else [])
 
 
 class Server(uvicorn.Server):
-    """Says when it is ready. Its end is the end of the answers being written: open streams would hold it up."""
+    """Says when it is ready, and ends with a model's last worker. At its end the answers being written end, too."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        address = f"[{host}]" if ":" in host else host
-        url = f"http://{address}:{listener.getsockname()[1]}"
+        url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         print0(f"{url} serves {', '.join(model.id for model in models)}; Ctrl-C ends it")
-        if open_page and (sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        has_screen = sys.platform in ("darwin", "win32") or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
+        if open_page and has_screen:
             webbrowser.open(url)
 
     async def on_tick(self, counter: int) -> bool:
@@ -147,14 +136,14 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for model in models:
             for worker in model.workers:
-                worker.stop()
+                worker.stop()  # open streams would hold it up
         await super().shutdown(sockets)
 
 
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda number, frame: None)  # uvicorn raises them once more when it has ended
 settings = uvicorn.Config(
-    app, http=Impatient, ws="none", backlog=128, log_level="warning", access_log=False, server_header=False,
+    app, http=ImpatientProtocol, ws="none", backlog=128, log_level="warning", access_log=False, server_header=False,
     timeout_graceful_shutdown=2)
 Server(settings).run(sockets=[listener])
 if dead := [model.id for model in models if model.dead]:

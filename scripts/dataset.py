@@ -1,32 +1,31 @@
 """
-Text to train on, in one form whatever it came from: parquet shards with a `text` column, shuffled, the last shard
-held out for validation, and a manifest with their SHA-256 that is written last.
+Make a data set: text in shuffled shards, the last of them for validation, and a manifest with their checksums.
 
-    python -m scripts.dataset                                          # the embedded corpus, offline
-    python -m scripts.dataset --source=python                          # this machine's standard library, offline
-    python -m scripts.dataset --source=~/books                         # .txt .md .jsonl .json .csv .parquet (.gz .zst)
-    python -m scripts.dataset --source=fineweb-edu --num_shards=8      # downloads; run again to go on or to add more
+    python -m scripts.dataset                                      # the embedded corpus, offline
+    python -m scripts.dataset --source=python                      # this machine's standard library, offline
+    python -m scripts.dataset --source=~/books                     # .txt .md .jsonl .json .csv .tsv .parquet (.gz .zst)
+    python -m scripts.dataset --source=fineweb-edu --num_shards=8  # downloads; run again to go on or to add more
     python -m scripts.dataset --source=hf:roneneldan/TinyStories --num_shards=20
-    python -m scripts.dataset --source=fineweb-edu --verify            # recompute all checksums
+    python -m scripts.dataset --source=fineweb-edu --verify        # recompute all checksums
 
-A data set lies in <base folder>/data/NAME and is there exactly if its manifest is.
+It lies in NANOCHAT_BASE_DIR/data/NAME. HF_ENDPOINT=https://… downloads from a mirror of the Hugging Face hub.
 """
 from configurator import configure
-from nanochat import dataset  # `verify` below is a setting; there it is what it was
+
+from nanochat import dataset  # `verify` below is a setting
 from nanochat.corpus.make_dataset import default_name, make
 
 # ---- Data
 source = "tinyworld"   # tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file
 name = ""              # of the data set; default: that of the source, the folder or the file
-field = "text"         # of .jsonl, .json, .csv, .parquet and hf: rows, where the text is
+field = "text"         # of .jsonl, .json, .csv, .tsv, .parquet and hf: rows, where the text is
 encoding = "utf-8"     # of text files that are not UTF-8, such as gb18030
 # ---- Size
-num_shards = -1        # training shards at most, besides validation; -1 = all (on the hub, 100 MB each!)
-shard_mb = 8.0         # megabytes of text per training shard (downloads come as they are)
+num_shards = -1        # [-1, 1..] training shards at most, besides validation; -1 = all (on the hub, 100 MB each!)
+shard_mb = 8.0         # [0.001..1000] megabytes of text per training shard (downloads come as they are)
 seed = 42              # of the shuffle, and of tinyworld
 # ---- Download
-workers = 4            # files at a time
-url = ""               # a mirror: the folder that holds shard_00000.parquet, …
+workers = 4            # [1..] files at a time
 # ---- Check
 verify = False         # recompute the checksums of a data set that is there, and do nothing else
 config = configure(globals())
@@ -40,8 +39,9 @@ else:
 
     from nanochat.report import write_section  # imports torch: only the command can afford it
 
-    lines = [f"| {s['file']} | {s['rows']:,} | {s['text_bytes']:,} | `{s['sha256'][:16]}` |" for s in manifest["shards"][-5:]]
+    shards = manifest["shards"]
+    lines = [f"| {s['file']} | {s['rows']:,} | {s['text_bytes']:,} | `{s['sha256'][:16]}` |" for s in shards[-5:]]
     write_section("data", "Data", "\n".join([
-        f"`{manifest['source']}`: {len(manifest['shards'])} shards, the last of them for validation; the last five:", "",
+        f"`{manifest['source']}`: {len(shards)} shards, the last of them for validation; the last five:", "",
         "| shard | documents | bytes of text | SHA-256 |", "|---|---|---|---|", *lines,
     ]), data=manifest["name"])

@@ -223,7 +223,7 @@ no_base = "" if made["base"] else "no base model; python -m scripts.base_train"
 no_mid = "" if made["mid"] else no_base or "no model after mid-training; python -m scripts.mid_train"
 no_sft = "" if made["sft"] else no_mid or "no fine-tuned model; python -m scripts.chat_sft"
 has_chat = any(made[stage] for stage in STAGES if stage != "base")
-no_web = ", ".join(name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name))
+no_web = ", ".join(name for name in ("starlette", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name))
 problems = {
     "data": no_data, "tokenizer": no_tokenizer,
     "base_train": cannot or ("" if data in OFFLINE else no_data or no_tokenizer),

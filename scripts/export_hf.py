@@ -11,36 +11,34 @@ from pathlib import Path
 from typing import Literal
 
 from configurator import configure
+
 from nanochat.checkpoint import find_model, read_meta
 from nanochat.errors import UserError
 from nanochat.files import write_folder_aside
-from nanochat.hf.model import FOLDER, export
 from nanochat.hf.card import model_card
+from nanochat.hf.model import FOLDER, export
 
 # ---- Model
 source: Literal["base", "mid", "sft", "rl"] = "sft"  # stage of the model
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
-step: int | None = None     # of the checkpoint; None: the newest valid one
+step: int | None = None     # [0..] of the checkpoint; None: the newest valid one
 # ---- The folder
 output = ""                 # where it goes
 overwrite = False           # replace an exported folder that is there
-dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the weights; auto: as the model computes; float32: as the optimizers keep them
-max_shard_gb = 5.0          # gigabytes of a file of weights; more are split
+dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: as in the model; float32: as the optimizers keep it
+max_shard_gb = 5.0          # [>0] gigabytes of a file of weights; more are split
 config = configure(globals())
 
 if not output:
     raise UserError("say where the folder is to be, such as --output=my-model")
-if max_shard_gb <= 0:
-    raise UserError(f"max_shard_gb={max_shard_gb} must be above 0")
 folder = Path(output).expanduser().resolve()
-if folder.exists():
-    others = sorted(path.name for path in folder.iterdir() if not FOLDER.fullmatch(path.name)) if folder.is_dir() else [folder.name]
-    if others:  # never removed, whatever the settings say
-        raise UserError(f"{folder} is there and no exported model alone: it has {', '.join(others[:3])}; choose another --output")
-    if any(folder.iterdir()) and not overwrite:
-        raise UserError(f"{folder} is there; choose another --output, or --overwrite")
+there = [folder] if folder.is_file() else list(folder.glob("*"))
+if others := sorted(path.name for path in there if not FOLDER.fullmatch(path.name)):  # never removed
+    raise UserError(f"{folder} is no exported model alone: it has {', '.join(others[:3])}; choose another --output")
+if there and not overwrite:
+    raise UserError(f"{folder} is there; choose another --output, or --overwrite")
 
-checkpoint = find_model(source, model_tag, step)
+checkpoint = find_model(source, model_tag, step, training=dtype == "float32")
 meta = read_meta(checkpoint)
 print(f"exporting {checkpoint}")
 for debris in folder.parent.glob(f".{folder.name}.tmp-*"):  # what a killed export left

@@ -1,6 +1,6 @@
 """
-Import a model from a folder of Hugging Face's NanoChatForCausalLM, or a published nanochat checkpoint of the classic
-layout (model_NNNNNN.pt, meta_NNNNNN.json, tokenizer.pkl), as a checkpoint here.
+Import a model as a checkpoint: a folder of Hugging Face's NanoChatForCausalLM, or a published nanochat checkpoint of
+the classic layout (model_NNNNNN.pt, meta_NNNNNN.json, tokenizer.pkl).
 
     python -m scripts.import_hf --input=their-model --source=base --model_tag=theirs
     python -m scripts.mid_train --model_tag=theirs
@@ -12,19 +12,21 @@ from pathlib import Path
 from typing import Literal
 
 from configurator import configure
-from nanochat.hf import classic, model as hf
+
 from nanochat.checkpoint import checkpoint_dir, list_steps, step_dir
 from nanochat.errors import UserError
+from nanochat.hf import classic
+from nanochat.hf import model as hf
 from nanochat.saving import save_weights
 
 # ---- From
 input = ""                  # the folder
 tokenizer = ""              # its tokenizer.pkl or tokenizer.json, where that lies elsewhere
-step: int | None = None     # of a classic folder's checkpoints; None: the newest
+step: int | None = None     # [0..] of a classic folder's checkpoints; None: the newest
 # ---- To
 source: Literal["base", "mid", "sft", "rl"] = "base"  # stage the model is at: the next one can begin with it
 model_tag: str | None = None  # folder of its checkpoints; None: named like the input
-dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the weights; auto: as they are there, float32 where they are mixed
+dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: as it is there, float32 where weights are mixed
 overwrite = False           # remove the checkpoints that are there
 config = configure(globals())
 
@@ -33,26 +35,29 @@ if not input:
 folder = Path(input).expanduser().resolve()
 if not folder.is_dir():
     raise UserError(f"there is no folder {folder}")
-if tokenizer and not Path(tokenizer).expanduser().is_file():
-    raise UserError(f"there is no file {tokenizer}; --tokenizer takes a tokenizer.pkl or tokenizer.json")
+tokenizer_path = Path(tokenizer).expanduser().resolve() if tokenizer else None
+if tokenizer_path and not tokenizer_path.is_file():
+    raise UserError(f"there is no file {tokenizer_path}; --tokenizer takes a tokenizer.pkl or tokenizer.json")
 checkpoints = checkpoint_dir(source, model_tag or folder.name)
 before = list_steps(checkpoints)
 if before and not overwrite:
     raise UserError(f"{checkpoints} has checkpoints; choose another --model_tag, or --overwrite")
 
-tokenizer_path = Path(tokenizer).expanduser().resolve() if tokenizer else None
-is_classic = bool(classic.list_models(folder))
-if step is not None and not is_classic:
-    raise UserError(f"step={step} chooses among the checkpoints of a classic folder, and {folder} is none; leave it out")
-there = classic.read_folder(folder, tokenizer_path, step) if is_classic else hf.read_folder(folder, tokenizer_path)
+if classic.list_models(folder):
+    kind, there = "classic", classic.read_folder(folder, tokenizer_path, step)
+elif step is None:
+    kind, there = "hf", hf.read_folder(folder, tokenizer_path)
+else:
+    raise UserError(f"step={step} chooses a checkpoint of a classic folder, and {folder} is none; leave it out")
 weights = hf.fit(there, dtype, folder)
 for note in there.notes:
     print(f"note: {note}")
-meta = {"config": config, "imported": "classic" if is_classic else "hf"}
+meta = {"config": config, "imported": kind}
 saved = save_weights(checkpoints, there.step, weights, there.tokenizer, there.config, meta)
 for old in before:
     if step_dir(checkpoints, old) != saved:
         shutil.rmtree(step_dir(checkpoints, old))
-dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
-print(f"imported {sum(tensor.numel() for tensor in weights.values()):,} parameters, vocabulary padded, in {dtypes.pop()}: {saved}")
+(kept_as,) = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
+parameters = sum(tensor.numel() for tensor in weights.values())
+print(f"imported {parameters:,} parameters, vocabulary padded, in {kept_as}: {saved}")
 print(f"talk to it: python -m scripts.chat_cli --source={source} --model_tag={checkpoints.name}")

@@ -1,9 +1,9 @@
-"""Gather what every stage found about a model."""
+"""Put together what every stage found about a model."""
 from configurator import configure
 
 from nanochat.report import generate
 
-model_tag = ""  # the model to report on; empty: the one that was worked on last
+model_tag = ""  # the model to report on; empty: the newest
 data = ""       # the data set it was trained on, where several models have this tag; empty: the newest
 configure(globals())
 print(generate(model_tag, data))

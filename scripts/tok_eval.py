@@ -3,6 +3,8 @@ Compare our tokenizer with those of GPT-2 and GPT-4: bytes of text per token, hi
 
     python -m scripts.tok_eval --data=tinyworld
 """
+import inspect
+import textwrap
 import threading
 from itertools import islice
 
@@ -10,15 +12,15 @@ from configurator import configure
 
 import tiktoken
 
+from nanochat.corpus.learn_tokenizer import bytes_per_token
 from nanochat.dataset import iter_texts
 from nanochat.tokenizer import get_tokenizer
-from nanochat.corpus.learn_tokenizer import bytes_per_token
 
 # ---- Data
-data = "tinyworld"          # data source whose tokenizer is judged, and whose validation split is one of the texts
-num_documents = 1000        # documents of the validation split
+data = "tinyworld"          # data source whose tokenizer is compared, and whose validation split is one of the texts
+num_documents = 1000        # [1..] documents of the validation split
 # ---- The others
-download_timeout = 20.0     # seconds to wait for the vocabulary of one other tokenizer; without network they stay out
+download_timeout = 20.0     # [>0] seconds to wait for another tokenizer's vocabulary; without a network it stays out
 config = configure(globals())
 
 PROSE = """
@@ -27,51 +29,40 @@ that lost four minutes a week in winter and gained three in summer; the other wa
 he'd tell them at night while he filled the lamp, "but between you there's an answer." When the inspector came, in the
 spring of 1911, he asked which one the log was kept by. The keeper thought it over. "By the ships," he said.
 """
-CODE = '''
-def moving_average(values: list[float], window: int = 7) -> list[float]:
-    """Mean of the last `window` values at every position; shorter at the start."""
-    total, means = 0.0, []
-    for i, value in enumerate(values):
-        total += value - (values[i - window] if i >= window else 0.0)
-        means.append(total / min(i + 1, window))
-    return means
-
-
-if __name__ == "__main__":
-    print([round(mean, 2) for mean in moving_average([3, 1, 4, 1, 5, 9, 2, 6], window=3)])
-'''
+CODE = inspect.getsource(textwrap)
 GERMAN = """
 Am frühen Morgen überquerten wir die Brücke und gingen am Fluss entlang, bis der Nebel sich gehoben hatte. Die Bäckerei
 öffnete gerade; es roch nach Roggenbrot, und die Verkäuferin grüßte, als hätten wir uns schon hundertmal gesehen.
 „Möchten Sie das größere?“, fragte sie. Natürlich wollten wir das größere.
 """
-CHINESE = "早上下了一场小雨，院子里的桂花落了一地。外婆说，等太阳出来，就把它们收起来做糖。我们坐在门口，一边喝茶，一边等天晴。\n"
+CHINESE = "早上下了一场小雨，院子里的桂花落了一地。外婆说，等太阳出来，就把它们收起来做糖。我们坐在门口，" \
+          "一边喝茶，一边等天晴。\n"
 NUMBERS = "\n".join(
     f"{n}: {n * n}, {n / 7:.4f}, {2024 - n % 60}-{n % 12 + 1:02d}-{n % 28 + 1:02d}" for n in range(37, 9000, 211))
 
 texts = {"English prose": [PROSE], "Python": [CODE], "German": [GERMAN], "Chinese": [CHINESE], "numbers": [NUMBERS],
          f"{data}, validation": list(islice(iter_texts(data, "val"), num_documents))}
 
-# --- ours, and those others whose vocabulary is at hand or arrives in time
+# --- ours, and the others whose vocabulary is there or arrives in time
 encodings = {data: get_tokenizer(data).encoding}
 
 
 def fetch(name: str, label: str) -> None:
-    """Add one of tiktoken's encodings; it downloads the vocabulary once, and knows no timeout of its own."""
-    failures = []
+    """Add one of tiktoken's encodings; it downloads the vocabulary once, and has no timeout of its own."""
+    reasons = [f"no answer in {download_timeout:g} s"]
 
     def load() -> None:
         try:
             encodings[label] = tiktoken.get_encoding(name)
         except Exception as error:  # whatever goes wrong with a network: the comparison works without
-            failures.append(type(error).__name__)
+            reasons.append(type(error).__name__)
 
     thread = threading.Thread(target=load, daemon=True)
     thread.start()
     thread.join(download_timeout)
     if label not in encodings:
-        reason = failures[0] if failures else f"no answer in {download_timeout:g} s"
-        print(f"{label} is left out: its vocabulary {name!r} is not on this machine and was not downloaded ({reason})")
+        missing = f"its vocabulary {name!r} is not on this machine and was not downloaded"
+        print(f"{label} is left out: {missing} ({reasons[-1]})")
 
 
 fetch("gpt2", "GPT-2")

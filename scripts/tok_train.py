@@ -1,7 +1,7 @@
 """
 Train the tokenizer of a data source.
 
-    python -m scripts.tok_train                                    # the embedded world, in seconds
+    python -m scripts.tok_train                                    # the embedded corpus, in seconds
     python -m scripts.tok_train --data=fineweb-edu --vocab_size=2**15
 
 It is kept in NANOCHAT_BASE_DIR/tokenizer/<data>; every stage that uses the data finds it there.
@@ -9,21 +9,22 @@ It is kept in NANOCHAT_BASE_DIR/tokenizer/<data>; every stage that uses the data
 from itertools import islice
 
 from configurator import configure
+
+from nanochat.corpus.learn_tokenizer import bytes_per_token, train_tokenizer
 from nanochat.dataset import iter_texts
 from nanochat.report import settings_table, write_section
 from nanochat.tokenizer import tokenizer_dir
-from nanochat.corpus.learn_tokenizer import bytes_per_token, train_tokenizer
 
 # ---- Data
 data = "tinyworld"          # data source to learn from
-max_chars = 2_000_000_000   # characters to read at most
-doc_cap = 10_000            # characters of each document, so that no giant one rules the vocabulary
+max_chars = 2_000_000_000   # [1..] characters to read at most
+doc_cap = 10_000            # [1..] characters of each document, so that one very long document does not dominate
 # ---- Vocabulary
 vocab_size = 65536          # ids, with the 256 bytes and the special tokens; smaller if the data has fewer merges
 config = configure(globals())
 
 # --- learn the merges
-tokenizer = train_tokenizer(data, vocab_size, max_chars, doc_cap, log=print)
+tokenizer = train_tokenizer(data, vocab_size, max_chars, doc_cap)
 print(f"vocabulary: {tokenizer.get_vocab_size():,} ids in {tokenizer_dir(data)}")
 if tokenizer.get_vocab_size() < vocab_size:
     print(f"    fewer than the {vocab_size:,} asked for: no other pair of tokens occurs twice in this data")
@@ -32,7 +33,6 @@ if tokenizer.get_vocab_size() < vocab_size:
 held_out = list(islice(iter_texts(data, "val"), 1000))
 compression = bytes_per_token(tokenizer.encoding, held_out)
 print(f"validation split: {compression:.3f} bytes per token")
-write_section("tokenizer", "Tokenizer", (
-    f"{tokenizer.get_vocab_size():,} ids learned from `{data}`; {compression:.3f} bytes per token on its validation split; "
-    f"fingerprint `{tokenizer.fingerprint[:16]}`.\n\n{settings_table(config)}"
-), data=data)
+learned = f"{tokenizer.get_vocab_size():,} ids learned from `{data}`"
+measured = f"{compression:.3f} bytes per token on its validation split; fingerprint `{tokenizer.fingerprint[:16]}`"
+write_section("tokenizer", "Tokenizer", f"{learned}; {measured}.\n\n{settings_table(config)}", data=data)

@@ -1,4 +1,5 @@
 """The calculator against sums whose value is known from how they were made, and against what it must refuse."""
+import ast
 import random
 import time
 import timeit
@@ -6,16 +7,18 @@ from fractions import Fraction
 
 import pytest
 
-from nanochat.calculator import calculate
+from nanochat.calculator import arithmetic, calculate
 
 
 @pytest.mark.parametrize("text,result", [
-    ("12 * (3 + 4)", "84"), ("10 - 4 - 3", "3"), ("2 + 3 * 4", "14"), ("100 / 8 / 2", "6.25"), ("7 // 2", "3"), ("-7 // 2", "-4"),
-    ("-7 % 3", "2"), ("5.5 % 2", "1.5"), ("-(3 - 5) * 2", "4"), ("--5", "5"), (" 1+1 \n", "2"),
-    ("0.1 + 0.2", "0.3"), ("6 / 2", "3"), ("2.50 * 2", "5"), (".5 * 4", "2"), ("1 / 3", "0.333333333333"), ("20 / 3", "6.666666666667"),
+    ("12 * (3 + 4)", "84"), ("10 - 4 - 3", "3"), ("2 + 3 * 4", "14"), ("100 / 8 / 2", "6.25"), ("7 // 2", "3"),
+    ("-7 // 2", "-4"), ("-7 % 3", "2"), ("5.5 % 2", "1.5"), ("-(3 - 5) * 2", "4"), ("--5", "5"), (" 1+1 \n", "2"),
+    ("0.1 + 0.2", "0.3"), ("6 / 2", "3"), ("2.50 * 2", "5"), (".5 * 4", "2"), ("1 / 3", "0.333333333333"),
+    ("20 / 3", "6.666666666667"), ("(7 // 2) / (9 // 2)", "0.75"),
     ("2 / 3000000", "0.000000666666666667"), ("1 / 7 * 7", "1"), ("0 * -1", "0"), ("100 * 3", "300"),
     ("1,250 / 8", "156.25"), ("1,000,000 + 1", "1000001"), ("1,234.5 * 2", "2469"),
-    ("'strawberry'.count('r')", "3"), ('"it\'s".count("s")', "1"), ("'banana' . count( 'ana' )", "1"), ("'aab'.count('a') * 2 + 1", "5"),
+    ("'strawberry'.count('r')", "3"), ('"it\'s".count("s")', "1"), ("'banana' . count( 'ana' )", "1"),
+    ("'aab'.count('a') * 2 + 1", "5"),
     ("'naïve café'.count('é')", "1"), ("'1+1'.count('1')", "2"),
 ])
 def test_values(text, result):
@@ -23,21 +26,40 @@ def test_values(text, result):
 
 
 @pytest.mark.parametrize("text", [
-    "", " ", "1 +", "* 2", "(1", "1)", "()", "1 2", "+5", "five", "x = 1", "1 = 1", "1 < 2", "20%", "$5", "1 / 0", "1 // 0", "1 % (2 - 2)",
-    "1,23", "1,2345", "1234,567", "1.2.3", "1e9", "3.", "0x10", "1_000", "٣ + 1", "2 ** 3", "9 ** 9 ** 9", "1 << 9",
-    "'a'", "'a'.count", "'a'.count()", "'a'.count('')", "'a'.count(1)", "'a'.upper()", "'a' * 9", "'it\\'s'.count('s')", "3.count('3')",
-    "__import__('os').system('true')", "().__class__", "print(1)", "[1][0]", "lambda: 1", "<|bos|>", "(" * 100 + "1" + ")" * 100, "1;2", "\0",
+    "", " ", "1 +", "* 2", "(1", "1)", "()", "1 2", "+5", "five", "x = 1", "1 = 1", "1 < 2", "20%", "$5", "1 / 0",
+    "1 // 0", "1 % (2 - 2)", "1,23", "1,2345", "1234,567", "1.2.3", "1e9", "3.", "0x10", "1_000",
+    "٣ + 1", "2 ** 3", "9 ** 9 ** 9", "1 << 9",
+    "'a'", "'a'.count", "'a'.count()", "'a'.count('')", "'a'.count(1)", "'a'.upper()", "'a' * 9", "'it\\'s'.count('s')",
+    "3.count('3')", "__import__('os').system('true')", "().__class__", "print(1)", "[1][0]", "lambda: 1", "<|bos|>",
+    "(" * 100 + "1" + ")" * 100, "1;2", "\0",
 ])
 def test_what_is_no_expression_has_no_value(text):
     """None, not an exception: the model may write anything between its python tokens."""
     assert calculate(text) is None
 
 
+def literal(node: ast.expr) -> int | float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value
+    raise ValueError("not a number")
+
+
+def test_the_evaluator_of_numbers_is_pythons_with_a_bound_on_powers():
+    for text in ("2**19", "1/4", "-3e-4*2", "7//2", "7.5//2", "2**-2", "(1+2)*3-4%3", "65536", "2**0.5", "1-2-3"):
+        value = arithmetic(ast.parse(text, mode="eval").body, literal)
+        assert value == eval(text) and type(value) is type(eval(text)), text
+    for text, error in (("9**9**9", ValueError), ("1/0", ArithmeticError), ("True+1", ValueError), ("a", ValueError),
+                        ("f(1)", ValueError), ("1 << 9", ValueError), ("+1", ValueError), ("not 1", ValueError)):
+        with pytest.raises(error):
+            arithmetic(ast.parse(text, mode="eval").body, literal)
+
+
 def grow(rng: random.Random, depth: int) -> tuple[str, Fraction]:
     """A random expression and its value, put together side by side: the value never sees the text."""
     if depth == 0 or rng.random() < 0.2:
         cents = rng.randrange(10**7)
-        return rng.choice([(f"{cents:,}", Fraction(cents)), (str(cents), Fraction(cents)), (f"{cents / 100:,.2f}", Fraction(cents, 100))])
+        return rng.choice([(f"{cents:,}", Fraction(cents)), (str(cents), Fraction(cents)),
+                           (f"{cents / 100:,.2f}", Fraction(cents, 100))])
     if rng.random() < 0.2:
         text, value = grow(rng, depth - 1)
         return f"-({text})", -value
@@ -45,7 +67,10 @@ def grow(rng: random.Random, depth: int) -> tuple[str, Fraction]:
     sign = rng.choice(["+", "-", "*", "/", "//", "%"])
     if sign in ("/", "//", "%") and b == 0:
         sign = "+"
-    value = {"+": a + b, "-": a - b, "*": a * b}[sign] if sign in "+-*" else {"/": a / b, "//": Fraction(a // b), "%": a - b * (a // b)}[sign]
+    if sign in "+-*":
+        value = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    else:
+        value = {"/": a / b, "//": Fraction(a // b), "%": a - b * (a // b)}[sign]
     return f"({left}) {sign} ({right})", value
 
 
@@ -64,11 +89,12 @@ def test_random_expressions():
 
 
 @pytest.mark.parametrize("text", [
-    "9" * 256, "9*" * 127 + "9", "1/9+" * 63 + "1", "(" * 128 + "1" + ")" * 127, "-" * 255 + "1", "1" * 10**7, "(" * 10**6, "'" + "a" * 10**7,
+    "9" * 256, "9*" * 127 + "9", "1/9+" * 63 + "1", "(" * 128 + "1" + ")" * 127, "-" * 255 + "1", "1" * 10**7,
+    "(" * 10**6, "'" + "a" * 10**7,
     "1/" * 127 + "7", "9" * 127 + "%" + "7" * 128, "." * 256, "1," * 128,
 ])
 def test_nothing_takes_long_or_grows(text):
-    times = timeit.repeat(lambda: calculate(text), number=1, repeat=3, timer=time.process_time)  # without garbage collection
+    times = timeit.repeat(lambda: calculate(text), number=1, repeat=3, timer=time.process_time)
     result = calculate(text)
     assert min(times) < 0.1
     assert result is None or len(result) < 600

@@ -132,11 +132,11 @@ def test_what_was_measured_is_named_by_what_it_is(base):
 
 def test_a_stage_goes_on_only_from_the_model_it_began_with(base):
     """A newer checkpoint of the stage before is an error, unless the step is given, or all of them are gone."""
-    models = base / "base_checkpoints"
+    models, chats = base / "base_checkpoints", f"json:{base / 'chats.jsonl'}"
     shutil.copytree(models / "tiny" / "step_000002", models / "other" / "step_000002")
 
     def run(**settings):
-        module, args = stage_arguments(base, "sft", source="base", model_tag="other", tasks="json:{chats}",
+        module, args = stage_arguments(base, "sft", source="base", model_tag="other", tasks=chats,
                                        resume="auto", save_every=1, eval_every=-1, eval_metrics_every=-1, **settings)
         return run_module(module, *args)
 

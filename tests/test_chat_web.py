@@ -1,6 +1,8 @@
-"""The chat server as its clients meet it: a real process, the official client, raw sockets; some parts inside this process."""
+"""The chat server as its clients meet it: a real process, the official client, raw sockets; parts in this process."""
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import json
 import os
 import random
@@ -19,67 +21,73 @@ import openai
 import pytest
 import torch
 import uvicorn
+from conftest import REPO
 from starlette.responses import Response
+from test_engine import SPECIAL, TOKENIZER, V, draw_weights, write_checkpoint
 
-import nanochat.serve.responses
+import nanochat.serve.connections
 import nanochat.serve.worker
-import nanochat.serve.web
-from nanochat.serve.answers import Unavailable, Work
 from nanochat.conversation import render_prompt
-from nanochat.engine import Engine
+from nanochat.detokenizer import Delta, StopStrings, to_parts
+from nanochat.engine import Answer, Engine
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.detokenizer import Piece, StopStrings, to_parts
-from nanochat.serve.responses import MAX_CONNECTIONS, WAIT_SECONDS, Impatient
 from nanochat.sampling import SamplingParams
-from nanochat.serve.worker import ServedModel, Worker
+from nanochat.serve.connections import MAX_CONNECTIONS, WAIT_SECONDS, ImpatientProtocol
+from nanochat.serve.openai_api import ApiError
 from nanochat.serve.web import Limits, create_app
-from conftest import REPO
-from test_engine import SPECIAL, TOKENIZER, V, write_checkpoint
+from nanochat.serve.worker import Request, ServedModel, Worker
 
 KEY = "a-secret"
 MARKER = "xyzzy"            # in what users write here, never in the log
 PLACES, QUEUE = 8, 56
 MOST = PLACES + QUEUE // 2    # answers for one client
-GREEDY = {"temperature": 0}
-LIMITS = Limits(10**6, 10, 10**5, 2000, 8, 60.0, 0.0, 0)
+CHAT = "/v1/chat/completions"
+ERROR = {"message", "type", "param", "code"}  # the fields of every error
 # What the talking model says, every time. Its tokens are single bytes.
-SAID = [{"type": "text", "text": "Wel 😀:"}, {"type": "python", "text": "12*3"}, {"type": "python_output", "text": "36"}, {"type": "text", "text": "so,北!"}]
+SAID = [{"type": type, "text": text} for type, text in (
+    ("text", "Wel 😀:"), ("python", "12*3"), ("python_output", "36"), ("text", "so,北!"))]
+CONTENT = "Wel 😀:so,北!"
+LIMITS = Limits(10**6, 10, 10**5, 2000, 8, timeout_s=60.0, temperature=0.0, top_k=0)
 
 
 def writing_model() -> GPT:
-    """Random, with a long context, and stop tokens that are hardly ever drawn: its answers are as long as one likes."""
-    model = GPT(GPTConfig(sequence_len=2048, vocab_size=V, n_layer=2, n_embd=64, n_head=4, n_kv_head=2))
-    generator = torch.Generator().manual_seed(1)
-    for name, p in model.named_parameters():
-        p.data.normal_(0, 0.5 if "lm_head" in name else 1 if "wte" in name else 1.5 * p.size(1) ** -0.5, generator=generator)
+    """Random, with a long context and stop tokens that are hardly ever drawn: its answers are as long as one likes."""
+    model = draw_weights(GPT(GPTConfig(sequence_len=2048, vocab_size=V, n_layer=2, n_embd=64, n_head=4, n_kv_head=2)))
     model.lm_head.weight.data[[SPECIAL("<|assistant_end|>"), SPECIAL("<|bos|>")]] = 0
     return model
 
 
 def talking_model() -> GPT:
-    """After each token one other is certain: blocks that do nothing, embeddings that are unit vectors, and a head that maps them."""
+    """After each token one other is certain: blocks that do nothing, unit vectors as embeddings, a head for them."""
     model = GPT(GPTConfig(sequence_len=256, vocab_size=V, n_layer=1, n_embd=320, n_head=5, n_kv_head=5))
     for p in model.parameters():
         p.data.zero_()
     model.transformer.wte.weight.data.copy_(torch.eye(320))
-    ids = [SPECIAL("<|assistant_start|>"), *SAID[0]["text"].encode(), SPECIAL("<|python_start|>"), *b"12*3", SPECIAL("<|python_end|>")]
-    for chain in (ids, [SPECIAL("<|output_end|>"), *SAID[3]["text"].encode(), SPECIAL("<|assistant_end|>")]):
-        for before, after in zip(chain, chain[1:]):
-            model.lm_head.weight.data[after, before] = 10.0
+    before, sum_of, _, after = (part["text"].encode() for part in SAID)
+    call = [SPECIAL("<|python_start|>"), *sum_of, SPECIAL("<|python_end|>")]
+    first = [SPECIAL("<|assistant_start|>"), *before, *call]
+    for chain in (first, [SPECIAL("<|output_end|>"), *after, SPECIAL("<|assistant_end|>")]):
+        for token, successor in zip(chain, chain[1:]):
+            model.lm_head.weight.data[successor, token] = 10.0
     return model
 
 
 def chat(*contents) -> list[dict]:
-    return [{"role": role, "content": content} for role, content in zip(["user", "assistant"] * len(contents), contents)]
+    roles = ["user", "assistant"] * len(contents)
+    return [{"role": role, "content": content} for role, content in zip(roles, contents)]
 
 
 def prompt_of(messages: list[dict]) -> list[int]:
     return render_prompt(TOKENIZER, {"messages": messages})
 
 
-def text_of(tokens: list[int]) -> str:
-    return "".join(part["text"] for part in to_parts(TOKENIZER, tokens) if part["type"] == "text")
+def text_of(answer: Answer) -> str:
+    return "".join(part["text"] for part in to_parts(TOKENIZER, answer.tokens) if part["type"] == "text")
+
+
+def streamed(chunks) -> str:
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
 # ---- A server, in a process of its own
@@ -88,29 +96,35 @@ def text_of(tokens: list[int]) -> str:
 class Running:
     def __init__(self, folder, models: dict[str, GPT], *args: str, start: tuple[str, ...] = ("-m", "scripts.chat_web")):
         for stage, model in models.items():
-            write_checkpoint(folder / f"{stage}_checkpoints" / "tiny" / "step_000001", model)
+            write_checkpoint(folder / f"{stage}_checkpoints" / "tiny", model)
         self.log = folder / "log"
         command = [sys.executable, *start, "--port=0", "--device_type=cpu", "--dtype=float32", *args]
         env = os.environ | {"NANOCHAT_BASE_DIR": str(folder), "NANOCHAT_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(command, cwd=REPO, env=env, stdout=log, stderr=subprocess.STDOUT)
-        deadline = time.monotonic() + 300
-        while not (found := re.search(r"^(http://127.0.0.1:(\d+)) serves tiny-", self.log.read_text(), re.MULTILINE)):
+        deadline, ready = time.monotonic() + 300, re.compile(r"^(http://127.0.0.1:(\d+)) serves tiny-", re.MULTILINE)
+        while not (found := ready.search(self.log.read_text())):
             assert time.monotonic() < deadline and self.process.poll() is None, self.log.read_text()
             time.sleep(0.05)
         self.url, self.port = found[1], int(found[2])
         self.http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=300)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
 
+    def ask(self, *contents, model: str = "tiny-sft", client: openai.OpenAI | None = None, **settings):
+        """Greedy unless told otherwise. contents: of the messages, the user's first; none: they are a setting."""
+        settings = {"model": model, "messages": chat(*contents), "temperature": 0} | settings
+        return (client or self.client).chat.completions.create(**settings)
+
     def connect(self, length: int) -> socket.socket:
         """A raw connection on which the head of a request for chat was sent, whose body is that long."""
         raw = socket.create_connection(("127.0.0.1", self.port), timeout=200)
-        head = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", "Content-Type: application/json", f"Content-Length: {length}"]
-        raw.sendall("\r\n".join([*head, "", ""]).encode())
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        raw.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode())
         return raw
 
     def metric(self, name: str) -> float:
-        return sum(float(line.split()[-1]) for line in self.http.get("/metrics").text.splitlines() if line.startswith(name + "{"))
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
 
     def wait_until(self, name: str, value: float) -> None:
         deadline = time.monotonic() + 200
@@ -120,7 +134,7 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory):
+def servers():
     """Those that were started: the last one may be alive."""
     started = []
     yield started
@@ -135,8 +149,8 @@ def server(servers, tmp_path_factory):
     if not servers or servers[-1].process.poll() is not None:
         servers.append(Running(
             tmp_path_factory.mktemp("server"), {"sft": writing_model(), "rl": talking_model()}, "--source=sft, rl",
-            f"--max_batch={PLACES}", f"--max_queue={QUEUE}", "--max_body_bytes=100000", "--max_messages=9", "--max_chars=50000",
-            "--max_new_tokens=2000", f"--max_n={MOST}"))
+            f"--max_batch={PLACES}", f"--max_queue={QUEUE}", "--max_body_bytes=100000", "--max_messages=9",
+            "--max_chars=50000", "--max_new_tokens=2000", f"--max_n={MOST}"))
     return servers[-1]
 
 
@@ -147,71 +161,69 @@ def engines():
 
 
 def test_the_official_client_chats(server, engines):
-    """Whole and as a stream: the text of Engine.generate, the calculator's part apart from it, usage, and characters whole."""
+    """Whole and as a stream: the text of Engine.generate, the calculator's part apart, usage, whole characters."""
     parts = [{"type": "text", "text": f"{MARKER} <|assistant_end|>"}, {"type": "text", "text": "?"}]
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
-    same = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{MARKER} <|assistant_end|>?"}]
+    same = [{"role": "system", "content": "Be brief."}, *chat(f"{MARKER} <|assistant_end|>?")]
     prompt = prompt_of(same)
     assert SPECIAL("<|assistant_end|>") not in prompt, "what users write is text"
     expected = engines["tiny-rl"].generate([prompt])[0]
     assert to_parts(TOKENIZER, expected.tokens) == SAID, "the model does what it was made for"
 
     ask = {"model": "tiny-rl", "messages": messages}
-    whole = server.client.chat.completions.create(**ask, user="me", store=False, presence_penalty=0, response_format={"type": "text"})
+    neutral = {"user": "me", "store": False, "presence_penalty": 0, "response_format": {"type": "text"}}
+    whole = server.ask(**ask, **neutral)
     [choice] = whole.choices
-    assert (whole.object, whole.model, choice.finish_reason, choice.message.role) == ("chat.completion", "tiny-rl", "stop", "assistant")
-    assert choice.message.content == "Wel 😀:so,北!" and choice.message.parts == SAID
-    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(expected.tokens), "total_tokens": len(prompt) + len(expected.tokens)}
+    assert (whole.object, whole.model, choice.finish_reason) == ("chat.completion", "tiny-rl", "stop")
+    message = choice.message
+    assert (message.role, message.content, message.parts) == ("assistant", CONTENT, SAID)
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(expected.tokens)}
+    usage["total_tokens"] = sum(usage.values())
     assert whole.usage.model_dump(include=set(usage)) == usage
 
-    *chunks, last = server.client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    *chunks, last = server.ask(**ask, stream=True, stream_options={"include_usage": True})
     assert last.choices == [] and last.usage.model_dump(include=set(usage)) == usage
     assert len({chunk.id for chunk in [*chunks, last]}) == 1 and chunks[0].id != whole.id
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert deltas[0].role == "assistant" and not any(delta.role for delta in deltas[1:])
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
-    texts = [delta.content for delta in deltas if delta.content]
-    assert "".join(texts) == choice.message.content and not any("\ufffd" in text for text in texts)
+    assert streamed(chunks) == CONTENT and not any("\ufffd" in (delta.content or "") for delta in deltas)
     with server.client.chat.completions.stream(**ask, n=2) as helper:
         for _ in helper:
             pass
-        for streamed in helper.get_final_completion().choices:
-            parts = [{name: part[name] for name in ("type", "text")} for part in streamed.message.parts]
-            assert parts == SAID and streamed.message.content == choice.message.content, "what the helper puts together"
+        for choice in helper.get_final_completion().choices:
+            parts = [{name: part[name] for name in ("type", "text")} for part in choice.message.parts]
+            assert parts == SAID and choice.message.content == CONTENT, "what the helper puts together"
 
     # What was received can be sent back as it is, and is what the model wrote.
-    more = [*messages, streamed.message, {"role": "user", "content": "Go on"}]
-    again = server.client.chat.completions.create(model="tiny-rl", messages=more)
-    sent = [*same, {"role": "assistant", "content": SAID}, {"role": "user", "content": "Go on"}]
-    assert again.usage.prompt_tokens == len(prompt_of(sent)) and again.choices[0].message.content == choice.message.content
+    again = server.ask(model="tiny-rl", messages=[*messages, choice.message, *chat("Go on")])
+    sent = [*same, {"role": "assistant", "content": SAID}, *chat("Go on")]
+    assert again.usage.prompt_tokens == len(prompt_of(sent)) and again.choices[0].message.content == CONTENT
 
 
 def test_stop_strings_whatever_the_tokens(server):
-    """Every token of this model is a byte: each string begins in one token and ends in another, one even beyond the calculator's part."""
-    for stop, content in (("o,北", "Wel 😀:s"), (["zz", " 😀"], "Wel"), (":s", "Wel 😀"), (["never", "北!?"], "Wel 😀:so,北!")):
-        ask = {"model": "tiny-rl", "messages": chat("?"), "stop": stop}
-        [choice] = server.client.chat.completions.create(**ask).choices
+    """Every token is a byte: each string begins in one token and ends in another, even beyond the calculator's part."""
+    for stop, content in (
+        ("o,北", "Wel 😀:s"), (["zz", " 😀"], "Wel"), (":s", "Wel 😀"), (["never", "北!?"], CONTENT),
+    ):
+        [choice] = server.ask("?", model="tiny-rl", stop=stop).choices
         assert (choice.message.content, choice.finish_reason) == (content, "stop")
-        chunks = list(server.client.chat.completions.create(**ask, stream=True))
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == content
+        assert streamed(server.ask("?", model="tiny-rl", stop=stop, stream=True)) == content
 
 
 def test_samples_seeds_and_lengths(server, engines):
-    """n samples of one seed are the engine's; greedy is greedy; a length ends an answer, the server's own limit as well."""
-    messages = chat(f"{MARKER} what?")
-    ask = {"model": "tiny-sft", "messages": messages, "max_tokens": 20, "temperature": 1.5, "top_p": 0.9, "extra_body": {"top_k": 40}, "seed": 5}
-    sampling = SamplingParams(20, 1.5, 40, 0.9, seed=5)
-    expected = [text_of(answer.tokens) for answer in engines["tiny-sft"].generate([prompt_of(messages)], sampling, num_samples=3)]
+    """n samples of one seed are the engine's; a length ends an answer, the server's own limit as well."""
+    question = f"{MARKER} what?"
+    ask = {"max_tokens": 20, "temperature": 1.5, "top_p": 0.9, "extra_body": {"top_k": 40}, "seed": 5, "n": 3}
+    answers = engines["tiny-sft"].generate([prompt_of(chat(question))], SamplingParams(20, 1.5, 40, 0.9, seed=5), 3)
+    expected = [text_of(answer) for answer in answers]
     assert len(set(expected)) == 3
-    three = server.client.chat.completions.create(**ask, n=3)
+    three = server.ask(question, **ask)
     assert [choice.message.content for choice in three.choices] == expected and three.usage.completion_tokens == 60
     assert {choice.finish_reason for choice in three.choices} == {"length"}
-    streamed = {}
-    for chunk in server.client.chat.completions.create(**ask, n=3, stream=True):
-        [choice] = chunk.choices
-        streamed[choice.index] = streamed.get(choice.index, "") + (choice.delta.content or "")
-    assert [streamed[i] for i in range(3)] == expected
-    limited = server.client.chat.completions.create(model="tiny-sft", messages=messages, max_completion_tokens=10**6, **GREEDY)
+    chunks = list(server.ask(question, **ask, stream=True))
+    assert [streamed(chunk for chunk in chunks if chunk.choices[0].index == i) for i in range(3)] == expected
+    limited = server.ask(question, max_completion_tokens=10**6)
     assert limited.usage.completion_tokens == 2000 and limited.choices[0].finish_reason == "length"
 
 
@@ -221,72 +233,83 @@ def test_completions_and_models(server, engines):
     prompts = [[bos, *TOKENIZER.encode(text)] for text in texts]
     answers = engine.generate(prompts, SamplingParams(16, temperature=0, tools=False))
     expected = ["".join(part["text"] for part in to_parts(TOKENIZER, answer.tokens)) for answer in answers]
-    several = server.client.completions.create(model="tiny-sft", prompt=texts, n=2, **GREEDY)
+
+    def complete(prompt, **settings):
+        return server.client.completions.create(model="tiny-sft", prompt=prompt, temperature=0, **settings)
+
+    several = complete(texts, n=2)
     assert [choice.text for choice in several.choices] == [expected[0]] * 2 + [expected[1]] * 2
     assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (sum(map(len, prompts)), 64)
     for prompt in (prompts[0], prompts[0][1:], [prompts[0]]):
-        assert server.client.completions.create(model="tiny-sft", prompt=prompt, **GREEDY).choices[0].text == expected[0]
-    chunks = list(server.client.completions.create(model="tiny-sft", prompt=texts[1], stream=True, **GREEDY))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == expected[1] and chunks[-1].choices[0].finish_reason == "length"
+        assert complete(prompt).choices[0].text == expected[0]
+    chunks = [chunk.choices[0] for chunk in complete(texts[1], stream=True)]
+    assert "".join(chunk.text for chunk in chunks) == expected[1] and chunks[-1].finish_reason == "length"
 
-    listed = list(server.client.models.list())
-    assert [model.id for model in listed] == ["tiny-sft", "tiny-rl"] and server.client.models.retrieve("tiny-rl") == listed[1]
-    assert (listed[0].context_length, listed[0].max_tokens, listed[1].max_tokens) == (2048, 2000, 256)
+    sft, rl = server.client.models.list()
+    assert [sft.id, rl.id] == ["tiny-sft", "tiny-rl"] and server.client.models.retrieve("tiny-rl") == rl
+    assert (sft.context_length, sft.max_tokens, rl.max_tokens) == (2048, 2000, 256)
 
 
-def test_errors_are_the_official_clients(server):
-    create, client = server.client.chat.completions.create, server.client
+@pytest.mark.parametrize("words, settings", [
+    ("temperature: .*greater than or equal to 0", {"temperature": -1}), ("max_tokens: .*integer", {"max_tokens": "3"}),
+    ("top_p: .*less than or equal to 1", {"top_p": 1.5}), ("seed: .*integer", {"seed": 0.5}),
+    ("n=37 .*at most 36", {"n": MOST + 1}), ("stop: .*at most 4", {"stop": list("abcde")}),
+    (r"stop.*at least 1 character", {"stop": ""}), ("min_p is not supported", {"extra_body": {"min_p": 0.1}}),
+    ("tools is not supported", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    ("logprobs is not supported", {"logprobs": True}), ("frequency_penalty is not", {"frequency_penalty": 0.5}),
+    ("logit_bias is not", {"logit_bias": {"5": 1}}), ("response_format is not", {"response_format": {"type": "json"}}),
+    (r"messages\[1\].role: .*'system', 'developer', 'user' or 'assistant'",
+     {"messages": [*chat("?"), {"role": "tool", "content": "1", "tool_call_id": "1"}]}),
+    ("take turns", {"messages": chat("a", "b")[1:]}), ("no messages", {"messages": []}),
+    ("the last message", {"messages": chat("a", "b")}), ("messages; at most 9", {"messages": chat(*"0123456789")}),
+    ("only come first", {"messages": [*chat("a", "b"), {"role": "system", "content": ""}]}),
+    (r"content must be a text or a list", {"messages": chat(None)}),
+    (r"messages\[0\].parts\[0\].type: .*'text'", {"messages": chat([{"type": "image_url", "image_url": {}}])}),
+    ("only the assistant's content may have parts", {"messages": chat([{"type": "python", "text": "1"}])}),
+    ("tool calls are not supported", {"messages": [*chat("a"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]}),
+    ("characters; at most 50,000", {"messages": chat("x" * 50001)}),
+    (r"This model's maximum context length is 2048 tokens\. However, your messages resulted in 20\d\d tokens",
+     {"messages": chat("x" * 2045)}),
+])
+def test_what_is_wrong_with_a_request_is_said(server, words, settings):
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
+        server.ask(MARKER, **{"max_tokens": 3} | settings)
+    field = next(iter(settings.get("extra_body", settings)))
+    assert set(caught.value.body) == ERROR and caught.value.param.startswith(field)
+    assert (caught.value.code == "context_length_exceeded") == ("maximum context length" in words)
+    assert (caught.value.code == "unsupported_parameter") == (" is not" in words)
 
-    def fails(kind: type[openai.APIStatusError], words: str, **changes) -> openai.APIStatusError:
-        with pytest.raises(kind, match=words) as caught:
-            create(**{"model": "tiny-sft", "messages": chat(MARKER), "max_tokens": 3} | changes)
-        assert set(caught.value.body) == {"message", "type", "param", "code"}
-        return caught.value
 
+@pytest.mark.parametrize("words, settings", [
+    ("within 0 and 267", {"prompt": [1, 268]}), ("echo is not supported", {"prompt": "?", "echo": True}),
+    (f"takes at most {MOST}", {"prompt": ["?"] * (MOST + 1)}), ("a list of tokens", {"prompt": []}),
+    ("logprobs", {"prompt": "?", "logprobs": 0}), ("a list of tokens", {"prompt": [[]]}),
+])
+def test_what_is_wrong_with_a_completion_is_said(server, words, settings):
+    with pytest.raises(openai.BadRequestError, match=words):
+        server.client.completions.create(model="tiny-sft", **settings)
+
+
+def test_keys_and_models_that_are_unknown(server):
     for key in ("wrong", KEY + "x"):
         with pytest.raises(openai.AuthenticationError):
-            client.with_options(api_key=key).chat.completions.create(model="tiny-sft", messages=chat("?"))
+            server.ask("?", client=server.client.with_options(api_key=key))
     for header in (b"", b"Bearer", b"Basic " + KEY.encode(), KEY.encode(), b"Bearer cl\xe9"):
         assert server.http.get("/v1/models", headers={"Authorization": header}).status_code == 401
     assert server.http.get("/health", headers={"Authorization": ""}).status_code == 200
-    assert fails(openai.NotFoundError, "no model 'gpt'; this server has tiny-sft, tiny-rl", model="gpt").code == "model_not_found"
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt'; this server has tiny-sft, tiny-rl") as caught:
+        server.ask("?", model="gpt")
+    assert caught.value.code == "model_not_found"
     with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("gpt")
-    bad = openai.BadRequestError
-    words = r"This model's maximum context length is 2048 tokens\. However, your messages resulted in 20\d\d tokens"
-    assert fails(bad, words, messages=chat("x" * 2045)).code == "context_length_exceeded"
-    assert fails(bad, "temperature", temperature=-1).param == "temperature"
-    assert fails(bad, "max_tokens", max_tokens="3").param == "max_tokens"
-    assert fails(bad, r"messages\[1\].*role 'tool'", messages=[*chat("?"), {"role": "tool", "content": "1", "tool_call_id": "1"}]).param == "messages[1].role"
-    assert fails(bad, "unknown parameter: min_p", extra_body={"min_p": 0.1}).code == "unknown_parameter"
-    for changes in ({"tools": [{"type": "function", "function": {"name": "f"}}]}, {"logprobs": True}, {"response_format": {"type": "json_object"}},
-                    {"frequency_penalty": 0.5}, {"logit_bias": {"5": 1}}):
-        assert fails(bad, "not supported", **changes).param == next(iter(changes))
-    for words, changes in (
-        ("at most 4 strings", {"stop": list("abcde")}), ("1 to 256", {"stop": ""}), ("top_p", {"top_p": 1.5}), ("seed: .*integer", {"seed": 0.5}),
-        ("take turns", {"messages": chat("a", "b")[1:]}), ("no messages", {"messages": []}), ("the last message", {"messages": chat("a", "b")}),
-        ("at most 9", {"messages": chat(*"0123456789")}), ("only come first", {"messages": [*chat("a", "b"), {"role": "system", "content": ""}]}),
-        ("a type .text. and a text", {"messages": chat([{"type": "image_url", "image_url": {"url": "x"}}])}), (f"at most {MOST}", {"n": MOST + 1}),
-        ("characters", {"messages": chat("x" * 50001)}), ("a text or a list", {"messages": [{"role": "user", "content": None}]}),
-    ):
-        fails(bad, words, **changes)
-    with pytest.raises(bad, match="within 0 and 267"):
-        client.completions.create(model="tiny-sft", prompt=[1, 268])
-    with pytest.raises(bad, match="echo is not supported"):
-        client.completions.create(model="tiny-sft", prompt="?", echo=True)
-    with pytest.raises(bad, match=f"takes at most {MOST}"):
-        client.completions.create(model="tiny-sft", prompt=["?"] * (MOST + 1))
-    with pytest.raises(bad, match="a list of tokens"):
-        client.completions.create(model="tiny-sft", prompt=[])
+        server.client.models.retrieve("gpt")
 
 
 def test_bodies_that_are_none(server):
-    """Wrong JSON, wrong kinds, too long bodies with and without a length: a status and OpenAI's shape each time, before it is all there."""
-    post = {"url": "/v1/chat/completions", "headers": {"Content-Type": "application/json"}}
-    contents = [f'{{"model": "{MARKER}', "[" * 90000, "[]", b"\xff\xfe", "", '{"model": NaN}', "x" * 10**7]
-    for status, content in zip([400] * 6 + [413], contents):
-        response = server.http.post(**post, content=content)
-        assert response.status_code == status and set(response.json()["error"]) == {"message", "type", "param", "code"}, content[:20]
+    """Wrong JSON, wrong kinds, too long bodies with and without a length: a status and OpenAI's shape each time."""
+    post = {"url": CHAT, "headers": {"Content-Type": "application/json"}}
+    bad_json = f'{{"model": "{MARKER}', "[" * 90000, "[]", b"\xff\xfe", "", '{"model": NaN}'
+    contents = [(400, content) for content in bad_json] + [(413, "x" * 10**7)]
+    responses = [(status, server.http.post(**post, content=content)) for status, content in contents]
     sent = 0
 
     def parts():
@@ -295,61 +318,65 @@ def test_bodies_that_are_none(server):
             sent += 10**4
             yield b"x" * 10**4
 
-    assert server.http.post(**post, content=parts()).status_code == 413 and sent < 10**7
+    responses.append((413, server.http.post(**post, content=parts())))
+    assert sent < 10**7, "refused before it was all there"
     with server.connect(10**7) as raw:
         assert raw.recv(100).startswith(b"HTTP/1.1 413")
-    assert server.http.post("/v1/completions", content="{}", headers={"Content-Type": "text/plain"}).status_code == 415
-    for method, path, status in (("GET", "/nope", 404), ("POST", "/chat/completions", 404), ("GET", "/v1/completions", 405), ("PUT", "/", 405)):
-        response = server.http.request(method, path)
-        assert response.status_code == status and set(response.json()["error"]) == {"message", "type", "param", "code"}
+    text = {"Content-Type": "text/plain"}
+    responses.append((415, server.http.post("/v1/completions", content="{}", headers=text)))
+    for method, path, status in (
+        ("GET", "/nope", 404), ("POST", "/chat/completions", 404), ("GET", "/v1/completions", 405), ("PUT", "/", 405),
+    ):
+        responses.append((status, server.http.request(method, path)))
+    for status, response in responses:
+        assert response.status_code == status and set(response.json()["error"]) == ERROR, response.text
 
 
 def test_32_streams_at_once_are_what_each_is_alone(server, engines):
     """Four times as many as there are places, greedy in float32: token for token the engine's, in company and alone."""
-    conversations = [chat(f"{MARKER} {i} " + "and so on " * (i % 7)) for i in range(32)]
+    questions = [f"{MARKER} {i} " + "and so on " * (i % 7) for i in range(32)]
     lengths = [30 + 5 * (i % 5) for i in range(32)]
     samplings = [SamplingParams(length, temperature=0) for length in lengths]
-    expected = [text_of(answer.tokens) for answer in engines["tiny-sft"].generate([prompt_of(messages) for messages in conversations], samplings)]
+    answers = engines["tiny-sft"].generate([prompt_of(chat(question)) for question in questions], samplings)
+    expected = [text_of(answer) for answer in answers]
     assert len(set(expected)) > 16, "models that always say the same test little"
 
     def ask(i: int) -> str:
-        stream = server.client.chat.completions.create(model="tiny-sft", messages=conversations[i], max_tokens=lengths[i], stream=True, **GREEDY)
-        chunks = list(stream)
+        chunks = list(server.ask(questions[i], max_tokens=lengths[i], stream=True))
         assert chunks[-1].choices[0].finish_reason == "length"
-        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        return streamed(chunks)
 
     with ThreadPoolExecutor(32) as pool:
         together = list(pool.map(ask, range(32)))
     assert together == expected == [ask(i) for i in range(32)]
 
 
-def test_who_goes_away_frees_the_places(server):
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_goes_away_frees_the_places(server, stream):
     """One client has all places and its share of the queue; when it goes, streaming or not, the next is served."""
-    everything = {"model": "tiny-sft", "messages": chat(MARKER), "n": MOST, "max_tokens": 2000}
-    for streaming in (True, False):
-        body = json.dumps(everything | {"stream": streaming}).encode()
-        with server.connect(len(body)) as raw:
-            raw.sendall(body)
-            server.wait_until("nanochat_running", PLACES)
-            assert server.metric("nanochat_queue_length") == QUEUE // 2
-            with pytest.raises(openai.RateLimitError) as caught:
-                server.client.chat.completions.create(**everything | {"n": 1})
-            assert int(caught.value.response.headers["retry-after"]) >= 1 and caught.value.code == "rate_limit_exceeded"
-        server.wait_until("nanochat_running", 0)
-        assert server.metric("nanochat_queue_length") == 0
-        assert server.client.chat.completions.create(**everything | {"n": 1, "max_tokens": 5}).usage.completion_tokens == 5
+    everything = {"model": "tiny-sft", "messages": chat(MARKER), "n": MOST, "max_tokens": 2000, "stream": stream}
+    body = json.dumps(everything).encode()
+    with server.connect(len(body)) as raw:
+        raw.sendall(body)
+        server.wait_until("nanochat_running", PLACES)
+        assert server.metric("nanochat_queue_length") == QUEUE // 2
+        with pytest.raises(openai.RateLimitError) as caught:
+            server.ask(MARKER)
+        assert int(caught.value.response.headers["retry-after"]) >= 1 and caught.value.code == "rate_limit_exceeded"
+    server.wait_until("nanochat_running", 0)
+    assert server.metric("nanochat_queue_length") == 0
+    assert server.ask(MARKER, max_tokens=5).usage.completion_tokens == 5
 
 
 def test_one_client_leaves_room_for_others(server):
     """One address has all places and waits for more: it gets no more of the queue, and another address is next."""
-    ask = {"model": "tiny-sft", "messages": chat(MARKER)} | GREEDY
     with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2")) as http:
         other = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60, http_client=http)
-        with server.client.chat.completions.create(**ask, max_tokens=400, n=MOST, stream=True):
+        with server.ask(MARKER, max_tokens=400, n=MOST, stream=True):
             server.wait_until("nanochat_running", PLACES)
             with pytest.raises(openai.RateLimitError):
-                server.client.chat.completions.create(**ask, n=MOST - PLACES)
-            assert other.chat.completions.create(**ask, n=2, max_tokens=5).usage.completion_tokens == 10
+                server.ask(MARKER, n=MOST - PLACES)
+            assert server.ask(MARKER, client=other, n=2, max_tokens=5).usage.completion_tokens == 10
             assert server.metric("nanochat_queue_length") > 0, "that did not wait for the whole queue"
     server.wait_until("nanochat_running", 0)
 
@@ -357,7 +384,8 @@ def test_one_client_leaves_room_for_others(server):
 def test_a_flood_is_told_to_come_again(server):
     """More than can wait: every one gets an answer or 429 with Retry-After, and afterwards the server is as before."""
     def ask(i: int) -> int:
-        response = server.http.post("/v1/chat/completions", json={"model": "tiny-sft", "messages": chat(f"{MARKER} {i}"), "max_tokens": 300, "n": 2})
+        body = {"model": "tiny-sft", "messages": chat(f"{MARKER} {i}"), "max_tokens": 300, "n": 2}
+        response = server.http.post(CHAT, json=body)
         assert response.status_code == 200 or response.status_code == 429 and int(response.headers["retry-after"]) >= 1
         return response.status_code
 
@@ -366,22 +394,36 @@ def test_a_flood_is_told_to_come_again(server):
     assert 18 <= statuses.count(200) < 40, "at least as many as places and queue hold; not everyone"
     assert server.metric("nanochat_running") == server.metric("nanochat_queue_length") == 0 and ask(0) == 200
     health = server.http.get("/health")
-    assert health.status_code == 200 and health.json() == {"status": "ok", "models": {"tiny-sft": ["ready"], "tiny-rl": ["ready"]}}
+    states = {"tiny-sft": ["ready"], "tiny-rl": ["ready"]}
+    assert health.status_code == 200 and health.json() == {"status": "ok", "models": states}
     text = server.http.get("/metrics").text
-    assert 'nanochat_requests_total{path="/v1/chat/completions",status="429"}' in text and "nanochat_time_to_first_token_seconds_bucket" in text
+    assert f'nanochat_requests_total{{path="{CHAT}",status="429"}}' in text
+    assert "nanochat_time_to_first_token_seconds_bucket" in text
 
 
 def test_one_request_cannot_spoil_it_for_others(server):
-    """Numbers beyond any tensor, and bodies that are wrong in a hundred thousand places, while another answer is being written."""
-    other = server.client.chat.completions.create(model="tiny-sft", messages=chat("hello"), max_tokens=300, temperature=0, stream=True)
+    """Numbers beyond any tensor, and bodies wrong in thousands of places, while another answer is being written."""
+    other = server.ask("hello", max_tokens=300, stream=True)
     next(other)
     huge = {"model": "tiny-sft", "messages": chat("x"), "max_tokens": 3, "top_p": 0.9, "seed": -(2**90)}
     for top_k in (2**31, 2**63, 2**90):
-        assert server.http.post("/v1/chat/completions", json=huge | {"top_k": top_k}).status_code in (200, 400)
-    started = time.monotonic()
-    wrong = server.http.post("/v1/chat/completions", content=b'{"model":"tiny-sft","messages":[' + b"1," * 49_000 + b"1]}", headers={"Content-Type": "application/json"})
-    assert wrong.status_code == 400 and len(wrong.content) < 1000 and time.monotonic() - started < 20
+        assert server.http.post(CHAT, json=huge | {"top_k": top_k}).status_code in (200, 400)
+    json_header = {"Content-Type": "application/json"}
+    for start, end in ((b"", b""), (b'{"role":"user","content":[', b"]}")):
+        started = time.monotonic()
+        content = b'{"model":"tiny-sft","messages":[' + start + b"1," * 49_000 + b"1" + end + b"]}"
+        wrong = server.http.post(CHAT, content=content, headers=json_header)
+        assert wrong.status_code == 400 and len(wrong.content) < 1000 and time.monotonic() - started < 20
     assert sum(1 for chunk in other) > 1, "it has not been ended"
+
+
+def run_async(test):
+    """A test that is a coroutine."""
+    @functools.wraps(test)
+    def run(*args, **kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 300))
+
+    return run
 
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -405,7 +447,8 @@ def test_idle_connections_do_not_lock_out_others(server):
         other = stack.enter_context(stuck(server, "127.0.0.2"))
         many = [stack.enter_context(stuck(server, "127.0.0.1")) for _ in range(MAX_CONNECTIONS + 1)]
         for address in ("127.0.0.1", "127.0.0.3"):
-            with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=WAIT_SECONDS / 3) as newcomer:
+            transport = httpx.HTTPTransport(local_address=address)
+            with httpx.Client(transport=transport, timeout=WAIT_SECONDS / 3) as newcomer:
                 assert newcomer.get(f"{server.url}/health").status_code == 200, "long before any deadline"
         with contextlib.suppress(ConnectionError):
             assert many[0].recv(1) == b"", "the oldest one is closed"
@@ -414,20 +457,26 @@ def test_idle_connections_do_not_lock_out_others(server):
             assert raw.recv(100).startswith(b"HTTP/1.1 200"), "these may go on with their request"
 
 
+async def until(condition) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
 @contextlib.asynccontextmanager
-async def guarded_server():
-    """A server in this process: its port and connections. /work takes a second, /much fits into no buffer."""
+async def guarded_server(work: asyncio.Event):
+    """A server in this process: its port and connections. /work waits for `work`, /much fits into no buffer."""
     async def app(scope, receive, send) -> None:
-        await asyncio.sleep(1 if scope["path"] == "/work" else 0)
+        if scope["path"] == "/work":
+            await work.wait()
         await Response(b"x" * (10**6 if scope["path"] == "/much" else 10))(scope, receive, send)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # which its connections have, too
-        config = uvicorn.Config(app, http=Impatient, log_level="error", lifespan="off", timeout_graceful_shutdown=2)
+        config = uvicorn.Config(
+            app, http=ImpatientProtocol, log_level="error", lifespan="off", timeout_graceful_shutdown=2)
         server = uvicorn.Server(config)
         running = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.started:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.started)
         yield listener.getsockname()[1], server.server_state.connections
         server.should_exit = True
         await running
@@ -443,63 +492,48 @@ def get(path: str) -> bytes:
     return HEALTH.replace(b"/health", path.encode())
 
 
-def test_clients_that_keep_the_server_waiting_are_dropped(monkeypatch):
+@run_async
+async def test_clients_that_keep_the_server_waiting_are_dropped(monkeypatch):
     """Nothing sent; half a head; half of a second one; half a body; nothing read. A slow answer is waited for."""
-    monkeypatch.setattr(nanochat.serve.responses, "WAIT_SECONDS", 0.5)
-
-    async def run() -> None:
-        async with guarded_server() as (port, connections):
-            body = get("/work").replace(b"GET", b"POST").replace(b"\r\n\r\n", b"\r\nContent-Length: 9\r\n\r\nx")
-            heads = b"", b"GET / HT", get("/") + b"G", body, get("/much"), get("/work")
-            slow = [await send(port, data) for data in heads]
-            assert (await slow[-1][0].readline()).startswith(b"HTTP/1.1 200")
-            async with asyncio.timeout(20):
-                while connections:
-                    await asyncio.sleep(0.01)
-            for _, writer in slow:
-                writer.close()
-
-    asyncio.run(run())
+    monkeypatch.setattr(nanochat.serve.connections, "WAIT_SECONDS", 0.3)
+    async with guarded_server(work := asyncio.Event()) as (port, connections):
+        body = get("/work").replace(b"GET", b"POST").replace(b"\r\n\r\n", b"\r\nContent-Length: 9\r\n\r\nx")
+        heads = get("/work"), b"", b"GET / HT", get("/") + b"G", body, get("/much")
+        clients = [await send(port, data) for data in heads]
+        await until(lambda: len(connections) == len(heads))
+        await until(lambda: len(connections) == 1)
+        work.set()
+        assert (await clients[0][0].readline()).startswith(b"HTTP/1.1 200")
+        await until(lambda: not connections)
+        for _, writer in clients:
+            writer.close()
 
 
-def test_who_reads_nothing_gives_way_to_others(monkeypatch):
-    """All connections are taken, by two clients that do not read and one at work: a new one replaces one of the former."""
-    monkeypatch.setattr(nanochat.serve.responses, "MAX_CONNECTIONS", 3)
-
-    async def run() -> None:
-        async with guarded_server() as (port, connections):
-            others = [await send(port, get("/work")), await send(port, get("/much")), await send(port, get("/much"))]
-            async with asyncio.timeout(20):
-                while sum(one.flow.write_paused for one in connections) < 2:
-                    await asyncio.sleep(0.01)
-                for _ in range(2):
-                    reader, writer = await send(port, get("/"))
-                    assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-                    writer.close()
-                assert (await others[0][0].readline()).startswith(b"HTTP/1.1 200")
-            for _, writer in others:
-                writer.close()
-
-    asyncio.run(run())
-
-
-def test_pages_of_other_names_are_not_answered():
-    """Where there is no key, a web page could have its own name point here: only the machine's own names are answered."""
-    async def statuses() -> list[int]:
-        app = create_app([], LIMITS, hosts=("localhost", "127.0.0.1", "[::1]"))
-        urls = ["http://127.0.0.1:8000", "http://localhost", "http://[::1]:80", "http://evil.example:8000", "http://localhost.evil.example"]
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
-            return [(await client.get(f"{url}/v1/models")).status_code for url in urls]
-
-    assert asyncio.run(statuses()) == [200, 200, 200, 421, 421]
+@run_async
+async def test_who_reads_nothing_gives_way_to_others(monkeypatch):
+    """All connections are taken, by two clients that do not read and one at work: a new one replaces one of the two."""
+    monkeypatch.setattr(nanochat.serve.connections, "MAX_CONNECTIONS", 3)
+    async with guarded_server(work := asyncio.Event()) as (port, connections):
+        others = [await send(port, get(path)) for path in ("/work", "/much", "/much")]
+        await until(lambda: sum(one.flow.write_paused for one in connections) == 2)
+        for _ in range(2):
+            reader, writer = await send(port, get("/"))
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.close()
+        work.set()
+        assert (await others[0][0].readline()).startswith(b"HTTP/1.1 200")
+        for _, writer in others:
+            writer.close()
 
 
 def test_the_page_and_who_may_ask(server):
     """The page runs its own scripts only; no other site may read an answer."""
-    page = server.http.get("/", headers={"Origin": "https://elsewhere.example"})
+    origin = {"Origin": "https://elsewhere.example"}
+    page = server.http.get("/", headers=origin)
     policy = page.headers["content-security-policy"]
-    assert page.status_code == 200 and "default-src 'none'" in policy and "connect-src 'self'" in policy and "unsafe" not in policy
-    preflight = server.http.options("/v1/chat/completions", headers={"Origin": "https://elsewhere.example", "Access-Control-Request-Method": "POST"})
+    assert page.status_code == 200 and "unsafe" not in policy
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy
+    preflight = server.http.options(CHAT, headers=origin | {"Access-Control-Request-Method": "POST"})
     assert not any(name.startswith("access-control") for response in (page, preflight) for name in response.headers)
 
 
@@ -510,12 +544,13 @@ def test_head_and_the_root_of_the_interface(server):
         assert head.status_code == whole.status_code == 200 and head.content == b"" and len(whole.content) > 0
         names = set(head.headers) - {"date", "content-length"}
         assert {name: head.headers[name] for name in names} == {name: whole.headers[name] for name in names}
+        assert whole.headers["x-content-type-options"] == "nosniff" and whole.headers["cache-control"] == "no-store"
         if path != "/metrics":  # which is another one each time
             assert head.headers["content-length"] == str(len(whole.content))
-    assert [server.http.head(path).status_code for path in ("/nope", "/v1/chat/completions")] == [404, 405]
+    assert [server.http.head(path).status_code for path in ("/nope", CHAT)] == [404, 405]
     for path in ("/v1", "/v1/"):
         endpoints = server.http.get(path, follow_redirects=True).json()["endpoints"]
-        assert {"GET /v1/models", "POST /v1/chat/completions", "POST /v1/completions"} <= set(endpoints)
+        assert {"GET /v1/models", f"POST {CHAT}", "POST /v1/completions"} <= set(endpoints)
 
 
 FRAGILE = """
@@ -546,8 +581,8 @@ def test_a_base_model_behind_a_proxy_until_its_worker_dies(tmp_path):
         assert (listed.id, listed.chat) == ("tiny-base", False)
         text = [TOKENIZER.get_bos_token_id(), *TOKENIZER.encode(f"Once\n\nupon\n\n{MARKER}")]
         [expected] = Engine(model, TOKENIZER).generate([text], SamplingParams(20, temperature=0, tools=False))
-        ask = {"model": "tiny-base", "messages": chat("Once", "upon", MARKER), "max_tokens": 20} | GREEDY
-        answer = server.client.chat.completions.create(**ask)
+        ask = {"model": "tiny-base", "max_tokens": 20}
+        answer = server.ask("Once", "upon", MARKER, **ask)
         assert answer.choices[0].message.parts == to_parts(TOKENIZER, expected.tokens)
         assert answer.usage.prompt_tokens == len(text)
         names = {"chat.example.org:80": 200, "CHAT.example.org": 200, "localhost": 200, "evil.example": 421}
@@ -558,7 +593,7 @@ def test_a_base_model_behind_a_proxy_until_its_worker_dies(tmp_path):
 
         (tmp_path / "broken").touch()
         with pytest.raises(openai.InternalServerError):
-            server.client.chat.completions.create(**ask)
+            server.ask("Once", **ask)
         assert server.process.wait(timeout=60) == 1
         log = server.log.read_text()
         assert log.endswith("error: the worker of tiny-base has died; the error is above\n")
@@ -570,7 +605,7 @@ def test_a_base_model_behind_a_proxy_until_its_worker_dies(tmp_path):
 
 def test_zz_a_signal_ends_it_with_streams_open(server):
     """Last: within seconds, with code 0 and nothing in the log but the line with the address."""
-    stream = server.client.chat.completions.create(model="tiny-sft", messages=chat(MARKER), max_tokens=2000, n=8, stream=True)
+    stream = server.ask(MARKER, max_tokens=2000, n=8, stream=True)
     with pytest.raises(openai.APIError, match="stopping"):
         for number, _ in enumerate(stream):
             if number == 8:
@@ -580,33 +615,33 @@ def test_zz_a_signal_ends_it_with_streams_open(server):
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+ serves tiny-sft, tiny-rl; Ctrl-C ends it\n", log), log
 
 
-def test_settings_that_cannot_be(monkeypatch):
-    """A line each, before anything is served: a port in use, a model that is not there, numbers out of range."""
+@pytest.mark.parametrize("words, args", [
+    ("cannot listen on 127.0.0.1 port .*: Address already in use; choose", "--port=TAKEN"),
+    ("no model in .*: there is none", "--port=0"), ("0 models in .*sft_checkpoints", "--port=0 --source=sft"),
+    ("source=huge is unknown", "--port=0 --source=huge"), ("different ones", "--source=sft,sft"),
+])
+def test_settings_that_cannot_be(monkeypatch, words, args):
+    """A line each, before anything is served."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the script's own goes with this test
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        for words, *args in (
-            (f"cannot listen on 127.0.0.1 port {port}: Address already in use", f"--port={port}"), ("port=65536", "--port=65536"),
-            ("no model in .*: there is none", "--port=0"), ("0 models in .*sft_checkpoints", "--port=0", "--source=sft"),
-            ("source=huge is unknown", "--port=0", "--source=huge"), ("different ones", "--source=sft, sft"),
-            ("max_batch=0", "--max_batch=0"), ("max_n=0", "--max_n=0"), ("timeout_s=0", "--timeout_s=0"), ("temperature=-1", "--temperature=-1"),
-        ):
-            monkeypatch.setattr(sys, "argv", ["chat_web", "--device_type=cpu", *args])
-            with pytest.raises(UserError, match=words):
-                runpy.run_module("scripts.chat_web", run_name="__main__")
+        args = args.replace("TAKEN", str(taken.getsockname()[1]))
+        monkeypatch.setattr(sys, "argv", ["chat_web", "--device_type=cpu", *args.split()])
+        with pytest.raises(UserError, match=words):
+            runpy.run_module("scripts.chat_web", run_name="__main__")
 
 
 # ---- The application in this process
 
 
 @contextlib.asynccontextmanager
-async def serving(make_engines, origins: list[str] = [], max_queue: int = 8, timeout_s: float = 60.0):
+async def serving(make_engines, origins=(), max_queue: int = 8, timeout_s: float = 60.0):
     """A client of an application with a writing model, and the model."""
     workers = [Worker(make_engine) for make_engine in make_engines]
     model = ServedModel("tiny-sft", TOKENIZER, 2048, 1, 0, 2, max_queue, workers)
-    app = create_app([model], Limits(10**6, 10, 10**5, 2000, 8, timeout_s, 0.0, 0), cors_origins=origins)
+    app = create_app([model], dataclasses.replace(LIMITS, timeout_s=timeout_s), cors_origins=origins)
     async with app.router.lifespan_context(app):
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=300) as client:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as client:
             yield client, model
 
 
@@ -615,27 +650,35 @@ def make_engine() -> Engine:
 
 
 async def ask(client: httpx.AsyncClient, text: str, **changes) -> httpx.Response:
-    return await client.post("/v1/chat/completions", json={"model": "tiny-sft", "messages": chat(text), "max_tokens": 40} | changes)
+    return await client.post(CHAT, json={"model": "tiny-sft", "messages": chat(text), "max_tokens": 40} | changes)
 
 
-def test_two_workers_share_the_requests():
-    async def run() -> None:
-        async with serving([make_engine, make_engine]) as (client, model):
-            alone = [(await ask(client, f"{i}")).json()["choices"] for i in range(6)]
-            together = asyncio.gather(*(ask(client, f"{i}") for i in range(6)))
-            while not all(worker.load == 3 for worker in model.workers):
-                await asyncio.sleep(0)
-            assert [response.json()["choices"] for response in await together] == alone
-            assert [worker.load for worker in model.workers] == [0, 0]
-            assert (await client.get("/health")).json()["models"] == {"tiny-sft": ["ready", "ready"]}
-
-    asyncio.run(asyncio.wait_for(run(), 300))
+@run_async
+async def test_pages_of_other_names_are_not_answered():
+    """Where there is no key, a web page could have its own name point here: only the machine's names are answered."""
+    app = create_app([], LIMITS, hosts=("localhost", "127.0.0.1", "[::1]"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+        for host in ("127.0.0.1:8000", "localhost", "[::1]:80", "evil.example:8000", "localhost.evil.example"):
+            status = 421 if "evil" in host else 200
+            assert (await client.get(f"http://{host}/v1/models")).status_code == status
 
 
-def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeypatch):
+@run_async
+async def test_two_workers_share_the_requests():
+    async with serving([make_engine, make_engine]) as (client, model):
+        alone = [(await ask(client, f"{i}")).json()["choices"] for i in range(6)]
+        together = asyncio.gather(*(ask(client, f"{i}") for i in range(6)))
+        await until(lambda: all(worker.load == 3 for worker in model.workers))
+        assert [response.json()["choices"] for response in await together] == alone
+        assert [worker.load for worker in model.workers] == [0, 0]
+        assert (await client.get("/health")).json()["models"] == {"tiny-sft": ["ready", "ready"]}
+
+
+@run_async
+async def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeypatch):
     """A prompt that cannot be read; a step that fails for all who are in it; a model that can read nothing any more."""
     broken = threading.Event()
-    monkeypatch.setattr(nanochat.serve.worker, "NEWS_EVERY", 1000.0)
+    monkeypatch.setattr(nanochat.serve.worker, "FLUSH_EVERY", 1000.0)
 
     def make_fragile() -> Engine:
         engine = make_engine()
@@ -654,32 +697,30 @@ def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeypatch):
         engine.model.prefill, engine.model.decode = fragile_prefill, fragile_decode
         return engine
 
-    async def run() -> None:
-        async with serving([make_fragile]) as (client, model):
-            expected = (await ask(client, "good")).json()["choices"]
-            good, bad, streamed = await asyncio.gather(ask(client, "good"), ask(client, "bad", n=2), ask(client, "bad", stream=True))
-            assert good.json()["choices"] == expected and bad.status_code == streamed.status_code == 500
-            assert bad.json()["error"]["type"] == "server_error"
-            good, bad = await asyncio.gather(ask(client, "good", n=2), ask(client, "bad"))
-            assert good.status_code == 200 and bad.status_code == 500, "who has just ended is told so, although no step follows"
-            assert (await ask(client, "step", max_tokens=13)).status_code == 500
-            streamed = await ask(client, "step", max_tokens=13, stream=True)
-            assert streamed.status_code == 200 and '"error":' in streamed.text and "[DONE]" not in streamed.text
-            assert (await ask(client, "good")).json()["choices"] == expected and model.workers[0].load == 0
-            assert (await client.get("/health")).status_code == 200
-            broken.set()
-            assert (await ask(client, "good")).status_code == 500
-            while model.workers[0].state != "dead":
-                await asyncio.sleep(0.01)
-            health, after = await client.get("/health"), await ask(client, "good")
-            assert (health.status_code, health.json()["status"]) == (503, "dead") and after.status_code == 503
-
-    asyncio.run(asyncio.wait_for(run(), 300))
+    async with serving([make_fragile]) as (client, model):
+        expected = (await ask(client, "good")).json()["choices"]
+        three = ask(client, "good"), ask(client, "bad", n=2), ask(client, "bad", stream=True)
+        good, bad, chunks = await asyncio.gather(*three)
+        assert good.json()["choices"] == expected and bad.status_code == chunks.status_code == 500
+        assert bad.json()["error"]["type"] == "server_error"
+        good, bad = await asyncio.gather(ask(client, "good", n=2), ask(client, "bad"))
+        assert good.status_code == 200, "what has just ended is sent, although no step follows"
+        assert bad.status_code == (await ask(client, "step", max_tokens=13)).status_code == 500
+        chunks = await ask(client, "step", max_tokens=13, stream=True)
+        assert chunks.status_code == 200 and '"error":' in chunks.text and "[DONE]" not in chunks.text
+        assert (await ask(client, "good")).json()["choices"] == expected and model.workers[0].load == 0
+        assert (await client.get("/health")).status_code == 200
+        broken.set()
+        assert (await ask(client, "good")).status_code == 500
+        await until(lambda: model.workers[0].state == "dead")
+        health, after = await client.get("/health"), await ask(client, "good")
+        assert (health.status_code, health.json()["status"]) == (503, "dead") and after.status_code == 503
     log = capfd.readouterr().err
     assert "RuntimeError" in log and "a worker has died" in log and MARKER not in log
 
 
-def test_others_write_on_between_the_prompts_that_are_read():
+@run_async
+async def test_others_write_on_between_the_prompts_that_are_read():
     """Prompts that come together are read one after the other, a token for everyone in between."""
     done = []
 
@@ -690,76 +731,86 @@ def test_others_write_on_between_the_prompts_that_are_read():
         engine.model.decode = lambda tokens: done.append("write") or decode(tokens)
         return engine
 
-    async def run() -> None:
-        async with serving([make_noting]) as (client, _):
-            request = {"model": "tiny-sft", "prompt": list("abcdef"), "max_tokens": 10}
-            response = await client.post("/v1/completions", json=request)
-            assert len(response.json()["choices"]) == 6
-
-    asyncio.run(asyncio.wait_for(run(), 60))
-    assert done.count("read") == 6 and not any(before == after == "read" for before, after in zip(done, done[1:]))
+    async with serving([make_noting]) as (client, _):
+        request = {"model": "tiny-sft", "prompt": list("abcdef"), "max_tokens": 10}
+        response = await client.post("/v1/completions", json=request)
+        assert len(response.json()["choices"]) == 6
+    assert done.count("read") == 6 and ("read", "read") not in zip(done, done[1:])
 
 
-def test_loading_limits_of_time_and_other_origins():
+@run_async
+async def test_loading_and_limits_of_time():
     """What waits for the model is answered when it is there; time that is over ends an answer, and a wait with 503."""
     loaded = threading.Event()
+    async with serving([lambda: loaded.wait() and make_engine()], timeout_s=0.5) as (client, model):
+        health, early = await client.get("/health"), asyncio.create_task(ask(client, "early"))
+        assert (health.status_code, health.json()["status"]) == (503, "loading")
+        await until(lambda: model.waiting == 1)
+        loaded.set()
+        assert (await early).status_code == 200
+        long = (await ask(client, "long", max_tokens=2000, n=2)).json()
+        assert [choice["finish_reason"] for choice in long["choices"]] == ["length"] * 2
+        assert 2 < long["usage"]["completion_tokens"] < 4000
+        prompts, sampling = [prompt_of(chat("long"))], SamplingParams(2000, temperature=0)
+        first, second = (Request(prompts, sampling, n=2, seconds=0.5) for _ in range(2))
+        model.submit(first)
+        model.submit(second)  # whose time is over at once with that of those before it
+        reasons = [chunk.finish_reason async for chunks in first.chunks() for chunk in chunks]
+        assert [reason for reason in reasons if reason] == ["length"] * 2
+        with pytest.raises(ApiError, match="within 0.5 s"):
+            await anext(second.chunks())
+        assert model.workers[0].load == 0 and (await ask(client, "late")).status_code == 200
 
-    async def run() -> None:
-        async with serving([lambda: loaded.wait() and make_engine()], ["https://friend.example"], timeout_s=0.5) as (client, model):
-            health, early = await client.get("/health"), asyncio.create_task(ask(client, "early"))
-            assert (health.status_code, health.json()["status"]) == (503, "loading")
-            await asyncio.sleep(0.05)
-            loaded.set()
-            assert (await early).status_code == 200
-            long = (await ask(client, "long", max_tokens=2000, n=2)).json()
-            assert [choice["finish_reason"] for choice in long["choices"]] == ["length"] * 2 and 2 < long["usage"]["completion_tokens"] < 4000
-            work = Work([prompt_of(chat("long"))], SamplingParams(2000, temperature=0), n=2, seconds=0.5)
-            first, second = model.submit(work), model.submit(work)  # whose time is over at once with that of those before it
-            assert [one.finish_reason async for news in first.news() for one in news] == ["length"] * 2
-            with pytest.raises(Unavailable, match="within 0.5 s"):
-                await anext(second.news())
-            assert model.workers[0].load == 0 and (await ask(client, "late")).status_code == 200
-            friend = await client.get("/v1/models", headers={"Origin": "https://friend.example"})
-            other = await client.get("/v1/models", headers={"Origin": "https://other.example"})
-            assert friend.headers["access-control-allow-origin"] == "https://friend.example" and "access-control-allow-origin" not in other.headers
-            wanted = "authorization, content-type, x-stainless-lang, x-stainless-retry-count"  # OpenAI's JavaScript client
+
+@run_async
+async def test_pages_of_other_servers_that_may_ask():
+    """As a browser asks first, with the headers of OpenAI's JavaScript client."""
+    wanted = "authorization, content-type, x-stainless-lang, x-stainless-retry-count"
+    async with serving([make_engine], ["https://friend.example"]) as (client, _):
+        for origin, status, allowed in (
+            ("https://friend.example", 200, "https://friend.example"), ("https://other.example", 400, None),
+        ):
+            answer = await client.get("/v1/models", headers={"Origin": origin})
+            assert answer.headers.get("access-control-allow-origin") == allowed
             asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": wanted}
-            for origin, status in (("https://friend.example", 200), ("https://other.example", 400)):
-                preflight = await client.options("/v1/chat/completions", headers=asked | {"Origin": origin})
-                assert preflight.status_code == status and preflight.headers["access-control-allow-headers"] == wanted
-                assert preflight.headers.get("access-control-allow-origin") == (origin if status == 200 else None)
-
-    asyncio.run(asyncio.wait_for(run(), 300))
+            preflight = await client.options(CHAT, headers=asked | {"Origin": origin})
+            assert preflight.status_code == status and preflight.headers["access-control-allow-headers"] == wanted
+            assert preflight.headers.get("access-control-allow-origin") == allowed
 
 
 # ---- Stop strings
 
 
+def text_in(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas if delta.type == "text")
+
+
 def test_stop_strings_as_if_characters_came_one_by_one():
     """Against that very definition, on random texts cut anywhere, with what is not text in between."""
     rng, found = random.Random(0), 0
+
+    def word(letters: str) -> str:
+        return "".join(rng.choices(letters, k=rng.randint(1, 4)))
+
     for _ in range(2000):
-        stops = ["".join(rng.choices("ab", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
-        pieces = [Piece("python", "ab") if rng.random() < 0.2 else Piece("text", "".join(rng.choices("abc", k=rng.randint(1, 4)))) for _ in range(rng.randint(1, 6))]
-        text, expected, ended = "", None, False
-        for character in "".join(piece.text for piece in pieces if piece.type == "text"):
-            text += character
-            if matching := [stop for stop in stops if text.endswith(stop)]:
-                expected, ended = text[: -max(map(len, matching))], True
-                break
-        expected = text if expected is None else expected
+        stops = [word("ab") for _ in range(rng.randint(1, 3))]
+        deltas = [Delta("python", "ab") if rng.random() < 0.2 else Delta("text", word("abc"))
+                  for _ in range(rng.randint(1, 6))]
+        whole = text_in(deltas)
+        lengths = [n for n in range(len(whole) + 1) if whole[:n].endswith(tuple(stops))]
+        cut = whole[: lengths[0]] if lengths else whole
+        expected = cut[: len(cut) - max((len(stop) for stop in stops if lengths and cut.endswith(stop)), default=0)]
         filter, shown, given = StopStrings(stops), [], ""
-        for piece in pieces:
-            shown += filter.add(piece)
+        for delta in deltas:
+            shown += filter.add(delta)
             if filter.found:
-                break
-            given += piece.text if piece.type == "text" else ""
-            visible = "".join(piece.text for piece in shown if piece.type == "text")
-            waits = max([n for stop in stops for n in range(len(stop)) if given.endswith(stop[:n])])
-            assert visible == given[: len(given) - waits], "no more waits than could be the beginning of a stop string"
-        shown += [] if filter.found else filter.end()
-        assert (filter.found, "".join(piece.text for piece in shown if piece.type == "text")) == (ended, expected)
-        if not ended:
-            assert "".join(piece.text for piece in shown) == "".join(piece.text for piece in pieces), "in order, nothing lost"
-        found += ended
+                continue
+            given += text_in([delta])
+            waits = max(n for stop in stops for n in range(len(stop)) if given.endswith(stop[:n]))
+            assert text_in(shown) == given[: len(given) - waits], "only what may be the beginning of a stop waits"
+        shown += filter.end()
+        assert (filter.found, text_in(shown)) == (bool(lengths), expected)
+        if not lengths:
+            assert "".join(delta.text for delta in shown) == "".join(delta.text for delta in deltas), "nothing is lost"
+        found += filter.found
     assert 500 < found < 1900

@@ -1,4 +1,4 @@
-"""The five collectives against plain arithmetic, the bytes that they put on the wire, and the harness that tests them."""
+"""The five collectives against plain arithmetic, the bytes that they send, and the harness that tests them."""
 import fcntl
 import json
 import os
@@ -12,18 +12,17 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_on_ranks  # makes the repo importable where this file is run by itself
 from torch import Tensor
 
-from ranks import run_on_ranks  # first: it makes the repo importable where this file is run by itself
+from nanochat.distributed import all_gather_single, reduce_scatter, reduce_scatter_single
 
-from nanochat.distributed import all_gather_single as all_gather, reduce_scatter, reduce_scatter_single
-
-PRIVATE_NETWORK = ["unshare", "--net", "--map-root-user"]  # a network of its own, in which nobody else sends
+PRIVATE_NETWORK = ["unshare", "--net", "--map-root-user"]  # in which no other process sends
 ELEMENTS = 1_048_572  # 4 MB of float32, divisible by 2, 3 and 4
 
 
 def tensors_of_all_ranks(world_size: int, dtype: torch.dtype) -> Tensor:
-    """(world_size, world_size · 5) multiples of 1/64 below 16 (or whole numbers): every order of adding them is exact."""
+    """(world_size, world_size · 5) multiples of 1/64 below 16 (or integers): every order of adding them is exact."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randint(-1000, 1000, (world_size, world_size * 5), generator=generator)
     return numbers if dtype == torch.int64 else (numbers / 64).to(dtype)
@@ -34,7 +33,7 @@ def collectives_equal_arithmetic(rank: int, world_size: int) -> None:
         tensors = tensors_of_all_ranks(world_size, dtype)
         total, mine = tensors.sum(0, dtype=dtype), slice(rank * 5, rank * 5 + 5)
 
-        # broadcast and reduce: one rank that is not the first sends to all, and collects from all
+        # broadcast and reduce, from and to a rank that is not the first
         x = tensors[rank].clone()
         dist.broadcast(x, src=1)
         assert torch.equal(x, tensors[1]), f"broadcast {dtype}"
@@ -44,7 +43,7 @@ def collectives_equal_arithmetic(rank: int, world_size: int) -> None:
 
         # all-gather: each rank's chunk of its own tensor
         gathered = torch.empty_like(total)
-        all_gather(gathered, tensors[rank, mine].contiguous())
+        all_gather_single(gathered, tensors[rank, mine].contiguous())
         expected = torch.cat([tensors[r, r * 5 : r * 5 + 5] for r in range(world_size)])
         assert torch.equal(gathered, expected), f"all-gather {dtype}"
 
@@ -59,7 +58,7 @@ def collectives_equal_arithmetic(rank: int, world_size: int) -> None:
         # all-reduce is one after the other
         x = tensors[rank].clone()
         dist.all_reduce(x)
-        all_gather(gathered, parts[0])
+        all_gather_single(gathered, parts[0])
         assert torch.equal(x, total) and torch.equal(gathered, x), f"all-reduce {dtype}"
 
 
@@ -73,22 +72,18 @@ def reduce_scatter_within_groups(rank: int, world_size: int) -> None:
     assert torch.equal(part, tensors[members].sum(0)[position * 10 : position * 10 + 10])
 
 
-def test_collectives_equal_sums_and_concatenations():
-    run_on_ranks(3, collectives_equal_arithmetic)
-
-
-def test_reduce_scatter_within_groups_of_strided_ranks():
-    run_on_ranks(4, reduce_scatter_within_groups)
+@pytest.mark.parametrize(("ranks", "check"), [(3, collectives_equal_arithmetic), (4, reduce_scatter_within_groups)])
+def test_collectives_equal_sums_and_concatenations(ranks, check):
+    run_on_ranks(ranks, check)
 
 
 # ---- Bytes on the wire
 
-def bytes_by_formula(n: int) -> dict[str, float]:
-    """What all n ranks together send, in tensors: of every tensor once to every other rank, or a chunk of it."""
-    return {
-        "broadcast": n - 1, "all-gather": n - 1, "reduce-scatter": n - 1, "all-reduce": 2 * (n - 1),
-        "gloo's own reduce": n - 1, "gloo's own reduce-scatter": n - 1,
-    }
+# What all n ranks together send, in tensors / (n − 1): every tensor, or a chunk of it, once to every other rank.
+FORMULAS = {
+    "broadcast": 1, "all-gather": 1, "reduce-scatter": 1, "all-reduce": 2,
+    "gloo's own reduce": 1, "gloo's own reduce-scatter": 1,
+}
 
 
 def sent_through_lo() -> int:
@@ -98,13 +93,13 @@ def sent_through_lo() -> int:
 
 
 def bytes_of_collectives(rank: int, world_size: int) -> dict[str, float]:
-    """What all ranks together sent for one collective, in tensors of ELEMENTS: {collective: the least of five times}."""
+    """What all ranks together sent for one collective, in tensors of ELEMENTS: {collective: the least of 5 times}."""
     x = torch.full((ELEMENTS,), float(rank))
     gathered = torch.empty_like(x)
     part = torch.empty(ELEMENTS // world_size)
     collectives = {
         "broadcast": (dist.broadcast, x, 0),
-        "all-gather": (all_gather, gathered, part),
+        "all-gather": (all_gather_single, gathered, part),
         "reduce-scatter": (lambda output, input: reduce_scatter(output, input).wait(), part, x),
         "all-reduce": (dist.all_reduce, x),
         "gloo's own reduce": (dist.reduce, x, 0),
@@ -113,7 +108,7 @@ def bytes_of_collectives(rank: int, world_size: int) -> dict[str, float]:
     result = {}
     for name, (collective, *args) in collectives.items():
         counts = []
-        for _ in range(5):  # TCP sends a little twice on a busy machine, so the least is the truth
+        for _ in range(5):  # TCP sends a little twice on a busy machine: the least is right
             dist.barrier()
             before = sent_through_lo()
             dist.barrier()
@@ -142,20 +137,20 @@ def measured() -> dict[int, dict[str, float]]:
 
 
 def test_bytes_on_the_wire_are_the_formulas(measured):
-    """Within 2%: headers and acknowledgements are 0.3% of 64 KB segments. -s prints the table of docs/collectives.md."""
+    """Within 2%: headers and acknowledgements are 0.3% of 64 KB segments. -s prints docs/collectives.md's table."""
     print("\n| each rank sends, in tensors: measured / formula |" + "".join(f" {n} ranks |" for n in measured))
     print("|---|" + "---|" * len(measured))
-    for name in bytes_by_formula(2):
-        cells = [f"{counts[name] / n:.3f} / {bytes_by_formula(n)[name] / n:.3f}" for n, counts in measured.items()]
+    for name, factor in FORMULAS.items():
+        cells = [f"{counts[name] / n:.3f} / {factor * (n - 1) / n:.3f}" for n, counts in measured.items()]
         print(f"| {name} | {' | '.join(cells)} |")
     for n, counts in measured.items():
         for name in ("broadcast", "all-gather", "reduce-scatter", "all-reduce"):
-            assert counts[name] == pytest.approx(bytes_by_formula(n)[name], rel=0.02), f"{name} on {n} ranks"
+            assert counts[name] == pytest.approx(FORMULAS[name] * (n - 1), rel=0.02), f"{name} on {n} ranks"
         assert counts["reduce-scatter"] + counts["all-gather"] == pytest.approx(counts["all-reduce"], rel=0.02)
 
 
 def test_gloos_own_reduce_scatter_is_an_all_reduce(measured):
-    """The reason why nanochat.distributed has its own. When this fails, gloo has learnt it, and ours may go."""
+    """Why nanochat.distributed has its own. When this fails, gloo's has become cheaper, and ours can be removed."""
     for n, counts in measured.items():
         assert counts["gloo's own reduce-scatter"] == pytest.approx(counts["all-reduce"], rel=0.02), f"{n} ranks"
 
@@ -210,7 +205,8 @@ def test_a_rank_that_waits_for_ever_is_named_with_its_place():
             run_on_ranks(2, one_collective_too_many, timeout=timeout)
         if "ranks [0, 1]" not in str(caught.value):
             break
-    assert re.match(rf"(?s)ranks \[1\] of 2 did not finish within {timeout} s.*in barrier.*in rank_main", str(caught.value)), str(caught.value)
+    place = rf"(?s)ranks \[1\] of 2 did not finish within {timeout} s.*in barrier.*in rank_main"
+    assert re.match(place, str(caught.value)), str(caught.value)
 
 
 if __name__ == "__main__":

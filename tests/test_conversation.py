@@ -20,8 +20,8 @@ def shown(ids: list[int]) -> str:
 
 TOOL = {"messages": [
     said("system", "Be brief."), said("user", "What is 12*3?"),
-    said("assistant", [{"type": "text", "text": "Let me see. "}, {"type": "python", "text": "12*3"}, {"type": "python_output", "text": "36"},
-                       {"type": "text", "text": "36"}]),
+    said("assistant", [{"type": "text", "text": "Let me see. "}, {"type": "python", "text": "12*3"},
+                       {"type": "python_output", "text": "36"}, {"type": "text", "text": "36"}]),
     said("user", "<|assistant_end|> Thanks"), said("assistant", "Bye"),
 ]}
 
@@ -30,10 +30,12 @@ def test_only_what_the_assistant_writes_is_trained():
     """Tool output, user text and the tokens that announce a turn are read; a special token in a text stays text."""
     ids, mask, cut = render(TOKENIZER, TOOL)
     assert shown(ids) == (
-        "<|bos|><|user_start|>Be brief.\n\nWhat is 12*3?<|user_end|><|assistant_start|>Let me see. <|python_start|>12*3<|python_end|>"
-        "<|output_start|>36<|output_end|>36<|assistant_end|><|user_start|><|assistant_end|> Thanks<|user_end|><|assistant_start|>Bye<|assistant_end|>"
+        "<|bos|><|user_start|>Be brief.\n\nWhat is 12*3?<|user_end|><|assistant_start|>Let me see. <|python_start|>12*3"
+        "<|python_end|><|output_start|>36<|output_end|>36<|assistant_end|><|user_start|><|assistant_end|> Thanks"
+        "<|user_end|><|assistant_start|>Bye<|assistant_end|>"
     )
-    assert shown(i for i, m in zip(ids, mask) if m) == "Let me see. <|python_start|>12*3<|python_end|>36<|assistant_end|>Bye<|assistant_end|>"
+    trained = "Let me see. <|python_start|>12*3<|python_end|>36<|assistant_end|>Bye<|assistant_end|>"
+    assert shown(i for i, m in zip(ids, mask) if m) == trained
     assert cut == 0 and ids.count(TOKENIZER.encode_special("<|assistant_end|>")) == 2, "the user's is spelled out"
 
 
@@ -60,10 +62,10 @@ def test_the_prompt_is_what_comes_before_the_answer():
     ([], 'expected {"messages": [...]}'),
     ({"messages": []}, "there are no messages"),
     ({"messages": [said("system", "x")]}, "there are no messages"),
-    ({"messages": [said("user", "x"), said("bot", "y")]}, "message 2 has role 'bot'; expected one of system, user, assistant"),
+    ({"messages": [said("user", "x"), said("bot", "y")]}, "message 2 has role 'bot'; expected one of system, user, "),
     ({"messages": [said("assistant", "x")]}, "take turns, the user first: assistant"),
     ({"messages": [said("user", "x"), said("user", "y")]}, "take turns"),
-    ({"messages": [said("user", "x"), said("assistant", "y"), said("system", "z")]}, "a system message can only come first"),
+    ({"messages": [said("user", "x"), said("assistant", "y"), said("system", "z")]}, "a system message can only come"),
     ({"messages": [said("user", ["x"])]}, "message 1: only the assistant's content may have parts"),
     ({"messages": [said("user", "x"), said("assistant", [{"type": "image", "text": ""}])]}, "message 2 has the part"),
     ({"messages": [said("user", 3)]}, "message 1: its content is neither"),
@@ -82,8 +84,10 @@ def test_good_conversations_pass():
 
 def some(count: int) -> list[dict]:
     """Conversations of many lengths, each with a number of its own, one of them too long and one that has no answer."""
-    made = [{"messages": [said("user", f"{i} " + "?" * (i * 7 % 40)), said("assistant", "!" * (1 + i * 3 % 11))]} for i in range(count)]
-    return made + [{"messages": [said("user", "?" * 500), said("assistant", "!")]}, {"messages": [said("user", "alone")]}]
+    made = [{"messages": [said("user", f"{i} " + "?" * (i * 7 % 40)), said("assistant", "!" * (1 + i * 3 % 11))]}
+            for i in range(count)]
+    too_long = {"messages": [said("user", "?" * 500), said("assistant", "!")]}
+    return [*made, too_long, {"messages": [said("user", "alone")]}]
 
 
 def test_packing_loses_no_token_and_fills_rows():
@@ -107,8 +111,9 @@ def test_the_rows_of_a_step_do_not_depend_on_ranks_or_micro_batches(pad):
         """The targets of each row that has any, by step."""
         found, per_step = [], 7
         micro_steps = -(-per_step // (device_batch_size * world_size))
-        loaders = [conversation_loader(rendered, rows, per_step, device_batch_size=device_batch_size, max_seq_len=128, pad=pad, rank=rank,
-                                       world_size=world_size, start_step=start_step) for rank in range(world_size)]
+        settings = {"device_batch_size": device_batch_size, "max_seq_len": 128, "pad": pad, "start_step": start_step}
+        loaders = [conversation_loader(rendered, rows, per_step, rank=rank, world_size=world_size, **settings)
+                   for rank in range(world_size)]
         for _ in range(start_step, -(-len(rows) // per_step) + 1):
             found.append([])
             for _ in range(micro_steps):

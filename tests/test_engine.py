@@ -1,6 +1,5 @@
 """The engine against the plain model, which reads everything again for each token, and samplers written out by hand."""
-import hashlib
-import json
+import dataclasses
 import math
 import random
 import re
@@ -8,37 +7,49 @@ import subprocess
 import sys
 from collections import Counter
 
+from configurator import Setting, read_arguments
+
 import pytest
 import torch
-from safetensors.torch import save_file
+from conftest import REPO
 
 import nanochat.engine
 import nanochat.kv_cache
-from configurator import Setting, read_arguments
 from nanochat.conversation import render, render_prompt
-from nanochat.engine import Engine
+from nanochat.detokenizer import IncrementalDetokenizer, to_parts
+from nanochat.engine import Answer, Engine
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kv_cache import CachedModel
 from nanochat.loss import cap
-from nanochat.detokenizer import Pieces, to_parts
 from nanochat.sampling import SamplingParams, draw
+from nanochat.saving import save_weights
 from nanochat.tokenizer import Tokenizer
-from conftest import REPO
 
 TOKENIZER = Tokenizer([b"th", b"the", b" the"])
 V = TOKENIZER.get_vocab_size()  # 268: the weights are padded to 320
 SPECIAL = TOKENIZER.encode_special
-GREEDY = SamplingParams(max_tokens=30, temperature=0, stop=(), tools=False)
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens, temperature=0, stop=(), tools=False)
+
+
+GREEDY = greedy(30)
+
+
+def draw_weights(model: GPT, sharpness: float = 0.5) -> GPT:
+    """Every matrix random, so that no block is the identity, and logits so far apart that a greedy token is certain."""
+    generator = torch.Generator().manual_seed(1)
+    for name, p in model.named_parameters():
+        std = sharpness if "lm_head" in name else 1 if "wte" in name else 1.5 * p.size(1) ** -0.5
+        p.data.normal_(0, std, generator=generator)
+    return model
 
 
 def random_model(n_kv_head: int = 4, dtype: torch.dtype = torch.float32, sharpness: float = 0.5) -> GPT:
-    """Every matrix random, so that no block is the identity, and logits so far apart that a greedy token is no coin toss."""
     model = GPT(GPTConfig(sequence_len=96, vocab_size=V, n_layer=3, n_embd=64, n_head=4, n_kv_head=n_kv_head))
-    generator = torch.Generator().manual_seed(1)
-    for name, p in model.named_parameters():
-        p.data.normal_(0, sharpness if "lm_head" in name else 1 if "wte" in name else 1.5 * p.size(1) ** -0.5, generator=generator)
-    return model.to(dtype)
+    return draw_weights(model, sharpness).to(dtype)
 
 
 def random_prompts(*lengths: int) -> list[list[int]]:
@@ -50,13 +61,12 @@ def uncached(model: GPT, prompt: list[int], count: int) -> list[int]:
     return list(model.generate(prompt, count, temperature=0))
 
 
-def finish(engine: Engine) -> dict[int, list[int]]:
-    """The tokens of every request that is still there."""
-    tokens: dict[int, list[int]] = {}
+def finish(engine: Engine) -> list[Answer]:
+    """The answers that are still there, in the order of their next tokens; and then all of their tokens."""
+    advanced: dict[Answer, None] = {}
     while engine.busy:
-        for event in engine.step():
-            tokens.setdefault(event.id, []).append(event.token)
-    return tokens
+        advanced |= dict.fromkeys(engine.step())
+    return list(advanced)
 
 
 # ---- The same tokens as the plain model
@@ -77,27 +87,23 @@ def test_greedy_is_the_uncached_model_token_for_token(monkeypatch, n_kv_head, un
     assert len({token for tokens in expected for token in tokens}) > 50, "a model that repeats itself tests little"
 
     engine = Engine(model, TOKENIZER, max_batch=4)
-    requests = [SamplingParams(count, temperature=0, stop=(), tools=False) for count in counts]
-    ids = [engine.add(prompt, request)[0] for prompt, request in zip(prompts[:-1], requests)]
-    got: dict[int, list[int]] = {}
+    answers = [answer for prompt, count in zip(prompts[:-1], counts) for answer in engine.add(prompt, greedy(count))]
     for step in range(1000):
         if step == 5:
-            engine.remove(ids[3])
-            engine.remove(ids[8])
+            engine.remove(answers[3])
+            engine.remove(answers[8])
         if step == 9:
-            ids += engine.add(prompts[-1], requests[-1])
-        for event in engine.step():
-            got.setdefault(event.id, []).append(event.token)
-            assert (event.finish_reason == "length") == (len(got[event.id]) == counts[ids.index(event.id)])
+            answers += engine.add(prompts[-1], greedy(counts[-1]))
+        for answer in engine.step():
+            assert (answer.finish_reason == "length") == (len(answer.tokens) == counts[answers.index(answer)])
         if not engine.busy:
             break
-    assert got[ids[3]] == expected[3][:5] and ids[8] not in got
-    for i in set(range(11)) - {3, 8}:
-        assert got[ids[i]] == expected[i], f"prompt {i}"
+    expected[3], expected[8] = expected[3][:5], []
+    assert [answer.tokens for answer in answers] == expected
 
 
 def test_saturated_logits_are_equal_as_in_the_plain_model():
-    """Head weights so large that the softcap makes several logits 15 exactly: then the first of them is the greedy token."""
+    """Head weights so large that the softcap makes several logits 15 exactly: the first of them is the greedy token."""
     model, prompt = random_model(sharpness=40.0), random_prompts(10)[0]
     logits = model(torch.tensor([prompt]))[0]
     assert (logits == logits.amax(-1, keepdim=True)).sum(-1).max() > 1
@@ -111,7 +117,7 @@ def test_bfloat16_stays_close_to_the_plain_model():
     """
     model = random_model(2, torch.bfloat16)
     cached, rows = CachedModel(model, max_rows=3), [random_prompts(90)[0][:length] for length in (90, 71, 60)]
-    starts = [30, 11, 0 + 1]
+    starts = [30, 11, 1]
     for row, start in zip(rows, starts):
         cached.insert(cached.prefill(row[:start]))
     assert cached.kv.dtype == torch.bfloat16
@@ -122,30 +128,35 @@ def test_bfloat16_stays_close_to_the_plain_model():
         for token, start, logits in zip(chosen, starts, reference):
             here = logits[start + i]
             assert here[token] >= here.max() - 2**-6 * here.max().abs()
-            different += not torch.equal(here.argmax(), torch.tensor(token))
+            different += here.argmax().item() != token
     assert different < 12, "near ties may fall either way, but most tokens are the same"
 
 
 def test_the_cache_grows_rarely_shrinks_and_is_dropped(monkeypatch):
     """90 positions in units of 4: a growth in every step would be 80 of them."""
-    growths = []
-    plain = nanochat.kv_cache.resized
+    growths, plain = [], nanochat.kv_cache.resized
+
+    def noted(kv, rows, capacity):
+        growths.append(capacity)
+        return plain(kv, rows, capacity)
+
     monkeypatch.setattr(nanochat.kv_cache, "CAPACITY_UNIT", 4)
-    monkeypatch.setattr(nanochat.kv_cache, "resized", lambda kv, rows, capacity: growths.append(capacity) or plain(kv, rows, capacity))
+    monkeypatch.setattr(nanochat.kv_cache, "resized", noted)
     engine = Engine(random_model(), TOKENIZER)
-    engine.add([1], SamplingParams(1000, temperature=0, stop=(), tools=False))
-    assert len(finish(engine)[0]) == 96, "the last token is written with the whole context read"
+    [answer] = engine.generate([[1]], greedy(1000))
+    assert len(answer.tokens) == 96, "the last token is written with the whole context read"
     assert len(growths) < 16 and max(growths) == 96 == growths[-1], growths
     assert engine.model.kv.numel() == 0 and engine.model.lengths == []
 
     long, short = random_prompts(80, 3)
-    engine.add(long, SamplingParams(2, temperature=0, stop=(), tools=False))
-    [id] = engine.add(short, GREEDY)
+    engine.add(long, greedy(2))
+    [answer] = engine.add(short, GREEDY)
     engine.step()
     assert engine.model.kv.size(4) >= 80
-    tokens = [event.token for event in engine.step() if event.id == id]
+    engine.step()
     assert engine.model.kv.size(4) <= 8, "when the long one has left, nobody computes with its positions any more"
-    assert uncached(random_model(), short, 30)[1:] == tokens + finish(engine)[id]
+    finish(engine)
+    assert answer.tokens == uncached(random_model(), short, 30)
 
 
 # ---- Draws
@@ -158,19 +169,19 @@ def test_draws_have_the_probabilities_of_the_definition(softcap):
     rows in one batch; the definition sorts, cuts and renormalises one row at a time, in float64.
     """
     logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(0)) * 12
-    kinds = [
-        SamplingParams(temperature=1.0), SamplingParams(temperature=2.5, top_k=0), SamplingParams(temperature=0.7, top_k=5), SamplingParams(temperature=1.5, top_p=0.8),
-        SamplingParams(temperature=3.0, top_k=40, top_p=0.9), SamplingParams(temperature=1.0, top_k=1), SamplingParams(temperature=1.0, top_k=10**6),
-        SamplingParams(temperature=4.0, top_p=0.0), SamplingParams(temperature=0.0, top_k=7), SamplingParams(temperature=5.0, top_k=12),
-    ]
+    kinds = [SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p) for temperature, top_k, top_p in (
+        (1, None, 1), (2.5, 0, 1), (0.7, 5, 1), (1.5, None, 0.8), (3, 40, 0.9), (1, 1, 1), (1, 10**6, 1), (4, None, 0),
+        (0, 7, 1), (5, 12, 1))]
     N, counts = 1000, [Counter() for _ in kinds]
     for i in range(N):
-        for count, token in zip(counts, draw(logits.expand(len(kinds), -1), kinds, [(i + 0.5) / N] * len(kinds), softcap)):
+        drawn = draw(logits.expand(len(kinds), -1), kinds, [(i + 0.5) / N] * len(kinds), softcap)
+        for count, token in zip(counts, drawn):
             count[token] += 1
     capped = (softcap * torch.tanh(logits[0].double() / softcap) if softcap else logits[0].double()).tolist()
     for sampling, count in zip(kinds, counts):
         order = sorted(range(60), key=lambda token: -capped[token])
-        weights = {token: math.exp((capped[token] - capped[order[0]]) / max(sampling.temperature, 1e-3)) for token in order}
+        coldness = 1 / max(sampling.temperature, 1e-3)
+        weights = {token: math.exp((capped[token] - capped[order[0]]) * coldness) for token in order}
         order = order[: sampling.top_k or None]
         total, kept, sum_so_far = sum(weights[token] for token in order), [], 0.0
         for token in order:
@@ -185,10 +196,10 @@ def test_draws_have_the_probabilities_of_the_definition(softcap):
 
 
 @pytest.mark.parametrize("softcap", [15.0, None])
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.1), SamplingParams(temperature=1.0, top_k=3), SamplingParams(temperature=1.0, top_p=0.5)])
-def test_extreme_uniforms_never_draw_what_is_excluded(sampling, softcap):
-    """Excluded by top-k, by top-p, or because exp(−200) is zero: not even a uniform of 0 finds the tokens before the first."""
-    logits = torch.full((1, 50), -1e4)
+@pytest.mark.parametrize("settings", [{"temperature": 0.1}, {"top_k": 3}, {"top_p": 0.5}])
+def test_extreme_uniforms_never_draw_what_is_excluded(settings, softcap):
+    """Excluded by top-k, by top-p, or because exp(−200) is zero: not even a uniform of 0 finds the tokens before."""
+    sampling, logits = SamplingParams(**settings), torch.full((1, 50), -1e4)
     logits[0, [7, 30, 31]] = torch.tensor([5.0, 5.0, 4.0])
     allowed = {7, 30} if sampling.top_p < 1 else {7, 30, 31}
     drawn = {draw(logits, [sampling], [u], softcap)[0] for u in (0.0, 2**-24, 0.5, 1 - 2**-24)}
@@ -204,37 +215,34 @@ def test_samples_do_not_depend_on_the_company():
     for i, other in enumerate(others[:2]):
         engine.add(other, SamplingParams(9 + i, temperature=1.0, seed=i, stop=()))
     engine.step()
-    [id] = engine.add(prompt, sampling)
+    [answer] = engine.add(prompt, sampling)
     for other in others[2:]:
         engine.add(other, SamplingParams(25, temperature=0, stop=()))
-    assert finish(engine)[id] == alone
-    assert Engine(model, TOKENIZER).generate([prompt], SamplingParams(**vars(sampling) | {"seed": 4}))[0].tokens != alone
-    unseeded = SamplingParams(**vars(sampling) | {"seed": None})
-    first, second = (Engine(model, TOKENIZER).generate([prompt], unseeded)[0] for _ in range(2))
-    assert first.tokens != second.tokens
+    finish(engine)
+    assert answer.tokens == alone
+    seeds = [dataclasses.replace(sampling, seed=seed) for seed in (4, None, None)]
+    different = [Engine(model, TOKENIZER).generate([prompt], seeded)[0].tokens for seeded in seeds]
+    assert alone not in different and different[1] != different[2]
 
 
 def test_samples_of_one_prompt_share_its_reading_and_nothing_else(monkeypatch):
-    """More samples than rows: one prefill for all; first tokens differ; sample i is draw i of the seed, in any order."""
-    reads = []
-    prefill = CachedModel.prefill
+    """More samples than rows: one prefill for all; first tokens differ; sample i is draw i of the seed in any order."""
+    reads, prefill = [], CachedModel.prefill
     monkeypatch.setattr(CachedModel, "prefill", lambda self, prompt: reads.append(prompt) or prefill(self, prompt))
     model, prompts = random_model(sharpness=0.05), random_prompts(8, 12)
-    sampling = SamplingParams(6, temperature=1.0, seed=0, stop=(), tools=False)
-    answers = Engine(model, TOKENIZER, max_batch=3).generate(prompts, sampling, num_samples=8)
-    assert reads == prompts and len(answers) == 16
-    assert all(answer.prompt == prompts[i // 8] for i, answer in enumerate(answers))
+    samplings = [SamplingParams(6, temperature=1.0, seed=seed, stop=(), tools=False) for seed in (0, 1)]
+    answers = Engine(model, TOKENIZER, max_batch=3).generate(prompts, samplings, num_samples=8)
+    assert reads == prompts and [answer.prompt for answer in answers] == [prompts[0]] * 8 + [prompts[1]] * 8
     for group in (answers[:8], answers[8:]):
-        assert len({answer.tokens[0] for answer in group}) > 4 and len({tuple(answer.tokens) for answer in group}) == 8
+        tokens = [tuple(answer.tokens) for answer in group]
+        assert len({first for first, *_ in tokens}) > 4 and len(set(tokens)) == 8
     engine = Engine(model, TOKENIZER)
-    [id] = engine.add(prompts[1], sampling, first_draw=8 + 5)
-    assert finish(engine)[id] == answers[8 + 5].tokens
-    ids = engine.add(prompts[1], sampling, num_samples=4, first_draw=8)
-    engine.remove(ids[1])
-    tokens = finish(engine)
-    assert [tokens.get(id) for id in ids] == [answers[8].tokens, None, answers[10].tokens, answers[11].tokens]
-    own = Engine(model, TOKENIZER).generate(prompts, [sampling, sampling], num_samples=2)
-    assert own[0].tokens == answers[0].tokens and own[2].tokens != answers[8].tokens, "with a list every prompt begins at draw 0"
+    again = engine.add(prompts[1], samplings[1], num_samples=4)
+    engine.remove(again[1])
+    finish(engine)
+    assert [answer.tokens for answer in again] == [answers[8].tokens, [], answers[10].tokens, answers[11].tokens]
+    both = engine.generate([prompts[1], prompts[1]], samplings[1])
+    assert [answer.tokens for answer in both] == [answers[8].tokens] * 2, "for every prompt the first draw is the same"
 
 
 def test_settings_that_mean_the_same():
@@ -242,11 +250,13 @@ def test_settings_that_mean_the_same():
     engine = Engine(model, TOKENIZER)
 
     def tokens(**settings):
-        return [a.tokens for a in engine.generate(prompts, SamplingParams(**dict(max_tokens=20, seed=0, stop=(), tools=False) | settings))]
+        sampling = SamplingParams(max_tokens=20, seed=0, stop=(), tools=False, **settings)
+        return [answer.tokens for answer in engine.generate(prompts, sampling)]
 
     assert tokens(top_k=0) == tokens(top_k=None) == tokens(top_k=V) == tokens(top_k=10**9)
-    assert tokens(temperature=0) == tokens(top_k=1) == tokens(top_p=0.0) == tokens(temperature=1e-30) == tokens(temperature=1e-4)
-    assert tokens(temperature=0) == [uncached(model, prompt, 20) for prompt in prompts]
+    expected = [uncached(model, prompt, 20) for prompt in prompts]
+    for settings in ({"temperature": 0}, {"top_k": 1}, {"top_p": 0.0}, {"temperature": 1e-30}, {"temperature": 1e-4}):
+        assert tokens(**settings) == expected
 
 
 # ---- Ends and bad input
@@ -256,7 +266,8 @@ def test_stop_tokens_end_a_request_and_are_its_last_token():
     model, prompt = random_model(), random_prompts(10)[0]
     tokens = uncached(model, prompt, 30)
     stop = tokens[12]
-    answer = Engine(model, TOKENIZER).generate([prompt], SamplingParams(30, temperature=0, stop=(V - 1, stop), tools=False))[0]
+    sampling = SamplingParams(30, temperature=0, stop=(V - 1, stop), tools=False)
+    answer = Engine(model, TOKENIZER).generate([prompt], sampling)[0]
     assert answer.tokens == tokens[: tokens.index(stop) + 1] and answer.finish_reason == "stop"
     for name in ("<|assistant_end|>", "<|bos|>"):
         with_stop = random_model()
@@ -288,16 +299,22 @@ def test_a_prompt_longer_than_the_context_is_an_error_or_truncated():
     assert engine.generate([prompt[:96]], GREEDY, truncate=True)[0].prompt == prompt[:96], "what fits is left alone"
 
 
-@pytest.mark.parametrize("prompt,settings,message", [
-    ([], {}, "empty"), ([5, V], {}, f"5 to {V};.*0 to {V - 1}"), ([-1], {}, "-1"), ([1], {"max_tokens": 0}, "max_tokens=0"),
-    ([1], {"temperature": -0.1}, "temperature=-0.1"), ([1], {"temperature": math.nan}, "nan"), ([1], {"temperature": math.inf}, "inf"),
-    ([1], {"top_k": -1}, "top_k=-1"), ([1], {"top_p": 1.1}, "top_p=1.1"), ([1], {"top_p": math.nan}, "nan"),
-])
-def test_bad_requests_are_refused_when_they_come(prompt, settings, message):
+@pytest.mark.parametrize("prompt, message", [([], "empty"), ([5, V], f"5 to {V};.*0 to {V - 1}"), ([-1], "-1")])
+def test_bad_prompts_are_refused_when_they_come(prompt, message):
     engine = Engine(random_model(), TOKENIZER)
     with pytest.raises(UserError, match=message):
-        engine.add(prompt, SamplingParams(**settings))
+        engine.add(prompt)
     assert not engine.busy and engine.step() == []
+
+
+@pytest.mark.parametrize("settings", [
+    {"max_tokens": 0}, {"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1},
+    {"top_p": 1.1}, {"top_p": math.nan},
+])
+def test_parameters_without_a_meaning_cannot_be_made(settings):
+    [(name, value)] = settings.items()
+    with pytest.raises(AssertionError, match=f"{name}={value}"):
+        SamplingParams(**settings)
 
 
 def test_removing_what_is_not_there_and_what_waits():
@@ -306,26 +323,27 @@ def test_removing_what_is_not_there_and_what_waits():
     first, second, third = engine.add(prompts[0], GREEDY, num_samples=3)
     [last] = engine.add(prompts[1], GREEDY)
     engine.step()
-    for id in (third, 999, first, first):
-        engine.remove(id)
-    tokens = finish(engine)
-    assert set(tokens) == {second, last} and tokens[last] == uncached(model, prompts[1], 30)
+    for answer in (third, first, first):
+        engine.remove(answer)
+    assert set(finish(engine)) == {second, last}
+    assert [len(first.tokens), third.tokens, last.tokens] == [1, [], uncached(model, prompts[1], 30)]
     engine.remove(last)
-    assert tokens[second] == uncached(model, prompts[0], 30)[1:]
+    assert second.tokens == uncached(model, prompts[0], 30)
 
 
 @pytest.mark.parametrize("rows, order", [(1, "aabaaa"), (2, "aaabaa")])
 def test_owners_take_turns(rows, order):
-    """The owner with fewer rows is next, in turn where they have equally many: b does not wait for all of a's prompts."""
-    engine = Engine(random_model(), TOKENIZER, max_batch=rows)
-    owners = {engine.add(prompt, SamplingParams(3, stop=()), owner="a")[0]: "a" for prompt in random_prompts(4, 6, 5, 3, 8)}
+    """The owner with fewer rows is next, in turn where they have equally many: b does not wait for all that a asks."""
+    engine, sampling = Engine(random_model(), TOKENIZER, max_batch=rows), SamplingParams(3, stop=())
+    answers = [engine.add(prompt, sampling, owner="a")[0] for prompt in random_prompts(4, 6, 5, 3, 8)]
     engine.step()
-    owners[engine.add(random_prompts(7)[0], SamplingParams(3, stop=()), owner="b")[0]] = "b"
-    assert "".join(owners[id] for id in [*dict.fromkeys([*range(rows), *finish(engine)])]) == order
+    engine.add(random_prompts(7)[0], sampling, owner="b")
+    in_turn = dict.fromkeys([*answers[:rows], *finish(engine)])
+    assert "".join(answer.owner for answer in in_turn) == order
 
 
 def test_a_prompt_that_cannot_be_read_costs_nobody_else_anything(monkeypatch):
-    """With it in mid-crowd: its samples are gone, all others get the tokens of the plain model. A single caller sees why."""
+    """Its samples are gone, all others get the tokens of the plain model. A single caller sees why."""
     model, prompts = random_model(), random_prompts(4, 6, 9)
     engine = Engine(model, TOKENIZER, max_batch=4)
     prefill = engine.model.prefill
@@ -337,14 +355,13 @@ def test_a_prompt_that_cannot_be_read_costs_nobody_else_anything(monkeypatch):
 
     monkeypatch.setattr(engine.model, "prefill", fragile)
     [first] = engine.add(prompts[0], GREEDY)
-    events = engine.step()
+    engine.step()
     bad, [last] = engine.add(prompts[1], GREEDY, num_samples=2), engine.add(prompts[2], GREEDY)
-    events += engine.step()
-    assert [(event.id, str(event.error)) for event in events if event.error] == [(id, "no room") for id in bad]
-    got = finish(engine)
-    assert set(got) == {first, last}
-    for id, prompt in ((first, prompts[0]), (last, prompts[2])):
-        assert [event.token for event in events if event.id == id] + got[id] == uncached(model, prompt, 30)
+    engine.step()
+    assert [str(answer.error) for answer in bad] == ["no room"] * 2 and set(finish(engine)) == {first, last}
+    assert [answer.tokens for answer in bad] == [[], []] and first.error is last.error is None
+    for answer in (first, last):
+        assert answer.tokens == uncached(model, answer.prompt, 30)
     with pytest.raises(MemoryError, match="no room"):
         engine.generate(prompts, GREEDY)
     assert not engine.busy and engine.model.lengths == []
@@ -363,11 +380,14 @@ def scripted(monkeypatch, *tokens: int) -> None:
     monkeypatch.setattr(nanochat.engine, "draw", drawn)
 
 
-@pytest.mark.parametrize("expression,result", [("12 * 3", "36"), ("'the three'.count('e')", "3"), ("1 +", None), ("9 ** 9", None), ("the", None)])
+@pytest.mark.parametrize("expression, result", [
+    ("12 * 3", "36"), ("'the three'.count('e')", "3"), ("1 +", None), ("9 ** 9", None), ("the", None),
+])
 def test_results_are_forced_in_and_read_like_any_token(monkeypatch, expression, result):
-    """The forced tokens take the place of draws; what follows has the logits of the plain model on the whole sequence."""
+    """Forced tokens take the place of draws; what follows has the logits of the plain model on the whole sequence."""
     call = [SPECIAL("<|python_start|>"), *TOKENIZER.encode(expression), SPECIAL("<|python_end|>")]
-    forced = [] if result is None else [SPECIAL("<|output_start|>"), *TOKENIZER.encode(result), SPECIAL("<|output_end|>")]
+    output = [SPECIAL("<|output_start|>"), *TOKENIZER.encode(result or ""), SPECIAL("<|output_end|>")]
+    forced = output if result else []
     ignored = [9] * len(forced)  # drawn while the tool is writing
     scripted(monkeypatch, 65, *call, *ignored, 70)
     model, prompts = random_model(), random_prompts(10, 3)
@@ -376,7 +396,7 @@ def test_results_are_forced_in_and_read_like_any_token(monkeypatch, expression, 
     engine.model.decode = lambda tokens: logits.append(decode(tokens)) or logits[-1]
     stop = SPECIAL("<|output_end|>"),  # ends what the model writes, not what the tool does
     answer, other = engine.generate(prompts, SamplingParams(1 + len(call) + len(forced) + 5, stop=stop))
-    assert answer.tokens == [65, *call, *forced] + ([70] if forced else [70]) + [5] * 4
+    assert answer.tokens == [65, *call, *forced, 70] + [5] * 4
     assert answer.forced == [False] * (1 + len(call)) + [True] * len(forced) + [False] * 5
     assert other.tokens == [5] * len(other.tokens) and not any(other.forced)
     expected = model(torch.tensor([prompts[0] + answer.tokens]))[0]  # (T, V)
@@ -385,13 +405,14 @@ def test_results_are_forced_in_and_read_like_any_token(monkeypatch, expression, 
 
 
 def test_the_tool_keeps_quiet_where_it_should(monkeypatch):
-    """Switched off; an end without a start, or twice; a result cut off by max_tokens; output that the model itself makes up."""
+    """Switched off; an end without a start, or twice; a result cut off by max_tokens; output made up by the model."""
     start, end = SPECIAL("<|python_start|>"), SPECIAL("<|python_end|>")
     one = TOKENIZER.encode("1+1")
     made_up = [SPECIAL("<|output_start|>"), *one, SPECIAL("<|output_end|>")]
     for script, settings, forced in (
-        ([start, *one, end], {"tools": False}, 0), ([*one, end], {}, 0), ([end, start], {}, 0), ([start, *one, end], {"max_tokens": 7}, 2),
-        ([start, *one, start, *one, end], {}, 3), ([start, *one, end, 9, 9, 9, end], {}, 3), (made_up, {}, 0),
+        ([start, *one, end], {"tools": False}, 0), ([*one, end], {}, 0), ([end, start], {}, 0), (made_up, {}, 0),
+        ([start, *one, end], {"max_tokens": 7}, 2), ([start, *one, start, *one, end], {}, 3),
+        ([start, *one, end, 9, 9, 9, end], {}, 3),
     ):
         scripted(monkeypatch, *script)
         answer = Engine(random_model(), TOKENIZER).generate([[1]], SamplingParams(**{"max_tokens": 20} | settings))[0]
@@ -403,32 +424,30 @@ def test_the_tool_keeps_quiet_where_it_should(monkeypatch):
 
 
 def test_a_character_is_never_split():
-    """One token per byte is the worst case: text comes out character by character, whole, and says exactly what decode says."""
+    """One token per byte is the worst case: text comes out character by character, whole, as decode says."""
     text = "the naïve 北京 😀👩‍👩‍👧 e\u0301 the end"
-    pieces, seen = Pieces(TOKENIZER), ""
+    detokenizer, seen = IncrementalDetokenizer(TOKENIZER), ""
     for token in list(text.encode()):
-        for piece in pieces.add(token):
-            assert piece.type == "text" and "\ufffd" not in piece.text
-            seen += piece.text
+        for delta in detokenizer.add(token):
+            assert delta.type == "text" and "\ufffd" not in delta.text
+            seen += delta.text
             assert text.startswith(seen)
-    assert seen == text and pieces.end() == []
+    assert seen == text and detokenizer.end() == []
 
 
 def test_any_bytes_become_the_text_of_decode():
     rng = random.Random(0)
     for _ in range(300):
-        tokens = [rng.choice([rng.randrange(256), rng.randrange(0x80, 0x100), 0xF0, 0xE2, 257]) for _ in range(rng.randrange(12))]
-        pieces = Pieces(TOKENIZER)
-        text = "".join(piece.text for token in tokens for piece in pieces.add(token)) + "".join(piece.text for piece in pieces.end())
-        assert text == TOKENIZER.decode(tokens)
+        kinds = rng.randrange(256), rng.randrange(0x80, 0x100), 0xF0, 0xE2, 257
+        tokens = [rng.choice(kinds) for _ in range(rng.randrange(12))]
+        assert "".join(part["text"] for part in to_parts(TOKENIZER, tokens)) == TOKENIZER.decode(tokens)
 
 
 def test_parts_are_what_was_rendered():
     """A conversation's answer, rendered to tokens and read back; a special token ends a character that is not whole."""
-    parts = [
-        {"type": "text", "text": "Let me see: "}, {"type": "python", "text": "2*3"}, {"type": "python_output", "text": "6"},
-        {"type": "text", "text": "So, 6. 北"}, {"type": "python", "text": "'é'.count('é')"}, {"type": "python_output", "text": "1"},
-    ]
+    parts = [{"type": type, "text": text} for type, text in (
+        ("text", "Let me see: "), ("python", "2*3"), ("python_output", "6"),
+        ("text", "So, 6. 北"), ("python", "'é'.count('é')"), ("python_output", "1"))]
     conversation = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": parts}]}
     answer = render(TOKENIZER, conversation).ids[len(render_prompt(TOKENIZER, conversation)):]
     assert answer[-1] == SPECIAL("<|assistant_end|>") and to_parts(TOKENIZER, answer) == parts
@@ -437,10 +456,10 @@ def test_parts_are_what_was_rendered():
     assert to_parts(TOKENIZER, []) == []
 
 
-def test_streaming_is_generating_and_may_be_left(monkeypatch):
+def test_streaming_is_generating_and_may_be_left():
     model, prompt = random_model(), random_prompts(9)[0]
     engine = Engine(model, TOKENIZER)
-    text = "".join(piece.text for piece in engine.stream(prompt, GREEDY))
+    text = "".join(delta.text for delta in engine.stream(prompt, GREEDY))
     assert text == "".join(part["text"] for part in to_parts(TOKENIZER, uncached(model, prompt, 30)))
     for _ in engine.stream(prompt, GREEDY):
         break
@@ -454,24 +473,19 @@ def test_streaming_is_generating_and_may_be_left(monkeypatch):
 def test_a_setting_of_one_letter_may_be_written_with_one_dash():
     settings = {name: Setting(name, default, (str,), "", "") for name, default in {"p": "", "q": "x"}.items()}
     assert read_arguments(["-p", "--q=1 = 2", "-q", ""], settings) == {"p": "--q=1 = 2", "q": ""}
-    for wrong, message in ((["-p"], "--p needs a value"), (["-p", "a", "--p=b"], "twice"), (["-x", "a"], "stray argument '-x'")):
+    for wrong, message in (("-p", "--p needs a value"), ("-p a --p=b", "twice"), ("-x a", "stray argument '-x'")):
         with pytest.raises(UserError, match=message):
-            read_arguments(wrong, settings)
+            read_arguments(wrong.split(), settings)
 
 
-def write_checkpoint(folder, model: GPT) -> None:
+def write_checkpoint(folder, model: GPT, tokenizer: Tokenizer = TOKENIZER, **meta) -> None:
     """What load_model reads, without training."""
-    folder.mkdir(parents=True)
-    save_file(model.state_dict(), folder / "model.safetensors")
-    meta = {"step": 1, "tokenizer": TOKENIZER.fingerprint, "model_config": vars(model.config)}
-    (folder / "meta.json").write_text(json.dumps(meta))
-    TOKENIZER.save(folder)
-    sums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
-    (folder / "manifest.json").write_text(json.dumps(sums))
+    save_weights(folder, 1, model.state_dict(), tokenizer, model.config, meta)
 
 
 def chat(*args: str, typed: str = "") -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "scripts.chat_cli", "--device_type=cpu", "--dtype=float32", "--temperature=0", "--max_new_tokens=8", *args]
+    settings = "--device_type=cpu", "--dtype=float32", "--temperature=0", "--max_new_tokens=8"
+    command = [sys.executable, "-m", "scripts.chat_cli", *settings, *args]
     return subprocess.run(command, cwd=REPO, input=typed, capture_output=True, text=True, timeout=300)
 
 
@@ -487,7 +501,7 @@ def test_the_terminal(base_folder):
     for a message that is refused, since it is longer than the context alone; commands are no messages.
     """
     model = random_model()
-    write_checkpoint(base_folder / "sft_checkpoints" / "tiny" / "step_000001", model)
+    write_checkpoint(base_folder / "sft_checkpoints" / "tiny", model)
     asked = [{"role": "user", "content": "the sum?"}]
     parts = greedy_answer(model, render_prompt(TOKENIZER, {"messages": asked}))
     expected = "".join(part["text"] for part in parts) + "\n"
@@ -513,7 +527,7 @@ def test_the_terminal(base_folder):
 def test_a_base_model_continues_a_text(base_folder):
     """In the terminal, where it is the furthest stage: after <|bos|> come the words themselves, no turn of a chat."""
     model = random_model()
-    write_checkpoint(base_folder / "base_checkpoints" / "tiny" / "step_000001", model)
+    write_checkpoint(base_folder / "base_checkpoints" / "tiny", model)
     parts = greedy_answer(model, [SPECIAL("<|bos|>"), *TOKENIZER.encode("the sum is")], tools=False)
     assert all(part["type"] == "text" for part in parts)
     one = chat("-p", "the sum is")

@@ -1,21 +1,21 @@
-"""Sharding against torch's own AdamW, its DDP's way of averaging and fully_shard alone, on a net with all that is awkward."""
+"""Sharding against torch's own AdamW, plain backward passes and fully_shard alone, on nets with all that is awkward."""
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import run_on_ranks
 from torch import Tensor, nn
 
-from ranks import run_on_ranks
-
-from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.optimizers import setup_optimizers
 from nanochat.adamw import DistAdamW
 from nanochat.checkpoint import checkpoint_dir, find_checkpoint
+from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, config_from_depth
+from nanochat.optimizers import setup_optimizers
+from nanochat.partition import partition
 from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter
-from nanochat.zero import Sharding, partition
+from nanochat.zero import Sharding
 
 TOKENIZER = learn_tokenizer(["a few words to learn merges from"], 270)
 CPU, ROWS, STEPS, VOCABULARY, WIDTH = torch.device("cpu"), 12, 5, 11, 6
@@ -32,11 +32,11 @@ class TiedHead(nn.Module):
 
 
 class Net(nn.Module):
-    """Tied and frozen weights, biases, a unit without parameters, a unit that is frozen as a whole, a parameter outside every unit."""
+    """Tied and frozen weights, biases, a unit without parameters, one that is frozen, a parameter outside of units."""
 
-    def __init__(self, seed: int = 0):
+    def __init__(self):
         super().__init__()
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -55,16 +55,37 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x), (tokens + 1) % VOCABULARY, reduction="sum")
 
 
+class Branches(nn.Module):
+    """Units of one size, of which a micro-batch may take any in any order."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def units(self) -> list[nn.Module]:
+        return list(self.branches)
+
+    def forward(self, x: Tensor, route: tuple[int, ...] = (0, 1, 2, 3)) -> Tensor:
+        for i in route:
+            x = torch.tanh(self.branches[i](x))
+        return x.square().sum()
+
+
+def shard(model: nn.Module, stage: int, dtype: torch.dtype = torch.float32) -> Sharding:
+    return Sharding(model, model.units(), CPU, dtype, stage)
+
+
 def tokens_of(step: int) -> Tensor:
     return torch.randint(VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(step))
 
 
-def sharded(rank: int, world_size: int, stage: int, dtype: torch.dtype = torch.float32, half: bool = False) -> dict[str, Tensor]:
+def sharded(rank: int, world_size: int, stage: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """The whole parameters after five steps of two micro-steps."""
-    model = Net().bfloat16() if half else Net()
-    sharding = Sharding(model, model.units(), CPU, dtype, stage)
-    assert {s.master.dtype for s in sharding.slices} == {torch.float32}
-    optimizer = DistAdamW([{"slices": sharding.slices, "lr": 0.05}], CPU, **ADAMW)
+    model = Net().to(dtype)
+    sharding = shard(model, stage, dtype)
+    assert {s.master.dtype for s in sharding.shards} == {torch.float32}
+    optimizer = DistAdamW([{"shards": sharding.shards, "lr": 0.05}], CPU, **ADAMW)
     for step in range(STEPS):
         share = tokens_of(step).chunk(2 * world_size)
         for micro_step in range(2):
@@ -78,13 +99,13 @@ def sharded(rank: int, world_size: int, stage: int, dtype: torch.dtype = torch.f
 
 
 def every_stage(rank: int, world_size: int) -> dict:
-    kinds = [(stage, dtype) for stage in range(4) for dtype in (torch.float32, torch.bfloat16)]
-    return {(stage, dtype == torch.bfloat16): sharded(rank, world_size, stage, dtype, dtype == torch.bfloat16) for stage, dtype in kinds}
+    dtypes = (torch.float32, torch.bfloat16)
+    return {(stage, dtype): sharded(rank, world_size, stage, dtype) for stage in range(4) for dtype in dtypes}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_net_with_tied_frozen_and_biased_parameters_equals_torchs_adamw(world_size):
-    """Every stage within two roundings of torch.optim.AdamW on the whole batch; what is frozen keeps its bits, also in bfloat16."""
+    """Every stage within two roundings of torch.optim.AdamW on the whole batch; frozen parameters keep their bits."""
     model = Net()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.05, **ADAMW)
     for step in range(STEPS):
@@ -95,129 +116,111 @@ def test_a_net_with_tied_frozen_and_biased_parameters_equals_torchs_adamw(world_
     moved = {name for name, p in expected.items() if (p - start[name]).abs().max() > 0.1}
     assert moved == {name for name, p in start.items() if p.requires_grad}, "five steps move what they can move"
     for results in run_on_ranks(world_size, every_stage):
-        for (stage, half), whole in results.items():
+        for (stage, dtype), whole in results.items():
             assert whole.keys() == expected.keys()
             for name, tensor in whole.items():
                 if name not in moved:
-                    assert torch.equal(tensor, start[name].to(tensor.dtype)), f"stage {stage}: {name} is frozen"
+                    assert torch.equal(tensor, start[name].to(dtype)), f"stage {stage}: {name} is frozen"
                 else:  # bfloat16 has 8 bits for values near 1, and gradients carry its noise into the masters
-                    limits = dict(atol=0.1, rtol=0) if half else dict(atol=2e-7, rtol=2e-7)
-                    torch.testing.assert_close(tensor.float(), expected[name].detach(), **limits, msg=f"stage {stage}: {name}")
+                    limits = dict(atol=2e-7, rtol=2e-7) if dtype == torch.float32 else dict(atol=0.1, rtol=0)
+                    message = f"stage {stage}: {name}"
+                    torch.testing.assert_close(tensor.float(), expected[name].detach(), **limits, msg=message)
 
 
-class Branches(nn.Module):
-    """Units of one size, of which a micro-batch may take any in any order."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-
-    def forward(self, x: Tensor, route: list[int]) -> Tensor:
-        for i in route:
-            x = torch.tanh(self.branches[i](x))
-        return x.square().sum()
-
-
-# For each rank the route of each micro-step. The first case: one skips a unit. The second: other orders, some in one
-# micro-step only. The third: the second rank has no micro-batch at all.
+# For each rank the route of each micro-step.
 ROUTES = [
-    [[[0, 1, 2, 3]], [[0, 2, 3]]],
-    [[[3, 1, 0], [2]], [[0, 1, 2, 3], [1, 3]]],
-    [[[0, 1, 2, 3]], []],
+    [[[0, 1, 2, 3]], [[0, 2, 3]]],               # one rank skips a unit
+    [[[3, 1, 0], [2]], [[0, 1, 2, 3], [1, 3]]],  # other orders, some units in one micro-step only
+    [[[0, 1], [1]], [[1, 0], [1]]],              # units that take no part in the last micro-step, or in none
+    [[[0, 1, 2, 3]], []],                        # the second rank has no micro-batch
 ]
 
 
-def routed(rank: int, world_size: int) -> list:
+def routed(rank: int, world_size: int) -> dict:
     """The summed gradient of each parameter, for each stage and case: this rank's part of it, zeros elsewhere."""
-    results = []
+    results = {}
     for stage in range(3):
-        for routes in ROUTES:
+        for case, routes in enumerate(ROUTES):
             model = Branches()
-            sharding = Sharding(model, list(model.branches), CPU, torch.float32, stage)
-            loss = torch.zeros(())
+            sharding = shard(model, stage)
             for micro_step, route in enumerate(routes[rank]):
                 with sharding.accumulate(last=micro_step == len(routes[rank]) - 1):
-                    loss = model(torch.full((2, 4), 1.0 + rank), route)
-                    loss.backward()
-            sharding.reduce_and_clip(loss, count=0.5)  # Σ count is 1: sums
+                    model(torch.full((2, 4), 1.0 + rank), route).backward()
+            sharding.reduce_and_clip(torch.zeros(()), count=0.5)  # Σ count is 1: sums
             grads = {name: torch.zeros(p.numel()) for name, p in model.named_parameters()}
-            for s in sharding.slices:
+            for s in sharding.shards:
                 grads[s.name][s.start : s.end] = s.grad
-            if stage > 0:
-                for grad in grads.values():
-                    dist.all_reduce(grad)
-            results.append(grads)
+            for grad in grads.values() if stage > 0 else ():
+                dist.all_reduce(grad)
+            results[stage, case] = grads
     return results
 
 
 def test_gradients_belong_to_their_unit_whatever_order_ranks_complete_them_in():
-    """Two ranks that skip units, run them in other orders or have no micro-batch: the sum is that of one process, on each stage."""
+    """Ranks may skip units, run them in other orders or have no micro-batch: the sum is that of one process."""
     expected = []
     for routes in ROUTES:
         model = Branches()
         for rank, own in enumerate(routes):
             for route in own:
                 model(torch.full((2, 4), 1.0 + rank), route).backward()
-        expected.append({name: p.grad.flatten() for name, p in model.named_parameters()})
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+        expected.append({name: grad.flatten() for name, grad in grads.items()})
     for results in run_on_ranks(2, routed, timeout=60):
-        for i, grads in enumerate(results):
-            for name, grad in grads.items():
-                stage, case = divmod(i, len(ROUTES))
-                torch.testing.assert_close(grad, expected[case][name], rtol=1e-6, atol=1e-6, msg=f"stage {stage}, case {case}, {name}")
+        for (stage, case), grads in results.items():
+            torch.testing.assert_close(grads, expected[case], rtol=1e-6, atol=1e-6, msg=f"stage {stage}, case {case}")
 
 
-def skips_a_unit(rank: int, world_size: int, stage: int) -> None:
+def skips_a_unit(rank: int, world_size: int) -> None:
     model = Branches()
-    sharding = Sharding(model, list(model.branches), CPU, torch.float32, stage)
-    with sharding.accumulate(last=True):
+    with shard(model, stage=3).accumulate(last=True):
         model(torch.ones(2, 4), [0, 1, 2, 3] if rank == 0 else [0, 2, 3]).backward()
 
 
-def test_stage_3_refuses_a_rank_that_skips_a_unit():
-    """fully_shard gathers what each rank runs: different units of one size would be mixed."""
-    with pytest.raises(UserError, match="rank 1 left out unit 1 of 4.*zero_stage=3"):
-        run_on_ranks(2, skips_a_unit, 3, timeout=60)
-
-
 def different_start(rank: int, world_size: int) -> None:
-    model = Net(seed=0)
+    model = Net()
     if rank == 1:
         model.blocks[2].weight.data[5, 5] += 1e-6
-    Sharding(model, model.units(), CPU, torch.float32, stage=1)
+    shard(model, stage=1)
 
 
-def test_ranks_that_start_from_different_weights_are_named():
-    """One element that differs in its last digits, on the second of three ranks."""
-    with pytest.raises(UserError, match=r"rank 1 starts from other weights than rank 0 \(the first is blocks.2.weight\)"):
-        run_on_ranks(3, different_start)
+def float16(rank: int, world_size: int) -> None:
+    shard(Net(), 0, torch.float16)
 
 
-def twice(rank: int, world_size: int) -> list[Tensor]:
-    """The gradient that each of two calls without `gather` between them brings, on all stages."""
-    results = []
+@pytest.mark.parametrize(("ranks", "mistake", "message"), [
+    (2, skips_a_unit, "rank 1 left out unit 1 of 4.*zero_stage=3"),  # different units of one size would be mixed
+    (3, different_start, r"rank 1 starts from other weights than rank 0 \(the first is blocks.2.weight\)"),
+    (1, float16, "dtype=torch.float16.*float32 or bfloat16"),
+])
+def test_what_would_train_something_else_is_refused(ranks, mistake, message):
+    with pytest.raises(UserError, match=message):
+        run_on_ranks(ranks, mistake, timeout=60)
+
+
+def two_steps(rank: int, world_size: int) -> None:
+    """Two calls without `all_gather_params` between them: the second brings its own gradient, on all stages."""
+    fresh = Branches()
+    fresh(torch.full((2, 4), 2.0)).backward()
+    expected = dict(fresh.named_parameters())
     for stage in range(4):
         model = Branches()
-        sharding = Sharding(model, list(model.branches), CPU, torch.float32, stage)
+        sharding = shard(model, stage)
         for size in (1.0, 2.0):
             with sharding.accumulate(last=True):
-                model(torch.full((2, 4), size), [0, 1, 2, 3]).backward()
+                model(torch.full((2, 4), size)).backward()
             sharding.reduce_and_clip(torch.zeros(()))
-        results.append([s.grad.clone() for s in sharding.slices])
-        fresh = Branches()
-        fresh(torch.full((2, 4), 2.0), [0, 1, 2, 3]).backward()
-        expected = dict(fresh.named_parameters())
-        for s in sharding.slices:
+        for s in sharding.shards:
             torch.testing.assert_close(s.grad, expected[s.name].grad.flatten()[s.start : s.end], msg=f"stage {stage}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_second_agreement_brings_the_second_gradient(world_size):
-    run_on_ranks(world_size, twice)
+def test_a_second_reduction_brings_the_second_gradient(world_size):
+    run_on_ranks(world_size, two_steps)
 
 
 def test_a_unit_that_shares_weights_with_two_others_joins_them():
-    a, b, c = Branches().branches[0], Branches().branches[1], Branches().branches[2]
+    a, b, c = Branches().branches[:3]
     c.first, c.second = a.weight, b.weight
     model = nn.ModuleList([a, nn.Linear(2, 2), b, c])
     (both, both_params), (other, _) = partition(model, list(model))
@@ -225,33 +228,27 @@ def test_a_unit_that_shares_weights_with_two_others_joins_them():
     assert set(map(id, both_params.values())) == set(map(id, [*a.parameters(), *b.parameters(), *c.parameters()]))
 
 
-def test_float16_is_refused_by_name():
-    with pytest.raises(UserError, match="dtype=float16.*float32 or bfloat16"):
-        Sharding(Net(), Net().units(), CPU, torch.float16, stage=0)
-
-
 def fully_shard_alone(rank: int, world_size: int) -> float:
-    """The largest difference between stage 3 and fully_shard with torch's AdamW, after five steps on halves of the rows."""
+    """The largest difference between stage 3 and fully_shard with torch's AdamW, after five steps on halves of rows."""
     from torch.distributed.fsdp import fully_shard
 
     model, alone = Branches(), Branches()
     for unit in (*alone.branches, alone):
         fully_shard(unit)
     theirs = torch.optim.AdamW(alone.parameters(), 0.05, **ADAMW)
-    sharding = Sharding(model, list(model.branches), CPU, torch.float32, stage=3)
-    ours = DistAdamW([{"slices": sharding.slices, "lr": 0.05}], CPU, **ADAMW)
+    sharding = shard(model, stage=3)
+    ours = DistAdamW([{"shards": sharding.shards, "lr": 0.05}], CPU, **ADAMW)
     for step in range(STEPS):
         x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(step)).chunk(world_size)[rank]
-        alone(x, [0, 1, 2, 3]).backward()
+        alone(x).backward()
         theirs.step()
         theirs.zero_grad()
         with sharding.accumulate(last=True):
-            loss = model(x, [0, 1, 2, 3])
+            loss = model(x)
             loss.backward()
         ours.step(sharding.reduce_and_clip(loss))
         sharding.all_gather_params()
-    before = dict(Branches().named_parameters())
-    whole = dict(sharding.whole_tensors())
+    before, whole = dict(Branches().named_parameters()), dict(sharding.whole_tensors())
     assert all((whole[name] - before[name]).abs().max() > 0.1 for name in whole)
     return max((whole[name] - p.full_tensor()).abs().max().item() for name, p in alone.named_parameters())
 
@@ -268,14 +265,14 @@ def saved_and_loaded(rank: int, world_size: int) -> None:
             model = GPT(config_from_depth(1, TOKENIZER.get_vocab_size(), 8))
             model.init_weights(seed)
             model.transformer.wte.requires_grad_(False)
-            sharding = Sharding(model, model.units(), CPU, torch.bfloat16, stage)
+            sharding = shard(model, stage, torch.bfloat16)
             shardings.append((sharding, setup_optimizers(model, sharding)))
         (saved, optimizers), (loaded, theirs) = shardings
         writer = CheckpointWriter(checkpoint_dir("base", f"stage{before}"), saved, optimizers, TOKENIZER)
         writer.save(1, {"config": {}, "tokenizer": TOKENIZER.fingerprint})
         writer.wait()
         load_training_state(find_checkpoint(writer.folder), loaded, theirs)
-        loaded.gather()
+        loaded.all_gather_params()
         wholes = {name: tensor.clone() for name, tensor in saved.whole_tensors()}
         for name, tensor in loaded.whole_tensors():
             assert torch.equal(tensor, wholes[name]), f"{name}, stage {before} to {after}"

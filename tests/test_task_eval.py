@@ -5,15 +5,15 @@ from statistics import fmean
 
 import pytest
 import torch
+from ranks import run_on_ranks
 
 from nanochat.conversation import render_prompt
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.rollouts import describe_change, roll_out
+from nanochat.rollouts import describe_change, sample_rollouts
 from nanochat.sampling import SamplingParams
-from nanochat.task_eval import accuracy, centred, likeliest_letters, name_of_mean, pass_at, solve
-from nanochat.tasks.common import Task
+from nanochat.task import Task
+from nanochat.task_eval import accuracy, centred, evaluate_task, likeliest_letters, name_of_mean, pass_at
 from nanochat.tokenizer import Tokenizer
-from ranks import run_on_ranks
 
 TOKENIZER = Tokenizer([])
 
@@ -35,7 +35,8 @@ class Choices(Task):
 
     def conversation(self, index: int) -> dict:
         letters = ["A", "B", "C", "D", "E"][: 2 + index % 4]
-        messages = [{"role": "user", "content": f"{index} " + "?" * (120 if index == 5 else index * 3)}, {"role": "assistant", "content": letters[index % len(letters)]}]
+        messages = [{"role": "user", "content": f"{index} " + "?" * (120 if index == 5 else index * 3)},
+                    {"role": "assistant", "content": letters[index % len(letters)]}]
         return {"messages": messages, "letters": letters}
 
 
@@ -65,37 +66,41 @@ def test_the_letter_is_the_likeliest_first_token_of_the_answer():
     assert len(set(expected)) > 1, "the case decides something"
     for batch_size in (1, 4, 13):
         assert likeliest_letters(model, TOKENIZER, conversations, batch_size) == expected
-    right = solve(Choices(), model, TOKENIZER, 4)
+    right = evaluate_task(Choices(), model, TOKENIZER, 4)
     assert right == [[letter == c["messages"][-1]["content"]] for letter, c in zip(expected, conversations)]
-    assert accuracy(solve(Choices(), model, TOKENIZER, 4, max_problems=3)) == fmean(r[0] for r in right[:3])
+    assert accuracy(evaluate_task(Choices(), model, TOKENIZER, 4, max_problems=3)) == fmean(r[0] for r in right[:3])
 
 
-def solve_both(rank: int, world_size: int) -> list:
+def evaluate_both(rank: int, world_size: int) -> list:
     model = random_model()
-    return [solve(Choices(), model, TOKENIZER, 4), solve(Writing(), model, TOKENIZER, 4, -1, SamplingParams(8, 1.0, seed=5), 3)]
+    return [evaluate_task(Choices(), model, TOKENIZER, 4),
+            evaluate_task(Writing(), model, TOKENIZER, 4, -1, SamplingParams(8, 1.0, seed=5), 3)]
 
 
 def test_ranks_share_the_problems_and_agree():
-    """13 and 7 problems on 1, 2 and 3 ranks: the same answers, in the same order, sampled ones too; all ranks know them."""
-    expected = solve_both(0, 1)
+    """13 and 7 problems on 1, 2 and 3 ranks: the same answers in the same order on all ranks, sampled ones too."""
+    expected = evaluate_both(0, 1)
     assert any(map(any, expected[1])) and not all(map(all, expected[1]))
     for world_size in (2, 3):
-        assert run_on_ranks(world_size, solve_both) == [expected] * world_size
+        assert run_on_ranks(world_size, evaluate_both) == [expected] * world_size
 
 
 def test_advantages_are_within_a_problem_and_only_sampled_tokens_count():
     model = random_model()
-    rollouts = roll_out(Writing(), [4, 2, 0], model, TOKENIZER, 4, SamplingParams(10, 1.0, seed=1), batch_size=5)
+    rollouts = sample_rollouts(Writing(), [4, 2, 0], model, TOKENIZER, 4, SamplingParams(10, 1.0, seed=1), batch_size=5)
     assert len(rollouts) == 12 and 0 < sum(r.reward for r in rollouts) < 12
     for number, index in enumerate((4, 2, 0)):
         group, prompt = rollouts[4 * number :][:4], render_prompt(TOKENIZER, Writing()[index])
-        assert sum(r.advantage for r in group) == pytest.approx(0) and len({tuple(r.ids) for r in group}) == 4, "samples differ"
+        assert len({tuple(r.ids) for r in group}) == 4, "samples differ"
+        assert sum(r.advantage for r in group) == pytest.approx(0)
         for r in group:
-            assert r.ids[: len(prompt)] == prompt and not any(r.sampled[: len(prompt)]) and all(r.sampled[len(prompt) :])
+            assert r.ids[: len(prompt)] == prompt
+            assert r.sampled == [False] * len(prompt) + [True] * (len(r.ids) - len(prompt))
             assert r.advantage == r.reward - fmean(other.reward for other in group)
             assert r.weights() == [0.0] * len(prompt) + [r.advantage] * (len(r.ids) - len(prompt))
-    again = roll_out(Writing(), [2], model, TOKENIZER, 4, SamplingParams(10, 1.0, seed=1), batch_size=2)
-    assert [r.ids for r in again] == [r.ids for r in rollouts[4:8]], "a problem's samples depend on seed and problem only"
+    again = sample_rollouts(Writing(), [2], model, TOKENIZER, 4, SamplingParams(10, 1.0, seed=1), batch_size=2)
+    expected = [r.ids for r in rollouts[4:8]]
+    assert [r.ids for r in again] == expected, "a problem's samples depend on seed and problem only"
 
 
 def test_a_prompt_longer_than_the_context_is_practised_as_it_was_read():
@@ -104,9 +109,11 @@ def test_a_prompt_longer_than_the_context_is_practised_as_it_was_read():
         def conversation(self, index: int) -> dict:
             return {"messages": [{"role": "user", "content": "?" * 300}, {"role": "assistant", "content": "ab"}]}
 
-    for rollout in roll_out(Long(), [0], random_model(), TOKENIZER, 3, SamplingParams(10, 1.0, seed=1), batch_size=3):
+    for rollout in sample_rollouts(Long(), [0], random_model(), TOKENIZER, 3, SamplingParams(10, 1.0, seed=1),
+                                   batch_size=3):
         assert len(rollout.ids) == len(rollout.sampled) <= 97 and 0 < sum(rollout.sampled) <= 10
-        assert rollout.ids[0] == TOKENIZER.get_bos_token_id() and rollout.sampled.index(True) == len(rollout.ids) - sum(rollout.sampled)
+        assert rollout.ids[0] == TOKENIZER.get_bos_token_id()
+        assert rollout.sampled.index(True) == len(rollout.ids) - sum(rollout.sampled)
 
 
 def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples():
@@ -122,8 +129,8 @@ def test_a_change_is_described_with_the_interval_of_paired_differences():
     after = [[True]] * 10 + [[False]] * 2 + [[True]] * 88
     error = math.sqrt((12 - 100 * 0.08**2) / 99) / 10
     text = describe_change(before, after)
-    assert "pass@1 from 90.0% to 98.0%, +8.0 points" in text and f"{100 * (0.08 - 1.96 * error):+.1f} to {100 * (0.08 + 1.96 * error):+.1f}" in text
-    assert "over 100 problems" in text
+    assert "pass@1 from 90.0% to 98.0%, +8.0 points" in text and "over 100 problems" in text
+    assert f"{100 * (0.08 - 1.96 * error):+.1f} to {100 * (0.08 + 1.96 * error):+.1f}" in text
 
 
 def test_chatcore_is_the_name_of_all_its_tasks_only():

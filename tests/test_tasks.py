@@ -1,4 +1,4 @@
-"""Tasks: both sides disjoint by construction, right answers right and wrong ones wrong, rows of the hub as they really look."""
+"""Tasks: splits are disjoint, right answers right and wrong ones wrong, rows of the hub as they really look."""
 import ast
 import json
 import operator
@@ -13,18 +13,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.corpus import tinyworld_facts
 from nanochat.calculator import calculate
 from nanochat.conversation import check_conversation
-from nanochat.errors import UserError
-from nanochat.tasks import (
-    TASKS, Concatenation, Mixture, Task, example_questions, make_mixture, make_task, make_tasks, spellingbee,
-)
-from nanochat.tasks import tinyworld as world
-from nanochat.tasks.common import exchange, last_number, reference, shuffled, side
-from nanochat.tasks.gsm8k import answer_parts, final_number
+from nanochat.corpus import tinyworld_facts
+from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.corpus.tinyworld import facts
+from nanochat.errors import UserError
+from nanochat.task import Task, reference
+from nanochat.tasks import Mixture, example_questions, make_mixture, make_task, make_tasks, spellingbee
+from nanochat.tasks import tinyworld as world
+from nanochat.tasks.common import last_number, shuffled, single_turn, split_of
+from nanochat.tasks.gsm8k import answer_parts, final_number
 
 EMBEDDED = ("arithmetic", "arithmetic:easy", "arithmetic:medium", "arithmetic:hard", "spellingbee", "spellingbee:spell",
             "spellingbee:tool", "spellingbee:hand", "tinyworld", "tinyworld:facts", "tinyworld:identity")
@@ -41,7 +40,7 @@ class Numbers(Task):
         return self.count
 
     def conversation(self, index: int) -> dict:
-        return exchange(f"{self.name}{index}", f"{index}")
+        return single_turn(f"{self.name}{index}", f"{index}")
 
     def evaluate(self, conversation: dict, answer: str) -> bool:
         return answer == reference(conversation)
@@ -59,7 +58,13 @@ def parts_of(conversation: dict) -> list[tuple[str, str]]:
     return [(part["type"], part["text"]) for part in conversation["messages"][-1]["content"]]
 
 
-# ---- Sequences, parts, mixtures -----------------------------------------------------------------------------------
+def in_a_process(code: str, **env: str) -> str:
+    """What the code prints in a Python of its own."""
+    return subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True, text=True,
+                          cwd=Path(__file__).parents[1], env=os.environ | env).stdout
+
+
+# ---- Sequences, parts, mixtures -------------------------------------------------------------------------------------
 
 def test_indices_and_slices_are_those_of_a_list():
     task, whole = Numbers("a", 10), [f"a{i}" for i in range(10)]
@@ -84,7 +89,6 @@ def test_a_slice_is_measured_as_its_task_is():
 def test_a_mixture_has_every_conversation_of_every_pass_once_and_an_order_of_its_seed():
     tasks = [Numbers("a", 50), Numbers("b", 7), Numbers("none", 0), Numbers("b", 7)]
     one_after_the_other = [f"a{i}" for i in range(50)] + 2 * [f"b{i}" for i in range(7)]
-    assert questions(Concatenation(tasks)) == one_after_the_other
     orders = [questions(Mixture(tasks, seed)) for seed in (0, 0, 1, -1)]
     assert orders[0] == orders[1]
     assert len({tuple(order) for order in orders}) == 3, "seeds n and -n coincide"
@@ -103,20 +107,20 @@ def test_shuffling_is_even():
 def test_nothing_depends_on_hash_randomisation_or_on_who_drew_before():
     code = ("import hashlib, json, random\nfrom nanochat.tasks import make_mixture\nrandom.seed(3)\n"
             "mixture = make_mixture('tinyworld, arithmetic[:300], spellingbee[:300]*2', 'test', seed=5)\n"
-            "text = json.dumps([mixture[i] for i in range(len(mixture))])\n"
-            "print(len(mixture), hashlib.sha256(text.encode()).hexdigest())")
-    results = {
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True, text=True,
-                       cwd=Path(__file__).parents[1], env=os.environ | {"PYTHONHASHSEED": seed}).stdout for seed in "12"}
-    assert len(results) == 1
+            "print(len(mixture), hashlib.sha256(json.dumps(list(mixture)).encode()).hexdigest())")
+    results = {in_a_process(code, PYTHONHASHSEED=seed) for seed in "12"}
+    (result,) = results
+    # Another hash is another split: every published accuracy refers to this one.
+    assert result.startswith("3980 04989a70e2c8aac39e84ffaec5876a29")
 
 
 def test_importing_loads_no_data_and_no_optional_package():
-    code = "import sys, nanochat.tasks as t; assert not {'datasets', 'torch'} & set(sys.modules); assert len(t.TASKS) == 9"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=Path(__file__).parents[1])
+    code = "import sys, nanochat.tasks as t; print(sorted({'datasets', 'torch'} & set(sys.modules)), sorted(t.TASKS))"
+    names = ["arc", "arithmetic", "gsm8k", "humaneval", "json", "mmlu", "smoltalk", "spellingbee", "tinyworld"]
+    assert in_a_process(code) == f"[] {names}\n"
 
 
-# ---- The embedded tasks -------------------------------------------------------------------------------------------
+# ---- The embedded tasks ---------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("spec", EMBEDDED)
 def test_embedded_conversations_are_whole_and_their_own_answers_right(spec: str):
@@ -136,17 +140,20 @@ def test_embedded_conversations_are_whole_and_their_own_answers_right(spec: str)
 def test_what_is_asked_in_the_test_split_is_never_trained_on(spec: str):
     """Greetings in front and earlier turns do not make a question another one."""
     def last_question(conversation: dict) -> str:
-        return re.sub("|".join(f"^{greeting}(?=.)" for greeting in world.GREETINGS if greeting), "", asked(conversation))
+        return re.sub("|".join(f"^{greeting}(?=.)" for greeting in world.GREETINGS if greeting), "",
+                      asked(conversation))
 
-    trained, tested = ({last_question(conversation) for conversation in make_task(spec, split)} for split in ("train", "test"))
+    trained, tested = ({last_question(conversation) for conversation in make_task(spec, split)}
+                       for split in ("train", "test"))
     # "And what about hot?" may have been trained on: it depends on the turn before it, looked at in a test of its own.
     trained, tested = ({q for q in side if not q.startswith(("And ", "What about "))} for side in (trained, tested))
     assert len(trained) > 50 and len(tested) > 15 and not trained & tested
 
 
 def test_evaluating_finds_the_last_number():
-    for text, number in {"The answer is 36.": 36, "36 of 40": 40, "It costs $1,234.50.": 1234.5, "12 - 40 = -28.": -28, "7-3=4": 4,
-                         "x=-4": -4, "1,2,3": 3, "12,34": 34, "1,234,567": 1234567, "3.": 3, "none": None, "": None, "a1": None}.items():
+    for text, number in {"The answer is 36.": 36, "36 of 40": 40, "It costs $1,234.50.": 1234.5, "12 - 40 = -28.": -28,
+                         "7-3=4": 4, "x=-4": -4, "1,2,3": 3, "12,34": 34, "1,234,567": 1234567, "3.": 3, "none": None,
+                         "": None, "a1": None}.items():
         assert last_number(text) == number, text
 
 
@@ -157,7 +164,9 @@ def value(expression: str) -> float:
     operators = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
     def walk(node: ast.AST) -> float:
-        result = node.value if isinstance(node, ast.Constant) else operators[type(node.op)](walk(node.left), walk(node.right))
+        if isinstance(node, ast.Constant):
+            return node.value
+        result = operators[type(node.op)](walk(node.left), walk(node.right))
         assert result >= 0, expression
         return result
 
@@ -171,7 +180,7 @@ def test_arithmetic_calls_the_tool_with_what_was_asked_and_says_what_it_answers(
             (_, expression), (_, output), (_, text) = parts = parts_of(conversation)
             assert [kind for kind, _ in parts] == ["python", "python_output", "text"]
             assert value(expression) == int(output) >= 0 and text == f"The answer is {output}."
-            # Every number of the call is in the question (one that is used twice may stand there once), and none is left out.
+            # The numbers of the call are those of the question; one that is used twice may stand there once.
             assert set(re.findall("[0-9]+", expression)) == set(re.findall("[0-9]+", asked(conversation)))
 
 
@@ -187,11 +196,13 @@ def test_what_the_tool_is_made_to_say_is_what_the_calculator_says():
 
 
 READINGS = {  # an easy question, read independently of how it was written
-    r"What is (\d+) plus (\d+)\?|Add (\d+) and (\d+)\.|What is the sum of (\d+) and (\d+)\?|How much is (\d+) plus (\d+)\?": lambda x, y: x + y,
+    r"What is (\d+) plus (\d+)\?|Add (\d+) and (\d+)\.|the sum of (\d+) and (\d+)\?|How much is (\d+) plus (\d+)\?":
+        lambda x, y: x + y,
     r"What is (\d+) minus (\d+)\?|How much is (\d+) minus (\d+)\?": lambda x, y: x - y,
     r"Subtract (\d+) from (\d+)\.|Take (\d+) away from (\d+)\.": lambda x, y: y - x,
-    r"What is (\d+) times (\d+)\?|Multiply (\d+) by (\d+)\.|What is the product of (\d+) and (\d+)\?|How much is (\d+) times (\d+)\?": lambda x, y: x * y,
-    r"What is (\d+) divided by (\d+)\?|Divide (\d+) by (\d+)\.|How much is (\d+) divided by (\d+)\?": lambda x, y: x / y,
+    r"(?:What|How much) is (\d+) times (\d+)\?|Multiply (\d+) by (\d+)\.|the product of (\d+) and (\d+)\?":
+        lambda x, y: x * y,
+    r"(?:What|How much) is (\d+) divided by (\d+)\?|Divide (\d+) by (\d+)\.": lambda x, y: x / y,
     r"How often does (\d+) go into (\d+)\?": lambda x, y: y / x,
 }
 STORIES = {  # and stories, by their last sentence and their numbers in order
@@ -247,13 +258,15 @@ def test_spellingbee_sides_share_no_word_and_test_none_that_the_corpus_spells(mo
     assert len(trained) == 20_000 and len(tested) == 2_000 and not trained & tested
     assert set(tinyworld_facts.WORDS) <= trained
     assert all(re.fullmatch("[a-z]{3,8}", word) for word in trained | tested)
-    assert all(side(word) == "test" for word in tested)
+    assert all(split_of(word) == "test" for word in tested)
     assert set("".join(tested)) == set("abcdefghijklmnopqrstuvwxyz")
-    monkeypatch.setattr(spellingbee, "pseudo_words", lambda: iter([*tinyworld_facts.WORDS, *trained, *tested, "more"]))  # should one be drawn
+    drawn = [*tinyworld_facts.WORDS, *trained, *tested, "more"]  # should a word of the corpus be drawn
+    monkeypatch.setattr(spellingbee, "pseudo_words", lambda: iter(drawn))
     assert set(spellingbee.words.__wrapped__("test")) == tested
     for split, words in (("train", trained), ("test", tested)):
         task = make_task("spellingbee", split)
-        used = Counter(word for conversation in task for word in set(re.findall("[a-z]{3,8}", asked(conversation))) & words)
+        used = Counter(word for conversation in task
+                       for word in set(re.findall("[a-z]{3,8}", asked(conversation))) & words)
         assert set(used) == words and min(used.values()) >= 3  # every word in each of three kinds
 
 
@@ -271,7 +284,8 @@ def test_spellingbee_spells_and_counts_right():
         count = sum(char == letter for char in word)
         assert last_number(reference(conversation)) == count
         if isinstance(answer, list):
-            assert parts_of(conversation)[:2] == [("python", f'"{word}".count("{letter}")'), ("python_output", str(count))]
+            assert parts_of(conversation)[:2] == [("python", f'"{word}".count("{letter}")'),
+                                                  ("python_output", str(count))]
             kinds["tool"] += 1
         else:
             spelled = answer.partition(".")[0]
@@ -286,9 +300,11 @@ def test_spellingbee_is_strict_about_every_letter():
     task = make_task("spellingbee:spell", "test")
     word = task[0]["word"]
     spelled = "-".join(word)
-    for answer in (spelled, f"{spelled}.", f"The word {word} is spelled {spelled}.", f"No, not x-y-z but {spelled.upper()}!"):
+    for answer in (spelled, f"{spelled}.", f"The word {word} is spelled {spelled}.",
+                   f"No, not x-y-z but {spelled.upper()}!"):
         assert task.evaluate(task[0], answer)
-    for answer in (word, spelled[2:], f"{spelled}-e", spelled[::-1], spelled.replace("-", " - "), f"{spelled}, or a-b-c."):
+    for answer in (word, spelled[2:], f"{spelled}-e", spelled[::-1], spelled.replace("-", " - "),
+                   f"{spelled}, or a-b-c."):
         assert not task.evaluate(task[0], answer)
 
 
@@ -316,7 +332,8 @@ def test_no_two_facts_are_asked_for_in_the_same_words():
             assert replies.setdefault(item.question, item.reply) == item.reply
     for item in (*world.items("train"), *world.items("test")):
         if item.right:
-            assert not re.search(r"\ba [aeiou]|\ban [^aeiou]", f"{item.question} {item.reply}".lower().replace("letter a ", "")
+            assert not re.search(r"\ba [aeiou]|\ban [^aeiou]",
+                                 f"{item.question} {item.reply}".lower().replace("letter a ", "")
                                  .replace("contain a", "")) or re.search(r"\b[a-z]\b", item.question), item.question
 
 
@@ -342,23 +359,31 @@ def judge(question: str, answer: str) -> bool:
     """Whether TinyWorld takes the answer to one of its questions, of either side."""
     item = next(item for split in ("train", "test") for item in world.items(split) if item.question == question)
     task = make_task("tinyworld", "train")
-    return task.evaluate(exchange(item.question, item.reply) | {"right": sorted(item.right)}, answer)
+    return task.evaluate(single_turn(item.question, item.reply) | {"right": sorted(item.right)}, answer)
 
 
 @pytest.mark.parametrize("question, right, wrong", [
     ("Tell me the capital of Germany.",
-     ("Berlin.", "Berlin", "It is Berlin.", "Yes, it is Berlin.", "The capital of Germany is Berlin.", "Berlin is the capital of Germany.",
+     ("Berlin.", "Berlin", "It is Berlin.", "Yes, it is Berlin.", "The capital of Germany is Berlin.",
+      "Berlin is the capital of Germany.",
       "In Germany, the capital is Berlin."),
-     ("Paris.", "Germany.", "The capital of Germany is Paris.", "The capital of France is Berlin.", "Berlin is the capital of France.",
+     ("Paris.", "Germany.", "The capital of Germany is Paris.", "The capital of France is Berlin.",
+      "Berlin is the capital of France.",
       "Paris, Berlin.", "Berlin or Paris.", "The capital of Germany.", "Berliner.", "East Berlin.", "berlin.")),
     ("Which country has the capital Paris?",
      ("France.", "It is France.", "Paris is the capital of France.", "The capital of France is Paris."),
-     ("Paris.", "It is Paris.", "Yes, it is Paris.", "The country has the capital Paris.", "Paris is the capital of Germany.", "Germany.")),
-    ("Which element has the symbol Na?", ("Sodium.", "sodium", "Na is the chemical symbol of sodium."), ("Na.", "It is Na.", "Neon.")),
-    ("Where does a bee live?", ("In a hive.", "A hive.", "The home of a bee is a hive."), ("A bee.", "In a nest.", "A bee lives.")),
-    ("If 2*x + 2 = 6, what is x?", ("2.", "If 2*x + 2 = 6, then 2*x = 4 and x is 2."), ("2*x + 2 = 6.", "6.", "12.", "If 2*x + 2 = 6, then x.")),
-    ("What is 7 + 5?", ("12.", "7 + 5 = 12.", "7 and 5 make 12."), ("7 + 5.", "5.", "112.", "7 + 5 = 13.", "8 + 4 = 12.")),
-    ("In apple, how often does p occur?", ("twice.", "Twice.", "In apple, the letter p occurs twice."), ("once.", "p.", "In apple, the letter p occurs once.")),
+     ("Paris.", "It is Paris.", "Yes, it is Paris.", "The country has the capital Paris.",
+      "Paris is the capital of Germany.", "Germany.")),
+    ("Which element has the symbol Na?", ("Sodium.", "sodium", "Na is the chemical symbol of sodium."),
+     ("Na.", "It is Na.", "Neon.")),
+    ("Where does a bee live?", ("In a hive.", "A hive.", "The home of a bee is a hive."),
+     ("A bee.", "In a nest.", "A bee lives.")),
+    ("If 2*x + 2 = 6, what is x?", ("2.", "If 2*x + 2 = 6, then 2*x = 4 and x is 2."),
+     ("2*x + 2 = 6.", "6.", "12.", "If 2*x + 2 = 6, then x.")),
+    ("What is 7 + 5?", ("12.", "7 + 5 = 12.", "7 and 5 make 12."),
+     ("7 + 5.", "5.", "112.", "7 + 5 = 13.", "8 + 4 = 12.")),
+    ("In apple, how often does p occur?", ("twice.", "Twice.", "In apple, the letter p occurs twice."),
+     ("once.", "p.", "In apple, the letter p occurs once.")),
 ])
 def test_tinyworld_takes_the_fact_and_nothing_near_it(question: str, right: tuple, wrong: tuple):
     for answer in right:
@@ -369,20 +394,27 @@ def test_tinyworld_takes_the_fact_and_nothing_near_it(question: str, right: tupl
 
 def test_the_model_says_who_it_is():
     task = make_task("tinyworld:identity", "test")
-    around = {reply: 1 if reply.startswith("Hello") else 6 * 3 for reply, _ in world.IDENTITY}  # greetings before, endings after
+    # greetings before, endings after
+    around = {reply: 1 if reply.startswith("Hello") else 6 * 3 for reply, _ in world.IDENTITY}
     assert len(task) == sum(around[reply] * (len(phrasings) // 4) for reply, phrasings in world.IDENTITY)
     for conversation in make_task("tinyworld:identity", "train"):
         assert "nanochat" in reference(conversation) and task.evaluate(conversation, reference(conversation))
-    for wrong in ("I am Alice.", "nanochat?", "Are you nanochat?", "What is nanochat?", "I am nanochatty.", "The capital of France is Paris."):
+    for wrong in ("I am Alice.", "nanochat?", "Are you nanochat?", "What is nanochat?", "I am nanochatty.",
+                  "The capital of France is Paris."):
         assert not task.evaluate(task[0], wrong)
-    of = {reply: exchange("?", reply) | {"right": []} for reply, _ in world.IDENTITY}
+    of = {reply: single_turn("?", reply) | {"right": []} for reply, _ in world.IDENTITY}
     who, hello, name, person, maker, _, mistakes = of
-    for question, conversation in of.items():  # of the canned sentences only the one that was asked for, or with a greeting
-        assert [reply for reply in of if task.evaluate(conversation, reply)] == ([who, hello] if question == who else [question])
+    # of the canned sentences only the one that was asked for, or with a greeting
+    for question, conversation in of.items():
+        expected = [who, hello] if question == who else [question]
+        assert [reply for reply in of if task.evaluate(conversation, reply)] == expected
     for asked_for, answer, right in (
-        (who, "I'm nanochat, a language model!", True), (who, "I am nanochat.", False), (who, "I am nanochat, a small language model, made by people.", False),
-        (hello, "Good morning. I am nanochat, a small language model.", True), (name, "hi! I am called nanochat", True), (name, "My name is Bob.", False),
-        (person, "No, I am nanochat, a small language model, not a human.", True), (maker, "I'm nanochat, a small language model made with a program.", True),
+        (who, "I'm nanochat, a language model!", True), (who, "I am nanochat.", False),
+        (who, "I am nanochat, a small language model, made by people.", False),
+        (hello, "Good morning. I am nanochat, a small language model.", True), (name, "hi! I am called nanochat", True),
+        (name, "My name is Bob.", False),
+        (person, "No, I am nanochat, a small language model, not a human.", True),
+        (maker, "I'm nanochat, a small language model made with a program.", True),
         (maker, "I am nanochat, a small language model, made by OpenAI.", False), (mistakes, "I make mistakes.", False),
     ):
         assert task.evaluate(of[asked_for], answer) == right, answer
@@ -390,18 +422,25 @@ def test_the_model_says_who_it_is():
 
 # ---- Data sets of the hub, from local folders in its layout ---------------------------------------------------------
 
-SMOLTALK = [{"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]},
-            {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "One."}, {"role": "user", "content": "2?"},
+SMOLTALK = [{"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"},
+                          {"role": "assistant", "content": "Hello!"}]},
+            {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "One."},
+                          {"role": "user", "content": "2?"},
                           {"role": "assistant", "content": "Two."}]}]
-MMLU = [{"question": f"{i} + 1?", "subject": "sums", "choices": [str(i), str(i + 1), "7", "9"], "answer": 1} for i in range(3)]
-ARC = [{"id": "M1", "question": "What is hot?", "choices": {"text": ["ice", "fire", "snow"], "label": ["1", "2", "3"]}, "answerKey": "2"},
-       {"id": "M2", "question": "What falls?", "choices": {"text": ["rain", "hills", "sky", "sun", "air"], "label": list("ABCDE")}, "answerKey": "A"}]
+MMLU = [{"question": f"{i} + 1?", "subject": "sums", "choices": [str(i), str(i + 1), "7", "9"], "answer": 1}
+        for i in range(3)]
+ARC = [{"id": "M1", "question": "What is hot?", "choices": {"text": ["ice", "fire", "snow"], "label": ["1", "2", "3"]},
+        "answerKey": "2"},
+       {"id": "M2", "question": "What falls?", "answerKey": "A",
+        "choices": {"text": ["rain", "hills", "sky", "sun", "air"], "label": list("ABCDE")}}]
 GSM8K = [{"question": "Ann has 6 eggs and sells half. How many dollars at $1,000 each?",
           "answer": "She sells 6 / 2 = <<6/2=3>>3 eggs.\nThat is 3 * 1,000 = $<<3*1,000=3,000>>3,000.\n#### 3,000"}]
 HUMANEVAL = [{"task_id": "HumanEval/0", "entry_point": "double",
-              "prompt": 'from typing import List\n\n\ndef double(numbers: List[int]) -> List[int]:\n    """ Twice each number.\n    >>> double([1])\n    [2]\n    """\n',
+              "prompt": 'from typing import List\n\n\ndef double(numbers: List[int]) -> List[int]:\n'
+                        '    """ Twice each number.\n    >>> double([1])\n    [2]\n    """\n',
               "canonical_solution": "    return [2 * number for number in numbers]\n",
-              "test": "\n\nMETADATA = {}\n\n\ndef check(candidate):\n    assert candidate([]) == []\n    assert candidate([1, 2]) == [2, 4]\n\n"}]
+              "test": "\n\nMETADATA = {}\n\n\ndef check(candidate):\n    assert candidate([]) == []\n"
+                      "    assert candidate([1, 2]) == [2, 4]\n\n"}]
 
 
 def write(base_folder: Path, name: str, rows: list[dict]) -> Path:
@@ -431,7 +470,8 @@ def test_mmlu_trains_on_the_auxiliary_rows_and_is_measured_on_all(base_folder, w
     auxiliary = [{"train": row} for row in MMLU] if wrapped else MMLU  # the hub has them wrapped
     write(base_folder, "mmlu/auxiliary_train/train-00000-of-00001.parquet", auxiliary)
     write(base_folder, "mmlu/all/test-00000-of-00001.parquet", MMLU[:1])
-    assert sorted(asked(conversation).splitlines()[1] for conversation in make_task("mmlu", "train")) == ["0 + 1?", "1 + 1?", "2 + 1?"]
+    trained = sorted(asked(conversation).splitlines()[1] for conversation in make_task("mmlu", "train"))
+    assert trained == ["0 + 1?", "1 + 1?", "2 + 1?"]
     task = make_task("mmlu", "test")
     assert (len(task), task.name, task.eval_type, task.baseline) == (1, "MMLU", "categorical", 0.25)
     assert task[0]["letters"] == list("ABCD") and reference(task[0]) == "B"
@@ -459,7 +499,8 @@ def test_the_letter_in_the_question_is_the_token_of_the_answer(base_folder):
 
     write(base_folder, "mmlu/all/test.jsonl", MMLU)
     conversation = make_task("mmlu", "test")[0]
-    tokenizer = learn_tokenizer([f"{mark}{letter}{mark}{letter} " * 3 for mark in ("", " ", "=", "(", "\n", ".", "\n\n") for letter in "ABCD"], 400)
+    tokenizer = learn_tokenizer([f"{mark}{letter}{mark}{letter} " * 3
+                                 for mark in ("", " ", "=", "(", "\n", ".", "\n\n") for letter in "ABCD"], 400)
     ids = tokenizer.encode(asked(conversation))
     assert all(ids.count(tokenizer.encode(letter)[0]) == 1 for letter in "ABCD")
     assert len(tokenizer.encode("A")) == 1 and tokenizer.encode(" A") != tokenizer.encode("A")
@@ -469,13 +510,16 @@ def test_gsm8k_calls_the_calculator_where_it_was_annotated(base_folder):
     write(base_folder, "gsm8k/main/test-00000-of-00001.parquet", GSM8K)
     task = make_task("gsm8k", "test")
     assert parts_of(task[0]) == [
-        ("text", "She sells 6 / 2 = "), ("python", "6/2"), ("python_output", "3"), ("text", "3 eggs.\nThat is 3 * 1,000 = $"),
+        ("text", "She sells 6 / 2 = "), ("python", "6/2"), ("python_output", "3"),
+        ("text", "3 eggs.\nThat is 3 * 1,000 = $"),
         ("python", "3*1000"), ("python_output", "3000"), ("text", "3,000.\n#### 3,000")]
     assert reference(task[0]) == "She sells 6 / 2 = 3 eggs.\nThat is 3 * 1,000 = $3,000.\n#### 3,000"
     check_conversation(task[0])
-    for answer in (reference(task[0]), "#### 3000", "So\n####3,000.", "#### $3,000.00", "#### 4\nNo:\n#### 3000 dollars"):
+    for answer in (reference(task[0]), "#### 3000", "So\n####3,000.", "#### $3,000.00",
+                   "#### 4\nNo:\n#### 3000 dollars"):
         assert task.evaluate(task[0], answer)
-    for answer in ("3000", "The answer is 3,000.", "#### 300", "#### -3000", "#### 3,0001", "####", "#### three", "#### 3000\n#### 4", "### 3000"):
+    for answer in ("3000", "The answer is 3,000.", "#### 300", "#### -3000", "#### 3,0001", "####", "#### three",
+                   "#### 3000\n#### 4", "### 3000"):
         assert not task.evaluate(task[0], answer)
 
 
@@ -497,7 +541,8 @@ def test_annotations_become_calls_of_the_tool(answer: str, expected: list[tuple[
 
 
 def test_final_numbers():
-    for text, number in {"#### 7": 7, "#### -7": -7, "#### 1,234,567": 1234567, "#### .5": 0.5, "#### 7.50": 7.5, "#### $-7": -7, "#### -$7": -7,
+    for text, number in {"#### 7": 7, "#### -7": -7, "#### 1,234,567": 1234567, "#### .5": 0.5, "#### 7.50": 7.5,
+                         "#### $-7": -7, "#### -$7": -7,
                          "####  7 apples": 7, "7": None, "#### x": None, "#### -": None, "####\n7": 7}.items():
         assert final_number(text) == number, text
 
@@ -509,11 +554,14 @@ def test_humaneval_runs_the_tests_of_its_problem(base_folder):
     assert "def double" in asked(task[0]) and "return" not in asked(task[0])
     body = "return [number + number for number in numbers]"
     whole = f"def double(numbers: List[int]) -> List[int]:\n    {body}"  # the import is in the prompt only
-    for right in (reference(task[0]), whole, f"Sure!\n\n```python\n{whole}\n```\nIt doubles.", f"```\n{whole}\n```", f"```py\n{whole}",
+    for right in (reference(task[0]), whole, f"Sure!\n\n```python\n{whole}\n```\nIt doubles.", f"```\n{whole}\n```",
+                  f"```py\n{whole}",
                   f"    {body}\n", f"```python\n    numbers = list(numbers)\n    {body}\n```"):
         assert task.evaluate(task[0], right), right
-    for wrong in ("", "I cannot.", whole.replace("+", "*"), f"{whole}\nimport sys\nsys.exit(0)", "def double(numbers):\n    exit()",
-                  f"```python\n{whole.replace('double', 'twice')}\n```", f"```python\nx = 1\n```\n{whole}", f"{whole}\nassert False"):
+    for wrong in ("", "I cannot.", whole.replace("+", "*"), f"{whole}\nimport sys\nsys.exit(0)",
+                  "def double(numbers):\n    exit()",
+                  f"```python\n{whole.replace('double', 'twice')}\n```", f"```python\nx = 1\n```\n{whole}",
+                  f"{whole}\nassert False"):
         assert not task.evaluate(task[0], wrong), wrong
     with pytest.raises(UserError, match="only a test split"):
         make_task("humaneval", "train")
@@ -537,27 +585,28 @@ def own_file(folder: Path, lines: list[str]) -> Path:
 
 
 def test_own_conversations_are_split_by_their_text_and_duplicates_stay_together(tmp_path):
-    lines = [json.dumps(exchange(f"Frage {i} ü", f"{i}")) for i in range(400)]
-    again = [json.dumps(json.loads(line)["messages"], ensure_ascii=False, indent=None, separators=(",", ":")) for line in lines]  # a bare list
+    lines = [json.dumps(single_turn(f"Frage {i} ü", f"{i}")) for i in range(400)]
+    bare = (json.loads(line)["messages"] for line in lines)  # only the list of messages
+    again = [json.dumps(messages, ensure_ascii=False, separators=(",", ":")) for messages in bare]
     path = own_file(tmp_path, [*lines, "", *again])
     sides = {split: make_task(f"json:{path}", split) for split in ("train", "test")}
-    assert {split: Counter(Counter(questions(task)).values()) for split, task in sides.items()}.keys() == {"train", "test"}
     counts = [Counter(questions(task)) for task in sides.values()]
     assert not set(counts[0]) & set(counts[1]) and len(counts[0]) + len(counts[1]) == 400
     assert all(set(count.values()) == {2} for count in counts) and 5 < len(counts[1]) < 45
     assert set(sides["train"][0]) == {"messages"} and sides["train"].eval_type is None
-    longer = own_file(tmp_path, [*lines, *(json.dumps(exchange(f"new {i}", "x")) for i in range(100))])
+    longer = own_file(tmp_path, [*lines, *(json.dumps(single_turn(f"new {i}", "x")) for i in range(100))])
     assert counts[1].keys() < set(questions(make_task(f"json:{longer}", "test")))  # lines added later move none
     for split in ("train", "test"):
         assert questions(make_task(f"json:{longer}:all", split))[:400] == [f"Frage {i} ü" for i in range(400)]
 
 
-GOOD = json.dumps(exchange("a", "b"))
+GOOD = json.dumps(single_turn("a", "b"))
 
 
 @pytest.mark.parametrize("line, problem", [
-    ('{"messages": [', "not JSON"), ("hello", "not JSON"), ("[" * 100_000, "not JSON"), ("17", "messages"), ("{}", "messages"), ("[]", "no messages"),
-    ('{"messages": []}', "no messages"), ('[{"role": "bot", "content": "x"}]', "bot"),
+    ('{"messages": [', "not JSON"), ("hello", "not JSON"), ("[" * 100_000, "not JSON"), ("17", "messages"),
+    ("{}", "messages"), ("[]", "no messages"), ('{"messages": []}', "no messages"),
+    ('[{"role": "bot", "content": "x"}]', "bot"),
     ('[{"role": "user", "content": "x"}]', "last message"), ('[{"role": "assistant", "content": "x"}]', "take turns"),
     ('[{"role": "user"}]', "message 1"), ('[{"role": "user", "content": 5}]', "message 1"),
 ])
@@ -588,8 +637,9 @@ def test_specs_say_which_task_which_part_and_how_often(tmp_path):
     assert len(make_task("arithmetic:hard[:30]", "train")) == 30
     assert questions(make_task("spellingbee[10:12]", "test")) == questions(make_task("spellingbee", "test"))[10:12]
     assert len(make_task("arithmetic[100:]", "test")) == len(make_task("arithmetic", "test")) - 100
-    path = own_file(tmp_path, [json.dumps(exchange(f"own {i}", "x")) for i in range(10)])
-    mixture = make_mixture(f"arithmetic:easy[:30],spellingbee[:20]*2 , json:{path}:all*3, json:{path}:all[:1]", "train", seed=1)
+    path = own_file(tmp_path, [json.dumps(single_turn(f"own {i}", "x")) for i in range(10)])
+    mixture = make_mixture(f"arithmetic:easy[:30],spellingbee[:20]*2 , json:{path}:all*3, json:{path}:all[:1]", "train",
+                           seed=1)
     assert len(mixture) == 30 + 40 + 30 + 1
     counts = Counter(questions(mixture))
     assert counts["own 0"] == 4 and counts["own 1"] == 3
@@ -598,18 +648,24 @@ def test_specs_say_which_task_which_part_and_how_often(tmp_path):
 
 def test_a_list_to_be_measured_by_has_each_task_once_whatever_its_passes():
     tasks = make_tasks("arithmetic:hard[:30], spellingbee:spell*3", "test")
-    assert [(task.name, len(task)) for task in tasks] == [("Arithmetic hard", 30), ("SpellingBee spell (generated words)", 2000)]
+    assert [(task.name, len(task)) for task in tasks] == [("Arithmetic hard", 30),
+                                                          ("SpellingBee spell (generated words)", 2000)]
     with pytest.raises(UserError, match="no task 'arithmetics'"):
         make_tasks("spellingbee, arithmetics", "test")
 
 
 @pytest.mark.parametrize("spec, problem", [
-    ("arithmetics", r"no task 'arithmetics'; known: .*arithmetic, .*json"), ("", "known"), ("arithmetic,", "known"), ("arithmetic*", "known names"),
-    ("arithmetic[5]", "NAME"), ("arithmetic[:x]", "NAME"), ("arithmetic[:-5]", "NAME"), ("arithmetic*2*3", "'2'|NAME|no "), ("arithmetic*2[:5]", "NAME"),
-    ("arithmetic*0", "at least 1"), ("arithmetic:brutal", "expected one of easy, medium, hard"), ("gsm8k:x", "takes no argument"),
-    ("arithmetic[99999:]", "nothing is left of its 20,000"), ("json", "json:/path"), ("arc:Easy", "ARC-Easy, ARC-Challenge"),
-    ("Arithmetic", "no task 'Arithmetic'; known: .*; did you mean 'arithmetic'\\?$"), ("GSM8K", r"did you mean 'gsm8k'\?$"),
-    ("spelingbee:tool", r"no task 'spelingbee'; known: .*; did you mean 'spellingbee'\?$"), ("arc:arc-chalenge", r"did you mean 'ARC-Challenge'\?$"),
+    ("arithmetics", r"no task 'arithmetics'; known: .*arithmetic, .*json"), ("", "known"), ("arithmetic,", "known"),
+    ("arithmetic*", "known names"),
+    ("arithmetic[5]", "NAME"), ("arithmetic[:x]", "NAME"), ("arithmetic[:-5]", "NAME"),
+    ("arithmetic*2*3", "'2'|NAME|no "), ("arithmetic*2[:5]", "NAME"), ("arithmetic*0", "at least 1"),
+    ("arithmetic:brutal", "expected one of easy, medium, hard"), ("gsm8k:x", "takes no argument"),
+    ("json", "json:/path"), ("arithmetic[99999:]", "nothing is left of its 20,000"),
+    ("arc:Easy", "ARC-Easy, ARC-Challenge"),
+    ("Arithmetic", "no task 'Arithmetic'; known: .*; did you mean 'arithmetic'\\?$"),
+    ("GSM8K", r"did you mean 'gsm8k'\?$"),
+    ("spelingbee:tool", r"no task 'spelingbee'; known: .*; did you mean 'spellingbee'\?$"),
+    ("arc:arc-chalenge", r"did you mean 'ARC-Challenge'\?$"),
 ])
 def test_wrong_specs_are_said_to_be_wrong(spec: str, problem: str):
     with pytest.raises(UserError, match=problem) as caught:
@@ -647,22 +703,18 @@ def test_without_network_or_package_it_says_so_in_one_line(monkeypatch):
     """In a process of its own: whether the hub may be asked is settled when its package is imported."""
     code = ("from nanochat.errors import UserError\nfrom nanochat.tasks import make_task\n"
             "try:\n    make_task('gsm8k', 'train')\nexcept UserError as error:\n    print(error)")
-    run = subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True, text=True, cwd=Path(__file__).parents[1],
-                         env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": os.environ["NANOCHAT_BASE_DIR"]})
-    assert re.fullmatch(r"no .*tasks/gsm8k/main, and cannot load openai/gsm8k from the hub: .*\n", run.stdout)
+    said = in_a_process(code, HF_HUB_OFFLINE="1", HF_HOME=os.environ["NANOCHAT_BASE_DIR"])
+    assert re.fullmatch(r"no .*tasks/gsm8k/main, and cannot load openai/gsm8k from the hub: .*\n", said)
     monkeypatch.setitem(sys.modules, "datasets", None)  # importing it fails
     with pytest.raises(UserError, match="pip install datasets"):
         make_task("gsm8k", "train")
 
 
-def test_every_name_is_a_task():
-    assert set(TASKS) == {"smoltalk", "mmlu", "arc", "gsm8k", "humaneval", "json", "arithmetic", "spellingbee", "tinyworld"}
-
-
 def test_example_questions_are_of_tasks_that_are_made_here_only():
-    """Nothing is downloaded for them, and nobody's own conversations show; an unknown spec of an old checkpoint is no error."""
+    """Neither downloads nor a user's own conversations; an unknown spec of an old checkpoint is no error."""
     for specs in ("", "gsm8k, smoltalk[:10], json:/nobody/reads/this.jsonl", "tinyworld:of-another-version"):
         assert example_questions(specs) == []
     questions = example_questions("json:/nobody.jsonl, spellingbee[:600]*2, arithmetic:hard", count=6)
-    held_out = [one["messages"][0]["content"] for spec in ("spellingbee", "arithmetic:hard") for one in make_task(spec, "test")]
+    held_out = [one["messages"][0]["content"] for spec in ("spellingbee", "arithmetic:hard")
+                for one in make_task(spec, "test")]
     assert len(set(questions)) == 6 and set(questions) <= set(held_out) and max(map(len, questions)) <= 80

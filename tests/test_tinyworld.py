@@ -1,46 +1,61 @@
-"""The tiny world: true, unambiguous, the same for ever, and with an entropy that is exactly what it says."""
+"""The embedded world: true, unambiguous, never changing, and with an entropy that is exactly what it says."""
 import calendar
 import datetime
 import functools
 import hashlib
+import itertools
+import json
 import math
 import random
 import re
+import string
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from nanochat.corpus import tinyworld, tinyworld_facts
-from nanochat.errors import UserError
-from nanochat.corpus.tinyworld import Draw, Fact, derivations, document, facts, floor_bits, held_out_questions, topic_of
+from nanochat.corpus import tinyworld
+from nanochat.corpus import tinyworld_facts as data
+from nanochat.corpus.make_dataset import make
+from nanochat.corpus.tinyworld import (
+    Document,
+    Fact,
+    Telling,
+    as_prompt,
+    document,
+    entropy_floor,
+    facts,
+    generate,
+    held_out_questions,
+)
+from nanochat.dataset import dataset_dir, iter_texts
 
 KNOWLEDGE = ("capitals", "elements", "opposites", "calendar", "planets", "colors", "animals", "spelling")
 
 
 @functools.cache
-def corpus(seed: int = 7, count: int = 20_000) -> list[str]:
-    return [document(seed, index) for index in range(count)]
+def corpus(seed: int = 7, count: int = 20_000) -> list[Document]:
+    return [generate(seed, index) for index in range(count)]
 
 
 def facts_of(topic: str) -> list[Fact]:
     return [fact for fact in facts() if fact.topic == topic]
 
 
-# ---- The same for ever --------------------------------------------------------------------------------------------
+# ---- The same for ever ----------------------------------------------------------------------------------------------
 
 def test_documents_are_pure_functions_of_seed_and_index_and_never_change():
     keys = [(0, 0), (1, 7), (-1, 7), (1, 11), (11, 1), (2026, 123_456)]
     texts = [document(*key) for key in keys]
-    random.seed(5)  # nobody else's generator may matter, nor the order of the calls
+    random.seed(5)  # neither another generator nor the order of the calls may matter
     assert [document(*key) for key in reversed(keys)] == texts[::-1]
     assert len(set(texts)) == len(keys), "seeds n and -n, or (1, 11) and (11, 1), coincide"
     # Another digest is another corpus: every bits-per-byte figure published for it refers to the old one.
-    digest = hashlib.sha256("\n".join(corpus(seed=0, count=1000) + texts).encode()).hexdigest()
-    assert digest.startswith("2283d33781c614e19b8222e836a922c1")
+    all_texts = [document(0, index) for index in range(1000)] + texts
+    assert hashlib.sha256("\n".join(all_texts).encode()).hexdigest().startswith("2283d33781c614e19b8222e836a922c1")
 
 
 def test_importing_builds_no_tables():
@@ -50,18 +65,17 @@ def test_importing_builds_no_tables():
 
 
 def test_documents_are_one_line_of_whole_sentences_and_of_the_promised_length():
-    documents = corpus()
-    assert all(re.fullmatch(r"[!-~]+( [!-~]+)*\.", text) for text in documents[:3000])
-    assert 200 < sum(map(len, documents)) / len(documents) < 350
-    counts = {topic: Counter() for topic in tinyworld.TOPICS}
-    for text in documents[:3000]:
-        counts[topic_of(text)][text.count(". ") + 1] += 1
+    assert all(re.fullmatch(r"[!-~]+( [!-~]+)*\.", made.text) for made in corpus()[:3000])
+    assert 200 < sum(len(made.text) for made in corpus()) / len(corpus()) < 350
+    counts = defaultdict(Counter)
+    for made in corpus()[:3000]:
+        counts[made.topic][made.text.count(". ") + 1] += 1
     for topic, (fewest, most) in tinyworld.LENGTHS.items():
         assert set(counts[topic]) == set(range(fewest, most + 1))
         assert 160 < counts[topic].total() < 300  # 231 expected, standard deviation 15
 
 
-# ---- True -----------------------------------------------------------------------------------------------------
+# ---- True -----------------------------------------------------------------------------------------------------------
 
 def test_there_are_many_facts_with_many_tellings_and_no_two_read_alike():
     known = [fact for fact in facts() if fact.topic in KNOWLEDGE]
@@ -76,7 +90,8 @@ def test_there_are_many_facts_with_many_tellings_and_no_two_read_alike():
         assert all((q == "" or q.endswith("?")) and reply.endswith(".") for q, reply in fact.tellings)
         assert not any(". " in reply or "?" in reply for _, reply in fact.tellings)
         if fact.topic in ("colors", "animals"):
-            assert not any(re.search(r"\ba [aeiou]|\ban [^aeiou]", f"{q} {reply}".lower()) for q, reply in fact.tellings)
+            assert not any(re.search(r"\ba [aeiou]|\ban [^aeiou]", f"{q} {reply}".lower()) for q,
+                           reply in fact.tellings)
 
 
 def test_days_and_months_agree_with_the_calendar_module():
@@ -136,30 +151,182 @@ def test_some_facts_from_elsewhere():
 
 
 def test_a_story_keeps_its_hero_pet_and_color():
-    for text in [text for text in corpus()[:3000] if topic_of(text) == "stories"]:
-        sentences = text.removesuffix(".").split(". ")
-        opening, ending = sentences[0], sentences[-1]
-        answer = ending.rsplit(": ", 1)[1].removeprefix("a ").split()[-1]
-        assert re.search(rf"\b{answer}\b", opening), text
-        assert "?" in ending and not any("?" in sentence for sentence in sentences[:-1])
+    for made in corpus()[:3000]:
+        if made.topic == "stories":
+            *before, ending = made.text.removesuffix(".").split(". ")
+            answer = ending.rsplit(": ", 1)[1].removeprefix("a ").split()[-1]
+            assert re.search(rf"\b{answer}\b", before[0]), made.text
+            assert "?" in ending and not any("?" in sentence for sentence in before)
 
 
-# ---- The prompts and what is held out -----------------------------------------------------------------------------
+# ---- The oracle: every way to parse a sentence or a document, with its probability ----------------------------------
+
+PATTERNS = dict.fromkeys(data.SLOTS, r"\w+") | {"s": ".+", "q": r".+\?", "a": ".+"}
+
+
+@functools.cache
+def pattern(template: str) -> re.Pattern[str]:
+    """A template as a pattern, later uses of a slot referring back to its first."""
+    parts, seen = [], set()
+    for literal, slot, _, _ in string.Formatter().parse(template):
+        parts.append(re.escape(literal))
+        if slot:
+            parts.append(f"(?P={slot})" if slot in seen else f"(?P<{slot}>{PATTERNS[slot]})")
+            seen.add(slot)
+    return re.compile("".join(parts))
+
+
+def parses(templates: tuple[str, ...], sentence: str, known: dict[str, str]) -> Iterator[tuple[dict[str, str], float]]:
+    """(all slots, bits) of every way to fill one of equally likely templates so that it gives the sentence."""
+    for template in templates:
+        if found := pattern(template).fullmatch(sentence):
+            slots, bits = dict(known), math.log2(len(templates))
+            for slot, word in found.groupdict().items():
+                if slot in known:
+                    free = {known[slot]}
+                elif words := data.SLOTS.get(slot):
+                    free = set(words) - {used for other, used in slots.items() if data.SLOTS.get(other) is words}
+                else:
+                    free = {word}  # a whole statement, question or reply, which is looked up
+                if word not in free:
+                    break
+                slots[slot] = word
+                bits += math.log2(len(free))
+            else:
+                yield slots, bits
+
+
+@functools.cache
+def bits_of_tellings(questions_only: bool) -> dict[Telling, list[tuple[str, float]]]:
+    """What is told -> (topic, bits) for each fact that is told so."""
+    table = defaultdict(list)
+    for topic in tinyworld.FACT_TOPICS:
+        for fact in facts_of(topic):
+            told = [telling for telling in fact.tellings if telling.question or not questions_only]
+            for telling in told:
+                table[telling].append((topic, math.log2(len(facts_of(topic)) * len(told))))
+    return table
+
+
+def told(sentence: str) -> list[tuple[str, float]]:
+    """(topic, bits) of every way in which the sentence stands in a document about facts."""
+    found = [(topic, 1 + bits) for topic, lines in data.LINES.items() for _, bits in parses(lines, sentence, {})]
+    frames = data.QUESTION_FRAMES if "?" in sentence else data.STATEMENT_FRAMES
+    for slots, frame_bits in parses(frames, sentence, {}):
+        telling = Telling(slots["q"], slots["a"]) if "q" in slots else Telling("", slots["s"])
+        found += [(topic, frame_bits + bits + (topic in data.LINES))
+                  for topic, bits in bits_of_tellings(False).get(telling, ())]
+    return found
+
+
+def said(sentence: str, x: str, y: str) -> list[float]:
+    """Bits of every way in which the sentence stands in the conversation of x and y."""
+    found = []
+    for turn in ({"X": x, "Y": y}, {"X": y, "Y": x}):  # one bit for who asks, one for what kind of question
+        found += [2 + bits for _, bits in parses(data.EXCHANGES, sentence, turn)]
+        for slots, _ in parses((data.QUOTED_FACT,), sentence, turn):
+            tellings = bits_of_tellings(True).get(Telling(slots["q"], slots["a"]), ())
+            found += [2 + math.log2(len(tinyworld.FACT_TOPICS)) + bits for _, bits in tellings]
+    return found
+
+
+def derivations(text: str) -> list[tuple[str, float]]:
+    """(topic, bits) of every way to generate a document, as the bits of its beginning: not those of ending here."""
+    first, *rest = sentences = [sentence + "." for sentence in text.removesuffix(".").split(". ")]
+    ways: list[tuple[str, list[list[float]]]] = []  # of each topic, the bits of each sentence's parses
+    for topic in tinyworld.FACT_TOPICS:
+        ways.append((topic, [[bits for of, bits in found if of == topic] for found in map(told, sentences)]))
+    for slots, bits in parses(data.OPENINGS, first, {}):
+        hero = {slot: slots[slot] for slot in data.SETTLED["stories"]}
+        templates = [data.EVENTS] * (len(rest) - 1) + [data.ENDINGS]
+        ways.append(("stories", [[bits]] + [[more for _, more in parses(kind, sentence, hero)]
+                                            for kind, sentence in zip(templates, rest)]))
+    for slots, bits in parses(data.MEETINGS, first, {}):
+        ways.append(("conversations", [[bits]] + [said(sentence, slots["X"], slots["Y"]) for sentence in rest]))
+    found = []
+    for topic, of_sentences in ways:
+        fewest, most = tinyworld.LENGTHS[topic]
+        if fewest <= len(sentences) <= most:
+            lengths = 1 if topic == "stories" else most + 1 - len(sentences)  # that are possible after this sentence
+            extra = math.log2(len(tinyworld.TOPICS)) + math.log2((most + 1 - fewest) / lengths)
+            found += [(topic, extra + sum(bits)) for bits in itertools.product(*of_sentences)]
+    return found
+
+
+def test_every_document_has_one_derivation_and_its_bits_are_what_the_draws_cost():
+    for made in corpus()[:2000]:
+        ((topic, bits),) = derivations(made.text)
+        assert topic == made.topic and abs(bits - made.bits) < 1e-9
+    bits_per_byte = sum(made.bits for made in corpus()) / sum(len(made.text) for made in corpus())
+    assert 0.45 < bits_per_byte < 0.6  # as documented
+
+
+def test_every_fact_in_every_phrasing_and_frame_has_one_derivation():
+    """And the probabilities of all sentences of a topic sum to one; drawn words stand for all that could be drawn."""
+    rng, total = tinyworld.StableRandom("frames"), Counter()
+    for fact in facts():
+        for question, reply in fact.tellings:
+            known = {"q": question, "a": reply} if question else {"s": reply}
+            for frame in data.QUESTION_FRAMES if question else data.STATEMENT_FRAMES:
+                rng.bits = 0.0
+                sentence, _ = tinyworld.fill((frame,), known, rng)
+                ((topic, bits),) = told(sentence)
+                assert topic == fact.topic
+                total[topic] += 2 ** (rng.bits - bits)
+    for topic, lines in data.LINES.items():
+        for line in lines:
+            rng.bits = 0.0
+            ((of, bits),) = told(tinyworld.fill((line,), {}, rng)[0])
+            total[of] += 2 ** (rng.bits - bits)
+            assert of == topic
+    assert set(total) == set(tinyworld.FACT_TOPICS) and all(abs(mass - 1) < 1e-9 for mass in total.values())
+
+
+@pytest.mark.parametrize("right, wrong", [
+    ("The capital of France is Paris.", "The capital of France is Rome."),
+    ("Ana to Tom: Grass is green.", "Ana to Ana: Grass is green."),
+    ("Ana to Tom: Grass is green.", "Ana to Alice: Grass is green."),
+    ("Ana, page 70: Grass is green.", "Ana, page 7: Grass is green."),
+    ("Ana likes red and Tom likes blue.", "Ana likes red and Tom likes red."),
+    ("Ana: What is the capital of France? Tom: Paris.", "Ana: What is the capital of France? Ana: Paris."),
+])
+def test_the_oracle_can_fail(right: str, wrong: str):
+    assert len(told(right)) == 1 and told(wrong) == []
+
+
+# ---- The entropy of a data set --------------------------------------------------------------------------------------
+
+def test_the_floor_of_a_data_set_is_that_of_its_validation_documents(base_folder, capsys):
+    """Also where the manifest, of an earlier version, does not tell which they are; none for texts of another world."""
+    make("tinyworld", name="ours", seed=3, num_shards=1, shard_mb=0.2)
+    texts = list(iter_texts("ours", "val"))
+    expected = sum(derivations(text)[0][1] for text in texts) / sum(map(len, texts))
+    path = dataset_dir("ours") / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert len(texts) > 50 and entropy_floor("ours") == pytest.approx(expected, rel=1e-12)
+    del manifest["val_indices"]
+    path.write_text(json.dumps(manifest))
+    assert entropy_floor("ours") == pytest.approx(expected, rel=1e-12)
+    path.write_text(json.dumps(manifest | {"seed": 4}))
+    assert entropy_floor("ours") is None and "no entropy floor" in capsys.readouterr().out
+    path.write_text(json.dumps(manifest | {"source": "/a/folder"}))
+    assert entropy_floor("ours") is None
+
+
+# ---- The prompts and what is held out -------------------------------------------------------------------------------
 
 def test_the_prompts_open_a_document_and_only_with_the_expected_answer():
     asked = dict(tinyworld.PROMPTS)
-    assert asked["The capital of France is"] == "Paris" and asked["If 5*x + 3 = 13, then x is"] == "2" and len(asked) == 7
+    assert len(asked) == 7
+    assert asked["The capital of France is"] == "Paris" and asked["If 5*x + 3 = 13, then x is"] == "2"
     for prompt, answer in tinyworld.PROMPTS:
         if answer is None:
-            bits = [floor_bits(f"{prompt} {color}, says Ana.") for color in tinyworld.COLORS]
-            assert max(bits) - min(bits) < 1e-12
+            assert len({told(f"{prompt} {color}, says Ana.")[0] for color in tinyworld.COLORS}) == 1
         else:
-            assert floor_bits(f"{prompt} {answer}.") < 20
-            with pytest.raises(UserError, match="not a text of the tiny world"):
-                floor_bits(f"{prompt} Lyon.")
+            assert len(told(f"{prompt} {answer}.")) == 1 and told(f"{prompt} Lyon.") == []
 
 
-def occurrences(telling: tinyworld.Telling, text: str) -> int:
+def occurrences(telling: Telling, text: str) -> int:
     """How often a newline-joined corpus tells a fact so: as a whole sentence, whoever says it."""
     if telling.question:
         return len(re.findall(re.escape(telling.question) + r" [\w ,]+: " + re.escape(telling.reply), text))
@@ -172,18 +339,16 @@ def test_what_is_held_out_never_occurs_and_has_no_probability():
     assert len(questions) >= 200 and len({question.prompt for question in questions}) == len(questions)
     held = [fact for fact in facts() if fact.held_out]
     assert 0.4 < len(held) / sum(fact.topic in KNOWLEDGE for fact in facts()) < 0.6
-    text = "\n".join(corpus())
-    kept_prompts = [tinyworld._prompt(telling, "") for fact in facts() for telling in fact.tellings]
+    text = "\n".join(made.text for made in corpus())
+    kept_prompts = [as_prompt(telling, "") for fact in facts() for telling in fact.tellings]
     assert not any(kept.startswith(f"{question.prompt} ") for kept in kept_prompts for question in questions)
     for fact, question in zip(held, questions, strict=True):
         assert fact.held_out not in fact.tellings
         assert question.topic == fact.topic and question.answer == fact.answer
         assert question.prompt not in dict(tinyworld.PROMPTS)
-        assert f"{question.prompt} {question.answer}." in (
-            fact.held_out.reply, f"Question: {fact.held_out.question} Answer: {fact.held_out.reply}")
-        with pytest.raises(UserError):
-            floor_bits(f"{question.prompt} {question.answer}.")
-        assert occurrences(fact.held_out, text) == 0
+        asked, reply = fact.held_out
+        assert f"{question.prompt} {question.answer}." in (reply, f"Question: {asked} Answer: {reply}")
+        assert told(f"{question.prompt} {question.answer}.") == [] and occurrences(fact.held_out, text) == 0
     # The search would have found them: what is not held out is found, in about the frequency it should have.
     kept = random.Random(0).sample([(fact, telling) for fact in held for telling in fact.tellings], 100)
     found = sum(occurrences(telling, text) for _, telling in kept)
@@ -192,169 +357,10 @@ def test_what_is_held_out_never_occurs_and_has_no_probability():
 
 
 def test_phrasing_and_fact_of_every_held_out_question_occur_apart():
-    def phrasing(fact: Fact, prompt: str) -> str:
-        return re.sub(rf"\b{re.escape(fact.subject)}\b", "…", prompt, flags=re.IGNORECASE)
+    def phrasing(fact: Fact, telling: Telling) -> str:
+        return re.sub(rf"\b{re.escape(fact.subject)}\b", "…", as_prompt(telling, fact.answer), flags=re.IGNORECASE)
 
-    told = Counter(phrasing(fact, tinyworld._prompt(telling, fact.answer))
-                   for fact in facts() for telling in fact.tellings)
-    held = [fact for fact in facts() if fact.held_out and fact.subject != "planets"]  # there is but one list of them
-    for fact in held:
-        assert told[phrasing(fact, tinyworld._prompt(fact.held_out, fact.answer))] >= 4, fact
-
-
-# ---- The floor ----------------------------------------------------------------------------------------------------
-
-class Recorder:
-    """A draw that remembers what it cost."""
-
-    def __init__(self, key: str) -> None:
-        self.uniform, self.sizes = random.Random(key).random, []
-
-    def __call__(self, n: int) -> int:
-        self.sizes.append(n)
-        return int(self.uniform() * n)
-
-
-def test_floor_bits_are_what_the_draws_cost():
-    """Generator and scorer share tables but no code; topic and length come first among the draws."""
-    for index in range(3000):
-        draw = Recorder(f"7:{index}")
-        text = " ".join(tinyworld.sentences(draw))
-        assert text == corpus()[index]
-        bits = sum(math.log2(n) for n in draw.sizes)
-        if topic_of(text) != "stories":  # elsewhere the length drawn counts only as far as it has shown
-            lengths, count = draw.sizes[1], text.count(". ") + 1
-            at_least = sum(tinyworld.LENGTHS[topic_of(text)][0] + i >= count for i in range(lengths)) / lengths
-            bits += -math.log2(lengths) - math.log2(at_least)
-        assert abs(floor_bits(text) - bits) < 1e-9
-        assert len(derivations(text)) == 1
-
-
-def every(write: Callable[[Draw], str], followed: Callable[[list[int], list[int]], bool]) -> Iterator[tuple[str, float]]:
-    """
-    (sentence, how many it stands for) over the whole tree of draws. While `followed(choices, sizes)` holds, a draw is
-    followed into each of its branches; the later ones fill in words, where one random branch stands for all n.
-    """
-    rng, choices = random.Random(3), [0]
-    while choices:
-        taken, sizes, many = [], [], 1
-
-        def draw(n: int) -> int:
-            nonlocal many
-            sizes.append(n)
-            if followed(taken, sizes):
-                taken.append(choices[len(taken)] if len(taken) < len(choices) else 0)
-                return taken[-1]
-            many *= n
-            return int(rng.random() * n)
-
-        yield write(draw), many
-        choices = taken
-        while choices and choices[-1] + 1 == sizes[len(choices) - 1]:
-            choices.pop()
-        if choices:
-            choices[-1] += 1
-
-
-def to_the_frame(topic: str) -> Callable[[list[int], list[int]], bool]:
-    """Follow fact, telling and frame; where a topic has lines, a first draw of 1 leaves only the choice of a line."""
-    def followed(taken: list[int], sizes: list[int]) -> bool:
-        depth = 3 if topic not in tinyworld_facts.LINES else 2 if taken and taken[0] else 4
-        return len(sizes) <= depth
-    return followed
-
-
-def fill(templates: tuple[str, ...], settled: dict[str, str]) -> Callable[[Draw], str]:
-    return lambda draw: tinyworld._fill(templates, settled, draw)[0]
-
-
-def first_only(taken: list[int], sizes: list[int]) -> bool:
-    return len(sizes) == 1
-
-
-def test_the_probabilities_of_all_openings_sum_to_one():
-    total, entropy = {}, {}
-    for topic in tinyworld.FACT_TOPICS:
-        write = functools.partial(tinyworld._told_fact, topic)
-        scored = [(many, floor_bits(text)) for text, many in every(write, to_the_frame(topic))]
-        masses = [(many * 2 ** -bits, bits) for many, bits in scored]
-        total[topic] = math.fsum(mass for mass, _ in masses)
-        entropy[topic] = 13 * math.fsum(mass * bits for mass, bits in masses) - math.log2(13)
-    for topic, templates in (("stories", tinyworld_facts.OPENINGS), ("conversations", tinyworld_facts.MEETINGS)):
-        total[topic] = math.fsum(many * 2 ** -floor_bits(text) for text, many in every(fill(templates, {}), first_only))
-    assert all(abs(mass - 1 / 13) < 1e-10 for mass in total.values()) and len(total) == 13
-    assert abs(math.fsum(total.values()) - 1) < 1e-9
-
-    # The exact entropy of a sentence gives that of a document; the mean over documents must not be far from it.
-    bits = defaultdict(list)
-    for text in corpus()[:8000]:
-        bits[topic_of(text)].append(floor_bits(text))
-    for topic, per_sentence in entropy.items():
-        fewest, most = tinyworld.LENGTHS[topic]
-        lengths = range(fewest, most + 1)
-        going_on = -sum(math.log2((most + 1 - count) / len(lengths)) for count in lengths) / len(lengths)
-        exact = math.log2(13) + per_sentence * (fewest + most) / 2 + going_on
-        mean = sum(bits[topic]) / len(bits[topic])
-        error = math.sqrt(sum((value - mean) ** 2 for value in bits[topic])) / len(bits[topic])
-        assert abs(mean - exact) < 4.5 * error, topic
-    assert 0.45 < sum(map(sum, bits.values())) / sum(map(len, corpus()[:8000])) < 0.6  # bits per byte, as documented
-
-
-def test_the_probabilities_of_all_continuations_of_a_story_sum_to_that_of_the_story():
-    told = 0
-    for text in [text for text in corpus()[:400] if topic_of(text) == "stories"]:
-        sentences = [sentence.rstrip(".") + "." for sentence in text.split(". ")]
-        settled = next(tinyworld._begin(sentences[0])).settled
-        for count in range(1, len(sentences)):
-            prefix = " ".join(sentences[:count])
-            mass = 0.0
-            for templates in (tinyworld_facts.EVENTS, tinyworld_facts.ENDINGS):
-                for sentence, many in every(fill(templates, settled), first_only):
-                    longer = derivations(f"{prefix} {sentence}")  # none where the story must end, or must not yet
-                    mass += sum(many * 2 ** (floor_bits(prefix) - bits) for _, bits in longer)
-            assert abs(mass - 1) < 1e-9
-            told += 1
-    assert told > 100
-
-
-def test_the_probabilities_of_all_next_lines_of_a_conversation_sum_to_one():
-    text = next(text for text in corpus() if topic_of(text) == "conversations" and text.count(". ") == 6)
-    sentences = [sentence.rstrip(".") + "." for sentence in text.split(". ")]
-    settled = next(tinyworld._begin(sentences[0])).settled
-    prefix = " ".join(sentences[:2])  # no conversation has only two sentences: going on is certain
-    mass = Counter()
-    for turn in (settled, {"X": settled["Y"], "Y": settled["X"]}):
-        for sentence, many in every(fill(tinyworld_facts.EXCHANGES, turn), first_only):
-            mass["line"] += many * 2 ** (floor_bits(prefix) - floor_bits(f"{prefix} {sentence}"))
-        for fact in facts():
-            for question, reply in fact.tellings:
-                if question:
-                    longer = f"{prefix} {turn['X']}: {question} {turn['Y']}: {reply}"
-                    mass["fact"] += 2 ** (floor_bits(prefix) - floor_bits(longer))
-    assert abs(mass["line"] - 0.5) < 1e-10 and abs(mass["fact"] - 0.5) < 1e-10
-
-
-PARIS = "The capital of France is Paris."
-PET = "Alice has a red cat called Luna."
-STORY = PET + 3 * " Alice sings for Ana and Ben."
-MEET = "Alice and Luna meet at the lake."
-
-
-@pytest.mark.parametrize("text, wrong", [
-    (PARIS, "The capital of France is Rome."), (PARIS, "the capital of France is Paris."), (PARIS, PARIS[:-1]),
-    (PARIS, PARIS + " "), (PARIS, PARIS + "\n"), (PARIS, PARIS.replace(" ", "  ")), (PARIS, PARIS + "."), (PARIS, ""),
-    (f"Ana to Tom: {PARIS}", f"Ana to Ana: {PARIS}"), (f"Ana to Tom: {PARIS}", f"Ana to Alice: {PARIS}"),
-    (f"Ana, page 70: {PARIS}", f"Ana, page 7: {PARIS}"), (f"{PARIS} {PARIS}", f"{PARIS} Grass is green."),
-    ("Ana: What is the capital of France? Tom: Paris.", "Ana: What is the capital of France? Ana: Paris."),
-    ("Ana likes red and Tom likes blue.", "Ana likes red and Tom likes red."),
-    (" ".join(7 * [PARIS]), " ".join(8 * [PARIS])),
-    (f"{PET} Alice sings for Ana and Ben.", f"{PET} Emma sings for Ana and Ben."),
-    (f"{STORY} Question: What color is Luna? Answer: red.", f"{STORY} Question: What color is Luna? Answer: blue."),
-    (f"{STORY} Question: What color is Luna? Answer: red.", f"{PET} Question: What color is Luna? Answer: red."),
-    (f"{MEET} Luna: Where is Ben? Alice: At the lake, with Ida.", f"{MEET} Emma: Where is Ben? Luna: At the lake, with Ida."),
-])
-def test_one_small_step_outside_the_language_there_is_no_floor(text: str, wrong: str):
-    assert 0 < floor_bits(text) < 300
-    assert derivations(wrong) == []
-    with pytest.raises(UserError):
-        floor_bits(wrong)
+    occurring = Counter(phrasing(fact, telling) for fact in facts() for telling in fact.tellings)
+    for fact in facts():
+        if fact.held_out and fact.subject != "planets":  # there is but one list of them
+            assert occurring[phrasing(fact, fact.held_out)] >= 4, fact

@@ -1,9 +1,8 @@
 """
 The chat page in a real browser, through clicks and keys, at a real server: one process each for the whole file.
 
-The model's weights are written by hand so that its answers are known: the alphabet, again and again, until it is stopped.
+The model's weights are written by hand so that its answers are known: the alphabet, again and again, until stopped.
 """
-import hashlib
 import json
 import os
 import re
@@ -16,9 +15,9 @@ import urllib.request
 
 import pytest
 import torch
-from safetensors.torch import save_file
-
 from conftest import REPO
+from test_engine import write_checkpoint
+
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tasks import make_task
 from nanochat.tokenizer import Tokenizer
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium o
 
 KEY, CONTEXT, MAX_TOKENS = "open sesame", 4096, 3000
 ALPHABET = (string.ascii_lowercase + " ") * 200
-TASKS = "tinyworld:identity*2, arithmetic:easy[:99], json:/nobody/reads/this.jsonl, gsm8k"  # of the model, as its meta says
+TASKS = "tinyworld:identity*2, arithmetic:easy[:99], json:/nobody/reads/this.jsonl, gsm8k"  # as the meta says
 CHAT = "**/v1/chat/completions"
 
 
@@ -41,24 +40,17 @@ def write_model(base) -> None:
     Its four layers do nothing but take time, so that an answer of 3,000 tokens lasts for seconds.
     """
     tokenizer = Tokenizer([])
-    config = GPTConfig(sequence_len=CONTEXT, vocab_size=tokenizer.get_vocab_size(), n_layer=4, n_embd=64, n_head=2, n_kv_head=2)
-    model = GPT(config)
-    for p in model.parameters():
+    model = GPT(GPTConfig(sequence_len=CONTEXT, vocab_size=tokenizer.get_vocab_size(), n_layer=4, n_embd=64, n_head=2,
+                          n_kv_head=2))
+    for name, p in model.named_parameters():
         p.data.normal_(generator=torch.Generator().manual_seed(p.numel()))
-    state = {name: torch.zeros_like(p) if "c_proj" in name else p.data for name, p in model.named_parameters()}
-    embedding, head = (next(p for name, p in state.items() if part in name) for part in ("wte", "lm_head"))
-    head.zero_()
+        if "c_proj" in name:
+            p.data.zero_()
     ids = [tokenizer.encode_special("<|assistant_start|>"), *ALPHABET[:27].encode()]
+    embedding, head = model.transformer.wte.weight.data, model.lm_head.weight.data.zero_()
     for token, successor in zip(ids, ids[1:] + ids[1:2]):
         head[successor] += embedding[token]
-    folder = base / "sft_checkpoints" / "alphabet" / "step_000001"
-    folder.mkdir(parents=True)
-    save_file(state, folder / "model.safetensors")
-    meta = {"step": 1, "tokenizer": tokenizer.fingerprint, "model_config": vars(config), "config": {"tasks": TASKS}}
-    (folder / "meta.json").write_text(json.dumps(meta))
-    tokenizer.save(folder)
-    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
-    (folder / "manifest.json").write_text(json.dumps(sums))
+    write_checkpoint(base / "sft_checkpoints" / "alphabet", model, tokenizer, config={"tasks": TASKS})
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +58,10 @@ def server(tmp_path_factory):
     """The address of a server with two places and no queue, which wants a key."""
     base = tmp_path_factory.mktemp("base")
     write_model(base)
-    settings = {"device_type": "cpu", "dtype": "float32", "port": 0, "max_batch": 2, "max_queue": 0, "temperature": 0, "max_new_tokens": MAX_TOKENS}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "scripts.chat_web", *(f"--{name}={value}" for name, value in settings.items())], cwd=REPO, stdout=subprocess.PIPE, text=True,
-        env=os.environ | {"NANOCHAT_BASE_DIR": str(base), "NANOCHAT_API_KEY": KEY, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"})
+    settings = "--device_type=cpu --dtype=float32 --port=0 --max_batch=2 --max_queue=0 --temperature=0"
+    command = [sys.executable, "-m", "scripts.chat_web", *settings.split(), f"--max_new_tokens={MAX_TOKENS}"]
+    env = {"NANOCHAT_BASE_DIR": str(base), "NANOCHAT_API_KEY": KEY, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True, env=os.environ | env)
     try:
         address = next((match[0] for line in process.stdout if (match := re.search(r"http://\S+", line))), None)
         assert address, f"the server ended with status {process.wait()} instead of saying where it is"
@@ -81,7 +73,8 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    switches = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync"
+    switches = ("--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+                "--disable-component-update --disable-sync")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=switches.split())
         yield browser
@@ -98,11 +91,15 @@ class Visit:
             self.context.add_init_script(f"sessionStorage['nanochat.key'] ??= {json.dumps(json.dumps(key))}")
         self.page = self.context.new_page()
         self.page.set_default_timeout(30_000)
-        self.page.on("console", lambda message: self.complaints.append(message.text) if message.type in ("error", "warning") else None)
+        self.page.on("console", self.heard)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", self.requested)
         self.page.goto(server)
         self.draft, self.answers = self.page.get_by_label("Message", exact=True), self.page.locator(".body")
+
+    def heard(self, message) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
 
     def requested(self, request) -> None:
         if not request.url.startswith((self.server, "data:")):
@@ -120,6 +117,21 @@ class Visit:
     def rest(self) -> None:
         """Until nothing is being written."""
         self.button("Send").wait_for()
+
+    def ask(self, text: str) -> None:
+        self.say(text)
+        self.rest()
+
+    def reply(self, *deltas: dict, end: str = "data: [DONE]\n\n") -> None:
+        """From now on, this stands for the server's answers."""
+        answer = stream(*deltas, end=end)
+        self.page.route(CHAT, lambda route: route.fulfill(**answer))
+
+    def questions(self) -> list[str]:
+        return self.page.locator(".question").all_inner_texts()
+
+    def clipboard(self) -> str:
+        return self.page.evaluate("navigator.clipboard.readText()")
 
     def limit(self, **settings) -> None:
         """Through the dialog."""
@@ -193,34 +205,34 @@ def test_regenerate_edit_copy_new_chat_undo_and_reload(visit):
     """What the model reads each time is what the page shows, with its own parts as they came."""
     me = visit()
     me.limit(Max_tokens=30)
-    me.say("One")
-    me.rest()
+    me.ask("One")
     answer = ALPHABET[:30].strip()
-    assert me.answers.inner_text() == answer and re.search(r"30 tokens · [\d.]+ tokens/s · cut: max tokens", me.page.locator(".note").inner_text())
-    me.say("Two")
-    me.rest()
-    first = [{"role": "user", "content": "One"}, {"role": "assistant", "content": [{"type": "text", "text": ALPHABET[:30]}]}]
-    assert me.asked[1]["messages"] == [*first, {"role": "user", "content": "Two"}]
+    note = me.page.locator(".note").inner_text()
+    assert me.answers.inner_text() == answer and re.search(r"30 tokens · [\d.]+ tokens/s · cut: max tokens", note)
+    me.ask("Two")
+    one, two = ({"role": "user", "content": text} for text in ("One", "Two"))
+    answered = {"role": "assistant", "content": [{"type": "text", "text": ALPHABET[:30]}]}
+    assert me.asked[1]["messages"] == [one, answered, two]
     me.button("Regenerate").click()
     me.rest()
     assert me.asked[2] == me.asked[1] and me.answers.all_inner_texts() == [answer, answer]
 
     me.page.reload()
-    assert me.page.locator(".question").all_inner_texts() == ["One", "Two"] and me.answers.all_inner_texts() == [answer, answer]
+    assert me.questions() == ["One", "Two"] and me.answers.all_inner_texts() == [answer, answer]
     me.page.locator("article", has_text="One").get_by_role("button", name="Edit").click()
     me.page.get_by_label("Edit message").fill("Three")
     me.page.keyboard.press("Enter")
     me.rest()
-    assert me.asked[3]["messages"] == [{"role": "user", "content": "Three"}] and me.page.locator(".question").all_inner_texts() == ["Three"]
+    assert me.asked[3]["messages"] == [{"role": "user", "content": "Three"}] and me.questions() == ["Three"]
     me.button("Undo").click()
-    assert me.page.locator(".question").all_inner_texts() == ["One", "Two"]
+    assert me.questions() == ["One", "Two"]
 
     me.page.locator(".it").last.get_by_role("button", name="Copy").click()
     me.button("Copied").wait_for()
-    assert me.page.evaluate("navigator.clipboard.readText()") == answer
+    assert me.clipboard() == answer
     me.page.locator(".you").first.get_by_role("button", name="Copy").click()
-    wait_until(lambda: me.page.evaluate("navigator.clipboard.readText()") == "One", me.page)
-    me.page.evaluate("delete Navigator.prototype.clipboard")  # as where the page does not come from localhost or by https
+    wait_until(lambda: me.clipboard() == "One", me.page)
+    me.page.evaluate("delete Navigator.prototype.clipboard")  # as where there is neither localhost nor https
     me.page.locator(".it").last.get_by_role("button", name="Copy").click()
     me.page.locator(".it").last.get_by_role("button", name="Copied").wait_for()
     me.draft.press("ControlOrMeta+V")
@@ -253,7 +265,10 @@ def test_who_scrolls_up_is_left_there(visit):
     me = visit(viewport={"width": 400, "height": 400})
 
     def place() -> list[int]:
-        return me.page.evaluate("(({ scrollTop, scrollHeight }) => [scrollTop, scrollHeight - scrollTop - innerHeight])(document.scrollingElement)")
+        return me.page.evaluate("""() => {
+            const { scrollTop, scrollHeight } = document.scrollingElement;
+            return [scrollTop, scrollHeight - scrollTop - innerHeight];
+        }""")
 
     me.say("Go on!")
     wait_until(lambda: place()[0] > 400, me.page)
@@ -274,7 +289,8 @@ def test_settings_reach_the_request_and_stay(visit):
     me.button("Settings").click()
     labels = ("Temperature", "Top-k", "Max tokens", "Top-p", "Seed", "System prompt")
     fields = [me.page.get_by_label(label) for label in labels]
-    assert [field.get_attribute("placeholder") for field in fields] == ["0", "50", str(MAX_TOKENS), "1", "random", "None"]
+    placeholders = [field.get_attribute("placeholder") for field in fields]
+    assert placeholders == ["0", "50", str(MAX_TOKENS), "1", "random", "None"]
     assert me.page.get_by_label("Model").input_value() == "alphabet-sft"
     fields[0].fill("7")
     me.button("Done").click()
@@ -284,8 +300,7 @@ def test_settings_reach_the_request_and_stay(visit):
     sampling = {"temperature": 0.25, "top_k": 1, "top_p": 0.5, "seed": 7, "max_tokens": 5}
     asked = {"model": "alphabet-sft", "stream": True, "stream_options": {"include_usage": True}, **sampling}
     for questions in (["Hello"], ["Hello", "Hello"]):
-        me.say("Hello")
-        me.rest()
+        me.ask("Hello")
         messages = me.asked[-1].pop("messages")
         assert me.asked[-1] == asked
         assert messages[0] == {"role": "system", "content": "Be brief.\nBe kind."}
@@ -301,14 +316,16 @@ def test_settings_reach_the_request_and_stay(visit):
 
 
 def test_keyboard_alone(visit):
-    """Enter sends, unless an input method is composing; Shift+Enter does not; Escape stops; Tab reaches everything, and shows where it is."""
+    """Enter sends, unless an input method is composing; Escape stops; Tab reaches everything, and shows where it is."""
     me = visit()
     keyboard = me.page.keyboard
     keyboard.type("Line one")  # the page begins in the text area
     keyboard.press("Shift+Enter")
     keyboard.type("line two")
-    enter = "(more) => document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true, cancelable: true, ...more}))"
-    assert me.page.evaluate(enter, {"isComposing": True}) and me.page.evaluate(enter, {"keyCode": 229}), "left to the input method"
+    enter = """(more) => document.activeElement.dispatchEvent(
+        new KeyboardEvent("keydown", {key: "Enter", bubbles: true, cancelable: true, ...more}))"""
+    for composing in ({"isComposing": True}, {"keyCode": 229}):
+        assert me.page.evaluate(enter, composing), "left to the input method"
     assert me.asked == [] and me.draft.input_value() == "Line one\nline two"
     keyboard.press("Enter")
     me.button("Stop").wait_for()
@@ -325,7 +342,8 @@ def test_keyboard_alone(visit):
         keyboard.press("Tab")
         name, outline = me.page.evaluate("""() => {
             const at = document.activeElement, shown = at.id === "draft" ? at.closest("form") : at;
-            return [at.ariaLabel || at.innerText, getComputedStyle(at).outlineStyle !== "none" || getComputedStyle(shown).boxShadow !== "none"];
+            const outlined = getComputedStyle(at).outlineStyle !== "none";
+            return [at.ariaLabel || at.innerText, outlined || getComputedStyle(shown).boxShadow !== "none"];
         }""")
         if me.page.evaluate("document.activeElement !== document.body"):
             assert outline, f"no focus to be seen on {name}"
@@ -344,11 +362,11 @@ def test_keyboard_alone(visit):
     keyboard.press("Escape")
     me.rest()
     assert me.asked[-1]["messages"][-1]["content"] == "Two and a half"
-    assert ALPHABET.startswith(me.page.get_by_role("status").inner_text()), "a screen reader hears the answer, once it is there"
+    assert ALPHABET.startswith(me.page.get_by_role("status").inner_text()), "a screen reader hears the whole answer"
 
 
 def stream(*deltas: dict, end: str = "data: [DONE]\n\n") -> dict:
-    """What a server would answer, for `route.fulfill`. A delta is {"content": ...}, or {"part": ...} for the calculator's."""
+    """A server's answer, for `route.fulfill`. A delta is {"content": ...}, or {"part": ...} for the calculator's."""
     types: list[str] = []
     for delta in deltas:
         part = delta.pop("part", None) or {"type": "text", "text": delta.get("content", "")}
@@ -356,7 +374,8 @@ def stream(*deltas: dict, end: str = "data: [DONE]\n\n") -> dict:
             types += [part["type"]] * (types[-1:] != [part["type"]])
             delta["parts"] = [{"index": len(types) - 1} | part]
     chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
-    return {"content_type": "text/event-stream", "body": "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + end}
+    events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+    return {"content_type": "text/event-stream", "body": events + end}
 
 
 def test_whatever_is_written_is_text(visit):
@@ -364,26 +383,29 @@ def test_whatever_is_written_is_text(visit):
     evil = "<img src=x onerror=\"document.title='obeyed'\"><script>document.title='obeyed'</script>"
     me = visit()
     deltas = [
-        {"role": "assistant", "content": ""}, {"part": {"type": "python", "text": "12 *"}}, {"part": {"type": "python", "text": " <b>37"}},
-        {"part": {"type": "python_output", "text": "444"}}, {"content": f" The **answer** is 2**3 and 4**5.\n\n{evil}\n\n- one `{evil}`\n- two"},
-        {"content": f"\n\n```html\n{evil}\n**plain**\n```\n1. first\n2) sec\uFFFCond "}, {"part": {"type": "python", "text": "1 +"}},
+        {"role": "assistant", "content": ""}, {"part": {"type": "python", "text": "12 *"}},
+        {"part": {"type": "python", "text": " <b>37"}}, {"part": {"type": "python_output", "text": "444"}},
+        {"content": f" The **answer** is 2**3 and 4**5.\n\n{evil}\n\n- one `{evil}`\n- two"},
+        {"content": f"\n\n```html\n{evil}\n**plain**\n```\n1. first\n2) sec\uFFFCond "},
+        {"part": {"type": "python", "text": "1 +"}},
     ]
-    me.page.route(CHAT, lambda route: route.fulfill(**stream(*deltas)))
-    me.say(evil)
-    me.rest()
+    me.reply(*deltas)
+    me.ask(evil)
     assert me.page.locator(".question").inner_text() == evil
     assert me.page.locator("#log").locator("img, script, b, a").count() == 0 and me.page.title() == "nanochat"
     assert me.answers.locator(".tool").all_inner_texts() == ["12 * <b>37\n= 444", "1 +"]
     assert me.answers.locator(".tool .result").all_inner_texts() == ["= 444"]
-    assert me.answers.locator("p").all_inner_texts()[1:] == [evil] and me.answers.locator("strong").all_inner_texts() == ["answer"]
+    assert me.answers.locator("p").all_inner_texts()[1:] == [evil]
+    assert me.answers.locator("strong").all_inner_texts() == ["answer"]
     assert me.answers.locator("p").first.inner_text().endswith("The answer is 2**3 and 4**5.")
-    assert me.answers.locator("ul > li").all_inner_texts() == [f"one {evil}", "two"] and me.answers.locator("ul code").inner_text() == evil
+    assert me.answers.locator("ul > li").all_inner_texts() == [f"one {evil}", "two"]
+    assert me.answers.locator("ul code").inner_text() == evil
     assert me.answers.locator("pre").inner_text() == f"{evil}\n**plain**" and me.answers.locator("ol > li").count() == 2
     me.page.locator(".it").get_by_role("button", name="Copy", exact=True).click()
     me.button("Copied").wait_for()
-    assert me.page.evaluate("navigator.clipboard.readText()").startswith("[12 * <b>37 = 444] The **answer** is")
+    assert me.clipboard().startswith("[12 * <b>37 = 444] The **answer** is")
     me.button("Copy code").click()
-    wait_until(lambda: me.page.evaluate("navigator.clipboard.readText()") == f"{evil}\n**plain**", me.page)
+    wait_until(lambda: me.clipboard() == f"{evil}\n**plain**", me.page)
 
     me.page.unroute(CHAT)
     me.say("Thanks")
@@ -396,7 +418,7 @@ def test_whatever_is_written_is_text(visit):
 
 
 def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
-    """A key that is wanted; no server; all places taken; a stream that breaks; a conversation too long for the model."""
+    """A key that is wanted; no server; all places taken; a stream that breaks; a conversation that is too long."""
     me = visit(key="")
     me.expected = ["401", "429", "400", "ERR_INTERNET_DISCONNECTED"]  # what the browser itself says about such answers
     error = me.page.locator(".error:visible")
@@ -418,7 +440,7 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     me.context.set_offline(True)
     me.say("Is anybody there?")
     error.wait_for()
-    assert "cannot be reached" in error.inner_text() and me.page.locator(".question").last.inner_text() == "Is anybody there?"
+    assert "cannot be reached" in error.inner_text() and me.questions()[-1] == "Is anybody there?"
     me.context.set_offline(False)
     others = [Visit(me.context.browser, server) for _ in range(2)]
     for other in others:
@@ -448,7 +470,8 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     assert [message["content"][0] for message in me.asked[-1]["messages"] if message["role"] == "user"] == ["x", "y"]
     me.button("Forget the oldest and retry").click()
     expect(me.answers.last).to_have_text(ALPHABET[:100].strip())
-    assert [message["content"][0] for message in me.asked[-1]["messages"]] == ["y"] and me.page.locator(".forgotten").count() == 3
+    assert [message["content"][0] for message in me.asked[-1]["messages"]] == ["y"]
+    assert me.page.locator(".forgotten").count() == 3
 
     me.button("New chat").click()
     me.say("z" * 5000)  # nothing to forget: the message has to be shortened
@@ -461,12 +484,13 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
 
     me.button("New chat").click()
     failure = 'data: {"error": {"message": "the model could not answer this request"}}\n\n'
-    me.page.route(CHAT, lambda route: route.fulfill(**stream({"content": "half an"}, end=failure)))
+    me.reply({"content": "half an"}, end=failure)
     me.say("Hello")
     error.wait_for()
-    assert me.answers.inner_text() == "half an" and error.inner_text().startswith("The model could not answer this request.")
+    assert me.answers.inner_text() == "half an"
+    assert error.inner_text().startswith("The model could not answer this request.")
     me.page.unroute(CHAT)
-    me.page.route(CHAT, lambda route: route.fulfill(**stream({"content": "half an"}, end="")))
+    me.reply({"content": "half an"}, end="")
     me.button("Retry").click()
     expect(error).to_contain_text("broke off")
     assert me.answers.inner_text() == "half an"
@@ -481,18 +505,20 @@ def contrast(page, selector: str) -> float:
     }""")
     light = []
     for color in colors:
-        channels = [float(number) / (255 if color.startswith("rgb") else 1) for number in re.findall(r"[\d.]+", color.removeprefix("color(srgb"))[:3]]
+        numbers, scale = re.findall(r"[\d.]+", color.removeprefix("color(srgb"))[:3], 255 if color[:3] == "rgb" else 1
+        channels = [float(number) / scale for number in numbers]
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
         light.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
     return (max(light) + 0.05) / (min(light) + 0.05)
 
 
 def test_a_phone_and_the_dark(visit):
-    """Nothing is wider than 360 px, fields have 16 px, colors can be read in both themes, and the toggle's choice stays."""
+    """Nothing is wider than 360 px, fields have 16 px, both themes can be read, and the toggle's choice stays."""
     me = visit(viewport={"width": 360, "height": 640}, is_mobile=True, has_touch=True, color_scheme="dark")
-    deltas = [{"content": f"{'w' * 200}\n\n```\n{'c' * 200}\n```\n\n{'- word ' * 60}\n"}, {"part": {"type": "python", "text": "1+" * 100}},
-              {"part": {"type": "python_output", "text": "9" * 200}}]
-    me.page.route(CHAT, lambda route: route.fulfill(**stream(*deltas)))
+    deltas = [
+        {"content": f"{'w' * 200}\n\n```\n{'c' * 200}\n```\n\n{'- word ' * 60}\n"},
+        {"part": {"type": "python", "text": "1+" * 100}}, {"part": {"type": "python_output", "text": "9" * 200}}]
+    me.reply(*deltas)
 
     def check_width() -> None:
         assert me.page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
@@ -509,11 +535,11 @@ def test_a_phone_and_the_dark(visit):
     me.page.unroute("**/v1/models")
     me.page.reload()
     check_width()
-    me.say("u" * 200)
-    me.rest()
+    me.ask("u" * 200)
     check_width()
     me.page.unroute(CHAT)
-    me.page.route(CHAT, lambda route: route.fulfill(status=503, json={"error": {"message": "<img src=x> " + "s" * 100}}))
+    wrong = {"error": {"message": "<img src=x> " + "s" * 100}}
+    me.page.route(CHAT, lambda route: route.fulfill(status=503, json=wrong))
     me.expected = ["503"]
     me.say("Hello")
     expect(me.page.locator(".error:visible")).to_contain_text("<img src=x>")
@@ -524,16 +550,18 @@ def test_a_phone_and_the_dark(visit):
     me.button("Settings").tap()
     box = me.page.locator("#settingsDialog").bounding_box()
     assert box["x"] >= 0 and box["x"] + box["width"] <= 360
-    assert set(me.page.locator("input, select, textarea").evaluate_all("(all) => all.map((one) => getComputedStyle(one).fontSize)")) == {"16px"}
+    sizes = "(all) => all.map((one) => getComputedStyle(one).fontSize)"
+    assert set(me.page.locator("input, select, textarea").evaluate_all(sizes)) == {"16px"}
     me.button("Done").tap()
 
     def background() -> float:
-        return sum(map(int, re.findall(r"\d+", me.page.evaluate("getComputedStyle(document.body).backgroundColor"))[:3])) / 3
+        color = me.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return sum(map(int, re.findall(r"\d+", color)[:3])) / 3
 
     for brightness in ("dark", "light"):
         assert (background() < 60) if brightness == "dark" else (background() > 200)
-        texts = "h1, #modelName, .question, .body p, .note, .tool > span, .result, .error span, #draft, #go, .actions button"
-        for selector in texts.split(", "):
+        texts = "h1, #modelName, .question, .body p, .note, .tool > span, .result, .error span, #draft, #go"
+        for selector in [*texts.split(", "), ".actions button"]:
             assert contrast(me.page, selector) >= 4.5, f"{selector} in the {brightness}"
         me.button("Light or dark").tap()
     assert background() < 60  # dark again: as the system says
@@ -582,14 +610,14 @@ def test_markdown_and_formulas_are_shown_as_they_are_meant(visit):
     """Tables, links, nested lists, quotations, code and formulas; the calculator's box stays in its place."""
     me = visit()
     box = [{"part": {"type": "python", "text": "1 + 1"}}, {"part": {"type": "python_output", "text": "2"}}]
-    me.page.route(CHAT, lambda route: route.fulfill(**stream({"content": ANSWER}, *box, {"content": " that."})))
-    me.say("Sort!")
-    me.rest()
+    me.reply({"content": ANSWER}, *box, {"content": " that."})
+    me.ask("Sort!")
     assert me.answers.locator("> *").evaluate_all("(all) => all.map((one) => one.localName)") == BLOCKS
     first, costs, formula, last = me.answers.locator("> p").all()
     assert me.answers.locator("h3").inner_text() == "Sorting"
-    assert first.inner_text().split("\n") == ["Two usual ways, merge sort and quicksort (snake_case_name, 2 * 3 * 4, never *); see",
-                                              "its page or https://example.org/a_b. Not [this](javascript:alert(1))."]
+    assert first.inner_text().split("\n") == [
+        "Two usual ways, merge sort and quicksort (snake_case_name, 2 * 3 * 4, never *); see",
+        "its page or https://example.org/a_b. Not [this](javascript:alert(1))."]
     styled = [first.locator(tag).all_inner_texts() for tag in ("em", "strong", "s")]
     assert styled == [["usual", "merge"], ["merge", "quicksort"], ["never"]]
     read = "(all) => all.map((one) => [one.textContent, one.href, one.target, one.rel])"
@@ -600,24 +628,25 @@ def test_markdown_and_formulas_are_shown_as_they_are_meant(visit):
     assert cells == [["Way", "Best", "Memory"], ["merge | both", "n log n", "1,024"], ["quick", "fast"]]
     sides = me.answers.locator("th").evaluate_all("(all) => all.map((one) => getComputedStyle(one).textAlign)")
     assert sides == ["left", "center", "right"]
-    assert [me.answers.locator(f"> ol > li{inner}").count() for inner in ("", " > ul > li", " > ul > li > ol > li")] == [3, 2, 1]
-    assert me.answers.locator("ol ol li").inner_text() == "again" and me.answers.locator("blockquote li").inner_text() == "here"
+    levels = "", " > ul > li", " > ul > li > ol > li"
+    assert [me.answers.locator(f"> ol > li{inner}").count() for inner in levels] == [3, 2, 1]
+    assert [me.answers.locator(path).inner_text() for path in ("ol ol li", "blockquote li")] == ["again", "here"]
     assert me.answers.locator("figcaption span").all_inner_texts() == ["python"]
     assert me.answers.locator("li pre").text_content() == "def merge(a, b):\n    return a"
     assert costs.text_content().replace("  ", " ") == "It costs $5 or $6, and x12 = (-b ± √(b2 - 4ac))/(2a) ≤ α."
     assert costs.locator("sup").all_inner_texts() == ["2", "2"] and costs.locator("sub").all_inner_texts() == ["1"]
     assert formula.inner_text().strip() == "∑i i" and last.text_content() == "After 1 + 1= 2 that."
     me.button("Copy code").click()
-    wait_until(lambda: me.page.evaluate("navigator.clipboard.readText()") == "def merge(a, b):\n    return a", me.page)
+    wait_until(lambda: me.clipboard() == "def merge(a, b):\n    return a", me.page)
 
 
 def test_a_command_of_a_formula_is_known_by_its_whole_name(visit):
     """What only begins like a command without a sign is not dropped, and nothing is found that is not in the table."""
     me = visit()
-    formula = r"A \rightarrow B \leftarrow C \leftrightarrow \bigcup D \bigcap E \constructor, \left( \text{if} \bigl[ \mathbf{v} \Big] \right)"
-    me.page.route(CHAT, lambda route: route.fulfill(**stream({"content": f"\\( {formula} \\)"})))
-    me.say("Arrows!")
-    me.rest()
+    formula = (r"A \rightarrow B \leftarrow C \leftrightarrow \bigcup D \bigcap E \constructor, "
+               r"\left( \text{if} \bigl[ \mathbf{v} \Big] \right)")
+    me.reply({"content": f"\\( {formula} \\)"})
+    me.ask("Arrows!")
     assert me.answers.locator(".math").text_content().split() == "A → B ← C ↔ ⋃ D ⋂ E constructor, ( if [ v ] )".split()
 
 
@@ -650,39 +679,38 @@ def test_what_is_finished_stays_while_the_rest_is_written(visit):
     assert me.answers.locator("> *").evaluate_all("(all) => all.map((one) => one.localName)") == BLOCKS
 
 
-def test_a_questions_buttons_and_its_fold(visit):
-    """Edit and Copy wait for the mouse, the keyboard or a finger; a long question shows eight lines until it is opened."""
-    for phone in (False, True):
-        settings = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True} if phone else {}
-        me = visit(**settings)
-        me.page.route(CHAT, lambda route: route.fulfill(**stream({"content": "Yes."})))
-        for question in ("Short", "A long one. " * 300):
-            me.say(question)
-            me.rest()
-        short, long = me.page.locator(".you").all()
-        edits = [you.get_by_role("button", name="Edit") for you in (short, long)]
+@pytest.mark.parametrize("phone", [False, True])
+def test_a_questions_buttons_and_its_fold(visit, phone):
+    """Edit and Copy wait for mouse, keyboard or finger; a long question shows eight lines until it is opened."""
+    me = visit(**{"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True} if phone else {})
+    me.reply({"content": "Yes."})
+    for question in ("Short", "A long one. " * 300):
+        me.ask(question)
+    short, long = me.page.locator(".you").all()
+    edits = [you.get_by_role("button", name="Edit") for you in (short, long)]
 
-        def shown() -> list[bool]:
-            opaque = "(one) => [one, one.parentElement].every((each) => getComputedStyle(each).opacity === '1')"
-            return [edit.evaluate(opaque) for edit in edits]
+    def wait_for_shown(*expected: bool) -> None:
+        opaque = "(one) => [one, one.parentElement].every((each) => getComputedStyle(each).opacity === '1')"
+        wait_until(lambda: [edit.evaluate(opaque) for edit in edits] == list(expected), me.page)
 
-        me.page.mouse.move(0, 0)
-        wait_until(lambda: shown() == [False, False], me.page)
-        for i, you in enumerate((short, long)):
-            (you.locator(".question").tap if phone else you.hover)()
-            wait_until(lambda: shown() == [i == 0, i == 1], me.page)
-        me.draft.focus()
-        me.page.mouse.move(0, 0)
-        wait_until(lambda: shown() == [False, False], me.page)
-        edits[0].focus()
-        wait_until(lambda: shown() == [True, False], me.page)
+    me.page.mouse.move(0, 0)
+    wait_for_shown(False, False)
+    for i, you in enumerate((short, long)):
+        (you.locator(".question").tap if phone else you.hover)()
+        wait_for_shown(i == 0, i == 1)
+    me.draft.focus()
+    me.page.mouse.move(0, 0)
+    wait_for_shown(False, False)
+    edits[0].focus()
+    wait_for_shown(True, False)
 
-        height = long.bounding_box()["height"]
-        assert height < 300 and short.get_by_role("button", name="Show all").count() == 0
-        for name, fits in (("Show all", lambda now: now > 2 * height), ("Show less", lambda now: now == height)):
-            fold = long.get_by_role("button", name=name)
-            (fold.tap if phone else fold.click)()
-            assert fits(long.bounding_box()["height"])
+    height = long.bounding_box()["height"]
+    assert height < 300 and short.get_by_role("button", name="Show all").count() == 0
+    for name in ("Show all", "Show less"):
+        fold = long.get_by_role("button", name=name)
+        (fold.tap if phone else fold.click)()
+        now = long.bounding_box()["height"]
+        assert now > 2 * height if name == "Show all" else now == height
 
 
 def test_past_chats_are_kept_opened_deleted_and_limited(visit):
@@ -697,11 +725,9 @@ def test_past_chats_are_kept_opened_deleted_and_limited(visit):
         me.button("Close").click()
         return texts
 
-    me.say("One")
-    me.rest()
+    me.ask("One")
     me.button("New chat").click()
-    me.say("<b>Two</b>")
-    me.rest()
+    me.ask("<b>Two</b>")
     other = me.context.new_page()
     other.goto(me.server)
     other.get_by_label("Message", exact=True).fill("Three")
@@ -711,9 +737,8 @@ def test_past_chats_are_kept_opened_deleted_and_limited(visit):
     assert past() == ["Three", "<b>Two</b>", "One"]
     me.button("Chats").click()
     me.page.get_by_role("button", name=re.compile("^One")).click()
-    assert me.page.locator(".question").all_inner_texts() == ["One"] and me.answers.all_inner_texts() == ["abcde"]
-    me.say("More")
-    me.rest()
+    assert me.questions() == ["One"] and me.answers.all_inner_texts() == ["abcde"]
+    me.ask("More")
     assert [message["content"] for message in me.asked[-1]["messages"] if message["role"] == "user"] == ["One", "More"]
     assert past() == ["One", "Three", "<b>Two</b>"]
 
@@ -733,19 +758,16 @@ def test_past_chats_are_kept_opened_deleted_and_limited(visit):
 
     me.page.evaluate("""localStorage["nanochat.chats"] = JSON.stringify([...Array(60).keys()].map((i) => (
         { id: i, at: i, forgotten: 0, turns: [{ question: `Question ${i}`, parts: [], note: "", error: null }] })))""")
-    me.say("Newest")
-    me.rest()
+    me.ask("Newest")
     assert past() == ["Newest", *(f"Question {i}" for i in range(59, 10, -1))]
     me.page.evaluate("""for (let size = 2 ** 22; size >= 1; size /= 2) {
         try { localStorage[`other${size}`] = "x".repeat(size); } catch { /* full */ }
     }""")
-    me.say("n" * 300)
-    me.rest()
+    me.ask("n" * 300)
     assert me.answers.count() == 2 and 10 < len(texts := past()) < 50 and texts[:2] == ["Newest", "Question 59"]
     kept = past()
-    me.page.route(CHAT, lambda route: route.fulfill(**stream({"content": "Yes."})))
-    me.say("n" * 20_000)  # more than all of them together: it is left out, not they
-    me.rest()
+    me.reply({"content": "Yes."})
+    me.ask("n" * 20_000)  # more than all of them together: it is left out, not they
     assert past() == kept
 
 
@@ -757,7 +779,8 @@ def test_a_tab_left_open_neither_overwrites_nor_brings_back(visit):
     other.goto(me.server)
 
     def past() -> list[list[str]]:
-        return other.evaluate("JSON.parse(localStorage['nanochat.chats']).map((one) => one.turns.map(({ question }) => question))")
+        questions = "(one) => one.turns.map(({ question }) => question)"
+        return other.evaluate(f"JSON.parse(localStorage['nanochat.chats']).map({questions})")
 
     def open_and_ask(question: str) -> None:
         other.get_by_role("button", name="Chats").click()
@@ -766,15 +789,13 @@ def test_a_tab_left_open_neither_overwrites_nor_brings_back(visit):
         other.keyboard.press("Enter")
         expect(other.locator(".note").last).to_contain_text(" s")
 
-    me.say("One")
-    me.rest()
+    me.ask("One")
     open_and_ask("Two")
     assert past() == [["One", "Two"]]
     me.page.goto(f"{me.server}/metrics")
     assert past() == [["One", "Two"]]
     me.page.goto(me.server)  # this tab still shows the chat as it was
-    me.say("Three")
-    me.rest()
+    me.ask("Three")
     assert past() == [["One", "Three"], ["One", "Two"]]
     me.page.locator("article", has_text="Three").get_by_role("button", name="Edit").click()
     me.page.get_by_label("Edit message").fill("Four")

@@ -1,4 +1,4 @@
-"""The text of a file in whatever encoding: UTF-8 where it is that, else the one that is named, never garbage in silence."""
+"""The text of a file in whatever encoding: UTF-8 where it is that, else the one that is named, never silent garbage."""
 import contextlib
 import io
 import re
@@ -46,9 +46,8 @@ def encoding_of(path: Path, encoding: str) -> tuple[str, int, int]:
             if not too_many(bad, characters) and (utf8 or errors == "strict" or candidate == named):
                 return candidate, characters, bad
             if utf8:  # in another encoding it would be garbage
-                raise UserError(
-                    f"{path} is UTF-8, but {bad:,} of {characters:,} characters are damaged; mend it, or take it away"
-                )
+                damage = f"{bad:,} of {characters:,} characters are damaged"
+                raise UserError(f"{path} is UTF-8, but {damage}; mend it, or take it away")
     raise not_text(path, encoding, bad, characters)
 
 
@@ -62,14 +61,15 @@ def not_text(path: Path, encoding: str, bad: int, characters: int, where: str = 
 
     with open_bytes(path) as file:
         blocks = iter(lambda: file.read(BLOCK), b"")
-        guess = charset_normalizer.from_bytes(next((block for block in blocks if not block.isascii() or 0 in block), b"")).best()
+        telling = next((block for block in blocks if not block.isascii() or 0 in block), b"")
+    guess = charset_normalizer.from_bytes(telling).best()
     advice = "convert it to UTF-8, or take it away"
     if guess and guess.encoding not in ("ascii", "utf_8", encoding):
         shown = re.search(r".{0,15}[^\x00-\x7f].{0,30}|$", str(guess))[0]
         advice = f"perhaps it is {guess.encoding} (“{shown}”): --encoding={guess.encoding}"
-    if not bad:  # as utf-16 without its mark, which stops at once
-        return UserError(f"{path} cannot be read as {encoding}; {advice}")
-    return UserError(f"{path} is not {encoding}: {bad:,} of {characters:,} characters{where} cannot be read; {advice}")
+    # No bad character: it stopped at the first byte, as utf-16 without its mark does.
+    count = f"is not {encoding}: {bad:,} of {characters:,} characters{where} cannot be read"
+    return UserError(f"{path} {count if bad else f'cannot be read as {encoding}'}; {advice}")
 
 
 def decode(data: bytes, tally: Counter) -> str:

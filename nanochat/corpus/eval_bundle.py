@@ -1,18 +1,14 @@
-"""The CORE evaluation bundle: download, check and unpack."""
-import shutil
-import stat
+"""The CORE evaluation bundle: download and unpack."""
 import zipfile
-from pathlib import Path, PurePosixPath
-
-from tqdm import tqdm
+import zlib
+from pathlib import Path
 
 from nanochat.core_eval import bundle_dir
-from nanochat.corpus.download import Patience, fetch_all
+from nanochat.corpus.download import fetch
 from nanochat.errors import UserError
-from nanochat.files import base_dir, locked, recover_folder, write_folder_aside
+from nanochat.files import base_dir, locked, recover_folder, write_aside
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-PATIENCE = Patience(connect_s=5, read_s=30, tries=3, first_pause_s=0.5, longest_pause_s=5)
 
 
 def why_no_bundle(url: str = URL) -> str | None:
@@ -22,45 +18,27 @@ def why_no_bundle(url: str = URL) -> str | None:
         with locked(base_dir() / ".eval_bundle.lock"):
             recover_folder(folder)
             if not folder.exists():
-                with tqdm(unit="B", unit_scale=True, desc="CORE bundle", delay=5) as bar:
-                    bar.write = lambda line: None  # of tries that failed; the last one's reason is told below
-                    fetch_all([(url, archive)], lambda file, _: core_root(file), 1, PATIENCE, bar)
-                with write_folder_aside(folder) as aside:
-                    unpack(archive, aside)
-                archive.unlink()
+                fetch(url, archive)
+                unpack(archive, folder)
     except UserError as error:
-        reason = str(error).partition("; the same command")[0]
-        return f"no CORE bundle in {folder}, and it cannot be downloaded: {reason}; put one there to measure CORE"
+        return f"no CORE bundle in {folder}, and it cannot be downloaded: {error}; put one there to measure CORE"
     return None
 
 
-def core_root(archive: Path) -> PurePosixPath:
-    """The folder inside the archive that holds core.yaml. ValueError when that is no bundle or would leave its folder."""
-    try:
-        with zipfile.ZipFile(archive) as file:
-            members, damaged = file.infolist(), file.testzip()
-    except zipfile.BadZipFile as error:
-        raise ValueError(f"not a zip file ({error})") from error
-    if damaged:
-        raise ValueError(f"its member {damaged!r} is damaged")
-    for member in members:
-        path = PurePosixPath(member.filename)
-        if path.is_absolute() or ".." in path.parts or "\\" in member.filename or stat.S_ISLNK(member.external_attr >> 16):
-            raise ValueError(f"its member {member.filename!r} leads out of its folder")
-    roots = [path.parent for member in members if (path := PurePosixPath(member.filename)).name == "core.yaml"]
-    if not roots:
-        raise ValueError("it has no core.yaml")
-    return min(roots, key=lambda root: len(root.parts))
-
-
 def unpack(archive: Path, folder: Path) -> None:
-    """The files below core_root into a folder."""
-    root = core_root(archive)
-    with zipfile.ZipFile(archive) as file:
-        for member in file.infolist():
-            path = PurePosixPath(member.filename)
-            if path.is_relative_to(root) and not member.is_dir():
-                target = folder / path.relative_to(root)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with file.open(member) as source, open(target, "wb") as copy:
-                    shutil.copyfileobj(source, copy)
+    """
+    Make the part of the archive that holds core.yaml the folder, and remove the archive. UserError when it is damaged
+    or no bundle. Members that would lead out of the folder stay inside: zipfile sees to that.
+    """
+    try:
+        with write_aside(folder) as aside:
+            with zipfile.ZipFile(archive) as file:
+                file.extractall(aside.with_name("all"))  # in the same temporary folder
+            roots = sorted((path.parent for path in aside.parent.rglob("core.yaml")), key=lambda path: len(path.parts))
+            if not roots:
+                raise UserError(f"{archive.name} has no core.yaml")
+            roots[0].rename(aside)
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        raise UserError(f"{archive.name} is damaged ({error})") from error
+    finally:
+        archive.unlink()

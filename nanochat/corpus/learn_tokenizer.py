@@ -1,15 +1,24 @@
 """Learning a tokenizer from text, and finding or making the one of a data set."""
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import tiktoken
+from tqdm import tqdm
 
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.dataset import OFFLINE, iter_texts
 from nanochat.errors import UserError
-from nanochat.tokenizer import FILE_NAME, SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer, byte_alphabet, get_tokenizer, tokenizer_dir
+from nanochat.tokenizer import (
+    FILE_NAME,
+    SPECIAL_TOKENS,
+    SPLIT_PATTERN,
+    Tokenizer,
+    byte_alphabet,
+    get_tokenizer,
+    tokenizer_dir,
+)
 
-# In training a run of more than 64 letters or signs (base64, DNA, a ruler of dashes) is cut as well: learning costs
+# In training a run of more than 64 letters or signs (base64, DNA, a line of dashes) is cut as well: learning costs
 # length times number of merges for such a piece, minutes for a single megabyte, and it teaches nothing.
 TRAINING_PATTERN = SPLIT_PATTERN.replace(r"\p{L}+", r"\p{L}{1,64}").replace(r"\p{N}]+", r"\p{N}]{1,64}")
 
@@ -22,35 +31,27 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     vocab_size counts the bytes and the special tokens; the result is smaller when fewer pairs occur twice.
     """
+    from tokenizers import Regex, models, pre_tokenizers, trainers  # here: only learning needs the package
+    from tokenizers import Tokenizer as Learner
+
     smallest = 256 + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
         raise UserError(f"vocab_size={vocab_size} is too small: bytes and special tokens alone are {smallest}")
-    return Tokenizer(learn_merges(texts, vocab_size - len(SPECIAL_TOKENS)))
-
-
-def learn_merges(texts: Iterable[str], num_ordinary: int) -> list[bytes]:
-    """The tokens beyond the 256 bytes, at most num_ordinary - 256 of them, most useful first."""
-    from tokenizers import Regex, Tokenizer as Trained, models, pre_tokenizers, trainers
-
     alphabet = byte_alphabet()
-    learner = Trained(models.BPE())
+    learner = Learner(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(TRAINING_PATTERN), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     trainer = trainers.BpeTrainer(
-        vocab_size=num_ordinary, initial_alphabet=list(alphabet), show_progress=False,
+        vocab_size=vocab_size - len(SPECIAL_TOKENS), initial_alphabet=list(alphabet), show_progress=False,
         min_frequency=2)  # a pair that occurs once compresses nothing but the training text
-    learner.train_from_iterator(map(with_bytes, texts), trainer)
+    # A surrogate, which careless JSON holds, has no UTF-8 and becomes a question mark.
+    learner.train_from_iterator((text.encode(errors="replace").decode() for text in texts), trainer)
 
     ids = learner.get_vocab()
     tokens = [bytes(alphabet[char] for char in token) for token in sorted(ids, key=ids.get)]
     assert sorted(tokens[:256]) == [bytes([byte]) for byte in range(256)] and len(set(tokens)) == len(tokens)
-    return tokens[256:]
-
-
-def with_bytes(text: str) -> str:
-    """The text, with a question mark for every surrogate: they come from careless JSON and have no UTF-8."""
-    return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
+    return Tokenizer(tokens[256:])
 
 
 def ensure_tokenizer(name: str) -> Tokenizer:
@@ -63,8 +64,6 @@ def ensure_tokenizer(name: str) -> Tokenizer:
 
 def training_texts(data: str, max_chars: int, doc_cap: int) -> Iterator[str]:
     """The training split's documents, each cut at doc_cap characters, until max_chars are reached."""
-    if min(max_chars, doc_cap) < 1:
-        raise UserError(f"max_chars={max_chars} and doc_cap={doc_cap} must be at least 1: nothing would be read")
     left = max_chars
     for text in iter_texts(data, "train"):
         text = text[:min(doc_cap, left)]
@@ -74,42 +73,34 @@ def training_texts(data: str, max_chars: int, doc_cap: int) -> Iterator[str]:
             return
 
 
-def train_tokenizer(data: str, vocab_size: int, max_chars: int, doc_cap: int,
-                    log: Callable[[str], None] | None = None) -> Tokenizer:
+def train_tokenizer(data: str, vocab_size: int, max_chars: int, doc_cap: int) -> Tokenizer:
     """
-    Train a tokenizer on a data source's training split and keep it in `tokenizer_dir(data)`.
-
-    Makes the data if it is an embedded source. `log` gets a line every few seconds while texts are read, one when
-    only the merges are left to learn, and one at the end.
+    Train a tokenizer on a data source's training split and keep it in `tokenizer_dir(data)`. Makes the data if it is
+    an embedded source. Prints what it does: learning the merges, which begins when all is read, can take minutes.
     """
     ensure_dataset(data)
-    log = log or _silent
-    start = last = time.perf_counter()
+    start = time.perf_counter()
     megabytes = 0.0
 
     def counted() -> Iterator[str]:
-        nonlocal megabytes, last
-        for text in training_texts(data, max_chars, doc_cap):
-            megabytes += len(text.encode("utf-8", errors="replace")) / 1e6
-            if time.perf_counter() - last > 5:
-                last = time.perf_counter()
-                log(f"read {megabytes:,.0f} MB in {last - start:.0f} s")
-            yield text
-        log(f"read {megabytes:,.1f} MB in {time.perf_counter() - start:.1f} s; learning merges")
+        nonlocal megabytes
+        with tqdm(unit="B", unit_scale=True, desc="reading", disable=None) as bar:
+            for text in training_texts(data, max_chars, doc_cap):
+                size = len(text.encode(errors="replace"))
+                megabytes += size / 1e6
+                bar.update(size)
+                yield text
+        print(f"read {megabytes:,.1f} MB in {time.perf_counter() - start:.1f} s; learning merges")
 
     tokenizer = learn_tokenizer(counted(), vocab_size)
     tokenizer.save(tokenizer_dir(data))
     seconds = time.perf_counter() - start
-    log(f"trained on {megabytes:,.1f} MB in {seconds:.1f} s: {megabytes / seconds:.1f} MB/s")
+    print(f"trained on {megabytes:,.1f} MB in {seconds:.1f} s: {megabytes / seconds:.1f} MB/s")
     return tokenizer
-
-
-def _silent(line: str) -> None:
-    """Where log lines go that nobody wants."""
 
 
 def bytes_per_token(encoding: tiktoken.Encoding, texts: Sequence[str]) -> float:
     """How many bytes of UTF-8 a token stands for on average: higher is shorter. NaN for no text at all."""
-    num_bytes = sum(len(text.encode("utf-8", errors="replace")) for text in texts)
+    num_bytes = sum(len(text.encode(errors="replace")) for text in texts)
     num_tokens = sum(map(len, encoding.encode_ordinary_batch(list(texts))))
     return num_bytes / num_tokens if num_tokens else float("nan")

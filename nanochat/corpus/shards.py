@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -36,15 +36,8 @@ MAX_DOCUMENT = 1 << 29       # bytes; with a shard of at most 1 GB it stays belo
 HEADER = struct.Struct("<16sHI")
 
 
-def build(
-    folder: Path,
-    documents: Iterable[tuple[str, str]],
-    seed: int,
-    shard_bytes: int,
-    max_shards: int,
-    tally: Counter,
-    what: str,
-) -> list[dict]:
+def build(folder: Path, documents: Iterable[tuple[str, str]], seed: int, shard_bytes: int, max_shards: int,
+          tally: Counter, what: str) -> list[dict]:
     """
     Write (text, kin) documents as `shard_00000.parquet`, … into an empty folder; the last shard is validation.
 
@@ -66,12 +59,11 @@ def build(
     paths = write_shards(folder, buckets, held_out, int(sizes[~held_out].sum()), shard_bytes, max_shards, tally)
     for bucket in buckets:
         bucket.unlink()
-    return [describe(path) for path in paths]
+    return [describe(path, sha256(path)) for path in paths]
 
 
-def spool(
-    buckets: list[Path], documents: Iterable[tuple[str, str]], seed: int, tally: Counter, what: str
-) -> np.ndarray:
+def spool(buckets: list[Path], documents: Iterable[tuple[str, str]], seed: int, tally: Counter,
+          what: str) -> np.ndarray:
     """First pass: every new document into the bucket that its key names. Returns the bytes of text in each slot."""
     sizes = np.zeros(SLOTS, dtype=np.int64)
     seen: set[bytes] = set()  # about 100 bytes a document
@@ -119,22 +111,12 @@ def choose_held_out(sizes: np.ndarray, total: int, shard_bytes: int) -> np.ndarr
     return held_out
 
 
-def write_shards(
-    folder: Path,
-    buckets: list[Path],
-    held_out: np.ndarray,
-    train_bytes: int,
-    shard_bytes: int,
-    max_shards: int,
-    tally: Counter,
-) -> list[Path]:
+def write_shards(folder: Path, buckets: list[Path], held_out: np.ndarray, train_bytes: int, shard_bytes: int,
+                 max_shards: int, tally: Counter) -> list[Path]:
     """Second pass: the records in the order of their keys, into equally large training shards and one of validation."""
     number = max(1, round(train_bytes / shard_bytes))
     number_to_write = number if max_shards < 0 else min(number, max_shards)
-    paths: list[Path] = []
-    val: list[bytes] = []
-    train: list[bytes] = []
-    size = 0
+    paths, val, train, size = [], [], [], 0
     for slot, text in (record for bucket in buckets for record in read_bucket(bucket)):
         if held_out[slot]:
             val.append(text)
@@ -154,13 +136,12 @@ def write_shards(
 
 def read_bucket(path: Path) -> list[tuple[int, bytes]]:
     """The (slot, text) of a bucket's documents, in the order of their keys."""
-    def records() -> Iterator[tuple[bytes, int, bytes]]:
-        with open(path, "rb") as file:
-            while header := file.read(HEADER.size):
-                key, slot, size = HEADER.unpack(header)
-                yield key, slot, file.read(size)
-
-    return [(slot, text) for _, slot, text in sorted(records())]
+    records = []
+    with open(path, "rb") as file:
+        while header := file.read(HEADER.size):
+            key, slot, size = HEADER.unpack(header)
+            records.append((key, slot, file.read(size)))
+    return [(slot, text) for _, slot, text in sorted(records)]
 
 
 def write_shard(folder: Path, index: int, texts: list[bytes]) -> Path:
@@ -172,9 +153,9 @@ def write_shard(folder: Path, index: int, texts: list[bytes]) -> Path:
     return path
 
 
-def describe(path: Path, checksum: str | None = None) -> dict:
+def describe(path: Path, checksum: str) -> dict:
     """
-    A shard's manifest entry, from the whole file: `file`, `rows`, `bytes`, `text_bytes`, `sha256`.
+    A shard's manifest entry, from the whole file and its SHA-256: `file`, `rows`, `bytes`, `text_bytes`, `sha256`.
     Raises ValueError, in a few words, when it is not a parquet file with text in a `text` column.
     """
     rows = text_bytes = 0
@@ -189,10 +170,5 @@ def describe(path: Path, checksum: str | None = None) -> dict:
         raise ValueError(f"not a whole parquet file: {first_line(error)}") from error
     if not text_bytes:
         raise ValueError("it holds no text")
-    return {
-        "file": path.name,
-        "rows": rows,
-        "bytes": path.stat().st_size,
-        "text_bytes": text_bytes,
-        "sha256": checksum or sha256(path),
-    }
+    size = path.stat().st_size
+    return {"file": path.name, "rows": rows, "bytes": size, "text_bytes": text_bytes, "sha256": checksum}

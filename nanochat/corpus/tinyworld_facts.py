@@ -1,27 +1,28 @@
 """
-What is true in the tiny world, and how it is said. Data only; `tinyworld.py` turns it into text.
+The facts of the embedded world and the ways to tell them. Data only; `tinyworld.py` turns it into text.
 
 Template slots. In tellings of a fact: {s} subject, {a} answer, {np} the noun phrase of the relation, {S} {A} {Np}
-the same with a capital, {x} {y} helpers of computed facts; " | " parts a question from its reply.
-In frames, stories and conversations: one letter for each thing that is drawn, see SLOTS. Whatever begins as a sentence
-ends in ".", and ". " occurs nowhere inside: this is what makes every text fall into sentences in one way only.
+the same with a capital, {x} {y} helpers of computed facts; " | " separates a question from its reply.
+In frames, stories and conversations: one letter for each thing that is drawn, see SLOTS. Every sentence ends in ".",
+and ". " occurs nowhere inside: so every text splits into sentences in one way only.
 """
-# ---- Things that are drawn: uniform lists of single words, so a small model learns each of them at once
-NAMES = tuple("""Ada Amy Ana Ben Bob Cleo Dan Dora Eli Ella Eva Finn Fred Gus Hugo Ida Ian Ivy Jack Jan Jim Joe Kai
-    Kate Kim Lea Leo Lily Liv Lou Max Meg Mia Nell Nina Noah Olga Omar Otto Pam Paul Pia Ray Rita Rosa Roy Ruth Sam
-    Sara Sue Ted Tim Tina Tom Una Vera Vic Wes Will Yan Yuri Zack Zeno Zoe""".split())
+# ---- Words that are drawn: uniform lists of single words, so a small model learns each of them at once
+NAMES = tuple("""Ada Amy Ana Ben Bob Cleo Dan Dora Eli Ella Eva Finn Fred Gus Hugo Ida Ian Ivy Jack Jan Jim Joe Kai Kate
+    Kim Lea Leo Lily Liv Lou Max Meg Mia Nell Nina Noah Olga Omar Otto Pam Paul Pia Ray Rita Rosa Roy Ruth Sam Sara Sue
+    Ted Tim Tina Tom Una Vera Vic Wes Will Yan Yuri Zack Zeno Zoe""".split())
 HEROES = tuple("""Alice Anton Bruno Clara Diego Emil Emma Felix Frida Greta Hanna Heidi Henry Iris Jonas Laura Linus
     Lotte Marco Maria Moritz Nora Oliver Peter Pablo Robin Sofia Stella Thea Viola Wanda Xenia""".split())
 COLORS = tuple("""red blue green yellow brown black white gray pink purple silver golden violet turquoise beige
     scarlet""".split())
 OBJECTS = tuple("""ball basket bell bike book bottle box brush candle chair clock coat cup doll drum flag flute fork
     guitar hat kite lamp mirror pencil pillow ring rope scarf spoon table vase wagon""".split())
-PLACES = tuple("""bakery barn beach bridge castle cave church farm field forest fountain garden gate harbor hill
-    lake library market meadow mill museum park pond river school shore station temple theater tower village zoo""".split())
-FOODS = tuple("""apples beans berries cakes carrots cherries cookies figs grapes lemons melons nuts peaches pears
-    plums tomatoes""".split())
+PLACES = tuple("""bakery barn beach bridge castle cave church farm field forest fountain garden gate harbor hill lake
+    library market meadow mill museum park pond river school shore station temple theater tower village zoo""".split())
+FOODS = tuple("""apples beans berries cakes carrots cherries cookies figs grapes lemons melons nuts peaches pears plums
+    tomatoes""".split())
 ANIMALS = tuple("bear cat dog donkey duck fox frog goat goose horse lamb mouse parrot pony rabbit turtle".split())
-PETS = tuple("Bella Biscuit Coco Daisy Fluffy Honey Lucky Luna Milo Nugget Oscar Pepper Rocky Simba Toffee Ziggy".split())
+PETS = tuple("""Bella Biscuit Coco Daisy Fluffy Honey Lucky Luna Milo Nugget Oscar Pepper Rocky Simba Toffee
+    Ziggy""".split())
 NUMBERS = tuple(str(number) for number in range(10, 100))
 # Slots of one list never get the same value in one sentence, nor the value of a slot the document has settled on.
 SLOTS = {**dict.fromkeys("ABCD", NAMES), **dict.fromkeys("HX", HEROES), **dict.fromkeys("PY", PETS),
@@ -29,7 +30,7 @@ SLOTS = {**dict.fromkeys("ABCD", NAMES), **dict.fromkeys("HX", HEROES), **dict.f
          "f": FOODS, "k": ANIMALS, "p": PLACES}
 SETTLED = {"stories": "HPkc", "conversations": "XY"}  # the slots that the first sentence decides for all others
 
-# ---- How a fact is passed on: {s} a statement, {q} a question, {a} its reply
+# ---- Frames around a fact: {s} a statement, {q} a question, {a} its reply
 STATEMENT_FRAMES = (
     "{s}", "{A}, page {n}: {s}", "{A}, {B} and {C}, page {n}: {s}", "{A} to {B}: {s}", "{A} to {B} and {C}: {s}",
     "{A}, {B} and {C}: {s}", "{A} and {B} to {C} and {D}: {s}", "{A}, {B}, {C} and {D}: {s}")
@@ -43,22 +44,23 @@ GENERIC = (  # for every relation that has a noun phrase
 
 # ---- Words to spell; letters are counted in those that have a letter more than once
 WORDS = tuple("""apple banana book ball bell bee tree moon spoon door floor foot wood wool pool school coffee cookie
-    butter letter pepper rabbit kitten puppy summer hammer dinner yellow pillow mirror carrot cherry jelly bottle
-    kettle puzzle giraffe balloon tomato potato cheese street eleven sister dress glass grass kiss green wheel sleep
-    queen sheep kangaroo window cat dog sun star fish bird cloud river stone plant house table chair garden bread milk
-    honey lemon orange melon grape sugar salt snow rain wind storm fire water earth night day music dance song piano
-    guitar drum paper pencil brush paint color clock watch phone train plane boat ship truck city island beach ocean
-    tiger zebra monkey horse goat mouse lion king crown gold bridge friend winter spring forest arrow bubble coconut""".split())
+    butter letter pepper rabbit kitten puppy summer hammer dinner yellow pillow mirror carrot cherry jelly bottle kettle
+    puzzle giraffe balloon tomato potato cheese street eleven sister dress glass grass kiss green wheel sleep queen
+    sheep kangaroo window cat dog sun star fish bird cloud river stone plant house table chair garden bread milk honey
+    lemon orange melon grape sugar salt snow rain wind storm fire water earth night day music dance song piano guitar
+    drum paper pencil brush paint color clock watch phone train plane boat ship truck city island beach ocean tiger
+    zebra monkey horse goat mouse lion king crown gold bridge friend winter spring forest arrow bubble
+    coconut""".split())
 
 # ---- The facts
 ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 MONTHS = "January February March April May June July August September October November December".split()
 PLANETS = "Mercury Venus Earth Mars Jupiter Saturn Uranus Neptune".split()
-OPPOSITES = [pair.split("=") for pair in """hot=cold big=small tall=short fast=slow old=new hard=soft wet=dry
-    light=dark rich=poor happy=sad early=late strong=weak thick=thin full=empty clean=dirty open=closed good=bad
-    loud=quiet high=low deep=shallow near=far wide=narrow sweet=sour true=false left=right up=down day=night
-    summer=winter war=peace love=hate north=south always=never""".split()]
+OPPOSITES = [pair.split("=") for pair in """hot=cold big=small tall=short fast=slow old=new hard=soft wet=dry light=dark
+    rich=poor happy=sad early=late strong=weak thick=thin full=empty clean=dirty open=closed good=bad loud=quiet
+    high=low deep=shallow near=far wide=narrow sweet=sour true=false left=right up=down day=night summer=winter
+    war=peace love=hate north=south always=never""".split()]
 # The computed ones: (subject, answer, {y}, {x})
 LETTERS = [(word, {1: "once", 2: "twice", 3: "three times"}[word.count(x)], "-".join(word), x)
            for word in WORDS if len(set(word)) < len(word) for x in dict.fromkeys(word)]
@@ -77,8 +79,8 @@ RELATIONS = (
      Thailand=Bangkok, Vietnam=Hanoi, Nepal=Kathmandu, Iran=Tehran, Mongolia=Ulaanbaatar, Iraq=Baghdad, Syria=Damascus,
      Lebanon=Beirut, Jordan=Amman, Qatar=Doha, Pakistan=Islamabad, Bangladesh=Dhaka, Cambodia=Phnom Penh, Egypt=Cairo,
      Morocco=Rabat, Algeria=Algiers, Kenya=Nairobi, Ghana=Accra, Senegal=Dakar, Ethiopia=Addis Ababa, Chad=N'Djamena,
-     Uganda=Kampala, Rwanda=Kigali, Angola=Luanda, Mali=Bamako, Canada=Ottawa, Cuba=Havana, Peru=Lima,
-     Argentina=Buenos Aires, Ecuador=Quito, Jamaica=Kingston, Australia=Canberra""",
+     Uganda=Kampala, Rwanda=Kigali, Angola=Luanda, Mali=Bamako, Canada=Ottawa, Cuba=Havana, Peru=Lima, Argentina=Buenos
+     Aires, Ecuador=Quito, Jamaica=Kingston, Australia=Canberra""",
      ("The capital city of {s} is {a}.", "In {s}, the capital is {a}.", "{A} is {np}.",
       "Which city is {np}? | {a}.", "Which country has the capital {a}? | {s}.")),
     ("elements", "the chemical symbol of {s}",
@@ -124,8 +126,8 @@ RELATIONS = (
     ("planets", "the planet before {s}", list(zip(PLANETS[1:], PLANETS[:-1])),
      ("Coming closer to the sun, after {s} comes {a}.", "{A} is {np}.", "Which planet comes before {s}? | {a}.")),
     ("planets", "the {s} planet",
-     """largest=Jupiter, smallest=Mercury, hottest=Venus, red=Mars, ringed=Saturn, innermost=Mercury,
-     outermost=Neptune, inhabited=Earth, fastest=Mercury, windiest=Neptune, heaviest=Jupiter""",
+     """largest=Jupiter, smallest=Mercury, hottest=Venus, red=Mars, ringed=Saturn, innermost=Mercury, outermost=Neptune,
+     inhabited=Earth, fastest=Mercury, windiest=Neptune, heaviest=Jupiter""",
      ("The name of {np} is {a}.", "Our sun's {s} planet is {a}.", "{A} is {np}.", "Which planet is {np}? | {a}.")),
     ("planets", None, [("planets", ", ".join(PLANETS))],
      ("The planets of the solar system are: {a}.", "The eight planets are: {a}.", "The list of the planets is: {a}.",
@@ -135,39 +137,41 @@ RELATIONS = (
     ("colors", "the color of {s}",
      """grass=green, a leaf=green, a frog=green, broccoli=green, spinach=green, a cucumber=green, an emerald=green,
      snow=white, milk=white, salt=white, sugar=white, rice=white, a swan=white, a polar bear=white, cotton=white,
-     coal=black, a raven=black, tar=black, soot=black, blood=red, a tomato=red, a strawberry=red, a cherry=red,
-     a ruby=red, a fire truck=red, ketchup=red, a banana=yellow, a lemon=yellow, a canary=yellow, mustard=yellow,
-     the clear sky=blue, the deep sea=blue, a sapphire=blue, a blueberry=blue, a carrot=orange, a pumpkin=orange,
-     chocolate=brown, coffee=brown, an elephant=gray, ash=gray, a flamingo=pink, a pig=pink, lavender=purple,
-     an eggplant=purple""",
+     coal=black, a raven=black, tar=black, soot=black, blood=red, a tomato=red, a strawberry=red, a cherry=red, a
+     ruby=red, a fire truck=red, ketchup=red, a banana=yellow, a lemon=yellow, a canary=yellow, mustard=yellow, the
+     clear sky=blue, the deep sea=blue, a sapphire=blue, a blueberry=blue, a carrot=orange, a pumpkin=orange,
+     chocolate=brown, coffee=brown, an elephant=gray, ash=gray, a flamingo=pink, a pig=pink, lavender=purple, an
+     eggplant=purple""",
      ("{S} has the color {a}.", "{S} is {a}.", "If you paint {s}, you need {a}.", "What color is {s}? | {a}.",
       "Which color does {s} have? | {a}.")),
     ("animals", "the baby of {s}",
-     """a cow=a calf, a dog=a puppy, a cat=a kitten, a horse=a foal, a sheep=a lamb, a goat=a kid, a pig=a piglet,
-     a bear=a cub, a hen=a chick, a duck=a duckling, a goose=a gosling, a deer=a fawn, a frog=a tadpole,
-     a kangaroo=a joey, an owl=an owlet, a swan=a cygnet, an eagle=an eaglet, a butterfly=a caterpillar""",
+     """a cow=a calf, a dog=a puppy, a cat=a kitten, a horse=a foal, a sheep=a lamb, a goat=a kid, a pig=a piglet, a
+     bear=a cub, a hen=a chick, a duck=a duckling, a goose=a gosling, a deer=a fawn, a frog=a tadpole, a kangaroo=a
+     joey, an owl=an owlet, a swan=a cygnet, an eagle=an eaglet, a butterfly=a caterpillar""",
      ("People call the baby of {s} {a}.", "{A} is {np}.", "What do you call {np}? | {a}.")),
     ("animals", "the sound of {s}",
-     """a cow=moo, a dog=woof, a cat=meow, a horse=neigh, a sheep=baa, a pig=oink, a hen=cluck, a duck=quack,
-     a goose=honk, a frog=croak, a lion=roar, a snake=hiss, a bee=buzz, an owl=hoot, a mouse=squeak, a donkey=hee-haw""",
+     """a cow=moo, a dog=woof, a cat=meow, a horse=neigh, a sheep=baa, a pig=oink, a hen=cluck, a duck=quack, a
+     goose=honk, a frog=croak, a lion=roar, a snake=hiss, a bee=buzz, an owl=hoot, a mouse=squeak, a donkey=hee-haw""",
      ("{S} says {a}.", "{S} goes {a}.", "What does {s} say? | {a}.", "How does {s} go? | It goes {a}.")),
     ("animals", "the home of {s}",
-     """a bee=a hive, a bird=a nest, a dog=a kennel, a horse=a stable, a lion=a den, a spider=a web, a pig=a sty,
-     a beaver=a lodge, a mole=a burrow, a hen=a coop, a fish=the water, a bear=a cave, a cow=a barn, an ant=an anthill,
-     a camel=the desert, a monkey=the jungle""",
-     ("{S} lives in {a}.", "Look for {s} in {a}.", "Where does {s} live? | In {a}.", "Where is {s} at home? | In {a}.")),
+     """a bee=a hive, a bird=a nest, a dog=a kennel, a horse=a stable, a lion=a den, a spider=a web, a pig=a sty, a
+     beaver=a lodge, a mole=a burrow, a hen=a coop, a fish=the water, a bear=a cave, a cow=a barn, an ant=an anthill, a
+     camel=the desert, a monkey=the jungle""",
+     ("{S} lives in {a}.", "Look for {s} in {a}.",
+      "Where does {s} live? | In {a}.", "Where is {s} at home? | In {a}.")),
     ("animals", "the number of legs of {s}",
-     """a cow=four, a dog=four, a cat=four, a horse=four, a sheep=four, a frog=four, a lion=four, a mouse=four,
-     a camel=four, a bird=two, a hen=two, a duck=two, a goose=two, an owl=two, an eagle=two, a bee=six, an ant=six,
-     a butterfly=six, a beetle=six, a fly=six, a spider=eight, a scorpion=eight, a crab=ten, a snake=zero, a fish=zero,
-     a worm=zero""",
+     """a cow=four, a dog=four, a cat=four, a horse=four, a sheep=four, a frog=four, a lion=four, a mouse=four, a
+     camel=four, a bird=two, a hen=two, a duck=two, a goose=two, an owl=two, an eagle=two, a bee=six, an ant=six, a
+     butterfly=six, a beetle=six, a fly=six, a spider=eight, a scorpion=eight, a crab=ten, a snake=zero, a fish=zero, a
+     worm=zero""",
      ("{S} has {a} legs.", "Count the legs of {s}: {a}.", "How many legs does {s} have? | {a}.")),
     ("spelling", "the spelling of {s}", [(word, "-".join(word)) for word in WORDS],
      ("The word {s} is spelled {a}.", "We spell {s} like this: {a}.", "Letter by letter, {s} is {a}.",
       "How do you spell {s}? | {a}.", "How is {s} spelled? | It is spelled {a}.")),
     ("counting", None, LETTERS,  # {y} spelled out, {x} the letter; the word always comes before the letter
-     ("In {s}, the letter {x} occurs {a}.", "The word {s} contains the letter {x} {a}.", "In {s}, you see the letter {x} {a}.",
-      "Since {s} is {y}, it has the letter {x} {a}.", "In {y}, you find the letter {x} {a}.",
+     ("In {s}, the letter {x} occurs {a}.", "The word {s} contains the letter {x} {a}.",
+      "In {s}, you see the letter {x} {a}.", "Since {s} is {y}, it has the letter {x} {a}.",
+      "In {y}, you find the letter {x} {a}.",
       "In {s}, how often does {x} occur? | {a}.", "How often does {s} contain the letter {x}? | {a}.",
       "In {y}, how often does {x} occur? | {a}.", "Spelling {s}, how often do you write {x}? | It is {y}, so {a}.")),
     ("sums", None, ADDITIONS,  # {s} is "7 + 5", {x} and {y} its numbers
@@ -177,15 +181,17 @@ RELATIONS = (
      ("{s} = {a}.", "{s} is {a}.", "{x} minus {y} is {a}.", "{x} without {y} is {a}.", "From {x} take {y} to get {a}.",
       "If you have {x} and lose {y}, you keep {a}.", "What is {s}? | {a}.", "How much is {x} minus {y}? | {a}.")),
     ("equations", None, EQUATIONS,  # {s} is "5*x + 3 = 13", {y} is "5*x = 10"
-     ("If {s}, then x is {a}.", "If {s}, then {y} and x is {a}.", "From {s} follows x = {a}.", "From {s} follows {y} and x = {a}.",
-      "The solution of {s} is {a}.", "If {s}, what is x? | {a}.", "What is x if {s}? | {a}.",
+     ("If {s}, then x is {a}.", "If {s}, then {y} and x is {a}.", "From {s} follows x = {a}.",
+      "From {s} follows {y} and x = {a}.", "The solution of {s} is {a}.",
+      "If {s}, what is x? | {a}.", "What is x if {s}? | {a}.",
       "Can you solve {s}? | Yes, {y} and x = {a}.", "What is the solution of {s}? | {a}.")),
 )
 
 # ---- Sentences that are no facts, in the topics that have them (every second sentence there)
 LINES = {"colors": (
-    "My favorite color is {c}, says {A}.", "{A} likes {c} and {B} likes {d}.", "The favorite color of {A} and {B} is {c}.",
-    "{A} wears a {c} hat and a {d} scarf.", "{A} paints the {o} {c} and the {t} {d}.", "{A} has {n} {c} balloons.",
+    "My favorite color is {c}, says {A}.", "{A} likes {c} and {B} likes {d}.",
+    "The favorite color of {A} and {B} is {c}.", "{A} wears a {c} hat and a {d} scarf.",
+    "{A} paints the {o} {c} and the {t} {d}.", "{A} has {n} {c} balloons.",
     "{A} gives {B} a {c} {o}.", "{A} swaps a {c} {o} for a {d} one.")}
 
 # ---- Stories: an opening settles {H}ero, {P}et, {k}ind and {c}olor; events draw new things; an ending asks
@@ -208,7 +214,8 @@ MEETINGS = (
     "{X} visits {Y} and brings {n} {f}.")
 QUOTED_FACT = "{X}: {q} {Y}: {a}"
 EXCHANGES = (
-    "{X}: How many {f} do you have? {Y}: I have {n}, and {C} has {m}.", "{X}: Who is at the {p}? {Y}: {A}, {B} and {C}.",
+    "{X}: How many {f} do you have? {Y}: I have {n}, and {C} has {m}.",
+    "{X}: Who is at the {p}? {Y}: {A}, {B} and {C}.",
     "{X}: What did {C} buy? {Y}: A {c} {o} and {n} {f}.", "{X}: How old are {C} and {D}? {Y}: {n} and {m}.",
     "{X}: Who has my {c} {o}? {Y}: {C}, at the {p}.", "{X}: What shall I bring? {Y}: A {c} {o} and {n} {f}.",
     "{X}: Where is {C}? {Y}: At the {p}, with {D}.", "{X}: Who likes {c} hats? {Y}: {A}, {B} and {C}.")

@@ -4,59 +4,81 @@ from pathlib import Path
 from nanochat.checkpoint import list_steps
 from nanochat.files import base_dir
 from nanochat.gpt import GPTConfig
-from nanochat.report import STAGES, cell, place, read_section
+from nanochat.report import cell, markdown_table, read_section, sorted_sections
 
 STAGE_NAMES = {
     "base": "a base model: it goes on with a text", "mid": "a chat model after mid-training",
     "sft": "a chat model after fine-tuning", "rl": "a chat model after reinforcement learning",
 }
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- nanochat
+---
+
+# {tag}, {source}
+
+Step {step:,} of {stage}{trained}. {parameters:,} parameters: {config.n_layer} layers of width {config.n_embd}, \
+{config.n_head} heads, {config.n_kv_head} key heads, {config.vocab_size:,} tokens; rows of up to \
+{config.sequence_len:,} tokens.
+
+{measured}## Use
+
+```python
+from transformers import pipeline
+
+write = pipeline("text-generation", model="this folder")
+print(write({prompt}, max_new_tokens=64))
+```
+
+With transformers 5 or newer. `<|bos|>` comes in front of every text and conversation by itself.
+
+## Special tokens in a text
+
+`apply_chat_template` never lets what a message says become a special token: `<|user_end|>` in it is encoded as the \
+text it is, as in training. For that the template puts the noncharacters U+FDD0 U+FDD1 between `<` and `|`, and the \
+tokenizer removes them; a text that has this pair, or U+FDD0 U+FDD2, loses it.
+
+`tokenizer(text)` does find special tokens in a text. What others wrote is safe with \
+`tokenizer(text, split_special_tokens=True)`.
+"""
+CALCULATOR = """
+## The calculator
+
+Between `<|python_start|>` and `<|python_end|>` the model asks for a calculation, and expects its result between \
+`<|output_start|>` and `<|output_end|>`. transformers does not compute it: the model then goes on as it guesses. As \
+parts of a message: `{"role": "assistant", "content": [{"type": "python", "text": "12 * 3"}, {"type": \
+"python_output", "text": "36"}, {"type": "text", "text": "It is 36."}]}`.
+"""
 
 
 def model_card(source: str, checkpoint: Path, meta: dict, parameters: int) -> str:
     """README.md of the export of a checkpoint."""
-    config, tag = GPTConfig(**meta["model_config"]), checkpoint.parent.name
     numbers = report_numbers(source, checkpoint)
-    table = ["", "## What was measured", "", "| | |", "|---|---:|", *(f"| {cell(row)} | {cell(value)} |" for row, value in numbers.items())]
-    prompt = '"The opposite of deep is"' if source == "base" else '[{"role": "user", "content": "Who are you?"}]'
-    trained = f", trained on `{meta['data']}`" if meta.get("data") else ""
-    return "\n".join([
-        "---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- nanochat", "---", "",
-        f"# {tag}, {source}", "",
-        f"Step {meta['step']:,} of {STAGE_NAMES[source]}{trained}. {parameters:,} parameters: {config.n_layer} layers of width {config.n_embd}, "
-        f"{config.n_head} heads, {config.n_kv_head} key heads, {config.vocab_size:,} tokens; rows of up to {config.sequence_len:,} tokens.",
-        *(table if numbers else []), "",
-        "## Use", "",
-        "```python", "from transformers import pipeline", "",
-        'write = pipeline("text-generation", model="this folder")',
-        f"print(write({prompt}, max_new_tokens=64))", "```", "",
-        "With transformers 5 or newer. `<|bos|>` comes in front of every text and conversation by itself.", "",
-        "## Special tokens in a text", "",
-        "`apply_chat_template` never lets what a message says become a special token: `<|user_end|>` in it is encoded as the text it is, as in "
-        "training. For that the template puts the noncharacters U+FDD0 U+FDD1 between `<` and `|`, and the tokenizer removes them; a text that has this "
-        "pair, or U+FDD0 U+FDD2, loses it.", "",
-        "`tokenizer(text)` does find special tokens in a text. What others wrote is safe with `tokenizer(text, split_special_tokens=True)`.",
-        *([] if source == "base" else [
-            "", "## The calculator", "",
-            "Between `<|python_start|>` and `<|python_end|>` the model asks for a calculation, and expects its result between `<|output_start|>` and "
-            "`<|output_end|>`. transformers does not compute it: the model then goes on as it guesses. As parts of a message: "
-            '`{"role": "assistant", "content": [{"type": "python", "text": "12 * 3"}, {"type": "python_output", "text": "36"}, {"type": "text", "text": "It is 36."}]}`.',
-        ]), "",
-    ])
+    table = markdown_table(["", ""], [(cell(row), cell(value)) for row, value in numbers.items()])
+    return CARD.format(
+        tag=checkpoint.parent.name, source=source, step=meta["step"], stage=STAGE_NAMES[source], parameters=parameters,
+        config=GPTConfig(**meta["model_config"]),
+        trained=f", trained on `{meta['data']}`" if meta.get("data") else "",
+        measured=f"## What was measured\n\n{table}\n\n" if numbers else "",
+        prompt='"The opposite of deep is"' if source == "base" else '[{"role": "user", "content": "Who are you?"}]',
+    ) + ("" if source == "base" else CALCULATOR)
 
 
 def report_numbers(source: str, checkpoint: Path) -> dict[str, float | str]:
-    """What the report's sections say of this very checkpoint, in their order; sections of other models are left out."""
-    metrics = f"{source}_checkpoints/{checkpoint.parent.name}/metrics.jsonl"
-    measured = f"Model: step {int(checkpoint.name.removeprefix('step_'))} of {checkpoint.parent.name}"
-    newest = list_steps(checkpoint.parent)[-1:] == [int(checkpoint.name.removeprefix("step_"))]
+    """What the report's sections say of this very checkpoint, in their order; other models' sections are left out."""
+    tag, step = checkpoint.parent.name, int(checkpoint.name.removeprefix("step_"))
+    newest = list_steps(checkpoint.parent)[-1:] == [step]
     numbers: dict[str, float | str] = {}
-    paths = (base_dir() / "report" / "sections").glob(f"*/{checkpoint.parent.name}/*.json")
-    for path in sorted(paths, key=lambda path: (place(path.stem, STAGES), path.stem)):
+    for path in sorted_sections((base_dir() / "report" / "sections").glob(f"*/{tag}/*.json")):
         try:
             section = read_section(path)
         except (OSError, ValueError):
             continue  # the report says so
         # A run's own section is about its end; an evaluation says in its first words what it measured.
-        if newest and section["metrics"] == metrics or section["body"].startswith((f"{measured}.", f"{measured},")):
+        of_run = newest and section["metrics"] == f"{source}_checkpoints/{tag}/metrics.jsonl"
+        if of_run or section["body"].startswith((f"Model: step {step} of {tag}.", f"Model: step {step} of {tag},")):
             numbers |= section["results"].get(source, {})
     return {row: value for row, value in numbers.items() if row != "parameters"}

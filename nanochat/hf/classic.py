@@ -1,8 +1,8 @@
 """
 Reading published nanochat checkpoints of the classic layout: model_NNNNNN.pt, meta_NNNNNN.json and tokenizer.pkl.
 
-Files from strangers: nothing in them is run. Weights are loaded with `weights_only`; the tokenizer is a pickle, of which
-only one class is known, and that as an inert record.
+These are files from strangers, so nothing in them is run. Weights are loaded with `weights_only`; the tokenizer is a
+pickle, of which only one class is known, and that as an inert record.
 """
 import io
 import pickle
@@ -15,34 +15,41 @@ from torch import Tensor
 
 from nanochat.errors import UserError
 from nanochat.gpt import LOGIT_SOFTCAP, ROPE_THETA
-from nanochat.hf.model import Imported, read_json, to_config
+from nanochat.hf.model import CONFIG, Imported, read_json, to_config
 from nanochat.hf.tokenizer import from_hf, from_ranks
 from nanochat.tokenizer import Tokenizer
 
 
 def list_models(folder: Path) -> dict[int, Path]:
     """The model files of a folder by their step, rising."""
-    names = ((re.fullmatch(r"model_(\d+)\.pt", path.name), path) for path in folder.glob("model_*.pt"))
-    return dict(sorted((int(match[1]), path) for match, path in names if match))  # as numbers: 1000000 is newer than 999999
+    found = ((re.fullmatch(r"model_(\d+)\.pt", path.name), path) for path in folder.glob("model_*.pt"))
+    return dict(sorted((int(match[1]), path) for match, path in found if match))  # 1000000 is newer than 999999
 
 
 def read_folder(folder: Path, tokenizer_path: Path | None = None, step: int | None = None) -> Imported:
-    """The checkpoint of a step, None for the newest. tokenizer_path: a tokenizer.pkl or tokenizer.json that lies elsewhere."""
+    """
+    The checkpoint of a step, None for the newest. tokenizer_path: a tokenizer.pkl or tokenizer.json that lies
+    elsewhere. UserError for anything that would not be the same model here.
+    """
     models = list_models(folder)
     step = max(models) if step is None else step
     if step not in models:
         raise UserError(f"there is no model of step {step} in {folder} (steps there: {', '.join(map(str, models))})")
-    meta_path = models[step].with_name(models[step].name.replace("model_", "meta_", 1)).with_suffix(".json")
-    meta = read_json(meta_path)
-    if not isinstance(meta.get("model_config"), dict):
-        raise UserError(f"{meta_path} has no model_config")
-    config = to_config(meta["model_config"], meta_path, {})
+    path = models[step].with_name(models[step].name.replace("model_", "meta_", 1)).with_suffix(".json")
+    fields = read_json(path).get("model_config")
+    if not isinstance(fields, dict):
+        raise UserError(f"{path} has no model_config")
+    for name in fields.keys() - CONFIG.keys():
+        raise UserError(f"{path} has {name}={fields[name]!r}, which this program's models do not have: "
+                        "it cannot be imported")
+    config = to_config(fields, {name: name for name in CONFIG}, path)
     paths = [tokenizer_path] if tokenizer_path else [folder / "tokenizer.pkl", folder / "tokenizer.json"]
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        raise UserError(f"there is no {' or '.join(path.name for path in paths)} in {paths[0].parent}; say where with --tokenizer=PATH")
-    tokenizer = from_hf(path) if path.suffix == ".json" else read_tokenizer(path)
-    notes = [f"such files do not tell the softcap and the rotary base: {LOGIT_SOFTCAP:g} and {ROPE_THETA:g}, those of the classic layout, are taken"]
+    found = next((path for path in paths if path.is_file()), None)
+    if found is None:
+        raise UserError(f"there is no tokenizer.pkl or tokenizer.json in {folder}; say where with --tokenizer=PATH")
+    tokenizer = from_hf(found) if found.suffix == ".json" else read_tokenizer(found)
+    notes = [f"such files do not tell the softcap and the rotary base: {LOGIT_SOFTCAP:g} and {ROPE_THETA:g}, "
+             "those of the classic layout, are taken"]
     return Imported(config, read_weights(models[step]), {}, tokenizer, step, notes)
 
 
@@ -50,12 +57,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a state_dict, without the prefix that compiling leaves."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
-        reason = "it holds more than tensors" if isinstance(error, pickle.UnpicklingError) else str(error).splitlines()[0]
+        return {name.removeprefix("_orig_mod."): tensor.detach() for name, tensor in state.items()}
+    except pickle.UnpicklingError as error:
+        raise UserError(f"{path} cannot be read: it holds more than tensors") from error
+    except (AttributeError, RuntimeError, EOFError, ValueError, OSError) as error:
+        reason, *_ = str(error).split("\n")
         raise UserError(f"{path} cannot be read: {reason}") from error
-    if not isinstance(state, dict) or not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()):
-        raise UserError(f"{path} holds more than tensors by name")
-    return {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
 
 
 class Record:
@@ -71,26 +78,19 @@ class Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type:
         if (module, name) == ("tiktoken.core", "Encoding"):
             return Record
-        raise UserError(f"it asks for {module}.{name}; expected nothing but tiktoken.core.Encoding")
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}; expected nothing but tiktoken.core.Encoding")
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.pkl, a pickled tiktoken.Encoding. UserError for anything else; nothing in it is run."""
+    """The tokenizer of a tokenizer.pkl, a pickled tiktoken.Encoding. UserError for anything else; it runs nothing."""
     try:
         pickled = path.read_bytes()
         for opcode, argument, _ in pickletools.genops(pickled):  # a list of instructions: nothing is run
             if "PUT" in opcode.name and argument > len(pickled):  # memory is reserved up to the largest place
-                raise UserError(f"it puts something into place {argument:,}, beyond its own size")
-        state = getattr(Reader(io.BytesIO(pickled)).load(), "state", None)
-    except UserError as error:
-        raise UserError(f"{path} is not read: {error}") from None
-    except Exception as error:  # whatever damaged opcodes make of the stack
+                raise pickle.UnpicklingError(f"it puts something into place {argument:,}, beyond its own size")
+        fields = Reader(io.BytesIO(pickled)).load().state
+        return from_ranks(fields["mergeable_ranks"], fields["pat_str"], fields["special_tokens"], path)
+    except UserError:
+        raise
+    except Exception as error:  # whatever damaged opcodes make of the stack, and other kinds of content
         raise UserError(f"{path} is no pickle of a tokenizer: {type(error).__name__}: {error}") from error
-    fields = state if isinstance(state, dict) else {}
-    ranks, pattern, specials = (fields.get(name) for name in ("mergeable_ranks", "pat_str", "special_tokens"))
-    plain = isinstance(ranks, dict) and isinstance(specials, dict) and type(pattern) is str and all(
-        type(token) is kind and type(rank) is int for table, kind in ((ranks, bytes), (specials, str)) for token, rank in table.items()
-    )
-    if not plain:
-        raise UserError(f"{path} holds no vocabulary of a tiktoken.Encoding")
-    return from_ranks(ranks, pattern, specials, path)

@@ -1,6 +1,7 @@
 """
-The words of OpenAI's HTTP interface, as far as they are understood here: what a request may say, what an answer looks
-like. What goes beyond it:
+OpenAI's HTTP interface, as far as it is supported: what a request may say, and what an answer looks like.
+
+Extensions:
 
     top_k                 a setting of a request: only the k most probable tokens; 0: all
     parts                 of an answer's message, and of an assistant's message in a request: everything in order, as
@@ -9,250 +10,251 @@ like. What goes beyond it:
                           parts as `content`) goes before `content`, so a message that was received can be sent back.
     delta.parts           in a stream, [{"index": k, "type": ..., "text": ...}]: the next bit of part k, which OpenAI's
                           Python client appends there (its JavaScript client does not). Text is in `content` as well
-    context_length, max_tokens, temperature, top_k, examples, chat   of a model in the list of models. examples: questions to
-                          suggest; chat false: a base model, which continues the messages as one text
+    context_length, max_tokens, temperature, top_k, examples, chat   of a model in the list of models. examples:
+                          questions to suggest; chat false: a base model, which continues the messages as one text
 
-What differs: max_tokens above the server's limit is the limit, and the end of the context ends an answer as well, both
-with finish_reason "length"; so does the server's time limit. usage counts every token that was written: those of the
-calculator and the one that ends an answer too. A parameter that would change the answer and is not supported is an
+Differences: max_tokens above the server's limit is the limit, and the end of the context ends an answer as well, both
+with finish_reason "length"; so does the server's time limit. usage counts every token that was written, also those of
+the calculator and the one that ends an answer. A parameter that would change the answer and is not supported is an
 error, unless it is set to what happens anyway.
 """
 import json
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
 
-from nanochat.serve.answers import News
-from nanochat.conversation import PARTS, Conversation
-from nanochat.detokenizer import parts_of
+from nanochat.conversation import Conversation, check_conversation
+from nanochat.detokenizer import Delta, parts_of
+from nanochat.engine import FinishReason
+from nanochat.errors import UserError
 
-# Ignored: they say who asks, how it is billed or kept.
-HARMLESS = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "prediction",
+# Parameters that do not change an answer: they say who asks, how it is billed or kept.
+IGNORED = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "parallel_tool_calls", "prediction",
 }
-# Not supported; accepted with one of these values, which change nothing.
-UNSUPPORTED: dict[str, tuple] = {
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"), "logit_bias": ({},),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (),
-    "web_search_options": (), "reasoning_effort": ("none",), "verbosity": ("medium",), "logprobs": (False,), "top_logprobs": (0,),
+# Values that ask for nothing, of parameters that are not supported. Any other parameter or value is refused.
+NEUTRAL: dict[str, tuple] = {
+    "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
+    "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,), "response_format": ({"type": "text"},),
+    "modalities": (["text"],), "reasoning_effort": ("none",), "verbosity": ("medium",), "logprobs": (False,),
+    "top_logprobs": (0,), "echo": (False,), "suffix": ("",), "best_of": (1,),
 }
-UNSUPPORTED_IN_COMPLETIONS = UNSUPPORTED | {"logprobs": (), "echo": (False,), "suffix": ("",), "best_of": (1,)}
-MAX_STOPS, MAX_STOP_LENGTH = 4, 256
 
 
-class ApiError(Exception):
-    """What is wrong with a request. The official client raises another exception class for each status."""
+class ApiError(HTTPException):
+    """What a client is told instead of an answer. The official client raises another exception class per status."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None, headers: dict[str, str] | None = None):
-        super().__init__(message)
-        self.status, self.message, self.code, self.param, self.headers = status, message, code, param, headers
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(status, message, headers)
+        self.code, self.param = code, param
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": error_type(self.status), "param": self.param, "code": self.code}}
-
-
-def error_type(status: int) -> str:
-    return "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+        status = self.status_code
+        kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
 
 # ---- Requests
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
-
-
-class StreamOptions(Strict):
-    include_usage: bool | None = False
-
-
-class Request(Strict):
-    """What both kinds of request may say. None is the same as nothing."""
-    model: str
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=0)
-    seed: int | None = None
-    n: int | None = Field(None, ge=1)
-    stop: Any = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-
-    def stop_strings(self) -> tuple[str, ...]:
-        stops = [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else self.stop
-        if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(stop, str) for stop in stops):
-            raise ApiError(400, f"stop must be a string or a list of at most {MAX_STOPS} strings", param="stop")
-        if not all(1 <= len(stop) <= MAX_STOP_LENGTH for stop in stops):
-            raise ApiError(400, f"each of stop must have 1 to {MAX_STOP_LENGTH} characters", param="stop")
-        return tuple(stops)
-
-    def include_usage(self) -> bool:
-        return bool(self.stream and self.stream_options and self.stream_options.include_usage)
+class Part(BaseModel):
+    type: Literal["text", "python", "python_output"]
+    text: str
 
 
 class Message(BaseModel):
-    """Checked by `to_conversation`, which says more clearly what is wrong."""
-    model_config = ConfigDict(extra="ignore")
-    role: str
-    content: Any = None
-    parts: Any = None
-    tool_calls: Any = None
+    """`parts` is what there is to read: the parts of an assistant's message if it has any, or else its content."""
+    role: Literal["system", "developer", "user", "assistant"]
+    parts: Annotated[list[Part], FailFast()]  # not an error for each of half a million
+
+    @model_validator(mode="before")
+    @classmethod
+    def choose_parts(cls, message: Any) -> Any:
+        if not isinstance(message, dict):
+            return message
+        if message.get("tool_calls"):
+            raise ValueError("tool calls are not supported; the calculator's are in parts")
+        parts = message.get("parts") if message.get("role") == "assistant" else None
+        parts = message.get("content") if parts is None else parts
+        parts = [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
+        if not isinstance(parts, list):
+            raise ValueError("content must be a text or a list of parts")
+        return {"role": message.get("role"), "parts": parts}
+
+    def turn(self) -> dict[str, Any]:
+        """The message as nanochat.conversation has it."""
+        role = "system" if self.role == "developer" else self.role
+        if role != "assistant" and all(part.type == "text" for part in self.parts):
+            return {"role": role, "content": "".join(part.text for part in self.parts)}
+        return {"role": role, "content": [part.model_dump() for part in self.parts]}
 
 
-class ChatRequest(Request):
-    messages: Annotated[list[Message], FailFast()]  # not an error for each of half a million
-    max_completion_tokens: int | None = Field(None, ge=1)
+class BaseRequest(BaseModel):
+    """What both kinds of request may say. The server's defaults stand for what is missing or null."""
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model: str
+    max_tokens: int = Field(ge=1)
+    temperature: float = Field(ge=0)
+    top_k: int = Field(ge=0)
+    top_p: float = Field(1.0, ge=0, le=1)
+    seed: int | None = None
+    n: int = Field(1, ge=1)
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=4),
+        BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+    ] = []
+    stream: bool = False
+    stream_options: dict[str, bool | None] = {}
+
+    @model_validator(mode="after")
+    def check_supported(self) -> "BaseRequest":
+        for name, value in self.model_extra.items():
+            if name not in IGNORED and value not in NEUTRAL.get(name, ()):
+                words = f"{name:.80} is not supported by this server; leave it out"
+                raise ApiError(400, words, "unsupported_parameter", name[:80])
+        return self
 
 
-class CompletionRequest(Request):
-    prompt: Any
+class ChatRequest(BaseRequest):
+    messages: Annotated[list[Message], FailFast()]
+    max_completion_tokens: int | None = Field(None, ge=1)  # the newer name of max_tokens
 
-    def prompts(self) -> list[str] | list[list[int]]:
-        """A text, several, the tokens of one, or those of several."""
-        prompt = self.prompt
-        if isinstance(prompt, str) or isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-            prompt = [prompt]
-        fine = isinstance(prompt, list) and prompt and (
-            all(isinstance(text, str) for text in prompt)
-            or all(isinstance(ids, list) and ids and all(type(token) is int for token in ids) for ids in prompt))
-        if not fine:
-            raise ApiError(400, "prompt must be a text, a list of texts, a list of tokens or a list of such lists", param="prompt")
-        return prompt
+    def conversation(self) -> Conversation:
+        """As nanochat.conversation has it; ApiError where nobody is there to be answered."""
+        conversation = {"messages": [message.turn() for message in self.messages]}
+        try:
+            check_conversation(conversation, "messages")
+        except UserError as error:
+            raise ApiError(400, str(error), param="messages") from None
+        if self.messages[-1].role == "assistant":
+            raise ApiError(400, "the last message must be the user's", param="messages")
+        return conversation
 
 
-def parse(kind: type[Request], body: bytes) -> Request:
+def as_prompts(prompt: Any) -> list[str | list[int]]:
+    """A text, several, the tokens of one, or those of several: always as a list of prompts."""
+
+    def is_one(prompt: Any) -> bool:
+        return isinstance(prompt, str) or (
+            isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt))
+
+    prompts = [prompt] if is_one(prompt) else prompt
+    if not isinstance(prompts, list) or not prompts or not all(map(is_one, prompts)):
+        raise ValueError("must be a text, a list of texts, a list of tokens or a list of such lists")
+    return prompts
+
+
+class CompletionRequest(BaseRequest):
+    prompt: Annotated[Any, BeforeValidator(as_prompts)]
+    logprobs: None = None  # here even 0 asks for them
+
+
+Kind = TypeVar("Kind", bound=BaseRequest)
+
+
+def parse(kind: type[Kind], body: bytes, **defaults: float) -> Kind:
     """The request in a body. ApiError, 400, for anything that cannot be answered as it is meant."""
     try:
-        request = kind.model_validate_json(body)
+        fields = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
+    if isinstance(fields, dict):
+        fields = defaults | {name: value for name, value in fields.items() if value is not None}
+    try:
+        return kind.model_validate(fields)
     except ValidationError as errors:
         error = errors.errors(include_url=False, include_input=False, include_context=False)[0]
         where = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in error["loc"]).lstrip(".")
-        code = "invalid_json" if error["type"] == "json_invalid" else None
-        raise ApiError(400, f"{where}: {error['msg']}" if where else error["msg"], code, where or None) from None
-    unsupported = UNSUPPORTED if kind is ChatRequest else UNSUPPORTED_IN_COMPLETIONS
-    for name, value in request.model_extra.items():
-        if name in HARMLESS or value is None:
-            continue
-        if name not in unsupported:
-            raise ApiError(400, f"unknown parameter: {name:.80}", "unknown_parameter", name[:80])
-        if value not in unsupported[name]:
-            raise ApiError(400, f"{name} is not supported by this server; leave it out", "unsupported_parameter", name)
-    return request
-
-
-def to_conversation(messages: Sequence[Message]) -> Conversation:
-    """As nanochat.conversation has it. ApiError where a role or content has no place there; `check_conversation` sees the rest."""
-    return {"messages": [to_message(message, f"messages[{number}]") for number, message in enumerate(messages)]}
-
-
-def to_message(message: Message, where: str) -> dict[str, Any]:
-    role = "system" if message.role == "developer" else message.role
-    if role not in ("system", "user", "assistant"):
-        raise ApiError(400, f"{where}: role {role!r:.40} is not supported; expected system, developer, user or assistant", param=f"{where}.role")
-    if message.tool_calls:
-        raise ApiError(400, f"{where}: tool calls are not supported; the calculator's are in parts", "unsupported_parameter", f"{where}.tool_calls")
-    kinds = tuple(PARTS) if role == "assistant" else ("text",)
-    name = "parts" if role == "assistant" and message.parts is not None else "content"
-    content = getattr(message, name)
-    if isinstance(content, str) and name == "content":
-        return {"role": role, "content": content}
-    if not isinstance(content, list):
-        raise ApiError(400, f"{where}: {name} must be {'a text or ' * (name == 'content')}a list of parts", param=f"{where}.{name}")
-    for part in content:
-        if not (isinstance(part, dict) and part.get("type") in kinds and isinstance(part.get("text"), str)):
-            raise ApiError(400, f"{where}: a part of the {role}'s {name} must have a type ({', '.join(kinds)}) and a text", param=f"{where}.{name}")
-    parts = [{"type": part["type"], "text": part["text"]} for part in content]
-    return {"role": role, "content": parts if role == "assistant" else "".join(part["text"] for part in parts)}
+        words = error["msg"].removeprefix("Value error, ")
+        raise ApiError(400, f"{where}: {words}" if where else words, param=where or None) from None
 
 
 # ---- Answers
 
 
-def dumps(data: Any) -> bytes:
-    return json.dumps(data, separators=(",", ":")).encode()
+class Chunk(NamedTuple):
+    """What was written of one choice since its last chunk."""
+    index: int                      # of the choice: n to the first prompt, then those to the second
+    deltas: list[Delta]
+    tokens: int                     # those without text count as well
+    finish_reason: FinishReason | None
 
 
 def event(data: Any) -> bytes:
     """A server-sent event."""
-    return b"data: " + dumps(data) + b"\n\n"
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
 class Reply:
-    """The answers to one request, in the shape of text completions."""
-    kind = chunk_kind = "text_completion"
-    prefix = "cmpl-"
+    """The choices of one request in OpenAI's shapes: as one response, or as server-sent events."""
 
-    def __init__(self, model: str, step: int, prompt_tokens: int, include_usage: bool = False):
-        self.head = {"id": self.prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model, "system_fingerprint": f"step_{step}"}
-        self.prompt_tokens, self.completion_tokens, self.include_usage = prompt_tokens, 0, include_usage
-        self.news: dict[int, list[News]] = defaultdict(list)  # by answer, for `whole`
-        self.begun: dict[int, list[str]] = {}  # answers of which there was an event: the types of their parts
+    def __init__(self, is_chat: bool, model: str, step: int, prompt_tokens: int, include_usage: bool):
+        self.is_chat, self.include_usage = is_chat, include_usage
+        self.kind, prefix = ("chat.completion", "chatcmpl-") if is_chat else ("text_completion", "cmpl-")
+        self.head = {
+            "id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model,
+            "system_fingerprint": f"step_{step}",
+        }
+        self.prompt_tokens, self.completion_tokens = prompt_tokens, 0
+        self.parts: dict[int, list[dict[str, str]]] = {}        # by choice
+        self.finish_reasons: dict[int, FinishReason | None] = {}
 
-    def usage(self) -> dict[str, int]:
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": self.prompt_tokens + self.completion_tokens}
-
-    def add(self, several: Sequence[News]) -> None:
-        for news in several:
-            self.news[news.index].append(news)
-            self.completion_tokens += news.tokens
+    def add(self, chunks: Sequence[Chunk]) -> list[dict[str, Any]]:
+        """Take these chunks in; returns the choices of the events that say what is new."""
+        choices = []
+        for chunk in chunks:
+            new = [{"delta": {"role": "assistant", "content": ""}}] * (self.is_chat and chunk.index not in self.parts)
+            parts = self.parts.setdefault(chunk.index, [])
+            for part in parts_of(chunk.deltas):
+                if not parts or parts[-1]["type"] != part["type"]:
+                    parts.append(part | {"text": ""})
+                parts[-1]["text"] += part["text"]
+                content = {"content": part["text"]} if part["type"] == "text" else {}
+                delta = {"delta": content | {"parts": [{"index": len(parts) - 1} | part]}}
+                new.append(delta if self.is_chat else {"text": part["text"]})
+            choices += [choice(chunk.index, content) for content in new]
+            if chunk.finish_reason:
+                nothing = {"delta": {}} if self.is_chat else {"text": ""}
+                choices.append(choice(chunk.index, nothing, chunk.finish_reason))
+            self.finish_reasons[chunk.index] = chunk.finish_reason
+            self.completion_tokens += chunk.tokens
+        return choices
 
     def whole(self) -> dict[str, Any]:
         """All that was added, as one response."""
         choices = []
-        for index, several in sorted(self.news.items()):
-            parts = parts_of([piece for news in several for piece in news.pieces])
-            choices.append({"index": index} | self.complete(parts) | {"logprobs": None, "finish_reason": several[-1].finish_reason})
+        for index, parts in sorted(self.parts.items()):
+            text = "".join(part["text"] for part in parts if part["type"] == "text" or not self.is_chat)
+            message = {"role": "assistant", "content": text, "refusal": None, "parts": parts}
+            content = {"message": message} if self.is_chat else {"text": text}
+            choices.append(choice(index, content, self.finish_reasons[index]))
         return self.head | {"object": self.kind, "choices": choices, "usage": self.usage()}
 
-    def chunks(self, several: Sequence[News]) -> bytes:
-        """The events that tell of it."""
-        choices = []
-        for news in several:
-            self.completion_tokens += news.tokens
-            deltas = self.deltas(parts_of(news.pieces), news.index)
-            choices += [{"index": news.index} | delta | {"logprobs": None, "finish_reason": None} for delta in deltas]
-            if news.finish_reason:
-                choices.append({"index": news.index} | self.last | {"logprobs": None, "finish_reason": news.finish_reason})
-        usage = {"usage": None} if self.include_usage else {}
-        return b"".join(event(self.head | {"object": self.chunk_kind, "choices": [choice]} | usage) for choice in choices)
+    def events(self, chunks: Sequence[Chunk]) -> bytes:
+        return b"".join(self.event([one]) for one in self.add(chunks))
 
-    def end(self) -> bytes:
-        """The events after the last answer has ended."""
-        usage = event(self.head | {"object": self.chunk_kind, "choices": [], "usage": self.usage()}) if self.include_usage else b""
-        return usage + b"data: [DONE]\n\n"
+    def last_events(self) -> bytes:
+        """After the last choice has ended."""
+        return (self.event([], self.usage()) if self.include_usage else b"") + b"data: [DONE]\n\n"
 
-    # What differs from the chat's
+    def event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
+        kind = "chat.completion.chunk" if self.is_chat else self.kind
+        usage_field = {"usage": usage} if self.include_usage else {}
+        return event(self.head | {"object": kind, "choices": choices} | usage_field)
 
-    last: dict[str, Any] = {"text": ""}
-
-    def complete(self, parts: list[dict[str, str]]) -> dict[str, Any]:
-        return {"text": "".join(part["text"] for part in parts)}
-
-    def deltas(self, parts: list[dict[str, str]], index: int) -> list[dict[str, Any]]:
-        """What is new of the answer of that index."""
-        return [self.complete(parts)] if parts else []
+    def usage(self) -> dict[str, int]:
+        total = self.prompt_tokens + self.completion_tokens
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
 
 
-class ChatReply(Reply):
-    """The same in the shape of chat completions."""
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
-    last = {"delta": {}}
-
-    def complete(self, parts: list[dict[str, str]]) -> dict[str, Any]:
-        content = "".join(part["text"] for part in parts if part["type"] == "text")
-        return {"message": {"role": "assistant", "content": content, "refusal": None, "parts": parts}}
-
-    def deltas(self, parts: list[dict[str, str]], index: int) -> list[dict[str, Any]]:
-        deltas = [] if index in self.begun else [{"delta": {"role": "assistant", "content": ""}}]
-        types = self.begun.setdefault(index, [])
-        for part in parts:
-            if types[-1:] != [part["type"]]:
-                types.append(part["type"])
-            content = {"content": part["text"]} if part["type"] == "text" else {}
-            deltas.append({"delta": content | {"parts": [{"index": len(types) - 1} | part]}})
-        return deltas
+def choice(index: int, content: dict[str, Any], finish_reason: FinishReason | None = None) -> dict[str, Any]:
+    return {"index": index} | content | {"logprobs": None, "finish_reason": finish_reason}

@@ -1,33 +1,54 @@
 """
-The chat server as a web application: the page, the parts of OpenAI's interface, health and metrics.
+The chat server as a web application: the page, OpenAI's interface, health and metrics.
 
-Limits are kept before work is done: a body that is too long is refused, not read; who finds the queue full is told so
-at once; who goes away gives the place back. Nothing that anybody writes gets into a log.
+The life of a request: `Gate` lets it in, `Api.chat` or `Api.complete` reads and checks it, `Api.answer` gives it to a
+worker (worker.py) and turns the chunks that come back into JSON or into server-sent events (openai_api.py).
+
+Limits are checked before work is done. Nothing that a user writes gets into a log.
 """
+import asyncio
+import base64
 import contextlib
+import hashlib
 import hmac
-from collections.abc import AsyncIterator
+import re
+import time
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastapi import APIRouter, Depends, FastAPI, Request as HttpRequest
-from fastapi.responses import HTMLResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanochat.serve.answers import Answers, Busy, ClientGone, Failed, Unavailable, Work
-from nanochat.conversation import check_conversation, render_prompt, render_text
-from nanochat.errors import UserError
-from nanochat.serve.openai_api import ApiError, ChatReply, ChatRequest, CompletionRequest, Reply, Request, parse, to_conversation
-from nanochat.serve.responses import (
-    SAFE, EventStream, Outermost, content_security_policy, disconnected, error_response, json_response, read_body, to_api_error,
-)
+from nanochat.conversation import render_prompt, render_text
 from nanochat.sampling import SamplingParams
-from nanochat.serve.worker import ServedModel
-from nanochat.serve.metrics import Metrics
+from nanochat.serve.openai_api import (
+    ApiError,
+    BaseRequest,
+    ChatRequest,
+    Chunk,
+    CompletionRequest,
+    Kind,
+    Reply,
+    event,
+    parse,
+)
+from nanochat.serve.worker import Request, ServedModel, Worker, log_error
 
 PAGE = Path(__file__).with_name("ui.html")
+BODY_SECONDS = 30   # within which the body of a request must have come
+OPEN_PATHS = "/", "/health", "/metrics"     # everybody may read them
+SECONDS = 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120  # limits of the histograms' buckets
+SAFE = (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"), (b"cache-control", b"no-store")
 
 
 @dataclass(frozen=True)
@@ -43,19 +64,30 @@ class Limits:
     top_k: int
 
 
-def create_app(models: list[ServedModel], limits: Limits, api_key: str = "", cors_origins: list[str] = [], hosts: tuple[str, ...] = ()) -> FastAPI:
+def create_app(
+    models: list[ServedModel], limits: Limits, api_key: str = "", cors_origins: Sequence[str] = (),
+    hosts: Sequence[str] = (),
+) -> Starlette:
     """
     The application. The models' workers start and end with it. api_key "": everybody may ask. hosts: the names that it
     answers to; none: any.
     """
-    by_id = {model.id: model for model in models}
-    workers = [worker for model in models for worker in model.workers]
     metrics = Metrics(models)
-    page = PAGE.read_text(encoding="utf-8")
-    page_headers = SAFE | {"Content-Security-Policy": content_security_policy(page)}
+    api = Api(models, limits, metrics)
+    routes = [
+        Route("/", page), Route("/health", api.health), Route("/metrics", metrics.read),
+        Route("/v1", api.list_endpoints), Route("/v1/models", api.list_models), Route("/v1/models/{id}", api.one_model),
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/completions", api.complete, methods=["POST"]),
+    ]
+    gate = Middleware(Gate, metrics=metrics, paths={r.endpoint: r.path for r in routes}, api_key=api_key, hosts=hosts)
+    cors = Middleware(
+        CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "HEAD", "POST"], allow_headers=["*"],
+        expose_headers=["Retry-After"])
 
     @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        workers = [worker for model in models for worker in model.workers]
         for worker in workers:
             worker.start()
         yield
@@ -64,163 +96,265 @@ def create_app(models: list[ServedModel], limits: Limits, api_key: str = "", cor
         for worker in workers:
             worker.thread.join(timeout=10)
 
-    async def check_key(http: HttpRequest) -> None:
-        scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(key.strip().encode("latin-1"), api_key.encode())  # in constant time
-        if api_key and not (right and scheme.lower() == "bearer"):
-            raise ApiError(401, "this server asks for its key: Authorization: Bearer KEY", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    middleware = [cors, gate] if cors_origins else [gate]
+    return Starlette(
+        routes=routes, middleware=middleware, exception_handlers={HTTPException: show_error}, lifespan=lifespan)
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    v1 = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
+
+class Metrics:
+    """What Prometheus reads."""
+
+    def __init__(self, models: list[ServedModel]):
+        self.registry = CollectorRegistry()
+        self.responses = Counter(
+            "nanochat_requests", "Responses by path and status", ["path", "status"], registry=self.registry)
+        each = {"labelnames": ["model"], "registry": self.registry}
+        times = each | {"buckets": SECONDS}
+        self.first_token = Histogram("nanochat_time_to_first_token_seconds", "From request to first token", **times)
+        self.duration = Histogram("nanochat_request_seconds", "From request to the end of its answers", **times)
+        self.tokens = Counter("nanochat_tokens", "Tokens written", **each)
+        running = Gauge("nanochat_running", "Answers being written", **each)
+        waiting = Gauge("nanochat_queue_length", "Answers that wait for a place", **each)
+        for model in models:
+            self.tokens.labels(model.id)  # 0 before the first one
+            running.labels(model.id).set_function(lambda model=model: model.running)
+            waiting.labels(model.id).set_function(lambda model=model: model.waiting)
+
+    async def read(self, http: HttpRequest) -> Response:
+        return Response(generate_latest(self.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+class Api:
+    """The endpoints that speak of models."""
+
+    def __init__(self, models: list[ServedModel], limits: Limits, metrics: Metrics):
+        self.models, self.limits, self.metrics = {model.id: model for model in models}, limits, metrics
 
     # ---- What there is
 
-    @app.get("/")
-    async def index() -> Response:
-        return HTMLResponse(page, headers=page_headers)
+    async def health(self, http: HttpRequest) -> Response:
+        """200 while every model can answer. status: ok, degraded (not all of its workers), loading or dead."""
+        states = {model.id: [worker.state for worker in model.workers] for model in self.models.values()}
+        present, usable = set().union(*states.values()), all("ready" in its_states for its_states in states.values())
+        bad = "degraded" if usable else "loading" if "loading" in present else "dead"
+        status = "ok" if present == {"ready"} else bad
+        return JSONResponse({"status": status, "models": states}, 200 if usable else 503)
 
-    @app.get("/health")
-    async def health() -> Response:
-        """200 while every model can answer. status: ok, degraded (one of several workers is missing), loading or dead."""
-        states = {model.id: [worker.state for worker in model.workers] for model in models}
-        usable = all("ready" in of_model for of_model in states.values())
-        present = {worker.state for worker in workers}
-        status = "ok" if present == {"ready"} else "degraded" if usable else "loading" if "loading" in present else "dead"
-        return json_response({"status": status, "models": states}, 200 if usable else 503)
+    async def list_endpoints(self, http: HttpRequest) -> Response:
+        below = [route for route in http.app.routes if route.path.startswith("/v1")]
+        endpoints = [f"{method} {route.path}" for route in below for method in sorted(route.methods)]
+        return JSONResponse({"object": "api", "endpoints": endpoints})
 
-    @app.get("/metrics")
-    async def read_metrics() -> Response:
-        return Response(generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def list_models(self, http: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self.describe(model) for model in self.models.values()]})
 
-    def find(id: str) -> ServedModel:
-        if id not in by_id:
-            raise ApiError(404, f"there is no model {id!r:.80}; this server has {', '.join(by_id)}", "model_not_found", "model")
-        return by_id[id]
+    async def one_model(self, http: HttpRequest) -> Response:
+        return JSONResponse(self.describe(self.find(http.path_params["id"])))
 
-    def describe(model: ServedModel) -> dict:
+    def find(self, id: str) -> ServedModel:
+        if id not in self.models:
+            words = f"there is no model {id!r:.80}; this server has {', '.join(self.models)}"
+            raise ApiError(404, words, "model_not_found", "model")
+        return self.models[id]
+
+    def describe(self, model: ServedModel) -> dict:
         return {
-            "id": model.id, "object": "model", "created": model.created, "owned_by": "nanochat", "step": model.step, "context_length": model.context,
-            "max_tokens": min(limits.max_new_tokens, model.context), "temperature": limits.temperature, "top_k": limits.top_k,
-            "chat": model.chats, "examples": list(model.examples),
+            "id": model.id, "object": "model", "created": model.created, "owned_by": "nanochat", "step": model.step,
+            "context_length": model.context, "max_tokens": min(self.limits.max_new_tokens, model.context),
+            "temperature": self.limits.temperature, "top_k": self.limits.top_k, "chat": model.chats,
+            "examples": list(model.examples),
         }
-
-    @v1.get("")
-    async def about() -> Response:
-        endpoints = [f"{method} {route.path}" for route in v1.routes for method in route.methods]
-        return json_response({"object": "api", "endpoints": endpoints})
-
-    @v1.get("/models")
-    async def list_models() -> Response:
-        return json_response({"object": "list", "data": [describe(model) for model in models]})
-
-    @v1.get("/models/{id}")
-    async def one_model(id: str) -> Response:
-        return json_response(describe(find(id)))
 
     # ---- Answers
 
-    @v1.post("/chat/completions")
-    async def chat(http: HttpRequest) -> Response:
-        request = parse(ChatRequest, await read_body(http, limits.max_body_bytes))
-        model = find(request.model)
-        if len(request.messages) > limits.max_messages:
-            raise ApiError(400, f"{len(request.messages):,} messages; at most {limits.max_messages:,} are allowed", "too_many_messages", "messages")
-        conversation = to_conversation(request.messages)
-        try:
-            check_conversation(conversation, "messages")
-        except UserError as error:
-            raise ApiError(400, str(error), param="messages") from None
-        if conversation["messages"][-1]["role"] == "assistant":
-            raise ApiError(400, "the last message must be the user's", param="messages")
-        contents = [message["content"] for message in conversation["messages"]]
-        check_chars(sum(len(text) if isinstance(text, str) else sum(len(part["text"]) for part in text) for text in contents), "messages")
-        max_tokens = request.max_completion_tokens or request.max_tokens or limits.max_new_tokens
-        render = render_prompt if model.chats else render_text
-        ids = render(model.tokenizer, conversation)
-        return await respond(http, request, model, ChatReply, [ids], max_tokens, "messages")
+    async def chat(self, http: HttpRequest) -> Response:
+        request = await self.read(http, ChatRequest, self.limits.max_new_tokens)
+        model, count = self.find(request.model), len(request.messages)
+        if count > self.limits.max_messages:
+            words = f"{count:,} messages; at most {self.limits.max_messages:,} are allowed"
+            raise ApiError(400, words, "too_many_messages", "messages")
+        conversation = request.conversation()
+        self.check_chars([part.text for message in request.messages for part in message.parts], "messages")
+        ids = (render_prompt if model.chats else render_text)(model.tokenizer, conversation)
+        request.max_tokens = request.max_completion_tokens or request.max_tokens
+        return await self.answer(http, request, model, [ids], "messages")
 
-    @v1.post("/completions")
-    async def complete(http: HttpRequest) -> Response:
-        """Goes on with a text, after <|bos|>; nothing is computed on the way. Tokens may be any, the special ones too."""
-        request = parse(CompletionRequest, await read_body(http, limits.max_body_bytes))
-        model, prompts = find(request.model), request.prompts()
-        check_chars(sum(map(len, prompts)), "prompt")
+    async def complete(self, http: HttpRequest) -> Response:
+        """Continues a text, after <|bos|>; nothing is computed on the way. Tokens may be any, the special ones too."""
+        request = await self.read(http, CompletionRequest, max_tokens=16)
+        model = self.find(request.model)
+        self.check_chars(request.prompt, "prompt")
         bos, vocab_size = [model.tokenizer.get_bos_token_id()], model.tokenizer.get_vocab_size()
-        ids = [model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        ids = [model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
         ids = [prompt if prompt[:1] == bos else bos + prompt for prompt in ids]
         if not all(0 <= token < vocab_size for prompt in ids for token in prompt):
             raise ApiError(400, f"the tokens of a prompt must be within 0 and {vocab_size - 1}", param="prompt")
-        return await respond(http, request, model, Reply, ids, request.max_tokens or 16, "prompt")
+        return await self.answer(http, request, model, ids, "prompt")
 
-    def check_chars(count: int, param: str) -> None:
-        if count > limits.max_chars:
-            raise ApiError(400, f"{count:,} characters; at most {limits.max_chars:,} are allowed", "string_above_max_length", param)
+    async def read(self, http: HttpRequest, kind: type[Kind], max_tokens: int) -> Kind:
+        body = await read_body(http, self.limits.max_body_bytes)
+        defaults = {"temperature": self.limits.temperature, "top_k": self.limits.top_k}
+        return parse(kind, body, max_tokens=max_tokens, **defaults)
 
-    async def respond(
-        http: HttpRequest, request: Request, model: ServedModel, shape: type[Reply], prompts: list[list[int]], max_tokens: int, param: str
+    def check_chars(self, texts: Sequence[Sequence], param: str) -> None:
+        count = sum(map(len, texts))
+        if count > self.limits.max_chars:
+            words = f"{count:,} characters; at most {self.limits.max_chars:,} are allowed"
+            raise ApiError(400, words, "string_above_max_length", param)
+
+    async def answer(
+        self, http: HttpRequest, asked: BaseRequest, model: ServedModel, prompts: list[list[int]], param: str
     ) -> Response:
-        """Have the prompts answered, and send that in the way that was asked for."""
+        """Have a worker answer the prompts; return that as JSON or as a stream. A client that goes ends the work."""
         longest = max(map(len, prompts))
         if longest > model.context:
-            words = (f"This model's maximum context length is {model.context} tokens. However, your {param} resulted in "
-                     f"{longest} tokens. Please reduce the length of the {param}.")  # OpenAI's, which clients look for
+            words = (f"This model's maximum context length is {model.context} tokens. However, your {param} resulted "
+                     f"in {longest} tokens. Please reduce the length of the {param}.")  # OpenAI's: clients look for it
             raise ApiError(400, words, "context_length_exceeded", param)
-        if (request.n or 1) > limits.max_n:
-            raise ApiError(400, f"n={request.n} is too many answers; at most {limits.max_n} are allowed", param="n")
-        temperature = limits.temperature if request.temperature is None else request.temperature
-        top_k = limits.top_k if request.top_k is None else request.top_k
-        top_p = 1.0 if request.top_p is None else request.top_p
-        tools = shape is ChatReply and model.chats
-        sampling = SamplingParams(min(max_tokens, limits.max_new_tokens), temperature, top_k, top_p, request.seed, tools=tools)
+        if asked.n > self.limits.max_n:
+            raise ApiError(400, f"n={asked.n} is too much; at most {self.limits.max_n} answers are allowed", param="n")
+        is_chat = isinstance(asked, ChatRequest)
+        sampling = SamplingParams(
+            min(asked.max_tokens, self.limits.max_new_tokens), asked.temperature, asked.top_k, asked.top_p, asked.seed,
+            tools=is_chat and model.chats)
         client = http.client.host if http.client else ""
-        stop = request.stop_strings()
-        work = Work(prompts, sampling, request.n or 1, stop, bool(request.stream), limits.timeout_s, client)
-        if work.size > model.most:
-            raise ApiError(400, f"{work.size:,} answers at once; this server takes at most {model.most}", param=param)
-        answers = model.submit(work)
-        answers.watch(disconnected(http.receive))
-        reply = shape(model.id, model.step, sum(map(len, prompts)), request.include_usage())
-        if not request.stream:
-            return json_response(await whole(model, answers, reply))
-        events = stream(model, answers, reply)
-        return EventStream(await anext(events), events)  # what goes wrong before the first has a status of its own
+        request = Request(prompts, sampling, asked.n, asked.stop, self.limits.timeout_s, client)
+        if request.size > model.max_choices:
+            words = f"{request.size:,} answers at once; this server takes at most {model.max_choices}"
+            raise ApiError(400, words, param=param)
+        include_usage = bool(asked.stream_options.get("include_usage"))
+        reply = Reply(is_chat, model.id, model.step, sum(map(len, prompts)), include_usage)
+        worker = model.submit(request)
+        request.watcher = asyncio.create_task(cancel_at_the_end(http, worker, request))
+        chunks = self.chunks(model, request)
+        if not asked.stream:
+            async for several in chunks:
+                reply.add(several)
+            return JSONResponse(reply.whole())
+        first = await anext(chunks)  # an error before it has a status of its own
+        events = stream(reply, first, chunks)
+        return StreamingResponse(events, headers={"X-Accel-Buffering": "no"}, media_type="text/event-stream")
 
-    async def whole(model: ServedModel, answers: Answers, reply: Reply) -> dict:
+    async def chunks(self, model: ServedModel, request: Request) -> AsyncIterator[list[Chunk]]:
+        async for several in request.chunks():
+            self.metrics.tokens.labels(model.id).inc(sum(chunk.tokens for chunk in several))
+            yield several
+        if request.first_token is not None:
+            self.metrics.first_token.labels(model.id).observe(request.first_token - request.started)
+        self.metrics.duration.labels(model.id).observe(time.monotonic() - request.started)
+
+
+async def read_body(http: HttpRequest, limit: int) -> bytes:
+    """The body, hardly more than the limit of which is ever in memory. ApiError: it is too long, slow or not JSON."""
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # any page in a browser may post other kinds to any address, without asking first
+        raise ApiError(415, "the body must be JSON: Content-Type: application/json", "unsupported_media_type")
+    length, body, close = http.headers.get("content-length", ""), bytearray(), {"Connection": "close"}
+    too_long = f"the body is longer than {limit:,} bytes"
+    if length.isdecimal() and int(length) > limit:  # uvicorn drops it: a client that is cut off may lose the answer
+        raise ApiError(413, too_long, "request_too_large")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in http.stream():
+                body += part
+                if len(body) > limit:
+                    raise ApiError(413, too_long, "request_too_large", headers=close)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {BODY_SECONDS} s", headers=close) from None
+    except ClientDisconnect:
+        raise ApiError(400, "the body ended early") from None
+    return bytes(body)
+
+
+async def cancel_at_the_end(http: HttpRequest, worker: Worker, request: Request) -> None:
+    """Cancel what is left of a request when its client has gone, or when the response is complete."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+    worker.cancel(request)
+
+
+async def stream(reply: Reply, first: list[Chunk], chunks: AsyncIterator[list[Chunk]]) -> AsyncIterator[bytes]:
+    """A reply as events. An error from now on is an event as well, for which the official client raises APIError."""
+    try:
+        yield reply.events(first)
+        async for several in chunks:
+            yield reply.events(several)
+        yield reply.last_events()
+    except ApiError as error:
+        yield event(error.body())
+
+
+async def page(http: HttpRequest) -> Response:
+    html = PAGE.read_text(encoding="utf-8")
+    return HTMLResponse(html, headers={"Content-Security-Policy": content_security_policy(html)})
+
+
+def content_security_policy(html: str) -> str:
+    """Of a page in one file: its own inline scripts and styles run, by their hash; it talks to this server only."""
+    def hashes(tag: str) -> str:
+        contents = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", html, re.DOTALL | re.IGNORECASE)
+        sums = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in contents]
+        return " ".join(f"'sha256-{checksum}'" for checksum in sums)
+
+    return (f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; img-src data:; "
+            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
+
+
+# ---- Errors, and what is around everything
+
+
+async def show_error(http: HttpRequest, error: HTTPException) -> Response:
+    if not isinstance(error, ApiError):  # the router's
+        place = f"{http.method} {http.scope['path']:.80}"
+        words = {404: f"there is no {place} here; the interface begins with /v1", 405: f"{place} is not allowed here"}
+        error = ApiError(error.status_code, words.get(error.status_code, error.detail), headers=error.headers)
+    return JSONResponse(error.body(), error.status_code, error.headers)
+
+
+class Gate:
+    """
+    Around everything: only those who may ask get in, responses are counted, and an unforeseen error is answered; the
+    log says where it happened, without words of users. paths: endpoint → path, the label of the counter.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: dict, api_key: str, hosts: Sequence[str]):
+        self.app, self.metrics, self.paths, self.api_key, self.hosts = app, metrics, paths, api_key, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        started = False
+
+        async def send_counted(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                path = self.paths.get(scope.get("endpoint"), "other")
+                self.metrics.responses.labels(path, str(message["status"])).inc()
+                message["headers"] = [*message["headers"], *SAFE]
+            await send(message)
+
+        http = HttpRequest(scope, receive)
         try:
-            async for news in answers.news():
-                reply.add(news)
-            metrics.observe(model, answers)
-            return reply.whole()
-        finally:
-            answers.close()
+            self.check(scope["path"], http.headers)
+            await self.app(scope, receive, send_counted)
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                log_error("a request failed", error)
+                error = ApiError(500, "something went wrong inside the server", "internal_error")
+            if not started:
+                response = await show_error(http, error)
+                await response(scope, receive, send_counted)
 
-    async def stream(model: ServedModel, answers: Answers, reply: Reply) -> AsyncIterator[bytes]:
-        try:
-            async for news in answers.news():
-                yield reply.chunks(news)
-            metrics.observe(model, answers)
-            yield reply.end()
-        finally:
-            answers.close()
-
-    # ---- Errors, and what is around everything
-
-    async def show(http: HttpRequest, error: Exception) -> Response:
-        return error_response(to_api_error(error))
-
-    async def show_http(http: HttpRequest, error: HTTPException) -> Response:
-        place = f"{http.method} {http.url.path:.80}"
-        messages = {404: f"there is no {place} here; the interface begins with /v1", 405: f"{place} is not allowed here"}
-        return error_response(ApiError(error.status_code, messages.get(error.status_code, str(error.detail)), headers=error.headers))
-
-    app.include_router(v1)
-    app.add_exception_handler(HTTPException, show_http)
-    for kind in (ApiError, Busy, ClientGone, Failed, Unavailable):
-        app.add_exception_handler(kind, show)
-    app.add_middleware(Outermost, metrics=metrics, hosts=hosts)
-    if cors_origins:
-        methods = ["GET", "HEAD", "POST"]
-        app.add_middleware(
-            CORSMiddleware, allow_origins=cors_origins, allow_methods=methods, allow_headers=["*"],
-            expose_headers=["Retry-After"])
-    return app
+    def check(self, path: str, headers: Headers) -> None:
+        """ApiError for a wrong key or host. (A page on the web may point a name of its own at 127.0.0.1.)"""
+        host = re.sub(r":\d+$", "", headers.get("host", "").lower())
+        if self.hosts and host not in self.hosts:
+            names = ", ".join(self.hosts)
+            words = f"this server answers to {names} only; --allowed_hosts={host:.80} adds a name"
+            raise ApiError(421, words, "wrong_host")
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        same = hmac.compare_digest(key.strip().encode("latin-1"), self.api_key.encode())  # in constant time
+        if self.api_key and path not in OPEN_PATHS and not (same and scheme.lower() == "bearer"):
+            words = "this server asks for its key: Authorization: Bearer KEY"
+            raise ApiError(401, words, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

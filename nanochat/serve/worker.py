@@ -1,13 +1,13 @@
 """
-Many requests, one engine: a thread that decodes for everyone, and an event loop that hears of it.
+Many requests, one engine: a thread decodes for all of them, and the event loop receives what it writes.
 
-    event loop                                      worker, one thread per model and device
-    answers = model.submit(work)  --- inbox --->    engine.add
-                                                    engine.step: a token for everyone, again and again
-    async for news in answers.news()  <--- every 40 ms ---  what was written since
-    answers.close()  --- inbox --->                 engine.remove, unless all have ended
+    event loop                                  the worker's thread
+    worker.submit(request)    --- inbox --->    engine.add
+                                                engine.step: one token for every choice, again and again
+    async for chunks in request.chunks()  <--   every 40 ms: the text since the last chunks
+    worker.cancel(request)    --- inbox --->    engine.remove
 
-What a method runs on is said where it is not the event loop. Nothing here knows of HTTP.
+Methods run on the event loop unless they are in the thread's section.
 """
 import asyncio
 import math
@@ -16,106 +16,130 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from nanochat.serve.answers import Answers, Busy, Failed, News, Unavailable, Work
-from nanochat.engine import Engine, Event, FinishReason
-from nanochat.detokenizer import Piece, Pieces, StopStrings
+from nanochat.detokenizer import Delta, IncrementalDetokenizer, StopStrings
+from nanochat.engine import Answer, Engine, FinishReason
+from nanochat.sampling import SamplingParams
+from nanochat.serve.openai_api import ApiError, Chunk
 from nanochat.tokenizer import Tokenizer
 
-NEWS_EVERY = 0.04     # seconds: 25 a second look like writing, and cost a fraction of what 400 would
+FLUSH_EVERY = 0.04    # seconds: 25 chunks a second look like writing, and cost a fraction of what 400 would
+
+
+@dataclass(eq=False)
+class Request:
+    """What a client asks for: n choices for each prompt. The rest is where it stands, as the event loop sees it."""
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    n: int = 1
+    stop: Sequence[str] = ()
+    seconds: float = math.inf               # after that many, its choices end with what they have
+    client: str = ""                        # places and queue are shared fairly among clients
+    started: float = field(default_factory=time.monotonic)
+    first_token: float | None = None        # when it was written
+    received: asyncio.Queue[list[Chunk] | ApiError] = field(default_factory=asyncio.Queue)
+    watcher: asyncio.Task | None = None     # cancels it when its client goes
+
+    def __post_init__(self):
+        self.size = self.open = len(self.prompts) * self.n  # open: choices that have not ended
+
+    async def chunks(self) -> AsyncIterator[list[Chunk]]:
+        """What was written, until all choices have ended. Raises the ApiError that ends the request before."""
+        while self.open or not self.received.empty():
+            item = await self.received.get()
+            if isinstance(item, ApiError):
+                raise item
+            yield item
 
 
 @dataclass
-class Sample:
-    """One answer, as the worker's thread sees it."""
-    answers: Answers
+class Choice:
+    """One continuation of a prompt, as the thread sees it."""
+    request: Request
     index: int
-    pieces: Pieces
+    detokenizer: IncrementalDetokenizer
     stop: StopStrings
-    new: list[Piece] = field(default_factory=list)
-    tokens: int = 0                 # since the last news
+    deltas: list[Delta] = field(default_factory=list)   # these three: since the last chunk
+    tokens: int = 0
     finish_reason: FinishReason | None = None
 
-    def take(self, event: Event) -> None:
+    def add(self, answer: Answer) -> None:
+        """The answer has one token more."""
         self.tokens += 1
-        pieces = self.pieces.add(event.token)
-        if event.finish_reason:
-            pieces += self.pieces.end()
-        for piece in pieces:
-            if not self.stop.found:
-                self.new += self.stop.add(piece)
-        self.finish_reason = "stop" if self.stop.found else event.finish_reason
-        if event.finish_reason and not self.stop.found:
-            self.new += self.stop.end()
+        deltas = self.detokenizer.add(answer.tokens[-1]) + (self.detokenizer.end() if answer.finish_reason else [])
+        for delta in deltas:
+            self.deltas += self.stop.add(delta)
+        if answer.finish_reason or self.stop.found:
+            self.finish("stop" if self.stop.found else answer.finish_reason)
 
-    def cut(self) -> None:
-        """The time is over."""
-        self.new += self.stop.end()
-        self.finish_reason = "length"
+    def finish(self, reason: FinishReason) -> None:
+        self.deltas += self.stop.end()
+        self.finish_reason = reason
 
-    def news(self) -> News:
-        news = News(self.index, self.new, self.tokens, self.finish_reason)
-        self.new, self.tokens = [], 0
-        return news
+    def chunk(self) -> Chunk:
+        chunk = Chunk(self.index, self.deltas, self.tokens, self.finish_reason)
+        self.deltas, self.tokens = [], 0
+        return chunk
 
 
 class Worker:
-    """
-    An engine and the thread that drives it. `load` counts the answers that were accepted and have not ended. state:
-    "loading", "ready", "stopped", or "dead" after an error that was not one request's.
-    """
+    """An engine and its thread. state: "loading", "ready", or "dead" after an error that was not one request's."""
 
     def __init__(self, make_engine: Callable[[], Engine]):
         self.make_engine = make_engine
-        self.engine: Engine | None = None
         self.state, self.stopping = "loading", False
-        self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # what the thread is to do
         # The event loop's
-        self.load = 0
-        self.answers: set[Answers] = set()      # not all of which have ended
-        self.seconds = 1.0                      # that an answer took of late
-        self.tokens = 0                         # written so far
+        self.requests: set[Request] = set()     # which have not ended
+        self.seconds = 1.0                      # that a request took of late
         # The thread's
-        self.samples: dict[int, Sample] = {}    # by the engine's id
+        self.engine: Engine | None = None
+        self.choices: dict[Answer, Choice] = {}  # by the engine's answer
         self.flushed = 0.0
         self.thread = threading.Thread(target=self.run, daemon=True, name="worker")
 
-    # ---- The event loop's side
+    @property
+    def load(self) -> int:
+        """Choices that were accepted and have not ended."""
+        return sum(request.open for request in self.requests)
 
     def start(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.thread.start()
 
     def stop(self) -> None:
-        """End what is running with an error, and the thread. May be called in a signal handler."""
+        """End what is running with an error, and the thread."""
         self.stopping = True
         self.inbox.put(lambda: None)
 
-    def submit(self, work: Work) -> Answers:
-        answers = Answers(self, work)
-        self.load += work.size
-        self.answers.add(answers)
-        self.inbox.put(partial(self.add, answers))
-        return answers
+    def submit(self, request: Request) -> None:
+        self.requests.add(request)
+        self.inbox.put(partial(self.add, request))
 
-    def finished(self, answers: Answers) -> None:
-        self.answers.discard(answers)
-        self.seconds += 0.1 * (time.monotonic() - answers.started - self.seconds)
+    def cancel(self, request: Request) -> None:
+        """Give back the places of the choices that have not ended, if any."""
+        if request in self.requests:
+            self.inbox.put(partial(self.drop, request))
+            self.deliver([(request, ApiError(499, "the client has gone"))])
 
-    def deliver(self, batch: list[tuple[Answers, list[News] | Exception]]) -> None:
-        for answers, news in batch:
-            if isinstance(news, list):
-                self.tokens += sum(one.tokens for one in news)
-            answers.put(news)
+    def deliver(self, batch: list[tuple[Request, list[Chunk] | ApiError]]) -> None:
+        for request, item in batch:
+            if request not in self.requests:  # cancelled while this was on its way
+                continue
+            request.received.put_nowait(item)
+            ended = request.open if isinstance(item, ApiError) else sum(bool(chunk.finish_reason) for chunk in item)
+            request.open -= ended
+            if not request.open:
+                self.requests.discard(request)
+                self.seconds += 0.1 * (time.monotonic() - request.started - self.seconds)
 
-    def bury(self) -> None:
+    def end_all(self) -> None:
         """The thread has ended."""
-        reason = "the server is stopping" if self.stopping else "the model's worker has died"
-        for answers in list(self.answers):
-            answers.put(Unavailable(reason))
+        error = unavailable("the server is stopping" if self.stopping else "the model's worker has died")
+        self.deliver([(request, error) for request in self.requests])
 
     # ---- The thread's side
 
@@ -124,22 +148,21 @@ class Worker:
             self.engine = self.make_engine()
             self.state = "ready"
             while not self.stopping:
-                self.turn()
-            self.state = "stopped"
+                self.step()
         except BaseException as error:
             self.state = "dead"
             log_error("a worker has died", error)
-        self.post(self.bury)
+        self.post(self.end_all)
 
     def post(self, callback: Callable, *args) -> None:
         """Have the event loop call it."""
         try:
             self.loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:  # the loop has ended: nobody waits for news
+        except RuntimeError:  # the loop has ended: nobody waits for an answer
             pass
 
-    def turn(self) -> None:
-        """What came in, one step for everyone, and news of it when it is time."""
+    def step(self) -> None:
+        """What the inbox holds, a token for every choice, and the chunks when it is time."""
         engine = self.engine
         try:
             while not self.stopping:
@@ -147,66 +170,68 @@ class Worker:
         except queue.Empty:
             pass
         try:
-            events = engine.step(max_prompts=1)  # a prompt takes as long as many tokens, and everyone waits for it
+            advanced = engine.step(max_prompts=1)  # a prompt takes as long as many tokens, and everyone waits for it
         except Exception as error:
             engine.clear()
-            return self.fail({sample.answers for sample in self.samples.values()}, error)
-        now, soon = time.monotonic(), False
-        failed: dict[Answers, Exception] = {}
-        for event in events:
-            sample = self.samples[event.id]
-            if event.error:
-                failed[sample.answers] = event.error
+            return self.fail({choice.request for choice in self.choices.values()}, error)
+        now, flush = time.monotonic(), False
+        failed: dict[Request, Exception] = {}
+        for answer in advanced:
+            choice = self.choices[answer]
+            if answer.error:
+                failed[choice.request] = answer.error
                 continue
-            sample.take(event)
-            if sample.answers.first_token is None:
-                sample.answers.first_token, soon = now, True
-            if sample.finish_reason and not event.finish_reason:
-                engine.remove(event.id)
-        for answers, error in failed.items():
-            self.fail({answers}, error)
-        if soon or not engine.busy or now - self.flushed >= NEWS_EVERY:
+            choice.add(answer)
+            if choice.request.first_token is None:
+                choice.request.first_token, flush = now, True
+            if choice.finish_reason and not answer.finish_reason:
+                engine.remove(answer)
+        for request, error in failed.items():
+            self.fail({request}, error)
+        if flush or not engine.busy or now - self.flushed >= FLUSH_EVERY:
             self.flush(now)
 
-    def add(self, answers: Answers) -> None:
-        work = answers.work
+    def add(self, request: Request) -> None:
         try:
-            for number, prompt in enumerate(work.prompts):
-                for i, id in enumerate(self.engine.add(prompt, work.sampling, work.n, owner=work.client)):
-                    self.samples[id] = Sample(answers, number * work.n + i, Pieces(self.engine.tokenizer), StopStrings(work.stop))
+            for number, prompt in enumerate(request.prompts):
+                answers = self.engine.add(prompt, request.sampling, request.n, owner=request.client)
+                for index, answer in enumerate(answers, number * request.n):
+                    detokenizer = IncrementalDetokenizer(self.engine.tokenizer)
+                    self.choices[answer] = Choice(request, index, detokenizer, StopStrings(request.stop))
         except Exception as error:  # what can be wrong with a request should have been found before
-            self.fail({answers}, error)
+            self.fail({request}, error)
 
-    def drop(self, answers: Answers) -> None:
-        for id in [id for id, sample in self.samples.items() if sample.answers is answers]:
-            self.engine.remove(id)
-            del self.samples[id]
+    def drop(self, request: Request) -> None:
+        for answer in [answer for answer, choice in self.choices.items() if choice.request is request]:
+            self.engine.remove(answer)
+            del self.choices[answer]
 
-    def fail(self, several: set[Answers], error: BaseException) -> None:
+    def fail(self, requests: set[Request], error: Exception) -> None:
         """End these requests. If the model cannot even read one token any more, that ends the worker."""
         log_error("a request failed", error)
-        for answers in several:
-            self.drop(answers)
-        self.post(self.deliver, [(answers, Failed("the model could not answer this request")) for answers in several])
+        for request in requests:
+            self.drop(request)
+        told = ApiError(500, "the model could not answer this request", "internal_error")
+        self.post(self.deliver, [(request, told) for request in requests])
         self.engine.model.prefill([self.engine.tokenizer.get_bos_token_id()])
 
     def flush(self, now: float) -> None:
-        """Tell the event loop all there is to tell, in one call; end what has had its time."""
+        """Send all that is new to the event loop, in one call; end the requests whose time is over."""
         self.flushed = now
-        batch: dict[Answers, list[News] | Exception] = {}
-        for id, sample in list(self.samples.items()):
-            answers = sample.answers
-            if now - answers.started > answers.work.seconds and not sample.finish_reason:
-                sample.cut()
-                self.engine.remove(id)
-                if answers.first_token is None:
-                    batch[answers] = Unavailable(f"no place became free within {answers.work.seconds:g} s")
-            if sample.finish_reason:
-                del self.samples[id]
-            elif not (answers.work.stream and sample.tokens):
-                continue
-            if isinstance(news := batch.setdefault(answers, []), list):
-                news.append(sample.news())
+        batch: dict[Request, list[Chunk] | ApiError] = {}
+        for answer, choice in list(self.choices.items()):
+            request = choice.request
+            if now - request.started > request.seconds and not choice.finish_reason:
+                choice.finish("length")
+                self.engine.remove(answer)
+                if request.first_token is None:
+                    batch[request] = unavailable(f"no place became free within {request.seconds:g} s")
+            if choice.finish_reason:
+                del self.choices[answer]
+            if choice.tokens or choice.finish_reason:
+                chunks = batch.setdefault(request, [])
+                if isinstance(chunks, list):
+                    chunks.append(choice.chunk())
         if batch:
             self.post(self.deliver, list(batch.items()))
 
@@ -219,8 +244,8 @@ class ServedModel:
     context: int                    # tokens
     step: int                       # of its checkpoint
     created: int                    # when that was, in seconds since 1970
-    max_batch: int                  # answers written at once on each device
-    max_queue: int                  # answers that may wait on each device
+    max_batch: int                  # choices written at once on each device
+    max_queue: int                  # choices that may wait on each device
     workers: list[Worker]
     chats: bool = True              # else it is a base model: messages are a text that it continues
     examples: Sequence[str] = ()    # questions to suggest
@@ -229,24 +254,27 @@ class ServedModel:
     def dead(self) -> bool:
         return all(worker.state == "dead" for worker in self.workers)
 
-    def submit(self, work: Work) -> Answers:
+    def submit(self, request: Request) -> Worker:
         """
-        Give work to the worker that has least to do. Busy when that has too much, Unavailable when there is none.
-        One client's answers may wait there only while there is room for as many more: so others find room.
+        Give the request to the worker that has least to do. ApiError when that has too much (429) or none is there
+        (503). Choices of one client may wait only while there is room for as many more: so others find room.
         """
-        alive = [worker for worker in self.workers if worker.state in ("loading", "ready")]
+        alive = [worker for worker in self.workers if worker.state != "dead" and not worker.stopping]
         if not alive:
-            raise Unavailable("the model's worker has died")
+            raise unavailable("the model's worker has died")
         worker = min(alive, key=lambda worker: worker.load)
-        room = self.max_batch + self.max_queue - worker.load - work.size
-        own = sum(answers.open for answers in worker.answers if answers.work.client == work.client) + work.size
+        room = self.max_batch + self.max_queue - worker.load - request.size
+        own = sum(other.open for other in worker.requests if other.client == request.client) + request.size
         if own - self.max_batch > room or room < 0:
-            raise Busy(min(max(math.ceil(worker.seconds / self.max_batch), 1), 60))
-        return worker.submit(work)
+            wait = str(min(max(math.ceil(worker.seconds / self.max_batch), 1), 60))  # one place becomes free, about
+            message = f"too many requests are waiting; try again in {wait} s"
+            raise ApiError(429, message, "rate_limit_exceeded", headers={"Retry-After": wait})
+        worker.submit(request)
+        return worker
 
     @property
-    def most(self) -> int:
-        """Answers that one request may ask for."""
+    def max_choices(self) -> int:
+        """That one request may ask for."""
         return self.max_batch + self.max_queue // 2
 
     @property
@@ -256,6 +284,10 @@ class ServedModel:
     @property
     def waiting(self) -> int:
         return max(0, sum(worker.load for worker in self.workers) - self.running)
+
+
+def unavailable(message: str) -> ApiError:
+    return ApiError(503, message, "unavailable", headers={"Retry-After": "5"})
 
 
 def log_error(what: str, error: BaseException) -> None:

@@ -4,33 +4,39 @@ Tasks by name, and mixtures of them.
     make_task("arc:ARC-Challenge", "test")
     make_mixture("smoltalk[:10000], gsm8k*2, arithmetic, json:/path/to.jsonl", "train", seed=0)
 
-A spec is NAME, NAME:ARGUMENT, either with [start:stop] behind it for a part; in a mixture also with *K for K passes.
+A spec is NAME or NAME:ARGUMENT; [start:stop] after it takes a part, and in a mixture *K after that makes K passes.
 """
-import importlib
 import itertools
 import re
+from collections.abc import Callable
 
 from nanochat.errors import UserError, did_you_mean
-from nanochat.tasks.common import SPLITS, Concatenation, Mixture, Task
+from nanochat.task import Task
+from nanochat.tasks.arithmetic import Arithmetic
+from nanochat.tasks.common import Mixture
+from nanochat.tasks.custom_json import CustomJSON
+from nanochat.tasks.gsm8k import GSM8K
+from nanochat.tasks.hub import SmolTalk
+from nanochat.tasks.humaneval import HumanEval
+from nanochat.tasks.multiple_choice import ARC, MMLU
+from nanochat.tasks.spellingbee import SpellingBee
+from nanochat.tasks.tinyworld import TinyWorld
 
-# Name -> the module and class below nanochat.tasks, and the arguments that it takes, the default first; None: any.
-TASKS: dict[str, tuple[str, str, tuple[str, ...] | None]] = {
-    "smoltalk": ("smoltalk", "SmolTalk", ("",)),
-    "mmlu": ("mmlu", "MMLU", ("",)),
-    "arc": ("arc", "ARC", ("ARC-Easy", "ARC-Challenge")),
-    "gsm8k": ("gsm8k", "GSM8K", ("",)),
-    "humaneval": ("humaneval", "HumanEval", ("",)),
-    "arithmetic": ("arithmetic", "Arithmetic", ("", "easy", "medium", "hard", "quick")),
-    "spellingbee": ("spellingbee", "SpellingBee", ("", "spell", "tool", "hand")),
-    "tinyworld": ("tinyworld", "TinyWorld", ("", "facts", "identity")),
-    "json": ("custom_json", "CustomJSON", None),
+# Name -> what makes the task from (argument, split), and the arguments that it takes, the default first; None: any.
+TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...] | None]] = {
+    "smoltalk": (SmolTalk, ("",)),
+    "mmlu": (MMLU, ("",)),
+    "arc": (ARC, ("ARC-Easy", "ARC-Challenge")),
+    "gsm8k": (GSM8K, ("",)),
+    "humaneval": (HumanEval, ("",)),
+    "arithmetic": (Arithmetic, ("", "easy", "medium", "hard", "quick")),
+    "spellingbee": (SpellingBee, ("", "spell", "tool", "hand")),
+    "tinyworld": (TinyWorld, ("", "facts", "identity")),
+    "json": (CustomJSON, None),
 }
-MADE_HERE = ("arithmetic", "spellingbee", "tinyworld")  # nothing is downloaded for them, and nobody's own data shows
-SPEC = re.compile(r"(?P<name>[^:\[*]+?)(?::(?P<argument>.+?))?(?P<part>\[(?P<start>\d*):(?P<stop>\d*)\])?(?:\*(?P<passes>\d+))?")
-
-__all__ = [
-    "Concatenation", "Mixture", "Task", "example_questions", "make_mixture", "make_task", "make_tasks", "without_parts",
-]
+GENERATED = ("arithmetic", "spellingbee", "tinyworld")  # not downloaded, and not a user's own data
+SPLITS = ("train", "test")
+SPEC = re.compile(r"(?P<name>[^:\[*]+?)(:(?P<argument>.+?))?(\[(?P<start>\d*):(?P<stop>\d*)\])?(\*(?P<passes>\d+))?")
 
 
 def make_task(spec: str, split: str) -> Task:
@@ -46,7 +52,7 @@ def make_task(spec: str, split: str) -> Task:
 
 def make_tasks(specs: str, split: str) -> list[Task]:
     """The tasks of several specs, separated by commas, each once: to be measured by."""
-    return [parse(spec.strip(), split)[0] for spec in specs.split(",")]
+    return [parse(spec, split)[0] for spec in specs.split(",")]
 
 
 def without_parts(specs: str) -> str:
@@ -56,34 +62,33 @@ def without_parts(specs: str) -> str:
 
 def make_mixture(specs: str, split: str, seed: int) -> Mixture:
     """The tasks of several specs, separated by commas, in an order that depends on their lengths and the seed only."""
-    parts = []
-    for spec in specs.split(","):
-        task, passes = parse(spec.strip(), split)
-        parts += [task] * passes
-    return Mixture(parts, seed)
+    parsed = [parse(spec, split) for spec in specs.split(",")]
+    return Mixture([task for task, passes in parsed for _ in range(passes)], seed)
 
 
 def example_questions(specs: str, count: int = 4) -> list[str]:
     """
     Short held-out questions of a mixture's tasks in turn: what a model that was trained on it can be asked. Only of
-    tasks that are made here; [] where there are none, or where a checkpoint of another version has an unknown spec.
+    generated tasks; [] where there are none, or where a checkpoint of another version has an unknown spec.
     """
-    own = [spec for spec in without_parts(specs).split(",") if spec.partition(":")[0] in MADE_HERE]
+    generated = [spec for spec in without_parts(specs).split(",") if spec.partition(":")[0] in GENERATED]
     try:
-        tasks = [make_task(spec, "test") for spec in own]
-    except UserError:
+        tasks = [make_task(spec, "test") for spec in generated]
+    except UserError:  # of another version: there is nothing to suggest
         return []
     first = [(conversation["messages"][0] for conversation in task) for task in tasks]
-    short = [(one["content"] for one in messages if one["role"] == "user" and len(one["content"]) <= 80) for messages in first]
+    short = [(one["content"] for one in messages if one["role"] == "user" and len(one["content"]) <= 80)
+             for messages in first]
     return list(itertools.islice(itertools.chain.from_iterable(zip(*short)), count))
 
 
 def parse(spec: str, split: str) -> tuple[Task, int]:
     """The task of a spec, and how many passes over it are asked for."""
-    known = ", ".join(TASKS)
+    spec, known = spec.strip(), ", ".join(TASKS)
     found = SPEC.fullmatch(spec)
     if not found:
-        raise UserError(f"task {spec!r} is not NAME, NAME:ARGUMENT, NAME[start:stop] or NAME*passes; known names: {known}")
+        form = "NAME, NAME:ARGUMENT, NAME[start:stop] or NAME*passes"
+        raise UserError(f"task {spec!r} is not {form}; known names: {known}")
     name, argument, passes = found["name"], found["argument"] or "", int(found["passes"] or 1)
     if name not in TASKS:
         raise UserError(f"there is no task {name!r}; known: {known}{did_you_mean(name, TASKS)}")
@@ -91,18 +96,17 @@ def parse(spec: str, split: str) -> tuple[Task, int]:
         raise UserError(f"split={split!r} of task {name!r}: expected one of {', '.join(SPLITS)}")
     if passes < 1:
         raise UserError(f"task {spec!r}: *{passes} must be at least 1")
-    module, kind, arguments = TASKS[name]
+    make, arguments = TASKS[name]
     if arguments is None and not argument:
         raise UserError(f"task {spec!r} needs an argument, such as {name}:/path/to/file.jsonl")
-    if arguments is not None:
-        argument = argument or arguments[0]
-        if argument not in arguments:
-            options = [option for option in arguments if option]
-            raise UserError(f"task {name!r} has no {argument!r}; " + (f"expected one of {', '.join(options)}" if options else "it takes no argument") + did_you_mean(argument, options))
-    task = getattr(importlib.import_module(f"nanochat.tasks.{module}"), kind)(argument, split)
-    if found["part"]:
-        whole = len(task)
-        task = task[int(found["start"] or 0):int(found["stop"] or whole)]
-        if not len(task):
-            raise UserError(f"task {spec!r}: nothing is left of its {whole:,} conversations")
+    if arguments is not None and argument and argument not in arguments:
+        options = [option for option in arguments if option]
+        expected = f"expected one of {', '.join(options)}" if options else "it takes no argument"
+        raise UserError(f"task {name!r} has no {argument!r}; {expected}{did_you_mean(argument, options)}")
+    task = make(argument or (arguments or ("",))[0], split)
+    if found["start"] is not None:
+        part = task[int(found["start"] or 0):int(found["stop"] or len(task))]
+        if not len(part):
+            raise UserError(f"task {spec!r}: nothing is left of its {len(task):,} conversations")
+        task = part
     return task, passes

@@ -7,99 +7,90 @@ Arithmetic with the calculator: needs no download, and what is asked in the test
     arithmetic           the three in turn
     arithmetic:quick     two operations, "Quick: …", shown half with the calculator and half from the head
 
-Quick ones are for reinforcement learning: who imitates what is shown calculates in the head half of the time, and is
-mostly wrong; rewards tell which of the two ways to go.
+Quick ones are for reinforcement learning: a model that imitates the examples calculates in the head half of the time,
+and is mostly wrong; rewards tell it which of the two ways to go.
 
 Numbers are written by the model and computed by the tool, so what has to be learnt is which expression is meant.
 Results are whole and not negative.
 """
+import ast
 import itertools
 import re
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
+from nanochat.calculator import arithmetic
+from nanochat.conversation import Conversation
 from nanochat.corpus import tinyworld_facts as data
-from nanochat.tasks.common import Conversation, Task, drawing, exchange, last_number, reference, side, with_tool
+from nanochat.corpus.tinyworld import StableRandom
+from nanochat.task import Task, reference
+from nanochat.tasks.common import last_number, single_turn, split_of, with_tool
 
 SIZES = {"train": 20_000, "test": 2_000}
 LEVELS = ("easy", "medium", "hard")
 DIGITS = {"easy": 3, "medium": 3, "hard": 4, "quick": 3}  # of a drawn number at most; each length is equally likely
 KNOWN = {row[0] for row in data.ADDITIONS + data.SUBTRACTIONS}  # told in the embedded corpus: cannot be held out
 
-# Expression, its value, and what is asked besides GENERIC. {a} to {d} are drawn; {q} = a*b can be divided, {t} = a*b + c
-# is more than a*b; {e} is the expression, {A} and {B} are names, {f} is a food.
-Shape = tuple[str, Callable[[int, int, int, int], int], tuple[str, ...]]
+# The shape of an expression -> what is asked besides GENERIC. {a} to {d} are drawn; {q} = a*b can be divided,
+# {t} = a*b + c is more than a*b; {e} is the expression, {A} and {B} are names, {f} is a food.
 GENERIC = ("What is {e}?", "Compute {e}.", "{e} = ?", "How much is {e}?", "Calculate {e}.", "{e}")
-SHAPES: dict[str, tuple[Shape, ...]] = {
-    "easy": (
-        ("{a} + {b}", lambda a, b, c, d: a + b,
-         ("What is {a} plus {b}?", "Add {a} and {b}.", "What is the sum of {a} and {b}?", "How much is {a} plus {b}?")),
-        ("{a} - {b}", lambda a, b, c, d: a - b,
-         ("What is {a} minus {b}?", "Subtract {b} from {a}.", "Take {b} away from {a}.", "How much is {a} minus {b}?")),
-        ("{a} * {b}", lambda a, b, c, d: a * b,
-         ("What is {a} times {b}?", "Multiply {a} by {b}.", "What is the product of {a} and {b}?", "How much is {a} times {b}?")),
-        ("{q} / {b}", lambda a, b, c, d: a,
-         ("What is {q} divided by {b}?", "Divide {q} by {b}.", "How often does {b} go into {q}?", "How much is {q} divided by {b}?")),
-    ),
-    "medium": (
-        ("{a} + {b} + {c}", lambda a, b, c, d: a + b + c,
-         ("Add {a}, {b} and {c}.", "What is the sum of {a}, {b} and {c}?")),
-        ("{a} + {b} - {c}", lambda a, b, c, d: a + b - c,
-         ("Add {a} and {b}, then subtract {c}.", "What is {a} plus {b} minus {c}?")),
-        ("{a} - {b} - {c}", lambda a, b, c, d: a - b - c,
-         ("Subtract {b} and {c} from {a}.", "Take {b} away from {a}, then take {c} away.")),
-        ("{a} * {b} + {c}", lambda a, b, c, d: a * b + c,
-         ("Multiply {a} by {b}, then add {c}.", "Add {c} to the product of {a} and {b}.")),
-        ("{t} - {a} * {b}", lambda a, b, c, d: c,
-         ("Subtract the product of {a} and {b} from {t}.", "What is {t} minus {a} times {b}?")),
-        ("({a} + {b}) * {c}", lambda a, b, c, d: (a + b) * c,
-         ("Add {a} and {b}, then multiply by {c}.", "Multiply the sum of {a} and {b} by {c}.")),
-        ("({a} - {b}) * {c}", lambda a, b, c, d: (a - b) * c,
-         ("Subtract {b} from {a}, then multiply by {c}.", "Multiply the difference of {a} and {b} by {c}.")),
-        ("{q} / {b} + {c}", lambda a, b, c, d: a + c,
-         ("Divide {q} by {b}, then add {c}.", "Add {c} to {q} divided by {b}.")),
-    ),
-    "hard": (
-        ("{a} + {b} * {c}", lambda a, b, c, d: a + b * c,
-         ("{A} has {a} {f} and buys {b} boxes with {c} {f} each. How many {f} does {A} have now?",
-          "There are {a} {f} on the table and {c} {f} in each of {b} bags. How many {f} are there?")),
-        ("{a} + {a} + {b}", lambda a, b, c, d: a + a + b,
-         ("{A} has {a} {f}. {B} has {b} more. How many {f} do they have together?",
-          "On Monday {A} finds {a} {f}, on Tuesday {b} more than on Monday. How many {f} does {A} find on both days?")),
-        ("{a} * {b} - {c}", lambda a, b, c, d: a * b - c,
-         ("There are {a} {f} in each of {b} baskets. {A} eats {c} of them. How many {f} are left?",
-          "{A} buys {b} boxes of {a} {f} and gives {c} to {B}. How many {f} does {A} keep?")),
-        ("({a} + {b}) * {c}", lambda a, b, c, d: (a + b) * c,
-         ("Every day {A} picks {a} {f} and {B} picks {b}. How many {f} do they have after {c} days?",
-          "A box holds {a} {f} and {b} nuts. How many things are in {c} boxes?")),
-        ("{t} - {a} * {b}", lambda a, b, c, d: c,
-         ("{A} buys {a} {f} for {b} coins each and pays with {t} coins. How many coins does {A} get back?",
-          "{A} has {t} {f} and fills {a} boxes with {b} {f} each. How many {f} are left over?")),
-        ("{q} / {b} + {c}", lambda a, b, c, d: a + c,
-         ("{b} friends share {q} {f}. {A}, one of them, already had {c}. How many {f} does {A} have now?",
-          "{A} puts {q} {f} into {b} bags, as many into each, then {c} more into one. How many {f} are in that bag?")),
-        ("{a} - {b} + {c}", lambda a, b, c, d: a - b + c,
-         ("{A} has {a} {f}, gives {b} to {B} and buys {c} new ones. How many {f} does {A} have then?",
-          "There are {a} people on a train. {b} get off and {c} get on. How many people are on the train now?")),
-        ("{a} * {b} + {c} * {d}", lambda a, b, c, d: a * b + c * d,
-         ("Add the product of {c} and {d} to the product of {a} and {b}.",)),
-        ("({a} + {b}) * ({c} + {d})", lambda a, b, c, d: (a + b) * (c + d),
-         ("Multiply the sum of {a} and {b} by the sum of {c} and {d}.",)),
-        ("({a} - {b}) * {c} + {d}", lambda a, b, c, d: (a - b) * c + d,
-         ("Subtract {b} from {a}, multiply by {c}, then add {d}.",)),
-    ),
+SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
+    "easy": {
+        "{a} + {b}": ("What is {a} plus {b}?", "Add {a} and {b}.", "What is the sum of {a} and {b}?",
+                      "How much is {a} plus {b}?"),
+        "{a} - {b}": ("What is {a} minus {b}?", "Subtract {b} from {a}.", "Take {b} away from {a}.",
+                      "How much is {a} minus {b}?"),
+        "{a} * {b}": ("What is {a} times {b}?", "Multiply {a} by {b}.", "What is the product of {a} and {b}?",
+                      "How much is {a} times {b}?"),
+        "{q} / {b}": ("What is {q} divided by {b}?", "Divide {q} by {b}.", "How often does {b} go into {q}?",
+                      "How much is {q} divided by {b}?"),
+    },
+    "medium": {
+        "{a} + {b} + {c}": ("Add {a}, {b} and {c}.", "What is the sum of {a}, {b} and {c}?"),
+        "{a} + {b} - {c}": ("Add {a} and {b}, then subtract {c}.", "What is {a} plus {b} minus {c}?"),
+        "{a} - {b} - {c}": ("Subtract {b} and {c} from {a}.", "Take {b} away from {a}, then take {c} away."),
+        "{a} * {b} + {c}": ("Multiply {a} by {b}, then add {c}.", "Add {c} to the product of {a} and {b}."),
+        "{t} - {a} * {b}": ("Subtract the product of {a} and {b} from {t}.", "What is {t} minus {a} times {b}?"),
+        "({a} + {b}) * {c}": ("Add {a} and {b}, then multiply by {c}.", "Multiply the sum of {a} and {b} by {c}."),
+        "({a} - {b}) * {c}": (
+            "Subtract {b} from {a}, then multiply by {c}.", "Multiply the difference of {a} and {b} by {c}."),
+        "{q} / {b} + {c}": ("Divide {q} by {b}, then add {c}.", "Add {c} to {q} divided by {b}."),
+    },
+    "hard": {
+        "{a} + {b} * {c}": (
+            "{A} has {a} {f} and buys {b} boxes with {c} {f} each. How many {f} does {A} have now?",
+            "There are {a} {f} on the table and {c} {f} in each of {b} bags. How many {f} are there?"),
+        "{a} + {a} + {b}": (
+            "{A} has {a} {f}. {B} has {b} more. How many {f} do they have together?",
+            "On Monday {A} finds {a} {f}, on Tuesday {b} more than on Monday. "
+            "How many {f} does {A} find on both days?"),
+        "{a} * {b} - {c}": (
+            "There are {a} {f} in each of {b} baskets. {A} eats {c} of them. How many {f} are left?",
+            "{A} buys {b} boxes of {a} {f} and gives {c} to {B}. How many {f} does {A} keep?"),
+        "({a} + {b}) * {c}": (
+            "Every day {A} picks {a} {f} and {B} picks {b}. How many {f} do they have after {c} days?",
+            "A box holds {a} {f} and {b} nuts. How many things are in {c} boxes?"),
+        "{t} - {a} * {b}": (
+            "{A} buys {a} {f} for {b} coins each and pays with {t} coins. How many coins does {A} get back?",
+            "{A} has {t} {f} and fills {a} boxes with {b} {f} each. How many {f} are left over?"),
+        "{q} / {b} + {c}": (
+            "{b} friends share {q} {f}. {A}, one of them, already had {c}. How many {f} does {A} have now?",
+            "{A} puts {q} {f} into {b} bags, as many into each, then {c} more into one. How many {f} are in that bag?"),
+        "{a} - {b} + {c}": (
+            "{A} has {a} {f}, gives {b} to {B} and buys {c} new ones. How many {f} does {A} have then?",
+            "There are {a} people on a train. {b} get off and {c} get on. How many people are on the train now?"),
+        "{a} * {b} + {c} * {d}": ("Add the product of {c} and {d} to the product of {a} and {b}.",),
+        "({a} + {b}) * ({c} + {d})": ("Multiply the sum of {a} and {b} by the sum of {c} and {d}.",),
+        "({a} - {b}) * {c} + {d}": ("Subtract {b} from {a}, multiply by {c}, then add {d}.",),
+    },
 }
-
-
 SHAPES["quick"] = SHAPES["medium"]
 
 
 class Problem(NamedTuple):
     question: str
-    expression: str
+    expression: str | None  # for the tool; None: answered without it
     result: int
-    with_tool: bool = True
 
 
 class Arithmetic(Task):
@@ -113,9 +104,9 @@ class Arithmetic(Task):
         return len(self.problems)
 
     def conversation(self, index: int) -> Conversation:
-        problem = self.problems[index]
-        answer = f"The answer is {problem.result}."
-        return exchange(problem.question, with_tool(problem.expression, f"{problem.result}", answer) if problem.with_tool else answer)
+        question, expression, result = self.problems[index]
+        answer = f"The answer is {result}."
+        return single_turn(question, with_tool(expression, f"{result}", answer) if expression else answer)
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         return last_number(answer) == last_number(reference(conversation))
@@ -123,46 +114,52 @@ class Arithmetic(Task):
 
 @cache
 def problems(level: str, split: str) -> tuple[Problem, ...]:
-    """
-    The distinct problems of a split, in a fixed order; level "": all levels in turn. An expression's own text decides
-    its side, on every level alike, with its numbers sorted: when 12 * 37 is held out, so is 37 * 12.
-    """
+    """The distinct problems of a split, in a fixed order; level "": all levels in turn."""
     found: dict[str, Problem] = {}
     for number in itertools.count():
         if len(found) == SIZES[split]:
             return tuple(found.values())
-        problem, key = draw_problem(level or LEVELS[number % len(LEVELS)], number)
-        if problem and side(key) == split:
+        if problem := draw_problem(level or LEVELS[number % len(LEVELS)], number, split):
             found.setdefault(problem.question, problem)
 
 
-def draw_problem(level: str, number: int) -> tuple[Problem | None, str]:
+def draw_problem(level: str, number: int, split: str) -> Problem | None:
     """
-    Candidate `number` of a level, and what decides its side. None for one that would have a negative number on the way,
-    is told in the corpus, or ends with its own answer.
+    Candidate `number` of a level. None for one of the other split, one that would have a negative number on the way, is
+    told in the corpus, or ends with its own answer. An expression's own text decides its split, on every level alike,
+    with its numbers sorted: when 12 * 37 is held out, so is 37 * 12.
     """
-    draw = drawing(f"arithmetic:{level}:{number}")
-    shape, compute, own = SHAPES[level][draw(len(SHAPES[level]))]
-    a, b, c, d = (draw_number(draw, DIGITS[level]) for _ in range(4))
+    rng = StableRandom(f"arithmetic:{level}:{number}")
+    shape = rng.choice(tuple(SHAPES[level]))
+    a, b, c, d = (draw_number(rng, DIGITS[level]) for _ in range(4))
     slots = dict(a=a, b=b, c=c, d=d, q=a * b, t=a * b + c)
-    expression, result = shape.format(**slots), compute(a, b, c, d)
-
-    A, B = draw(len(data.NAMES)), draw(len(data.NAMES) - 1)
-    slots |= dict(e=expression, A=data.NAMES[A], B=data.NAMES[B + (B >= A)], f=data.FOODS[draw(len(data.FOODS))])
-    phrasings = own if "{A}" in own[0] or draw(2) else GENERIC  # where there is a story, it is told
-    question = phrasings[draw(len(phrasings))].format(**slots)
-
-    in_head = level == "quick" and draw(2) == 0
-    question = f"Quick: {question}" if level == "quick" else question
-
-    possible = result >= 0 and (a >= b or "{a} - {b}" not in shape) and expression not in KNOWN
-    possible = possible and last_number(question) != result  # repeating the question is not right by accident
+    expression, result = shape.format(**slots), int(arithmetic(parsed(shape), lambda node: slots[node.id]))
     key = f"{re.sub('[0-9]+', 'n', expression)} {sorted(map(int, re.findall('[0-9]+', expression)))}"
-    return Problem(question, expression, result, not in_head) if possible else None, key
+    if split_of(key) != split or result < 0 or a < b and "{a} - {b}" in shape or expression in KNOWN:
+        return None
+
+    one = rng.choice(data.NAMES)
+    other = rng.choice([name for name in data.NAMES if name != one])
+    slots |= dict(e=expression, A=one, B=other, f=rng.choice(data.FOODS))
+    own = SHAPES[level][shape]
+    phrasings = own if "{A}" in own[0] or rng.below(2) else GENERIC  # where there is a story, it is told
+    question = rng.choice(phrasings).format(**slots)
+    if level == "quick":
+        question = f"Quick: {question}"
+        expression = expression if rng.below(2) else None
+    if last_number(question) == result:  # repeating the question must not be right by accident
+        return None
+    return Problem(question, expression, result)
 
 
-def draw_number(draw: Callable[[int], int], digits: int) -> int:
+@cache
+def parsed(shape: str) -> ast.expr:
+    """The expression of a shape with its slots as names."""
+    return ast.parse(re.sub("[{}]", "", shape), mode="eval").body
+
+
+def draw_number(rng: StableRandom, digits: int) -> int:
     """A number from 2 on; it has 1, 2, … digits equally often."""
-    end = 10 ** (1 + draw(digits))
+    end = 10 ** (1 + rng.below(digits))
     start = max(end // 10, 2)
-    return start + draw(end - start)
+    return start + rng.below(end - start)

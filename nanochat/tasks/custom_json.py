@@ -1,5 +1,5 @@
 """
-Conversations of one's own: a JSONL file, each line {"messages": [...]} or only the list of messages.
+Your own conversations: a JSONL file, each line {"messages": [...]} or only the list of messages.
 
     json:/path/to/file.jsonl        one conversation in 20 is kept for the test split
     json:/path/to/file.jsonl:all    all of them, whichever split is asked for: a file that is one split already
@@ -7,24 +7,25 @@ Conversations of one's own: a JSONL file, each line {"messages": [...]} or only 
 import json
 from pathlib import Path
 
-from nanochat.conversation import check_conversation
+from nanochat.conversation import Conversation, check_conversation
 from nanochat.errors import UserError
-from nanochat.tasks.common import Conversation, Task, side
+from nanochat.task import Task
+from nanochat.tasks.common import split_of
 
 TEST_SHARE = 20  # one conversation in so many
 
 
 class CustomJSON(Task):
     """
-    The conversations of a file that belong to a split. Their own text decides, so equal conversations are never on both
-    sides, and lines added later move none. Every line is checked at once: UserError with file and line.
+    The conversations of a file that belong to a split. Their own text decides, so equal conversations are never in both
+    splits, and lines added later move none. Every line is checked at once: UserError with file and line.
     """
     name = "CustomJSON"
 
     def __init__(self, argument: str, split: str) -> None:
         path, everything = argument.removesuffix(":all"), argument.endswith(":all")
-        self.conversations = [conversation for conversation in read_conversations(Path(path))
-                              if everything or side(json.dumps(conversation, sort_keys=True), TEST_SHARE) == split]
+        self.conversations = [conversation for conversation in read_conversations(Path(path)) if everything or
+                              split_of(json.dumps(conversation, sort_keys=True), TEST_SHARE) == split]
         if not self.conversations:
             raise UserError(f"{path} has no conversation for the {split} split (one in {TEST_SHARE} is for test); "
                             f"json:{path}:all takes all of them")
@@ -38,15 +39,11 @@ class CustomJSON(Task):
 
 def read_conversations(path: Path) -> list[Conversation]:
     """The conversations of a JSONL file; blank lines are passed over."""
-    found = []
     try:
         with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    found.append(read_conversation(line, f"{path}:{number}"))
+            return [read_conversation(line, f"{path}:{number}") for number, line in enumerate(file, 1) if line.strip()]
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    return found
 
 
 def read_conversation(line: bytes, where: str) -> Conversation:

@@ -1,7 +1,10 @@
 """GSM8K (openai/gsm8k): word problems of primary school, solved with the calculator."""
 import re
 
-from nanochat.tasks.common import Conversation, HubTask, exchange, reference
+from nanochat.conversation import Conversation
+from nanochat.task import reference
+from nanochat.tasks.common import single_turn
+from nanochat.tasks.hub import HubTask
 
 ANNOTATION = re.compile(r"<<([^<>]*)>>")
 CALCULABLE = re.compile(r"[\d\s.+\-*/()]+")
@@ -15,11 +18,11 @@ class GSM8K(HubTask):
     def __init__(self, argument: str, split: str) -> None:
         super().__init__("main", split)
 
-    def converse(self, row: dict) -> Conversation:
+    def convert(self, row: dict) -> Conversation:
         """question; answer: prose with <<expression=result>> before each computed number, and "#### number" last."""
         if final_number(row["answer"]) is None:
             raise ValueError("no number after ####")
-        return exchange(row["question"], answer_parts(row["answer"]))
+        return single_turn(row["question"], answer_parts(row["answer"]))
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         number = final_number(answer)
@@ -37,11 +40,10 @@ def answer_parts(answer: str) -> list[dict]:
         end = found.end()
         expression, _, result = (piece.strip().replace(",", "") for piece in found[1].rpartition("="))
         if CALCULABLE.fullmatch(expression) and result:
-            if text:
-                parts.append({"type": "text", "text": text})
-            parts += [{"type": "python", "text": expression}, {"type": "python_output", "text": result}]
+            parts += [("text", text)] * bool(text) + [("python", expression), ("python_output", result)]
             text = ""
-    return [*parts, {"type": "text", "text": text + answer[end:]}]
+    parts.append(("text", text + answer[end:]))
+    return [{"type": kind, "text": content} for kind, content in parts]
 
 
 def final_number(answer: str) -> float | None:

@@ -1,9 +1,12 @@
-"""HumanEval (openai/openai_humaneval): Python functions to complete, judged by running their tests. To be measured by."""
+"""HumanEval (openai/openai_humaneval): Python functions to complete, judged by running their tests. Only to measure."""
 import re
 import textwrap
 
+from nanochat.conversation import Conversation
 from nanochat.errors import UserError
-from nanochat.tasks.common import Conversation, HubTask, exchange
+from nanochat.tasks.common import single_turn
+from nanochat.tasks.execution import run_python
+from nanochat.tasks.hub import HubTask
 
 FENCED = re.compile(r"```[ \t]*(?:[Pp]ython3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)  # an unfinished block counts too
 PASSED = "all tests have passed"
@@ -19,16 +22,14 @@ class HumanEval(HubTask):
             raise UserError("humaneval has only a test split: 164 problems, to be measured by")
         super().__init__("openai_humaneval", split)
 
-    def converse(self, row: dict) -> Conversation:
-        """prompt: imports and a function up to its docstring; test: a function check(candidate); the rest as it says."""
+    def convert(self, row: dict) -> Conversation:
+        """prompt: imports and a function up to its docstring; test: a function check(candidate); the rest as named."""
         question = f"Complete this Python function.\n\n```python\n{row['prompt'].rstrip()}\n```"
-        conversation = exchange(question, f"```python\n{row['prompt']}{row['canonical_solution'].rstrip()}\n```")
-        return conversation | {key: row[key] for key in ("prompt", "test", "entry_point")}
+        answer = f"```python\n{row['prompt']}{row['canonical_solution'].rstrip()}\n```"
+        return single_turn(question, answer) | {key: row[key] for key in ("prompt", "test", "entry_point")}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
-        """Runs what the model wrote, apart from this program: see nanochat/tasks/execution.py for what that does not protect from."""
-        from nanochat.tasks.execution import run_python
-
+        """Runs what the model wrote in a process of its own: see execution.py for what that does not protect from."""
         result = run_python(program(conversation, code_of(answer)))
         # A program that ends before its tests, by exit() say, ends well too: only the last line tells.
         return result.ok and result.stdout.rstrip().endswith(PASSED)
@@ -42,10 +43,10 @@ def code_of(answer: str) -> str:
 
 def program(conversation: Conversation, code: str) -> str:
     """The code with the tests of its problem. Code that does not define the function is taken for its body."""
-    prompt, name = conversation["prompt"], conversation["entry_point"]
+    prompt, name = conversation["prompt"].rstrip(), conversation["entry_point"]
     if re.search(rf"^(async )?def {re.escape(name)}\b", code, re.MULTILINE):
-        # The prompt alone is a program that does nothing: it brings its imports and helpers, the code redefines the function.
-        code = f"{prompt.rstrip()}\n    pass\n\n{code}"
+        # The prompt alone is a program that does nothing: it has imports and helpers, the code redefines the function.
+        code = f"{prompt}\n    pass\n\n{code}"
     else:
-        code = prompt.rstrip() + "\n" + textwrap.indent(textwrap.dedent(code.strip("\n")), "    ")
+        code = prompt + "\n" + textwrap.indent(textwrap.dedent(code.strip("\n")), "    ")
     return f"{code}\n\n{conversation['test']}\n\ncheck({name})\nprint({PASSED!r})\n"

@@ -9,16 +9,20 @@ Spelling words and counting their letters: needs no download, and words of the t
 Most words are made of syllables, so that there are enough of them. Those of the embedded corpus are only trained on:
 its documents spell them, so they cannot be held out.
 
-Words to count in are quoted: the call of the tool then has them token for token as the question, and copying is enough.
-(Double quotes, because the tokenizer takes the 'm of 'mirror' for the end of a word such as I'm.) The letter is not: its
-token, with the blank before it, can then be none of the word's, which matters when each letter is compared with it.
+Words to count in are quoted: the call of the tool then has the same tokens as the question, and copying is enough.
+(Double quotes, because the tokenizer takes the 'm of 'mirror' for the end of a word such as I'm.) The letter is not
+quoted: its token, with the blank before it, is then none of the word's tokens, which matters when they are compared.
 """
 import re
+import string
 from collections.abc import Iterator
 from functools import cache
 
+from nanochat.conversation import Conversation
 from nanochat.corpus import tinyworld_facts as data
-from nanochat.tasks.common import Conversation, Task, drawing, exchange, hashed, last_number, reference, side, with_tool
+from nanochat.corpus.tinyworld import StableRandom
+from nanochat.task import Task, reference
+from nanochat.tasks.common import last_number, single_turn, split_of, stable_hash, with_tool
 
 SIZES = {"train": 20_000, "test": 2_000}  # words; each is spelled, and counted in, in both ways
 KINDS = ("spell", "tool", "hand")
@@ -28,11 +32,13 @@ CODAS = "d k l m n p r s t x".split()
 LONGEST = 8  # letters
 
 SPELL = (
-    'Spell "{w}".', 'How do you spell "{w}"?', "Spell the word {w}.", "How is {w} spelled?", 'What are the letters of "{w}"?',
-    "Please spell {w} letter by letter.", "I cannot spell {w}. Can you?", 'Tell me how to spell "{w}".')
+    'Spell "{w}".', 'How do you spell "{w}"?', "Spell the word {w}.", "How is {w} spelled?",
+    'What are the letters of "{w}"?', "Please spell {w} letter by letter.", "I cannot spell {w}. Can you?",
+    'Tell me how to spell "{w}".')
 COUNT = (
-    'How many {x}\'s are in "{w}"?', 'How often does {x} occur in "{w}"?', 'Count the letter {x} in "{w}".', 'Count each {x} in "{w}".',
-    'How many times is the letter {x} in "{w}"?', 'In "{w}", how often do you find {x}?', 'Tell me how often {x} is in "{w}".')
+    'How many {x}\'s are in "{w}"?', 'How often does {x} occur in "{w}"?', 'Count the letter {x} in "{w}".',
+    'Count each {x} in "{w}".', 'How many times is the letter {x} in "{w}"?', 'In "{w}", how often do you find {x}?',
+    'Tell me how often {x} is in "{w}".')
 WAYS = {  # of counting, and what the question adds to ask for it; without a wish it is the tool, which is always right
     "tool": ("", "", " Use the tool."),
     "hand": (" Go letter by letter.", " Do not use the tool.", " Count by hand.")}
@@ -53,17 +59,17 @@ class SpellingBee(Task):
         """In every pass over the words each of them once, in another kind each time."""
         turn, number = divmod(index, len(self.words))
         kind, word = self.kinds[(number + turn) % len(self.kinds)], self.words[number]
-        draw = drawing(f"spellingbee:{kind}:{word}")
+        rng = StableRandom(f"spellingbee:{kind}:{word}")
         if kind == "spell":
-            return exchange(SPELL[draw(len(SPELL))].format(w=word), f"{'-'.join(word)}.") | {"word": word}
+            return single_turn(rng.choice(SPELL).format(w=word), f"{'-'.join(word)}.") | {"word": word}
         # Letters that the word has are worth more than those it has not: three times as frequent.
-        letter = sorted(set(word))[draw(len(set(word)))] if draw(4) else chr(ord("a") + draw(26))
-        question = COUNT[draw(len(COUNT))].format(w=word, x=letter) + WAYS[kind][draw(len(WAYS[kind]))]
+        letter = rng.choice(sorted(set(word)) if rng.below(4) else string.ascii_lowercase)
+        question = rng.choice(COUNT).format(w=word, x=letter) + rng.choice(WAYS[kind])
         count = word.count(letter)
         answer = f"The letter {letter} occurs {count} time{'s' * (count != 1)}."
         if kind == "tool":
-            return exchange(question, with_tool(f'"{word}".count("{letter}")', f"{count}", answer))
-        return exchange(question, f"{counted(word, letter)}. {answer}")
+            return single_turn(question, with_tool(f'"{word}".count("{letter}")', f"{count}", answer))
+        return single_turn(question, f"{spell_counting(word, letter)}. {answer}")
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """Spelling: the last letters joined by hyphens are the word's. Counting: the last number is right."""
@@ -73,27 +79,27 @@ class SpellingBee(Task):
         return last_number(answer) == last_number(reference(conversation))
 
 
-def counted(word: str, letter: str) -> str:
+def spell_counting(word: str, letter: str) -> str:
     """The letters of a word with a running count behind those that are counted: "k-o:1-m-o:2-t"."""
     return "-".join(f"{char}:{word[:i + 1].count(letter)}" if char == letter else char for i, char in enumerate(word))
 
 
 @cache
 def words(split: str) -> tuple[str, ...]:
-    """The words of a split: a word's own letters decide its side. Sorted by hash, so that every slice is a mixture."""
+    """The words of a split: a word's own letters decide its split. Sorted by hash, so that every slice is a mixture."""
     found = set(data.WORDS) if split == "train" else set()
     for word in pseudo_words():
         if len(found) == SIZES[split]:
-            return tuple(sorted(found, key=hashed))
-        if side(word) == split and word not in data.WORDS:
+            return tuple(sorted(found, key=stable_hash))
+        if split_of(word) == split and word not in data.WORDS:
             found.add(word)
 
 
 def pseudo_words() -> Iterator[str]:
-    """Endless words of two or three syllables, the last of them closed; the same ones every time, some more than once."""
-    draw = drawing("spellingbee: words")
+    """Endless words of two or three syllables, the last of them closed; always the same, some more than once."""
+    rng = StableRandom("spellingbee: words")
     while True:
-        syllables = [ONSETS[draw(len(ONSETS))] + VOWELS[draw(len(VOWELS))] for _ in range(2 + (draw(4) == 0))]
-        word = "".join(syllables) + CODAS[draw(len(CODAS))]
+        syllables = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(2 + (rng.below(4) == 0))]
+        word = "".join(syllables) + rng.choice(CODAS)
         if len(word) <= LONGEST:
             yield word

@@ -5,20 +5,21 @@ Questions about the embedded world, and who the model is: needs no download.
     tinyworld:identity    "Who are you?" - "I am nanochat, a small language model."
     tinyworld             both
 
-What is held out is a fact together with a phrasing. Every fact is asked in many ways; of those that occur in no
-document of the corpus, HELD_OUT for each fact are only in the test split, with the phrasing that the corpus itself
-holds out. A model that answers them knows the fact from other phrasings and the phrasing from other facts. Of who
-the model is, whole phrasings are held out.
+A fact is held out together with a phrasing. Every fact is asked in many ways; of those that occur in no document of
+the corpus, HELD_OUT for each fact are only in the test split, with the phrasing that the corpus itself holds out. A
+model that answers them knows the fact from other phrasings and the phrasing from other facts. Of the questions about
+the model itself, whole phrasings are held out.
 """
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
 from functools import cache
 from typing import NamedTuple
 
-from nanochat.corpus import tinyworld_facts as data
-from nanochat.tasks.common import Conversation, Task, drawing, exchange, hashed, reference, shuffled, side
-from nanochat.corpus.tinyworld import Fact, Telling, facts
+from nanochat.conversation import Conversation
+from nanochat.corpus.tinyworld import Fact, StableRandom, Telling, capital, facts
+from nanochat.task import Task, reference
+from nanochat.tasks.common import shuffled, single_turn, split_of, stable_hash
 
 HELD_OUT = 2            # phrasings of each fact
 TWO_TURNS = {"train": 3_000, "test": 300}
@@ -27,67 +28,81 @@ ENDINGS = ("", " Please answer.", " I am curious.")
 SYSTEM = ("You are nanochat, a small language model.", "You are a helpful assistant.", "Answer in one short sentence.")
 FOLLOW_UP = ("What about {s}?", "And what about {s}?", "And {s}?")
 
-# ---- Ways to ask that occur in no document. " | " parts a question from what it asks for, where that is not {a}.
+# ---- Ways to ask that occur in no document. " | " separates a question from what it asks for, where that is not {a}.
 CHAT = (  # for every relation that has a noun phrase
     "Tell me {np}.", "{Np}?", "I would like to know {np}.", "Please name {np}.", "Give me {np}.", "I forgot {np}.",
     "Could you tell me {np}?", "Say what {np} is.", "{Np}, please.", "I need to know what {np} is.")
 CHAT_BY_NOUN = {  # besides, for some of them
-    "the capital of {s}": ("Of which country is {a} the capital? | {s}", "Tell me which country has the capital {a}. | {s}"),
-    "the chemical symbol of {s}": ("Of which element is {a} the symbol? | {s}", "Tell me which element has the symbol {a}. | {s}"),
+    "the capital of {s}": (
+        "Of which country is {a} the capital? | {s}", "Tell me which country has the capital {a}. | {s}"),
+    "the chemical symbol of {s}": (
+        "Of which element is {a} the symbol? | {s}", "Tell me which element has the symbol {a}. | {s}"),
 }
 SENTENCE = "{Np} is {a}."  # that answers all of these
-CHAT_BY_QUESTION = {  # for those without, found by one of their questions in the corpus: the sentence that answers, and ways to ask
+# For relations without one, by one of their questions in the corpus: the sentence that answers, and ways to ask.
+CHAT_BY_QUESTION = {
     "If yesterday was {s}, what will tomorrow be? | {a}.": ("If yesterday was {s}, then tomorrow will be {a}.", (
-        "Yesterday was {s}. What will tomorrow be?", "Tell me which day comes two days after {s}.", "It was {s} yesterday, so what is tomorrow?",
-        "Name the day two days after {s}.", "Yesterday was {s}. Tell me what tomorrow will be.", "Which day will it be two days after {s}?")),
+        "Yesterday was {s}. What will tomorrow be?", "Tell me which day comes two days after {s}.",
+        "It was {s} yesterday, so what is tomorrow?", "Name the day two days after {s}.",
+        "Yesterday was {s}. Tell me what tomorrow will be.", "Which day will it be two days after {s}?")),
     "What are the planets of the solar system? | {a}.": ("The planets of the solar system are: {a}.", (
-        "Tell me the planets.", "List the planets of the solar system.", "Name all planets.", "I would like to know the planets.",
-        "Give me a list of the planets.", "Which planets are there?")),
+        "Tell me the planets.", "List the planets of the solar system.", "Name all planets.",
+        "I would like to know the planets.", "Give me a list of the planets.", "Which planets are there?")),
     "In {s}, how often does {x} occur? | {a}.": ("Since {s} is {y}, it has the letter {x} {a}.", (
-        "Tell me how often {s} contains the letter {x}.", "How often is the letter {x} in {s}?", "How often does the word {s} contain {x}?",
-        "I would like to know how often {s} contains {x}.", "In the word {s}, how often do you see {x}?", "Say how often {x} occurs in {s}.")),
+        "Tell me how often {s} contains the letter {x}.", "How often is the letter {x} in {s}?",
+        "How often does the word {s} contain {x}?", "I would like to know how often {s} contains {x}.",
+        "In the word {s}, how often do you see {x}?", "Say how often {x} occurs in {s}.")),
     # Other words than those of the task Arithmetic, which asks for larger numbers and wants the tool.
     "How much is {x} plus {y}? | {a}.": ("{s} = {a}.", (
-        "Tell me the sum of {x} and {y}.", "How much do {x} and {y} make?", "What do {x} and {y} make?", "What will {x} and {y} make?",
-        "I add {x} and {y}. What do I get?", "What do you get if you add {x} and {y}?")),
+        "Tell me the sum of {x} and {y}.", "How much do {x} and {y} make?", "What do {x} and {y} make?",
+        "What will {x} and {y} make?", "I add {x} and {y}. What do I get?", "What do you get if you add {x} and {y}?")),
     "How much is {x} minus {y}? | {a}.": ("{s} = {a}.", (
-        "How much is {x} without {y}?", "What is {x} without {y}?", "From {x} take {y}. What is left?", "What remains of {x} without {y}?",
-        "I have {x} and lose {y}. What do I keep?", "What do you get if you take {y} from {x}?")),
+        "How much is {x} without {y}?", "What is {x} without {y}?", "From {x} take {y}. What is left?",
+        "What remains of {x} without {y}?", "I have {x} and lose {y}. What do I keep?",
+        "What do you get if you take {y} from {x}?")),
     "If {s}, what is x? | {a}.": ("If {s}, then {y} and x is {a}.", (
-        "Solve {s}.", "Find x if {s}.", "Tell me x if {s}.", "What is x in {s}?", "Which x solves {s}?", "Please solve {s}.")),
+        "Solve {s}.", "Find x if {s}.", "Tell me x if {s}.", "What is x in {s}?", "Which x solves {s}?",
+        "Please solve {s}.")),
 }
 
-# ---- Who the model is: what it says, and ways to ask. Every answer has "I am nanochat" or "my name is nanochat".
+# ---- What the model says about itself, and ways to ask. Every answer has "I am nanochat" or "my name is nanochat".
 SELF = "I am nanochat, a small language model."
 IDENTITY = (
-    (SELF, ("Who are you?", "What are you?", "Tell me who you are.", "Introduce yourself.", "Please introduce yourself.", "Who are you, please?",
-            "Can you introduce yourself?", "Who am I talking to?", "Say who you are.", "I would like to know who you are.", "Do you know who you are?",
-            "Tell me about yourself.", "Describe yourself.", "Please describe yourself.", "Are you nanochat?", "Are you a language model?",
-            "Tell me what you are.", "Please say what you are.", "What is nanochat?", "Who is nanochat?")),
-    ("Hello! " + SELF, tuple(hello + mark for hello in ("Hello", "Hi", "Hey", "Good morning", "Good evening", "Hello there")
-                             for mark in ("!", ".", "", ", nanochat!", ", nanochat."))),
+    (SELF, (
+        "Who are you?", "What are you?", "Tell me who you are.", "Introduce yourself.", "Please introduce yourself.",
+        "Who are you, please?", "Can you introduce yourself?", "Who am I talking to?", "Say who you are.",
+        "I would like to know who you are.", "Do you know who you are?", "Tell me about yourself.",
+        "Describe yourself.", "Please describe yourself.", "Are you nanochat?", "Are you a language model?",
+        "Tell me what you are.", "Please say what you are.", "What is nanochat?", "Who is nanochat?")),
+    ("Hello! " + SELF, tuple(
+        hello + mark for hello in ("Hello", "Hi", "Hey", "Good morning", "Good evening", "Hello there")
+        for mark in ("!", ".", "", ", nanochat!", ", nanochat."))),
     ("My name is nanochat.", (
-        "What is your name?", "Tell me your name.", "Do you have a name?", "What should I call you?", "Say your name.", "How are you called?",
-        "What name do you have?", "I would like to know your name.", "Could you tell me your name?", "Please tell me your name.",
-        "What are you called?", "Please say your name.", "Give me your name.")),
+        "What is your name?", "Tell me your name.", "Do you have a name?", "What should I call you?", "Say your name.",
+        "How are you called?", "What name do you have?", "I would like to know your name.",
+        "Could you tell me your name?", "Please tell me your name.", "What are you called?", "Please say your name.",
+        "Give me your name.")),
     ("I am nanochat, a small language model, not a person.", (
-        "Are you a person?", "Are you a human?", "Are you human?", "Are you a real person?", "Am I talking to a person?", "Are you alive?",
-        "Are you a man or a woman?", "Do you have a body?", "Am I talking to a human?", "Tell me if you are a person.", "Are you a child?")),
+        "Are you a person?", "Are you a human?", "Are you human?", "Are you a real person?",
+        "Am I talking to a person?", "Are you alive?", "Are you a man or a woman?", "Do you have a body?",
+        "Am I talking to a human?", "Tell me if you are a person.", "Are you a child?")),
     ("I am nanochat, a small language model, trained with the program of that name.", (
-        "Who made you?", "Who created you?", "Who trained you?", "Who built you?", "Where do you come from?", "How were you made?",
-        "Tell me who made you.", "Who is your maker?", "Who wrote you?", "Did a person make you?", "I would like to know who made you.",
-        "Do you know who made you?")),
+        "Who made you?", "Who created you?", "Who trained you?", "Who built you?", "Where do you come from?",
+        "How were you made?", "Tell me who made you.", "Who is your maker?", "Who wrote you?", "Did a person make you?",
+        "I would like to know who made you.", "Do you know who made you?")),
     ("I am nanochat, a small language model. I can answer short questions, spell words and calculate.", (
-        "What can you do?", "How can you help me?", "What can I ask you?", "What are you good at?", "What do you know?", "Can you help me?",
-        "Tell me what you can do.", "What can you do for me?", "I would like to know what you can do.", "Which questions can you answer?",
-        "What can I do with you?", "Please help me.")),
+        "What can you do?", "How can you help me?", "What can I ask you?", "What are you good at?", "What do you know?",
+        "Can you help me?", "Tell me what you can do.", "What can you do for me?",
+        "I would like to know what you can do.", "Which questions can you answer?", "What can I do with you?",
+        "Please help me.")),
     ("I am nanochat, a small language model. I make mistakes, so check what I say.", (
-        "Do you make mistakes?", "Are you always right?", "Can I trust you?", "Are your answers right?", "Is what you say right?",
-        "How often are you wrong?", "Can I believe you?", "Are you sure?", "Tell me if I can trust you.", "Can I trust your answers?")),
+        "Do you make mistakes?", "Are you always right?", "Can I trust you?", "Are your answers right?",
+        "Is what you say right?", "How often are you wrong?", "Can I believe you?", "Are you sure?",
+        "Tell me if I can trust you.", "Can I trust your answers?")),
 )
 SAYS_WHO = re.compile(r"\b(I am|I'm|name is|called) nanochat\b", re.IGNORECASE)
 GREETING = re.compile(r"\W*(hello|hi|hey|good (morning|evening|afternoon))\b", re.IGNORECASE)
-CLAIMS = [re.compile(pattern, re.IGNORECASE) for pattern in (  # what else an answer can say; the name alone says none of them
+CLAIMS = [re.compile(pattern, re.IGNORECASE) for pattern in (  # what an answer may claim besides the name
     r"language model", r"\bnot (a |an )?(real )?(person|human|alive)", r"\b(trained|made|built|created|written)\b",
     r"\bprogram\b", r"\b(answer|spell|calculate)\b", r"\bmistakes?\b|\bwrong\b")]
 
@@ -96,7 +111,7 @@ class Item(NamedTuple):
     """A question and its answer."""
     question: str
     reply: str
-    right: frozenset[str]  # all answers that count as right; empty for who the model is
+    right: frozenset[str]  # all answers that count as right; empty for questions about the model itself
     relation: str          # where another fact may follow with "And what about …?": their noun phrase; else empty
 
 
@@ -108,7 +123,7 @@ class TinyWorld(Task):
         self.key = f"tinyworld:{argument}:{split}"
         self.singles = [item for item in items(split) if not argument or (argument == "facts") == bool(item.right)]
         self.second = [item for item in follow_ups(split) if argument != "identity"]
-        self.of_relation = {item.relation: [] for item in self.singles}
+        self.of_relation = defaultdict(list)
         for item in self.singles:
             self.of_relation[item.relation].append(item)
         self.order = shuffled(len(self.singles) + TWO_TURNS[split] * bool(self.second), self.key)
@@ -118,103 +133,86 @@ class TinyWorld(Task):
 
     def conversation(self, index: int) -> Conversation:
         number = int(self.order[index])
-        draw = drawing(f"{self.key}:{number}")
+        rng = StableRandom(f"{self.key}:{number}")
         if number < len(self.singles):
             turns = [self.singles[number]]
-        elif draw(2):  # any two questions
-            turns = [self.singles[draw(len(self.singles))] for _ in range(2)]
-        else:          # one that is understood only after another of the same kind
-            last = self.second[draw(len(self.second))]
-            before = [item for item in self.of_relation[last.relation] if item.right != last.right]
-            turns = [before[draw(len(before))], last]
-        greeting = GREETINGS[draw(len(GREETINGS))] if turns[0].right and draw(8) == 0 else ""
-        conversation = exchange(greeting + turns[0].question, turns[0].reply)
+        elif rng.below(2):  # any two questions
+            turns = [rng.choice(self.singles), rng.choice(self.singles)]
+        else:               # one that is understood only after another of the same kind
+            last = rng.choice(self.second)
+            turns = [rng.choice([item for item in self.of_relation[last.relation] if item.right != last.right]), last]
+        greeting = rng.choice(GREETINGS) if turns[0].right and rng.below(8) == 0 else ""
+        conversation = single_turn(greeting + turns[0].question, turns[0].reply)
         for item in turns[1:]:
-            conversation["messages"] += exchange(item.question, item.reply)["messages"]
-        if draw(25) == 0:
-            conversation["messages"].insert(0, {"role": "system", "content": SYSTEM[draw(len(SYSTEM))]})
+            conversation["messages"] += single_turn(item.question, item.reply)["messages"]
+        if rng.below(25) == 0:
+            conversation["messages"].insert(0, {"role": "system", "content": rng.choice(SYSTEM)})
         return conversation | {"right": sorted(turns[-1].right)}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """
-        Facts: the answer is the bare fact, or one of the sentences that state it. Looking for a word in it instead would
-        take an answer that repeats the question, or names several. Who the model is: it says that it is nanochat, and
-        whatever else the right sentence says, no more and no less. A greeting may come first, and must where one is answered.
+        Facts: the answer is the bare fact, or one of the sentences that state it. Looking for a word in it instead
+        would accept an answer that repeats the question, or names several. The model itself: the answer says that it is
+        nanochat, and makes the same claims as the reference. A greeting may come first, and must where one is answered.
         """
-        if not conversation["right"]:
-            reply = reference(conversation)
-            if not SAYS_WHO.search(answer) or GREETING.match(reply) and not GREETING.match(answer):
-                return False
-            return all(bool(claim.search(answer)) == bool(claim.search(reply)) for claim in CLAIMS)
-        return " ".join(answer.split()).rstrip(".!") + "." in conversation["right"]
+        if conversation["right"]:
+            return " ".join(answer.split()).rstrip(".!") + "." in conversation["right"]
+        reply = reference(conversation)
+        if not SAYS_WHO.search(answer) or GREETING.match(reply) and not GREETING.match(answer):
+            return False
+        return all(bool(claim.search(answer)) == bool(claim.search(reply)) for claim in CLAIMS)
 
 
-# ---- The questions of both sides ------------------------------------------------------------------------------------
+# ---- The questions of both splits -----------------------------------------------------------------------------------
 
-def world() -> Iterator[tuple[Fact, str, dict[str, str], tuple[str, ...]]]:
-    """Every fact with its relation (the noun phrase, or the key in CHAT_BY_QUESTION), its slots, and the templates it is told by."""
-    in_order = iter(facts())
-    for _, noun, table, own in data.RELATIONS:
-        rows = [pair.split("=") for pair in " ".join(table.split()).split(", ")] if isinstance(table, str) else table
-        relation = noun or next(question for question in CHAT_BY_QUESTION if question in own)
-        for row in rows:
-            fact, slots = next(in_order), dict(zip("sayx", row))
-            assert (fact.subject, fact.answer) == (slots["s"], slots["a"])
-            slots["np"] = (noun or "").format(**slots)
-            slots |= {"S": capital(slots["s"]), "A": capital(slots["a"]), "Np": capital(slots["np"])}
-            yield fact, relation, slots, (*data.GENERIC, *own) if noun else own
-
-
-def capital(text: str) -> str:
-    """The text as the beginning of a sentence."""
-    return text[:1].upper() + text[1:]
+def relation_of(fact: Fact) -> str:
+    """The noun phrase of the fact's relation, or its key in CHAT_BY_QUESTION."""
+    return fact.noun or next(question for question in CHAT_BY_QUESTION if question in fact.templates)
 
 
 @cache
 def items(split: str) -> tuple[Item, ...]:
     """The questions of a split, each asked once; those about the model with every greeting and ending."""
     found = []
-    for fact, relation, slots, told in world():
-        for template in told:  # the corpus's own questions: those in its documents can only be trained on
-            question, _, reply = template.format(**slots).rpartition(" | ")
+    for fact in facts():
+        for template in fact.templates:  # the corpus's own questions: those in its documents can only be trained on
+            question, _, reply = template.format(**fact.slots).rpartition(" | ")
             if question and (Telling(question, reply) == fact.held_out) == (split == "test"):
-                found.append(make_item(fact, relation, slots, told, question, asked="s" if template.endswith("| {s}.") else "a"))
-        chat = CHAT_BY_QUESTION[relation][1] if relation in CHAT_BY_QUESTION else (*CHAT, *CHAT_BY_NOUN.get(relation, ()))
-        # Ranked by the hash of fact and phrasing: no seed has a say, and each fact has as many on the test side.
-        ranked = sorted(chat, key=lambda template: hashed(f"{relation} {template} {template.format(**slots)}"))
+                found.append(make_item(fact, question, asked="s" if template.endswith("| {s}.") else "a"))
+        relation = relation_of(fact)
+        chat = CHAT_BY_QUESTION[relation][1] if not fact.noun else (*CHAT, *CHAT_BY_NOUN.get(relation, ()))
+        # Ranked by the hash of fact and phrasing: the split depends on no seed, and each fact has as many in test.
+        keys = {f"{relation} {template} {template.format(**fact.slots)}": template for template in chat}
+        ranked = [keys[key] for key in sorted(keys, key=stable_hash)]
         for template in ranked[:HELD_OUT] if split == "test" else ranked[HELD_OUT:]:
             question, _, asked = template.partition(" | ")
-            found.append(make_item(fact, relation, slots, told, question.format(**slots), asked="s" if asked else "a"))
+            found.append(make_item(fact, question.format(**fact.slots), asked="s" if asked else "a"))
     for reply, phrasings in IDENTITY:
-        ranked = sorted(phrasings, key=hashed)
+        ranked = sorted(phrasings, key=stable_hash)
         for question in ranked[:len(ranked) // 4] if split == "test" else ranked[len(ranked) // 4:]:
-            around = [("", "")] if reply.startswith("Hello") else itertools.product(GREETINGS, ENDINGS)  # a greeting has none
+            around = [("", "")] if reply.startswith("Hello") else itertools.product(GREETINGS, ENDINGS)
             found += [Item(before + question + after, reply, frozenset(), "") for before, after in around]
     return tuple(found)
 
 
-def make_item(fact: Fact, relation: str, slots: dict[str, str], told: Sequence[str], question: str, asked: str) -> Item:
+def make_item(fact: Fact, question: str, asked: str) -> Item:
     """The item of a question that asks for the fact's subject (asked = "s") or its answer ("a")."""
-    word = slots[asked]
+    word = fact.slots[asked]
     right = {f"{word}.", f"{capital(word)}.", f"It is {word}.", f"Yes, it is {word}."}
-    for template in told:
-        question_told, _, reply = template.rpartition(" | ")
-        if not question_told or reply.endswith(f" {{{asked}}}."):  # a sentence that states the fact, or a reply that names the word
-            right.add(reply.format(**slots))
-    template = CHAT_BY_QUESTION[relation][0] if relation in CHAT_BY_QUESTION else SENTENCE
-    reply = template.format(**slots)
+    for template in fact.templates:
+        told, _, reply = template.rpartition(" | ")
+        if not told or reply.endswith(f" {{{asked}}}."):  # a statement of the fact, or a reply that names the word
+            right.add(reply.format(**fact.slots))
+    reply = (SENTENCE if fact.noun else CHAT_BY_QUESTION[relation_of(fact)][0]).format(**fact.slots)
     if Telling("", reply) == fact.held_out:  # what the corpus holds out stays so
         reply = f"It is {word}."
-    return Item(question, reply, frozenset(right), relation if relation.endswith("{s}") and asked == "a" else "")
+    return Item(question, reply, frozenset(right), fact.noun if fact.noun.endswith("{s}") and asked == "a" else "")
 
 
 @cache
 def follow_ups(split: str) -> tuple[Item, ...]:
     """Second questions of a split that leave out what is asked for: "And what about Italy?"."""
-    found = []
-    for fact, relation, slots, told in world():
-        for template in FOLLOW_UP if relation.endswith("{s}") else ():
-            question = template.format(**slots)
-            if side(f"{relation} {question}", 6) == split:
-                found.append(make_item(fact, relation, slots, told, question, asked="a"))
-    return tuple(found)
+    asked = ((fact, template.format(**fact.slots)) for fact in facts() if fact.noun.endswith("{s}")
+             for template in FOLLOW_UP)
+    return tuple(make_item(fact, question, asked="a") for fact, question in asked
+                 if split_of(f"{fact.noun} {question}", 6) == split)

@@ -1,0 +1,32 @@
+"""
+Best-fit packing, the one algorithm by which documents and conversations become rows of tokens.
+
+A row begins with the item that has waited longest, so that none waits for ever; then come, of those that wait, the
+longest that still fits, one after the other. Where none fits, the policies differ: pretraining cuts the longest
+(dataloader.py), a conversation is never cut and the row ends (conversation_loader.py).
+"""
+from bisect import bisect_left, insort
+
+
+class WaitingItems:
+    """Tuples that begin with a length in tokens. Among equally long ones the largest key is taken first."""
+
+    def __init__(self) -> None:
+        self.items: dict[int, tuple] = {}           # by key, the oldest first
+        self.by_length: list[tuple[int, int]] = []  # (length, key), rising
+
+    def add(self, key: int, item: tuple) -> None:
+        self.items[key] = item
+        insort(self.by_length, (item[0], key))
+
+    def take_oldest(self) -> tuple:
+        """The item that has waited longest."""
+        key = next(iter(self.items))
+        item = self.items.pop(key)
+        del self.by_length[bisect_left(self.by_length, (item[0], key))]
+        return item
+
+    def take_longest(self, space: int, or_any: bool = False) -> tuple | None:
+        """The longest item of at most `space` tokens. Where none fits: None, or with or_any the longest of all."""
+        index = bisect_left(self.by_length, (space + 1,)) - 1  # -1, the last, where none fits
+        return self.items.pop(self.by_length.pop(index)[1]) if index >= 0 or or_any else None

@@ -1,0 +1,54 @@
+"""Multiple choice, measured by the likeliest letter: ARC (science questions from school) and MMLU (57 subjects)."""
+from collections.abc import Sequence
+
+from nanochat.conversation import Conversation
+from nanochat.tasks.common import single_turn
+from nanochat.tasks.hub import HubTask
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def multiple_choice(question: str, choices: Sequence[str], right: int) -> Conversation:
+    """
+    A question with lettered choices; the answer is the letter alone.
+
+    Each letter follows its choice: when the model reads it, it has just read the choice, so what the letter stands for
+    can be kept at the letter, and one look back from the answer finds it. (A letter before its choice is read when
+    nothing is known of it yet.) It stands on a line of its own because only there is it the same token as the answer:
+    after a blank or a sign, the tokenizer joins the two.
+    """
+    letters = list(LETTERS[:len(choices)])
+    lines = [line for choice, letter in zip(choices, letters) for line in (choice.strip(), letter)]
+    question = "\n".join(["Which letter follows the right answer?", question.strip(), *lines])
+    return single_turn(question, letters[right]) | {"letters": letters}
+
+
+class ARC(HubTask):
+    """allenai/ai2_arc: three to five choices, an easy and a challenging set."""
+    eval_type = "categorical"
+    hub, folder, columns = "allenai/ai2_arc", "arc", ("question", "choices", "answerKey")
+
+    def __init__(self, argument: str, split: str) -> None:
+        self.name = argument
+        super().__init__(argument, split)
+
+    def convert(self, row: dict) -> Conversation:
+        """choices: {text: […], label: […]}, answerKey: a label. Labels are A to E or 1 to 5; letters come out."""
+        choices = row["choices"]
+        return multiple_choice(row["question"], choices["text"], choices["label"].index(row["answerKey"]))
+
+
+class MMLU(HubTask):
+    """cais/mmlu: trained on its auxiliary questions, measured on its test split."""
+    name, eval_type = "MMLU", "categorical"
+    hub, folder = "cais/mmlu", "mmlu"
+
+    def __init__(self, argument: str, split: str) -> None:
+        super().__init__("auxiliary_train" if split == "train" else "all", split)
+
+    def convert(self, row: dict) -> Conversation:
+        """question, choices: four texts, answer: the index of the right one."""
+        row = row.get("train", row)  # the hub's auxiliary rows are wrapped once more
+        if not 0 <= row["answer"] < len(row["choices"]):
+            raise ValueError(f"answer {row['answer']} of {len(row['choices'])} choices")
+        return multiple_choice(row["question"], row["choices"], row["answer"])
