@@ -95,8 +95,8 @@ core_metric_every = -1      # steps between CORE evaluations, also after the las
 core_metric_max_per_task = 500  # [-1, 1..] items of each task of CORE; -1: all
 sample_every = 2000         # steps between samples, also after the last step; -1: never
 # ---- Checkpoints
-save_every = -1             # steps between checkpoints, also after the last step; -1: by time only
-save_minutes = 30.0         # minutes between checkpoints, of which the newest two are kept; -1: by steps only
+save_every = -1             # steps between checkpoints, also after the last step; -1: only then, and by time
+save_minutes = 30.0         # minutes between further checkpoints, of which the newest two are kept; -1: none
 keep_last = -1              # checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
@@ -181,17 +181,17 @@ inputs, targets, data_state = next(train_loader)  # data_state: where the step o
 step, stop = start_step, StopRequest()
 while True:
     last_step, due = step >= num_iterations, partial(is_due, step, num_iterations)  # due(every): every so many steps
-    stopping = metrics.stop_requested  # the same on every rank: one of them was sent SIGTERM, SIGINT or SIGHUP
+    stopping = metrics.stop_requested  # all ranks have read the same sum: some rank was sent SIGTERM, SIGINT or SIGHUP
     if metrics.bad_steps >= max_bad_steps:
         saver.give_up(f"loss or gradient not finite in {max_bad_steps} steps in a row, up to step {step}")
 
     # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
-    saver.stand_by(step, metrics, dict(
+    saver.stand_by(step, metrics, dict(  # what to save, also if an exception ends the run before the next update
         config=config, total_batch_size=total_batch_size, num_iterations=num_iterations,
         tokenizer=tokenizer.fingerprint, data=data, data_state=data_state,
     ))
     asked_for = last_step or stopping or due(save_every)
-    if asked_for or metrics.save_requested:  # by rank 0, when save_minutes are over
+    if asked_for or metrics.save_requested:  # the latter by rank 0, when save_minutes are over
         with metrics.paused():
             saver.checkpoint(by_time=not asked_for)
     if stopping:
@@ -221,14 +221,15 @@ while True:
 
     # --- one optimizer step. Rank r of N on zero_stage 2 holds all weights in model_dtype and, of every unit
     # (embedding, block, head), 1/N of the float32 masters and of the optimizer's moments.
-    #   forward   before a unit runs, r waits for its weights, which the ranks all-gather since the last update
-    #   backward  a unit's gradients are complete -> reduce-scatter, in every micro-step: r receives the sum over the
-    #             ranks of its 1/N, adds it up in float32 and lets go of the whole gradients, so there is no zero_grad
-    #   reduce    r waits for its gradients; one all-reduce of six numbers: loss, count (1 per rank), squared norm,
-    #             not finite?, stop?, save?; r divides the sums of loss and gradients by the count, here N, and clips
+    #   forward   before a unit runs, r waits for its weights, whose all-gather began after the last update
+    #   backward  a unit's gradients are complete -> reduce-scatter, in every micro-step (stages 0 and 1: in the last):
+    #             r receives the sum over the ranks of its 1/N, adds it to its float32 sum, and frees the gradients
+    #   reduce    r waits for its sum; one all-reduce of six numbers: loss, count (1 per rank), squared norm, not
+    #             finite?, stop?, save?; r divides loss and gradients by the count, the number of ranks, and clips
     #   update    AdamW: r updates its 1/N. Muon: the momentum updates of each matrix go to one rank (all-to-all), which
     #             orthogonalizes the matrix and sends the parts back (all-to-all); then r updates its 1/N
-    #   gather    r's 1/N of the new weights -> all-gather, unit by unit, while the next step begins
+    #   gather    r's 1/N of the new weights -> all-gather, unit by unit, while the next step begins; r frees its sum of
+    #             gradients, so there is no zero_grad
     step_loss = torch.zeros((), device=device)
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
@@ -238,16 +239,16 @@ while True:
         inputs, targets, data_state = next(train_loader)  # the copy to the device overlaps the backward pass
 
     stats = sharding.reduce_and_clip(step_loss, grad_clip=grad_clip, stop=stop.asked, save=saver.time_is_up())
-    metrics.flush()  # the step before: the only place where the host waits for the device
+    metrics.flush()  # reads the numbers of the step before: inside a step the host waits for the device only here
     lrm = lr_multiplier(step, num_iterations, warmup_ratio, warmdown_ratio, final_lr_frac)
     apply_schedule(optimizers, step, num_iterations, lrm)
-    saver.begin_update()
+    saver.begin_update()  # from here to `stand_by` no parameters can be saved: they are half updated
     for optimizer in optimizers:
         optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite
     sharding.all_gather_params()
     metrics.log_step(step, stats, lrm)
     if step == start_step:
-        expect_short_waits(sharding.shard_group, sharding.replica_group)  # all have compiled: a silent rank hangs
+        expect_short_waits(sharding.shard_group, sharding.replica_group)  # of ten minutes: all have compiled by now
     step += 1
 
 # ---- End

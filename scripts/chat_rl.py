@@ -76,8 +76,8 @@ eval_every = 60             # steps between evaluations, also before the first s
 eval_examples = 400         # [1..] held-out problems of an evaluation
 eval_samples = 8            # [1..] samples of each: pass@1 is their mean, pass@k whether one of them is right
 # ---- Checkpoints
-save_every = 60             # steps between checkpoints, also after the last step; -1: by time only
-save_minutes = 30.0         # minutes between checkpoints, of which the newest two are kept; -1: by steps only
+save_every = 60             # steps between checkpoints, also after the last step; -1: only then, and by time
+save_minutes = 30.0         # minutes between further checkpoints, of which the newest two are kept; -1: none
 keep_last = -1              # checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
@@ -132,7 +132,7 @@ metrics = Metrics(checkpoints, run, config, start_step, num_iterations, 0, model
 step, stop = start_step, StopRequest()
 while True:
     last_step, due = step >= num_iterations, partial(is_due, step, num_iterations)  # due(every): every so many steps
-    stopping = metrics.stop_requested  # the same on every rank: one of them was sent SIGTERM, SIGINT or SIGHUP
+    stopping = metrics.stop_requested  # all ranks have read the same sum: some rank was sent SIGTERM, SIGINT or SIGHUP
     if metrics.bad_steps >= max_bad_steps:
         saver.give_up(f"loss or gradient not finite in {max_bad_steps} steps in a row, up to step {step}")
 
@@ -140,7 +140,7 @@ while True:
     saver.stand_by(step, metrics, dict(config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
                                        data=data, data_state=data_state, before=before))
     asked_for = last_step or stopping or due(save_every)
-    if asked_for or metrics.save_requested:  # by rank 0, when save_minutes are over
+    if asked_for or metrics.save_requested:  # the latter by rank 0, when save_minutes are over
         with metrics.paused():
             saver.checkpoint(by_time=not asked_for)
     if stopping:
@@ -177,10 +177,10 @@ while True:
 
     sampled_tokens = float(sum(sum(r.sampled) for r in rollouts))
     stats = sharding.reduce_and_clip(step_loss, sampled_tokens, grad_clip, stop.asked, saver.time_is_up())
-    metrics.flush()  # the step before: the only place where the host waits for the device
+    metrics.flush()  # reads the numbers of the step before: inside a step the host waits for the device only here
     lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
     apply_schedule(optimizers, step, num_iterations, lrm)
-    saver.begin_update()
+    saver.begin_update()  # from here to `stand_by` no parameters can be saved: they are half updated
     for optimizer in optimizers:
         optimizer.step(stats)
     sharding.all_gather_params()
@@ -190,7 +190,7 @@ while True:
     print0(f"step {step:05d}/{num_iterations:05d} | reward {rewards['rl/reward']:.3f} | "
            f"{rewards['rl/tokens']:.1f} tokens an answer")
     if step == start_step:
-        expect_short_waits(sharding.shard_group, sharding.replica_group)  # all have compiled: a silent rank hangs
+        expect_short_waits(sharding.shard_group, sharding.replica_group)  # of ten minutes: all have compiled by now
     step += 1
 
 # ---- End

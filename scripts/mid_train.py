@@ -64,8 +64,8 @@ max_bad_steps = 10          # [1..] stop after so many steps in a row without a 
 eval_every = 150            # steps between validations, also before the first step and after the last; -1: never
 eval_tokens = 10485760      # [1..] tokens of a validation, at most one pass over the held-out conversations
 # ---- Checkpoints
-save_every = -1             # steps between checkpoints, also after the last step; -1: by time only
-save_minutes = 30.0         # minutes between checkpoints, of which the newest two are kept; -1: by steps only
+save_every = -1             # steps between checkpoints, also after the last step; -1: only then, and by time
+save_minutes = 30.0         # minutes between further checkpoints, of which the newest two are kept; -1: none
 keep_last = -1              # checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
@@ -113,7 +113,7 @@ inputs, targets = next(loader)
 step, stop = start_step, StopRequest()
 while True:
     last_step, due = step >= num_iterations, partial(is_due, step, num_iterations)  # due(every): every so many steps
-    stopping = metrics.stop_requested  # the same on every rank: one of them was sent SIGTERM, SIGINT or SIGHUP
+    stopping = metrics.stop_requested  # all ranks have read the same sum: some rank was sent SIGTERM, SIGINT or SIGHUP
     if metrics.bad_steps >= max_bad_steps:
         saver.give_up(f"loss or gradient not finite in {max_bad_steps} steps in a row, up to step {step}")
 
@@ -121,7 +121,7 @@ while True:
     saver.stand_by(step, metrics, dict(config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
                                        data=data, data_state=data_state))
     asked_for = last_step or stopping or due(save_every)
-    if asked_for or metrics.save_requested:  # by rank 0, when save_minutes are over
+    if asked_for or metrics.save_requested:  # the latter by rank 0, when save_minutes are over
         with metrics.paused():
             saver.checkpoint(by_time=not asked_for)
     if stopping:
@@ -146,16 +146,16 @@ while True:
         inputs, targets = next(loader)
 
     stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, stop.asked, saver.time_is_up())
-    metrics.flush()  # the step before: the only place where the host waits for the device
+    metrics.flush()  # reads the numbers of the step before: inside a step the host waits for the device only here
     lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
     apply_schedule(optimizers, step, num_iterations, lrm)
-    saver.begin_update()
+    saver.begin_update()  # from here to `stand_by` no parameters can be saved: they are half updated
     for optimizer in optimizers:
         optimizer.step(stats)
     sharding.all_gather_params()
     metrics.log_step(step, stats, lrm)
     if step == start_step:
-        expect_short_waits(sharding.shard_group, sharding.replica_group)  # all have compiled: a silent rank hangs
+        expect_short_waits(sharding.shard_group, sharding.replica_group)  # of ten minutes: all have compiled by now
     step += 1
 
 # ---- End
