@@ -258,6 +258,8 @@ def claim(folder: Path, lock: TextIO | None = None, sign: bool = True) -> TextIO
 
 def recover_steps(folder: Path) -> None:
     """Put back the step that a run was replacing when it was killed. UserError while another run writes there."""
+    if not folder.exists() and not lock_path(folder).exists():
+        return  # a run that will be refused leaves nothing
     with claim(folder, sign=False):
         for old in folder.glob(previous(folder / "step_*").name):
             recover_folder(folder / old.name.split(".")[1])
