@@ -8,17 +8,16 @@ Checkpoints: a folder per step, whole or absent, checked when it is read, and lo
         tokenizer…                           the tokenizer the weights belong to
         manifest.json                        SHA-256 of each file above; its presence makes the folder a checkpoint
 
-nanochat.saving writes them, nanochat.resharding loads the state of training. Functions marked COLLECTIVE are called by every rank, and raise on all or none.
+nanochat.saving writes them, nanochat.resharding loads the state of training. Functions marked COLLECTIVE are called by
+every rank, and raise on all or none.
 """
-import base64
 import json
 import os
 import re
-import shutil
 import socket
 import time
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,6 @@ from nanochat.tokenizer import Tokenizer
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
 STAGES = tuple(SCRIPTS)
 MODEL_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer_rank_{:05d}.safetensors"
 LEASE_SECONDS = 120  # for which a file server may keep the locks of a machine that has crashed
 UNSEEN = "it is not there on every node; NANOCHAT_BASE_DIR must be on a file system that all nodes share"
 
@@ -57,26 +55,40 @@ def list_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in names if match)  # as numbers: step_1000000 is newer than step_999999
 
 
-# ---- Finding: every file is verified before anything is loaded from it
-
-
 def list_tags(folder: Path) -> list[str]:
     """The models of a stage that have a checkpoint."""
     return sorted(path.name for path in folder.glob("*") if list_steps(path))
 
 
-def problem_with(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
+def read_meta(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
+
+
+# ---- Finding: what is loaded is verified before
+
+
+def problem_with(checkpoint: Path, training: bool = True) -> str | None:
     """
-    What is wrong with a checkpoint, naming the file; None when every file is there with the sum of its manifest.
-    With `parts` only every parts-th file is read, beginning with file `part`.
+    What is wrong with a checkpoint, naming the file; None when every file has its checksum of the manifest. Without
+    `training` the optimizers' files, which only a resumed run loads, are not read. Each file is read once per node.
+    COLLECTIVE.
     """
+    part, parts = 0, 1
+    if dist.is_initialized():
+        part, parts = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return first_problem(damaged_file(checkpoint, training, part, parts))
+
+
+def damaged_file(checkpoint: Path, training: bool, part: int, parts: int) -> str | None:
+    """The part of `problem_with` that this rank reads: every parts-th file, beginning with file `part`."""
     if not checkpoint.exists():
-        return "there is no such checkpoint"
+        return f"{UNSEEN} (rank {os.environ.get('RANK', 0)} on {socket.gethostname()})"
     try:
         sums = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not there, not UTF-8, not JSON
         return "manifest.json is missing or damaged"
-    for name in sorted(sums)[part::parts]:
+    names = sorted(name for name in sums if training or not name.startswith("optimizer_rank_"))
+    for name in names[part::parts]:
         try:
             if sha256(checkpoint / name) != sums[name]:
                 return f"{name} does not match its checksum"
@@ -87,19 +99,8 @@ def problem_with(checkpoint: Path, part: int = 0, parts: int = 1) -> str | None:
     return None
 
 
-def problem_anywhere(checkpoint: Path) -> str | None:
-    """`problem_with` on any rank, each file read once per node. COLLECTIVE."""
-    if not dist.is_initialized():
-        return problem_with(checkpoint)
-    local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    problem = problem_with(checkpoint, local_rank, local_world_size)
-    if not checkpoint.exists() and dist.get_rank() > 0:
-        problem = f"{UNSEEN} (rank {dist.get_rank()} on {socket.gethostname()})"
-    return first_problem(problem)
-
-
 def first_problem(problem: str | None) -> str | None:
-    """The problem of the first rank that has one, on every rank: what one cannot use, none may use. COLLECTIVE."""
+    """The problem of the first rank that has one, on every rank. COLLECTIVE."""
     if not dist.is_initialized():
         return problem
     problems: list[str | None] = [None] * dist.get_world_size()
@@ -107,22 +108,67 @@ def first_problem(problem: str | None) -> str | None:
     return next(filter(None, problems), None)
 
 
-def find_checkpoint(folder: Path, step: int | None = None) -> Path:
+def find_checkpoint(folder: Path, step: int | None = None, training: bool = True) -> Path:
     """
     The checkpoint of a step, or the newest valid one (step None): a damaged one is named and the one before it used.
-    UserError when there is none. COLLECTIVE.
+    training: as for `problem_with`. UserError when there is none. COLLECTIVE.
     """
     steps = from_rank0(list_steps, folder)
-    for candidate in reversed(steps) if step is None else [step]:
-        path = step_dir(folder, candidate)
-        problem = problem_anywhere(path)
-        if problem is None:
-            return path
-        print0(f"warning: {path}: {problem}")
+    for candidate in reversed(steps):
+        if step in (None, candidate):
+            path = step_dir(folder, candidate)
+            problem = problem_with(path, training)
+            if problem is None:
+                return path
+            print0(f"warning: {path}: {problem}")
     tags = [] if steps else from_rank0(list_tags, folder.parent)
     have = ", ".join(map(str, steps)) or "; ".join(["none", *(f"there is a model {tag}" for tag in tags)])
     advice = "; remove them to start anew" if steps and step is None else ""
-    raise UserError(f"no valid checkpoint{'' if step is None else f' of step {step}'} in {folder} (steps there: {have}{advice}){did_you_mean(folder.name, tags)}")
+    of_step = "" if step is None else f" of step {step}"
+    raise UserError(f"no valid checkpoint{of_step} in {folder} (steps there: {have}{advice})"
+                    + did_you_mean(folder.name, tags))
+
+
+def model_dir(source: str, model_tag: str | None) -> Path:
+    """The folder of a model's checkpoints. UserError for model_tag None unless there is exactly one. COLLECTIVE."""
+    folder = checkpoint_dir(source, model_tag or "")
+    if model_tag is None:
+        tags = from_rank0(list_tags, folder)
+        if len(tags) != 1:
+            several = f"{', '.join(tags)}; choose one with --model_tag"
+            raise UserError(f"{len(tags)} models in {folder}: "
+                            + (several if tags else f"python -m {SCRIPTS[source]} makes one"))
+        folder = folder / tags[0]
+    return folder
+
+
+def find_model(source: str, model_tag: str | None = None, step: int | None = None, training: bool = False) -> Path:
+    """`find_checkpoint` among those of a stage, verified for inference unless `training` says more. COLLECTIVE."""
+    return find_checkpoint(model_dir(source, model_tag), step, training)
+
+
+def furthest_stage(model_tag: str | None = None) -> str:
+    """The last stage with a checkpoint of a model, or of any (model_tag None). UserError without one. COLLECTIVE."""
+    tags = {stage: from_rank0(list_tags, checkpoint_dir(stage, "")) for stage in STAGES}
+    found = [stage for stage in STAGES if (tags[stage] if model_tag is None else model_tag in tags[stage])]
+    if not found:
+        have = ", ".join(sorted(set().union(*tags.values()))) or f"none; python -m {SCRIPTS['base']} makes one"
+        raise UserError(f"no model{f' {model_tag}' * bool(model_tag)} in {base_dir()}: there is {have}")
+    return found[-1]
+
+
+def load_checkpoint(checkpoint: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict]:
+    """(model, tokenizer, meta) of a verified checkpoint, in the dtype it was saved in."""
+    meta, tokenizer = read_meta(checkpoint), Tokenizer.load(checkpoint)
+    if tokenizer.fingerprint != meta["tokenizer"]:
+        raise UserError(f"{checkpoint}: the tokenizer there is not the one the model was trained with")
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**meta["model_config"]))
+    model.load_state_dict(load_file(checkpoint / MODEL_FILE, device=str(device)), assign=True)
+    return model, tokenizer, meta
+
+
+# ---- Starting a run
 
 
 def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bool) -> Path | None:
@@ -132,36 +178,26 @@ def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bo
     A job that its launcher started again after a failure continues from the newest checkpoint that it has itself
     written, whatever its settings say; without one it begins as they say. COLLECTIVE.
     """
-    if problem := from_rank0(why_not_to_write, folder):
-        raise UserError(problem)
+    from_rank0(recover_steps, folder)
     steps = from_rank0(list_steps, folder)
     if steps and restarted():
         newest = find_checkpoint(folder)
         if read_meta(newest)["job"] == from_rank0(job):
             return newest
-    if resume_from_step >= 0:
-        checkpoint = resumable(find_checkpoint(folder, resume_from_step))
-        newer = [step for step in steps if step > resume_from_step]
-        if newer and not overwrite:
-            raise UserError(f"{folder} has newer checkpoints than step {resume_from_step}: {', '.join(map(str, newer))}; --overwrite removes them")
-        return checkpoint
-    if steps and resume == "auto":
-        return resumable(find_checkpoint(folder))
-    if steps and not overwrite:
-        raise UserError(f"{folder} has checkpoints; continue with --resume=auto, choose another --model_tag, or --overwrite")
-    return None
-
-
-def resumable(checkpoint: Path) -> Path:
-    """The checkpoint; UserError for one without a state of training, as an import leaves it. COLLECTIVE."""
-    if not from_rank0(has_training_state, checkpoint):
+    if resume_from_step < 0 and not (steps and resume == "auto"):
+        if steps and not overwrite:
+            raise UserError(f"{folder} has checkpoints; continue with --resume=auto, "
+                            "choose another --model_tag, or --overwrite")
+        return None
+    checkpoint = find_checkpoint(folder, resume_from_step if resume_from_step >= 0 else None)
+    if not any(checkpoint.glob("optimizer_rank_*.safetensors")):
         raise UserError(f"{checkpoint} was imported: it has weights only, and no run can go on from it; "
                         "start the next stage from it, or choose another --model_tag")
+    newer = [step for step in steps if step > resume_from_step >= 0]
+    if newer and not overwrite:
+        raise UserError(f"{folder} has newer checkpoints than step {resume_from_step}: {', '.join(map(str, newer))}; "
+                        "--overwrite removes them")
     return checkpoint
-
-
-def has_training_state(checkpoint: Path) -> bool:
-    return any(checkpoint.glob("optimizer_rank_*.safetensors"))
 
 
 def restarted() -> bool:
@@ -176,48 +212,6 @@ def job() -> str:
     return run_id if run_id != "none" else f"{socket.gethostname()} {os.getppid()}"
 
 
-def lock_path(folder: Path) -> Path:
-    """Held by the process that writes checkpoints into the folder; it has its host, process and job as text."""
-    return folder.with_name(f".{folder.name}.lock")
-
-
-def claim(folder: Path) -> TextIO:
-    """
-    Make this process the only one that writes checkpoints into the folder: until the lock, which is returned, is closed
-    or the process ends. UserError that names the process which does now; a lock of another host, which a file server
-    may keep for a while after that has crashed, is waited for.
-    """
-    deadline = time.monotonic() + LEASE_SECONDS
-    while True:
-        try:
-            return locked(lock_path(folder), wait=False)
-        except BlockingIOError:
-            holder = lock_path(folder).read_text(encoding="utf-8")
-        if f"host {socket.gethostname()}," in holder or time.monotonic() > deadline:
-            raise UserError(f"{folder} is in use by another run ({holder}); wait for it, end it, or choose another --model_tag; "
-                            f"if its machine is gone, remove {lock_path(folder)}")
-        time.sleep(1)
-
-
-def why_not_to_write(folder: Path) -> str | None:
-    """For a run about to begin: who else writes there, or None. What a kill between two renames left is put back."""
-    try:
-        if lock_path(folder).exists():
-            claim(folder).close()
-    except UserError as error:
-        return str(error)
-    for old in folder.glob(previous(folder / "step_*").name):
-        recover_folder(folder / old.name.split(".")[1])
-    return None
-
-
-def discard_after(folder: Path, start_step: int) -> None:
-    """Remove the checkpoints of later steps; all of them for a run that starts at 0."""
-    for step in list_steps(folder):
-        if step > start_step or start_step == 0:
-            shutil.rmtree(step_dir(folder, step))
-
-
 def changed_settings(before: dict, now: dict) -> str:
     """A line for each setting that a resumed run does not share with its checkpoint; it is bit for bit only without."""
     about_resuming = ("run", "overwrite", "resume", "resume_from_step")
@@ -225,76 +219,45 @@ def changed_settings(before: dict, now: dict) -> str:
     return "".join(f"\n  with another {name}: {before.get(name)} before, {now[name]} now" for name in changed)
 
 
-def read_meta(checkpoint: Path) -> dict:
-    return json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
+def lock_path(folder: Path) -> Path:
+    """Locked by the process that writes checkpoints into the folder; it has its host, process and job as text."""
+    return folder.with_name(f".{folder.name}.lock")
 
 
-def data_of(meta: dict, model_tag: str) -> str | None:
-    """The data set that a model was pretrained on, of which the checkpoints of later stages kept nothing at first; None: unknown."""
-    folder = checkpoint_dir("base", model_tag)
-    steps = [] if "data" in meta else list_steps(folder)
-    return read_meta(step_dir(folder, steps[-1])).get("data") if steps else meta.get("data")
+def claim(folder: Path, lock: TextIO | None = None, sign: bool = True) -> TextIO:
+    """
+    Make this process the only one that writes checkpoints into the folder, until the lock that is returned is closed or
+    the process ends. lock: from an earlier call, to make sure of it. sign=False: only see whether the folder is free.
+    UserError that names the process that writes there now. The lock of another host is waited for: a file server may
+    keep it for a while after that host has crashed. Where locks do not work, the text in the file is compared.
+    """
+    path, deadline = lock_path(folder), time.monotonic() + LEASE_SECONDS
+    me = f"host {socket.gethostname()}, process {os.getpid()}, job {job()}"
+    if lock and path.exists():  # else somebody has removed it with the folder
+        holder = path.read_text(encoding="utf-8")
+        if holder != me:
+            raise UserError(f"{folder} was taken over by another run ({holder}); "
+                            "this one can save nothing there any more")
+        return lock
+    while True:
+        try:
+            lock = locked(path, wait=False)
+            break
+        except BlockingIOError:
+            holder = path.read_text(encoding="utf-8")
+        if f"host {socket.gethostname()}," in holder or time.monotonic() > deadline:
+            raise UserError(f"{folder} is in use by another run ({holder}); wait for it, end it, or choose another "
+                            f"--model_tag; if its machine is gone, remove {path}")
+        time.sleep(1)
+    if sign:
+        lock.truncate(0)
+        lock.write(me)
+        lock.flush()
+    return lock
 
 
-# ---- Loading
-
-
-def model_dir(source: str, model_tag: str | None) -> Path:
-    """The folder of a model's checkpoints; model_tag None is the only one there is, UserError when there are others. COLLECTIVE."""
-    folder = checkpoint_dir(source, model_tag or "")
-    if model_tag is None:
-        tags = from_rank0(list_tags, folder)
-        if len(tags) != 1:
-            advice = f"{', '.join(tags)}; choose one with --model_tag" if tags else f"python -m {SCRIPTS[source]} makes one"
-            raise UserError(f"{len(tags)} models in {folder}: {advice}")
-        folder = folder / tags[0]
-    return folder
-
-
-def furthest_stage(model_tag: str | None = None) -> str:
-    """The last stage with a checkpoint of a model, or of any (model_tag None). UserError without one. COLLECTIVE."""
-    tags = {stage: from_rank0(list_tags, checkpoint_dir(stage, "")) for stage in STAGES}
-    found = [stage for stage in STAGES if (tags[stage] if model_tag is None else model_tag in tags[stage])]
-    if not found:
-        have = ", ".join(sorted(set().union(*tags.values()))) or f"none; python -m {SCRIPTS['base']} makes one"
-        raise UserError(f"no model{f' {model_tag}' * bool(model_tag)} in {base_dir()}: there is {have}")
-    return found[-1]
-
-
-def find_model(source: str, model_tag: str | None = None, step: int | None = None) -> Path:
-    """A verified checkpoint of a stage; step None is the newest valid one. UserError when there is none. COLLECTIVE."""
-    return find_checkpoint(model_dir(source, model_tag), step)
-
-
-def load_checkpoint(checkpoint: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict]:
-    """(model, tokenizer, meta) of a verified checkpoint, in the dtype it was saved in."""
-    meta, tokenizer = read_meta(checkpoint), Tokenizer.load(checkpoint)
-    if tokenizer.fingerprint != meta["tokenizer"]:
-        raise UserError(f"{checkpoint}: the tokenizer there is not the one the model was trained with")
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**meta["model_config"]))
-    model.load_state_dict(load_file(checkpoint / MODEL_FILE, device=str(device)), assign=True)
-    return model, tokenizer, meta
-
-
-def load_model(
-    source: str, device: torch.device, phase: Literal["train", "eval"], model_tag: str | None = None, step: int | None = None
-) -> tuple[GPT, Tokenizer, dict]:
-    """`load_checkpoint` of what `find_model` finds. COLLECTIVE."""
-    model, tokenizer, meta = load_checkpoint(find_model(source, model_tag, step), device)
-    return model.train(phase == "train"), tokenizer, meta
-
-
-def random_states() -> dict[str, str]:
-    """The generators' states as base64."""
-    states = {"cpu": torch.get_rng_state()} | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
-
-
-def restore_random_states(states: dict[str, str]) -> None:
-    for name, text in states.items():
-        state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-        if name == "cpu":
-            torch.set_rng_state(state)
-        elif torch.cuda.is_available():
-            torch.cuda.set_rng_state(state)
+def recover_steps(folder: Path) -> None:
+    """Put back the step that a run was replacing when it was killed. UserError while another run writes there."""
+    with claim(folder, sign=False):
+        for old in folder.glob(previous(folder / "step_*").name):
+            recover_folder(folder / old.name.split(".")[1])

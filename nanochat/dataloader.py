@@ -229,8 +229,10 @@ def prefetched(iterator: Iterator, ahead: int) -> Iterator:
         while True:
             items.append(pool.submit(next, iterator))
             yield items.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)  # a thread in native code at the interpreter's end would abort the process
+    finally:  # also at the interpreter's end, where cancel_futures of shutdown would fail
+        for item in items:
+            item.cancel()
+        pool.shutdown()  # a thread in native code at the interpreter's end would abort the process
 
 
 def count_tokens(data: str, split: str, tokenizer: Tokenizer) -> int:

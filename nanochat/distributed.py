@@ -182,10 +182,18 @@ def rank0_first(function, *args):
 
 
 def from_rank0(function, *args):
-    """What the function returns on rank 0, on every rank: for decisions that must be the same. COLLECTIVE."""
-    result = [function(*args) if is_rank0() else None]
+    """
+    What the function returns on rank 0, on every rank: for decisions that must be the same. A UserError that it raises
+    there is raised on every rank. COLLECTIVE.
+    """
+    try:
+        result = [function(*args) if is_rank0() else None]
+    except UserError as error:
+        result = [error]
     if dist.is_initialized():
         dist.broadcast_object_list(result, src=0)
+    if isinstance(result[0], UserError):
+        raise result[0]
     return result[0]
 
 

@@ -29,10 +29,6 @@ class UserError(Exception):
     """Bad input. The message is one or two lines: the value, what was expected, what to do."""
 
 
-class PassingError(UserError):
-    """An error that may not happen again, such as a server that does not answer."""
-
-
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """The end of a message about an unknown word: "; did you mean 'x'?" with the nearest name, or ""."""
     others = {name.lower(): name for name in names if name != word}
@@ -86,7 +82,7 @@ def install_one_line_errors(config: dict | None = None) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         line, rank = one_line(error, config), os.environ.get("RANK")
         out = sys.__stderr__  # torch's own hook calls this one and holds back sys.stderr until it returns
-        if line is not None and not isinstance(error, (KeyboardInterrupt, PassingError)):
+        if line is not None and not isinstance(error, KeyboardInterrupt):
             for tell in tell_restarts:
                 with contextlib.suppress(Exception):  # torchrun itself may be gone
                     tell(line)

@@ -1,12 +1,13 @@
 """
-Where things are kept, and how they get there: a file or folder is either whole or absent.
+Files and folders that are either whole or absent, and locks.
 
-Everything is written aside in the same folder, synced, then renamed. A process that is killed at any
+Everything is written to a temporary name in the same folder, synced, then renamed. A process that is killed at any
 moment leaves what was there before, and at most some `.tmp-…` debris, which the next writer removes.
 """
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import os
 import shutil
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-# What a file system answers that does not sync folders, as some across a network: their renames are as safe as they get.
+# Answers of file systems that do not sync folders, such as some network file systems: there a rename is all one can do.
 REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPERM, errno.EBADF)
 
 
@@ -31,7 +32,7 @@ def sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or a folder entry to the disk, so that a rename after it cannot overtake it. OSError if the disk refuses."""
+    """Flush a file or a folder entry to the disk, before a rename relies on it. OSError if the disk refuses."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -45,8 +46,8 @@ def sync(path: Path) -> None:
 
 def locked(path: Path, wait: bool = True) -> TextIO:
     """
-    One process at a time goes on, by a lock on this file: until what is returned is closed, or its holder dies. Instead
-    of waiting for another holder: BlockingIOError.
+    Take the exclusive lock on this file, until the returned file is closed or every process that has it open has ended.
+    BlockingIOError when another process holds it and wait is False. No lock where the file system has none.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = open(path, "a+", encoding="utf-8")
@@ -56,30 +57,29 @@ def locked(path: Path, wait: bool = True) -> TextIO:
         file.close()
         raise
     except OSError:
-        pass  # some cluster file systems have no locks
+        pass  # some cluster file systems have no locks: better without one than not at all
     return file
 
 
 @contextlib.contextmanager
 def write_aside(path: Path) -> Iterator[Path]:
     """
-    Yields a temporary path beside `path` to write a file to; on success it is synced and renamed to `path`.
+    Yields a temporary path beside `path` to make a file or folder at; on success it is synced and renamed to `path`.
     After an exception nothing of it remains and `path` is as it was.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.tmp-", dir=path.parent)
-    os.close(descriptor)
-    aside = Path(name)
-    try:
+    where = dict(prefix=f".{path.name}.tmp-", dir=path.parent)
+    with tempfile.TemporaryDirectory(**where, ignore_cleanup_errors=True) as folder:
+        aside = Path(folder, path.name)
         yield aside
-        aside.chmod(0o644)  # mkstemp makes files private; what we keep is as readable as any other file
-        sync(aside)
+        for written in (*aside.rglob("*"), aside):
+            sync(written)
+        if aside.is_dir() and path.is_dir():  # a folder can take the place of an empty one only
+            os.rename(path, previous(path))
         os.replace(aside, path)
         sync(path.parent)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    shutil.rmtree(previous(path), ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -90,41 +90,15 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def write_folder_aside(path: Path) -> Iterator[Path]:
-    """Yields a temporary folder beside `path` to fill; on success it becomes `path`, else nothing of it remains."""
-    aside = make_folder_aside(path)
-    try:
-        yield aside
-        publish_folder(aside, path)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-
-
-def make_folder_aside(path: Path) -> Path:
-    """A new temporary folder beside `path`, for one or several processes to fill."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """
+    `write_aside` with a new folder to fill. A folder that is there is renamed twice: to `previous(path)`, and the new
+    one to `path`. After a kill in between the next process that writes there puts it back, by `recover_folder`.
+    Only one process may write a folder at a time.
+    """
     recover_folder(path)
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.tmp-", dir=path.parent))
-    aside.chmod(0o755)
-    return aside
-
-
-def publish_folder(aside: Path, path: Path) -> None:
-    """
-    Sync the files of a folder and rename it to `path`. A folder that is already there keeps a hidden name of ours until
-    the new one is in place: after a kill between the two renames it is there, complete, and the next process that
-    writes this path puts it back (`recover_folder`).
-    """
-    path = Path(path)
-    for file in aside.rglob("*"):
-        sync(file)
-    sync(aside)
-    if path.exists():
-        os.rename(path, previous(path))
-    os.rename(aside, path)
-    sync(path.parent)
-    shutil.rmtree(previous(path), ignore_errors=True)
+    with write_aside(path) as aside:
+        aside.mkdir()
+        yield aside
 
 
 def previous(path: Path) -> Path:
@@ -134,12 +108,10 @@ def previous(path: Path) -> Path:
 
 def recover_folder(path: Path) -> None:
     """
-    Finish what a kill interrupted in `publish_folder`: keep the new folder if it is there, else the old. For processes
-    that are about to write this path; those that read it change nothing.
+    Clear up after a process that was killed while it wrote a folder: the old one comes back unless the new one is
+    there. For processes that are about to write there; those that read change nothing.
     """
-    old = previous(path)
-    if old.exists():
-        if path.exists():
-            shutil.rmtree(old)
-        else:
-            os.rename(old, path)
+    if previous(path).exists() and not path.exists():
+        os.rename(previous(path), path)
+    for debris in (previous(path), *path.parent.glob(f".{glob.escape(path.name)}.tmp-*")):
+        shutil.rmtree(debris, ignore_errors=True)  # what is in use (NFS) goes next time

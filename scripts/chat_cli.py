@@ -12,7 +12,7 @@ from typing import Literal
 
 from configurator import configure
 
-from nanochat.checkpoint import furthest_stage, load_model
+from nanochat.checkpoint import find_model, furthest_stage, load_checkpoint
 from nanochat.conversation import render_prompt, render_text
 from nanochat.detokenizer import Delta, parts_of
 from nanochat.distributed import compute_dtype, compute_init, print0
@@ -24,7 +24,7 @@ from nanochat.sampling import SamplingParams
 source: Literal["auto", "base", "mid", "sft", "rl"] = "auto"  # stage of the model; auto: the furthest there is
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
 step: int | None = None     # of the checkpoint; None: the newest valid one
-device_type = ""            # cuda | mps | cpu; empty: the best there is
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
 # ---- Answers
 p: str | None = None        # a prompt: print the answer to it and end
@@ -42,7 +42,7 @@ Ctrl-C    stop an answer"""
 
 *_, device = compute_init(device_type)
 stage = furthest_stage(model_tag) if source == "auto" else source
-model, tokenizer, meta = load_model(stage, device, "eval", model_tag, step)
+model, tokenizer, meta = load_checkpoint(find_model(stage, model_tag, step), device)
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
 render = render_text if stage == "base" else render_prompt
 engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, max_batch=1)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from configurator import configure
 
-from nanochat.checkpoint import data_of, find_model, load_checkpoint
+from nanochat.checkpoint import find_model, load_checkpoint
 from nanochat.compiling import set_compile
 from nanochat.distributed import compute_cleanup, compute_init, print0
 from nanochat.errors import UserError
@@ -22,7 +22,7 @@ from nanochat.tasks import make_tasks
 source: Literal["base", "mid", "sft", "rl"] = "sft"  # stage of the model
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
 step: int | None = None     # of the checkpoint; None: the newest valid one
-device_type = ""            # cuda | mps | cpu; empty: the best there is
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 # ---- Evaluation
 tasks = "tinyworld, arithmetic, spellingbee"  # whose held-out problems are solved; [:n]: its first n
 max_problems = -1           # [-1, 1..] of each task; -1: all
@@ -63,5 +63,5 @@ mean = name_of_mean(tasks, max_problems, len(measured))
 results[mean] = sum(scores) / len(scores)
 print0(f"{mean:42} {results[mean]:6.3f}")
 write_section(f"chat_eval_{source}", f"Chat evaluation: {source}", "\n".join(lines), {source: results},
-              data=data_of(meta, checkpoint.parent.name), model_tag=checkpoint.parent.name)
+              data=meta.get("data"), model_tag=checkpoint.parent.name)
 compute_cleanup()

@@ -91,9 +91,8 @@ if problems.eval_type != "generative":
     raise UserError(f"task={task} is not answered by writing; expected one such as gsm8k, arithmetic or spellingbee")
 
 # ---- The model of the stage before, or an interrupted run of this script
-model, tokenizer, sharding, optimizers, checkpoints, origin, data, start_step, meta = begin_stage(
-    "rl", config, device, model_dtype, compiling
-)
+model, tokenizer, sharding, optimizers, start = begin_stage("rl", config, device, model_dtype, compiling)
+checkpoints, origin, data, start_step, meta = start  # meta: of the interrupted run that goes on, or None
 
 # ---- Problems: which ones each step takes
 schedule = [index for epoch in range(num_epochs) for index in order(len(problems), seed, epoch)]

@@ -82,9 +82,8 @@ train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(withou
 measured_tasks = [task for task in make_tasks(without_parts(tasks), "test") if task.eval_type]
 
 # ---- The model of the stage before, or an interrupted run of this script
-model, tokenizer, sharding, optimizers, checkpoints, origin, data, start_step, meta = begin_stage(
-    "sft", config, device, model_dtype, compiling
-)
+model, tokenizer, sharding, optimizers, start = begin_stage("sft", config, device, model_dtype, compiling)
+checkpoints, origin, data, start_step, meta = start  # meta: of the interrupted run that goes on, or None
 max_seq_len = row_length(max_seq_len, model)
 
 # ---- Data: every rank knows all rows, so every rank knows where the run ends

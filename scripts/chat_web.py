@@ -40,7 +40,7 @@ from nanochat.tokenizer import Tokenizer
 source = "auto"             # stages, such as "sft, rl", each served as TAG-STAGE; auto: the furthest there is
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
 step: int | None = None     # of the checkpoint; None: the newest valid one
-device_type = ""            # cuda | mps | cpu; empty: the best there is
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
 workers = 0                 # [0..] engines for each model, on the GPUs in turn; 0: one for each GPU, or one on a CPU
 # ---- Who may ask

@@ -38,7 +38,7 @@ if others := sorted(path.name for path in there if not FOLDER.fullmatch(path.nam
 if there and not overwrite:
     raise UserError(f"{folder} is there; choose another --output, or --overwrite")
 
-checkpoint = find_model(source, model_tag, step)
+checkpoint = find_model(source, model_tag, step, training=dtype == "float32")
 meta = read_meta(checkpoint)
 print(f"exporting {checkpoint}")
 for debris in folder.parent.glob(f".{folder.name}.tmp-*"):  # what a killed export left

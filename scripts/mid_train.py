@@ -77,9 +77,8 @@ rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, co
 train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(without_parts(tasks), "test", seed=0)
 
 # ---- The base model, or an interrupted run of this script
-model, tokenizer, sharding, optimizers, checkpoints, origin, data, start_step, meta = begin_stage(
-    "mid", config, device, model_dtype, compiling
-)
+model, tokenizer, sharding, optimizers, start = begin_stage("mid", config, device, model_dtype, compiling)
+checkpoints, origin, data, start_step, meta = start  # meta: of the interrupted run that goes on, or None
 max_seq_len = row_length(max_seq_len, model)
 
 # ---- Data: every rank packs all rows, so every rank knows where the run ends

@@ -19,17 +19,16 @@ from pathlib import Path
 from nanochat.errors import UserError, install_one_line_errors
 from nanochat.files import base_dir, locked, sha256, write_text
 
-LOGS = {"metrics.jsonl"}  # beside checkpoints: a resumed run writes its last lines anew
+LOG = "metrics.jsonl"  # beside checkpoints: a resumed run writes its last lines anew
 
 
 def digest(path: Path) -> str | None:
-    """SHA-256 of a file, or over all files of a folder and their names, the unfinished ones of a save left out; None: nothing is there."""
+    """SHA-256 of a file, or of a folder's files and names, without hidden ones and the log; None: nothing is there."""
     if path.is_file():
         return sha256(path)
     names = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
-    whole = [name for name in names if not name.startswith(".") and name not in LOGS]
-    lines = "".join(f"{sha256(path / name)} {name}\n" for name in whole)
-    return hashlib.sha256(lines.encode()).hexdigest() if lines else None
+    lines = [f"{sha256(path / name)} {name}\n" for name in names if not name.startswith(".") and name != LOG]
+    return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else None
 
 
 def digests(paths: list[str]) -> dict[str, str | None]:
@@ -37,19 +36,18 @@ def digests(paths: list[str]) -> dict[str, str | None]:
 
 
 def unfinished(path: Path) -> str | None:
-    """How far a run has come, "300 of 700", by its newest checkpoint; None where it has ended or the folder holds no run."""
-    steps = [folder for folder in path.glob("step_*") if folder.name[5:].isdecimal()]
-    if not steps:
-        return None
-    meta = json.loads((max(steps, key=lambda folder: int(folder.name[5:])) / "meta.json").read_text(encoding="utf-8"))
+    """How far the run in a folder has come by its newest checkpoint, "300 of 700"; None if it has ended or is none."""
+    metas = path.glob("step_*/meta.json")
+    steps = {int(meta.parent.name[5:]): meta for meta in metas if meta.parent.name[5:].isdecimal()}
+    meta = json.loads(steps[max(steps)].read_text(encoding="utf-8")) if steps else {"step": 0}
     return f"{meta['step']:,} of {meta['num_iterations']:,}" if meta["step"] < meta.get("num_iterations", 0) else None
 
 
 def run(command: list[str], lock: Path) -> int:
     """
-    Run a command to its end; its exit code. Signals are for the command to act on, which may have to save: Ctrl-C reaches
-    it by itself, SIGTERM is passed on. UserError while another process runs the same: the lock is the command's as well, so
-    that it holds even where this process has been killed.
+    Run a command to its end; its exit code. It is for the command to act on signals, as it may have to save: Ctrl-C
+    reaches it anyway, SIGTERM is passed on. UserError while another process runs the same. The command inherits the
+    open lock file, so that the lock holds until it ends, even if this process is killed.
     """
     try:
         file = locked(lock, wait=False)
@@ -63,7 +61,7 @@ def run(command: list[str], lock: Path) -> int:
 
 
 def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> None:
-    """Run the command unless its record says that this is done. UserError when it fails or does not make what it should."""
+    """Run the command unless its record says that this is done. UserError when it does not make what it should."""
     path = base_dir() / "once" / f"{name}.json"
     record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     read = {"command": command, "needs": digests(needs)}
@@ -79,13 +77,15 @@ def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> N
             raise UserError(f"{name} has ended without making {result} in {base_dir()}")
         if (steps := unfinished(base_dir() / result)) is not None:
             raise UserError(f"{name} was stopped after {steps} steps; the same command goes on")
-    read["needs"] |= digests([need for need, found in read["needs"].items() if found is None])  # it has fetched them itself
+    read["needs"] |= digests([need for need, found in read["needs"].items() if found is None])  # it has fetched them
     write_text(path, json.dumps(read | {"makes": made}, indent=1))
 
 
 if __name__ == "__main__":
     install_one_line_errors()
-    parser = argparse.ArgumentParser(prog="python -m scripts.once", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.once", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", help="of the record")
     parser.add_argument("--needs", action="append", default=[], metavar="PATH", help="what the command reads")
     parser.add_argument("--makes", action="append", default=[], metavar="PATH", help="what it leaves when it ends well")

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import zlib
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -24,29 +25,36 @@ from nanochat.checkpoint import (
     checkpoint_dir,
     choose_start,
     claim,
-    discard_after,
     find_checkpoint,
+    find_model,
     furthest_stage,
     job,
     list_steps,
-    load_model,
+    load_checkpoint,
     lock_path,
     problem_with,
+    read_meta,
     step_dir,
 )
 from nanochat.compiling import set_compile
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.errors import UserError
-from nanochat.files import make_folder_aside, previous
+from nanochat.files import previous, write_folder_aside
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.partition import Shard, equal_ranges, row_ranges
 from nanochat.resharding import load_training_state
-from nanochat.saving import CheckpointWriter, copy_to_host, make_room, outcome, write_files, write_tensors
+from nanochat.saving import CheckpointWriter, complete, copy_to_host, write_files, write_tensors
 
 set_compile(False, "cpu")
 TOKENIZER = learn_tokenizer(["a few words to learn merges from, a few words"], 280)
 SHAPES = {"table": (7, 3), "scale": (1,), "matrix": (4, 5), "bias": (3,)}  # 45 elements: no cut is even
 META = {"tokenizer": TOKENIZER.fingerprint, "config": {}}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(base_folder):
+    return checkpoint_dir("base", "x")
 
 
 def values(key: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -65,7 +73,7 @@ class Parameters(nn.Module):
 
 class Rank:
     """
-    One rank of `shards`, as sharding and optimizers in one: it keeps its cut of the masters, which are the model's
+    One rank of `shards`, as sharding and optimizers in one: it keeps its part of the masters, which are the model's
     weights in float32, and of moments drawn from the seed. `wholes` has everything whole, to compare with.
     """
 
@@ -78,14 +86,17 @@ class Rank:
         shapes = {name: tuple(p.shape) for name, p in params.items()}
         self.wholes = {f"master.{name}": p.detach().clone() for name, p in params.items()}
         self.model.to(dtype)
-        pieces = equal_ranges(shapes, shards)[1] if cut == "equal" else {name: row_ranges(shape, shards) for name, shape in shapes.items()}
+        by_rows = {name: row_ranges(shape, shards) for name, shape in shapes.items()}
+        ranges = equal_ranges(shapes, shards)[1] if cut == "equal" else by_rows
         self.shards = []
-        for name, of_name in pieces.items():
+        for name, of_name in ranges.items():
             in_place = dtype == torch.float32 and stage < 3  # then masters are the parameters themselves
             flat = params[name].data.view(-1) if in_place else self.wholes[f"master.{name}"].flatten()
-            self.shards += [Shard(name, shapes[name], p.start, p.end, flat[p.start : p.end]) for p in of_name if p.rank == rank]
-        self.optimizers = [self.optimizer("adamw", ["exp_avg", "exp_avg_sq"], 1, seed), self.optimizer("muon", ["momentum"], 2, seed)]
-        self.optimizers[0].counters["steps"] = torch.tensor(float(seed + 3))
+            mine = [part for part in of_name if part.rank == rank]
+            self.shards += [Shard(name, shapes[name], p.start, p.end, flat[p.start : p.end]) for p in mine]
+        adamw = self.optimizer("adamw", ["exp_avg", "exp_avg_sq"], 1, seed)
+        adamw.counters["steps"] = torch.tensor(float(seed + 3))
+        self.optimizers = [adamw, self.optimizer("muon", ["momentum"], 2, seed)]
 
     def optimizer(self, kind, keys, dimensions, seed):
         """AdamW has the vectors, Muon the matrices."""
@@ -108,24 +119,25 @@ class Rank:
     def kept(self):
         """{name: (slice, tensor)} of masters and moments."""
         found = {f"master.{s.name}": (s, s.master) for s in self.shards}
+        shards = {s.name: s for s in self.shards}
         for optimizer in self.optimizers:
             for key, tensors in optimizer.state.items():
-                found |= {f"{optimizer.kind}.{key}.{s.name}": (s, tensors[s.name]) for s in self.shards if s.name in tensors}
+                found |= {f"{optimizer.kind}.{key}.{name}": (shards[name], tensor) for name, tensor in tensors.items()}
         return found
 
     def load(self, checkpoint):
-        return load_training_state(checkpoint, self, self.optimizers)
+        load_training_state(checkpoint, self, self.optimizers)
 
-    def writer(self, folder, keep_last=-1):
-        return CheckpointWriter(folder, self, self.optimizers, TOKENIZER, keep_last)
+    def writer(self, folder, **settings):
+        return CheckpointWriter(folder, self, self.optimizers, TOKENIZER, **settings)
 
 
 def ranks(shards, **how):
     return [Rank(rank=rank, shards=shards, **how) for rank in range(shards)]
 
 
-def save(folder, step, rank, keep_last=-1):
-    writer = rank.writer(folder, keep_last)
+def save(folder, step, rank, **settings):
+    writer = rank.writer(folder, **settings)
     writer.save(step, META)
     writer.wait()
     return step_dir(folder, step)
@@ -133,9 +145,9 @@ def save(folder, step, rank, keep_last=-1):
 
 def save_all(folder, step, group):
     """What the processes of a group would do, one after the other."""
-    aside = make_room(step_dir(folder, step))
-    parts = [write_files(aside, copy_to_host(rank, rank.optimizers)) for rank in group]
-    group[0].writer(folder).publish(step, aside, parts, json.dumps(META | {"rng": {}, "step": step}))
+    with write_folder_aside(step_dir(folder, step)) as aside:
+        sums = [write_files(aside, copy_to_host(rank, rank.optimizers)) for rank in group]
+        complete(aside, sums, TOKENIZER, json.dumps(META | {"step": step}))
     return step_dir(folder, step)
 
 
@@ -146,59 +158,46 @@ def assert_same(group, saved):
         for name, (s, tensor) in rank.kept().items():
             assert torch.equal(tensor, saved.wholes[name].flatten()[s.start : s.end]), name
             counted += len(tensor)
-        assert rank.optimizers[0].counters["steps"] == saved.optimizers[0].counters["steps"], "bias correction goes on where it was"
-        if rank.stage < 3:
-            assert all(torch.equal(p, saved.wholes[f"master.{name}"].to(rank.dtype)) for name, p in rank.model.named_parameters())
+        steps = [some.optimizers[0].counters["steps"] for some in (rank, saved)]
+        assert steps[0] == steps[1], "bias correction goes on where it was"
+        for name, p in rank.model.named_parameters() if rank.stage < 3 else ():
+            assert torch.equal(p, saved.wholes[f"master.{name}"].to(rank.dtype)), name
     assert counted == sum(t.numel() for t in Rank().wholes.values()), "every element is kept by some rank"
 
 
 # ---- Resharding
 
 
-CUTS = [(1, 0, "equal"), (2, 2, "equal"), (5, 1, "equal"), (3, 3, "rows"), (8, 3, "rows")]  # 8 ranks: most keep no row of most
+# Of 8 ranks most keep no row of most parameters.
+CUTS = [(1, 0, "equal"), (2, 2, "equal"), (5, 1, "equal"), (3, 3, "rows"), (8, 3, "rows")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("before", CUTS)
 @pytest.mark.parametrize("after", CUTS)
-def test_saved_on_some_ranks_loaded_on_others_the_difference_is_zero(before, after, dtype):
+def test_saved_on_some_ranks_loaded_on_others_the_difference_is_zero(before, after, dtype, folder):
     """Odd shapes, empty slices, equal cuts that straddle tensors against cuts by rows, and the other way round."""
     source, target = (
-        ranks(shards, stage=stage, cut=cut, dtype=dtype, seed=seed) for (shards, stage, cut), seed in ((before, 0), (after, 9))
+        ranks(shards, stage=stage, cut=cut, dtype=dtype, seed=seed)
+        for (shards, stage, cut), seed in ((before, 0), (after, 9))
     )
-    path = save_all(checkpoint_dir("base", "x"), 3, source)
+    path = save_all(folder, 3, source)
     for rank in target:
-        assert rank.load(path)["step"] == 3
-    whole = Rank(dtype=dtype)
-    assert_same(target, whole)
-
-
-def test_two_ranks_then_four_then_one_and_replicas_write_nothing():
-    folder = checkpoint_dir("base", "x")
-    two, four, one = ranks(2, stage=2, dtype=torch.bfloat16), ranks(4, stage=2, dtype=torch.bfloat16, seed=5), ranks(1, dtype=torch.bfloat16, seed=6)
-    replicas = [Rank(rank=rank, shards=2, replica=1) for rank in range(2)]
-    path = save_all(folder, 1, two + replicas)
-    assert sorted(file.name for file in path.iterdir())[:3] == ["manifest.json", "meta.json", "model.safetensors"]
-    assert len(list(path.glob("optimizer_rank_*"))) == 2
-    for rank in four:
         rank.load(path)
-    path = save_all(folder, 2, four)
-    one[0].load(path)
-    assert_same(one, Rank(dtype=torch.bfloat16))
+    assert_same(target, Rank(dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_random_states_come_back_and_float32_masters_are_not_stored_twice(dtype):
-    torch.manual_seed(5)
-    path = save(checkpoint_dir("base", "x"), 3, Rank(dtype=dtype))
-    expected = torch.rand(4)
-    Rank(dtype=dtype, seed=9).load(path)
-    assert torch.equal(torch.rand(4), expected)
+def test_float32_masters_are_not_stored_twice_and_random_states_of_older_checkpoints_are_ignored(dtype, folder):
+    path = save(folder, 3, Rank(dtype=dtype))
     assert (b"master." in (path / "optimizer_rank_00000.safetensors").read_bytes()) == (dtype == torch.bfloat16)
+    (path / "meta.json").write_text(json.dumps(read_meta(path) | {"rng": {"cpu": "no state"}}))
+    loaded = Rank(dtype=dtype, seed=9)
+    loaded.load(path)
+    assert_same([loaded], Rank(dtype=dtype))
 
 
-def test_what_does_not_fit_is_refused_before_anything_changes():
-    folder = checkpoint_dir("base", "x")
+def test_what_does_not_fit_is_refused_before_anything_changes(folder):
     path = save(folder, 1, Rank())
     muonless, more = Rank(seed=1), Rank(seed=1)
     muonless.optimizers.pop()
@@ -206,13 +205,13 @@ def test_what_does_not_fit_is_refused_before_anything_changes():
     longer = Rank(seed=1)
     longer.optimizers[0].counters["steps"] = torch.tensor(3)
     cases = [
-        (Rank(Parameters(SHAPES | {"second": (2, 2)})), "second is only in the run"),
-        (Rank(Parameters({"table": (7, 3)})), "bias is only in it"),
-        (Rank(Parameters(SHAPES | {"matrix": (5, 4)})), r"matrix is \(4, 5\) torch.float32 there, \(5, 4\) torch.float32 here"),
-        (Rank(dtype=torch.bfloat16), "float32 there, .*bfloat16 here"),
-        (muonless, r"muon.momentum.matrix is only in it"),
-        (more, r"muon.second.matrix is only in the run"),
-        (longer, "adamw.steps is torch.float32 there, torch.int64 here"),
+        (Rank(Parameters(SHAPES | {"second": (2, 2)})), r"second is not there, but \(2, 2\) torch.float32 here"),
+        (Rank(Parameters({"table": (7, 3)})), r"bias is \(3,\) torch.float32 there, but not here"),
+        (Rank(Parameters(SHAPES | {"matrix": (5, 4)})), r"matrix is \(4, 5\) torch.float32 there, but \(5, 4\) torch"),
+        (Rank(dtype=torch.bfloat16), "float32 there, but .*bfloat16 here"),
+        (muonless, "muon.momentum.matrix is not here"),
+        (more, "muon.second.matrix is not whole in its optimizer files"),
+        (longer, "adamw.steps is torch.float32 there, but torch.int64 here"),
     ]
     for rank, message in cases:
         before = copy.deepcopy((rank.model.state_dict(), rank.kept()))
@@ -223,11 +222,11 @@ def test_what_does_not_fit_is_refused_before_anything_changes():
         assert all(torch.equal(t, after[1][name][1]) for name, (_, t) in before[1].items())
 
 
-def test_a_file_of_a_rank_that_is_not_there_or_there_twice_is_missed():
+def test_a_file_of_a_rank_that_is_not_there_or_there_twice_is_missed(folder):
     """Verification finds this first; loading by itself does not fill the gap with what was there."""
-    path = save_all(checkpoint_dir("base", "x"), 1, ranks(3, stage=1))
+    path = save_all(folder, 1, ranks(3, stage=1))
     (path / "optimizer_rank_00001.safetensors").rename(path / "kept")
-    with pytest.raises(UserError, match="(is not whole in its optimizer files|is only in the run)"):
+    with pytest.raises(UserError, match="is not whole in its optimizer files"):
         Rank(seed=1).load(path)
     shutil.copy(path / "kept", path / "optimizer_rank_00001.safetensors")
     shutil.copy(path / "kept", path / "optimizer_rank_00003.safetensors")
@@ -238,59 +237,58 @@ def test_a_file_of_a_rank_that_is_not_there_or_there_twice_is_missed():
 # ---- Finding
 
 
-def test_load_model_is_the_model_and_its_tokenizer():
+def test_load_checkpoint_is_the_model_and_its_tokenizer(folder):
     model = GPT(config_from_depth(1, TOKENIZER.get_vocab_size(), 16))
     model.init_weights(0)
     rank = Rank(model, dtype=torch.bfloat16)
-    save(checkpoint_dir("base", "x"), 2, rank)
-    loaded, tokenizer, meta = load_model("base", torch.device("cpu"), "eval")
-    assert not loaded.training and meta["step"] == 2 and tokenizer.fingerprint == TOKENIZER.fingerprint
+    save(folder, 2, rank)
+    loaded, tokenizer, meta = load_checkpoint(find_model("base"), CPU)
+    assert meta["step"] == 2 and tokenizer.fingerprint == TOKENIZER.fingerprint
     tokens = torch.tensor([[1, 2, 3]])
     assert torch.equal(loaded(tokens), rank.model(tokens)) and next(loaded.parameters()).dtype == torch.bfloat16
 
 
-def test_the_newest_step_is_found_by_number_and_only_the_last_are_kept():
-    folder = checkpoint_dir("base", "x")
+def test_the_newest_step_is_found_by_number_and_only_the_last_are_kept(folder):
     for step in (999_999, 1_000_000, 20):
         save(folder, step, Rank())
     assert list_steps(folder) == [20, 999_999, 1_000_000] and find_checkpoint(folder).name == "step_1000000"
     save(folder, 1_000_001, Rank(), keep_last=2)
     assert list_steps(folder) == [1_000_000, 1_000_001]
-    discard_after(folder, 1_000_000)
+    Rank().writer(folder, start_step=1_000_000, overwrite=True).wait()
     assert list_steps(folder) == [1_000_000]
     step_dir(folder, 1_000_000).rename(folder / "step_1000000.old")
     save(folder, 20, Rank())
     shutil.copytree(folder / "step_000020", folder / "step_000020.old")
     assert list_steps(folder) == [20] and find_checkpoint(folder).name == "step_000020"
-    assert sorted(path.name for path in folder.iterdir()) == ["step_000020", "step_000020.old", "step_1000000.old"], "the user's copies"
+    there = sorted(path.name for path in folder.iterdir())
+    assert there == ["step_000020", "step_000020.old", "step_1000000.old"], "the user's copies"
 
 
-@pytest.mark.parametrize("victim", ["optimizer_rank_00002.safetensors", "model.safetensors"])
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing file", "missing manifest", "manifest no text", "unreadable"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, victim, capsys):
-    folder = checkpoint_dir("base", "x")
+def flip(file):
+    content = file.read_bytes()
+    file.write_bytes(content[:5] + bytes([content[5] ^ 128]) + content[6:])
+
+
+DAMAGES = {
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "flipped": flip,  # the manifest is no UTF-8 any more
+    "missing": lambda file: file.unlink(),
+    "unreadable": lambda file: (file.unlink(), file.mkdir()),  # an error when it is read, as of a bad disk
+}
+
+
+@pytest.mark.parametrize("victim", ["optimizer_rank_00002.safetensors", "model.safetensors", "manifest.json"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, victim, folder, capsys):
+    """A damaged file of an optimizer only matters to runs that go on: a model that answers does without."""
     good, bad = (save_all(folder, step, ranks(3, stage=2)) for step in (10, 20))
-    victim = bad / victim
-    content = bytearray(victim.read_bytes())
-    if damage == "truncated":
-        victim.write_bytes(content[:-1])
-    elif damage == "flipped":
-        content[len(content) // 2] ^= 1
-        victim.write_bytes(content)
-    elif damage == "unreadable":
-        victim.unlink()
-        victim.mkdir()  # reading it is an error of the system's, as of a bad disk
-    elif damage == "manifest no text":
-        manifest = bytearray((bad / "manifest.json").read_bytes())
-        manifest[5] ^= 128  # no UTF-8 any more
-        (bad / "manifest.json").write_bytes(manifest)
-    else:
-        (victim if damage == "missing file" else bad / "manifest.json").unlink()
+    DAMAGES[damage](bad / victim)
     assert find_checkpoint(folder) == good
     said = capsys.readouterr().out
-    assert "step_000020" in said and ("manifest.json" if "manifest" in damage else victim.name) in said
+    assert "step_000020" in said and victim in said
     with pytest.raises(UserError, match="no valid checkpoint of step 20 .*steps there: 10, 20"):
         find_checkpoint(folder, 20)
+    assert find_model("base") == (bad if "optimizer" in victim else good)
     (good / "meta.json").unlink()
     with pytest.raises(UserError, match="no valid checkpoint in"):
         find_checkpoint(folder)
@@ -301,47 +299,42 @@ def test_the_furthest_stage_of_a_model():
     with pytest.raises(UserError, match="none; python -m scripts.base_train makes one"):
         furthest_stage()
     for stage, tag in (("base", "d1"), ("base", "d2"), ("sft", "d1"), ("mid", "d2")):
-        save(checkpoint_dir(stage, tag), 1, Rank())
+        step_dir(checkpoint_dir(stage, tag), 1).mkdir(parents=True)
     assert [furthest_stage(tag) for tag in (None, "d1", "d2")] == ["sft", "sft", "mid"]
-    save(checkpoint_dir("rl", "d2"), 1, Rank())
+    step_dir(checkpoint_dir("rl", "d2"), 1).mkdir(parents=True)
     assert [furthest_stage(tag) for tag in (None, "d1", "d2")] == ["rl", "sft", "rl"]
     with pytest.raises(UserError, match="no model d3 in .*: there is d1, d2"):
         furthest_stage("d3")
 
 
-def test_the_choice_of_a_model_is_never_guessed():
+def test_the_choice_of_a_model_is_never_guessed(capsys):
     with pytest.raises(UserError, match="0 models in .*base_checkpoints: python -m scripts.base_train makes one"):
-        load_model("base", torch.device("cpu"), "eval")
+        find_model("base")
     for tag in ("d1", "d2"):
-        save(checkpoint_dir("base", tag), 1, Rank())
-    with pytest.raises(UserError, match="2 models in .*: d1, d2; choose one with --model_tag"):
-        load_model("base", torch.device("cpu"), "eval")
-    with pytest.raises(UserError, match="no valid checkpoint of step 7"):
-        load_model("base", torch.device("cpu"), "eval", "d1", 7)
-    with pytest.raises(UserError, match=r"steps there: none; there is a model d1; there is a model d2\); did you mean 'd2'\?$"):
-        load_model("base", torch.device("cpu"), "eval", "d22")
-    with pytest.raises(UserError, match="source=pretrain is unknown"):
-        load_model("pretrain", torch.device("cpu"), "eval")
-    path = save(checkpoint_dir("base", "d3"), 1, Rank())
-    meta = json.loads((path / "meta.json").read_text()) | {"tokenizer": "another"}
-    (path / "meta.json").write_text(json.dumps(meta))
-    sums = json.loads((path / "manifest.json").read_text())
-    sums.pop("meta.json")
-    (path / "manifest.json").write_text(json.dumps(sums))
+        path = save(checkpoint_dir("base", tag), 1, Rank())
+    capsys.readouterr()
+    for arguments, message in (
+        (["base"], "2 models in .*: d1, d2; choose one with --model_tag"),
+        (["base", "d1", 7], r"no valid checkpoint of step 7 in .* \(steps there: 1\)"),
+        (["base", "d22"], r"there: none; there is a model d1; there is a model d2\); did you mean 'd2'\?$"),
+        (["pretrain"], "source=pretrain is unknown"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_model(*arguments)
+    assert capsys.readouterr().out == "", "one line, the error's"
+    (path / "meta.json").write_text(json.dumps(read_meta(path) | {"tokenizer": "another"}))
     with pytest.raises(UserError, match="the tokenizer there is not the one"):
-        load_model("base", torch.device("cpu"), "eval", "d3")
+        load_checkpoint(path, CPU)
 
 
 @pytest.mark.parametrize("run_id", ["none", "a-job"])
-def test_a_job_that_was_restarted_continues_what_it_wrote_itself(monkeypatch, run_id):
+def test_a_job_that_was_restarted_continues_what_it_wrote_itself(folder, monkeypatch, run_id):
     """
-    torchrun --max-restarts repeats the command line: --overwrite or a step to go back to would lose what was done since.
-    Checkpoints that were there before are not the job's: a first attempt that died early must not turn into resuming them.
+    torchrun --max-restarts repeats the command line: --overwrite or a step to go back to would lose what was done
+    since. Checkpoints that were there before are not the job's: a first attempt that died early must not turn into
+    resuming them.
     """
-    folder = checkpoint_dir("base", "x")
-    save(folder, 5, Rank())
-    meta = step_dir(folder, 5) / "meta.json"
-    assert json.loads(meta.read_text())["job"] == job()
+    assert read_meta(save(folder, 5, Rank()))["job"] == job()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     if run_id == "none":
@@ -358,145 +351,189 @@ def test_a_job_that_was_restarted_continues_what_it_wrote_itself(monkeypatch, ru
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
         with pytest.raises(UserError, match="has checkpoints; continue with --resume=auto"):
             choose_start(folder, "", -1, False)
-        assert choose_start(folder, "", -1, True) is None and choose_start(folder, "", 10, True).name == "step_000010"
+        assert choose_start(folder, "", -1, True) is None
+        assert choose_start(folder, "", 10, True).name == "step_000010"
 
 
 # ---- Saving in the background
 
 
-def test_training_goes_on_while_a_save_is_written(monkeypatch):
-    """The thread is held up until every tensor and the meta have changed in place: the checkpoint has the values at save()."""
-    folder, rank, meta = checkpoint_dir("base", "x"), Rank(dtype=torch.bfloat16), META | {"config": {"lr": 1}}
-    changed = False
-
-    def slow(aside, files):
-        while not changed:
-            time.sleep(0.01)
-        return write_files(aside, files)
-
-    monkeypatch.setattr("nanochat.saving.write_files", slow)
+def test_training_goes_on_while_a_save_is_written(folder, monkeypatch):
+    """The thread is held up until every tensor and the meta have changed in place: what is saved is as at save()."""
+    rank, meta, changed = Rank(dtype=torch.bfloat16), META | {"config": {"lr": 1}}, threading.Event()
+    monkeypatch.setattr("nanochat.saving.write_files", lambda *args: changed.wait() and write_files(*args))
     writer = rank.writer(folder)
     writer.save(1, meta)
+    kept = [tensor for _, tensor in rank.kept().values()]
     with torch.no_grad():
-        for tensor in (*rank.model.parameters(), *(t for _, t in rank.kept().values()), rank.optimizers[0].counters["steps"]):
+        for tensor in (*rank.model.parameters(), *kept, rank.optimizers[0].counters["steps"]):
             tensor.fill_(7)
     meta["config"]["lr"] = 2
     assert not list_steps(folder), "save() returned before anything was written"
-    changed = True
+    changed.set()
     writer.wait()
     fresh = Rank(dtype=torch.bfloat16, seed=4)
-    assert fresh.load(find_checkpoint(folder))["config"] == {"lr": 1}
+    fresh.load(find_checkpoint(folder))
+    assert read_meta(find_checkpoint(folder))["config"] == {"lr": 1}
     assert_same([fresh], Rank(dtype=torch.bfloat16))
 
 
-def refusal(*_):
+def refusal(*_, **__):
     raise OSError(28, "No space left on device", "/disk")
 
 
-@pytest.mark.parametrize("where", ["make_folder_aside", "save_file", "sha256", "publish_folder"])
-def test_a_failed_save_is_a_warning_if_another_follows_and_an_error_if_not(where, monkeypatch, capsys):
+@pytest.mark.parametrize("where", ["files.tempfile.mkdtemp", "saving.save_file", "saving.sha256", "files.sync"])
+def test_a_failed_save_is_a_warning_if_another_follows_and_an_error_if_not(where, folder, monkeypatch, capsys):
     """The disk fills up while a step that is there already is saved again: the old one stays, without debris."""
-    folder, rank = checkpoint_dir("base", "x"), Rank()
-    writer = rank.writer(folder)
+    writer = Rank().writer(folder)
     writer.save(5, META)
     writer.join()
     with monkeypatch.context() as patch:
-        patch.setattr(f"nanochat.saving.{where}", refusal)
+        patch.setattr(f"nanochat.{where}", refusal)
         writer.save(5, META)
         writer.join()
-        assert [path.name for path in folder.iterdir()] == ["step_000005"] and problem_with(folder / "step_000005") is None
+        assert [path.name for path in folder.iterdir()] == ["step_000005"]
+    assert problem_with(folder / "step_000005") is None
     writer.save(6, META)
     writer.wait()
     said = capsys.readouterr().out
-    assert "warning: step 5 was not saved: No space left on device: /disk" in said and "training goes on, the next save tries again" in said
+    assert "warning: step 5 was not saved: No space left on device: /disk" in said
+    assert "training goes on, the next save tries again" in said
     assert said.splitlines()[-1] == f"saved {folder / 'step_000006'}" and list_steps(folder) == [5, 6]
-    monkeypatch.setattr(f"nanochat.saving.{where}", refusal)
+    monkeypatch.setattr(f"nanochat.{where}", refusal)
     writer.save(7, META)
     with pytest.raises(OSError) as raised:
         writer.wait()
-    assert raised.value.errno == 28 and sorted(path.name for path in folder.iterdir()) == ["step_000005", "step_000006"]
+    assert raised.value.errno == 28
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000005", "step_000006"]
     writer.wait()  # an error is raised once
 
 
-def test_a_run_whose_folder_another_has_taken_saves_nothing_more(monkeypatch):
+def test_a_run_whose_folder_another_has_taken_saves_nothing_more(folder, monkeypatch):
     """As where a file system has no locks. A lock that was removed with the folder is made anew."""
-    folder, rank = checkpoint_dir("base", "x"), Rank()
-    writer = rank.writer(folder)
-    with pytest.raises(UserError, match=f"x is in use by another run .host .*, process {os.getpid()}, job .*; wait for it"):
+    writer = Rank().writer(folder)
+    with pytest.raises(UserError, match=f"in use by another run .host .*, process {os.getpid()}, job .*; wait for it"):
         Rank().writer(folder)
     lock_path(folder).unlink()
     writer.save(1, META)
     writer.join()
-    monkeypatch.setattr("nanochat.saving.write_files", lambda *args: lock_path(folder).write_text("host b, process 7, job 9") and write_files(*args))
-    writer.save(2, META)  # the other one comes while this is written
-    with pytest.raises(UserError, match="x was taken over by another run .host b, process 7, job 9.; this one can save nothing there any more"):
-        writer.save(3, META)
-    with pytest.raises(UserError, match="was taken over by another run"):
-        writer.save(4, META)
+
+    def taken_meanwhile(*args):
+        lock_path(folder).write_text("host b, process 7, job 9")
+        return write_files(*args)
+
+    monkeypatch.setattr("nanochat.saving.write_files", taken_meanwhile)
+    writer.save(2, META)
+    for step in (3, 4):
+        with pytest.raises(UserError, match="taken over by another run .host b, process 7, job 9.; this one can save"):
+            writer.save(step, META)
     assert [path.name for path in folder.iterdir()] == ["step_000001"], "and not even its debris"
 
 
-def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(tmp_path, monkeypatch):
-    """Beside those of save_every and the end; a save starts the clock anew."""
-    folder, rank = checkpoint_dir("base", "x"), Rank()
-    metrics = SimpleNamespace(pause=lambda: None, state={}, save_requested=False)
-    monkeypatch.setattr("nanochat.saving.last_acts", [])  # or it would be kept for the end of the tests
-    writer = CheckpointWriter(folder, rank, rank.optimizers, TOKENIZER, save_minutes=5)
-    for step in range(8):
-        writer.began -= 300 * (step != 4)
-        metrics.save_requested = writer.time_is_up()
-        assert metrics.save_requested == (step != 4)
-        writer.between_steps(step, metrics, step == 2, META)
-        assert not writer.time_is_up() or step == 0
-    writer.wait()
-    assert list_steps(folder) == [2, 6, 7]
-    monkeypatch.setattr("nanochat.saving.make_folder_aside", lambda path: (_ for _ in ()).throw(OSError(28, "full")) if "9" in path.name else make_folder_aside(path))
-    for step in (8, 9, 10):
-        metrics.save_requested = True
-        writer.between_steps(step, metrics, False, META)
-    writer.wait()
-    assert list_steps(folder) == [2, 8, 10], "one that the disk refused is none of the two"
-    other = Rank(rank=1, shards=2)
-    assert not CheckpointWriter(tmp_path, other, [], TOKENIZER, save_minutes=1e-9).time_is_up(), "rank 0's clock decides"
-    assert not CheckpointWriter(tmp_path / "-1", rank, [], TOKENIZER, save_minutes=-1).time_is_up()
+def test_what_killed_saves_left_goes_with_the_next_run(folder):
+    """Also what they left of other steps."""
+    folder.mkdir(parents=True)
+    (folder / ".step_000007.tmp-abc" / "step_000007").mkdir(parents=True)
+    save(folder, 8, Rank())
+    assert [path.name for path in folder.iterdir()] == ["step_000008"]
 
 
-def test_an_interrupted_copy_is_no_save(tmp_path, monkeypatch):
-    """A second Ctrl-C while what is saved is copied: the step is saved before the run ends."""
-    rank = Rank()
-    metrics = SimpleNamespace(pause=lambda: None, flush=lambda: None, state={}, save_requested=False)
+METRICS = SimpleNamespace(flush=lambda: None, state={}, save_requested=False)
+
+
+@pytest.fixture
+def last_acts(monkeypatch):
+    """What the writers of a test would do at the end of the process."""
     acts = []
     monkeypatch.setattr("nanochat.saving.last_acts", acts)
-    writer = rank.writer(tmp_path)
-    writer.between_steps(4, metrics, False, META)
+    return acts
+
+
+def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(folder, tmp_path, monkeypatch, last_acts):
+    """Beside those of save_every and the end; a save starts the clock anew."""
+    rank = Rank()
+    writer = rank.writer(folder, save_minutes=5)
+    for step in range(8):
+        writer.began -= 300 * (step != 4)
+        assert writer.time_is_up() == (step != 4)
+        writer.stand_by(step, METRICS, META)
+        if step in (2, 6) or writer.time_is_up():
+            writer.checkpoint(by_time=step not in (2, 6))
+            assert not writer.time_is_up() or step == 0
+    writer.join()
+    assert list_steps(folder) == [2, 5, 6, 7]
+    for step in (8, 9, 10):
+        writer.stand_by(step, METRICS, META)
+        with monkeypatch.context() as patch:
+            if step == 9:
+                patch.setattr("nanochat.saving.save_file", refusal)
+            writer.checkpoint(by_time=True)
+            writer.join()
+    writer.wait()
+    assert list_steps(folder) == [2, 6, 8, 10], "one that the disk refused is none of the two"
+    other = Rank(rank=1, shards=2).writer(tmp_path / "other", save_minutes=1e-9)
+    assert not other.time_is_up(), "rank 0's clock decides"
+    assert not rank.writer(tmp_path / "never", save_minutes=-1).time_is_up()
+
+
+def test_an_interrupted_copy_is_no_save(folder, monkeypatch, last_acts):
+    """A second Ctrl-C while what is saved is copied: the step is saved before the run ends."""
+    writer = Rank().writer(folder)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    writer.stand_by(5, METRICS, META)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("nanochat.saving.copy_to_host", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        writer.between_steps(5, metrics, True, META)
-    acts.pop()()
-    assert list_steps(tmp_path) == [5]
+        patch.setattr("nanochat.saving.copy_to_host", interrupted)
+        writer.checkpoint()
+    last_acts.pop()()
+    assert list_steps(folder) == [5]
 
 
-def test_the_lock_of_a_machine_that_crashed_is_waited_for(tmp_path, monkeypatch):
+def test_the_lock_of_a_machine_that_crashed_is_waited_for(folder, monkeypatch):
     """A file server lets go of it some time later. One that stays is refused, and one of this machine at once."""
-    lock = claim(tmp_path / "run")
-    lock.write("host elsewhere, process 1, job x")
-    lock.flush()
+    lock = claim(folder)
+
+    def sign(text):
+        lock.truncate(0)
+        lock.write(text)
+        lock.flush()
+
+    sign("host elsewhere, process 1, job x")
     threading.Timer(0.5, lock.close).start()
-    lock = claim(tmp_path / "run")
-    monkeypatch.setattr("nanochat.checkpoint.LEASE_SECONDS", 0.1)
-    with pytest.raises(UserError, match="in use by another run .host elsewhere, .*if its machine is gone, remove"):
-        claim(tmp_path / "run")
-    monkeypatch.setattr("nanochat.checkpoint.LEASE_SECONDS", 1e9)
-    lock.truncate(0)
-    lock.write(f"host {socket.gethostname()}, process 1, job x")
-    lock.flush()
+    lock = claim(folder)
+    sign("host elsewhere, process 1, job x")
+    with monkeypatch.context() as patch:
+        patch.setattr("nanochat.checkpoint.LEASE_SECONDS", 0.1)
+        with pytest.raises(UserError, match="in use by another run .host elsewhere, .*if its machine is gone, remove"):
+            claim(folder)
+    sign(f"host {socket.gethostname()}, process 1, job x")
     with pytest.raises(UserError, match="in use by another run"):
-        claim(tmp_path / "run")
+        claim(folder)
 
 
-def test_a_bug_keeps_its_traceback_and_a_refusal_of_the_disk_its_number(tmp_path):
-    bug = outcome(json.loads, "{")
-    assert isinstance(bug, RuntimeError) and "JSONDecodeError" in str(bug) and "decoder.py" in bug.__notes__[0]
+def test_a_file_system_without_locks(folder, monkeypatch):
+    """Runs go on without; the name in the file is a guard, which a run that only looks does not overwrite."""
+
+    def no_locks(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("nanochat.files.fcntl.flock", no_locks)
+    writer = Rank().writer(folder)
+    lock_path(folder).write_text(signed := lock_path(folder).read_text() + " of another process")
+    assert choose_start(folder, "", -1, False) is None and lock_path(folder).read_text() == signed
+    writer.save(1, META)
+    with pytest.raises(UserError, match="x was taken over by another run"):
+        writer.wait()
+
+
+def test_a_bug_keeps_its_traceback_and_a_refusal_of_the_disk_its_number(folder, tmp_path, monkeypatch):
+    writer = Rank().writer(folder)
+    monkeypatch.setattr("nanochat.saving.write_files", lambda *_: json.loads("{"))
+    writer.save(1, META)
+    with pytest.raises(RuntimeError, match=r"(?s)decoder\.py.*JSONDecodeError"):
+        writer.wait()
     with pytest.raises(OSError) as raised:
         write_tensors(tmp_path / "no folder" / "file", {"a": torch.zeros(2)}, {})
     assert raised.value.errno == 2
@@ -526,10 +563,11 @@ def save_and_load(rank, world_size, folder):
         (folder / "step_000003" / "optimizer_rank_00001.safetensors").write_bytes(b"damaged")
     torch.distributed.barrier()
     checkpoint = choose_start(folder, "auto", -1, False)
+    assert len(list(checkpoint.glob("optimizer_rank_*"))) == 2, "replicas write nothing"
     fresh = Rank(rank=rank, shards=world_size, stage=3, cut="rows", dtype=torch.bfloat16, seed=3)
     fresh.load(checkpoint)
-    whole = Rank(dtype=torch.bfloat16)
-    seen.append(all(torch.equal(t, whole.wholes[name].flatten()[s.start : s.end]) for name, (s, t) in fresh.kept().items()))
+    wholes = Rank(dtype=torch.bfloat16).wholes
+    seen.append(all(torch.equal(t, wholes[name].flatten()[s.start : s.end]) for name, (s, t) in fresh.kept().items()))
     fresh.optimizers[0].counters = {} if rank == 2 else fresh.optimizers[0].counters
     try:
         fresh.load(checkpoint)
@@ -540,12 +578,13 @@ def save_and_load(rank, world_size, folder):
 
 @pytest.mark.parametrize("local_world_size", ["1", "4"])
 def test_ranks_save_and_load_together_and_agree_on_what_went_wrong(local_world_size, tmp_path, monkeypatch):
-    """One rank's disk refuses; one file is damaged, which only one of the ranks reads; one rank cannot use what the others can."""
+    """One rank's disk refuses; one file is damaged, which one rank reads; one cannot use what the others can."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
     outcomes = run_on_ranks(4, save_and_load, tmp_path / "x")
-    message = f"{tmp_path / 'x' / 'step_000002'} does not fit this run: adamw.steps is only in it (other optimizers?)"
+    message = f"{tmp_path / 'x' / 'step_000002'} does not fit this run: adamw.steps is not here (other optimizers?)"
     assert outcomes == [("step_000002", [(28, "/disk"), True, message])] * 4
-    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == ["step_000002", "step_000003"], "the last two, and no debris"
+    there = sorted(path.name for path in (tmp_path / "x").iterdir())
+    assert there == ["step_000002", "step_000003"], "the last two, and no debris"
 
 
 def fail(rank, world_size, folder):
@@ -554,14 +593,13 @@ def fail(rank, world_size, folder):
     updates; on stage 3. And how long that took.
     """
     patch, began = pytest.MonkeyPatch(), time.monotonic()
-    patch.setattr("nanochat.saving.ALL_FAILED_WITHIN", 1)
-    metrics = SimpleNamespace(pause=lambda: None, flush=lambda: None, state={}, save_requested=False)
+    patch.setattr("nanochat.saving.ALL_FAILED_WITHIN", timedelta(seconds=1))
     for case in ("both", "rank 0", "rank 1", "steps", "update", "stage 3"):
         shard = Rank(rank=rank, shards=2, stage=1, dtype=torch.bfloat16)
         shard.stage = 3 if case == "stage 3" else 1
         writer = shard.writer(folder / case)
         for step in (4, 5 + (case == "steps" and rank)):
-            writer.between_steps(step, metrics, False, META)
+            writer.stand_by(step, METRICS, META)
         if case == "update" and rank:
             writer.begin_update()
         if case != f"rank {1 - rank}":
@@ -593,29 +631,36 @@ def test_a_folder_that_not_every_node_has_is_no_checkpoint(tmp_path):
     assert all("no valid checkpoint" in said and "steps there: 1" in said for said in (error, error_of_rank_1))
 
 
-WRITER_WITHOUT_PEER = """
+PROGRAM = f"""
 import os, sys
-sys.path[:0] = [{tests!r}, {repo!r}]
-import torch.distributed as dist
+sys.path[:0] = [{str(REPO / "tests")!r}, {str(REPO)!r}]
 from test_checkpoint import *
+folder = checkpoint_dir("base", "x")
+"""
+WRITER_WITHOUT_PEER = PROGRAM + """
+import nanochat.saving
 rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", "file://{rendezvous}", rank=rank, world_size=2)
+torch.distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=2)
 if rank == 1:
-    import nanochat.saving
     nanochat.saving.write_files = lambda *_: os._exit(3)
-shard = Rank(rank=rank, shards=2, stage=1)
-writer = shard.writer(checkpoint_dir("base", "x"))
+writer = Rank(rank=rank, shards=2, stage=1).writer(folder)
 writer.save(1, META)
 raise SystemExit("rank 0 fails as well")
 """
+SAVE_FOR_EVER = PROGRAM + """
+while True:
+    save(folder, 1, Rank())
+"""
 
 
-def test_a_process_ends_although_its_thread_waits_for_a_rank_that_died(tmp_path):
-    program = WRITER_WITHOUT_PEER.format(tests=str(REPO / "tests"), repo=str(REPO), rendezvous=tmp_path / "rendezvous")
-    both = [
-        subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
+def python(program, *arguments, **environment):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_a_process_ends_although_its_thread_waits_for_a_rank_that_died(folder, tmp_path):
+    both = [python(WRITER_WITHOUT_PEER, tmp_path / "rendezvous", RANK=str(rank)) for rank in range(2)]
     try:
         assert b"rank 0 fails as well" in both[0].communicate(timeout=300)[1]
         assert [process.wait(timeout=300) for process in both] == [1, 3]
@@ -623,25 +668,13 @@ def test_a_process_ends_although_its_thread_waits_for_a_rank_that_died(tmp_path)
         for process in both:
             process.kill()
             process.communicate()
-    assert not list(checkpoint_dir("base", "x").iterdir()), "no debris"
+    assert not list(folder.iterdir()), "no debris"
 
 
-SAVE_FOR_EVER = """
-import sys
-sys.path[:0] = [{tests!r}, {repo!r}]
-from test_checkpoint import Rank, checkpoint_dir, save
-save(checkpoint_dir("base", "x"), 1, Rank())
-while True:
-    save(checkpoint_dir("base", "x"), 1, Rank())
-"""
-
-
-def test_killed_at_any_moment_of_saving_the_same_step_a_valid_checkpoint_remains():
-    """A real process that replaces step 1 over and over, stopped at four moments and then killed for real; three times."""
-    folder = checkpoint_dir("base", "x")
-    program = SAVE_FOR_EVER.format(tests=str(REPO / "tests"), repo=str(REPO))
+def test_killed_at_any_moment_of_saving_the_same_step_a_valid_checkpoint_remains(folder):
+    """A real process that replaces step 1 over and over, stopped at four moments, then killed for real; three times."""
     for life in range(3):
-        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        process = python(SAVE_FOR_EVER)
         assert process.stdout.readline().startswith(b"saved ")
         for moment in range(4):
             process.send_signal(signal.SIGCONT)

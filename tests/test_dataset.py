@@ -699,7 +699,7 @@ def test_a_build_killed_at_any_moment_leaves_the_old_data_or_none(inputs, base):
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, f"finished before {pattern} was seen"
 
-    kill_when(".mine.tmp-*/bucket_00")
+    kill_when(".mine.tmp-*/mine/bucket_00")
     assert not (base / "data" / "mine").exists() and list((base / "data").glob(".mine.tmp-*"))
     with pytest.raises(UserError, match="no data set 'mine'"):
         dataset.load_manifest("mine")
@@ -709,7 +709,7 @@ def test_a_build_killed_at_any_moment_leaves_the_old_data_or_none(inputs, base):
 
     before = dataset.fingerprint("mine")
     write_jsonl(inputs / "a.jsonl", texts(40_000))
-    kill_when(".mine.tmp-*/shard_00002.parquet")
+    kill_when(".mine.tmp-*/mine/shard_00002.parquet")
     assert dataset.fingerprint("mine") == before
     dataset.verify("mine")
     make(str(inputs), name="mine")

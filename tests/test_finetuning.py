@@ -1,4 +1,4 @@
-"""The stages after pretraining: the weighting of fine-tuning does not depend on how rows fall into batches and onto ranks."""
+"""The stages after pretraining: how rows fall into batches and onto ranks does not change the weighting."""
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,24 +12,30 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.zero import Sharding
 
 EXAMPLES = 10  # of the step; with micro-batches of 4 on 3 ranks, one micro-batch is empty
+TOKENIZER = Tokenizer([])
 
 
 def conversation(i: int) -> dict:
-    return {"messages": [{"role": "user", "content": "ab" * (i % 4)}, {"role": "assistant", "content": "xyz" * (1 + 5 * i % 13)}]}
+    question, answer = "ab" * (i % 4), "xyz" * (1 + 5 * i % 13)
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def random_model() -> GPT:
+    model, generator = GPT(GPTConfig(64, TOKENIZER.get_vocab_size(), 2, 32, 4, 2)), torch.Generator().manual_seed(5)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2, generator=generator)
+    return model
 
 
 def one_step(rank: int, world_size: int, device_batch_size: int, stage: int) -> tuple[float, torch.Tensor]:
     """The loss and the whole gradient of a step, computed as scripts/chat_sft.py does."""
-    tokenizer = Tokenizer([])
-    model = GPT(GPTConfig(64, tokenizer.get_vocab_size(), 2, 32, 4, 2))
-    generator = torch.Generator().manual_seed(5)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.2, generator=generator)
+    model = random_model()
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage)
-    conversations = RenderedConversations([conversation(i) for i in range(EXAMPLES)], tokenizer, 65)
-    loader = conversation_loader(conversations, [[i] for i in order(EXAMPLES, 0, 0)], EXAMPLES, device_batch_size=device_batch_size,
-                                 max_seq_len=64, pad=True, rank=rank, world_size=world_size)
+    conversations = RenderedConversations([conversation(i) for i in range(EXAMPLES)], TOKENIZER, 65)
+    rows = [[i] for i in order(EXAMPLES, 0, 0)]
+    shape = dict(device_batch_size=device_batch_size, max_seq_len=64, rank=rank, world_size=world_size, pad=True)
+    loader = conversation_loader(conversations, rows, EXAMPLES, **shape)
     grad_accum_steps = -(-EXAMPLES // (device_batch_size * world_size))
     step_loss, step_targets = torch.zeros(()), torch.zeros(())
     for micro_step in range(grad_accum_steps):
@@ -57,14 +63,9 @@ def all_steps(rank: int, world_size: int) -> dict[tuple[int, int], tuple[float, 
 
 def plain_step() -> tuple[float, torch.Tensor]:
     """The definition: the mean over all target tokens of all conversations, each by itself, in float64."""
-    tokenizer = Tokenizer([])
-    model = GPT(GPTConfig(64, tokenizer.get_vocab_size(), 2, 32, 4, 2))
-    generator = torch.Generator().manual_seed(5)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.2, generator=generator)
-    total, count = 0.0, 0
+    model, total, count = random_model(), 0.0, 0
     for i in range(EXAMPLES):
-        ids, mask, _ = render(tokenizer, conversation(i))
+        ids, mask, _ = render(TOKENIZER, conversation(i))
         logits = model(torch.tensor([ids[:-1]])).double()
         losses = -logits.log_softmax(-1)[0, torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
         trained = torch.tensor(mask[1:], dtype=torch.float64)
@@ -76,8 +77,8 @@ def plain_step() -> tuple[float, torch.Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_losses_and_gradients_do_not_depend_on_micro_batches_and_ranks(world_size):
     """
-    1, 2 and 4 rows a micro-batch, on every stage; an average over micro-batches would weight short answers more. Float32
-    sums of another order: 1e-6 of the gradient's norm.
+    1, 2 and 4 rows a micro-batch, on every stage; an average over micro-batches would weight short answers more.
+    Float32 sums of another order: 1e-6 of the gradient's norm.
     """
     loss, gradient = plain_step()
     for steps in run_on_ranks(world_size, all_steps):

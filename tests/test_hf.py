@@ -17,7 +17,6 @@ import torch
 from ranks import run_on_ranks
 from safetensors.torch import load_file, save_file
 
-import nanochat.saving
 from nanochat.checkpoint import checkpoint_dir, load_checkpoint, problem_with, read_meta, step_dir
 from nanochat.conversation import render, render_prompt
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
@@ -566,8 +565,7 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path, base_folder, monkeypatch)
         raise OSError(28, "No space left on device")
 
     before = contents()
-    monkeypatch.setattr(nanochat.saving, "publish_folder", full)
-    monkeypatch.setattr("nanochat.files.publish_folder", full)
+    monkeypatch.setattr("nanochat.files.sync", full)
     for attempt in (imported, lambda folder: imported(folder, source="sft", model_tag="tiny", overwrite=True),
                     lambda folder: exported(folder, overwrite=True)):
         with pytest.raises(OSError, match="No space left"):

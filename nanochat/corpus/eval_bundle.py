@@ -1,5 +1,4 @@
 """The CORE evaluation bundle: download and unpack."""
-import tempfile
 import zipfile
 import zlib
 from pathlib import Path
@@ -7,7 +6,7 @@ from pathlib import Path
 from nanochat.core_eval import bundle_dir
 from nanochat.corpus.download import fetch
 from nanochat.errors import UserError
-from nanochat.files import base_dir, locked, publish_folder, recover_folder
+from nanochat.files import base_dir, locked, recover_folder, write_aside
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 
@@ -32,13 +31,13 @@ def unpack(archive: Path, folder: Path) -> None:
     or no bundle. Members that would lead out of the folder stay inside: zipfile sees to that.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix=".eval_bundle.tmp-", dir=folder.parent) as aside:
+        with write_aside(folder) as aside:
             with zipfile.ZipFile(archive) as file:
-                file.extractall(Path(aside, "all"))
-            roots = sorted((path.parent for path in Path(aside).rglob("core.yaml")), key=lambda path: len(path.parts))
+                file.extractall(aside.with_name("all"))  # in the same temporary folder
+            roots = sorted((path.parent for path in aside.parent.rglob("core.yaml")), key=lambda path: len(path.parts))
             if not roots:
                 raise UserError(f"{archive.name} has no core.yaml")
-            publish_folder(roots[0], folder)
+            roots[0].rename(aside)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         raise UserError(f"{archive.name} is damaged ({error})") from error
     finally:

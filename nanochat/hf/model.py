@@ -134,7 +134,7 @@ def read_weights(checkpoint: Path, dtype: str) -> dict[str, Tensor]:
             pieces = index_of(stack.enter_context(safe_open(path, framework="pt")) for path in paths)
             for name, tensor in weights.items():
                 key = f"master.{name}"
-                master = [piece.file.get_tensor(key) for piece in pieces.get(key, [])]  # each flat, in rising order
+                master = [piece.source.get_tensor(key) for piece in pieces.get(key, [])]  # each flat, in rising order
                 if sum(map(len, master)) != tensor.numel():
                     raise UserError(f"{checkpoint} has no float32 masters, only {MODEL_FILE} as it was imported: "
                                     "leave out --dtype=float32")

@@ -1,0 +1,62 @@
+"""Optimizer steps as torch.profiler records them on each rank: for bench.step_timeline."""
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from nanochat.gpt import GPT, config_from_depth
+from nanochat.optimizers import setup_optimizers
+from nanochat.zero import Sharding
+
+DEPTH, ROWS, MICRO_STEPS, STEPS = 6, 4, 2, 5  # rows of 256 tokens per rank and micro-step; the last step is drawn
+COMPUTES = {"forward": "#9ecae1", "backward": "#4292c6", "update": "#bdbdbd", "wait": "#fff7bc"}
+SENT = {"gradients": "#e6550d", "parameters": "#31a354", "Muon's matrices": "#756bb1"}
+Spans = dict[str, list[tuple[float, float]]]  # of each of these: (begin, length) in ms since the step began
+original_wait = dist.Work.wait
+
+
+def recorded_wait(work: dist.Work, *args) -> bool:
+    """Work.wait, which the profiler does not record by itself."""
+    with record_function("wait"):
+        return original_wait(work, *args)
+
+
+def profile_steps(rank: int, ranks: int, stage: int) -> list[list[Spans]]:
+    """Of each rank, of each step and the forward pass after it."""
+    dist.Work.wait = recorded_wait
+    model = GPT(config_from_depth(DEPTH, 4096, 256))
+    model.init_weights(seed=0)
+    sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage)
+    optimizers = setup_optimizers(model, sharding)
+    tokens = torch.randint(4096, (ROWS, 257), generator=torch.Generator().manual_seed(rank))
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    found, of_ranks = [], [[]] * ranks
+    for _ in range(STEPS + 1):
+        dist.barrier()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            for micro_step in range(MICRO_STEPS):
+                with sharding.accumulate(last=micro_step == MICRO_STEPS - 1):
+                    with record_function("forward"):
+                        loss = model(inputs, targets)
+                    with record_function("backward"):
+                        (loss / MICRO_STEPS).backward()
+            with record_function("update"):
+                stats = sharding.reduce_and_clip(loss)
+                for optimizer in optimizers:
+                    optimizer.step(stats)
+                sharding.all_gather_params()
+            with record_function("forward"), torch.no_grad():
+                model(inputs, targets)
+        found.append(spans_of(profiler.events()))
+    dist.all_gather_object(of_ranks, found[1:])  # the first step allocates
+    return of_ranks
+
+
+def spans_of(events) -> Spans:
+    first = {name: min(e.time_range.start for e in events if e.name == name) for name in ("forward", "update")}
+    spans: Spans = {name: [] for name in (*COMPUTES, *SENT)}
+    for event in events:  # nanochat.distributed.reduce_scatter is an all-to-all on gloo
+        after = "Muon's matrices" if event.time_range.start > first["update"] else "gradients"
+        name = {"gloo:all_gather": "parameters", "gloo:all_to_all": after}.get(event.name, event.name)
+        if name in spans:
+            spans[name].append(((event.time_range.start - first["forward"]) / 1e3, event.time_range.elapsed_us() / 1e3))
+    return spans
