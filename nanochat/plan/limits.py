@@ -4,14 +4,14 @@ import resource
 import sys
 from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")  # version 2
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # version 2: its line is "0::/path"
 
 
 def memory_limits() -> dict[str, float]:
     """Bytes that are left under every limit in force, by name."""
     limits = {"memory available": available_memory()}
-    _number, _controllers, path = (read(Path("/proc/self/cgroup")).strip().rpartition("\n")[2] or "0::/").split(":", 2)
-    for folder in (CGROUPS / path.lstrip("/") / "x").parents:  # this process's control group and those around it
+    own = CGROUPS / read(OWN_CGROUP).rpartition("0::/")[2].strip()
+    for folder in (own, *own.parents):  # control groups around a process's own count as well
         if folder.is_relative_to(CGROUPS) and (left := left_of(folder)) is not None:
             limits[f"cgroup {folder}"] = left
     soft, _hard = resource.getrlimit(resource.RLIMIT_DATA)
