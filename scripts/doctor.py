@@ -128,7 +128,7 @@ for name, left in limits().items():
     print(f"{name}: {left / GIB:,.1f} GiB free" + " for each rank" * (ranks > 1))
 writable = True
 if here:
-    folder = next(path for path in (base_dir(), *base_dir().parents) if path.exists())
+    folder = next(path for path in (base_dir(), *base_dir().absolute().parents) if path.exists())
     free, writable = shutil.disk_usage(folder).free, os.access(folder, os.W_OK | os.X_OK)
     # Shards and their tokens; of each of four stages two checkpoints and one being written, up to 14 bytes a parameter.
     wanted = 1 if device.type == "cpu" else 120 if gpus >= 8 else 40

@@ -18,7 +18,7 @@ import nanochat.plan.probes
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig, config_from_depth
 from nanochat.plan import limits
-from nanochat.plan.memory import needed_bytes, parameter_counts, state_bytes, step_bytes
+from nanochat.plan.memory import GIB, largest_rows, needed_bytes, parameter_counts, state_bytes, step_bytes
 from nanochat.plan.probes import PROBES, probe, rows_that_train, set_up_training, train_step
 
 
@@ -88,19 +88,12 @@ def test_the_formula_is_the_bytes_of_the_tensors(monkeypatch, config, rows, devi
     assert least < live.peak / formula < most
 
 
-def test_parameters_are_counted_as_the_model_has_them():
-    for config in (config_from_depth(2, 1000, 64), config_from_depth(4, 777, 64, kv_group=2)):
-        with torch.device("meta"):
-            named = dict(GPT(config).named_parameters())
-        blocks = sum(p.numel() for name, p in named.items() if ".h." in name)
-        assert parameter_counts(config) == (sum(p.numel() for p in named.values()) - blocks, blocks)
-
-
-def test_ranks_and_checkpointing_save_memory():
-    ask = (config_from_depth(20, 65536, 2048), 4, torch.bfloat16, "cuda", True)
-    stage_2, stage_1 = (needed_bytes(*ask, stage=stage, ranks=8) for stage in (2, 1))
-    assert stage_2 < stage_1 < needed_bytes(*ask)
-    assert needed_bytes(*ask, checkpointing=True) < 0.6 * needed_bytes(*ask)
+@pytest.mark.parametrize("config", [config_from_depth(2, 1000, 64), config_from_depth(4, 777, 64, kv_group=2)])
+def test_parameters_are_counted_as_the_model_has_them(config):
+    with torch.device("meta"):
+        numbers = {name: p.numel() for name, p in GPT(config).named_parameters()}
+    blocks = sum(number for name, number in numbers.items() if ".h." in name)
+    assert parameter_counts(config) == (sum(numbers.values()) - blocks, blocks)
 
 
 # ---- Real processes under a real limit
@@ -147,26 +140,19 @@ def test_the_recommended_rows_train_under_a_limit_and_twice_as_many_do_not(base_
 
 def test_a_step_that_fails_for_another_reason_is_no_lack_of_memory(monkeypatch):
     """Trying ends with that reason, rather than with half of the rows again and again."""
-    config, calls = config_from_depth(1, 64, 64), []
-
-    def fake(*arguments, ranks):
-        calls.append(ranks)
-        return subprocess.CompletedProcess([], 1, "", said)
-
-    monkeypatch.setattr(nanochat.plan.probes, "in_own_process", fake)
-    said = "Traceback\nRuntimeError: no kernel image is available"
+    done = subprocess.CompletedProcess([], 1, "", "Traceback\nRuntimeError: no kernel image is available")
+    monkeypatch.setattr(nanochat.plan.probes, "in_own_process", lambda *arguments, ranks: done)
+    ask = (5, config_from_depth(1, 64, 64), torch.float32, "cpu", False)
     with pytest.raises(UserError, match="device_batch_size=4 fails: RuntimeError: no kernel image is available"):
-        rows_that_train(5, config, torch.float32, "cpu", False, ranks=2)
-    assert calls == [2]
-    said = "error: out of memory with device_batch_size=1"
-    assert rows_that_train(5, config, torch.float32, "cpu", False) == 0 and calls == [2, 1, 1, 1]
+        rows_that_train(*ask)
+    done.stderr = "error: out of memory with device_batch_size=1"
+    assert rows_that_train(*ask) == 0
 
 
 def test_a_whole_examination_goes_on_after_a_kernel_that_fails(base_folder, failing_compiler):
     """The compiled kernels are reported as such, everything else is told, and the command at the end can be run."""
     (base_folder / "tokenizer" / "sums").mkdir(parents=True)
-    asked = ("--depth=2", "--max_seq_len=64", "--ranks=2")
-    result = run_module("scripts.doctor", *asked, env=failing_compiler)
+    result = run_module("scripts.doctor", "--depth=2", "--max_seq_len=64", "--ranks=2", env=failing_compiler)
     out = result.stdout
     assert result.returncode == 0, out + result.stderr
     assert "NOT compiled: " in out and ", eager, " in out, "the table is that of eager training then"
@@ -200,13 +186,16 @@ def test_wrong_kernels_are_found(monkeypatch):
 
 
 def test_questions_about_a_gpu_that_is_not_here():
-    answers = [run_module("scripts.doctor", f"--depth={depth}", "--batch_only", f"--memory_gib={gib}")
-               for depth, gib in ((12, 12), (12, 24), (32, 6))]
-    small, large, none = (int(answer.stdout) for answer in answers)
-    assert 0 == none < small < large and all(answer.returncode == 0 for answer in answers)
-    assert "not one row" in answers[2].stderr
-    nothing = run_module("scripts.doctor", "--depth=32", "--memory_gib=6")
-    assert nothing.returncode == 1 and "| 32 | 1,879,048,192 | - | - |" in nothing.stdout, "the table, and exit code 1"
+    """The table has what --batch_only answers; ranks share states, and without activations more rows fit."""
+    ask = (torch.bfloat16, "cuda", True)
+    twelve, config = config_from_depth(12, 65536, 2048), config_from_depth(20, 65536, 2048)
+    assert largest_rows(12 * GIB, 64, twelve, *ask) < largest_rows(24 * GIB, 64, twelve, *ask) == 16
+    assert needed_bytes(config, 4, *ask, 8) < needed_bytes(config, 4, *ask, 8, stage=1) < needed_bytes(config, 4, *ask)
+    assert needed_bytes(config, 4, *ask, checkpointing=True) < 0.6 * needed_bytes(config, 4, *ask)
+    told = run_module("scripts.doctor", "--depth=12", "--memory_gib=24")
+    assert told.returncode == 0 and "| 12 | 185,597,952 | 16 | 64 |" in told.stdout
+    none = run_module("scripts.doctor", "--depth=32", "--batch_only", "--memory_gib=6")
+    assert (none.returncode, none.stdout) == (0, "0\n") and "not one row" in none.stderr
     wrong = run_module("scripts.doctor", "--time_only", "--memory_gib=24")
     assert wrong.returncode == 1 and "time_only measures what is here; leave out one of the two" in wrong.stderr
 
@@ -216,9 +205,9 @@ def test_the_time_of_a_step_is_measured_here(failing_compiler):
     Milliseconds: two steps take less than the whole command, and one step's products cannot be done at 20 TFLOP/s.
     Nothing else is on stdout, also where compiling fails.
     """
-    settings = ["--depth=1", "--max_seq_len=256", "--vocab_size=8192", "--device_type=cpu", "--time_only"]
     began = time.monotonic()
-    result = run_module("scripts.doctor", *settings, env=failing_compiler, fresh=True)
+    result = run_module("scripts.doctor", "--depth=1", "--max_seq_len=256", "--vocab_size=8192", "--device_type=cpu",
+                        "--time_only", env=failing_compiler, fresh=True)
     assert result.returncode == 0 and "not compiling" in result.stderr, result.stderr
     head_flops = 6 * 64 * 8192 * 16 * 256
     assert head_flops / 20e12 < int(result.stdout) / 1000 < (time.monotonic() - began) / 2
@@ -226,13 +215,12 @@ def test_the_time_of_a_step_is_measured_here(failing_compiler):
 
 def test_limits_of_control_groups(tmp_path, monkeypatch):
     """Those around a process's own group count, and cached files do not; "max" and a missing file are no limit."""
-    files = {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 300\ninactive_file 200\n"}
+    (tmp_path / "job").mkdir()
+    files = {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 300\ninactive_file 200\n",
+             "job/memory.max": "max\n", "own": "4:memory:/elsewhere\n0::/job/task\n"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    (tmp_path / "job").mkdir()
-    (tmp_path / "job" / "memory.max").write_text("max\n")
     monkeypatch.setattr(limits, "CGROUPS", tmp_path)
     monkeypatch.setattr(limits, "OWN_CGROUP", tmp_path / "own")
-    (tmp_path / "own").write_text("4:memory:/elsewhere\n0::/job/task\n")
     found = {name: left for name, left in limits.memory_limits().items() if name.startswith("cgroup")}
     assert found == {f"cgroup {tmp_path}": 500}

@@ -195,11 +195,11 @@ def rows_that_train(
     The largest power of two of rows up to `most` with which two training steps do not run out of memory here, by
     trying; 0: none. UserError when a step fails for another reason.
     """
-    settings = dict(compiled=compiled, checkpointing=checkpointing, stage=stage)
-    place = (device_type, str(dtype).removeprefix("torch."), json.dumps(dataclasses.asdict(config)))
+    how, model = dict(compiled=compiled, checkpointing=checkpointing, stage=stage), dataclasses.asdict(config)
+    place = (device_type, str(dtype).removeprefix("torch."), json.dumps(model))
     rows = 2 ** int(math.log2(most))
     while rows:
-        done = in_own_process("trial", *place, json.dumps(settings | {"rows": rows}), ranks=ranks)
+        done = in_own_process("trial", *place, json.dumps(how | {"rows": rows}), ranks=ranks)
         if done.returncode == 0:
             return rows
         if "out of memory" not in done.stderr and "SIGKILL" not in done.stderr and done.returncode != -signal.SIGKILL:
@@ -209,19 +209,19 @@ def rows_that_train(
     return 0
 
 
-def trial(device_type: str, dtype: str, model: str, settings: str) -> None:
+def trial(device_type: str, dtype: str, model: str, how: str) -> None:
     """Two optimizer steps, on every rank; running out of memory is said in one line, as base_train says it."""
-    config, how = GPTConfig(**json.loads(model)), json.loads(settings)
-    install_one_line_errors({"device_batch_size": how["rows"]})
+    config, settings = GPTConfig(**json.loads(model)), json.loads(how)
+    install_one_line_errors({"device_batch_size": settings["rows"]})
     _, ranks, device = compute_init(device_type)
-    how |= {"config": config, "dtype": getattr(torch, dtype), "device": device, "micro_steps": 2}
+    settings |= {"config": config, "dtype": getattr(torch, dtype), "device": device, "micro_steps": 2}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(FREE_SHARE * free / total)
     else:
-        saving = step_bytes(config, 1, how["dtype"], "cpu", stage=how["stage"], ranks=ranks).saving
+        saving = step_bytes(config, 1, settings["dtype"], "cpu", stage=settings["stage"], ranks=ranks).saving
         others = torch.ones(int(saving) + OTHERS, dtype=torch.uint8)  # noqa: F841 (held while it trains)
-    try_steps(**how)
+    try_steps(**settings)
     compute_cleanup()
 
 
