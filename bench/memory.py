@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.harness import scratch_base, show, train
 from nanochat.compiling import set_compile
 from nanochat.gpt import GPTConfig, config_from_depth
-from nanochat.plan.memory import HEAP_WASTE, WASTE, parameter_counts, process_bytes, state_bytes, step_bytes
+from nanochat.plan.memory import HEAP_WASTE, PROCESS, WASTE, parameter_counts, state_bytes, step_bytes
 from nanochat.plan.probes import set_up_training, train_step
 from nanochat.report import markdown_table
 from nanochat.tokenizer import get_tokenizer
@@ -62,10 +62,10 @@ with scratch_base(vocab_size=8192):  # processes first: one that is started by a
             env=environment, depth=2, max_seq_len=256, device_batch_size=rows, total_batch_size=2 * rows * 256,
             dtype="float32", compile=compiled, num_iterations=steps, save_every=2,
         ).peak
-        step = sum(step_bytes(config, rows, torch.float32, "cpu", compiled, saving=True))
+        step = sum(step_bytes(config, rows, torch.float32, "cpu", compiled))
         # All tensors of these runs are below the size that glibc maps by itself.
-        factor = WASTE if compiled or environment else HEAP_WASTE["resident"]
-        asked = process_bytes("resident", "cpu", compiled) + factor * step
+        factor = WASTE if compiled or environment else HEAP_WASTE
+        asked = PROCESS[compiled] + factor * step
         setting = "".join(f"`{key}={value}`" for key, value in environment.items()) or "-"
         how = "compiled" if compiled else "eager"
         processes.append(shown(2, 256, rows, "float32", how, setting, f"{peak / 1e6:,.0f}",

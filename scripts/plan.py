@@ -45,8 +45,7 @@ print(f"{gpus} x {gpu} at {mfu:.0%} MFU: {hours:.2f} hours if all communication 
 rows = []
 for stage, seconds in enumerate(step.send):
     kept = state_bytes(stage, gpus, torch.bfloat16, adamw, muon)
-    settings = dict(stage=stage, ranks=gpus, micro_steps=micro_steps)
-    fullest = sum(step_bytes(model.config, device_batch_size, torch.bfloat16, "cuda", **settings))
+    fullest = sum(step_bytes(model.config, device_batch_size, torch.bfloat16, "cuda", stage=stage, ranks=gpus))
     gigabytes = (*kept, sum(kept), fullest, seconds * at.bandwidth)
     rows.append([stage, *(f"{count / 1e9:.2f}" for count in gigabytes), f"{seconds:.3f}"])
 columns = ["stage", "parameters GB", "gradients GB", "optimizer GB", "together", "with activations",

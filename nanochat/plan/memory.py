@@ -6,10 +6,6 @@ Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7; here with gradients
 which has one moment where AdamW has two. `ranks` share one copy of the sharded states (one shard group, no replicas).
 """
 import math
-import os
-import sys
-from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -81,7 +77,6 @@ class StepBytes(NamedTuple):
     activations: float  # what the forward pass saves for the backward pass
     transient: float    # the largest of: logits in flight, a block's backward pass, the optimizers' temporaries
     in_flight: float    # gradients and parameters on their way between ranks
-    batches: float      # rows of tokens, and those the loader has ready
     saving: float       # on a CPU: the copies of a checkpoint being written while training goes on
 
 
@@ -115,7 +110,7 @@ def block_bytes(config: GPTConfig, rows: int, dtype: torch.dtype, device_type: s
 
 def step_bytes(
     config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool = True,
-    checkpointing: bool = False, stage: int = 2, ranks: int = 1, micro_steps: int = 2, saving: bool = False,
+    checkpointing: bool = False, stage: int = 2, ranks: int = 1,
 ) -> StepBytes:
     """
     Of `rows` rows of config.sequence_len tokens per rank and micro-step. From reading what is saved and what is alive:
@@ -147,60 +142,34 @@ def step_bytes(
 
     unit = max(V * C, muon // L)
     in_flight = 0 if ranks == 1 else unit * ((1, 3, 6, 6)[stage] * FLOAT32 + (b * 3 if stage == 3 else 0))
-    ahead = 2 + 1 + 2 * micro_steps if device_type == "cpu" else 2  # batches of inputs and targets, int64
-    copies = b * (adamw + muon) + state.optimizer if saving and device_type == "cpu" else 0
-    return StepBytes(sum(state), activations, transient, in_flight, ahead * 16 * tokens, copies)
+    saving = b * (adamw + muon) + state.optimizer if device_type == "cpu" else 0
+    return StepBytes(sum(state), activations, transient, in_flight, saving)
 
 
 # ---- A process on a device: the step, what the process itself needs, and what allocators waste
 
-# Bytes of a process on a CPU before there is a model, by what a limit counts and whether it has compiled. Measured with
-# torch 2.13.0 on Linux; RLIMIT_DATA counts no file of a library, but every thread's whole stack.
-PROCESS = {("resident", False): 380e6, ("resident", True): 570e6, ("data", False): 400e6, ("data", True): 520e6}
-# What CPU's allocator makes of the tensors' bytes, measured (docs/memory.md): glibc keeps blocks below 32 MiB in a
-# heap, where eager code's many temporaries of one size leave holes.
-# A limit on address space makes it fill some of them: training then needs less than it takes where there is none.
-HEAP_BLOCK, HEAP_WASTE, WASTE = 2**25, {"resident": 2.3, "data": 1.8, "address": 1.8}, 1.15
-# Guesses, for a GPU that is not here: its context, cuBLAS and the code of kernels; NCCL's buffers; fragmentation.
-GPU_PROCESS, NCCL, GPU_WASTE = 1.0 * GIB, 0.5 * GIB, 1.15
-
-
-def process_bytes(counts: str, device_type: str, compiled: bool, ranks: int = 1) -> float:
-    """What a process needs besides its step. counts: "device" memory, "resident", "data" or "address" space."""
-    if device_type != "cpu":
-        return GPU_PROCESS + (NCCL if ranks > 1 else 0)
-    if counts == "resident":
-        return PROCESS[counts, compiled]
-    own = PROCESS["data", compiled] + 10e6 * torch.get_num_threads()  # with their stacks
-    if counts == "address":  # libraries as they lie in this process, and what threads reserve of arenas
-        size, *_, data, _ = map(int, Path("/proc/self/statm").read_text().split())  # in pages
-        own += (size - data) * os.sysconf("SC_PAGE_SIZE") + 8 * 64 * 2**20
-    return own
-
-
-def waste(config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, counts: str) -> float:
-    """What the allocator takes for each byte of a tensor; a margin, from the largest that was measured."""
-    if device_type != "cpu":
-        return GPU_WASTE
-    threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
-    block = rows * config.sequence_len * config.n_embd * dtype.itemsize
-    in_heap = block < (min(int(threshold), HEAP_BLOCK) if threshold.isdecimal() else HEAP_BLOCK)
-    return HEAP_WASTE[counts] if in_heap and not compiled and sys.platform == "linux" else WASTE
+# Measured with torch 2.13.0 on Linux (docs/memory.md): bytes of a process on a CPU before there is a model, by whether
+# it has compiled; and what allocators take for each byte of a tensor: glibc keeps blocks below 32 MiB in a heap, where
+# eager code's many temporaries of one size leave holes.
+PROCESS, HEAP_BLOCK, HEAP_WASTE, WASTE = {False: 400e6, True: 570e6}, 2**25, 2.3, 1.15
+# Guesses, for a GPU that is not here: its context, cuBLAS and the code of kernels; NCCL's buffers.
+GPU_PROCESS, NCCL = 1.0 * GIB, 0.5 * GIB
 
 
 def needed_bytes(
-    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, counts: str = "device",
-    ranks: int = 1, **settings,
+    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, ranks: int = 1, **settings
 ) -> float:
-    """What training needs of a limit, margins included. settings: as in `step_bytes`."""
-    step = sum(step_bytes(config, rows, dtype, device_type, compiled, ranks=ranks, saving=True, **settings))
-    own = process_bytes(counts, device_type, compiled, ranks)
-    return own + waste(config, rows, dtype, device_type, compiled, counts) * step
+    """What training needs on a rank, margins included. settings: as in `step_bytes`."""
+    step = sum(step_bytes(config, rows, dtype, device_type, compiled, ranks=ranks, **settings))
+    if device_type != "cpu":
+        return GPU_PROCESS + (NCCL if ranks > 1 else 0) + WASTE * step
+    in_heap = not compiled and rows * config.sequence_len * config.n_embd * dtype.itemsize < HEAP_BLOCK
+    return PROCESS[compiled] + (HEAP_WASTE if in_heap else WASTE) * step
 
 
-def largest_rows(limits: Iterable[tuple[str, float]], most: int, config: GPTConfig, *args, **settings) -> int:
-    """The largest power of two of rows up to `most` that fits under all limits (what each counts, bytes); 0: none."""
-    rows, limits = 2 ** int(math.log2(most)), list(limits)
-    while rows and any(needed_bytes(config, rows, *args, counts=counts, **settings) > left for counts, left in limits):
+def largest_rows(limit: float, most: int, config: GPTConfig, *args, **settings) -> int:
+    """The largest power of two of rows up to `most` that fits into so many bytes; 0: none. args as `needed_bytes`."""
+    rows = 2 ** int(math.log2(most))
+    while rows and needed_bytes(config, rows, *args, **settings) > limit:
         rows //= 2
     return rows

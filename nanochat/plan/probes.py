@@ -13,19 +13,14 @@ import math
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.multiprocessing import start_processes
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanochat.attention import attention, reference_attention
 from nanochat.compiling import set_compile
@@ -53,27 +48,13 @@ def in_own_process(*arguments: str, ranks: int = 1) -> subprocess.CompletedProce
 # ---- Kernels, beside plain references
 
 
-class Found(NamedTuple):
-    name: str
-    ok: bool
-    text: str  # the largest error beside what is allowed, or one line why not
-
-
-def probe_all(device_type: str, dtype: str, compiled: bool) -> Iterator[Found]:
-    """Every probe that means something here, two at a time; never an error."""
-    skipped = set() if compiled else {"compiled"}
-    skipped |= set() if device_type == "cuda" else {backend for backend in PROBES if backend.startswith("SDPA")}
-    names = [name for name in PROBES if name not in skipped]
-    with ThreadPoolExecutor(2) as pool:  # more at once might be more than a small machine's memory
-        yield from pool.map(lambda name: probe(device_type, dtype, name), names)
-
-
-def probe(device_type: str, dtype: str, name: str) -> Found:
-    done = in_own_process(device_type, dtype, name)
+def probe(device_type: str, dtype: str, name: str, ranks: int = 1) -> tuple[bool, str]:
+    """(whether a kernel works, its largest error beside what is allowed or one line why not)."""
+    done = in_own_process(device_type, dtype, name, ranks=ranks)
     if done.returncode < 0:
-        return Found(name, False, f"ended its process: {signal.Signals(-done.returncode).name}")
+        return False, f"ended its process: {signal.Signals(-done.returncode).name}"
     text = next(reversed(done.stdout.strip().splitlines()), f"ended its process: exit code {done.returncode}")
-    return Found(name, done.returncode == 0, text)
+    return done.returncode == 0, text
 
 
 def largest_error(
@@ -93,21 +74,9 @@ def largest_error(
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(*results))
 
 
-def matmul(device: torch.device, dtype: torch.dtype) -> float:
-    return largest_error(torch.matmul, torch.matmul, device, dtype, (128, 256), (256, 64))
-
-
 def grouped_attention(device: torch.device, dtype: torch.dtype) -> float:
     q, kv = (2, 4, 96, 64), (2, 2, 96, 64)
     return largest_error(attention, reference_attention, device, dtype, q, kv, kv)
-
-
-def sdpa(backend: SDPBackend) -> Callable[[torch.device, torch.dtype], float]:
-    """A probe of one of PyTorch's attention kernels, among which a GPU's `attention` chooses."""
-    def one(device: torch.device, dtype: torch.dtype) -> float:
-        with sdpa_kernel([backend]):
-            return largest_error(attention, reference_attention, device, dtype, *[(2, 4, 96, 64)] * 3)
-    return one
 
 
 def loss(device: torch.device, dtype: torch.dtype) -> float:
@@ -138,43 +107,24 @@ def compiled_block_and_loss(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def collectives(device: torch.device, dtype: torch.dtype) -> float:
-    """Those that training uses between two ranks, on whole numbers, whose sums are exact."""
-    backend = "nccl" if device.type == "cuda" and torch.cuda.device_count() > 1 else "gloo"
-    with tempfile.TemporaryDirectory() as folder:
-        start_processes(talk, (backend, f"file://{folder}/store"), nprocs=2, start_method="spawn")
-    return 0.0
-
-
-def talk(rank: int, backend: str, store: str) -> None:
-    """One of two ranks."""
-    signal.alarm(TIMEOUT)
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if backend == "nccl":
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, store, rank=rank, world_size=2)
-    numbers = torch.arange(8.0, device=device).view(2, 4)
-    mine, total = numbers * (rank + 1), numbers * (rank + 1)
-    own, whole, swapped = torch.empty_like(mine[0]), torch.empty_like(mine), torch.empty_like(mine)
-    dist.all_reduce(total)
-    reduce_scatter(own, mine.flatten(), dist.group.WORLD).wait()
+    """Those that training uses, among all ranks, on whole numbers, whose sums are exact; infinite if one is wrong."""
+    rank, ranks, device = compute_init(device.type)
+    numbers = torch.arange(2.0 * ranks, device=device).view(ranks, 2)
+    total = numbers * (rank + 1)
+    own, whole, swapped = torch.empty_like(total[0]), torch.empty_like(total), torch.empty_like(total)
+    dist.all_to_all_single(swapped, total)
+    reduce_scatter(own, total.flatten()).wait()
     all_gather_single(whole.view(-1), own)
-    dist.all_to_all_single(swapped, mine)
-    swap = torch.stack([numbers[rank], 2 * numbers[rank]])
-    results = {"all_reduce": (total, 3 * numbers), "reduce_scatter": (own, 3 * numbers[rank]),
-               "all_gather": (whole, 3 * numbers), "all_to_all": (swapped, swap)}
-    wrong = [name for name, (found, expected) in results.items() if not torch.equal(found, expected)]
-    dist.destroy_process_group()
-    if wrong:
-        raise RuntimeError(f"{', '.join(wrong)}: wrong sums or rows between two ranks")
+    dist.all_reduce(total)
+    factors = torch.arange(1.0, ranks + 1, device=device)[:, None]
+    right = [(swapped, factors * numbers[rank]), (whole, factors.sum() * numbers), (total, factors.sum() * numbers)]
+    compute_cleanup()
+    return 0.0 if all(torch.equal(found, expected) for found, expected in right) else math.inf
 
 
 PROBES: dict[str, Callable[[torch.device, torch.dtype], float]] = {
-    "matmul": matmul, "attention": grouped_attention,
-    "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION), "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
-    "SDPA memory-efficient": sdpa(SDPBackend.EFFICIENT_ATTENTION),
-    "loss": loss, "compiled": compiled_block_and_loss, "collectives": collectives,
+    "attention": grouped_attention, "loss": loss, "compiled": compiled_block_and_loss, "collectives": collectives,
 }
-NEEDED = {"matmul", "attention", "loss"}  # without the others one can train
 
 
 def main(device_type: str, dtype: str, name: str) -> None:
@@ -183,8 +133,7 @@ def main(device_type: str, dtype: str, name: str) -> None:
     try:
         error = PROBES[name](torch.device(device_type), getattr(torch, dtype))
     except Exception as problem:  # whatever a kernel can say: that is the finding
-        lines = [line for line in str(problem).splitlines() if line.strip()]
-        print((lines or [type(problem).__name__])[-1 if name == "collectives" else 0][:160])
+        print((str(problem).strip() or type(problem).__name__).splitlines()[0][:160])
         sys.exit(1)
     print(f"error {error:.1e}, allowed {allowed:.1e}")
     sys.exit(0 if error <= allowed else 1)  # NaN is not allowed either
@@ -221,14 +170,18 @@ def train_step(model: GPT, sharding: Sharding, optimizers: Iterable, tokens: Ten
     sharding.all_gather_params()
 
 
-def seconds_of_a_step(config: GPTConfig, rows: int, dtype: torch.dtype, device: torch.device, compiled: bool) -> float:
-    """Of a training step here: the fastest in 3 seconds, after a first one, which compiles."""
-    training = set_up_training(config, dtype, device, compiled=set_compile(compiled, device.type))
+def try_steps(
+    config: GPTConfig, rows: int, dtype: torch.dtype, device: torch.device, compiled: bool, stage: int = 2,
+    checkpointing: bool = False, micro_steps: int = 1, seconds: float = 0.0,
+) -> float:
+    """Seconds of the fastest training step but the first, which compiles; at least two, and for so many seconds."""
+    model, *others = set_up_training(config, dtype, device, stage, set_compile(compiled, device.type))
+    model.activation_checkpointing = checkpointing
     tokens = torch.randint(0, config.vocab_size, (rows, config.sequence_len + 1), device=device)
     times: list[float] = []
-    while len(times) < 2 or sum(times[1:]) < 3:
+    while len(times) < 2 or sum(times[1:]) < seconds:
         began = time.perf_counter()
-        train_step(*training, tokens, micro_steps=1)
+        train_step(model, *others, tokens, micro_steps)
         synchronize(device)
         times.append(time.perf_counter() - began)
     return min(times[1:])
@@ -242,13 +195,11 @@ def rows_that_train(
     The largest power of two of rows up to `most` with which two training steps do not run out of memory here, by
     trying; 0: none. UserError when a step fails for another reason.
     """
-    settings = dict(
-        config=dataclasses.asdict(config), dtype=str(dtype).removeprefix("torch."), device_type=device_type,
-        compiled=compiled, checkpointing=checkpointing, stage=stage,
-    )
+    how, model = dict(compiled=compiled, checkpointing=checkpointing, stage=stage), dataclasses.asdict(config)
+    place = (device_type, str(dtype).removeprefix("torch."), json.dumps(model))
     rows = 2 ** int(math.log2(most))
     while rows:
-        done = in_own_process("trial", json.dumps(settings | {"rows": rows}), ranks=ranks)
+        done = in_own_process("trial", *place, json.dumps(how | {"rows": rows}), ranks=ranks)
         if done.returncode == 0:
             return rows
         if "out of memory" not in done.stderr and "SIGKILL" not in done.stderr and done.returncode != -signal.SIGKILL:
@@ -258,28 +209,22 @@ def rows_that_train(
     return 0
 
 
-def trial(text: str) -> None:
+def trial(device_type: str, dtype: str, model: str, how: str) -> None:
     """Two optimizer steps, on every rank; running out of memory is said in one line, as base_train says it."""
-    settings = json.loads(text)
-    rows, compiled, dtype = settings["rows"], settings["compiled"], getattr(torch, settings["dtype"])
-    install_one_line_errors({"device_batch_size": rows})
-    _, world_size, device = compute_init(settings["device_type"])
+    config, settings = GPTConfig(**json.loads(model)), json.loads(how)
+    install_one_line_errors({"device_batch_size": settings["rows"]})
+    _, ranks, device = compute_init(device_type)
+    settings |= {"config": config, "dtype": getattr(torch, dtype), "device": device, "micro_steps": 2}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction(FREE_SHARE * free / total)
-    config, stage = GPTConfig(**settings["config"]), settings["stage"]
-    if device.type == "cpu":
-        saving = step_bytes(config, rows, dtype, "cpu", stage=stage, ranks=world_size, saving=True).saving
+    else:
+        saving = step_bytes(config, 1, settings["dtype"], "cpu", stage=settings["stage"], ranks=ranks).saving
         others = torch.ones(int(saving) + OTHERS, dtype=torch.uint8)  # noqa: F841 (held while it trains)
-    training = set_up_training(config, dtype, device, stage, set_compile(compiled, device.type))
-    training[0].activation_checkpointing = settings["checkpointing"]
-    tokens = torch.randint(0, config.vocab_size, (rows, config.sequence_len + 1), device=device)
-    for _ in range(2):
-        train_step(*training, tokens, micro_steps=2)
-    synchronize(device)
+    try_steps(**settings)
     compute_cleanup()
 
 
 if __name__ == "__main__":
     signal.alarm(TIMEOUT)
-    trial(sys.argv[2]) if sys.argv[1] == "trial" else main(*sys.argv[1:])
+    trial(*sys.argv[2:]) if sys.argv[1] == "trial" else main(*sys.argv[1:])
