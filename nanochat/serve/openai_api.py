@@ -21,8 +21,9 @@ error, unless it is set to what happens anyway.
 import json
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import from_json
@@ -181,17 +182,13 @@ def parse(kind: type[Kind], body: bytes, **defaults: float) -> Kind:
 # ---- Answers
 
 
-class Chunk(NamedTuple):
+@dataclass
+class Chunk:
     """What was written of one choice since its last chunk."""
     index: int                      # of the choice: n to the first prompt, then those to the second
-    deltas: list[Delta]
-    tokens: int                     # those without text count as well
-    finish_reason: FinishReason | None
-
-
-def event(data: Any) -> bytes:
-    """A server-sent event."""
-    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+    deltas: list[Delta] = field(default_factory=list)
+    tokens: int = 0                 # those without text count as well
+    finish_reason: FinishReason | None = None
 
 
 class Reply:
@@ -239,21 +236,31 @@ class Reply:
             choices.append(choice(index, content, self.finish_reasons[index]))
         return self.head | {"object": self.kind, "choices": choices, "usage": self.usage()}
 
-    def events(self, chunks: Sequence[Chunk]) -> bytes:
-        return b"".join(self.event([one]) for one in self.add(chunks))
+    async def events(self, first: Sequence[Chunk], later: AsyncIterator[Sequence[Chunk]]) -> AsyncIterator[bytes]:
+        """As server-sent events. An error is an event as well, for which the official client raises APIError."""
+        head = self.head | {"object": "chat.completion.chunk" if self.is_chat else self.kind}
+        no_usage = {"usage": None} if self.include_usage else {}
 
-    def last_events(self) -> bytes:
-        """After the last choice has ended."""
-        return (self.event([], self.usage()) if self.include_usage else b"") + b"data: [DONE]\n\n"
+        def progress(chunks: Sequence[Chunk]) -> bytes:
+            return b"".join(event(head | {"choices": [one]} | no_usage) for one in self.add(chunks))
 
-    def event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
-        kind = "chat.completion.chunk" if self.is_chat else self.kind
-        usage_field = {"usage": usage} if self.include_usage else {}
-        return event(self.head | {"object": kind, "choices": choices} | usage_field)
+        try:
+            yield progress(first)
+            async for chunks in later:
+                yield progress(chunks)
+            if self.include_usage:
+                yield event(head | {"choices": [], "usage": self.usage()})
+            yield b"data: [DONE]\n\n"
+        except ApiError as error:
+            yield event(error.body())
 
     def usage(self) -> dict[str, int]:
         total = self.prompt_tokens + self.completion_tokens
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
+
+
+def event(data: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
 def choice(index: int, content: dict[str, Any], finish_reason: FinishReason | None = None) -> dict[str, Any]:

@@ -31,17 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanochat.conversation import render_prompt, render_text
 from nanochat.sampling import SamplingParams
-from nanochat.serve.openai_api import (
-    ApiError,
-    BaseRequest,
-    ChatRequest,
-    Chunk,
-    CompletionRequest,
-    Kind,
-    Reply,
-    event,
-    parse,
-)
+from nanochat.serve.openai_api import ApiError, BaseRequest, ChatRequest, Chunk, CompletionRequest, Kind, Reply, parse
 from nanochat.serve.worker import Request, ServedModel, Worker, log_error
 
 PAGE = Path(__file__).with_name("ui.html")
@@ -232,7 +222,7 @@ class Api:
                 reply.add(several)
             return JSONResponse(reply.whole())
         first = await anext(chunks)  # an error before it has a status of its own
-        events = stream(reply, first, chunks)
+        events = reply.events(first, chunks)
         return StreamingResponse(events, headers={"X-Accel-Buffering": "no"}, media_type="text/event-stream")
 
     async def chunks(self, model: ServedModel, request: Request) -> AsyncIterator[list[Chunk]]:
@@ -271,17 +261,6 @@ async def cancel_at_the_end(http: HttpRequest, worker: Worker, request: Request)
     while (await http.receive())["type"] != "http.disconnect":
         pass
     worker.cancel(request)
-
-
-async def stream(reply: Reply, first: list[Chunk], chunks: AsyncIterator[list[Chunk]]) -> AsyncIterator[bytes]:
-    """A reply as events. An error from now on is an event as well, for which the official client raises APIError."""
-    try:
-        yield reply.events(first)
-        async for several in chunks:
-            yield reply.events(several)
-        yield reply.last_events()
-    except ApiError as error:
-        yield event(error.body())
 
 
 async def page(http: HttpRequest) -> Response:
