@@ -23,7 +23,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import from_json
@@ -116,8 +116,25 @@ class BaseRequest(BaseModel):
     stream: bool = False
     stream_options: dict[str, bool | None] = {}
 
+    @classmethod
+    def parse(cls, body: bytes, **defaults: float) -> Self:
+        """The request in a body. ApiError, 400, for anything that cannot be answered as it is meant."""
+        try:
+            fields = from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
+        if isinstance(fields, dict):
+            fields = defaults | {name: value for name, value in fields.items() if value is not None}
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as errors:
+            error = errors.errors(include_url=False, include_input=False, include_context=False)[0]
+            where = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in error["loc"]).lstrip(".")
+            words = error["msg"].removeprefix("Value error, ")
+            raise ApiError(400, f"{where}: {words}" if where else words, param=where or None) from None
+
     @model_validator(mode="after")
-    def check_supported(self) -> "BaseRequest":
+    def check_supported(self) -> Self:
         for name, value in self.model_extra.items():
             if name not in IGNORED and value not in NEUTRAL.get(name, ()):
                 words = f"{name:.80} is not supported by this server; leave it out"
@@ -157,26 +174,6 @@ def as_prompts(prompt: Any) -> list[str | list[int]]:
 class CompletionRequest(BaseRequest):
     prompt: Annotated[Any, BeforeValidator(as_prompts)]
     logprobs: None = None  # here even 0 asks for them
-
-
-Kind = TypeVar("Kind", bound=BaseRequest)
-
-
-def parse(kind: type[Kind], body: bytes, **defaults: float) -> Kind:
-    """The request in a body. ApiError, 400, for anything that cannot be answered as it is meant."""
-    try:
-        fields = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
-    if isinstance(fields, dict):
-        fields = defaults | {name: value for name, value in fields.items() if value is not None}
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as errors:
-        error = errors.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in error["loc"]).lstrip(".")
-        words = error["msg"].removeprefix("Value error, ")
-        raise ApiError(400, f"{where}: {words}" if where else words, param=where or None) from None
 
 
 # ---- Answers

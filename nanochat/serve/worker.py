@@ -115,10 +115,10 @@ class Worker:
         """Give back the places of the choices that have not ended, if any."""
         if request in self.requests:
             self.inbox.put(partial(self.drop, request))
-            self.deliver([(request, ApiError(499, "the client has gone"))])
+            self.deliver({request: ApiError(499, "the client has gone")})
 
-    def deliver(self, batch: list[tuple[Request, list[Chunk] | ApiError]]) -> None:
-        for request, item in batch:
+    def deliver(self, batch: dict[Request, list[Chunk] | ApiError]) -> None:
+        for request, item in batch.items():
             if request not in self.requests:  # cancelled while this was on its way
                 continue
             request.received.put_nowait(item)
@@ -131,7 +131,7 @@ class Worker:
     def end_all(self) -> None:
         """The thread has ended."""
         error = unavailable("the server is stopping" if self.stopping else "the model's worker has died")
-        self.deliver([(request, error) for request in self.requests])
+        self.deliver(dict.fromkeys(self.requests, error))
 
     # ---- The thread's side
 
@@ -204,7 +204,7 @@ class Worker:
         for request in requests:
             self.drop(request)
         told = ApiError(500, "the model could not answer this request", "internal_error")
-        self.post(self.deliver, [(request, told) for request in requests])
+        self.post(self.deliver, dict.fromkeys(requests, told))
         self.engine.model.prefill([self.engine.tokenizer.get_bos_token_id()])
 
     def flush(self, now: float) -> None:
@@ -226,7 +226,7 @@ class Worker:
                 if isinstance(chunks, list):
                     chunks.append(chunk)
         if batch:
-            self.post(self.deliver, list(batch.items()))
+            self.post(self.deliver, batch)
 
 
 @dataclass
