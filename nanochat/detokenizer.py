@@ -68,8 +68,8 @@ class StopStrings:
 
     def add(self, delta: Delta) -> list[Delta]:
         """What may be shown now. When a string is complete, `found` becomes true, and nothing more will follow."""
-        if self.found:
-            return []
+        if self.found or not self.strings:
+            return [] if self.found else [delta]
         self.held += [Delta(delta.type, character) for character in delta.text]
         text = "".join(delta.text for delta in self.held if delta.type == "text")
         matches = [(at + len(string), at) for string in self.strings if (at := text.find(string)) >= 0]
