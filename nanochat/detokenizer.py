@@ -63,14 +63,14 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]):
         assert all(strings), "an empty string would end every answer at once"
         self.strings = tuple(strings)
-        self.held: list[Delta] = []
+        self.held: list[Delta] = []     # a character each
         self.found = False
 
     def add(self, delta: Delta) -> list[Delta]:
         """What may be shown now. When a string is complete, `found` becomes true, and nothing more will follow."""
-        if self.found:
-            return []
-        self.held.append(delta)
+        if self.found or not self.strings:
+            return [] if self.found else [delta]
+        self.held += [Delta(delta.type, character) for character in delta.text]
         text = "".join(delta.text for delta in self.held if delta.type == "text")
         matches = [(at + len(string), at) for string in self.strings if (at := text.find(string)) >= 0]
         if matches:
@@ -85,13 +85,6 @@ class StopStrings:
 
     def _release(self, count: int) -> list[Delta]:
         """The first `count` characters of the held text, and what is not text up to there."""
-        released = []
-        while self.held and (count > 0 or self.held[0].type != "text"):
-            delta = self.held.pop(0)
-            if delta.type == "text":
-                if len(delta.text) > count:
-                    self.held.insert(0, Delta("text", delta.text[count:]))
-                    delta = Delta("text", delta.text[:count])
-                count -= len(delta.text)
-            released.append(delta)
+        places = [i for i, delta in enumerate(self.held) if delta.type == "text"] + [len(self.held)]
+        released, self.held = self.held[: places[count]], self.held[places[count] :]
         return released

@@ -106,15 +106,12 @@ while True:
         break
     if text in ("/clear", "/new"):
         messages = []
-        continue
-    if text == "/help":
+    elif text == "/help":
         print(HELP)
-        continue
-    if not text:
-        continue
-    messages.append({"role": "user", "content": text})
-    try:
-        answer(messages)
-    except UserError as error:  # a message that is longer than the context, even alone
-        print(f"{error}")
-        messages.pop()
+    elif text:
+        messages.append({"role": "user", "content": text})
+        try:
+            answer(messages)
+        except UserError as error:  # a message that is longer than the context, even alone
+            print(error)
+            messages.pop()

@@ -21,8 +21,9 @@ error, unless it is set to what happens anyway.
 import json
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import from_json
@@ -115,8 +116,25 @@ class BaseRequest(BaseModel):
     stream: bool = False
     stream_options: dict[str, bool | None] = {}
 
+    @classmethod
+    def parse(cls, body: bytes, **defaults: float) -> Self:
+        """The request in a body. ApiError, 400, for anything that cannot be answered as it is meant."""
+        try:
+            fields = from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
+        if isinstance(fields, dict):
+            fields = defaults | {name: value for name, value in fields.items() if value is not None}
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as errors:
+            error = errors.errors(include_url=False, include_input=False, include_context=False)[0]
+            where = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in error["loc"]).lstrip(".")
+            words = error["msg"].removeprefix("Value error, ")
+            raise ApiError(400, f"{where}: {words}" if where else words, param=where or None) from None
+
     @model_validator(mode="after")
-    def check_supported(self) -> "BaseRequest":
+    def check_supported(self) -> Self:
         for name, value in self.model_extra.items():
             if name not in IGNORED and value not in NEUTRAL.get(name, ()):
                 words = f"{name:.80} is not supported by this server; leave it out"
@@ -158,40 +176,16 @@ class CompletionRequest(BaseRequest):
     logprobs: None = None  # here even 0 asks for them
 
 
-Kind = TypeVar("Kind", bound=BaseRequest)
-
-
-def parse(kind: type[Kind], body: bytes, **defaults: float) -> Kind:
-    """The request in a body. ApiError, 400, for anything that cannot be answered as it is meant."""
-    try:
-        fields = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
-    if isinstance(fields, dict):
-        fields = defaults | {name: value for name, value in fields.items() if value is not None}
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as errors:
-        error = errors.errors(include_url=False, include_input=False, include_context=False)[0]
-        where = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in error["loc"]).lstrip(".")
-        words = error["msg"].removeprefix("Value error, ")
-        raise ApiError(400, f"{where}: {words}" if where else words, param=where or None) from None
-
-
 # ---- Answers
 
 
-class Chunk(NamedTuple):
+@dataclass
+class Chunk:
     """What was written of one choice since its last chunk."""
     index: int                      # of the choice: n to the first prompt, then those to the second
-    deltas: list[Delta]
-    tokens: int                     # those without text count as well
-    finish_reason: FinishReason | None
-
-
-def event(data: Any) -> bytes:
-    """A server-sent event."""
-    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+    deltas: list[Delta] = field(default_factory=list)
+    tokens: int = 0                 # those without text count as well
+    finish_reason: FinishReason | None = None
 
 
 class Reply:
@@ -239,21 +233,31 @@ class Reply:
             choices.append(choice(index, content, self.finish_reasons[index]))
         return self.head | {"object": self.kind, "choices": choices, "usage": self.usage()}
 
-    def events(self, chunks: Sequence[Chunk]) -> bytes:
-        return b"".join(self.event([one]) for one in self.add(chunks))
+    async def events(self, first: Sequence[Chunk], later: AsyncIterator[Sequence[Chunk]]) -> AsyncIterator[bytes]:
+        """As server-sent events. An error is an event as well, for which the official client raises APIError."""
+        head = self.head | {"object": "chat.completion.chunk" if self.is_chat else self.kind}
+        no_usage = {"usage": None} if self.include_usage else {}
 
-    def last_events(self) -> bytes:
-        """After the last choice has ended."""
-        return (self.event([], self.usage()) if self.include_usage else b"") + b"data: [DONE]\n\n"
+        def progress(chunks: Sequence[Chunk]) -> bytes:
+            return b"".join(event(head | {"choices": [one]} | no_usage) for one in self.add(chunks))
 
-    def event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
-        kind = "chat.completion.chunk" if self.is_chat else self.kind
-        usage_field = {"usage": usage} if self.include_usage else {}
-        return event(self.head | {"object": kind, "choices": choices} | usage_field)
+        try:
+            yield progress(first)
+            async for chunks in later:
+                yield progress(chunks)
+            if self.include_usage:
+                yield event(head | {"choices": [], "usage": self.usage()})
+            yield b"data: [DONE]\n\n"
+        except ApiError as error:
+            yield event(error.body())
 
     def usage(self) -> dict[str, int]:
         total = self.prompt_tokens + self.completion_tokens
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
+
+
+def event(data: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
 def choice(index: int, content: dict[str, Any], finish_reason: FinishReason | None = None) -> dict[str, Any]:

@@ -31,17 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanochat.conversation import render_prompt, render_text
 from nanochat.sampling import SamplingParams
-from nanochat.serve.openai_api import (
-    ApiError,
-    BaseRequest,
-    ChatRequest,
-    Chunk,
-    CompletionRequest,
-    Kind,
-    Reply,
-    event,
-    parse,
-)
+from nanochat.serve.openai_api import ApiError, BaseRequest, ChatRequest, Chunk, CompletionRequest, Reply
 from nanochat.serve.worker import Request, ServedModel, Worker, log_error
 
 PAGE = Path(__file__).with_name("ui.html")
@@ -129,6 +119,7 @@ class Api:
 
     def __init__(self, models: list[ServedModel], limits: Limits, metrics: Metrics):
         self.models, self.limits, self.metrics = {model.id: model for model in models}, limits, metrics
+        self.defaults = {"temperature": limits.temperature, "top_k": limits.top_k}
 
     # ---- What there is
 
@@ -161,14 +152,14 @@ class Api:
         return {
             "id": model.id, "object": "model", "created": model.created, "owned_by": "nanochat", "step": model.step,
             "context_length": model.context, "max_tokens": min(self.limits.max_new_tokens, model.context),
-            "temperature": self.limits.temperature, "top_k": self.limits.top_k, "chat": model.chats,
-            "examples": list(model.examples),
+            "chat": model.chats, "examples": list(model.examples), **self.defaults,
         }
 
     # ---- Answers
 
     async def chat(self, http: HttpRequest) -> Response:
-        request = await self.read(http, ChatRequest, self.limits.max_new_tokens)
+        body = await read_body(http, self.limits.max_body_bytes)
+        request = ChatRequest.parse(body, max_tokens=self.limits.max_new_tokens, **self.defaults)
         model, count = self.find(request.model), len(request.messages)
         if count > self.limits.max_messages:
             words = f"{count:,} messages; at most {self.limits.max_messages:,} are allowed"
@@ -181,7 +172,8 @@ class Api:
 
     async def complete(self, http: HttpRequest) -> Response:
         """Continues a text, after <|bos|>; nothing is computed on the way. Tokens may be any, the special ones too."""
-        request = await self.read(http, CompletionRequest, max_tokens=16)
+        body = await read_body(http, self.limits.max_body_bytes)
+        request = CompletionRequest.parse(body, max_tokens=16, **self.defaults)
         model = self.find(request.model)
         self.check_chars(request.prompt, "prompt")
         bos, vocab_size = [model.tokenizer.get_bos_token_id()], model.tokenizer.get_vocab_size()
@@ -190,11 +182,6 @@ class Api:
         if not all(0 <= token < vocab_size for prompt in ids for token in prompt):
             raise ApiError(400, f"the tokens of a prompt must be within 0 and {vocab_size - 1}", param="prompt")
         return await self.answer(http, request, model, ids, "prompt")
-
-    async def read(self, http: HttpRequest, kind: type[Kind], max_tokens: int) -> Kind:
-        body = await read_body(http, self.limits.max_body_bytes)
-        defaults = {"temperature": self.limits.temperature, "top_k": self.limits.top_k}
-        return parse(kind, body, max_tokens=max_tokens, **defaults)
 
     def check_chars(self, texts: Sequence[Sequence], param: str) -> None:
         count = sum(map(len, texts))
@@ -232,7 +219,7 @@ class Api:
                 reply.add(several)
             return JSONResponse(reply.whole())
         first = await anext(chunks)  # an error before it has a status of its own
-        events = stream(reply, first, chunks)
+        events = reply.events(first, chunks)
         return StreamingResponse(events, headers={"X-Accel-Buffering": "no"}, media_type="text/event-stream")
 
     async def chunks(self, model: ServedModel, request: Request) -> AsyncIterator[list[Chunk]]:
@@ -271,17 +258,6 @@ async def cancel_at_the_end(http: HttpRequest, worker: Worker, request: Request)
     while (await http.receive())["type"] != "http.disconnect":
         pass
     worker.cancel(request)
-
-
-async def stream(reply: Reply, first: list[Chunk], chunks: AsyncIterator[list[Chunk]]) -> AsyncIterator[bytes]:
-    """A reply as events. An error from now on is an event as well, for which the official client raises APIError."""
-    try:
-        yield reply.events(first)
-        async for several in chunks:
-            yield reply.events(several)
-        yield reply.last_events()
-    except ApiError as error:
-        yield event(error.body())
 
 
 async def page(http: HttpRequest) -> Response:

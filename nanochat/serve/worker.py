@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from nanochat.detokenizer import Delta, IncrementalDetokenizer, StopStrings
+from nanochat.detokenizer import IncrementalDetokenizer, StopStrings
 from nanochat.engine import Answer, Engine, FinishReason
 from nanochat.sampling import SamplingParams
 from nanochat.serve.openai_api import ApiError, Chunk
@@ -59,30 +59,22 @@ class Request:
 class Choice:
     """One continuation of a prompt, as the thread sees it."""
     request: Request
-    index: int
     detokenizer: IncrementalDetokenizer
     stop: StopStrings
-    deltas: list[Delta] = field(default_factory=list)   # these three: since the last chunk
-    tokens: int = 0
-    finish_reason: FinishReason | None = None
+    chunk: Chunk    # the next one that is sent
 
     def add(self, answer: Answer) -> None:
         """The answer has one token more."""
-        self.tokens += 1
+        self.chunk.tokens += 1
         deltas = self.detokenizer.add(answer.tokens[-1]) + (self.detokenizer.end() if answer.finish_reason else [])
         for delta in deltas:
-            self.deltas += self.stop.add(delta)
+            self.chunk.deltas += self.stop.add(delta)
         if answer.finish_reason or self.stop.found:
             self.finish("stop" if self.stop.found else answer.finish_reason)
 
     def finish(self, reason: FinishReason) -> None:
-        self.deltas += self.stop.end()
-        self.finish_reason = reason
-
-    def chunk(self) -> Chunk:
-        chunk = Chunk(self.index, self.deltas, self.tokens, self.finish_reason)
-        self.deltas, self.tokens = [], 0
-        return chunk
+        self.chunk.deltas += self.stop.end()
+        self.chunk.finish_reason = reason
 
 
 class Worker:
@@ -123,10 +115,10 @@ class Worker:
         """Give back the places of the choices that have not ended, if any."""
         if request in self.requests:
             self.inbox.put(partial(self.drop, request))
-            self.deliver([(request, ApiError(499, "the client has gone"))])
+            self.deliver({request: ApiError(499, "the client has gone")})
 
-    def deliver(self, batch: list[tuple[Request, list[Chunk] | ApiError]]) -> None:
-        for request, item in batch:
+    def deliver(self, batch: dict[Request, list[Chunk] | ApiError]) -> None:
+        for request, item in batch.items():
             if request not in self.requests:  # cancelled while this was on its way
                 continue
             request.received.put_nowait(item)
@@ -139,7 +131,7 @@ class Worker:
     def end_all(self) -> None:
         """The thread has ended."""
         error = unavailable("the server is stopping" if self.stopping else "the model's worker has died")
-        self.deliver([(request, error) for request in self.requests])
+        self.deliver(dict.fromkeys(self.requests, error))
 
     # ---- The thread's side
 
@@ -184,7 +176,7 @@ class Worker:
             choice.add(answer)
             if choice.request.first_token is None:
                 choice.request.first_token, flush = now, True
-            if choice.finish_reason and not answer.finish_reason:
+            if choice.chunk.finish_reason and not answer.finish_reason:
                 engine.remove(answer)
         for request, error in failed.items():
             self.fail({request}, error)
@@ -197,7 +189,7 @@ class Worker:
                 answers = self.engine.add(prompt, request.sampling, request.n, owner=request.client)
                 for index, answer in enumerate(answers, number * request.n):
                     detokenizer = IncrementalDetokenizer(self.engine.tokenizer)
-                    self.choices[answer] = Choice(request, index, detokenizer, StopStrings(request.stop))
+                    self.choices[answer] = Choice(request, detokenizer, StopStrings(request.stop), Chunk(index))
         except Exception as error:  # what can be wrong with a request should have been found before
             self.fail({request}, error)
 
@@ -212,7 +204,7 @@ class Worker:
         for request in requests:
             self.drop(request)
         told = ApiError(500, "the model could not answer this request", "internal_error")
-        self.post(self.deliver, [(request, told) for request in requests])
+        self.post(self.deliver, dict.fromkeys(requests, told))
         self.engine.model.prefill([self.engine.tokenizer.get_bos_token_id()])
 
     def flush(self, now: float) -> None:
@@ -220,20 +212,21 @@ class Worker:
         self.flushed = now
         batch: dict[Request, list[Chunk] | ApiError] = {}
         for answer, choice in list(self.choices.items()):
-            request = choice.request
-            if now - request.started > request.seconds and not choice.finish_reason:
+            request, chunk = choice.request, choice.chunk
+            if now - request.started > request.seconds and not chunk.finish_reason:
                 choice.finish("length")
                 self.engine.remove(answer)
                 if request.first_token is None:
                     batch[request] = unavailable(f"no place became free within {request.seconds:g} s")
-            if choice.finish_reason:
+            if chunk.finish_reason:
                 del self.choices[answer]
-            if choice.tokens or choice.finish_reason:
+            if chunk.tokens or chunk.finish_reason:
+                choice.chunk = Chunk(chunk.index)
                 chunks = batch.setdefault(request, [])
                 if isinstance(chunks, list):
-                    chunks.append(choice.chunk())
+                    chunks.append(chunk)
         if batch:
-            self.post(self.deliver, list(batch.items()))
+            self.post(self.deliver, batch)
 
 
 @dataclass
