@@ -216,11 +216,14 @@ def test_the_time_of_a_step_is_measured_here(failing_compiler):
 def test_limits_of_control_groups(tmp_path, monkeypatch):
     """Those around a process's own group count, and cached files do not; "max" and a missing file are no limit."""
     (tmp_path / "job").mkdir()
+    (tmp_path / "memory" / "old").mkdir(parents=True)
     files = {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 300\ninactive_file 200\n",
-             "job/memory.max": "max\n", "own": "4:memory:/elsewhere\n0::/job/task\n"}
+             "job/memory.max": "max\n", "own": "9:cpu:/\n4:hugetlb,memory:/old/task\n0::/job/task\n",
+             "memory/old/memory.limit_in_bytes": "5000", "memory/old/memory.usage_in_bytes": "4000",
+             "memory/old/memory.stat": "cache 900\ntotal_inactive_file 600\n"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(limits, "CGROUPS", tmp_path)
     monkeypatch.setattr(limits, "OWN_CGROUP", tmp_path / "own")
     found = {name: left for name, left in limits.memory_limits().items() if name.startswith("cgroup")}
-    assert found == {f"cgroup {tmp_path}": 500}
+    assert found == {f"cgroup {tmp_path}": 500, f"cgroup {tmp_path / 'memory' / 'old'}": 1600}

@@ -236,18 +236,20 @@ async def read_body(http: HttpRequest, limit: int) -> bytes:
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # any page in a browser may post other kinds to any address, without asking first
         raise ApiError(415, "the body must be JSON: Content-Type: application/json", "unsupported_media_type")
-    length, body, close = http.headers.get("content-length", ""), bytearray(), {"Connection": "close"}
-    too_long = f"the body is longer than {limit:,} bytes"
-    if length.isdecimal() and int(length) > limit:  # uvicorn drops it: a client that is cut off may lose the answer
-        raise ApiError(413, too_long, "request_too_large")
+    length, body = http.headers.get("content-length", ""), bytearray()
+    # The connection stays open: uvicorn drops what still comes, and a client that is cut off would lose the answer.
+    too_long = ApiError(413, f"the body is longer than {limit:,} bytes", "request_too_large")
+    if length.isdecimal() and int(length) > limit:
+        raise too_long
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in http.stream():
                 body += part
                 if len(body) > limit:
-                    raise ApiError(413, too_long, "request_too_large", headers=close)
+                    raise too_long
     except TimeoutError:
-        raise ApiError(408, f"the body did not come within {BODY_SECONDS} s", headers=close) from None
+        late = f"the body did not come within {BODY_SECONDS} s"
+        raise ApiError(408, late, headers={"Connection": "close"}) from None
     except ClientDisconnect:
         raise ApiError(400, "the body ended early") from None
     return bytes(body)
