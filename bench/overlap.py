@@ -49,6 +49,10 @@ class Round(NamedTuple):
         """Of what a backward pass could hide of it."""
         return (self.off - self.on) / min(self.off - self.unthrottled, self.backward)
 
+    def text(self) -> str:
+        times = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in self._asdict().items())
+        return f"{times}; communication adds {self.added():.2f} backward passes, {self.hidden():.2f} of it hidden"
+
 
 def throttle(rank: int, bits_per_second: float | None) -> None:
     """Each of the two directions has this rate; None: as fast as it can. The loopback carries both."""
@@ -117,11 +121,6 @@ if len(os.sched_getaffinity(0)) < 2:
     sys.exit("skipped: it takes two cores; on one, the ranks disturb each other")
 throttle(0, None)
 rounds = on_ranks(2, measure)
-for times in rounds:
-    print(f"ms: overlapping {1e3 * times.on:.0f}, not {1e3 * times.off:.0f}, unthrottled {1e3 * times.unthrottled:.0f}, "
-          f"backward {1e3 * times.backward:.0f}; added {times.added():.2f}, hidden {times.hidden():.2f}")
 median, hidden = Round(*map(statistics.median, zip(*rounds))), sorted(times.hidden() for times in rounds)
-print(f"medians of {num_rounds}, ms: backward {1e3 * median.backward:.0f}; step on the unthrottled link "
-      f"{1e3 * median.unthrottled:.0f}, on the throttled one {1e3 * median.off:.0f}, overlapping {1e3 * median.on:.0f}\n"
-      f"communication adds {median.added():.2f} backward passes; overlap hides {statistics.median(hidden):.2f} of it "
-      f"({hidden[0]:.2f} to {hidden[-1]:.2f})")
+print(*(times.text() for times in rounds), f"medians: {median.text()}", sep="\n")
+print(f"overlap hides {statistics.median(hidden):.2f} of the communication ({hidden[0]:.2f} to {hidden[-1]:.2f})")

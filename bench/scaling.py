@@ -34,7 +34,7 @@ for depth in depths:
     line = sorted((run.flops, run.bpb) for run in runs if run.depth == depth)
     left.plot(*zip(*line), marker="o", markersize=4, label=f"depth {depth}")
 for budget, group in budgets.items():
-    best = fit([run.depth for run in group], [run.bpb for run in group])
+    best = fit([run.depth for run in group], [run.bpb for run in group]) if budget else None
     label, line = f"{budget:.2e} FLOPs" if budget else series, [(run.depth, run.bpb) for run in group]
     points, = right.plot(*zip(*line), marker="o", markersize=4, linestyle="" if best else "-", label=label)
     if best:
@@ -43,7 +43,8 @@ for budget, group in budgets.items():
                   f"per byte{', outside of the depths that were tried: no more than a direction' * outside}.")
         x = np.geomspace(group[0].depth, group[-1].depth)
         right.plot(x, best.bpb + best.curvature * np.log2(x / best.depth) ** 2, color=points.get_color())
-for axes, title, label in ((left, "What computation buys", "FLOPs of the run"), (right, "What to spend it on", "depth")):
+titles = (left, "What computation buys", "FLOPs of the run"), (right, "What to spend it on", "depth")
+for axes, title, label in titles:
     axes.set(title=title, xscale="log", xlabel=label, ylabel="validation, bits per byte")
     axes.minorticks_off()
     axes.grid(alpha=0.3)
