@@ -19,7 +19,7 @@ from nanochat.plan.memory import parameter_counts
 from nanochat.plan.probes import set_up_training
 from nanochat.report import markdown_table
 
-depth = 4                   # [1..] layers
+depth = 4                   # [4..] layers; narrower models have one head, whose products are counted as linear
 vocab_size = 8192           # [1..] tokens
 max_seq_len = 512           # [1..] tokens per row
 device_batch_size = 8       # [1..] rows; one micro-step
