@@ -1,28 +1,21 @@
-"""
-What the measurements share: a base folder of their own, whole training runs, functions on several ranks, the bytes of
-tensors, and where the tables go.
-"""
+"""What the measurements share: a base folder of their own, functions on several ranks, and where the tables go."""
 import contextlib
 import os
 import pickle
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
-from nanochat.checkpoint import checkpoint_dir
 from nanochat.errors import UserError
 from nanochat.files import write_text
-from nanochat.flops import measured_matmul_flops
-from nanochat.metrics import read_metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
 END = "<!-- end of what it made -->"
@@ -59,94 +52,42 @@ def scratch_base(vocab_size: int | None = None) -> Iterator[None]:
         yield
 
 
-class Training(NamedTuple):
-    losses: list[float]   # of each step, nats per token
-    tok_per_sec: float    # median of all steps but the first two
-    peak: int             # resident bytes of the largest process
-
-
-def train(ranks: int = 1, threads: int = 1, env: dict[str, str] | None = None, **settings: Any) -> Training:
-    """A run of base_train on the CPU in processes of its own. UserError with the end of its output when it fails."""
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"] if ranks > 1 else []
-    settings = dict(model_tag="bench", overwrite=True, device_type="cpu", eval_every=-1, sample_every=-1) | settings
-    script = ["scripts.base_train", *(f"--{name}={value}" for name, value in settings.items())]
-    env = os.environ | {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "1000"} | (env or {})
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([sys.executable, "-m", *launcher, *script], stdout=log, stderr=log, env=env)
-        _, status, usage = os.wait4(process.pid, 0)  # with the ranks that it has waited for
-        if status:
-            log.seek(0)
-            raise UserError(f"{' '.join(script)} failed:\n{log.read().decode()[-2000:]}")
-    records = read_metrics(checkpoint_dir("base", settings["model_tag"]) / "metrics.jsonl")
-    speed = statistics.median(record["train/tok_per_sec"] for record in records[2:])
-    return Training([record["train/loss"] for record in records], speed, usage.ru_maxrss * 1024)
-
-
 def on_ranks(ranks: int, function: Callable, *args: Any) -> Any:
-    """
-    function(rank, ranks, *args) on so many processes with a thread each, joined by gloo. Returns rank 0's result.
-    The function is a module's that sets nothing from the command line.
-    """
+    """function(rank, ranks, *args) on so many processes with a thread each, joined by gloo. Returns rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "job").write_bytes(pickle.dumps((function, args)))
-        command = [sys.executable, "-m", "bench.harness", folder, str(ranks)]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        processes = [subprocess.Popen([*command, str(rank)], env=env) for rank in range(ranks)]
-        if any([process.wait() for process in processes]):
-            raise UserError(f"{function.__module__}.{function.__name__} failed on {ranks} ranks")
+        # Forked, not spawned: a spawned process would run the benchmark's module again.
+        start_processes(one_rank, (ranks, folder, function, args), ranks, start_method="fork")
         return pickle.loads(Path(folder, "result").read_bytes())
 
 
-def one_rank(folder: Path, ranks: int, rank: int) -> None:
-    """The process of one rank."""
+def one_rank(rank: int, ranks: int, folder: str, function: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in dict(socket.if_nameindex()).values() else "lo0"
-    function, args = pickle.loads((folder / "job").read_bytes())
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     result = function(rank, ranks, *args)
     if rank == 0:
-        (folder / "result").write_bytes(pickle.dumps(result))
+        Path(folder, "result").write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure_link(rank: int, ranks: int) -> tuple[float, float, float]:
-    """Between two ranks here, by gloo: bytes/s of an all-reduce of 64 MB, seconds of a message; a rank's FLOP/s."""
-    seconds = {}
-    for numbers in (2**24, 1):
-        tensor, times = torch.zeros(numbers), []
-        for _ in range(6):
-            dist.barrier()
-            start = time.perf_counter()
-            dist.all_reduce(tensor)
-            times.append(time.perf_counter() - start)
-        seconds[numbers] = min(times)
-    # With two ranks an all-reduce sends the tensor once, in two messages.
-    return 4 * 2**24 / seconds[2**24], seconds[1] / 2, measured_matmul_flops(torch.device("cpu"), torch.float32)
-
-
-def enter_own_network(*setup: str) -> str:
+def enter_own_network(setup: str) -> bool:
     """
-    Start the running module again inside a network namespace of its own, after these shell commands; Linux, where users
-    may. Returns "" when inside, or why that is not possible.
+    Start the running module again in a network namespace of its own, after this shell command; Linux, where users may.
+    True when inside; False where that is not possible, after the reason has been printed.
     """
     if os.environ.get("OWN_NETWORK"):
-        return ""
-    unshare = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"]), "sh", "-c"]
-    try:
-        tried = subprocess.run([*unshare, " && ".join(setup)], capture_output=True, text=True)
-    except FileNotFoundError as error:
-        return f"{error.filename} is not installed"
-    if tried.returncode:
-        return tried.stderr.strip()
+        return True
+    command = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"]), "sh", "-c"]
+    if sys.platform != "linux" or subprocess.run([*command, setup]).returncode:
+        return False
     os.environ["OWN_NETWORK"] = "1"
-    os.execvp("unshare", [*unshare, " && ".join([*setup, 'exec "$0" "$@"']), *sys.orig_argv])
+    os.execvp("unshare", [*command, f'{setup} && exec "$0" "$@"', *sys.orig_argv])
 
 
-def bytes_sent(interface: str) -> int:
-    """Through a network interface of this namespace since it exists, headers included."""
-    with open("/proc/self/net/dev") as lines:
-        return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith(f"{interface}:"))
-
-
-if __name__ == "__main__":  # a rank of on_ranks
-    one_rank(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+def bytes_sent() -> int:
+    """Over the loopback of this network namespace since it exists, headers included; 0 where others send there, too."""
+    if not os.environ.get("OWN_NETWORK"):
+        return 0
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))

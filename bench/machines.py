@@ -4,24 +4,39 @@ docs/machines.md.
 
     python -m bench.machines --write    # without --write they are only printed
 """
+import time
+
 from configurator import configure
 
 import torch
+import torch.distributed as dist
 
-from bench.harness import measure_link, on_ranks, show
-from nanochat.flops import datasheet_peak
+from bench.harness import on_ranks, show
+from nanochat.flops import datasheet_peak, measured_matmul_flops
 from nanochat.plan.machines import LINKS, Link, Step, plan_step, shaped
 from nanochat.plan.memory import parameter_counts
 from nanochat.report import markdown_table
 
-gpus = 8                    # [1..] ranks of the computed tables
-gpu = "H100"                # a name of the table in nanochat/flops.py
-mfu = 0.5                   # [>0] part of its bf16 peak that is assumed to be reached
 write = False               # put the tables into docs/machines.md
 configure(globals())
 
 COLUMNS = ["link", "computes, ms", "sends, ms: stage 1", "stage 2", "stage 3", "latency, ms", "hides stage 2 from",
            "stage 3 from"]
+
+
+def measure_link(rank: int, ranks: int) -> tuple[float, float, float]:
+    """Between two ranks here, by gloo: bytes/s of an all-reduce of 64 MB, seconds of a message; a rank's FLOP/s."""
+    seconds = {}
+    for numbers in (2**24, 1):
+        tensor, times = torch.zeros(numbers), []
+        for _ in range(6):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(tensor)
+            times.append(time.perf_counter() - start)
+        seconds[numbers] = min(times)
+    # With two ranks an all-reduce sends the tensor once, in two messages.
+    return 4 * 2**24 / seconds[2**24], seconds[1] / 2, measured_matmul_flops(torch.device("cpu"), torch.float32)
 
 
 def line(link: Link, step: Step) -> list[str]:
@@ -30,17 +45,17 @@ def line(link: Link, step: Step) -> list[str]:
     return [link.name, *milliseconds, latency, *(f"{tokens:,.0f}" for tokens in step.hides)]
 
 
-peak, parts = datasheet_peak(gpu), []
+peak, parts = datasheet_peak("H100"), []
 for depth in (20, 32):
     model = shaped(depth, 65536, 2048)
-    lines = [line(link, plan_step(model, gpus, mfu * peak, link, torch.bfloat16, 2**19, 4)) for link in LINKS.values()]
-    parts += [f"**Depth {depth}**, {sum(parameter_counts(model.config)) / 1e6:,.0f} million parameters, {gpus} ranks "
-              f"of {peak / 1e12:,.0f} TFLOP/s at {mfu:.0%} MFU, bfloat16, 524,288 tokens in 4 micro-steps of "
-              f"{2**17 // gpus:,} tokens per rank:", markdown_table(COLUMNS, lines)]
+    lines = [line(link, plan_step(model, 8, 0.5 * peak, link, torch.bfloat16, 2**19, 4)) for link in LINKS.values()]
+    parts += [f"**Depth {depth}**, {sum(parameter_counts(model.config)) / 1e6:,.0f} million parameters, 8 ranks "
+              f"of {peak / 1e12:,.0f} TFLOP/s at 50% MFU, bfloat16, 524,288 tokens in 4 micro-steps of "
+              "16,384 tokens per rank:", markdown_table(COLUMNS, lines)]
 bandwidth, latency, rate = on_ranks(2, measure_link)
 here = Link("this machine, gloo over loopback", bandwidth, latency)
 lines = [line(here, plan_step(shaped(4, 8192, 512), 2, 0.6 * rate, here, torch.float32, 8192, 2))]
-parts += [f"**Measured**: two processes on one machine, {here.bandwidth / 1e9:.2f} GB/s and {1e6 * here.latency:,.0f} "
+parts += [f"**Measured**: two processes on one machine, {bandwidth / 1e9:.2f} GB/s and {1e6 * latency:,.0f} "
           f"µs a message, {rate / 1e9:,.0f} GFLOP/s in float32 per rank with one thread. Depth 4, vocabulary 8,192, "
           "8,192 tokens in 2 micro-steps of 2,048 per rank, at 60% of that rate:", markdown_table(COLUMNS, lines)]
 show("\n\n".join(parts), "machines.md", "bench.machines", write)

@@ -4,20 +4,24 @@ allocator, and whole processes of base_train, whose largest resident memory the 
 
     python -m bench.memory --write     # puts the tables into docs/memory.md; Linux
 """
+import os
+import subprocess
+import sys
+
 from configurator import configure
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.harness import scratch_base, show, train
+from bench.harness import scratch_base, show
 from nanochat.compiling import set_compile
+from nanochat.errors import UserError
 from nanochat.gpt import GPTConfig, config_from_depth
 from nanochat.plan.memory import HEAP_WASTE, PROCESS, WASTE, parameter_counts, state_bytes, step_bytes
 from nanochat.plan.probes import set_up_training, train_step
 from nanochat.report import markdown_table
 from nanochat.tokenizer import get_tokenizer
 
-steps = 4                   # [3..] optimizer steps of a process; a checkpoint is written in the middle
 write = False               # into docs/memory.md; else the tables are only printed
 configure(globals())
 
@@ -28,6 +32,20 @@ TENSORS = (  # depth, T, rows, dtype, compiled, activation checkpointing; vocabu
 )
 PINNED = {"MALLOC_MMAP_THRESHOLD_": "1048576"}
 PROCESSES = ((8, False, {}), (32, False, {}), (8, False, PINNED), (32, False, PINNED), (32, True, {}))  # depth 2, T 256
+
+
+def peak_of_a_process(rows: int, compiled: bool, environment: dict[str, str]) -> int:
+    """Largest resident bytes of a base_train of four steps; a checkpoint is written in the middle."""
+    settings = dict(device_type="cpu", dtype="float32", compile=compiled, depth=2, max_seq_len=256, num_iterations=4,
+                    device_batch_size=rows, total_batch_size=2 * rows * 256, save_every=2, eval_every=-1,
+                    sample_every=-1, model_tag="bench", overwrite=True)
+    command = [sys.executable, "-m", "scripts.base_train", *(f"--{name}={value}" for name, value in settings.items())]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise UserError(f"failed: {' '.join(command)}")
+    return usage.ru_maxrss * 1024
 
 
 def peak_of_a_step(config: GPTConfig, rows: int, dtype: torch.dtype, compiled: bool, checkpointing: bool) -> int:
@@ -49,41 +67,32 @@ def peak_of_a_step(config: GPTConfig, rows: int, dtype: torch.dtype, compiled: b
     return peak
 
 
-def shown(*cells: object) -> list:
-    print(*cells, sep="  ", flush=True)
-    return list(cells)
-
-
 processes, tensors = [], []
 with scratch_base(vocab_size=8192):  # processes first: one that is started by a larger one begins as large
     config = config_from_depth(2, get_tokenizer("tinyworld").get_vocab_size(), 256)
     for rows, compiled, environment in PROCESSES:
-        peak = train(
-            env=environment, depth=2, max_seq_len=256, device_batch_size=rows, total_batch_size=2 * rows * 256,
-            dtype="float32", compile=compiled, num_iterations=steps, save_every=2,
-        ).peak
+        peak = peak_of_a_process(rows, compiled, environment)
         step = sum(step_bytes(config, rows, torch.float32, "cpu", compiled))
         # All tensors of these runs are below the size that glibc maps by itself.
         factor = WASTE if compiled or environment else HEAP_WASTE
         asked = PROCESS[compiled] + factor * step
         setting = "".join(f"`{key}={value}`" for key, value in environment.items()) or "-"
-        how = "compiled" if compiled else "eager"
-        processes.append(shown(2, 256, rows, "float32", how, setting, f"{peak / 1e6:,.0f}",
-                               f"{step / 1e6:,.0f}", f"{asked / 1e6:,.0f}", f"{peak / asked:.0%}"))
+        processes.append([rows, "compiled" if compiled else "eager", setting, f"{peak / 1e6:,.0f}",
+                          f"{step / 1e6:,.0f}", f"{asked / 1e6:,.0f}", f"{peak / asked:.0%}"])
 for depth, length, rows, dtype, compiled, checkpointing in TENSORS:
     config, kind = config_from_depth(depth, 8192, length), getattr(torch, dtype)
     formula = step_bytes(config, rows, kind, "cpu", compiled, checkpointing)
     predicted = state_bytes(2, 1, kind, *parameter_counts(config)).gradients + formula.activations + formula.transient
     measured = peak_of_a_step(config, rows, kind, compiled, checkpointing)
     how = f"{'compiled' if compiled else 'eager'}{', checkpointing' * checkpointing}"
-    tensors.append(shown(depth, length, rows, dtype, how, f"{measured / 1e6:,.1f}", f"{predicted / 1e6:,.1f}",
-                         f"{predicted / measured - 1:+.1%}"))
-names = ["depth", "T", "rows", "dtype", ""]
-asked = ["environment", "measured, MB", "of them tensors, formula", "what the doctor asks for", "measured / asked for"]
+    tensors.append([depth, length, rows, dtype, how, f"{measured / 1e6:,.1f}", f"{predicted / 1e6:,.1f}",
+                    f"{predicted / measured - 1:+.1%}"])
 show("\n\n".join([
     f"torch {torch.__version__}, one thread; MB are 10⁶ bytes.",
     "### Tensors: the fullest moment of a step, beyond what is there between two steps",
-    markdown_table([*names, "measured, MB", "formula, MB", "formula off by"], tensors, (3, 4)),
-    "### Whole processes of base_train: largest resident memory",
-    markdown_table([*names, *asked], processes, (3, 4, 5)),
+    markdown_table(["depth", "T", "rows", "dtype", "", "measured, MB", "formula, MB", "formula off by"],
+                   tensors, (3, 4)),
+    "### Whole processes of base_train, depth 2, T 256, float32: largest resident memory",
+    markdown_table(["rows", "", "environment", "measured, MB", "of them tensors, formula", "what the doctor asks for",
+                    "measured / asked for"], processes, (1, 2)),
 ]), "memory.md", "bench.memory", write)

@@ -1,4 +1,4 @@
-"""Data parallelism in ten lines, and the ways in which it goes wrong. bench.data_parallel makes tables of it."""
+"""Data parallelism in ten lines, and the ways in which it goes wrong. bench.data_parallel makes a table of it."""
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,10 +31,6 @@ def batch(step: int, masked: bool) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def flat(model: GPT) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 def train(rank: int, ranks: int, variant: str, kind: str, steps: int = STEPS) -> Tensor:
     """All parameters after the steps, end to end: naive data parallelism, right or wrong in one way."""
     model = GPT(CONFIG)
@@ -63,21 +59,22 @@ def train(rank: int, ranks: int, variant: str, kind: str, steps: int = STEPS) ->
             all_reduce(1 if variant == "sum" else ranks)
         optimizer.step()
         optimizer.zero_grad()
-    return flat(model)
+    return torch.cat([p.detach().flatten() for p in params])
 
 
-def distances(rank: int, ranks: int, variant: str, kind: str) -> tuple[float, float]:
-    """Relative to the way travelled by one rank with all rows: how far this rank is from that one, and from another."""
-    reference = train(0, 1, {"means": "masked", "clip": "clip"}.get(variant, "right"), kind)
-    mine, way = train(rank, ranks, variant, kind), (reference - train(0, 1, "right", kind, steps=0)).norm()
-    others = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(others, mine)
-    return ((mine - reference).norm() / way).item(), max(((mine - other).norm() / way).item() for other in others)
-
-
-def all_distances(rank: int, ranks: int) -> dict[str, list[float]]:
-    """Of every variant, by SGD and by AdamW, as `distances`."""
+def distances(rank: int, ranks: int, kind: str) -> dict[str, tuple[float, float]]:
+    """
+    Of every variant, relative to the way travelled by one rank with all rows: how far this rank is from that one, and
+    from another.
+    """
+    start, right = train(0, 1, "right", kind, steps=0), train(0, 1, "right", kind)
+    references = {"means": train(0, 1, "masked", kind), "clip": train(0, 1, "clip", kind)}
     found = {}
     for variant in VARIANTS:
-        found[variant] = [number for kind in OPTIMIZERS for number in distances(rank, ranks, variant, kind)]
+        reference, mine = references.get(variant, right), train(rank, ranks, variant, kind)
+        others = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(others, mine)
+        off, apart = (mine - reference).norm(), max((mine - other).norm() for other in others)
+        way = (reference - start).norm()
+        found[variant] = ((off / way).item(), (apart / way).item())
     return found

@@ -23,32 +23,27 @@ from nanochat.schedule import apply_schedule, lr_multiplier
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 from nanochat.zero import Sharding
 
-# ---- Model and batch
 depth = 2                   # [1..] layers
 vocab_size = 512            # [266..] tokens; few, so that the matrices are most of the model
-max_seq_len = 128           # [1..] tokens per row
-rows = 8                    # [1..] per step
-# ---- Runs
 steps = 200                 # [1..] of each run
-adamw_rates = "0.001 0.002 0.004 0.008 0.016"  # tried for the matrices
-muon_rates = "0.005 0.01 0.02 0.04 0.08"       # tried for the matrices
-eval_rows = 256             # [1..] of validation, after the last step
-seed = 0                    # [0..] of weights and data order
 write = False               # put the table into docs/optimizers.md
 configure(globals())
+
+ROWS, LENGTH = 8, 128  # of a step; tokens of a row
+RATES = {"AdamW": (0.001, 0.002, 0.004, 0.008, 0.016), "Muon": (0.005, 0.01, 0.02, 0.04, 0.08)}  # of the matrices
 
 
 def run(kind: str, rate: float, tokenizer: Tokenizer) -> tuple[float, float, float, float]:
     """(validation bits per byte, ms of the matrices' update, ms of the rest of a step, bytes of state a parameter)."""
     device = torch.device("cpu")
-    model = GPT(config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len))
-    model.init_weights(seed)
+    model = GPT(config_from_depth(depth, tokenizer.get_vocab_size(), LENGTH))
+    model.init_weights(seed=0)
     sharding = Sharding(model, model.units(), device, torch.float32, stage=1)
     others, matrices = setup_optimizers(model, sharding, matrix_lr=rate)
     kept = matrices.param_groups[0]["shards"]
     if kind == "AdamW":  # the same slices in its care
         matrices = DistAdamW([{"shards": kept, "lr": rate}], device, betas=(0.9, 0.95))
-    batch = dict(device_batch_size=rows, max_seq_len=max_seq_len, seed=seed, device=device)
+    batch = dict(device_batch_size=ROWS, max_seq_len=LENGTH, seed=0, device=device)
     loader = tokenizing_distributed_data_loader("tinyworld", "train", tokenizer, **batch)
     times = []
     for step in range(steps):
@@ -66,25 +61,22 @@ def run(kind: str, rate: float, tokenizer: Tokenizer) -> tuple[float, float, flo
         sharding.all_gather_params()
     loader.close()
     validation = tokenizing_distributed_data_loader("tinyworld", "val", tokenizer, **batch)
-    bpb = evaluate_bpb(model, validation, max(eval_rows // rows, 1), tokenizer.token_bytes())
+    bpb = evaluate_bpb(model, validation, 256 // ROWS, tokenizer.token_bytes())
     validation.close()
     state = sum(tensor.nbytes for moment in matrices.state.values() for tensor in moment.values())
     return bpb, *map(statistics.median, zip(*times)), state / sum(s.end - s.start for s in kept)
 
 
-lines, edges = [], ""
+lines = []
 with scratch_base(vocab_size):
-    for kind, rates in (("AdamW", adamw_rates.split()), ("Muon", muon_rates.split())):
-        results = {rate: run(kind, float(rate), get_tokenizer("tinyworld")) for rate in rates}
-        best = min(results, key=lambda rate: results[rate][0])
+    for kind, rates in RATES.items():
+        results = {rate: run(kind, rate, get_tokenizer("tinyworld")) for rate in rates}
+        best = min(bpb for bpb, *_ in results.values())
         for rate, (bpb, update, rest, state) in results.items():
-            lines.append([kind, rate, f"**{bpb:.4f}**" if rate == best else f"{bpb:.4f}", f"{update:.1f}",
-                          f"{rest:.0f}", f"{state:.0f}"])
-            print(*lines[-1], sep="  ", flush=True)
-        if best in (rates[0], rates[-1]):
-            edges += f" The best rate of {kind} is at the edge of those tried: there may be a better one."
+            score = f"**{bpb:.4f}**" if bpb == best else f"{bpb:.4f}"
+            lines.append([kind, rate, score, f"{update:.1f}", f"{rest:.0f}", f"{state:.0f}"])
 columns = ["the matrices' optimizer", "rate", "validation, bits per byte", "its update, ms", "rest of the step, ms",
            "bytes of state per parameter"]
-show(f"{markdown_table(columns, lines)}\n\nDepth {depth}, vocabulary {vocab_size}, {steps} steps of {rows} rows of "
-     f"{max_seq_len} tokens of the embedded world, seed {seed}, float32, not compiled, "
-     f"{torch.get_num_threads()} thread(s).{edges}", "optimizers.md", "bench.optimizer", write)
+show(f"{markdown_table(columns, lines)}\n\nDepth {depth}, vocabulary {vocab_size}, {steps} steps of {ROWS} rows of "
+     f"{LENGTH} tokens of the embedded world, float32, not compiled, {torch.get_num_threads()} thread(s).",
+     "optimizers.md", "bench.optimizer", write)

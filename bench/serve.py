@@ -32,21 +32,17 @@ from nanochat.saving import save_weights
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 depth = 4                   # [1..] layers; width and heads follow from it
-max_seq_len = 512           # [1..] longest context
-vocab_size = 8192           # [266..] tokens
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
 streams = 16                # [1..] at once
 requests = 64               # [1..] in all: a stream that ends makes place for the next request
 new_tokens = 256            # [1..] of each answer, at most
-temperature = 1.0           # [0..] 0: always the most probable token
-top_k = 50                  # [0..] only the k most probable tokens; 0: all
 repeats = 5                 # [1..] of each measurement; the medians count
 configure(globals())
 
 *_, device = compute_init(device_type)
 messages = [[{"role": "user", "content": f"Question {i}: what is that?"}] for i in range(requests)]
-common = dict(temperature=temperature, top_k=top_k)
+common = dict(temperature=1.0, top_k=50)
 
 
 def ask_engine(engine: Engine) -> tuple[int, float]:
@@ -75,8 +71,8 @@ def ask_server(port: int) -> tuple[int, float]:
 
 with scratch_base():
     words = itertools.product(b"etaoinshrdlcumwfgypb", repeat=4)  # tokens that are like words
-    merges = [b" " + bytes(word) for word in itertools.islice(words, vocab_size - 256 - len(SPECIAL_TOKENS))]
-    model = GPT(config_from_depth(depth, vocab_size, max_seq_len))
+    merges = [b" " + bytes(word) for word in itertools.islice(words, 8192 - 256 - len(SPECIAL_TOKENS))]
+    model = GPT(config_from_depth(depth, 8192, 512))
     model.init_weights(0)
     saved = save_weights(checkpoint_dir("sft", "bench"), 0, model.state_dict(), Tokenizer(merges), model.config, {})
     model, tokenizer, _ = load_checkpoint(saved, device)

@@ -1,11 +1,10 @@
 """
 What a rank keeps and sends in a few steps of ZeRO, measured: memory is the storage of all live tensors, traffic what
-each collective sends. bench.zero and bench.data_parallel make tables of it.
+each collective sends. bench.zero makes tables of it.
 """
 import gc
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -29,73 +28,65 @@ def storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
 
-def live_tensors() -> Iterator[Tensor]:
-    """Every tensor that Python knows of and that was made since `measure` began, whoever made it."""
-    return (t for t in gc.get_objects() if issubclass(type(t), Tensor) and not isinstance(t, DTensor) and t.is_cpu)
-
-
 class Watch(TorchDispatchMode):
     """
-    While it is on, counts the bytes that this rank sends in every collective, as docs/collectives.md has them. It
-    stands where all of PyTorch's collectives pass, whoever calls them, and refuses those that it has no formula for.
+    While it is on, counts the bytes that this rank sends in every collective, as docs/collectives.md has them. All of
+    PyTorch's collectives pass here, FSDP's too; those without a formula are refused.
 
-    On stages 0 to 2 it also keeps the peak of gradients that are whole: those of parameters, their copies end to end,
-    and those being sent; looked at whenever one appears or leaves.
+    On stages 0 to 2 it also keeps two peaks, in bytes: of gradients beyond the slices that stay (those of parameters,
+    their copies end to end, and those being sent and received), looked at whenever one appears or leaves; and of all
+    tensors without a known purpose, at the end of each backward pass.
     """
 
     def __init__(self, rank: int, ranks: int, config: GPTConfig, stage: int, dtype: str):
         super().__init__()
-        model = GPT(config)
-        model.init_weights(seed=0)
+        self.model = GPT(config)
+        self.model.init_weights(seed=0)
         self.ranks, self.rank, self.in_micro_steps = ranks, rank, False
-        self.sent: Counter[str] = Counter()   # bytes, by the name of the collective
-        self.peaks: Counter[str] = Counter()  # bytes
-        self.params = list(model.parameters()) if stage < 3 else []
+        self.sent, self.peaks = 0.0, {"gradients": 0, "rest": 0}
+        self.params = list(self.model.parameters()) if stage < 3 else []
         # Before the sharding's own hooks: so each gradient is seen before it is sent.
         self.hooks = [p.register_post_accumulate_grad_hook(self.gradient_appeared) for p in self.params]
-        self.sharding = Sharding(model, model.units(), torch.device("cpu"), getattr(torch, dtype), stage)
-        self.optimizers = setup_optimizers(model, self.sharding)
+        self.sharding = Sharding(self.model, self.model.units(), torch.device("cpu"), getattr(torch, dtype), stage)
+        self.optimizers = setup_optimizers(self.model, self.sharding)
 
     def __torch_dispatch__(self, func: Callable, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             self.count(func._schema.name.removeprefix("c10d::"), *args)
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.cat.default and len(result) in {len(bucket.flat) for bucket in self.sharding.buckets}:
-            self.look([result, *args[0]])  # gradients laid end to end, for a moment beside those they are copied from
+            self.look(result, *args[0])  # gradients laid end to end, for a moment beside those they are copied from
         return result
 
     def count(self, name: str, *args) -> None:
         match name:
             case "allreduce_":  # (tensors, group, …)
                 (tensor,) = args[0]
-                sent = 2 * (self.ranks - 1) / self.ranks * tensor.nbytes
-                self.look([tensor])
+                self.sent += 2 * (self.ranks - 1) / self.ranks * tensor.nbytes
+                self.look(tensor)
             case "_allgather_base_":  # (output, input, group, …)
-                sent = (self.ranks - 1) * args[1].nbytes
+                self.sent += (self.ranks - 1) * args[1].nbytes
             case "alltoall_base_":  # (output, input, group, output sizes, input sizes, …): all but the part for itself
                 received, tensor, sizes = args[0], args[1], args[4]
-                own = sizes[self.rank] * tensor.element_size() if sizes else tensor.nbytes / self.ranks
-                sent = tensor.nbytes - own
-                self.look([tensor], [received])
+                self.sent += tensor.nbytes
+                self.sent -= sizes[self.rank] * tensor.element_size() if sizes else tensor.nbytes / self.ranks
+                self.look(tensor, received)
             case "barrier":
-                sent = 0
+                pass
             case _:
                 raise NotImplementedError(f"bytes that a rank sends in {name}")
-        self.sent[name] += sent
 
-    def look(self, sending: Iterable[Tensor] = (), receiving: Iterable[Tensor] = ()) -> None:
+    def look(self, *tensors: Tensor) -> None:
         if self.in_micro_steps and self.params:
-            in_flight = [gradients for *_, gradients, _last in self.sharding.in_flight]
-            whole = storages([*sending, *(p.grad for p in self.params), *in_flight])
-            both = whole | storages([*receiving, *self.on_their_way()])
-            self.peaks |= {"whole": sum(whole.values()), "with buffers": sum(both.values())}  # the larger of both
+            alive = storages([*tensors, *(p.grad for p in self.params), *self.in_flight()])
+            self.peaks["gradients"] = max(self.peaks["gradients"], sum(alive.values()))
 
     def gradient_appeared(self, p: Tensor) -> None:
         self.look()
         if p is self.params[0]:  # the embedding's is the last of a backward pass: whatever is hoarded is there by now
-            self.peaks |= {"rest": self.census()["rest"]}
+            self.peaks["rest"] = max(self.peaks["rest"], self.census()["rest"])
 
-    def on_their_way(self) -> list[Tensor | None]:
+    def in_flight(self) -> list[Tensor | None]:
         """What collectives read and fill that are not waited for yet; gloo's sums receive into one buffer more."""
         sums = [(own, whole, getattr(work, "received", None)) for _, work, own, whole, _ in self.sharding.in_flight]
         sources = [source for bucket in self.sharding.buckets for _work, source in bucket.pending]
@@ -110,14 +101,16 @@ class Watch(TorchDispatchMode):
 
     def classify(self) -> dict[str, int]:
         """A storage counts once: in float32 a master is its parameter's own memory."""
-        sharding, params = self.sharding, list(self.sharding.model.parameters())
-        moments = [t for o in self.optimizers for moment in o.state.values() for t in moment.values()]
+        sharding, params = self.sharding, list(self.model.parameters())
         purposes = {
             "parameters": params,
             "gradients": [t.grad for t in (*params, *sharding.buckets, *sharding.shards)],
-            "optimizer": [*(s.master for s in sharding.shards), *moments],
-            "in flight": self.on_their_way(),
-            "rest": live_tensors(),  # whatever is none of the above: what leaks shows here
+            "optimizer": [*(s.master for s in sharding.shards),
+                          *(t for o in self.optimizers for moment in o.state.values() for t in moment.values())],
+            "in flight": self.in_flight(),
+            # Everything else that Python knows of and that was made since `measure` began: what leaks shows here.
+            "rest": [t for t in gc.get_objects()
+                     if issubclass(type(t), Tensor) and not isinstance(t, DTensor) and t.is_cpu],
         }
         seen, result = set(), {}
         for purpose, tensors in purposes.items():
@@ -131,7 +124,7 @@ class Watch(TorchDispatchMode):
         memory, self.in_micro_steps = {}, True
         for micro_step in range(micro_steps):
             with self.sharding.accumulate(last=micro_step == micro_steps - 1):
-                loss = self.sharding.model(rows[:, :-1], rows[:, 1:])
+                loss = self.model(rows[:, :-1], rows[:, 1:])
                 (loss / micro_steps).backward()
             if micro_step == 1 < micro_steps - 1:  # after the first, stage 2 has not yet received all that it will keep
                 gc.collect()
@@ -141,15 +134,14 @@ class Watch(TorchDispatchMode):
         for optimizer in self.optimizers:
             optimizer.step(stats)
         self.sharding.all_gather_params()
-        for bucket in self.sharding.buckets:
-            bucket.wait()  # base_train leaves that to the next forward pass
+        self.sharding.wait_for_params()  # base_train leaves that to the next forward pass
         return memory
 
 
-def measure(rank: int, ranks: int, config: GPTConfig, stage: int, dtype: str, on_wire: bool = False) -> dict:
+def measure(rank: int, ranks: int, config: GPTConfig, stage: int, dtype: str) -> dict:
     """
     On this rank, in bytes: {"memory": census between micro-steps, "peaks": those of Watch, "sent": for each of
-    MICRO_STEPS what this rank sent in an optimizer step, "wire": what all ranks sent through the interface}.
+    MICRO_STEPS what this rank sent in an optimizer step, "wire": what all ranks sent over the network}.
     """
     gc.collect()
     gc.freeze()  # what is here by now is not looked through again
@@ -157,28 +149,26 @@ def measure(rank: int, ranks: int, config: GPTConfig, stage: int, dtype: str, on
     rows = torch.randint(config.vocab_size, (1, config.sequence_len + 1), generator=torch.Generator().manual_seed(rank))
     sent, wire = [], []
     for micro_steps in MICRO_STEPS:
-        watch.sent.clear()
+        watch.sent = 0.0
         dist.barrier()
-        before = bytes_sent("lo") if on_wire else 0
+        before = bytes_sent()
         dist.barrier()
         with watch:
             memory = watch.train_step(rows, micro_steps)
         dist.barrier()
-        wire.append(bytes_sent("lo") - before if on_wire else 0)
-        sent.append(watch.sent.total())
+        wire.append(bytes_sent() - before)
+        sent.append(watch.sent)
     for hook in watch.hooks:
         hook.remove()  # they close a cycle that Python's collector cannot see
-    return {"memory": memory, "peaks": dict(watch.peaks), "sent": sent, "wire": wire}
+    return {"memory": memory, "peaks": watch.peaks, "sent": sent, "wire": wire}
 
 
-def measure_all(
-    rank: int, ranks: int, config: GPTConfig, on_wire: bool = False, dtypes: Iterable[str] = DTYPES
-) -> list[dict]:
-    """Every stage; of memory the fullest rank's, of traffic the mean over ranks, with the formulas'."""
+def measure_all(rank: int, ranks: int, config: GPTConfig) -> list[dict]:
+    """Every dtype and stage; of memory the fullest rank's, of traffic the mean over ranks, with the formulas'."""
     results, (adamw, muon) = [], parameter_counts(config)
-    for name, stage in ((name, stage) for name in dtypes for stage in STAGES):
+    for name, stage in ((name, stage) for name in DTYPES for stage in STAGES):
         per_rank: list = [None] * ranks
-        dist.all_gather_object(per_rank, measure(rank, ranks, config, stage, name, on_wire))
+        dist.all_gather_object(per_rank, measure(rank, ranks, config, stage, name))
         dtype, counts = getattr(torch, name), (adamw + muon, muon, adamw // 2)
         fullest = {key: {part: max(r[key][part] for r in per_rank) for part in per_rank[0][key]}
                    for key in ("memory", "peaks")}

@@ -6,8 +6,6 @@ What the stages of ZeRO keep and send, measured beside the formulas: the tables 
 It starts its own ranks (gloo, on the CPU) and takes steps on random tokens in every stage and dtype. Traffic is what
 each collective sends (bench/watch.py), and what goes through the network interface.
 """
-from collections.abc import Callable
-
 from configurator import configure
 
 import torch
@@ -17,27 +15,20 @@ from bench.watch import DTYPES, KEPT, MICRO_STEPS, measure_all
 from nanochat.gpt import GPTConfig
 from nanochat.plan.memory import parameter_counts
 from nanochat.report import markdown_table
-from nanochat.zero import MAX_IN_FLIGHT
 
-# ---- Model: with a vocabulary of 12 times the width every unit is as large as every other
-depth = 12                  # [1..] layers
-width = 128                 # [2..] of the model; a multiple of the ranks leaves no padding
-max_seq_len = 32            # [1..] tokens; few, only parameters matter here
-# ---- Measurement
 max_ranks = 8               # [1..] 1, 2, 4, … up to this
 write = False               # put the tables into docs/zero.md
 configure(globals())
 
-if why := enter_own_network("ip link set lo up"):  # nobody else sends there
-    print(f"bytes on the wire: not counted ({why})")
-on_wire, results, ranks = not why, [], 1
-config = GPTConfig(max_seq_len, 12 * width, depth, width, 2, 2)
-while ranks <= max_ranks:
-    results += on_ranks(ranks, measure_all, config, on_wire)
+# With a vocabulary of 12 times the width every unit is as large as every other; few tokens: only parameters matter.
+CONFIG = GPTConfig(sequence_len=32, vocab_size=12 * 128, n_layer=12, n_embd=128, n_head=2, n_kv_head=2)
+UNIT = 4 * 12 * 128 * 128  # bytes of a unit's gradients
+
+on_wire = enter_own_network("ip link set lo up")  # nobody else sends there
+results = []
+for ranks in (2**i for i in range(max_ranks.bit_length())):
+    results += on_ranks(ranks, measure_all, CONFIG)
     print(f"{ranks} rank(s): done", flush=True)
-    ranks *= 2
-(adamw, muon), units = parameter_counts(config), depth + 2
-unit = 4 * max(adamw // 2, muon // depth)
 results.sort(key=lambda r: (r["stage"], r["ranks"]))
 several = [r for r in results if r["ranks"] > 1]  # on one rank nothing travels
 
@@ -46,53 +37,38 @@ def megabytes(*values: float) -> str:
     return " / ".join(f"{value / 1e6:.2f}" for value in values)
 
 
-def table(columns: list[str], results: list[dict], cells: Callable[[dict], list[str]]) -> str:
-    return markdown_table(["stage", "ranks", *columns], [[r["stage"], r["ranks"], *cells(r)] for r in results])
-
-
-def by_dtype(columns: list[str], results: list[dict], cells: Callable[[dict], list[str]]) -> str:
-    tables = {name: table(columns, [r for r in results if r["dtype"] == name], cells) for name in DTYPES}
-    return "\n\n".join(f"**{name}**\n\n{text}" for name, text in tables.items())
-
-
-def kept(r: dict) -> list[str]:
+memory, peaks, traffic = ({dtype: [] for dtype in DTYPES} for _ in range(3))
+for r in results:
     pairs = [(r["memory"][part], r["expected"][part]) for part in KEPT]
-    return [*(megabytes(*pair) for pair in (*pairs, map(sum, zip(*pairs)))), megabytes(r["memory"]["in flight"])]
+    cells = [megabytes(*pair) for pair in (*pairs, map(sum, zip(*pairs)))]
+    memory[r["dtype"]].append([r["stage"], r["ranks"], *cells, megabytes(r["memory"]["in flight"])])
+for r in several:
+    cells = zip(r["sent"], r["expected sent"], *([r["wire"]] if on_wire else []))
+    traffic[r["dtype"]].append([r["stage"], r["ranks"], *(megabytes(*cell) for cell in cells)])
+    if r["stage"] in (1, 2):
+        peak = r["peaks"]["gradients"]
+        peaks[r["dtype"]].append([r["stage"], r["ranks"], megabytes(peak), f"{peak / UNIT:.2f}"])
 
 
-def whole(r: dict) -> list[str]:
-    peaks = [r["peaks"][key] for key in ("whole", "with buffers")]
-    return [f"{megabytes(peak)} = {peak / unit:.2f} units" for peak in peaks]
-
-
-def travels(r: dict) -> list[str]:
-    return [megabytes(*cell) for cell in zip(r["sent"], r["expected sent"], *([r["wire"]] if on_wire else []))]
+def by_dtype(columns: list[str], rows: dict[str, list]) -> str:
+    return "\n\n".join(f"**{name}**\n\n{markdown_table(['stage', 'ranks', *columns], rows[name])}" for name in DTYPES)
 
 
 kept_off = max(abs(r["memory"][part] / r["expected"][part] - 1) for r in results for part in KEPT)
-sent_off = max(abs(a / b - 1) for r in several for a, b in zip(r["sent"], r["expected sent"]))
-peaks = [r for r in several if r["dtype"] == "bfloat16" and r["stage"] in (1, 2)]
-parts = [
-    f"A model of {adamw + muon:,} parameters, {muon:,} of them Muon's, in {units} units of at most {unit // 4:,}; "
+rest = max(r["memory"]["rest"] + r["peaks"]["rest"] * (r["stage"] == 2) for r in results)
+adamw, muon = parameter_counts(CONFIG)
+show("\n\n".join([
+    f"A model of {adamw + muon:,} parameters, {muon:,} of them Muon's, in {CONFIG.n_layer + 2} units of {UNIT // 4:,}; "
     f"torch {torch.__version__}, gloo. MB are 10⁶ bytes.",
     "### Memory: MB per rank between two micro-steps, measured on the fullest rank / formula",
-    by_dtype(["parameters", "gradients", "optimizer state", "together", "in flight"], results, kept),
-    f"The largest deviation is {kept_off:.1%}; all other live tensors had "
-    f"{max(r['memory']['rest'] for r in results) / 1e3:.1f} KB together at most. *In flight* on stage 2 are the "
-    f"last {MAX_IN_FLIGHT} units' sums, which the next micro-step receives; nearly half of it is where gloo's chunks "
-    "arrive.",
-    "### Whole gradients alive at any moment of a step, MB",
-    table(["whole gradients", "with the buffers that receive"], peaks, whole),
-    f"Stage 2: {MAX_IN_FLIGHT} units on their way, one being computed, and for a moment its copy end to end; the "
-    f"model has {units}. At the end of its backward passes all other tensors that Python knows of had "
-    f"{max(r['peaks']['rest'] for r in several if r['stage'] == 2) / 1e3:.1f} KB at most: nothing is hoarded "
-    "elsewhere.",
+    by_dtype(["parameters", "gradients", "optimizer state", "together", "in flight"], memory),
+    f"The largest deviation is {kept_off:.1%}; all other live tensors had {rest / 1e3:.1f} KB together at most, on "
+    "stage 2 also at the end of its backward passes: nothing is hoarded. *In flight* on stage 2 are the sums of the "
+    "last units, which the next micro-step receives; nearly half of it is where gloo's chunks arrive.",
+    "### Gradients beyond the slices that stay, at the fullest moment of a step, gloo's buffers included",
+    markdown_table(["stage", "ranks", "MB", "units"], peaks["bfloat16"]),
+    "Stage 2: two units on their way and their buffers, one being computed, and for a moment its copy end to end.",
     "### Traffic: MB that a rank sends in one optimizer step, counted / formula" + " / on the wire" * on_wire,
-    by_dtype([f"{m} micro-step{'s' * (m > 1)}" for m in MICRO_STEPS], several, travels),
-    f"The counts are at most {sent_off:.1%} from the formulas.",
-]
-if on_wire:
-    more = [carried / sent - 1 for r in several for carried, sent in zip(r["wire"], r["sent"])]
-    parts.append(f"The wire carries {min(more):.1%} to {max(more):.1%} more than counted: headers, acknowledgements, "
-                 "a barrier.")
-show("\n\n".join(parts), "zero.md", "bench.zero", write)
+    by_dtype([f"{m} micro-step{'s' * (m > 1)}" for m in MICRO_STEPS], traffic),
+    "The wire carries headers, acknowledgements and a barrier besides." * on_wire,
+]).rstrip(), "zero.md", "bench.zero", write)

@@ -22,12 +22,11 @@ from ranks import run_on_ranks
 from torch.distributed.run import get_args_parser
 
 from bench import harness
-from bench.naive import CONFIG, VARIANTS, flat, train
+from bench.naive import VARIANTS, distances
 from bench.scaling_fit import fit, read_series
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.errors import UserError
-from nanochat.gpt import GPT
 from nanochat.plan.machines import LINKS, plan_step, shaped
 from nanochat.report import markdown_table
 
@@ -238,19 +237,9 @@ def test_two_nodes_train_and_save_before_the_time_limit(tmp_path, base_folder):
 
 # ---- Data parallelism
 
-def distances(rank: int, ranks: int) -> dict[str, float]:
-    """How far each variant of the page is from one rank with all rows, relative to the way travelled by that one."""
-    right, clipped, masked = (train(0, 1, variant, "SGD") for variant in ("right", "clip", "masked"))
-    start = GPT(CONFIG)
-    start.init_weights(seed=0)
-    way = (right - flat(start)).norm()
-    references = {"clip": clipped, "means": masked}
-    off = {variant: train(rank, ranks, variant, "SGD") - references.get(variant, right) for variant in VARIANTS}
-    return {variant: (difference.norm() / way).item() for variant, difference in off.items()}
-
-
 def test_the_ten_lines_are_right_and_every_other_way_is_not():
-    for off in run_on_ranks(2, distances):
+    for found in run_on_ranks(2, distances, "SGD"):
+        off = {variant: how_far for variant, (how_far, _) in found.items()}
         assert off.pop("right") < 1e-5
         # On rank 0 its own weights are the reference's, until it averages with the other rank's gradients.
         assert set(off) == set(VARIANTS) - {"right"} and min(off.values()) > 0.02, off

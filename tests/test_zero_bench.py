@@ -88,17 +88,19 @@ def test_ranks_send_what_the_formulas_say(results):
 
 
 def test_stage_2_never_has_more_than_four_of_ten_units_of_whole_gradients(results):
-    """Two on their way, one computed and its copy end to end; stage 1, seen in the same way, has the whole model's."""
+    """
+    Two on their way, one computed and its copy end to end; for each of the two a buffer in which gloo receives, and the
+    slice it ends in. Stage 1, seen in the same way, has the whole model's.
+    """
     for r in results:
         if r["stage"] == 1:
-            assert r["peaks"]["whole"] >= MODEL
+            assert r["peaks"]["gradients"] >= MODEL
         if r["stage"] == 2:
-            assert UNIT <= r["peaks"]["whole"] <= 4 * UNIT * 1.01
-            assert r["peaks"]["with buffers"] <= 7.1 * UNIT, "gloo doubles them; and the slices they end in"
+            assert UNIT <= r["peaks"]["gradients"] <= (4 + 2 + 2 / r["ranks"]) * UNIT * 1.01
             assert r["peaks"]["rest"] < 0.5 * UNIT, "gradients that are neither a parameter's nor on their way"
 
 
 def test_a_stage_2_that_keeps_whole_gradients_is_found_out(measured):
     unbounded, keeping = measured[2][1]
-    assert unbounded["peaks"]["whole"] > 0.99 * MODEL
+    assert unbounded["peaks"]["gradients"] > 0.99 * MODEL
     assert keeping["peaks"]["rest"] > MODEL and keeping["memory"]["rest"] > MODEL
