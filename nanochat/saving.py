@@ -48,6 +48,7 @@ from nanochat.zero import Sharding
 
 PATIENCE = timedelta(minutes=30)  # with the slowest rank's disk; a rank that dies is noticed at once
 ALL_FAILED_WITHIN = timedelta(seconds=10)  # after an exception on this rank, for the others to have one as well
+COPIED_WITHIN_S = 120  # seconds in which a save after an exception must have copied what it writes
 KEPT_BY_TIME = 2  # checkpoints that nothing but `save_minutes` asked for: newer ones take their place
 
 Files = dict[str, tuple[dict[str, Tensor], dict[str, str]]]  # by name: the tensors of a file, and its metadata
@@ -218,6 +219,9 @@ class CheckpointWriter:
         only if all come here, before the same step, and not on stage 3, where parameters may be half gathered.
         """
         step, metrics, _ = self.whole or (-1, None, None)
+        # Ranks that failed at different points of a step may wait for each other when the parameters are copied.
+        watchdog = threading.Timer(COPIED_WITHIN_S, os._exit, [1])
+        watchdog.daemon = True
         try:
             if self.thread:
                 self.thread.join(timeout=20 if self.group else None)  # nearly written, perhaps
@@ -229,14 +233,18 @@ class CheckpointWriter:
                 if set(self.share(lambda: step)) != {step}:
                     return
                 set_timeout(PATIENCE, self.group)
+                watchdog.start()
             print0(f"saving step {step} before the run ends")
             metrics.flush()
             self.checkpoint()
+            watchdog.cancel()  # all is in host memory
             self.wait()
         except BaseException as error:  # a second one must not hide the first
             needs = "; that takes all ranks, and some have not failed, or are gone" * bool(self.group)
             with contextlib.suppress(OSError):  # the terminal may be gone
                 print(f"warning: step {step} was not saved: {reason(error)}{needs}", flush=True)
+        finally:
+            watchdog.cancel()
 
 
 def reason(error: BaseException) -> str:

@@ -222,10 +222,11 @@ while True:
     # --- one optimizer step. Rank r of N on zero_stage 2 holds all weights in model_dtype and, of every unit
     # (embedding, block, head), 1/N of the float32 masters and of the optimizer's moments.
     #   forward   before a unit runs, r waits for its weights, whose all-gather began after the last update
-    #   backward  a unit's gradients are complete -> reduce-scatter, in every micro-step (stages 0 and 1: in the last):
-    #             r receives the sum over the ranks of its 1/N, adds it to its float32 sum, and frees the gradients
-    #   reduce    r waits for its sum; one all-reduce of six numbers: loss, count (1 per rank), squared norm, not
-    #             finite?, stop?, save?; r divides loss and gradients by the count, the number of ranks, and clips
+    #   backward  a unit's gradients are complete -> reduce-scatter, in every micro-step (on stage 1: in the last):
+    #             r receives the sum over the ranks of its 1/N, adds it to its float32 sum, and frees the gradients;
+    #             after the last micro-step r waits for what is still under way
+    #   reduce    one all-reduce of six numbers: loss, count (1 per rank), squared norm, not finite?, stop?, save?;
+    #             r divides loss and gradients by the count, which is the number of ranks, and clips
     #   update    AdamW: r updates its 1/N. Muon: the momentum updates of each matrix go to one rank (all-to-all), which
     #             orthogonalizes the matrix and sends the parts back (all-to-all); then r updates its 1/N
     #   gather    r's 1/N of the new weights -> all-gather, unit by unit, while the next step begins; r frees its sum of
@@ -236,10 +237,10 @@ while True:
             loss = model(inputs, targets)  # mean over this micro-batch; every micro-batch has equally many targets
             (loss / grad_accum_steps).backward()
         step_loss += loss.detach() / grad_accum_steps
-        inputs, targets, data_state = next(train_loader)  # the copy to the device overlaps the backward pass
+        inputs, targets, data_state = next(train_loader)  # read by a thread; the host does not wait for the copy
 
     stats = sharding.reduce_and_clip(step_loss, grad_clip=grad_clip, stop=stop.asked, save=saver.time_is_up())
-    metrics.flush()  # reads the numbers of the step before: inside a step the host waits for the device only here
+    metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
     lrm = lr_multiplier(step, num_iterations, warmup_ratio, warmdown_ratio, final_lr_frac)
     apply_schedule(optimizers, step, num_iterations, lrm)
     saver.begin_update()  # from here to `stand_by` no parameters can be saved: they are half updated

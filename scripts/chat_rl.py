@@ -177,7 +177,7 @@ while True:
 
     sampled_tokens = float(sum(sum(r.sampled) for r in rollouts))
     stats = sharding.reduce_and_clip(step_loss, sampled_tokens, grad_clip, stop.asked, saver.time_is_up())
-    metrics.flush()  # reads the numbers of the step before: inside a step the host waits for the device only here
+    metrics.flush()  # reads the numbers of the step before
     lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
     apply_schedule(optimizers, step, num_iterations, lrm)
     saver.begin_update()  # from here to `stand_by` no parameters can be saved: they are half updated

@@ -161,7 +161,7 @@ while True:
         inputs, targets = next(loader)
 
     stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, stop.asked, saver.time_is_up())
-    metrics.flush()  # reads the numbers of the step before: inside a step the host waits for the device only here
+    metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
     lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
     apply_schedule(optimizers, step, num_iterations, lrm)
     saver.begin_update()  # from here to `stand_by` no parameters can be saved: they are half updated

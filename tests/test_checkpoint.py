@@ -617,6 +617,22 @@ def test_an_exception_saves_only_where_every_rank_stands_before_the_same_step(tm
     assert_same([fresh], Rank(dtype=torch.bfloat16))
 
 
+def copy_for_ever(rank, world_size, folder):
+    """Ranks that failed at different points of a step can wait for each other's parameters."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr("nanochat.saving.COPIED_WITHIN_S", 1)
+    patch.setattr("nanochat.saving.copy_to_host", lambda *_: time.sleep(1000))
+    writer = Rank(rank=rank, shards=2, stage=1, dtype=torch.bfloat16).writer(folder)
+    writer.stand_by(4, METRICS, META)
+    writer.rescue()
+
+
+def test_a_save_after_an_exception_that_never_ends_ends_the_process(tmp_path):
+    with pytest.raises(RuntimeError, match="failed") as failure:
+        run_on_ranks(2, copy_for_ever, tmp_path, timeout=100)
+    assert "died, exit code 1" in "".join(failure.value.__notes__) and not list(tmp_path.glob("step_*"))
+
+
 def find_apart(rank, world_size, folder):
     """Rank 1 is on a node that has another disk. Returns what was printed and raised."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(UserError) as raised:
