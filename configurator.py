@@ -296,7 +296,9 @@ def help_text(settings: dict[str, Setting], docstring: str) -> str:
         if setting.section != section or len(lines) == 1:
             section = setting.section
             lines += ["", section or "Settings"]
-        lines.append(f"  {f'--{name}={setting.default}':<{width}}  {setting.comment}".rstrip())
+        choices = [str(kind) for kind in setting.accepts if not isinstance(kind, type) and kind not in ("", None)]
+        allowed = f"[{', '.join(choices)}] " * bool(choices)
+        lines.append(f"  {f'--{name}={setting.default}':<{width}}  {allowed}{setting.comment}".rstrip())
     return "\n".join(lines).strip()
 
 

@@ -5,6 +5,7 @@ All conversations are rendered once, at the start, on every rank: then it is kno
 there are, and what each of them holds.
 """
 import hashlib
+import sys
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -29,8 +30,8 @@ class RenderedConversations:
 
     def __init__(self, conversations: Sequence[Conversation], tokenizer: Tokenizer, max_tokens: int):
         every = (render(tokenizer, conversations[index], max_tokens) for index in range(len(conversations)))
-        hidden = None if is_rank0() else True  # None: unless a person is watching
-        every = tqdm(every, "rendering", len(conversations), unit=" conversations", delay=5, disable=hidden)
+        every = tqdm(every, "rendering", len(conversations), unit=" conversations", delay=5, disable=not is_rank0(),
+                     mininterval=0.5 if sys.stderr.isatty() else 15)
         kept = [(np.array(ids, dtype=np.int32), np.array(mask, dtype=bool), cut > 0)
                 for ids, mask, cut in every if any(mask)]
         if not kept:

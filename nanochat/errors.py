@@ -36,20 +36,6 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     return f"; did you mean {others[nearest[0]]!r}?" if nearest else ""
 
 
-def require_positive(config: dict, *names: str) -> None:
-    """UserError for the first of these settings that is below 1."""
-    for name in names:
-        if config[name] < 1:
-            raise UserError(f"{name}={config[name]} must be at least 1")
-
-
-def require_fraction(config: dict, *names: str) -> None:
-    """UserError for the first of these settings that is not within [0, 1]."""
-    for name in names:
-        if not 0 <= config[name] <= 1:
-            raise UserError(f"{name}={config[name]} must be within 0 and 1")
-
-
 def one_line(error: BaseException, config: dict | None = None) -> str | None:
     """The line to show instead of a traceback; None where the traceback helps more. config: a script's settings."""
     if isinstance(error, UserError):

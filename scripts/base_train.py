@@ -1,7 +1,8 @@
-"""
+r"""
 Pretrain a base model.
 
-    python -m scripts.base_train --depth=4 --max_seq_len=512 --device_batch_size=1 --total_batch_size=512
+    python -m scripts.base_train --depth=4 --max_seq_len=512 --device_batch_size=1 --total_batch_size=512 \
+        --num_iterations=20
     torchrun --nproc_per_node=8 -m scripts.base_train --depth=20
 
 The outer loop is one optimizer step, the inner loop accumulates the gradient of total_batch_size tokens in micro-steps.
@@ -79,11 +80,11 @@ zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2
 shard_size = -1             # [-1, 1..] ranks N that share one copy; groups of so many are replicas; -1: all ranks
 reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients that are sent to other ranks
 # ---- Optimizers
-embedding_lr = 0.2          # AdamW, for a model 768 wide
-unembedding_lr = 0.004      # AdamW, for a model 768 wide
-matrix_lr = 0.02            # Muon
-weight_decay = 0.0          # of Muon's matrices; falls linearly to zero
-grad_clip = 0.0             # [0..] largest norm of the averaged gradient; 0: no limit
+embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
+unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
+matrix_lr = 0.02            # [0..] Muon
+weight_decay = 0.0          # [0..] of Muon's matrices; falls linearly to zero
+grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
 warmup_ratio = 0.0          # [0..1] part of the run in which the learning rate rises
 warmdown_ratio = 0.4        # [0..1] part of the run in which it falls
 final_lr_frac = 0.0         # [0..1] what is left of it at the end

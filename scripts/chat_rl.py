@@ -62,12 +62,12 @@ zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2
 shard_size = -1             # [-1, 1..] ranks N that share one copy; groups of so many are replicas; -1: all ranks
 reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients that are sent to other ranks
 # ---- Optimizers
-embedding_lr = 0.2          # AdamW, for a model 768 wide
-unembedding_lr = 0.004      # AdamW, for a model 768 wide
-matrix_lr = 0.02            # Muon
+embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
+unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
+matrix_lr = 0.02            # [0..] Muon
 init_lr_frac = 0.05         # [0..1] part of these rates to begin with
-weight_decay = 0.0          # of Muon's matrices; falls linearly to zero
-grad_clip = 0.0             # [0..] largest norm of the averaged gradient; 0: no limit
+weight_decay = 0.0          # [0..] of Muon's matrices; falls linearly to zero
+grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
 warmdown_ratio = 1.0        # [0..1] part of the run, at its end, in which the learning rate falls
 final_lr_frac = 0.0         # [0..1] what is left of it at the end
 max_bad_steps = 10          # [1..] stop after so many steps in a row without a finite loss and gradient

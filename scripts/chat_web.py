@@ -74,7 +74,9 @@ api_key = api_key or os.environ.get("NANOCHAT_API_KEY", "")
 
 # The port first: whether it is free is known at once, a model takes longer to load. Connections wait until then.
 try:
-    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    both = host == "::" and socket.has_dualstack_ipv6()  # every address of version 4 as well
+    listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
 except OSError as error:
     reason = error.strerror.partition(" (")[0]
     raise UserError(f"cannot listen on {host} port {port}: {reason}; choose another with --port or --host") from None

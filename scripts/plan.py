@@ -25,7 +25,7 @@ target_param_data_ratio = 20.0  # [>0] tokens to train on, per parameter
 # ---- Machine
 gpus = 8                    # [1..] ranks
 gpu = "H100"                # a name of the table in nanochat/flops.py
-mfu = 0.5                   # [0.01..1] part of its bf16 peak that is assumed to be reached
+mfu = 0.5                   # [0.0001..1] part of its bf16 peak that is assumed to be reached
 link = "nvlink4"            # of each GPU to the others: a name of the table in nanochat/plan/machines.py
 price = 2.5                 # [0..] per GPU and hour, in whatever currency
 configure(globals())

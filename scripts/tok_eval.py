@@ -3,8 +3,6 @@ Compare our tokenizer with those of GPT-2 and GPT-4: bytes of text per token, hi
 
     python -m scripts.tok_eval --data=tinyworld
 """
-import inspect
-import textwrap
 import threading
 from itertools import islice
 
@@ -29,7 +27,19 @@ that lost four minutes a week in winter and gained three in summer; the other wa
 he'd tell them at night while he filled the lamp, "but between you there's an answer." When the inspector came, in the
 spring of 1911, he asked which one the log was kept by. The keeper thought it over. "By the ships," he said.
 """
-CODE = inspect.getsource(textwrap)
+CODE = '''
+def moving_average(values: list[float], window: int = 7) -> list[float]:
+    """Mean of the last `window` values at every position; shorter at the start."""
+    total, means = 0.0, []
+    for i, value in enumerate(values):
+        total += value - (values[i - window] if i >= window else 0.0)
+        means.append(total / min(i + 1, window))
+    return means
+
+
+if __name__ == "__main__":
+    print([round(mean, 2) for mean in moving_average([3, 1, 4, 1, 5, 9, 2, 6], window=3)])
+'''
 GERMAN = """
 Am frühen Morgen überquerten wir die Brücke und gingen am Fluss entlang, bis der Nebel sich gehoben hatte. Die Bäckerei
 öffnete gerade; es roch nach Roggenbrot, und die Verkäuferin grüßte, als hätten wir uns schon hundertmal gesehen.

@@ -273,10 +273,10 @@ Batch and rate
   --quiet=False              on its own line
 
 Settings
-  --dtype=auto
+  --dtype=auto               [auto, float32, bfloat16]
   --resume_from_step=None    step to resume from
   --clip=1.0
-  --batch=auto
+  --batch=auto               [auto]
   --stop_at=None
 '''
 

@@ -519,7 +519,7 @@ def test_damaged_input_is_one_line_and_leaves_nothing(inputs, base, file):
 def test_parquet_without_the_field_or_of_another_type_or_cut(inputs):
     path = inputs / "a.parquet"
     pq.write_table(pa.table({"number": [1, 2], "body": ["a", "b"]}), path)
-    with pytest.raises(UserError, match=r"no documents: .*a\.parquet .no field 'text'; there is: number, body"):
+    with pytest.raises(UserError, match=r"a\.parquet: no field 'text'; there is: number, body"):
         make(str(path))
     with pytest.raises(UserError, match="field 'number' holds int64"):
         make(str(path), field="number")

@@ -219,6 +219,7 @@ def test_limits_of_control_groups(tmp_path, monkeypatch):
     (tmp_path / "memory" / "old").mkdir(parents=True)
     files = {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 300\ninactive_file 200\n",
              "job/memory.max": "max\n", "own": "9:cpu:/\n4:hugetlb,memory:/old/task\n0::/job/task\n",
+             "memory/memory.limit_in_bytes": str(2**63 - 4096),
              "memory/old/memory.limit_in_bytes": "5000", "memory/old/memory.usage_in_bytes": "4000",
              "memory/old/memory.stat": "cache 900\ntotal_inactive_file 600\n"}
     for name, text in files.items():

@@ -136,7 +136,6 @@ def make_from_hub(name: str, source: str, num_shards: int, workers: int) -> dict
     missing = [file for file in files if file not in entries]
     if missing:
         print(f"{name}: {len(missing)} of {len(files)} shards to fetch from {repository}")
-    shutil.rmtree(folder / ".cache", ignore_errors=True)  # the hub library's notes and parts of a killed process
     stop = threading.Event()
     interval = 0.5 if sys.stderr.isatty() else 15.0
     with (
@@ -152,7 +151,7 @@ def make_from_hub(name: str, source: str, num_shards: int, workers: int) -> dict
         finally:  # after an error, or an interrupt from the keyboard, the others end as well
             stop.set()
             pool.shutdown(cancel_futures=True)
-    shutil.rmtree(folder / ".cache", ignore_errors=True)
+    shutil.rmtree(folder / ".cache", ignore_errors=True)  # the hub library's notes
     settings = {"source": source, "num_shards": num_shards}
     return write_manifest(folder, name, settings, [entries[file] for file in files], Counter())
 

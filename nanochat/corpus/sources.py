@@ -133,10 +133,10 @@ def own_documents(path: Path, field: str, tally: Counter, encoding: str = "utf-8
                 if kind in ("txt", "md"):
                     texts = plain_texts(file, read_as[file], most)
                 elif kind == "parquet":
-                    texts = field_texts(parquet_rows(file, field, tally), field, skipped)
+                    texts = field_texts(parquet_rows(file, field, tally), field)
                 else:
                     rows = {"jsonl": jsonl_rows, "json": json_rows, "csv": csv_rows, "tsv": csv_rows}[kind]
-                    texts = field_texts(rows(file, read_as[file]), field, skipped)
+                    texts = field_texts(rows(file, read_as[file]), field, skipped if kind != "jsonl" else None)
                 for text in texts:
                     found = True
                     yield text, text
@@ -278,15 +278,15 @@ def parquet_rows(path: Path, field: str, tally: Counter) -> Rows:
         print(f"warning: characters replaced in {path} ({bad:,})")
 
 
-def field_texts(rows: Rows, field: str, skipped: list[str]) -> Iterator[str]:
+def field_texts(rows: Rows, field: str, skipped: list[str] | None = None) -> Iterator[str]:
     """
-    The texts of rows. A file whose first row has no such field, such as one that describes the others, is only
-    added to `skipped`.
+    The texts of rows. skipped: where a file is noted whose first row has no such field, as one that describes the
+    others; None: that is an error.
     """
     for number, (place, row) in enumerate(rows):
         if isinstance(row, str):
             yield row
-        elif number == 0 and not (isinstance(row, dict) and field in row):
+        elif number == 0 and skipped is not None and not (isinstance(row, dict) and field in row):
             return skipped.append(f"{place} ({missing(field, row)})")
         else:
             yield text_of(row, field, place)

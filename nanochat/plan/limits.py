@@ -37,9 +37,9 @@ def available_memory() -> float:
 
 
 def left_of(folder: Path, limit: str, usage: str, cached: str) -> float | None:
-    """Bytes left under a control group's limit, if it has one (version 1 says a huge number for none)."""
+    """Bytes left under a control group's limit, if it has one."""
     most = read(folder / limit).strip()
-    if not most.isdecimal():  # "max", or no such file
+    if not most.isdecimal() or int(most) >= 2**60:  # "max", version 1's huge number, or no such file
         return None
     stat = dict(line.split() for line in read(folder / "memory.stat").splitlines())
     return int(most) - max(int(read(folder / usage)) - int(stat.get(cached, 0)), 0)
