@@ -264,7 +264,7 @@ def test_completions_and_models(server, engines):
     ("the last message", {"messages": chat("a", "b")}), ("messages; at most 9", {"messages": chat(*"0123456789")}),
     ("only come first", {"messages": [*chat("a", "b"), {"role": "system", "content": ""}]}),
     (r"content must be a text or a list", {"messages": chat(None)}),
-    (r"messages\[0\].parts\[0\].type: .*'text'", {"messages": chat([{"type": "image_url", "image_url": {}}])}),
+    (r"messages\[0\].content\[0\].type: .*'text'", {"messages": chat([{"type": "image_url", "image_url": {}}])}),
     ("only the assistant's content may have parts", {"messages": chat([{"type": "python", "text": "1"}])}),
     ("tool calls are not supported", {"messages": [*chat("a"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]}),
     ("characters; at most 50,000", {"messages": chat("x" * 50001)}),

@@ -99,6 +99,13 @@ class Message(BaseModel):
         return {"role": role, "content": [part.model_dump() for part in self.parts]}
 
 
+def as_list(stop: Any) -> list:
+    """`stop` as a list; OpenAI's interface takes a single text as well."""
+    if not isinstance(stop, (str, list)):
+        raise ValueError("must be a text or a list of texts")
+    return [stop] if isinstance(stop, str) else stop
+
+
 class BaseRequest(BaseModel):
     """What both kinds of request may say. The server's defaults stand for what is missing or null."""
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
@@ -111,7 +118,7 @@ class BaseRequest(BaseModel):
     n: int = Field(1, ge=1)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=4),
-        BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+        BeforeValidator(as_list),
     ] = []
     stream: bool = False
     stream_options: dict[str, bool | None] = {}
@@ -123,14 +130,16 @@ class BaseRequest(BaseModel):
             fields = from_json(body, allow_inf_nan=False)
         except ValueError as error:
             raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
-        if isinstance(fields, dict):
-            fields = defaults | {name: value for name, value in fields.items() if value is not None}
+        if not isinstance(fields, dict):
+            raise ApiError(400, "the body must be a JSON object")
         try:
-            return cls.model_validate(fields)
+            return cls.model_validate(defaults | {name: value for name, value in fields.items() if value is not None})
         except ValidationError as errors:
             error = errors.errors(include_url=False, include_input=False, include_context=False)[0]
             where = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in error["loc"]).lstrip(".")
+            where = where if b'"parts"' in body else where.replace(".parts[", ".content[")  # as the client named it
             words = error["msg"].removeprefix("Value error, ")
+            words = "must be a JSON object" if error["type"] == "model_type" else words
             raise ApiError(400, f"{where}: {words}" if where else words, param=where or None) from None
 
     @model_validator(mode="after")
