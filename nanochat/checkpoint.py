@@ -152,8 +152,10 @@ def furthest_stage(model_tag: str | None = None) -> str:
     tags = {stage: from_rank0(list_tags, checkpoint_dir(stage, "")) for stage in STAGES}
     found = [stage for stage in STAGES if (tags[stage] if model_tag is None else model_tag in tags[stage])]
     if not found:
-        have = ", ".join(sorted(set().union(*tags.values()))) or f"none; python -m {SCRIPTS['base']} makes one"
-        raise UserError(f"no model{f' {model_tag}' * bool(model_tag)} in {base_dir()}: there is {have}")
+        known = sorted(set().union(*tags.values()))
+        have = ", ".join(known) or f"none; python -m {SCRIPTS['base']} makes one"
+        nearest = did_you_mean(model_tag or "", known)
+        raise UserError(f"no model{f' {model_tag}' * bool(model_tag)} in {base_dir()}: there is {have}{nearest}")
     return found[-1]
 
 

@@ -26,9 +26,13 @@ Row = tuple[list[int], list[float]]  # tokens, and the weight of each of them as
 
 
 class RenderedConversations:
-    """Tokens and masks of conversations, end to end; those without anything to learn are left out, and counted."""
+    """
+    Tokens and masks of conversations, end to end; those without anything to learn are left out, and counted. what: the
+    name of the line that says how many there are.
+    """
 
-    def __init__(self, conversations: Sequence[Conversation], tokenizer: Tokenizer, max_tokens: int):
+    def __init__(self, conversations: Sequence[Conversation], tokenizer: Tokenizer, max_tokens: int,
+                 what: str = "training"):
         every = (render(tokenizer, conversations[index], max_tokens) for index in range(len(conversations)))
         every = tqdm(every, "rendering", len(conversations), unit=" conversations", delay=5, disable=not is_rank0(),
                      mininterval=0.5 if sys.stderr.isatty() else 15)
@@ -45,7 +49,7 @@ class RenderedConversations:
         content = self.ids.tobytes() + self.masks.tobytes() + self.lengths.tobytes()
         self.fingerprint = hashlib.sha256(content).hexdigest()
         print0(
-            f"{len(kept):,} conversations, {len(self.ids):,} tokens, {self.masks.sum():,} of them trained; "
+            f"{what}: {len(kept):,} conversations, {len(self.ids):,} tokens, {self.masks.sum():,} of them answers; "
             f"{self.cut:,} too long and cut at a message, {self.dropped:,} left out because no answer fits"
         )
 

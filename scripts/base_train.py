@@ -90,15 +90,15 @@ warmdown_ratio = 0.4        # [0..1] part of the run in which it falls
 final_lr_frac = 0.0         # [0..1] what is left of it at the end
 max_bad_steps = 10          # [1..] stop after so many steps in a row without a finite loss and gradient
 # ---- Evaluation and logging
-eval_every = 250            # steps between validations, also before the first step and after the last; -1: never
+eval_every = 250            # [-1..] steps between validations, also before the first step and after the last; -1: never
 eval_tokens = 10485760      # [1..] tokens of a validation, at most one pass over the split
-core_metric_every = -1      # steps between CORE evaluations, also after the last step; -1: never
+core_metric_every = -1      # [-1..] steps between CORE evaluations, also after the last step; -1: never
 core_metric_max_per_task = 500  # [-1, 1..] items of each task of CORE; -1: all
-sample_every = 2000         # steps between samples, also after the last step; -1: never
+sample_every = 2000         # [-1..] steps between samples, also after the last step; -1: never
 # ---- Checkpoints
-save_every = -1             # steps between checkpoints, also after the last step; -1: only then, and by time
-save_minutes = 30.0         # minutes between further checkpoints, of which the newest two are kept; -1: none
-keep_last = -1              # checkpoints kept; -1: all
+save_every = -1             # [-1..] steps between checkpoints, also after the last step; -1: only then, and by time
+save_minutes = 30.0         # [-1..] minutes between further checkpoints, of which the newest two are kept; -1: none
+keep_last = -1              # [-1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())

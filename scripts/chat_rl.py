@@ -72,13 +72,13 @@ warmdown_ratio = 1.0        # [0..1] part of the run, at its end, in which the l
 final_lr_frac = 0.0         # [0..1] what is left of it at the end
 max_bad_steps = 10          # [1..] stop after so many steps in a row without a finite loss and gradient
 # ---- Evaluation and logging
-eval_every = 60             # steps between evaluations, also before the first step and after the last; -1: never
+eval_every = 60             # [-1..] steps between evaluations, also before the first step and after the last; -1: never
 eval_examples = 400         # [1..] held-out problems of an evaluation
 eval_samples = 8            # [1..] samples of each: pass@1 is their mean, pass@k whether one of them is right
 # ---- Checkpoints
-save_every = 60             # steps between checkpoints, also after the last step; -1: only then, and by time
-save_minutes = 30.0         # minutes between further checkpoints, of which the newest two are kept; -1: none
-keep_last = -1              # checkpoints kept; -1: all
+save_every = 60             # [-1..] steps between checkpoints, also after the last step; -1: only then, and by time
+save_minutes = 30.0         # [-1..] minutes between further checkpoints, of which the newest two are kept; -1: none
+keep_last = -1              # [-1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())

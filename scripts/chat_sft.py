@@ -63,14 +63,14 @@ warmdown_ratio = 1.0        # [0..1] part of the run, at its end, in which the l
 final_lr_frac = 0.0         # [0..1] what is left of it at the end
 max_bad_steps = 10          # [1..] stop after so many steps in a row without a finite loss and gradient
 # ---- Evaluation and logging
-eval_every = 100            # steps between validations, also before the first step and after the last; -1: never
+eval_every = 100            # [-1..] steps between validations, also before the first step and after the last; -1: never
 eval_steps = 100            # [1..] steps' worth of conversations in a validation, at most one pass over those held out
-eval_metrics_every = 200    # steps between evaluations of the tasks, also after the last step; -1: never
+eval_metrics_every = 200    # [-1..] steps between evaluations of the tasks, also after the last step; -1: never
 eval_metrics_max_problems = 256  # [-1, 1..] held-out problems of each task; -1: all
 # ---- Checkpoints
-save_every = -1             # steps between checkpoints, also after the last step; -1: only then, and by time
-save_minutes = 30.0         # minutes between further checkpoints, of which the newest two are kept; -1: none
-keep_last = -1              # checkpoints kept; -1: all
+save_every = -1             # [-1..] steps between checkpoints, also after the last step; -1: only then, and by time
+save_minutes = 30.0         # [-1..] minutes between further checkpoints, of which the newest two are kept; -1: none
+keep_last = -1              # [-1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())
@@ -97,7 +97,7 @@ data_state = {"origin": origin, "conversations": conversations.fingerprint, "see
 require_same_data(meta, data_state)
 print0(f"{num_iterations:,} steps of {target_examples_per_step} conversations = "
        f"{grad_accum_steps} micro-step(s) x {world_size} rank(s) x {rows_per_micro_step}")
-held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1)
+held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, "held out")
 held_out_rows = [[index] for index in order(len(held_out), seed=0, epoch=0)][: eval_steps * target_examples_per_step]
 eval_rows_at_once = rows_per_micro_step * world_size
 
