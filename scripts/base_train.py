@@ -240,6 +240,7 @@ while True:
         step_loss += loss.detach() / grad_accum_steps
         inputs, targets, data_state = next(train_loader)  # read by a thread; the host does not wait for the copy
 
+    # Divides loss and gradients by the ranks here; in fine-tuning the count is the number of targets.
     stats = sharding.reduce_and_clip(step_loss, grad_clip=grad_clip, stop=stop.asked, save=saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
     lrm = lr_multiplier(step, num_iterations, warmup_ratio, warmdown_ratio, final_lr_frac)
@@ -247,7 +248,7 @@ while True:
     saver.begin_update()  # from here to `stand_by` no parameters can be saved: they are half updated
     for optimizer in optimizers:
         optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite
-    sharding.all_gather_params()
+    sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
     metrics.log_step(step, stats, lrm)
     if step == start_step:
         expect_short_waits(sharding.shard_group, sharding.replica_group)  # of ten minutes: all have compiled by now

@@ -183,7 +183,7 @@ while True:
     saver.begin_update()  # from here to `stand_by` no parameters can be saved: they are half updated
     for optimizer in optimizers:
         optimizer.step(stats)
-    sharding.all_gather_params()
+    sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
     rewards, step_tokens = rollout_stats(rollouts, device)
     metrics.log_step(step, stats, lrm, step_tokens)  # its time is that of sampling and training
     metrics.log(step, rewards)

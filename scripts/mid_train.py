@@ -152,7 +152,7 @@ while True:
     saver.begin_update()  # from here to `stand_by` no parameters can be saved: they are half updated
     for optimizer in optimizers:
         optimizer.step(stats)
-    sharding.all_gather_params()
+    sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
     metrics.log_step(step, stats, lrm)
     if step == start_step:
         expect_short_waits(sharding.shard_group, sharding.replica_group)  # of ten minutes: all have compiled by now
