@@ -6,7 +6,6 @@ Export a model of any stage as a folder that Hugging Face's transformers loads a
 Weights, configuration, tokenizer, chat template, and a model card with the report's numbers. scripts.import_hf is the
 way back, to the same bits.
 """
-import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +13,7 @@ from configurator import configure
 
 from nanochat.checkpoint import find_model, read_meta
 from nanochat.errors import UserError
-from nanochat.files import write_folder_aside
+from nanochat.files import recover_folder, write_folder_aside
 from nanochat.hf.card import model_card
 from nanochat.hf.model import FOLDER, export
 
@@ -41,8 +40,7 @@ if there and not overwrite:
 checkpoint = find_model(source, model_tag, step, training=dtype == "float32")
 meta = read_meta(checkpoint)
 print(f"exporting {checkpoint}")
-for debris in folder.parent.glob(f".{folder.name}.tmp-*"):  # what a killed export left
-    shutil.rmtree(debris)
+recover_folder(folder)  # what a killed export left
 with write_folder_aside(folder) as aside:
     parameters = export(checkpoint, meta, dtype, int(max_shard_gb * 1e9), aside)
     (aside / "README.md").write_text(model_card(source, checkpoint, meta, parameters), encoding="utf-8")

@@ -110,8 +110,6 @@ def make_from_text(name: str, settings: dict, encoding: str) -> dict:
         if not own and manifest.get("settings") == settings:
             print(f"already there, made with the same settings: {folder}")
             return manifest
-    for debris in folder.parent.glob(f".{name}.tmp-*"):  # of killed builds: we hold the lock, so nobody writes there
-        shutil.rmtree(debris, ignore_errors=True)
     with write_folder_aside(folder) as aside:
         watched = tqdm(documents, desc="reading", unit=" documents", disable=None)
         shards = build(aside, watched, seed, shard_bytes, num_shards, tally, source)
