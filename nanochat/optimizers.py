@@ -4,12 +4,13 @@ from nanochat.gpt import GPT
 from nanochat.muon import DistMuon, Variant
 from nanochat.zero import Sharding
 
-# AdamW's settings by role of the parameter; weight decay is constant and counts in learning rates.
+SCALAR_LR = 0.02  # of scalars and gates: they are of the order of one
+# AdamW by role of the parameter; weight decay is constant, a part of the learning rate.
 ADAMW = {
-    "embedding": dict(betas=(0.8, 0.95), weight_decay=0.0),
-    "head": dict(betas=(0.8, 0.95), weight_decay=0.0),
-    "table": dict(betas=(0.8, 0.95), weight_decay=0.0),
-    "scalar": dict(betas=(0.8, 0.95), weight_decay=0.0),
+    "head": {"betas": (0.8, 0.95), "weight_decay": 0.0},
+    "embedding": {"betas": (0.8, 0.95), "weight_decay": 0.0},
+    "table": {"betas": (0.8, 0.95), "weight_decay": 0.0},
+    "scalar": {"betas": (0.8, 0.95), "weight_decay": 0.0},
 }
 
 
@@ -18,16 +19,14 @@ def setup_optimizers(
     weight_decay: float = 0.0, muon_variant: Variant = "muon",
 ) -> tuple[DistAdamW, DistMuon]:
     """
-    (adamw, muon), for the shards that this rank keeps: AdamW for the embedding and the head, Muon for the matrices
-    of the blocks; only these decay. AdamW's rates are those of a model 768 wide and change as 1/√width.
+    (adamw, muon), for the shards that this rank keeps: Muon for the matrices of the blocks, AdamW for everything else.
+    weight_decay: Muon's. The rates of embedding, tables and head are those of a model 768 wide; they change as 1/√width.
     """
-    scale = (model.config.n_embd / 768) ** -0.5
-    rates = {"head": ("lm_head.weight", unembedding_lr), "embedding": ("transformer.wte.weight", embedding_lr)}
-    groups = [
-        {"shards": [s for s in sharding.shards if s.name == name], "lr": lr * scale, **ADAMW[role]}
-        for role, (name, lr) in rates.items()
-    ]
-    matrices = [name for name, _ in model.named_parameters() if name.startswith("transformer.h.")]
-    return DistAdamW(groups, sharding.device), DistMuon(
-        sharding, matrices, matrix_lr, weight_decay, variant=muon_variant
-    )
+    scale, roles = (model.config.n_embd / 768) ** -0.5, model.roles()
+    rates = {"head": unembedding_lr * scale, "embedding": embedding_lr * scale, "table": embedding_lr * scale / 2,
+             "scalar": SCALAR_LR}
+    groups = [{"shards": [s for s in sharding.shards if roles[s.name] == role], "lr": lr, **ADAMW[role]}
+              for role, lr in rates.items()]
+    matrices = [name for name, role in roles.items() if role == "matrix"]
+    muon = DistMuon(sharding, matrices, matrix_lr, weight_decay, variant=muon_variant)
+    return DistAdamW(groups, sharding.device), muon
