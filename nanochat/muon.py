@@ -54,12 +54,12 @@ def even_out(update: Tensor, dim: int, second: Tensor | None = None, ok: Tensor 
     dividing by its root instead leaves a row as large as it is beside its past. A factor common to all rows has no
     effect, so that an average which began at zero needs no correction.
     """
-    wide = update.float()
-    squares = wide.square().mean(dim)
+    exact = update.float()
+    squares = exact.square().mean(dim)
     if second is not None:
         squares = second.lerp_(squares, (1 - SECOND_BETA) * ok)
-    evened = wide / squares.clamp(min=SMALLEST).sqrt().unsqueeze(dim)
-    before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (wide, evened))
+    evened = exact / squares.clamp(min=SMALLEST).sqrt().unsqueeze(dim)
+    before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (exact, evened))
     return (evened * (before / after.clamp(min=SMALLEST))).to(update.dtype)
 
 

@@ -20,7 +20,7 @@ def setup_optimizers(
 ) -> tuple[DistAdamW, DistMuon]:
     """
     (adamw, muon), for the shards that this rank keeps: Muon for the matrices of the blocks, AdamW for everything else.
-    weight_decay: Muon's. The rates of embedding, tables and head are those of a model 768 wide; they change as 1/√width.
+    weight_decay: Muon's. Rates of embedding, tables and head are those of a model 768 wide; they change as 1/√width.
     """
     scale, roles = (model.config.n_embd / 768) ** -0.5, model.roles()
     rates = {"head": unembedding_lr * scale, "embedding": embedding_lr * scale, "table": embedding_lr * scale / 2,
