@@ -4,12 +4,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 QUERY_BLOCK = 256           # rows of the score matrix per block on a CPU: large enough for a full GEMM rate
+WINDOW_BLOCK = 128          # the same where a window leaves out most keys
 BLOCKWISE_MAX_LENGTH = 2048  # above it the kept probabilities (B*H*T*T/2) outweigh what the blocks save
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """
-    softmax(q kᵀ / √D) v over the keys at or before each query.
+    softmax(q kᵀ / √D) v over the last `window` keys at or before each query, its own included.
 
     q: (B, H, T, D); k, v: (B, H_kv, T, D) with H a multiple of H_kv: consecutive query heads share a key head.
     Returns (B, H, T, D) in q's dtype.
@@ -18,34 +19,44 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     than two plain matrix products (measured in docs/decisions.md), blocks of queries.
     """
     if q.device.type == "cpu" and q.size(2) <= BLOCKWISE_MAX_LENGTH:
-        return blockwise_attention(q, k, v)
+        return blockwise_attention(q, k, v, window)
+    if window < q.size(2):
+        mask = visible(0, q.size(2), 0, window, q.device)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.size(1) != k.size(1))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
 
 
-def blockwise_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """
-    The same by blocks of queries, each against the keys up to its own end only: nearly half of the score matrix
-    is never computed, and only the square on the diagonal needs a mask. Scores and softmax in float32.
+    The same by blocks of queries, each against the keys between its first query's window and its own end only: nearly
+    half of the score matrix is never computed, and much less of it with a short window. Scores and softmax in float32.
     """
     B, H, T, D = q.shape
     H_kv = k.size(1)
     q = q.view(B, H_kv, H // H_kv, T, D) * D**-0.5
-    outputs = []
-    for start in range(0, T, QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, T)
+    outputs, size = [], QUERY_BLOCK if window >= T else WINDOW_BLOCK
+    for start in range(0, T, size):
+        first, end = max(start - window, 0), min(start + size, T)
         rows = q[:, :, :, start:end].reshape(B, H_kv, -1, D)                # (B, H_kv, G * rows, D)
-        scores = (rows @ k[:, :, :end].mT).view(B, H_kv, -1, end - start, end).float()
-        position = torch.arange(end, device=q.device)
-        future = position[None, :] > position[start:end, None]              # (rows, end)
-        p = scores.masked_fill(future, float("-inf")).softmax(-1).to(v.dtype)
-        outputs.append((p.view(B, H_kv, -1, end) @ v[:, :, :end]).view(B, H_kv, -1, end - start, D))
+        scores = (rows @ k[:, :, first:end].mT).view(B, H_kv, -1, end - start, end - first).float()
+        unseen = ~visible(start, end, first, window, q.device)              # (rows, keys)
+        p = scores.masked_fill(unseen, float("-inf")).softmax(-1).to(v.dtype)
+        outputs.append((p.view(B, H_kv, -1, end - first) @ v[:, :, first:end]).view(B, H_kv, -1, end - start, D))
     return torch.cat(outputs, dim=3).reshape(B, H, T, D)
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def visible(start: int, end: int, first: int, window: int, device: torch.device) -> Tensor:
+    """(end − start, end − first) bool: which keys, from `first` on, each of the queries from `start` to `end` sees."""
+    query = torch.arange(start, end, device=device)[:, None]
+    key = torch.arange(first, end, device=device)
+    return (key <= query) & (key > query - window)
+
+
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """The definition, in float32, with every key head repeated: slow, and what the kernels are held to."""
     group = q.size(1) // k.size(1)
     k, v = k.repeat_interleave(group, dim=1).float(), v.repeat_interleave(group, dim=1).float()
     scores = q.float() @ k.mT / q.size(-1) ** 0.5                           # (B, H, T, T)
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return (scores.masked_fill(future, float("-inf")).softmax(-1) @ v).to(q.dtype)
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+    unseen = ~seen.tril() | seen.tril(-window)
+    return (scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v).to(q.dtype)

@@ -3,11 +3,12 @@ The model, without optimizers and sharding.
 
 A GPT with rotary positions, RMSNorm without weights (after the embedding, before attention, MLP and head), queries and
 keys normalized after the rotation, ReLU² in the MLP, no biases, an untied head with softcapped logits. Output
-projections start at zero, so that every block begins as the identity.
+projections start at zero, so that every block begins as the identity. That is the classic architecture; the fields of
+GPTConfig below "Pieces" add to it, each by itself. docs/ablations.md shows what each is worth.
 """
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Literal
 
 import torch
@@ -21,9 +22,18 @@ from nanochat.errors import UserError
 from nanochat.loss import MAX_SOFTCAP, cap, softcapped_cross_entropy, token_losses
 
 LOGIT_SOFTCAP = 15.0
-ROPE_THETA = 10_000.0
 NORM_EPS = 1.1920929e-07  # float32 machine epsilon, in every dtype
 VOCAB_MULTIPLE = 64       # the vocabulary is padded to it: whole tiles in the largest matrix product
+HEAD_DIM = 128            # of the one-number family
+GATE_INPUTS = 32          # channels that a gate reads
+ARCHITECTURES = {         # named sets of pieces
+    "classic": {},
+    "modern": dict(
+        rope_theta=100_000.0, qk_scale=1.2, short_windows=True, value_embeddings=True, bigrams=5, residual_scales=True,
+        smear=True, backout=True, head_gates=True, embedding_std=0.8, fc_scale=0.4,
+    ),
+}
+Role = Literal["embedding", "head", "matrix", "table", "scalar"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,18 @@ class GPTConfig:
     n_head: int
     n_kv_head: int      # fewer than n_head: grouped-query attention
     softcap: float | None = LOGIT_SOFTCAP  # limit of the logits; None or 0: none
+    # ---- Pieces
+    rope_theta: float = 10_000.0    # base of the rotary wavelengths
+    qk_scale: float = 1.0           # normalized queries and keys are multiplied by it: sharper attention
+    short_windows: bool = False     # three of four layers see a quarter of sequence_len, each fourth and the last all
+    value_embeddings: bool = False  # alternate layers, the last one included, add a gated vector of the token to values
+    bigrams: int = 0                # blocks add a vector of the last two tokens: rows of its table / vocabulary
+    residual_scales: bool = False   # each block begins with r · x + a · x0, learned; x0 is the embedding
+    smear: bool = False             # the embedding adds a gated part of that of the token before
+    backout: bool = False           # the last block takes away a learned part of what the middle of the model had
+    head_gates: bool = False        # each head's output is multiplied by a gate in (0, 2)
+    embedding_std: float = 1.0      # at the start
+    fc_scale: float = 1.0           # of c_fc at the start, relative to 1/√width
 
     def __post_init__(self) -> None:
         limit = self.softcap
@@ -52,18 +74,44 @@ class GPTConfig:
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
 
+    def window(self, layer: int) -> int:
+        """How many keys a query of this layer sees at most, its own included."""
+        whole = not self.short_windows or layer % 4 == 3 or layer == self.n_layer - 1
+        return self.sequence_len if whole else math.ceil(self.sequence_len / 4)
+
+
+def architecture(arch: str) -> dict:
+    """
+    The pieces of "classic" or "modern", or of one of them with changes: "modern,smear=False,rope_theta=1e4".
+    UserError for names and values that there are not.
+    """
+    name, *changes = arch.split(",")
+    if name not in ARCHITECTURES:
+        raise UserError(f"arch={arch!r}: expected {' or '.join(ARCHITECTURES)}, then changes such as ,smear=False")
+    kinds = {f.name: type(f.default) for f in fields(GPTConfig) if f.default is not MISSING and f.name != "softcap"}
+    pieces = dict(ARCHITECTURES[name])
+    for change in changes:
+        piece, _, value = change.strip().partition("=")
+        try:
+            pieces[piece] = {"True": True, "False": False}[value] if kinds[piece] is bool else kinds[piece](value)
+        except (KeyError, ValueError):
+            expected = ", ".join(f"{piece}={kind.__name__}" for piece, kind in kinds.items())
+            raise UserError(f"arch={arch!r}: there is no {change.strip()!r}; pieces are {expected}") from None
+    return pieces
+
 
 def config_from_depth(
-    depth: int, vocab_size: int, sequence_len: int, kv_group: int = 1, softcap: float | None = LOGIT_SOFTCAP
+    depth: int, vocab_size: int, sequence_len: int, kv_group: int = 1, softcap: float | None = LOGIT_SOFTCAP,
+    arch: str = "classic",
 ) -> GPTConfig:
-    """The one-number family: width 64 per layer, heads 128 wide, or the next smaller even width that divides."""
-    width = depth * 64
-    n_head = next(n for n in range(math.ceil(width / 128), width + 1) if width % (2 * n) == 0)
+    """The one-number family: width 64 per layer, rounded up to whole heads of 128; arch: as `architecture` takes it."""
+    n_head = math.ceil(depth * 64 / HEAD_DIM)
     if n_head % kv_group:
         divisors = ", ".join(str(n) for n in range(1, n_head + 1) if n_head % n == 0)
         heads = f"the {n_head} heads of depth {depth}"
         raise UserError(f"kv_group={kv_group} does not divide {heads}; expected one of {divisors}")
-    return GPTConfig(sequence_len, vocab_size, depth, width, n_head, n_head // kv_group, softcap)
+    shapes = sequence_len, vocab_size, depth, n_head * HEAD_DIM, n_head, n_head // kv_group
+    return GPTConfig(*shapes, softcap, **architecture(arch))
 
 
 def norm(x: Tensor) -> Tensor:
@@ -71,9 +119,9 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
-def rotary_angles(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_angles(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of position · θ^(−2i/D), each (T, D/2) in float32. Su et al. 2021, arXiv:2104.09864."""
-    frequency = ROPE_THETA ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    frequency = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
     return angle.cos(), angle.sin()
 
@@ -85,25 +133,84 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1).type_as(x)
 
 
-class CausalSelfAttention(nn.Module):
+class Gate(nn.Linear):
+    """Numbers in (0, 2), one for each output, from the first channels of x (…, C); they start at 1."""
+
+    def __init__(self, outputs: int, width: int):
+        super().__init__(min(GATE_INPUTS, width), outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * torch.sigmoid(super().forward(x[..., : self.in_features]))
+
+
+class Table(nn.Embedding):
+    """One vector for each id. nn.Embedding itself would draw them, which on the meta device imports the compiler."""
+
+    def __init__(self, rows: int, width: int):
+        super().__init__(rows, width, _weight=torch.empty(rows, width))
+
+
+class Embedding(Table):
+    """
+    What the blocks read of the tokens. Smear: nanochat, modded-nanogpt, 2025. Bigram vectors: a table of hashed pairs
+    (modded-nanogpt 2026, after Svenstrup et al. 2017, arXiv:1709.03933).
+    """
+
     def __init__(self, config: GPTConfig):
+        super().__init__(config.padded_vocab_size, config.n_embd)
+        self.smear = Gate(1, config.n_embd) if config.smear else None
+        self.smear_scale = nn.Parameter(torch.empty(1)) if config.smear else None
+        self.bigram = Table(config.bigrams * config.padded_vocab_size, config.n_embd) if config.bigrams else None
+
+    def forward(self, tokens: Tensor, previous: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """
+        tokens (…, T) → (embedding, bigram vectors or None), each (…, T, C). previous (…, T): the token before each, −1
+        where there is none; None: the tokens are rows of text.
+        """
+        x = norm(super().forward(tokens))
+        if self.smear:
+            if previous is None:
+                before = F.pad(x[..., :-1, :], (0, 0, 1, 0))
+            else:
+                before = norm(super().forward(previous.clamp(min=0))) * (previous >= 0)[..., None]
+            x = x + self.smear_scale * self.smear(x) * before
+        if self.bigram is None:
+            return x, None
+        previous = F.pad(tokens[..., :-1], (1, 0), value=-1) if previous is None else previous
+        return x, self.bigram(((previous + 1) * 0x9E3779B1 + tokens * 0x85EBCA77 >> 7) % self.bigram.num_embeddings)
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        self.window, self.qk_scale = config.window(layer), config.qk_scale
         kv_width = config.n_kv_head * config.head_dim
         self.c_q = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_k = nn.Linear(config.n_embd, kv_width, bias=False)
         self.c_v = nn.Linear(config.n_embd, kv_width, bias=False)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        alternate = config.value_embeddings and (config.n_layer - 1 - layer) % 2 == 0
+        self.value_gate = Gate(config.n_kv_head, config.n_embd) if alternate else None
+        self.head_gate = Gate(config.n_head, config.n_embd) if config.head_gates else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, values: Tensor | None = None) -> Tensor:
+        """values: (B, T, H_kv · D), what the gate adds to the values that come of x."""
         B, T, C = x.shape
         # One product and one rotation for all heads: fewer, larger kernels, and a third of their compilation.
         weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
         qkv = F.linear(x, weight).view(B, T, self.n_head + 2 * self.n_kv_head, self.head_dim)
         qk, v = qkv.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=2)
-        q, k = norm(rotate(qk, cos, sin)).transpose(1, 2).split((self.n_head, self.n_kv_head), dim=1)
-        y = attention(q, k, v.transpose(1, 2))  # (B, H, T, D)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        if values is not None:
+            v = v + self.value_gate(x)[..., None] * values.view(v.shape)
+        qk = norm(rotate(qk, cos, sin))
+        if self.qk_scale != 1:
+            qk = qk * self.qk_scale
+        q, k = qk.transpose(1, 2).split((self.n_head, self.n_kv_head), dim=1)
+        y = attention(q, k, v.transpose(1, 2), self.window).transpose(1, 2)  # (B, T, H, D)
+        if self.head_gate:
+            y = y * self.head_gate(x)[..., None]
+        return self.c_proj(y.reshape(B, T, C))
 
 
 class MLP(nn.Module):
@@ -117,14 +224,36 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.attn = CausalSelfAttention(config)
+        self.attn = CausalSelfAttention(config, layer)
         self.mlp = MLP(config)
+        self.residual_scales = config.residual_scales
+        streams = 2 * config.residual_scales + bool(config.bigrams) + (config.backout and layer == config.n_layer - 1)
+        self.scales = nn.Parameter(torch.empty(streams)) if streams else None
+        kv_width = config.n_kv_head * config.head_dim
+        self.values = Table(config.padded_vocab_size, kv_width) if self.attn.value_gate else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attn(norm(x), cos, sin)
+    def forward(self, x: Tensor, streams: tuple[Tensor, ...], tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x, streams: (B, T, C); tokens: (B, T)."""
+        return self.body(x, streams, None if self.values is None else self.values(tokens), cos, sin)
+
+    def body(self, x: Tensor, streams: tuple[Tensor, ...], values: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+        """The part that is compiled: without lookups, whose gradients are sums in any order."""
+        x = self.mix(x, streams)
+        x = x + self.attn(norm(x), cos, sin, values)
         return x + self.mlp(norm(x))
+
+    def mix(self, x: Tensor, streams: tuple[Tensor, ...]) -> Tensor:
+        """Add the streams (x0, bigram vectors, the middle of the model; as far as there are), each times a scalar."""
+        if self.scales is None:
+            return x
+        scales = self.scales.unbind()
+        if self.residual_scales:
+            x, scales = x * scales[0], scales[1:]
+        for scale, stream in zip(scales, streams, strict=True):
+            x = x + scale * stream
+        return x
 
 
 class Head(nn.Linear):
@@ -149,9 +278,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.transformer = nn.ModuleDict({
-            # nn.Embedding would draw its weights, which on the meta device imports the compiler.
-            "wte": nn.Embedding.from_pretrained(torch.empty(config.padded_vocab_size, config.n_embd), freeze=False),
-            "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            "wte": Embedding(config),
+            "h": nn.ModuleList(Block(config, layer) for layer in range(config.n_layer)),
         })
         self.lm_head = Head(config)
         self.activation_checkpointing = False  # recompute each block in the backward pass
@@ -163,32 +291,52 @@ class GPT(nn.Module):
         Draw every weight in float32 from a generator of its own (seed, name): it starts the same whatever else the
         model has, on every rank and for every sharding.
         """
-        bound = math.sqrt(3 / self.config.n_embd)  # uniform with standard deviation 1/√width
+        config = self.config
+        bound = math.sqrt(3 / config.n_embd)  # uniform with standard deviation 1/√width
         for name, p in self.named_parameters():
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a CPU's reads 32 bits
             weights = torch.empty(p.shape)
-            match name.split(".")[-2]:
+            match name.removesuffix(".weight").split(".")[-1]:
                 case "wte":
-                    weights.normal_(0, 1, generator=generator)
+                    weights.normal_(0, config.embedding_std, generator=generator)
                 case "lm_head":
                     weights.normal_(0, 0.001, generator=generator)
-                case "c_q" | "c_k" | "c_v" | "c_fc":
+                case "c_q" | "c_k" | "c_v" | "values":
                     weights.uniform_(-bound, bound, generator=generator)
-                case "c_proj":
+                case "c_fc":
+                    weights.uniform_(-bound * config.fc_scale, bound * config.fc_scale, generator=generator)
+                case "c_proj" | "bigram" | "smear" | "smear_scale" | "value_gate" | "head_gate":
                     weights.zero_()
+                case "scales":
+                    weights.copy_(torch.tensor(self.first_scales(int(name.split(".")[2]))))
                 case _:
                     raise AssertionError(f"no initialisation for {name}")
             p.copy_(weights)
 
+    def first_scales(self, layer: int) -> list[float]:
+        """What a block's scales start from: those of the residual stream and of x0 fall with depth, as in nanochat."""
+        config, depth = self.config, layer / max(self.config.n_layer - 1, 1)
+        return [
+            *([1.15 - 0.10 * depth, 0.20 - 0.15 * depth] if config.residual_scales else []),
+            *([0.1] if config.bigrams else []),
+            *([-0.2] if config.backout and layer == config.n_layer - 1 else []),
+        ]
+
     def hidden(self, tokens: Tensor) -> Tensor:
         """tokens (B, T) → what the head reads, (B, T, C)."""
-        cos, sin = rotary_angles(tokens.size(1), self.config.head_dim, tokens.device)
-        x = norm(self.transformer.wte(tokens))
-        for block in self.transformer.h:
+        config = self.config
+        cos, sin = rotary_angles(tokens.size(1), config.head_dim, config.rope_theta, tokens.device)
+        x, bigram = self.transformer.wte(tokens)
+        streams = ((x,) if config.residual_scales else ()) + (() if bigram is None else (bigram,))
+        for layer, block in enumerate(self.transformer.h):
+            if config.backout and layer == config.n_layer // 2:
+                middle = x
+            if config.backout and layer == config.n_layer - 1:
+                streams += (middle,)
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+                x = checkpoint(block, x, streams, tokens, cos, sin, use_reentrant=False)
             else:
-                x = block(x, cos, sin)
+                x = block(x, streams, tokens, cos, sin)
         return norm(x)
 
     def forward(
@@ -211,21 +359,31 @@ class GPT(nn.Module):
         return self.lm_head(self.hidden(tokens), targets, weights, reduction)
 
     def compile_blocks(self) -> None:
-        """All blocks share one compiled body: start-up does not grow with depth. A block's hooks stay outside of it."""
+        """Blocks of a kind share one compiled body: start-up does not grow with depth. Hooks stay outside of it."""
         for block in self.transformer.h:
-            block.forward = torch.compile(block.forward, dynamic=False)
+            block.body = torch.compile(block.body, dynamic=False)
 
     def units(self) -> list[nn.Module]:
         """The modules whose parameters are sent and gathered together, in the order of the forward pass."""
         return [self.transformer.wte, *self.transformer.h, self.lm_head]
 
+    def roles(self) -> dict[str, Role]:
+        """What each parameter is, by name: optimizers, FLOPs and the horizon go by it, not by names."""
+        kinds = {Embedding: "embedding", Table: "table", Head: "head", Gate: "scalar", nn.Linear: "matrix"}
+        return {
+            f"{prefix}.{name}": kinds.get(type(module), "scalar") if name == "weight" else "scalar"
+            for prefix, module in self.named_modules() for name, _ in module.named_parameters(recurse=False)
+        }
+
     def estimate_flops(self) -> int:
         """
-        FLOPs per token of a training step, forward and backward: 6 per matrix parameter, and 12 · width · T per
-        layer for attention in full. The embedding is a lookup. Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+        FLOPs per token of a training step, forward and backward: 6 per parameter of matrices and head, and 12 · width ·
+        window per layer for attention in full. Tables are lookups; gates and scalars are left out. Chowdhery et al.
+        2022, arXiv:2204.02311, appendix B.
         """
-        matrix_parameters = sum(p.numel() for p in self.parameters()) - self.transformer.wte.weight.numel()
-        return 6 * matrix_parameters + 12 * self.config.n_layer * self.config.n_embd * self.config.sequence_len
+        roles, config = self.roles(), self.config
+        matrices = sum(p.numel() for name, p in self.named_parameters() if roles[name] in ("matrix", "head"))
+        return 6 * matrices + 12 * config.n_embd * sum(map(config.window, range(config.n_layer)))
 
     @torch.inference_mode()
     def generate(

@@ -43,7 +43,8 @@ class CachedModel:
                 for block in model.transformer.h
             ]
             self.head = linear(model.lm_head.weight)
-            cos, sin = rotary_angles(self.config.sequence_len, self.config.head_dim, self.wte.device)
+            config, device = self.config, self.wte.device
+            cos, sin = rotary_angles(config.sequence_len, config.head_dim, config.rope_theta, device)
             self.cos, self.sin = torch.cat((cos, cos), 1)[:, None], torch.cat((sin, -sin), 1)[:, None]  # (T, 1, D)
         self.clear()
 
@@ -61,7 +62,7 @@ class CachedModel:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))  # (1, H, T, D)
             kept.append(torch.cat((k, v)))
-            return attention(q, k, v)[0].transpose(0, 1)
+            return attention(q, k, v, self.config.window(layer))[0].transpose(0, 1)
 
         x = self.hidden(prompt, slice(len(prompt)), attend)
         return Prefix(torch.stack(kept), self.logits(x[-1:]))

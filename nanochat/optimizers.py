@@ -4,17 +4,20 @@ from nanochat.gpt import GPT
 from nanochat.muon import DistMuon
 from nanochat.zero import Sharding
 
+SCALAR_LR = 0.02  # of scalars and gates: they are of the order of one
+
 
 def setup_optimizers(
     model: GPT, sharding: Sharding, unembedding_lr: float = 0.004, embedding_lr: float = 0.2, matrix_lr: float = 0.02,
     weight_decay: float = 0.0,
 ) -> tuple[DistAdamW, DistMuon]:
     """
-    (adamw, muon), for the shards that this rank keeps: AdamW for the embedding and the head, Muon for the matrices
-    of the blocks; only these decay. AdamW's rates are those of a model 768 wide and change as 1/√width.
+    (adamw, muon), for the shards that this rank keeps: Muon for the matrices of the blocks, AdamW for everything else.
+    Only Muon's decay. The rates of embedding, tables and head are those of a model 768 wide; they change as 1/√width.
     """
-    scale = (model.config.n_embd / 768) ** -0.5
-    rates = {"lm_head.weight": unembedding_lr * scale, "transformer.wte.weight": embedding_lr * scale}
-    groups = [{"shards": [s for s in sharding.shards if s.name == name], "lr": lr} for name, lr in rates.items()]
-    matrices = [name for name, _ in model.named_parameters() if name.startswith("transformer.h.")]
+    scale, roles = (model.config.n_embd / 768) ** -0.5, model.roles()
+    rates = {"head": unembedding_lr * scale, "embedding": embedding_lr * scale, "table": embedding_lr * scale / 2,
+             "scalar": SCALAR_LR}
+    groups = [{"shards": [s for s in sharding.shards if roles[s.name] == role], "lr": lr} for role, lr in rates.items()]
+    matrices = [name for name, role in roles.items() if role == "matrix"]
     return DistAdamW(groups, sharding.device), DistMuon(sharding, matrices, matrix_lr, weight_decay)

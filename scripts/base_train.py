@@ -68,6 +68,7 @@ max_seq_len = 2048          # [1..] tokens per row
 depth = 20                  # [1..] layers; the width (64 per layer) and the heads follow from it
 kv_group = 1                # [1..] query heads per key head; above 1: grouped-query attention
 softcap = 15.0              # [0..64] limit of the logits; 0: none
+arch = "classic"            # pieces of the model: classic, modern, or one with changes: modern,smear=False
 # ---- Horizon: the first of these that is positive
 num_iterations = -1         # [-1, 1..] optimizer steps
 target_flops = -1.0         # FLOPs of the whole run
@@ -114,7 +115,7 @@ if core_metric_every > 0 and (reason := from_rank0(why_no_bundle)):
 core_tasks = load_tasks(bundle_dir()) if core_metric_every > 0 else []
 
 # ---- Model: first its shapes, without memory, so that wrong settings are found at once
-model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, kv_group, softcap)
+model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, kv_group, softcap, arch)
 with torch.device("meta"):
     model = GPT(model_config)
 parameters, flops_per_token = sum(p.numel() for p in model.parameters()), model.estimate_flops()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanochat.errors import UserError
-from nanochat.gpt import LOGIT_SOFTCAP, ROPE_THETA
+from nanochat.gpt import LOGIT_SOFTCAP, GPTConfig
 from nanochat.hf.model import CONFIG, Imported, read_json, to_config
 from nanochat.hf.tokenizer import from_hf, from_ranks
 from nanochat.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def read_folder(folder: Path, tokenizer_path: Path | None = None, step: int | No
     if found is None:
         raise UserError(f"there is no tokenizer.pkl or tokenizer.json in {folder}; say where with --tokenizer=PATH")
     tokenizer = from_hf(found) if found.suffix == ".json" else read_tokenizer(found)
-    notes = [f"such files do not tell the softcap and the rotary base: {LOGIT_SOFTCAP:g} and {ROPE_THETA:g}, "
+    notes = [f"such files do not tell the softcap and the rotary base: {LOGIT_SOFTCAP:g} and {GPTConfig.rope_theta:g}, "
              "those of the classic layout, are taken"]
     return Imported(config, read_weights(models[step]), {}, tokenizer, step, notes)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanochat.checkpoint import MODEL_FILE
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, NORM_EPS, ROPE_THETA, GPTConfig
+from nanochat.gpt import GPT, NORM_EPS, GPTConfig
 from nanochat.hf.tokenizer import from_hf, write_tokenizer
 from nanochat.resharding import index_of
 from nanochat.saving import write_tensors
@@ -72,7 +72,7 @@ def their_config(config: GPTConfig) -> dict:
         **{theirs: getattr(config, ours) for ours, theirs in CONFIG.items()},
         "final_logit_softcapping": config.softcap or None, "intermediate_size": 4 * config.n_embd,
         "head_dim": config.head_dim, "rms_norm_eps": NORM_EPS,
-        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
     }
 
 
