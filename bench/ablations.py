@@ -72,6 +72,7 @@ CANDIDATES = {
     "normuon": ("--muon_variant=normuon", "--muon_variant=muon"),
     "muoneq": ("--muon_variant=muoneq", ""),
     "muonplus": ("--muon_variant=muonplus", ""),
+    "momentum": ("--muon_momentum=0.97 --final_muon_momentum=0.90", "--muon_momentum=0.95 --final_muon_momentum=0.95"),
     "weight_decay": ("--weight_decay=0.2", "--weight_decay=0"),
     "warmup": ("--warmup_steps=40", "--warmup_steps=0"),
     "final_lr": ("--final_lr_frac=0.05", "--final_lr_frac=0"),
