@@ -27,7 +27,7 @@ POLAR_EXPRESS = (
 
 Variant = Literal["muon", "normuon", "muoneq", "muonplus"]
 SECOND_BETA = 0.95       # of NorMuon's second moment
-SMALLEST = 1e-20        # mean square of a row or column below which its elements are not made larger
+SMALLEST = 1e-20         # squared length of a row or column below which it is not made longer
 
 
 def orthogonalize(G: Tensor) -> Tensor:
@@ -49,18 +49,17 @@ def orthogonalize(G: Tensor) -> Tensor:
 
 def even_out(update: Tensor, dim: int, second: Tensor | None = None, ok: Tensor | float = 1.0) -> Tensor:
     """
-    Rows (dim −1) or columns (dim −2) of a stack (n, rows, cols) with one mean square each; every matrix keeps its
-    Frobenius norm. second: the moving average of the mean squares, (n, rows or cols) float32, which ok moves in place;
-    dividing by its root instead leaves a row as large as it is beside its past. A factor common to all rows has no
-    effect, so that an average which began at zero needs no correction.
+    Rows (dim −1) or columns (dim −2) of a stack (n, rows, cols) made one length; every matrix keeps its Frobenius norm.
+    second: the moving average of their squared lengths, (n, rows or cols) float32, moved in place unless ok is 0; each
+    is divided by the root of that instead. A factor common to all has no effect, so that an average which began at zero
+    needs no correction.
     """
-    exact = update.float()
-    squares = exact.square().mean(dim)
-    if second is not None:
-        squares = second.lerp_(squares, (1 - SECOND_BETA) * ok)
-    evened = exact / squares.clamp(min=SMALLEST).sqrt().unsqueeze(dim)
-    before, after = (t.norm(dim=(-2, -1), keepdim=True) for t in (exact, evened))
-    return (evened * (before / after.clamp(min=SMALLEST))).to(update.dtype)
+    squares = torch.linalg.vector_norm(update, dim=dim, dtype=torch.float32).square()
+    average = squares if second is None else second.lerp_(squares, (1 - SECOND_BETA) * ok)
+    factors = average.clamp(min=SMALLEST).rsqrt()
+    before, after = squares.sum(-1, keepdim=True), (squares * factors.square()).sum(-1, keepdim=True)
+    factors = factors * (before / after.clamp(min=SMALLEST)).sqrt()
+    return (update * factors.unsqueeze(dim)).to(update.dtype)
 
 
 def direction(momentum: Tensor, variant: Variant, second: Tensor | None, ok: Tensor) -> Tensor:
