@@ -126,8 +126,7 @@ model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len,
 with torch.device("meta"):
     model = GPT(model_config)
 parameters, flops_per_token = sum(p.numel() for p in model.parameters()), model.estimate_flops()
-roles = model.roles()
-computing = sum(p.numel() for name, p in model.named_parameters() if roles[name] in ("matrix", "head"))
+computing = model.count_parameters("matrix", "head")  # the others are lookups
 
 # ---- Where to start: rank 0 looks for checkpoints and decides for all ranks
 checkpoints = checkpoint_dir("base", model_tag or f"d{depth}")
