@@ -32,8 +32,8 @@ class Prefix(NamedTuple):
 class CachedModel:
     """
     A model's weights, laid out for decoding, and a cache in their dtype. Some are copies: make a new one after updates.
-    lengths[row]: how many tokens of the sequence in that row have been read, last[row]: the last of them. There are at
-    most max_rows.
+    lengths[row]: how many tokens of the sequence in that row have been read; last[row]: the last of them, which the
+    embedding of the next one needs. There are at most max_rows.
     """
 
     def __init__(self, model: GPT, max_rows: int):
@@ -103,7 +103,8 @@ class CachedModel:
         positions = torch.tensor(self.lengths, device=device)
         all_rows = torch.arange(rows, device=device)
         # A whole rectangle of the cache: contiguous, which a CPU's bf16 products need (10 times slower otherwise), and
-        # of the same shape in every step until it grows. The masks hide what a row has not reached or sees no more.
+        # of the same shape in every step until it grows. The masks hide what a row has not reached, or is beyond the
+        # window of its layer: that starts elsewhere in each row, so there is no smaller rectangle.
         kv = self.kv[:, :, :rows].unbind()  # each (2, rows, H_kv, capacity, D)
         keys = torch.arange(self.kv.size(4), device=device)
         masks = {}
@@ -130,7 +131,7 @@ class CachedModel:
         """
         heads, kv_heads = self.config.n_head, self.config.n_kv_head
         cos, sin = self.cos[positions], self.sin[positions]
-        tokens, before = torch.tensor([ids, previous], device=self.kv.device)
+        tokens, before = torch.tensor([ids, previous], device=self.kv.device).unbind()
 
         def run(layer: int, x: Tensor, streams: tuple[Tensor, ...]) -> Tensor:
             block, attn, qkv, attn_proj, fc, mlp_proj = self.layers[layer]
