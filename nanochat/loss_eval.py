@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nanochat.conversation_loader import Row, tensors
+from nanochat.dataloader import TokenizedShards
 from nanochat.distributed import all_reduce_sum, sum_dtype
 from nanochat.errors import UserError
 from nanochat.tokenizer import Tokenizer
@@ -45,17 +46,31 @@ def document_nats(
     model, documents: list[list[int]], token_bytes: np.ndarray, tokens_per_forward: int
 ) -> list[tuple[float, int]]:
     """
-    (nats, bytes) of each document by itself, cut at the model's longest row. documents: token ids that begin with
-    <|bos|>; special tokens count nothing, and neither does the end of the document.
+    (nats, bytes) of each document by itself, all of it, in windows: a row is <|bos|> and the next sequence_len tokens,
+    so that every token is a target exactly once. documents: token ids that begin with <|bos|>; special tokens count
+    nothing, and neither does the end of the document.
     """
-    device, longest = next(model.parameters()).device, model.config.sequence_len + 1
+    device, length = next(model.parameters()).device, model.config.sequence_len
     bytes_of = torch.from_numpy(token_bytes).to(device)
-    rows = [row_of(document[:longest], 1) for document in documents]
-    results = {}
+    owners, rows = [], []
+    for number, (bos, *tokens) in enumerate(documents):
+        for start in range(0, len(tokens), length):
+            owners.append(number)
+            rows.append(row_of([bos, *tokens[start : start + length]], 1))
+    results = [(0.0, 0)] * len(documents)
     for indices in batches_by_length(rows, tokens_per_forward):
-        nats, counts = counted_nats(model, *padded([rows[i] for i in indices], device), bytes_of)
-        results |= zip(indices, zip(nats.tolist(), counts.long().tolist()))
-    return [results[i] for i in range(len(rows))]
+        of_rows = counted_nats(model, *padded([rows[i] for i in indices], device), bytes_of)
+        for i, nats, count in zip(indices, *(values.tolist() for values in of_rows)):
+            total_nats, total_count = results[owners[i]]
+            results[owners[i]] = total_nats + nats, total_count + int(count)
+    return results
+
+
+def first_documents(data: str, tokenizer: Tokenizer, most: int) -> list[list[int]]:
+    """Validation documents from the first on, each whole and with its <|bos|>, until they have `most` tokens."""
+    tokens, offsets = TokenizedShards(data, "val", tokenizer).load(0)
+    ends = offsets[1 : 2 + np.searchsorted(offsets[1:], most)]
+    return [tokens[start:end].tolist() for start, end in zip(offsets, ends)]
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """
-Evaluate a base model: bits per byte, CORE and samples. On the embedded world also what nothing else can tell: how far
-the model is above the corpus's entropy, topic by topic, and whether it answers questions in words it has never read.
+Evaluate a base model: bits per byte of rows as in training and of whole documents, CORE and samples. On the embedded
+world also what nothing else can tell: how far the model is above the corpus's entropy, topic by topic, and whether it
+answers questions in words it has never read.
 
     python -m scripts.base_eval                      # the only model there is
     python -m scripts.base_eval --model_tag=d20
@@ -10,15 +11,17 @@ from typing import Literal
 
 from configurator import configure
 
+import torch
+
 from nanochat.checkpoint import find_model, load_checkpoint
 from nanochat.compiling import set_compile
 from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.tinyworld import PROMPTS, held_out_questions, validation_documents
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
-from nanochat.distributed import compute_cleanup, compute_init, from_rank0, print0
+from nanochat.distributed import all_reduce_sum, compute_cleanup, compute_init, from_rank0, print0, sum_dtype
 from nanochat.errors import UserError
-from nanochat.loss_eval import document_nats, evaluate_bpb, greedy_completes, sample
+from nanochat.loss_eval import document_nats, evaluate_bpb, first_documents, greedy_completes, sample
 from nanochat.report import cell, markdown_table, write_section
 
 # ---- Model
@@ -59,6 +62,17 @@ for split, title in (("train", "training"), ("val", "validation")):
     loader.close()
     print0(f"{title}: {results[f'{title} bits per byte']:.4f} bits per byte")
 
+# --- and of whole documents, read in windows after <|bos|>: no byte is left out where a loader would cut
+made = validation_documents(data)  # None for data that are not the embedded world's, which has a table of its own below
+if made is None:
+    documents = first_documents(data, tokenizer, eval_tokens)[rank::world_size]  # maybe none
+    scored = document_nats(model, documents, token_bytes, device_batch_size * max_seq_len)
+    sums = torch.tensor(scored, dtype=sum_dtype(device), device=device).view(-1, 2).sum(0)
+    all_reduce_sum(sums)
+    nats, size = sums.tolist()
+    results["bits per byte of validation documents"] = nats / math.log(2) / size
+    print0(f"validation documents: {nats / math.log(2) / size:.4f} bits per byte of {size:,.0f} bytes")
+
 # --- CORE: tasks that any model of English can try, above guessing
 tables = []
 if core_metric_max_per_task and (reason := from_rank0(why_no_bundle)):
@@ -75,7 +89,6 @@ elif core_metric_max_per_task:
     print0(f"{tables[-1]}\n{core_name(scores)}: {core:.4f}")
 
 # --- the usual prompts, greedily
-made = validation_documents(data)  # None for data that are not the embedded world's
 rows = []
 for prompt, expected in PROMPTS if rank == 0 else ():
     text = sample(model, tokenizer, prompt, sample_tokens)

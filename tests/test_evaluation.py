@@ -6,16 +6,18 @@ import math
 import numpy as np
 import pytest
 import torch
+from conftest import make_sums
 
 from nanochat.compiling import set_compile
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.corpus.tinyworld import document, entropy_floor
+from nanochat.dataset import iter_texts
 from nanochat.distributed import compute_dtype, compute_init
 from nanochat.errors import UserError
 from nanochat.flops import Peak, measured_matmul_flops, peak_flops
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.loss_eval import document_nats, evaluate_bpb, greedy_completes, sample
+from nanochat.loss_eval import document_nats, evaluate_bpb, first_documents, greedy_completes, sample
 from nanochat.metrics import Metrics, read_metrics
 from nanochat.optimizers import setup_optimizers
 from nanochat.zero import Sharding, StepStats
@@ -46,14 +48,29 @@ def nats_one_by_one(model, ids):
     return total
 
 
-def test_document_nats_and_bytes_are_those_of_each_document_alone(model):
-    """Batches, padding and order change nothing; multi-byte characters split over tokens count their true bytes."""
-    documents = [[BOS, *TOKENIZER.encode(text)][:25] for text in TEXTS]
+def test_document_nats_and_bytes_are_those_of_each_document_alone_in_windows(model):
+    """
+    Batches, padding and order change nothing; a document of several rows is read to its end, each window after <|bos|>;
+    multi-byte characters split over tokens count their true bytes; a document without text has none.
+    """
+    documents = [[BOS, *TOKENIZER.encode(text)] for text in [*TEXTS, "", "the cat 日本語 " * 25]]
+    windows = [[[BOS, *ids[start : start + 24]] for start in range(1, len(ids), 24)] for ids in documents]
+    assert sorted(map(len, windows))[-1] >= 4 and not windows[-2]
     for tokens_per_forward in (1, 40, 1000):
         results = document_nats(model, documents, TOKENIZER.token_bytes(), tokens_per_forward)
-        for ids, (nats, count) in zip(documents, results):
+        for ids, rows, (nats, count) in zip(documents, windows, results, strict=True):
             assert count == len(TOKENIZER.decode_bytes(ids[1:]))
-            assert nats == pytest.approx(nats_one_by_one(model, ids), rel=1e-4)
+            assert nats == pytest.approx(sum(nats_one_by_one(model, row) for row in rows), rel=1e-4)
+
+
+def test_the_first_documents_are_whole(base_folder):
+    tokenizer = make_sums(base_folder)
+    texts = list(iter_texts("sums", "val"))
+    ids = [[tokenizer.get_bos_token_id(), *tokenizer.encode(text)] for text in texts]
+    for count in (1, 2, len(texts)):
+        size = sum(map(len, ids[:count]))
+        assert first_documents("sums", tokenizer, size) == first_documents("sums", tokenizer, size - 1) == ids[:count]
+    assert first_documents("sums", tokenizer, 10**9) == ids
 
 
 def test_bits_per_byte_is_nats_over_bytes_without_special_tokens(model):
