@@ -53,7 +53,8 @@ def measure(name: str, rows: int, times: int, decode: Callable[[], object]) -> N
     print(f"{dtype:9} batch {rows:3}  {name:24} {rows * new_tokens / min(seconds):8,.0f} tokens/s")
 
 
-print(f"{arch}, depth {depth} on {device.type}, {torch.get_num_threads()} thread(s): {new_tokens} tokens, best of {repeats}")
+threads = torch.get_num_threads()
+print(f"{arch}, depth {depth} on {device.type}, {threads} thread(s): {new_tokens} tokens, best of {repeats}")
 for dtype in ("float32", "bfloat16"):
     model.to(getattr(torch, dtype))
     measure("uncached, once", 1, 1, lambda: list(model.generate(prompts[0], new_tokens, temperature=0)))
