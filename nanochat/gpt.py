@@ -39,7 +39,7 @@ Role = Literal["embedding", "head", "matrix", "table", "scalar"]
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Everything that determines the shapes of a model. UserError for a softcap that the loss cannot compute with."""
+    """Everything that determines the shapes of a model. UserError for impossible values."""
 
     sequence_len: int   # longest row the model is trained on
     vocab_size: int     # tokens that exist; the weights are padded beyond it
@@ -66,6 +66,9 @@ class GPTConfig:
         if limit is not None and not (isinstance(limit, (int, float)) and 0 <= limit <= MAX_SOFTCAP):
             expected = f"a number of at most {MAX_SOFTCAP}, or None or 0 for no softcap"
             raise UserError(f"softcap={limit!r}: expected {expected}")
+        for name, least in dict(rope_theta=1, qk_scale=0, bigrams=0, embedding_std=0, fc_scale=0).items():
+            if not least <= getattr(self, name) < 1e9:
+                raise UserError(f"{name}={getattr(self, name)}: expected a number from {least} to 1e9")
 
     @property
     def padded_vocab_size(self) -> int:

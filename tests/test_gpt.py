@@ -365,7 +365,8 @@ def test_an_architecture_is_a_name_and_changes():
         ("classic,smaer=True", "no 'smaer=True'.*smear=bool"), ("classic,smear=1", "no 'smear=1'"),
         ("modern,smear", "no 'smear'"), ("modern,bigrams=2.5", "no 'bigrams=2.5'.*bigrams=int"), ("modern,", "no ''"),
         ("classic,softcap=3", "no 'softcap=3'"), ("classic,n_layer=3", "no 'n_layer=3'"),
-        ("classic,rope_theta=x", "no 'rope_theta=x'.*rope_theta=float"),
+        ("classic,rope_theta=x", "no 'rope_theta=x'.*rope_theta=float"), ("modern,bigrams=-1", "bigrams=-1: .*from 0"),
+        ("modern,rope_theta=nan", "rope_theta=nan: .*from 1"),
     ):
         with pytest.raises(UserError, match=message):
             config_from_depth(4, 100, 64, arch=wrong)
