@@ -4,6 +4,7 @@ import math
 import torch
 from torch import Tensor
 
+from nanochat.compiling import in_one_pass
 from nanochat.zero import StepStats
 
 
@@ -16,13 +17,20 @@ def adamw_update(
     arXiv:1711.05101; eps is added after the bias correction. step and ok are scalars on the device: with ok = 0 (and
     a gradient of zero) nothing changes, to the bit.
     """
-    beta1, beta2 = betas
-    if weight_decay:
-        master.mul_(1 - lr * weight_decay * ok)
-    exp_avg.lerp_(grad, (1 - beta1) * ok)
-    exp_avg_sq.lerp_(grad * grad, (1 - beta2) * ok)
-    denominator = (exp_avg_sq / bias_correction(beta2, step)).sqrt_().add_(eps)
-    master.addcmul_(exp_avg / denominator, lr * ok / bias_correction(beta1, step), value=-1)
+    first, second = (bias_correction(beta, step) for beta in betas)
+    weights = [(1 - beta) * ok for beta in betas]
+    in_one_pass(move, master, grad, exp_avg, exp_avg_sq, 1 - lr * weight_decay * ok, *weights, lr * ok / first, second,
+                ok.new_tensor(eps))
+
+
+def move(
+    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, keep: Tensor, weight1: Tensor, weight2: Tensor,
+    rate: Tensor, second: Tensor, eps: Tensor,
+) -> None:
+    """`adamw_update` with its factors as scalars on the device: as Python's numbers they would be compiled in."""
+    exp_avg.lerp_(grad, weight1)
+    exp_avg_sq.lerp_(grad * grad, weight2)
+    master.mul_(keep).sub_(exp_avg / ((exp_avg_sq / second).sqrt() + eps) * rate)
 
 
 def bias_correction(beta: float, step: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import torch
 
+ONE_PASS = 2**16  # elements
+
 switch = SimpleNamespace(on=False)  # of this process
 
 
@@ -18,9 +20,17 @@ def compiled(function: Callable) -> Callable:
     return with_compiler(function) if switch.on else function
 
 
+def in_one_pass(function: Callable, flat: torch.Tensor, *others: torch.Tensor | float):
+    """
+    function(flat, *others), elementwise over long flat tensors: compiled, it reads and writes memory once instead of
+    once for each operation. It is compiled once for all lengths; below ONE_PASS elements it is not worth a call.
+    """
+    return (with_compiler(function, True) if switch.on and len(flat) >= ONE_PASS else function)(flat, *others)
+
+
 @functools.cache
-def with_compiler(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=False)
+def with_compiler(function: Callable, dynamic: bool = False) -> Callable:
+    return torch.compile(function, dynamic=dynamic)
 
 
 def set_compile(wanted: bool, device_type: str) -> bool:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
+from nanochat.compiling import in_one_pass
 from nanochat.distributed import SETUP_TIMEOUT, all_gather_single, reduce_scatter, set_timeout, sum_dtype
 from nanochat.errors import UserError
 from nanochat.partition import Shard, ShardRange, equal_ranges, partition, row_ranges
@@ -334,7 +335,7 @@ class Sharding:
         # The only division by the number of ranks, as part of `count`; it clips, too.
         divisor = count * (norm / grad_clip).clamp(min=1) if grad_clip > 0 else count
         for shard in self.shards:
-            shard.grad = torch.where(ok > 0, shard.grad / divisor, 0.0)  # a product with zero would keep NaN
+            shard.grad = in_one_pass(averaged, shard.grad, divisor.float(), ok)
         return StepStats(ok, torch.stack([loss / count, norm, ok, stop, save]).float())
 
     def all_gather_params(self) -> None:
@@ -388,6 +389,10 @@ class Sharding:
             model = self.model_class(self.model.config)
         model.load_state_dict(tensors, assign=True)
         return model
+
+
+def averaged(grad: Tensor, divisor: Tensor, ok: Tensor) -> Tensor:
+    return torch.where(ok > 0, grad / divisor, 0.0)  # a product with zero would keep NaN
 
 
 class GlooReduceScatter:
