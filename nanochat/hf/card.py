@@ -46,9 +46,9 @@ tokenizer removes them; a text that has this pair, or U+FDD0 U+FDD2, loses it.
 `tokenizer(text, split_special_tokens=True)`.
 """
 CODE = """\
-transformers has no class for this architecture. The folder brings the code of the model; `trust_remote_code=True` \
-runs it, as in `AutoModelForCausalLM.from_pretrained("this folder", trust_remote_code=True)`, and keeps `AutoTokenizer` \
-from asking. It has no cache: each new token takes a pass over all tokens before it.
+transformers has no class for this architecture. The folder brings the code of the model, which \
+`trust_remote_code=True` runs, as in `AutoModelForCausalLM.from_pretrained("this folder", trust_remote_code=True)`; \
+`AutoTokenizer` asks for the same. It has no cache: each new token takes a pass over all tokens before it.
 
 """
 CALCULATOR = """
