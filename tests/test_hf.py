@@ -584,6 +584,8 @@ HF_FAULTS = {
     "lacks weights of a model of 4 layers: transformer.h.3.": edit_json("config.json", num_hidden_layers=4),
     "the model has 499 tokens, its tokenizer 500": edit_json("config.json", vocab_size=499),
     "do not have: model.value_embeddings.weight;": edit_weights(**{"model.value_embeddings.weight": torch.ones(2)}),
+    "has transformer.wte.weight, a name that only this":
+        edit_weights(**{"transformer.wte.weight": torch.ones(500, 64)}),
     "lm_head.weight is (500, 63), expected (512, 64)": edit_weights(**{"lm_head.weight": torch.ones(500, 63)}),
     "has weights of torch.float32 and torch.int8":
         edit_weights(**{"lm_head.weight": torch.ones(500, 64, dtype=torch.int8)}),
@@ -616,8 +618,8 @@ MODERN_FAULTS = {
     "models of 3 layers do not have: gpt.transformer.wte.smear.weight, gpt.": edit_pieces(smear=False),
     "gpt.transformer.wte.bigram.weight": edit_pieces(bigrams=0),
     "transformer.wte.bigram.weight is (2560, 64), expected (2048, 64)": edit_pieces(bigrams=4),
-    "lacks weights of a model of 4 layers: transformer.h.": edit_pieces(n_layer=4),
-    "do not have: lm_head.weight;": edit_weights(**{"lm_head.weight": torch.ones(512, 64)}),
+    "lacks weights of a model of 5 layers: transformer.h.3.": edit_pieces(n_layer=5),
+    "has lm_head.weight, a name that only this": edit_weights(**{"lm_head.weight": torch.ones(512, 64)}),
 }
 CLASSIC_FAULTS = {
     "do not have: resid_lambdas, value_embeds.1.weight, x0_lambdas;": of_a_variant,

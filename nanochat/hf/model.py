@@ -211,16 +211,19 @@ def read_folder(folder: Path, tokenizer_path: Path | None = None) -> Imported:
     weights: dict[str, Tensor] = {}
     padding: dict[str, Tensor] = {}
     for file in sorted(folder.glob("model*.safetensors")) + sorted(folder.glob(PADDING_FILE)):
-        try:  # an unknown tensor keeps its name: `fit` refuses it
-            tensors = {ours.get(name, name): tensor for name, tensor in load_file(file).items()}
+        try:
+            tensors = load_file(file)
         except SafetensorError as error:
             raise UserError(f"{file} is damaged: {error}") from error
         if file.name == PADDING_FILE:
-            padding = tensors
-        elif twice := weights.keys() & tensors.keys():
+            padding = tensors  # under our names
+            continue
+        if strangers := (tensors.keys() - ours.keys()) & set(ours.values()):  # would take the place of another
+            raise UserError(f"{file} has {min(strangers)}, a name that only this program's checkpoints have")
+        tensors = {ours.get(name, name): tensor for name, tensor in tensors.items()}  # `fit` refuses unknown ones
+        if twice := weights.keys() & tensors.keys():
             raise UserError(f"{file} has {min(twice)}, which another file of the folder has as well")
-        else:
-            weights |= tensors
+        weights |= tensors
     step = there.get(STEP)
     tokenizer = from_hf(tokenizer_path or folder / "tokenizer.json")
     return Imported(config, weights, padding, tokenizer, step if type(step) is int and step >= 0 else 0, notes)
