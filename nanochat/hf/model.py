@@ -118,7 +118,7 @@ def export(checkpoint: Path, meta: dict, dtype: str, max_shard_bytes: int, folde
 
     modern = is_modern(config)
     if modern:
-        write_code(MODELING, folder / MODELING.name)
+        write_code(folder)
     padding = {} if modern else {name: weights[name][config.vocab_size :] for name in WITH_VOCABULARY}
     # Copies: of a view, a file's size would be reckoned with its padding.
     weights |= {name: weights[name][: config.vocab_size].clone() for name in padding}
@@ -146,13 +146,18 @@ def export(checkpoint: Path, meta: dict, dtype: str, max_shard_bytes: int, folde
     return sum(tensor.numel() for tensor in weights.values())
 
 
-def write_code(source: Path, to: Path) -> None:
-    """Copy a source file, and beside it, as nanochat_*.py, each module of this program that it imports."""
-    text = source.read_text(encoding="utf-8")
-    to.write_text(OUR_IMPORT.sub(r"from .nanochat_\1 import", text), encoding="utf-8")
-    for name in OUR_IMPORT.findall(text):
-        if not (copy := to.with_name(f"nanochat_{name}.py")).exists():
-            write_code(Path(__file__).parents[1] / f"{name}.py", copy)
+def write_code(folder: Path) -> None:
+    """The modelling file, and as nanochat_*.py every module of this program that it needs, directly or not."""
+    names, texts = [], [MODELING.read_text(encoding="utf-8")]
+    for text in texts:  # which grow
+        for name in OUR_IMPORT.findall(text):
+            if name not in names:
+                names.append(name)
+                texts.append((MODELING.parents[1] / f"{name}.py").read_text(encoding="utf-8"))
+    # transformers 5.0 copies only the files that the modelling file itself imports.
+    texts[0] += "\n\n" + "".join(f"from nanochat.{name} import __name__ as _\n" for name in names)
+    for file, text in zip([MODELING.stem, *(f"nanochat_{name}" for name in names)], texts):
+        (folder / f"{file}.py").write_text(OUR_IMPORT.sub(r"from .nanochat_\1 import", text), encoding="utf-8")
 
 
 def write_json(path: Path, content: dict) -> None:

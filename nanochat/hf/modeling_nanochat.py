@@ -34,7 +34,8 @@ class NanoChatModernForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        raise ValueError("weights are missing: this class only loads models that have all of theirs")
+        if not all(getattr(p, "_is_hf_initialized", False) for p in module.parameters(recurse=False)):
+            raise ValueError("weights are missing: this class only loads models that have all of theirs")
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, logits_to_keep: int = 0, **_
