@@ -33,9 +33,9 @@ python -m scripts.doctor --kernels="$([ -e "$NANOCHAT_BASE_DIR/once" ] && echo F
 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then
-    # The public corpus, about 250 million characters a shard; tokens to train on = 20 per parameter.
-    data=fineweb-edu shards=240 vocab=65536 depth=20
-    [ "$gpus" -ge 8 ] || { shards=70 depth=12; }  # fewer GPUs: a model that is done within a day
+    # The public corpus, about 250 million characters a shard; tokens to train on = 10.5 per parameter of matrices and head.
+    data=fineweb-edu shards=120 vocab=65536 depth=20
+    [ "$gpus" -ge 8 ] || { shards=40 depth=12; }  # fewer GPUs: a model that is done within a day
     ranks=1
     while [ $((2 * ranks)) -le "$gpus" ]; do ranks=$((2 * ranks)); done  # a power of two, which divides every batch
     launch=(torchrun --standalone --nproc_per_node=$ranks --max-restarts=3 --shutdown-timeout=300 -m)

@@ -41,11 +41,31 @@ def sampled_softmax(share: float = 0.125, multiple: int = 512) -> None:
         targets = torch.where(targets < 0, -1, places[targets.clamp(min=0)])
         nanochat.loss.real_columns = lambda *_: stands_for  # the loss multiplies the exponentials by it
         try:
-            return exact(x, head[tokens], targets, len(tokens), softcap, weights)
+            return OfRows.apply(x, head, tokens, lambda x, rows: exact(x, rows, targets, len(tokens), softcap, weights))
         finally:
             nanochat.loss.real_columns = real_columns
 
     nanochat.gpt.softcapped_cross_entropy = sampled
+
+
+class OfRows(torch.autograd.Function):
+    """loss(x, head[tokens]) with its gradients computed at once; head is a leaf, whose grad_dtype counts."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, head: Tensor, tokens: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        x, rows = x.detach().requires_grad_(), head.detach()[tokens].requires_grad_()
+        rows.grad_dtype = torch.float32
+        with torch.enable_grad():
+            value = loss(x, rows)
+            value.backward()
+        grad = torch.zeros(head.shape, device=head.device).index_copy_(0, tokens, rows.grad)
+        ctx.save_for_backward(x.grad, grad.to(head.grad_dtype or head.dtype))
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        grad_x, grad_head = ctx.saved_tensors
+        return grad_x * grad.to(grad_x.dtype), grad_head * grad.to(grad_head.dtype), None, None
 
 
 def tail_average(power: float = 8.0) -> Callable[[dict], None]:

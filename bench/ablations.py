@@ -11,6 +11,7 @@ docs/ablations.md. A series that was stopped goes on where it was: what has a re
 import hashlib
 import json
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -71,6 +72,7 @@ CANDIDATES = {
     "normuon": ("--muon_variant=normuon", "--muon_variant=muon"),
     "muoneq": ("--muon_variant=muoneq", ""),
     "muonplus": ("--muon_variant=muonplus", ""),
+    "momentum": ("--muon_momentum=0.97 --final_muon_momentum=0.90", "--muon_momentum=0.95 --final_muon_momentum=0.95"),
     "weight_decay": ("--weight_decay=0.2", "--weight_decay=0"),
     "warmup": ("--warmup_steps=40", "--warmup_steps=0"),
     "final_lr": ("--final_lr_frac=0.05", "--final_lr_frac=0"),
@@ -252,4 +254,4 @@ equal = f"computed from the baseline's {per_ln:+.4f} bits per byte per ln(tokens
 note = (f"Depth {depth}, {length}, {seeds} seeds, {', '.join(corpora)}; baseline `{base}`. Mean ± standard error of "
         f"the paired difference; ms measured in turns, alone; equal time is {'trained' if minutes else equal}.")
 settings = [argument for argument in sys.argv[1:] if not argument.startswith(("--write", "--jobs"))]
-show(f"{markdown_table(columns, lines)}\n\n{note}", "ablations.md", " ".join(["bench.ablations", *settings]), write)
+show(f"{markdown_table(columns, lines)}\n\n{note}", "ablations.md", f"bench.ablations {shlex.join(settings)}", write)

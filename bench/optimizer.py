@@ -19,7 +19,7 @@ from nanochat.gpt import GPT, config_from_depth
 from nanochat.loss_eval import evaluate_bpb
 from nanochat.optimizers import setup_optimizers
 from nanochat.report import markdown_table
-from nanochat.schedule import apply_schedule, lr_multiplier
+from nanochat.schedule import apply_schedule, lr_multiplier, momentum_at
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 from nanochat.zero import Sharding
 
@@ -53,7 +53,7 @@ def run(kind: str, rate: float, tokenizer: Tokenizer) -> tuple[float, float, flo
             loss = model(inputs, targets)
             loss.backward()
         stats = sharding.reduce_and_clip(loss)
-        apply_schedule((others, matrices), step, steps, lr_multiplier(step, steps, 0.0, 0.4, 0.0))
+        apply_schedule((others, matrices), step, steps, lr_multiplier(step, steps, 0, 0.4, 0.0), momentum_at(step))
         others.step(stats)
         middle = time.perf_counter()
         matrices.step(stats)

@@ -41,7 +41,7 @@ def read_run(folder: Path) -> Run | None:
         return None
     with torch.device("meta"):
         model = GPT(GPTConfig(**meta["model_config"]))
-    parameters, tokens = sum(p.numel() for p in model.parameters()), last * meta["total_batch_size"]
+    parameters, tokens = model.count_parameters("matrix", "head"), last * meta["total_batch_size"]
     budget, flops = max(meta["config"]["target_flops"], 0.0), float(tokens * model.estimate_flops())
     return Run(model.config.n_layer, budget, parameters, tokens, flops, scores[-1])
 

@@ -33,7 +33,8 @@ def bias_correction(beta: float, step: Tensor) -> Tensor:
 class DistAdamW:
     """
     AdamW on a rank's shards; it needs no communication, because its update is elementwise.
-    groups: [{"shards": [Shard, …], "lr": float}, …]; a group's own "weight_decay" takes the place of the argument.
+    groups: [{"shards": [Shard, …], "lr": float}, …]; a group's own "betas" and "weight_decay" take the place of the
+    arguments.
     """
 
     kind = "adamw"
@@ -42,10 +43,12 @@ class DistAdamW:
         self, groups: list[dict], device: torch.device | str = "cpu", betas: tuple[float, float] = (0.8, 0.95),
         eps: float = 1e-10, weight_decay: float = 0.0,
     ):
-        self.param_groups = [{"initial_lr": group["lr"], "weight_decay": weight_decay, **group} for group in groups]
-        self.betas, self.eps = betas, eps
+        common = {"betas": betas, "weight_decay": weight_decay}
+        self.param_groups = [{"initial_lr": group["lr"], **common, **group} for group in groups]
+        self.eps = eps
         shards = [shard for group in groups for shard in group["shards"]]
         self.state = {key: {s.name: torch.zeros_like(s.master) for s in shards} for key in ("exp_avg", "exp_avg_sq")}
+        self.owned: dict[str, dict[str, Tensor]] = {}
         self.counters = {"steps": torch.zeros((), dtype=torch.float32, device=device)}  # applied; exact up to 2^24
 
     @torch.no_grad()
@@ -57,4 +60,4 @@ class DistAdamW:
             for shard in group["shards"]:
                 exp_avg, exp_avg_sq = (self.state[key][shard.name] for key in ("exp_avg", "exp_avg_sq"))
                 adamw_update(shard.master, shard.grad, exp_avg, exp_avg_sq, step, stats.ok,
-                             group["lr"], group["weight_decay"], self.betas, self.eps)
+                             group["lr"], group["weight_decay"], group["betas"], self.eps)

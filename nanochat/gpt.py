@@ -375,15 +375,19 @@ class GPT(nn.Module):
             for prefix, module in self.named_modules() for name, _ in module.named_parameters(recurse=False)
         }
 
+    def count_parameters(self, *roles: Role) -> int:
+        """How many parameters have one of these roles."""
+        own = self.roles()
+        return sum(p.numel() for name, p in self.named_parameters() if own[name] in roles)
+
     def estimate_flops(self) -> int:
         """
         FLOPs per token of a training step, forward and backward: 6 per parameter of matrices and head, and 12 · width ·
         window per layer for attention in full. Tables are lookups; gates and scalars are left out. Chowdhery et al.
         2022, arXiv:2204.02311, appendix B.
         """
-        roles, config = self.roles(), self.config
-        matrices = sum(p.numel() for name, p in self.named_parameters() if roles[name] in ("matrix", "head"))
-        return 6 * matrices + 12 * config.n_embd * sum(map(config.window, range(config.n_layer)))
+        windows = sum(map(self.config.window, range(self.config.n_layer)))
+        return 6 * self.count_parameters("matrix", "head") + 12 * self.config.n_embd * windows
 
     @torch.inference_mode()
     def generate(

@@ -5,6 +5,7 @@ Jordan et al. 2024, kellerjordan.github.io/posts/muon. Every matrix moves by a m
 one, so that directions with small gradients are learned, too.
 """
 from math import prod
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,10 @@ POLAR_EXPRESS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
+Variant = Literal["muon", "normuon", "muoneq", "muonplus"]
+SECOND_BETA = 0.95       # of NorMuon's second moment
+SMALLEST = 1e-20         # squared length of a row or column below which it is not made longer
+
 
 def orthogonalize(G: Tensor) -> Tensor:
     """
@@ -40,6 +45,34 @@ def orthogonalize(G: Tensor) -> Tensor:
         A = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)  # aX + (bA + cA²)X
     return (X.mT if G.size(-2) > G.size(-1) else X).reshape(G.shape)
+
+
+def even_out(update: Tensor, dim: int, second: Tensor | None = None, ok: Tensor | float = 1.0) -> Tensor:
+    """
+    Rows (dim −1) or columns (dim −2) of a stack (n, rows, cols) made one length; every matrix keeps its Frobenius norm.
+    second: the moving average of their squared lengths, (n, rows or cols) float32, moved in place unless ok is 0; each
+    is divided by the root of that instead. A factor common to all has no effect, so that an average which began at zero
+    needs no correction.
+    """
+    squares = torch.linalg.vector_norm(update, dim=dim, dtype=torch.float32).square()
+    average = squares if second is None else second.lerp_(squares, (1 - SECOND_BETA) * ok)
+    factors = average.clamp(min=SMALLEST).rsqrt()
+    before, after = squares.sum(-1, keepdim=True), (squares * factors.square()).sum(-1, keepdim=True)
+    factors = factors * (before / after.clamp(min=SMALLEST)).sqrt()
+    return (update * factors.unsqueeze(dim)).to(update.dtype)
+
+
+def direction(momentum: Tensor, variant: Variant, second: Tensor | None, ok: Tensor) -> Tensor:
+    """
+    What a stack of matrices (n, rows, cols) moves along, the same shape: their momentum, orthogonalized. In that, rows
+    of a wide matrix, or columns of a tall one, are of one norm. The others, along its longer side, are evened out
+      normuon   by their second moment. Li et al. 2025, arXiv:2510.05491 (there by rows, whatever the shape)
+      muonplus  at once, without state. Zhang et al. 2026, arXiv:2602.21545 (there rows and columns in turn)
+    muoneq evens out the rows of the momentum instead, before. Chang et al. 2026, arXiv:2603.28254.
+    """
+    update = orthogonalize(even_out(momentum, -1) if variant == "muoneq" else momentum)
+    longer = -1 if update.size(-2) >= update.size(-1) else -2
+    return even_out(update, longer, second, ok) if variant in ("normuon", "muonplus") else update
 
 
 def nesterov_momentum(grad: Tensor, buffer: Tensor, momentum: float, ok: Tensor) -> Tensor:
@@ -89,7 +122,7 @@ class MatrixExchange:
             (i, r) for source in ranks for i, name in enumerate(owned[rank]) for r in ranges[name] if r.rank == source
         ]
         self.incoming = [sum(r.end - r.start for _, r in self.arriving if r.rank == source) for source in ranks]
-        self.owned = len(owned[rank])
+        self.owned = owned[rank]
 
     def send(self, updates: dict[str, Tensor]) -> None:
         """Start sending this rank's shards of the updates, flat, to the owners."""
@@ -99,15 +132,15 @@ class MatrixExchange:
         """What `send` brought: a stack (n, rows, cols) of the matrices that this rank owns; n may be 0."""
         received = self.finish()
         if self.ranks == 1:
-            return received.view(self.owned, *self.shape)
-        stack = received.new_empty(self.owned, prod(self.shape))
+            return received.view(len(self.owned), *self.shape)
+        stack = received.new_empty(len(self.owned), prod(self.shape))
         for (i, r), part in zip(self.arriving, received.split([r.end - r.start for _, r in self.arriving])):
             stack[i, r.start : r.end] = part
-        return stack.view(self.owned, *self.shape)
+        return stack.view(len(self.owned), *self.shape)
 
     def send_back(self, stack: Tensor) -> None:
         """Start sending the shards of the owned matrices to the ranks that keep them."""
-        flat = stack.reshape(self.owned, prod(self.shape))
+        flat = stack.reshape(len(self.owned), prod(self.shape))
         self.start([flat[i, r.start : r.end] for i, r in self.arriving], self.incoming, self.outgoing)
 
     def receive_back(self) -> dict[str, Tensor]:
@@ -133,20 +166,21 @@ class DistMuon:
     """
     Muon for matrices, on a rank's shards. Momentum is elementwise and stays in the shards. Once per step the shards of
     each matrix travel to one rank of the shard group (each has about the same work), are orthogonalized there in stacks
-    of one shape and in the compute dtype, and travel back.
+    of one shape and in the compute dtype, and travel back. NorMuon's second moments stay with that rank.
     """
 
     kind = "muon"
 
     def __init__(
-        self, sharding: Sharding, names: list[str], lr: float, weight_decay: float = 0.0, momentum: float = 0.95
+        self, sharding: Sharding, names: list[str], lr: float, weight_decay: float = 0.0, momentum: float = 0.95,
+        variant: Variant = "muon",
     ):
         shards = [shard for shard in sharding.shards if shard.name in names]
         self.param_groups = [{
             "shards": shards, "lr": lr, "initial_lr": lr,
             "weight_decay": weight_decay, "initial_weight_decay": weight_decay, "momentum": momentum,
         }]
-        self.dtype = sharding.dtype
+        self.dtype, self.variant = sharding.dtype, variant
         self.state = {"momentum": {shard.name: torch.zeros_like(shard.master) for shard in shards}}
         self.counters: dict[str, Tensor] = {}
         self.exchanges: dict[tuple[int, int], MatrixExchange] = {}
@@ -160,6 +194,12 @@ class DistMuon:
                 owners.append(loads.index(min(loads)))
                 loads[owners[-1]] += work_of(shape)
             self.exchanges[shape] = MatrixExchange(shape, ranges, owners, sharding)
+        self.seconds: dict[tuple[int, int], Tensor] = {}  # of each shape, a row for each matrix that this rank owns
+        self.owned: dict[str, dict[str, Tensor]] = {}     # the same rows by name
+        if variant == "normuon":
+            owned = {shape: exchange.owned for shape, exchange in self.exchanges.items()}
+            self.seconds = {s: torch.zeros(len(names), max(s), device=sharding.device) for s, names in owned.items()}
+            self.owned = {"second_moment": {name: row for s in owned for name, row in zip(owned[s], self.seconds[s])}}
 
     @torch.no_grad()
     def step(self, stats: StepStats) -> None:
@@ -173,11 +213,12 @@ class DistMuon:
                 update = nesterov_momentum(s.grad, self.state["momentum"][s.name], group["momentum"], stats.ok)
                 updates[s.name] = update.to(self.dtype)
             exchange.send(updates)
-        for exchange in self.exchanges.values():
-            exchange.send_back(orthogonalize(exchange.receive()))
+        for shape, exchange in self.exchanges.items():
+            exchange.send_back(direction(exchange.receive(), self.variant, self.seconds.get(shape), stats.ok))
         for shape, exchange in self.exchanges.items():
             updates = exchange.receive_back()
-            lr, decay = group["lr"] * shape_scale(*shape), group["lr"] * group["weight_decay"]
+            lr = group["lr"] * shape_scale(*shape)
+            decay = lr * group["weight_decay"]
             for s in shards[shape]:
                 muon_update(s.master, updates[s.name], lr * stats.ok, decay * stats.ok if decay else None)
 

@@ -1,23 +1,32 @@
 """Which optimizer updates which parameters of a GPT."""
 from nanochat.adamw import DistAdamW
 from nanochat.gpt import GPT
-from nanochat.muon import DistMuon
+from nanochat.muon import DistMuon, Variant
 from nanochat.zero import Sharding
 
 SCALAR_LR = 0.02  # of scalars and gates: they are of the order of one
+# AdamW by role of the parameter; weight decay is constant, a part of the learning rate.
+ADAMW = {
+    "head": {"betas": (0.8, 0.95), "weight_decay": 0.0},
+    "embedding": {"betas": (0.8, 0.95), "weight_decay": 0.0},
+    "table": {"betas": (0.8, 0.95), "weight_decay": 0.0},
+    "scalar": {"betas": (0.8, 0.95), "weight_decay": 0.0},
+}
 
 
 def setup_optimizers(
     model: GPT, sharding: Sharding, unembedding_lr: float = 0.004, embedding_lr: float = 0.2, matrix_lr: float = 0.02,
-    weight_decay: float = 0.0,
+    weight_decay: float = 0.0, muon_variant: Variant = "muon",
 ) -> tuple[DistAdamW, DistMuon]:
     """
     (adamw, muon), for the shards that this rank keeps: Muon for the matrices of the blocks, AdamW for everything else.
-    Only Muon's decay. The rates of embedding, tables and head are those of a model 768 wide; they change as 1/√width.
+    weight_decay: Muon's. Rates of embedding, tables and head are those of a model 768 wide; they change as 1/√width.
     """
     scale, roles = (model.config.n_embd / 768) ** -0.5, model.roles()
     rates = {"head": unembedding_lr * scale, "embedding": embedding_lr * scale, "table": embedding_lr * scale / 2,
              "scalar": SCALAR_LR}
-    groups = [{"shards": [s for s in sharding.shards if roles[s.name] == role], "lr": lr} for role, lr in rates.items()]
+    groups = [{"shards": [s for s in sharding.shards if roles[s.name] == role], "lr": lr, **ADAMW[role]}
+              for role, lr in rates.items()]
     matrices = [name for name, role in roles.items() if role == "matrix"]
-    return DistAdamW(groups, sharding.device), DistMuon(sharding, matrices, matrix_lr, weight_decay)
+    muon = DistMuon(sharding, matrices, matrix_lr, weight_decay, variant=muon_variant)
+    return DistAdamW(groups, sharding.device), muon

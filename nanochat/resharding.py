@@ -28,7 +28,8 @@ class Part(NamedTuple):
 def kept_state(sharding: Sharding, optimizers) -> dict[str, Part]:
     """
     What this rank keeps beyond the weights, by name: `master.<parameter>`, `adamw.exp_avg.<parameter>`, … Masters that
-    are the weights themselves (float32) are in the model's file already.
+    are the weights themselves (float32) are in the model's file already. What an optimizer has in `state` is cut like
+    the parameters; what it has in `owned` is whole, on one rank of the shard group.
     """
     shards = {s.name: s for s in sharding.shards}
     tensors = {f"{o.kind}.{key}": by_name for o in optimizers for key, by_name in o.state.items()}
@@ -37,6 +38,9 @@ def kept_state(sharding: Sharding, optimizers) -> dict[str, Part]:
     return {
         f"{key}.{name}": Part(shards[name].start, shards[name].end, tensor)
         for key, by_name in tensors.items() for name, tensor in by_name.items()
+    } | {
+        f"{o.kind}.{key}.{name}": Part(0, tensor.numel(), tensor)
+        for o in optimizers for key, by_name in o.owned.items() for name, tensor in by_name.items()
     }
 
 
@@ -94,7 +98,7 @@ def mismatches(
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) != there.get(name):
             yield f"{name} is {there.get(name, 'not')} there, but {here.get(name, 'not')} here (other depth or dtype?)"
-    kinds = tuple(f"{o.kind}.{key}." for o in optimizers for key in o.state) + ("master.",)
+    kinds = tuple(f"{o.kind}.{key}." for o in optimizers for key in (*o.state, *o.owned)) + ("master.",)
     for name in sorted(saved.keys() - kept.keys()):
         if not name.startswith(kinds):  # else another rank keeps it
             yield f"{name} is not here (other optimizers?)"

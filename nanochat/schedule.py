@@ -4,18 +4,25 @@ import math
 from nanochat.errors import UserError
 
 # The batch grows with the tokens to train on as tokens^0.383, through half a million tokens for 1.2 billion
-# (a depth-12 model on ten tokens per parameter). Exponent: Bergsma et al. 2025, arXiv:2505.13738.
+# (a depth-12 model on ten tokens per parameter). Exponent: Bergsma et al. 2025, arXiv:2505.13738. The rates of the
+# scripts are for that point.
 REFERENCE_BATCH, REFERENCE_TOKENS, BATCH_EXPONENT = 2**19, 1.2e9, 0.383
+LONGEST_WARMUP = 0.1  # part of the run: a short one is not all warmup
+
+
+def warmdown_left(step: int, num_iterations: int, warmdown_ratio: float) -> float:
+    """1 until the last part of the run, then linear to 0 at its end, where it stays."""
+    left, warmdown = max(num_iterations - step, 0), warmdown_ratio * num_iterations
+    return left / warmdown if left < warmdown else 1.0
 
 
 def lr_multiplier(
-    step: int, num_iterations: int, warmup_ratio: float, warmdown_ratio: float, final_lr_frac: float
+    step: int, num_iterations: int, warmup_steps: int, warmdown_ratio: float, final_lr_frac: float
 ) -> float:
     """Linear warmup, constant, linear warmdown to final_lr_frac at the end, where it stays; always within [0, 1]."""
-    warmup, warmdown = warmup_ratio * num_iterations, warmdown_ratio * num_iterations
+    warmup = min(warmup_steps, LONGEST_WARMUP * num_iterations)
     rise = (step + 1) / warmup if step < warmup else 1.0
-    left = max(num_iterations - step, 0)
-    fall = final_lr_frac + (1 - final_lr_frac) * left / warmdown if left < warmdown else 1.0
+    fall = final_lr_frac + (1 - final_lr_frac) * warmdown_left(step, num_iterations, warmdown_ratio)
     return min(rise, fall, 1.0)
 
 
@@ -24,9 +31,12 @@ def is_due(step: int, num_iterations: int, every: int) -> bool:
     return every > 0 and (step % every == 0 or step >= num_iterations)
 
 
-def muon_momentum(step: int) -> float:
-    """0.85 rising to 0.95 over 300 steps: early gradients turn too fast to be averaged for long."""
-    return 0.85 + 0.10 * min(step / 300, 1.0)
+def momentum_at(step: int, left: float = 1.0, peak: float = 0.95, final: float = 0.95) -> float:
+    """
+    Muon's: 0.85 rising to the peak over 300 steps, as early gradients turn too fast to be averaged for long; in the
+    warmdown, of which `left` is left, falling to `final`, as late steps are small beside what was averaged.
+    """
+    return min(0.85 + (peak - 0.85) * min(step / 300, 1.0), final + (peak - final) * left)
 
 
 def weight_decay_multiplier(step: int, num_iterations: int) -> float:
@@ -34,15 +44,33 @@ def weight_decay_multiplier(step: int, num_iterations: int) -> float:
     return max(1 - step / num_iterations, 0.0)
 
 
-def apply_schedule(optimizers, step: int, num_iterations: int, lrm: float) -> None:
+def apply_schedule(optimizers, step: int, num_iterations: int, lrm: float, momentum: float) -> None:
     """Set every group's rates for this step from what they were at the start of the run."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lrm
             if "momentum" in group:
-                group["momentum"] = muon_momentum(step)
+                group["momentum"] = momentum
             if "initial_weight_decay" in group:
                 group["weight_decay"] = group["initial_weight_decay"] * weight_decay_multiplier(step, num_iterations)
+
+
+def rate_scales(batch: int, tokens: float) -> tuple[float, float]:
+    """
+    What learning rates, and weight decay, are multiplied by for a batch and a horizon in tokens. Rates change as
+    √batch. Decay times rate times steps, which says how much of early weights is left, stays what it is at the
+    reference: Wang & Aitchison 2024, arXiv:2405.13698.
+    """
+    lr = (batch / REFERENCE_BATCH) ** 0.5
+    return lr, lr * REFERENCE_TOKENS / tokens
+
+
+def scale_rates(optimizers, lr: float, decay: float) -> None:
+    """Multiply every group's learning rate, and the weight decay that has a schedule, for the whole run."""
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["initial_lr"] *= lr
+        if "initial_weight_decay" in group:
+            group["initial_weight_decay"] *= decay
 
 
 def choose_batch_size(tokens_or_none: float | None, num_iterations: int, rows_unit: int) -> int:
@@ -82,7 +110,7 @@ def choose_num_iterations(
     num_iterations: int, target_flops: float, target_param_data_ratio: float,
     flops_per_token: int, parameters: int, total_batch_size: int,
 ) -> int:
-    """Optimizer steps of the run: as given, else from a FLOP budget, else from tokens per parameter."""
+    """Optimizer steps of the run: as given, else from a FLOP budget, else from tokens per parameter that computes."""
     if num_iterations > 0:
         return num_iterations
     if target_flops > 0:

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# A family of models that differ in depth alone, each trained on the same number of tokens per parameter: what quality
-# costs, before the largest of them is paid for.
+# A family of models that differ in depth alone, each trained on the same number of tokens per parameter of its
+# matrices and head: what quality costs, before the largest of them is paid for.
 #
 #     bash runs/miniseries.sh                                # tiny ones where there is no GPU, a few minutes
-#     RATIO=10 DEPTHS="10 12 14" bash runs/miniseries.sh     # tokens per parameter, depths
+#     RATIO=8 DEPTHS="10 12 14" bash runs/miniseries.sh     # tokens per parameter, depths
 #
 # Run it again after anything went wrong: finished runs are skipped, an unfinished one goes on.
 . "$(dirname "$0")/machine.sh"
 if [ "$gpus" -ge 1 ]; then
-    RATIO=${RATIO:-20} DEPTHS=${DEPTHS:-"10 12 14 16 18 20"}
+    RATIO=${RATIO:-10.5} DEPTHS=${DEPTHS:-"10 12 14 16 18 20"}
 else
     RATIO=${RATIO:-1} DEPTHS=${DEPTHS:-"1 2 3"}
 fi

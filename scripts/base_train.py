@@ -48,6 +48,10 @@ from nanochat.schedule import (
     choose_num_iterations,
     is_due,
     lr_multiplier,
+    momentum_at,
+    rate_scales,
+    scale_rates,
+    warmdown_left,
 )
 from nanochat.zero import Sharding
 
@@ -72,10 +76,10 @@ arch = "classic"            # pieces of the model: classic, modern, or one with 
 # ---- Horizon: the first of these that is positive
 num_iterations = -1         # [-1, 1..] optimizer steps
 target_flops = -1.0         # FLOPs of the whole run
-target_param_data_ratio = 20.0  # tokens per parameter; 20 is Chinchilla
+target_param_data_ratio = 10.5  # tokens per parameter of matrices and head
 # ---- Batch
 device_batch_size = 16      # [1..] rows per rank and micro-step; halve it when memory runs out
-total_batch_size = 524288   # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen from the horizon
+total_batch_size = 524288   # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen, rates with it
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters
 shard_size = -1             # [-1, 1..] ranks N that share one copy; groups of so many are replicas; -1: all ranks
@@ -84,9 +88,12 @@ reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients that ar
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
+muon_variant: Literal["muon", "normuon", "muoneq", "muonplus"] = "muon"  # what is evened out, and when: see muon.py
+muon_momentum = 0.95        # [0..1] of Muon, after 300 steps
+final_muon_momentum = 0.95  # [0..1] at the end of the warmdown
 weight_decay = 0.0          # [0..] of Muon's matrices; falls linearly to zero
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
-warmup_ratio = 0.0          # [0..1] part of the run in which the learning rate rises
+warmup_steps = 0            # [0..] in which the learning rate rises, at most a tenth of the run
 warmdown_ratio = 0.4        # [0..1] part of the run in which it falls
 final_lr_frac = 0.0         # [0..1] what is left of it at the end
 max_bad_steps = 10          # [1..] stop after so many steps in a row without a finite loss and gradient
@@ -119,6 +126,7 @@ model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len,
 with torch.device("meta"):
     model = GPT(model_config)
 parameters, flops_per_token = sum(p.numel() for p in model.parameters()), model.estimate_flops()
+computing = model.count_parameters("matrix", "head")  # the others are lookups
 
 # ---- Where to start: rank 0 looks for checkpoints and decides for all ranks
 checkpoints = checkpoint_dir("base", model_tag or f"d{depth}")
@@ -129,22 +137,28 @@ if meta and meta["tokenizer"] != tokenizer.fingerprint:
                     "use that one, or another --model_tag")
 
 # ---- Batch and horizon
+scales = (meta or {}).get("rate_scales", (1.0, 1.0))  # a resumed run keeps the rates it had, and its batch
+chosen = total_batch_size == -1 and not meta
 if total_batch_size == -1 and meta:
     total_batch_size = meta["total_batch_size"]
-if total_batch_size == -1:
-    horizon = target_flops / flops_per_token if target_flops > 0 else target_param_data_ratio * parameters
+if chosen:
+    horizon = target_flops / flops_per_token if target_flops > 0 else target_param_data_ratio * computing
     unit = device_batch_size * max_seq_len * world_size
     total_batch_size = choose_batch_size(None if num_iterations > 0 else horizon, num_iterations, unit)
 grad_accum_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, world_size)
 num_iterations = choose_num_iterations(
-    num_iterations, target_flops, target_param_data_ratio, flops_per_token, parameters, total_batch_size
+    num_iterations, target_flops, target_param_data_ratio, flops_per_token, computing, total_batch_size
 )
+if chosen:
+    scales = rate_scales(total_batch_size, num_iterations * total_batch_size)
 total_flops = num_iterations * total_batch_size * flops_per_token
 peak = peak_flops(device, model_dtype)
 print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head} heads, "
        f"vocabulary {model_config.vocab_size:,}, {parameters:,} parameters")
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {world_size} rank(s) "
        f"x {grad_accum_steps} micro-step(s)")
+if tuple(scales) != (1.0, 1.0):
+    print0(f"rates: all x {scales[0]:.4g} for this batch; weight decay x {scales[1]:.4g} for batch and horizon")
 print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {total_flops:.2e} FLOPs, "
        f"{duration(total_flops / (peak.flops * world_size))} at the peak of {peak.flops / 1e12:,.2f} TFLOP/s per rank "
        f"({peak.source})")
@@ -154,7 +168,8 @@ model.to_empty(device=device)
 model.init_weights(seed)
 model.activation_checkpointing = activation_checkpointing
 sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, getattr(torch, reduce_dtype))
-optimizers = setup_optimizers(model, sharding, unembedding_lr, embedding_lr, matrix_lr, weight_decay)
+optimizers = setup_optimizers(model, sharding, unembedding_lr, embedding_lr, matrix_lr, weight_decay, muon_variant)
+scale_rates(optimizers, *scales)
 if compiling:
     model.compile_blocks()
 
@@ -189,7 +204,7 @@ while True:
 
     # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
     saver.stand_by(step, metrics, dict(  # what to save, also if an exception ends the run before the next update
-        config=config, total_batch_size=total_batch_size, num_iterations=num_iterations,
+        config=config, total_batch_size=total_batch_size, num_iterations=num_iterations, rate_scales=scales,
         tokenizer=tokenizer.fingerprint, data=data, data_state=data_state,
     ))
     asked_for = last_step or stopping or due(save_every)
@@ -244,8 +259,10 @@ while True:
     # Divides loss and gradients by the ranks here; in fine-tuning the count is the number of targets.
     stats = sharding.reduce_and_clip(step_loss, grad_clip=grad_clip, stop=stop.asked, save=saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
-    lrm = lr_multiplier(step, num_iterations, warmup_ratio, warmdown_ratio, final_lr_frac)
-    apply_schedule(optimizers, step, num_iterations, lrm)
+    lrm = lr_multiplier(step, num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
+    left = warmdown_left(step, num_iterations, warmdown_ratio)
+    momentum = momentum_at(step, left, muon_momentum, final_muon_momentum)
+    apply_schedule(optimizers, step, num_iterations, lrm, momentum)
     saver.begin_update()  # from here to `stand_by` no parameters can be saved: they are half updated
     for optimizer in optimizers:
         optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite

@@ -27,7 +27,7 @@ from nanochat.report import settings_table, write_section
 from nanochat.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
 from nanochat.sampling import SamplingParams
 from nanochat.saving import CheckpointWriter
-from nanochat.schedule import apply_schedule, is_due, lr_multiplier
+from nanochat.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.task_eval import evaluate_task, pass_at, seed_with
 from nanochat.tasks import make_task, without_parts
 
@@ -179,7 +179,7 @@ while True:
     stats = sharding.reduce_and_clip(step_loss, sampled_tokens, grad_clip, stop.asked, saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before
     lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
-    apply_schedule(optimizers, step, num_iterations, lrm)
+    apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
     saver.begin_update()  # from here to `stand_by` no parameters can be saved: they are half updated
     for optimizer in optimizers:
         optimizer.step(stats)

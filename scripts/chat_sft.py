@@ -23,7 +23,7 @@ from nanochat.loss_eval import evaluate_bpb
 from nanochat.metrics import Metrics, require_wandb
 from nanochat.report import settings_table, write_section
 from nanochat.saving import CheckpointWriter
-from nanochat.schedule import apply_schedule, is_due, lr_multiplier
+from nanochat.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.task_eval import accuracy, evaluate_task
 from nanochat.tasks import make_mixture, make_tasks, without_parts
 
@@ -163,7 +163,7 @@ while True:
     stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, stop.asked, saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
     lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
-    apply_schedule(optimizers, step, num_iterations, lrm)
+    apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
     saver.begin_update()  # from here to `stand_by` no parameters can be saved: they are half updated
     for optimizer in optimizers:
         optimizer.step(stats)

@@ -82,6 +82,7 @@ def test_an_empty_base_folder_is_enough(base_folder):
     assert "data set 'tinyworld' is not there yet, making it" in result.stdout
     assert "no tokenizer for 'tinyworld' yet, training one" in result.stdout
     assert "The capital of France is" in result.stdout and "of measured" not in result.stderr
+    assert "rates:" not in result.stdout, "a batch that is given leaves the rates as they are"
     assert re.search("measured (float32|bfloat16) matmul", result.stdout), "MFU says what it is a share of"
     folder = base_folder / "base_checkpoints" / "d2"
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -124,6 +125,28 @@ def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, dtype, co
     assert_same_run(base, "straight", "resumed", whole)
     lines = [[line for line in run.stdout.splitlines() if f"{whole - 1:05d}/" in line] for run in (straight, resumed)]
     assert lines[0][0].split("|")[1] == lines[1][0].split("|")[1], "the smoothed loss goes on too"
+
+
+def test_a_chosen_batch_scales_the_rates_and_a_resumed_run_keeps_both(base):
+    """--total_batch_size=-1 anew would choose from another horizon when a run goes on for longer, or for less."""
+    args = ["--total_batch_size=-1", "--num_iterations=2", "--save_every=1", "--device_batch_size=64",
+            "--dtype=bfloat16", "--weight_decay=0.1", "--muon_variant=normuon", "--warmup_steps=40",
+            "--final_muon_momentum=0.8"]
+    straight = train("--model_tag=straight", *args)
+    assert straight.returncode == 0, straight.stderr
+    printed = re.search("rates: all x (.*) for this batch; weight decay x (.*) for", straight.stdout)
+    lr, decay = map(float, printed.groups())
+    assert lr == pytest.approx((8192 / 2**19) ** 0.5, rel=1e-3)
+    assert lr * decay * 2 == pytest.approx(1.2e9 / 2**19, rel=1e-3), "rate times decay times steps is that of the rule"
+    folder = base / "base_checkpoints"
+    (folder / "resumed").mkdir()
+    shutil.copytree(folder / "straight" / "step_000001", folder / "resumed" / "step_000001")
+    shutil.copy(folder / "straight" / "metrics.jsonl", folder / "resumed")
+    resumed = train("--model_tag=resumed", "--resume=auto", *args)
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same_run(base, "straight", "resumed", 2)
+    longer = train("--model_tag=resumed", "--resume=auto", *args, "--num_iterations=3", "--total_batch_size=2048")
+    assert f"rates: all x {lr:.4g} for this batch; weight decay x {decay:.4g}" in longer.stdout, longer.stderr
 
 
 def test_killed_and_resumed_matches_an_undisturbed_run(base):

@@ -106,7 +106,7 @@ class Rank:
                 if len(s.shape) == dimensions:
                     whole = self.wholes[f"{kind}.{key}.{s.name}"] = values(f"{key}.{s.name}", s.shape, seed)
                     state[key][s.name] = whole.flatten()[s.start : s.end].clone()
-        return SimpleNamespace(kind=kind, state=state, counters={})
+        return SimpleNamespace(kind=kind, state=state, owned={}, counters={})
 
     def whole_tensors(self):
         for name, p in self.model.named_parameters():

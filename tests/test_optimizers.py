@@ -27,7 +27,7 @@ def test_adamw_equals_torchs_over_many_steps():
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in ((5, 3), (7,), (1,))]
     ours, theirs = ([Parameter(t.clone()) for t in start] for _ in range(2))
-    rates = [{"lr": 0.1}, {"lr": 0.1, "weight_decay": 0.3}, {"lr": 0.3}]
+    rates = [{"lr": 0.1}, {"lr": 0.1, "weight_decay": 0.3}, {"lr": 0.3, "betas": (0.9, 0.99)}]
     sharding = on_one_rank({str(i): p for i, p in enumerate(ours)})
     settings = dict(betas=(0.8, 0.95), eps=1e-4, weight_decay=0.1)
     optimizer = DistAdamW([{"shards": [s], **group} for s, group in zip(sharding.shards, rates)], **settings)

@@ -8,24 +8,43 @@ from nanochat.schedule import (
     choose_num_iterations,
     is_due,
     lr_multiplier,
-    muon_momentum,
+    momentum_at,
+    rate_scales,
+    warmdown_left,
     weight_decay_multiplier,
 )
 
 
 def test_learning_rate_rises_stays_falls_and_never_leaves_its_bounds():
-    lrm = [lr_multiplier(step, 100, 0.1, 0.4, 0.05) for step in range(130)]
+    lrm = [lr_multiplier(step, 100, 10, 0.4, 0.05) for step in range(130)]
     assert lrm[0] == pytest.approx(0.1) and lrm[9] == 1 and lrm[60] == 1
     assert lrm[80] == pytest.approx(0.05 + 0.95 / 2) and lrm[99] == pytest.approx(0.05 + 0.95 / 40)
     assert all(a <= b for a, b in zip(lrm[:60], lrm[1:61])) and all(a >= b for a, b in zip(lrm[60:], lrm[61:]))
     assert lrm[100:] == [0.05] * 30, "past the end it stays, it does not turn negative"
-    assert all(0 <= lr_multiplier(step, 10, 1.0, 1.0, 0.0) <= 1 for step in range(-1, 20))
-    assert [lr_multiplier(step, 3, 0.0, 0.0, 0.0) for step in range(3)] == [1, 1, 1]
+    assert all(0 <= lr_multiplier(step, 10, 10, 1.0, 0.0) <= 1 for step in range(-1, 20))
+    assert [lr_multiplier(step, 3, 0, 0.0, 0.0) for step in range(3)] == [1, 1, 1]
 
 
 def test_momentum_and_weight_decay():
-    assert [muon_momentum(step) for step in (0, 150, 10**6)] == pytest.approx([0.85, 0.9, 0.95])
+    assert [momentum_at(step) for step in (0, 150, 10**6)] == pytest.approx([0.85, 0.9, 0.95])
+    lefts = [warmdown_left(step, 1000, 0.4) for step in (0, 600, 800, 1000, 1100)]
+    assert lefts == pytest.approx([1, 1, 0.5, 0, 0])
+    steps = zip((0, 600, 800, 1000, 1100), lefts)
+    assert [momentum_at(*at, 0.97, 0.9) for at in steps] == pytest.approx([0.85, 0.97, 0.935, 0.9, 0.9])
+    assert momentum_at(30, 0.5, 0.97, 0.9) == pytest.approx(0.862), "a short run falls only below where it has risen to"
     assert [weight_decay_multiplier(step, 10) for step in (0, 5, 11)] == [1, 0.5, 0]
+
+
+def test_a_warmup_in_steps_is_at_most_a_tenth_of_a_short_run():
+    assert [lr_multiplier(step, 1000, 40, 0.4, 0.0) for step in (0, 19, 39, 40)] == [1 / 40, 0.5, 1, 1]
+    assert [lr_multiplier(step, 40, 40, 0.4, 0.0) for step in range(5)] == [0.25, 0.5, 0.75, 1, 1]
+
+
+def test_rates_follow_the_batch_and_decay_keeps_what_it_leaves_of_early_weights():
+    assert rate_scales(2**19, 1.2e9) == (1, 1), "the settings are for this point"
+    lr, decay = rate_scales(2**17, 2.4e9)
+    assert (lr, decay) == pytest.approx((1 / 2, 1 / 4))
+    assert lr * decay * 2.4e9 / 2**17 == pytest.approx(1.2e9 / 2**19), "rate times decay times steps"
 
 
 def test_what_is_due_every_so_many_steps_is_due_at_the_end():

@@ -140,7 +140,7 @@ def plain_run(grad_clip: float = 0.0, skip: int = -1, dyadic: bool = False) -> t
                 m[name] = m[name].lerp(g, 1 - MOMENTUM[step])
                 update = orthogonalize(g.lerp(m[name], MOMENTUM[step]))
                 scale = max(1, p.size(0) / p.size(1)) ** 0.5
-                p -= LR * scale * update + LR * DECAY * p * (update * p > 0)
+                p -= LR * scale * (update + DECAY * p * (update * p > 0))
             else:
                 m[name], v[name] = m[name].lerp(g, 0.2), v[name].lerp(g * g, 0.05)
                 p *= 1 - LR * DECAY

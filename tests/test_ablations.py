@@ -1,0 +1,110 @@
+"""The series of bench/ablations.py: one that is stopped goes on; the table's numbers by hand; the patches."""
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import REPO, make_sums, run_module
+
+import nanochat.gpt
+import nanochat.loss
+import nanochat.schedule
+from bench import ablation_patches
+from bench.ablation_table import at_equal_time, change, slope, verdict
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.zero import Sharding
+
+TINY = ("--series=added --only=half_batch,warmdown --data=sums --depth=1 --max_seq_len=48 "
+        "--device_batch_size=4 --total_batch_size=192 --tokens=768 --seeds=1 "
+        "--classic=--softcap=15 --eval_tokens=200").split()
+COMMON = "--common=--compile=False --dtype=float32"
+
+
+def test_a_series_that_was_stopped_goes_on(base_folder, tmp_path):
+    """Stopped after its first result: that is not made again. A run that fails is told, and stops no other."""
+    make_sums(base_folder)
+    command = [sys.executable, "-m", "bench.ablations", *TINY, COMMON, "--jobs=1"]
+    started = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
+    assert "bits per byte" in started.stdout.readline()
+    started.send_signal(signal.SIGTERM)
+    rest, _ = started.communicate(timeout=60)
+    assert started.returncode != 0 and "candidate" not in rest
+    folder = base_folder / "ablations"
+    (first,) = folder.glob("*.json")
+    before = first.stat().st_mtime_ns
+    again = run_module("bench.ablations", *TINY, COMMON, "--jobs=2")
+    assert again.returncode == 0 and "3/3 " in again.stdout and "4/" not in again.stdout, again.stdout + again.stderr
+    results = {path.name.rsplit("-", 4)[0]: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    assert {name: found["tokens"] for name, found in results.items()} == {
+        "classic": 768, "classic-half": 384, "added-warmdown": 768}
+    assert first.stat().st_mtime_ns == before
+    difference = results["added-warmdown"]["bpb"] - results["classic"]["bpb"]
+    assert difference and f"| warmdown | {difference:+.4f} ± ? |" in again.stdout
+    # Its 4,096 tokens are not a multiple of 8 rows of 48.
+    assert again.stdout.count(": failed, see ") == 1 and "| half_batch | failed |" in again.stdout
+    (log,) = folder.glob("added-half_batch*.log")
+    assert "total_batch_size=4096 is not a multiple" in log.read_text()
+    assert set(os.listdir(base_folder)) == {"texts", "data", "tokenizer", "ablations"}, "what else a run writes is gone"
+
+
+def test_changes_errors_and_equal_time_by_hand():
+    pairs = {"a": [(1.0, 0.9), (1.2, 1.0)], "b": [(2.0, 2.1), (2.0, 2.3)]}  # −0.1, −0.2 and 0.1, 0.3
+    mean, error = change(pairs)
+    assert mean == pytest.approx((-0.15 + 0.2) / 2)
+    assert error == pytest.approx(math.sqrt(0.005 / 2 + 0.02 / 2) / 2), "differences between corpora are no error"
+    falling = slope({"a": [(1.3, 1.2), (1.4, 1.2)]})  # 0.15 less for twice the tokens
+    assert falling == pytest.approx(-0.15 / math.log(2))
+    for ratio, expected in ((1, -0.2), (2, -0.05), (0.5, -0.35)):  # steps twice as long see half of the tokens
+        assert at_equal_time(change({"a": [(1.0, 0.8)]}), falling, ratio).mean == pytest.approx(expected)
+    alone = change({"a": [(1.0, 0.8)]})
+    assert math.isnan(alone.error) and verdict(alone) == "one seed"
+    for mean, expected in ((-0.21, "better"), (-0.19, "no difference"), (0.19, "no difference"), (0.21, "worse")):
+        assert verdict(alone._replace(mean=mean, error=0.1)) == expected
+
+
+def test_sampled_softmax_counts_a_sampled_token_for_those_it_stands_for(monkeypatch):
+    """Where all other tokens have the same logits any sample has the exact loss and gradient; evaluation is exact."""
+    for module, name in ((nanochat.gpt, "softcapped_cross_entropy"), (nanochat.loss, "real_columns")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # as they were, after the test
+    exact, real_columns = nanochat.gpt.softcapped_cross_entropy, nanochat.loss.real_columns
+    x, head = torch.randn(12, 8), torch.randn(256, 8)
+    targets = torch.tensor([3, 5, 3, 77, 101, -1, 5, 5, 9, 180, 101, 3])
+    head[[i for i in range(200) if i not in targets]] = torch.randn(8)
+    rows, weights = [], torch.rand(12)
+
+    def seen(x, head, *others):
+        rows.append(len(head))
+        return exact(x, head, *others)
+
+    monkeypatch.setattr(nanochat.gpt, "softcapped_cross_entropy", seen)
+    ablation_patches.sampled_softmax(share=0.25, multiple=8)
+    found = []
+    for function in (exact, nanochat.gpt.softcapped_cross_entropy):
+        x.grad, head.grad = None, None
+        loss = function(x.requires_grad_(), head.requires_grad_(), targets, 200, 15.0, weights)
+        loss.backward()
+        found.append((loss.detach(), x.grad, head.grad[targets.unique()[1:]], head.grad.sum(0)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert rows == [56] and nanochat.loss.real_columns is real_columns  # 6 + 194 / 4, rounded up
+
+
+def test_the_tail_average_is_of_the_warmdown(monkeypatch):
+    rates = [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    calls = iter(rates)
+    monkeypatch.setattr(nanochat.schedule, "lr_multiplier", lambda: next(calls))
+    monkeypatch.setattr(Sharding, "all_gather_params", lambda sharding: None)
+    use_means = ablation_patches.tail_average(power=1.0)  # weights of the newest: 1, 2/3, 2/4
+    model = GPT(GPTConfig(8, 64, 1, 8, 1, 1))
+    sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage=0)
+    for step in range(len(rates)):
+        assert nanochat.schedule.lr_multiplier() == rates[step]
+        for shard in sharding.shards:
+            shard.master.fill_(10.0**step)
+        sharding.all_gather_params()
+    use_means({"sharding": sharding})
+    expected = ((1e3 * 1 / 3 + 1e4 * 2 / 3) + 1e5) / 2
+    assert all(torch.allclose(p, torch.tensor(expected)) for p in model.parameters())

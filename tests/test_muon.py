@@ -1,0 +1,194 @@
+"""
+Muon's variants, sharded, against each written out for whole matrices in float64; what they keep, on other ranks.
+
+Gradients are small integers, the same on every rank: their sums over ranks are exact, so that runs on any ranks and
+stages can be compared to the bit.
+"""
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import run_on_ranks
+from test_zero import Unit
+from torch import Tensor, nn
+
+from nanochat.checkpoint import checkpoint_dir, find_checkpoint
+from nanochat.corpus.learn_tokenizer import learn_tokenizer
+from nanochat.errors import UserError
+from nanochat.muon import POLAR_EXPRESS, DistMuon
+from nanochat.resharding import load_training_state
+from nanochat.saving import CheckpointWriter
+from nanochat.zero import Sharding
+
+VARIANTS = ("muon", "normuon", "muoneq", "muonplus")
+TOKENIZER = learn_tokenizer(["a few words to learn merges from"], 270)
+LR, DECAY, MOMENTUM, STEPS, HALF, BAD = 0.02, 0.1, 0.9, 8, 4, 5
+# Two tall ones of one shape, a wide and a square one: fewer matrices than three ranks can share out evenly.
+CASES = ((0, -1), (2, -1), (3, -1), (1, 1))  # stage and shard_size; with a size of one every rank is a replica
+SHAPES = [{"tall": (17, 8)}, {"tall": (17, 8), "wide": (8, 24)}, {"square": (8, 8)}]
+
+
+class Model(nn.Module):
+    def __init__(self, units: list[dict] = SHAPES):
+        super().__init__()
+        self.config = SimpleNamespace()
+        self.parts = nn.ModuleList(Unit(shapes) for shapes in units)
+        generator = torch.Generator().manual_seed(1)
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=generator) / 4
+
+    def forward(self, wanted: dict[str, Tensor]) -> Tensor:
+        return sum(
+            unit({name: wanted[f"parts.{i}.{name}"] for name, _ in unit.named_parameters()})
+            for i, unit in enumerate(self.parts)
+        )
+
+
+def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
+    """Rows and columns of very different sizes, one of each zero."""
+    generator = torch.Generator().manual_seed(1000 * step + sum(name.encode()))
+    sizes = [2.0 ** torch.arange(n).remainder(5) * (torch.arange(n) != 2) for n in shape]
+    return torch.randint(-3, 4, shape, generator=generator) * sizes[0][:, None] * sizes[1]
+
+
+class Run:
+    """A run that can be saved after a step, and loaded into another on other ranks or another stage."""
+
+    def __init__(self, stage: int, variant: str, shard_size: int = -1, units: list[dict] = SHAPES, dtype=torch.float32):
+        self.model = Model(units)
+        self.sharding = Sharding(self.model, list(self.model.parts), torch.device("cpu"), dtype, stage, shard_size)
+        names = [name for name, _ in self.model.named_parameters()]
+        self.muon = DistMuon(self.sharding, names, LR, DECAY, MOMENTUM, variant)
+        self.shapes = {name: p.shape for name, p in Model(units).named_parameters()}
+
+    def state(self) -> list[Tensor]:
+        moments = (*self.muon.state.values(), *self.muon.owned.values())
+        return [t.clone() for by_name in moments for t in by_name.values()] + [
+            s.master.clone() for s in self.sharding.shards
+        ]
+
+    def steps(self, first: int, last: int, bad: int = -1) -> dict[str, Tensor]:
+        """The whole parameters after the steps from first to before last."""
+        for step in range(first, last):
+            wanted = {name: gradient(name, shape, step) for name, shape in self.shapes.items()}
+            with self.sharding.accumulate(last=True):
+                loss = self.model(wanted)
+                loss = loss * float("nan") if step == bad and self.sharding.rank == 0 else loss
+                loss.backward()
+            before = self.state()
+            self.muon.step(self.sharding.reduce_and_clip(loss))
+            self.sharding.all_gather_params()
+            unchanged = [torch.equal(a, b) for a, b in zip(before, self.state(), strict=True)]
+            assert all(unchanged) if step == bad else not any(unchanged), f"step {step}: {unchanged}"
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.sharding.whole_tensors()}
+
+    def writer(self, tag: str) -> CheckpointWriter:
+        return CheckpointWriter(checkpoint_dir("base", tag), self.sharding, [self.muon], TOKENIZER)
+
+    def load(self, tag: str) -> None:
+        load_training_state(find_checkpoint(checkpoint_dir("base", tag)), self.sharding, [self.muon])
+        self.sharding.all_gather_params()
+
+
+def polar(G: Tensor) -> Tensor:
+    X = G / (G.norm() * 1.02 + 1e-6)
+    for a, b, c in POLAR_EXPRESS:
+        X = a * X + b * X @ X.T @ X + c * X @ X.T @ X @ X.T @ X
+    return X
+
+
+def by_unit(X: Tensor, rows: bool) -> Tensor:
+    """Every row (or column) over its root mean square; zeros stay."""
+    size = X.square().mean(1 if rows else 0, keepdim=True).sqrt()
+    return torch.where(size > 0, X / size, 0.0)
+
+
+def plain(variant: str, bad: int = -1) -> dict[str, Tensor]:
+    """The same steps, whole matrices, float64; shares only the five polynomials with what it is compared to."""
+    params = {name: p.detach().double() for name, p in Model().named_parameters()}
+    for name, p in params.items():
+        momentum, second, tall = torch.zeros_like(p), 0.0, p.size(0) >= p.size(1)
+        for step in range(STEPS):
+            if step == bad:
+                continue
+            g = gradient(name, p.shape, step).double()
+            momentum = MOMENTUM * momentum + (1 - MOMENTUM) * g
+            looked_ahead = MOMENTUM * momentum + (1 - MOMENTUM) * g
+            update = polar(by_unit(looked_ahead, rows=True) if variant == "muoneq" else looked_ahead)
+            size = update.norm()
+            if variant == "normuon":
+                second = 0.95 * second + 0.05 * update.square().mean(1 if tall else 0)
+                root = second.sqrt()[:, None] if tall else second.sqrt()[None]
+                update = torch.where(root > 0, update / root, 0.0)
+            if variant == "muonplus":
+                update = by_unit(update, rows=tall)
+            update = update * size / update.norm()
+            rate = LR * max(1, p.size(0) / p.size(1)) ** 0.5
+            p -= rate * update + rate * DECAY * p * (update * p > 0)
+    return params
+
+
+def every_variant(rank: int, world_size: int) -> dict:
+    """{(variant, stage, shard size): parameters at the end}, with a bad step; and saved in the middle."""
+    results = {}
+    for variant in VARIANTS:
+        for stage, shard_size in CASES if variant == "normuon" else CASES[:2]:  # the others keep nothing at the owner
+            run = Run(stage, variant, shard_size)
+            run.steps(0, HALF)
+            if variant == "normuon":
+                writer = run.writer(tag(world_size, stage, shard_size))
+                writer.save(HALF, {"config": {}, "tokenizer": TOKENIZER.fingerprint})
+                writer.wait()
+            results[variant, stage, shard_size] = run.steps(HALF, STEPS, BAD)
+    return results
+
+
+def tag(ranks: int, stage: int, shard_size: int) -> str:
+    return f"ranks{ranks}_stage{stage}_size{shard_size}"
+
+
+def go_on(rank: int, world_size: int, tags: list[str]) -> dict:
+    """From the middle of the runs of every_variant: {(tag, stage, shard size): parameters at the end}."""
+    results = {}
+    for there, (stage, shard_size) in zip(tags, (*CASES[1:], CASES[0])):  # each on another stage
+        run = Run(stage, "normuon", shard_size)
+        run.load(there)
+        results[there, stage, shard_size] = run.steps(HALF, STEPS, BAD)
+    with pytest.raises(UserError, match="does not fit this run: .*second_moment.* not here"):
+        Run(2, "muon").load(tags[0])
+    return results
+
+
+def test_every_variant_equals_whole_matrices_in_float64_and_goes_on_elsewhere():
+    """One, two and three ranks, every stage, replicas: the same bits. Saved on each, loaded on the others: the same."""
+    of_ranks = {n: run_on_ranks(n, every_variant) for n in (1, 2, 3)}
+    for variant in VARIANTS:
+        expected, alone = plain(variant, BAD), of_ranks[1][0][variant, 0, -1]
+        for name, tensor in alone.items():
+            # float32 against float64: Newton-Schulz multiplies rounding, most where singular values are small
+            torch.testing.assert_close(tensor.double(), expected[name], atol=5e-6, rtol=0, msg=f"{variant} {name}")
+        for n, ranks in of_ranks.items():
+            for whole in ranks:
+                for (which, stage, shard_size), params in whole.items():
+                    same = which != variant or all(torch.equal(t, alone[name]) for name, t in params.items())
+                    assert same, f"{variant}, {n} ranks, stage {stage}, shard_size {shard_size}"
+    moved = {variant: of_ranks[1][0][variant, 0, -1] for variant in VARIANTS}
+    for a, b in zip(VARIANTS, (*VARIANTS[1:], "muon")):
+        assert all((moved[a][name] - t).abs().max() > 1e-3 for name, t in moved[b].items() if "wide" in name), (a, b)
+    for saved_on, n in ((2, 3), (3, 1)):
+        for whole in run_on_ranks(n, go_on, [tag(saved_on, *case) for case in CASES]):
+            for key, params in whole.items():
+                assert all(torch.equal(t, moved["normuon"][name]) for name, t in params.items()), f"{key} on {n} ranks"
+
+
+def one_matrix(rank: int, world_size: int) -> tuple[int, dict[str, Tensor]]:
+    run = Run(2, "normuon", units=[{"tall": (5, 3)}], dtype=torch.bfloat16)
+    return len(run.muon.owned["second_moment"]), run.steps(0, 3)
+
+
+def test_a_rank_that_owns_nothing_keeps_nothing_and_agrees():
+    """One matrix on three ranks, in bfloat16: its second moment is float32, and on one rank only."""
+    ranks = run_on_ranks(3, one_matrix)
+    assert sorted(owned for owned, _ in ranks) == [0, 0, 1]
+    for _, whole in ranks:
+        assert torch.equal(whole["parts.0.tall"], ranks[0][1]["parts.0.tall"])
