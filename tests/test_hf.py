@@ -167,7 +167,7 @@ def test_a_model_with_any_piece_brings_code_that_computes_the_same(hf, tmp_path,
     first = (folder / "modeling_nanochat.py").read_text()
     for path in folder.glob("*.py"):
         assert not re.search(r"^ *(from|import) nanochat", path.read_text(), re.MULTILINE), path.name
-        assert path.stem == "modeling_nanochat" or f"\nfrom .{path.stem} import" in first, "transformers 5.0 copies these"
+        assert path.stem == "modeling_nanochat" or f"\nfrom .{path.stem} import" in first, "or 5.0 copies it not"
     assert type(theirs.gpt).__module__.startswith("transformers_modules.")
 
 
@@ -611,7 +611,6 @@ MODERN_FAULTS = {
     "has smear=1; expected true or false": edit_pieces(smear=1),
     "has bigrams=True; expected a whole number": edit_pieces(bigrams=True),
     "has bigrams=-1; expected a whole number": edit_pieces(bigrams=-1),
-    "no model is that large": edit_pieces(bigrams=2**31 - 1, n_embd=2**22),
     "has qk_scale='1.2'; expected a number above 0": edit_pieces(qk_scale="1.2"),
     "has qk_scale=nan; expected a number above 0": edit_pieces(qk_scale=float("nan")),
     "has rope_theta=0.0; expected a number above 0": edit_pieces(rope_theta=0.0),

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,13 +52,10 @@ CONFIG = {  # ours: theirs, of the configuration
     "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads",
     "softcap": "final_logit_softcapping",
 }
-PIECES = {  # and the initial scales, with what a classic model has
-    f.name: f.default for f in fields(GPTConfig) if f.default is not MISSING and f.name not in CONFIG
-}
-EXPRESSED = {*CONFIG, "rope_theta", "embedding_std", "fc_scale"}  # the last two have done their work
+PIECES = {f.name: f.default for f in fields(GPTConfig) if f.name not in CONFIG}  # with what a classic model has
+EXPRESSED = ("rope_theta", "embedding_std", "fc_scale")  # that class has the first, the others only begin a training
 DEFAULTS = {  # of that class, where they are not what our models have, for what a config.json leaves out
-    "max_position_embeddings": 2048, "final_logit_softcapping": 15.0, "intermediate_size": 8192,
-    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048, "final_logit_softcapping": 15.0, "intermediate_size": 8192, "rms_norm_eps": 1e-6,
 }
 
 
@@ -116,13 +113,13 @@ def export(checkpoint: Path, meta: dict, dtype: str, max_shard_bytes: int, folde
     for name in weights.keys() - parameter_shapes(config, checkpoint).keys():
         raise UserError(f"{checkpoint}: a model of this configuration has no {name}; it cannot be exported")
 
-    modern = is_modern(config)
-    if modern:
+    padding = {}
+    if is_modern(config):
         write_code(folder)
-    padding = {} if modern else {name: weights[name][config.vocab_size :] for name in WITH_VOCABULARY}
+    else:
+        padding = {name: weights[name][config.vocab_size :] for name in WITH_VOCABULARY}
     # Copies: of a view, a file's size would be reckoned with its padding.
     weights |= {name: weights[name][: config.vocab_size].clone() for name in padding}
-    kept_as = str(weights["lm_head.weight"].dtype).removeprefix("torch.")
     weights = {their_name(name, config): tensor for name, tensor in weights.items()}
     shards = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_bytes)
     for file, names in shards.filename_to_tensors.items():
@@ -137,11 +134,11 @@ def export(checkpoint: Path, meta: dict, dtype: str, max_shard_bytes: int, folde
     ids = {"bos_token_id": bos, "eos_token_id": [end, bos], "pad_token_id": bos}
     write_json(folder / "config.json", {
         "architectures": ["NanoChatForCausalLM"], **their_config(config),
-        "dtype": kept_as, STEP: meta["step"], **ids,
+        "dtype": str(weights[their_name("lm_head.weight", config)].dtype).removeprefix("torch."),
+        STEP: meta["step"], **ids,
     })
     # Without a mask, generate() takes padding for what may not be seen, unless it ends answers: so not <|bos|> here.
-    cache = {"use_cache": False} if modern else {}
-    write_json(folder / "generation_config.json", ids | {"pad_token_id": end} | cache)
+    write_json(folder / "generation_config.json", ids | {"pad_token_id": end})
     write_tokenizer(tokenizer, config.sequence_len, folder)
     return sum(tensor.numel() for tensor in weights.values())
 
@@ -193,8 +190,7 @@ def read_folder(folder: Path, tokenizer_path: Path | None = None) -> Imported:
     path, notes = folder / "config.json", []
     there = read_json(path)
     if (kind := there.get("model_type")) not in ("nanochat", MODERN):
-        raise UserError(f"{path} has model_type={kind!r}; only a model with 'nanochat' can be imported, "
-                        f"or one that scripts.export_hf wrote with {MODERN!r}")
+        raise UserError(f"{path} has model_type={kind!r}; only a model with 'nanochat' can be imported, or {MODERN!r}")
     if kind == MODERN:
         config = to_own_config(there.get("gpt"), (*CONFIG, *PIECES), path)
         there["gpt"] = vars(config)
@@ -255,8 +251,8 @@ def to_config(fields: dict, names: dict[str, str], where: Path) -> GPTConfig:
     for ours, name in names.items():
         classic = PIECES.get(ours, 1)  # a size is a whole number above 0
         value, kind = fields.get(name, PIECES.get(ours)), type(classic)
-        right = type(value) in ((int, float) if kind is float else (kind,))
-        if ours != "softcap" and not (right and (1e-9 if classic else 0) <= value < 2**31):
+        of_kind = type(value) in ((int, float) if kind is float else (kind,))
+        if ours != "softcap" and not (of_kind and (1e-9 if classic else 0) <= value < 2**31):
             expected = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
             raise UserError(f"{where} has {name}={value!r}; expected {expected}{' above 0' if classic else ''}")
     try:
@@ -282,11 +278,8 @@ def parameter_shapes(config: GPTConfig, where: Path) -> dict[str, torch.Size]:
     """Name and shape of every parameter of such a model."""
     if config.n_layer > 10_000:  # each costs memory even on the meta device
         raise UserError(f"{where} has {config.n_layer:,} layers: no model does")
-    try:
-        with torch.device("meta"):
-            return {name: p.shape for name, p in GPT(config).named_parameters()}
-    except RuntimeError as error:
-        raise UserError(f"{where}: no model is that large: {error}") from None
+    with torch.device("meta"):
+        return {name: p.shape for name, p in GPT(config).named_parameters()}
 
 
 def check_vocabulary(config: GPTConfig, tokenizer: Tokenizer, where: Path) -> None:

@@ -53,17 +53,15 @@ class NanoChatModernForCausalLM(PreTrainedModel, GenerationMixin):
         of the same tokens, −100 where nothing is to be predicted; they give the mean loss.
         """
         T = input_ids.size(1)
-        tokens, place = input_ids, torch.arange(T, device=input_ids.device)
-        if attention_mask is not None:
-            # Padding goes to the end of its row, where no token sees it, and comes back.
-            padding = (attention_mask.cumsum(1) == 0).sum(1, keepdim=True)
-            moved = (place + padding) % T
-            if (attention_mask.long().gather(1, moved).diff() > 0).any():
-                raise ValueError("attention_mask has zeros between ones; only either end of a row can be padding")
-            tokens, place = input_ids.gather(1, moved), (place - padding) % T
-        x = self.gpt.hidden(tokens)
-        if attention_mask is not None:
-            x = x.gather(1, place[..., None].expand_as(x))
+        place = torch.arange(T, device=input_ids.device)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
+        # Padding at the start goes to the end of its row, where no token sees it, and comes back.
+        padding = (mask.cumsum(1) == 0).sum(1, keepdim=True)
+        moved = (place + padding) % T
+        if (mask.gather(1, moved).diff() > 0).any():
+            raise ValueError("attention_mask has zeros between ones; only either end of a row can be padding")
+        x = self.gpt.hidden(input_ids.gather(1, moved))
+        x = x.gather(1, ((place - padding) % T)[..., None].expand_as(x))
         logits = self.gpt.lm_head(x[:, -logits_to_keep:], None, None, "mean")
         loss = None if labels is None else self.loss_function(logits, labels, logits.size(-1))
         return CausalLMOutput(loss=loss, logits=logits)
