@@ -22,6 +22,7 @@ from nanochat.sampling import SamplingParams
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 depth = 4                   # [1..] layers; width and heads follow from it
+arch = "classic"            # or "modern", or one of them with changes
 vocab_size = 8192           # [266..] tokens
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 batch_size = 16             # [1..] sequences decoded together
@@ -32,7 +33,7 @@ configure(globals())
 *_, device = compute_init(device_type)
 # Of the right size; no text is made.
 tokenizer = Tokenizer([bytes(divmod(i, 256)) for i in range(vocab_size - 256 - len(SPECIAL_TOKENS))])
-model = GPT(config_from_depth(depth, vocab_size, 512)).to(device)
+model = GPT(config_from_depth(depth, vocab_size, 512, arch=arch)).to(device)
 model.init_weights(0)
 prompts = torch.randint(256, (batch_size, 16), generator=torch.Generator().manual_seed(0)).tolist()
 ways = {
@@ -52,7 +53,8 @@ def measure(name: str, rows: int, times: int, decode: Callable[[], object]) -> N
     print(f"{dtype:9} batch {rows:3}  {name:24} {rows * new_tokens / min(seconds):8,.0f} tokens/s")
 
 
-print(f"depth {depth} on {device.type}, {torch.get_num_threads()} thread(s): {new_tokens} tokens, best of {repeats}")
+threads = torch.get_num_threads()
+print(f"{arch}, depth {depth} on {device.type}, {threads} thread(s): {new_tokens} tokens, best of {repeats}")
 for dtype in ("float32", "bfloat16"):
     model.to(getattr(torch, dtype))
     measure("uncached, once", 1, 1, lambda: list(model.generate(prompts[0], new_tokens, temperature=0)))

@@ -8,6 +8,7 @@ GPTConfig below "Pieces" add to it, each by itself. docs/ablations.md shows what
 """
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Literal
 
@@ -38,7 +39,7 @@ Role = Literal["embedding", "head", "matrix", "table", "scalar"]
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Everything that determines the shapes of a model. UserError for a softcap that the loss cannot compute with."""
+    """Everything that determines the shapes of a model. UserError for impossible values."""
 
     sequence_len: int   # longest row the model is trained on
     vocab_size: int     # tokens that exist; the weights are padded beyond it
@@ -65,6 +66,9 @@ class GPTConfig:
         if limit is not None and not (isinstance(limit, (int, float)) and 0 <= limit <= MAX_SOFTCAP):
             expected = f"a number of at most {MAX_SOFTCAP}, or None or 0 for no softcap"
             raise UserError(f"softcap={limit!r}: expected {expected}")
+        for name, least in dict(rope_theta=1, qk_scale=0, bigrams=0, embedding_std=0, fc_scale=0).items():
+            if not least <= getattr(self, name) < 1e9:
+                raise UserError(f"{name}={getattr(self, name)}: expected a number from {least} to 1e9")
 
     @property
     def padded_vocab_size(self) -> int:
@@ -324,19 +328,27 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """tokens (B, T) → what the head reads, (B, T, C)."""
+        cos, sin = rotary_angles(tokens.size(1), self.config.head_dim, self.config.rope_theta, tokens.device)
+
+        def run(layer: int, x: Tensor, streams: tuple[Tensor, ...]) -> Tensor:
+            block, arguments = self.transformer.h[layer], (x, streams, tokens, cos, sin)
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                return checkpoint(block, *arguments, use_reentrant=False)
+            return block(*arguments)
+
+        return self.run_blocks(tokens, None, run)
+
+    def run_blocks(self, tokens: Tensor, previous: Tensor | None, run: Callable) -> Tensor:
+        """The embedding (previous: see there), then x = run(layer, x, streams) for each block, then the last norm."""
         config = self.config
-        cos, sin = rotary_angles(tokens.size(1), config.head_dim, config.rope_theta, tokens.device)
-        x, bigram = self.transformer.wte(tokens)
+        x, bigram = self.transformer.wte(tokens, previous)
         streams = ((x,) if config.residual_scales else ()) + (() if bigram is None else (bigram,))
-        for layer, block in enumerate(self.transformer.h):
+        for layer in range(config.n_layer):
             if config.backout and layer == config.n_layer // 2:
                 middle = x
             if config.backout and layer == config.n_layer - 1:
                 streams += (middle,)
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, streams, tokens, cos, sin, use_reentrant=False)
-            else:
-                x = block(x, streams, tokens, cos, sin)
+            x = run(layer, x, streams)
         return norm(x)
 
     def forward(

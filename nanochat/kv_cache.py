@@ -26,24 +26,28 @@ class Prefix(NamedTuple):
 
     kv: Tensor      # (n_layer, 2, H_kv, T, D): keys, values
     logits: Tensor  # (1, vocab_size), raw: before the softcap
+    last: int       # the prompt's last token
 
 
 class CachedModel:
     """
     A model's weights, laid out for decoding, and a cache in their dtype. Some are copies: make a new one after updates.
-    lengths[row]: how many tokens of the sequence in that row have been read. There are at most max_rows.
+    lengths[row]: how many tokens of the sequence in that row have been read; last[row]: the last of them, which the
+    embedding of the next one needs. There are at most max_rows.
     """
 
     def __init__(self, model: GPT, max_rows: int):
-        self.config, self.wte, self.max_rows = model.config, model.transformer.wte.weight, max_rows
+        self.model, self.config, self.max_rows = model, model.config, max_rows
         with torch.inference_mode():
             self.layers = [
-                (linear(torch.cat((block.attn.c_q.weight, block.attn.c_k.weight, block.attn.c_v.weight))),
+                (block, block.attn,
+                 linear(torch.cat((block.attn.c_q.weight, block.attn.c_k.weight, block.attn.c_v.weight))),
                  linear(block.attn.c_proj.weight), linear(block.mlp.c_fc.weight), linear(block.mlp.c_proj.weight))
                 for block in model.transformer.h
             ]
             self.head = linear(model.lm_head.weight)
-            config, device = self.config, self.wte.device
+            config, device = self.config, model.lm_head.weight.device
+            self.windows = {config.window(layer) for layer in range(config.n_layer)}
             cos, sin = rotary_angles(config.sequence_len, config.head_dim, config.rope_theta, device)
             self.cos, self.sin = torch.cat((cos, cos), 1)[:, None], torch.cat((sin, -sin), 1)[:, None]  # (T, 1, D)
         self.clear()
@@ -51,8 +55,10 @@ class CachedModel:
     def clear(self) -> None:
         """Forget every sequence."""
         self.lengths: list[int] = []
+        self.last: list[int] = []
         # (n_layer, 2, rows, H_kv, capacity, D): keys, values
-        self.kv = self.wte.new_empty(self.config.n_layer, 2, 0, self.config.n_kv_head, 0, self.config.head_dim)
+        shape = self.config.n_layer, 2, 0, self.config.n_kv_head, 0, self.config.head_dim
+        self.kv = self.model.lm_head.weight.new_empty(shape)
 
     @torch.inference_mode()
     def prefill(self, prompt: list[int]) -> Prefix:
@@ -64,8 +70,8 @@ class CachedModel:
             kept.append(torch.cat((k, v)))
             return attention(q, k, v, self.config.window(layer))[0].transpose(0, 1)
 
-        x = self.hidden(prompt, slice(len(prompt)), attend)
-        return Prefix(torch.stack(kept), self.logits(x[-1:]))
+        x = self.hidden(prompt, [-1, *prompt[:-1]], slice(len(prompt)), attend)
+        return Prefix(torch.stack(kept), self.logits(x[-1:]), prompt[-1])
 
     @torch.inference_mode()
     def insert(self, prefix: Prefix) -> None:
@@ -74,15 +80,16 @@ class CachedModel:
         self.reserve(row + 1, length)
         self.kv[:, :, row, :, :length] = prefix.kv
         self.lengths.append(length)
+        self.last.append(prefix.last)
 
     @torch.inference_mode()
     def remove(self, row: int) -> None:
         """Free a row; the last one moves into its place."""
-        length = self.lengths.pop()
-        last = len(self.lengths)
-        if row != last:
-            self.lengths[row] = length
-            self.kv[:, :, row, :, :length] = self.kv[:, :, last, :, :length]
+        length, last = self.lengths.pop(), self.last.pop()
+        end = len(self.lengths)
+        if row != end:
+            self.lengths[row], self.last[row] = length, last
+            self.kv[:, :, row, :, :length] = self.kv[:, :, end, :, :length]
         if not self.lengths:
             self.clear()
         elif self.kv.size(4) > 2 * (capacity := self.capacity_for(1.25 * max(self.lengths))):
@@ -91,39 +98,59 @@ class CachedModel:
     @torch.inference_mode()
     def decode(self, tokens: list[int]) -> Tensor:
         """Read one more token in every row; returns the raw logits after it, (rows, vocab_size) in float32."""
-        rows, device = len(tokens), self.wte.device
+        rows, device = len(tokens), self.kv.device
         self.reserve(rows, max(self.lengths) + 1)
         positions = torch.tensor(self.lengths, device=device)
         all_rows = torch.arange(rows, device=device)
         # A whole rectangle of the cache: contiguous, which a CPU's bf16 products need (10 times slower otherwise), and
-        # of the same shape in every step until it grows. The mask hides what a row has not reached.
+        # of the same shape in every step until it grows. The masks hide what a row has not reached, or is beyond the
+        # window of its layer: that starts elsewhere in each row, so there is no smaller rectangle.
         kv = self.kv[:, :, :rows].unbind()  # each (2, rows, H_kv, capacity, D)
-        unread = torch.arange(self.kv.size(4), device=device) > positions[:, None]
-        mask = torch.zeros(unread.shape, device=device).masked_fill_(unread, float("-inf"))
-        mask = mask.repeat_interleave(self.config.n_kv_head, dim=0)[:, None]  # (rows * H_kv, 1, capacity)
+        keys = torch.arange(self.kv.size(4), device=device)
+        masks = {}
+        for window in self.windows:
+            unseen = keys > positions[:, None]
+            if window < self.config.sequence_len:
+                unseen |= keys <= positions[:, None] - window
+            mask = torch.zeros(unseen.shape, device=device).masked_fill_(unseen, float("-inf"))
+            masks[window] = mask.repeat_interleave(self.config.n_kv_head, dim=0)[:, None]  # (rows * H_kv, 1, capacity)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kv[layer][:, all_rows, :, positions] = torch.stack((k, v), dim=1)
-            return attend_one(q, kv[layer][0], kv[layer][1], mask)
+            return attend_one(q, kv[layer][0], kv[layer][1], masks[self.config.window(layer)])
 
-        x = self.hidden(tokens, positions, attend)
-        self.lengths = [length + 1 for length in self.lengths]
+        x = self.hidden(tokens, self.last, positions, attend)
+        self.lengths, self.last = [length + 1 for length in self.lengths], list(tokens)
         return self.logits(x)
 
-    def hidden(self, tokens: list[int], positions: Tensor | slice, attend: Callable) -> Tensor:
+    def hidden(self, ids: list[int], previous: list[int], positions: Tensor | slice, attend: Callable) -> Tensor:
         """
-        The blocks of the model → (N, C), for N tokens of one sequence, or one of each of N sequences. What they see of
-        other tokens is up to attend(layer, q (N, H, D), k (N, H_kv, D), v) → (N, H, D).
+        The blocks of the model → (N, C), for N tokens of one sequence, or one of each of N sequences; previous: the
+        token before each, −1 where there is none. What they see of other tokens is up to
+        attend(layer, q (N, H, D), k (N, H_kv, D), v) → (N, H, D).
         """
         heads, kv_heads = self.config.n_head, self.config.n_kv_head
         cos, sin = self.cos[positions], self.sin[positions]
-        x = norm(F.embedding(torch.tensor(tokens, device=self.wte.device), self.wte))
-        for layer, (qkv, attn_proj, fc, mlp_proj) in enumerate(self.layers):
-            qk, v = qkv(norm(x)).view(len(tokens), -1, self.config.head_dim).split((heads + kv_heads, kv_heads), dim=1)
-            q, k = norm(rotate(qk, cos, sin)).split((heads, kv_heads), dim=1)
-            x += attn_proj(attend(layer, q, k, v).reshape(x.shape))
-            x += mlp_proj(F.relu(fc(norm(x))).square_())
-        return norm(x)
+        tokens, before = torch.tensor([ids, previous], device=self.kv.device).unbind()
+
+        def run(layer: int, x: Tensor, streams: tuple[Tensor, ...]) -> Tensor:
+            block, attn, qkv, attn_proj, fc, mlp_proj = self.layers[layer]
+            x = block.mix(x, streams)
+            h = norm(x)
+            qk, v = qkv(h).view(len(ids), -1, self.config.head_dim).split((heads + kv_heads, kv_heads), dim=1)
+            if attn.value_gate:
+                v = v + attn.value_gate(h)[..., None] * block.values(tokens).view(v.shape)
+            qk = norm(rotate(qk, cos, sin))
+            if attn.qk_scale != 1:
+                qk *= attn.qk_scale
+            q, k = qk.split((heads, kv_heads), dim=1)
+            y = attend(layer, q, k, v)
+            if attn.head_gate:
+                y = y * attn.head_gate(h)[..., None]
+            x = attn_proj(y.reshape(x.shape)).add_(x)  # not x += …: a later block may read x
+            return x.add_(mlp_proj(F.relu(fc(norm(x))).square_()))
+
+        return self.model.run_blocks(tokens, before, run)
 
     def logits(self, x: Tensor) -> Tensor:
         return self.head(x)[:, : self.config.vocab_size].float()

@@ -19,7 +19,7 @@ from nanochat.conversation import render, render_prompt
 from nanochat.detokenizer import IncrementalDetokenizer, to_parts
 from nanochat.engine import Answer, Engine
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT, GPTConfig, architecture
 from nanochat.kv_cache import CachedModel
 from nanochat.loss import cap
 from nanochat.sampling import SamplingParams, draw
@@ -39,17 +39,29 @@ GREEDY = greedy(30)
 
 
 def draw_weights(model: GPT, sharpness: float = 0.5) -> GPT:
-    """Every matrix random, so that no block is the identity, and logits so far apart that a greedy token is certain."""
-    generator = torch.Generator().manual_seed(1)
+    """
+    Every matrix random, so that no block is the identity, and logits so far apart that a greedy token is certain. No
+    piece of a modern model is off or small.
+    """
+    generator, roles = torch.Generator().manual_seed(1), model.roles()
     for name, p in model.named_parameters():
-        std = sharpness if "lm_head" in name else 1 if "wte" in name else 1.5 * p.size(1) ** -0.5
+        if p.dim() == 1:
+            p.data.uniform_(0.5, 1, generator=generator)
+            continue
+        std = {"head": sharpness, "embedding": 1, "table": 1}.get(roles[name], 1.5 * p.size(1) ** -0.5)
         p.data.normal_(0, std, generator=generator)
     return model
 
 
-def random_model(n_kv_head: int = 4, dtype: torch.dtype = torch.float32, sharpness: float = 0.5) -> GPT:
-    model = GPT(GPTConfig(sequence_len=96, vocab_size=V, n_layer=3, n_embd=64, n_head=4, n_kv_head=n_kv_head))
-    return draw_weights(model, sharpness).to(dtype)
+def random_model(
+    n_kv_head: int = 4, dtype: torch.dtype = torch.float32, sharpness: float = 0.5, arch: str = "classic",
+) -> GPT:
+    """Three layers; with windows the first two see 24 tokens."""
+    shape = dict(sequence_len=96, vocab_size=V, n_layer=3, n_embd=64, n_head=4, n_kv_head=n_kv_head)
+    return draw_weights(GPT(GPTConfig(**shape, **architecture(arch))), sharpness).to(dtype)
+
+
+both = pytest.mark.parametrize("arch", ["classic", "modern"])
 
 
 def random_prompts(*lengths: int) -> list[list[int]]:
@@ -72,15 +84,17 @@ def finish(engine: Engine) -> list[Answer]:
 # ---- The same tokens as the plain model
 
 
-@pytest.mark.parametrize("n_kv_head", [1, 2, 4])
-@pytest.mark.parametrize("unit", [4, 64])
-def test_greedy_is_the_uncached_model_token_for_token(monkeypatch, n_kv_head, unit):
+@pytest.mark.parametrize("arch, n_kv_head, unit", [
+    ("classic", 1, 4), ("classic", 2, 64), ("classic", 4, 4), ("modern", 1, 64), ("modern", 2, 4),
+    ("modern,residual_scales=False", 4, 64), ("classic,backout=True", 4, 64),
+])
+def test_greedy_is_the_uncached_model_token_for_token(monkeypatch, arch, n_kv_head, unit):
     """
     Eleven prompts of mixed lengths take turns in four rows; one comes late, two go early: one that is running, one that
     still waits. Rows move into the places of those that end, and with a unit of 4 the cache grows many times.
     """
     monkeypatch.setattr(nanochat.kv_cache, "CAPACITY_UNIT", unit)
-    model = random_model(n_kv_head)
+    model = random_model(n_kv_head, arch=arch)
     prompts = random_prompts(1, 17, 3, 40, 5, 2, 66, 9, 31, 12, 20)
     counts = [30, 7, 22, 30, 1, 15, 30, 30, 4, 28, 30]
     expected = [uncached(model, prompt, count) for prompt, count in zip(prompts, counts)]
@@ -110,12 +124,13 @@ def test_saturated_logits_are_equal_as_in_the_plain_model():
     assert Engine(model, TOKENIZER).generate([prompt], GREEDY)[0].tokens == uncached(model, prompt, 30)
 
 
-def test_bfloat16_stays_close_to_the_plain_model():
+@both
+def test_bfloat16_stays_close_to_the_plain_model(arch):
     """
     Teacher-forced: what the engine would choose has, in the plain model, a logit within 2^-6 (relative) of the largest.
     The plain model in the same dtype; the cache is in that dtype too.
     """
-    model = random_model(2, torch.bfloat16)
+    model = random_model(2, torch.bfloat16, arch=arch)
     cached, rows = CachedModel(model, max_rows=3), [random_prompts(90)[0][:length] for length in (90, 71, 60)]
     starts = [30, 11, 1]
     for row, start in zip(rows, starts):
@@ -132,7 +147,8 @@ def test_bfloat16_stays_close_to_the_plain_model():
     assert different < 12, "near ties may fall either way, but most tokens are the same"
 
 
-def test_the_cache_grows_rarely_shrinks_and_is_dropped(monkeypatch):
+@both
+def test_the_cache_grows_rarely_shrinks_and_is_dropped(monkeypatch, arch):
     """90 positions in units of 4: a growth in every step would be 80 of them."""
     growths, plain = [], nanochat.kv_cache.resized
 
@@ -142,7 +158,8 @@ def test_the_cache_grows_rarely_shrinks_and_is_dropped(monkeypatch):
 
     monkeypatch.setattr(nanochat.kv_cache, "CAPACITY_UNIT", 4)
     monkeypatch.setattr(nanochat.kv_cache, "resized", noted)
-    engine = Engine(random_model(), TOKENIZER)
+    model = random_model(arch=arch)
+    engine = Engine(model, TOKENIZER)
     [answer] = engine.generate([[1]], greedy(1000))
     assert len(answer.tokens) == 96, "the last token is written with the whole context read"
     assert len(growths) < 16 and max(growths) == 96 == growths[-1], growths
@@ -156,7 +173,7 @@ def test_the_cache_grows_rarely_shrinks_and_is_dropped(monkeypatch):
     engine.step()
     assert engine.model.kv.size(4) <= 8, "when the long one has left, nobody computes with its positions any more"
     finish(engine)
-    assert answer.tokens == uncached(random_model(), short, 30)
+    assert answer.tokens == uncached(model, short, 30)
 
 
 # ---- Draws
@@ -206,9 +223,10 @@ def test_extreme_uniforms_never_draw_what_is_excluded(settings, softcap):
     assert drawn <= allowed and len(drawn) > 1
 
 
-def test_samples_do_not_depend_on_the_company():
+@both
+def test_samples_do_not_depend_on_the_company(arch):
     """Alone, or in a changing crowd of other requests: the same seed draws the same tokens."""
-    model, (prompt, *others) = random_model(sharpness=0.1), random_prompts(8, 5, 30, 2, 14)
+    model, (prompt, *others) = random_model(sharpness=0.1, arch=arch), random_prompts(8, 5, 30, 2, 14)
     sampling = SamplingParams(40, temperature=1.2, top_k=50, top_p=0.95, seed=3, stop=(), tools=False)
     alone = Engine(model, TOKENIZER).generate([prompt], sampling)[0].tokens
     engine = Engine(model, TOKENIZER, max_batch=3)
@@ -225,11 +243,12 @@ def test_samples_do_not_depend_on_the_company():
     assert alone not in different and different[1] != different[2]
 
 
-def test_samples_of_one_prompt_share_its_reading_and_nothing_else(monkeypatch):
+@both
+def test_samples_of_one_prompt_share_its_reading_and_nothing_else(monkeypatch, arch):
     """More samples than rows: one prefill for all; first tokens differ; sample i is draw i of the seed in any order."""
     reads, prefill = [], CachedModel.prefill
     monkeypatch.setattr(CachedModel, "prefill", lambda self, prompt: reads.append(prompt) or prefill(self, prompt))
-    model, prompts = random_model(sharpness=0.05), random_prompts(8, 12)
+    model, prompts = random_model(sharpness=0.05, arch=arch), random_prompts(8, 12)
     samplings = [SamplingParams(6, temperature=1.0, seed=seed, stop=(), tools=False) for seed in (0, 1)]
     answers = Engine(model, TOKENIZER, max_batch=3).generate(prompts, samplings, num_samples=8)
     assert reads == prompts and [answer.prompt for answer in answers] == [prompts[0]] * 8 + [prompts[1]] * 8
@@ -277,9 +296,9 @@ def test_stop_tokens_end_a_request_and_are_its_last_token():
         assert answer.tokens == [SPECIAL(name)] and answer.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("length", [95, 96])
-def test_the_context_ends_an_answer(length):
-    model, prompt = random_model(), random_prompts(length)[0]
+@pytest.mark.parametrize("length, arch", [(95, "classic"), (96, "classic"), (95, "modern")])
+def test_the_context_ends_an_answer(length, arch):
+    model, prompt = random_model(arch=arch), random_prompts(length)[0]
     answer = Engine(model, TOKENIZER).generate([prompt], GREEDY)[0]
     assert answer.finish_reason == "length" and len(prompt) + len(answer.tokens) == 97
     assert answer.tokens == uncached(model, prompt, 97 - length)
@@ -380,17 +399,18 @@ def scripted(monkeypatch, *tokens: int) -> None:
     monkeypatch.setattr(nanochat.engine, "draw", drawn)
 
 
-@pytest.mark.parametrize("expression, result", [
-    ("12 * 3", "36"), ("'the three'.count('e')", "3"), ("1 +", None), ("9 ** 9", None), ("the", None),
+@pytest.mark.parametrize("expression, result, arch", [
+    ("12 * 3", "36", "classic"), ("12 * 3", "36", "modern"), ("'the three'.count('e')", "3", "classic"),
+    ("1 +", None, "classic"), ("9 ** 9", None, "classic"), ("the", None, "classic"),
 ])
-def test_results_are_forced_in_and_read_like_any_token(monkeypatch, expression, result):
+def test_results_are_forced_in_and_read_like_any_token(monkeypatch, expression, result, arch):
     """Forced tokens take the place of draws; what follows has the logits of the plain model on the whole sequence."""
     call = [SPECIAL("<|python_start|>"), *TOKENIZER.encode(expression), SPECIAL("<|python_end|>")]
     output = [SPECIAL("<|output_start|>"), *TOKENIZER.encode(result or ""), SPECIAL("<|output_end|>")]
     forced = output if result else []
     ignored = [9] * len(forced)  # drawn while the tool is writing
     scripted(monkeypatch, 65, *call, *ignored, 70)
-    model, prompts = random_model(), random_prompts(10, 3)
+    model, prompts = random_model(arch=arch), random_prompts(10, 3)
     engine = Engine(model, TOKENIZER, max_batch=2)
     logits, decode = [], engine.model.decode
     engine.model.decode = lambda tokens: logits.append(decode(tokens)) or logits[-1]

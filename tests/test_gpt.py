@@ -1,5 +1,6 @@
 """The model against its definition written out in float64, and against torch's own counters."""
 import math
+import re
 import subprocess
 import sys
 
@@ -13,29 +14,43 @@ from torch.utils.flop_counter import FlopCounterMode
 from nanochat.attention import attention, reference_attention
 from nanochat.compiling import switch
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, GPTConfig, config_from_depth
+from nanochat.gpt import GPT, GPTConfig, architecture, config_from_depth
 from nanochat.loss import CHUNK_LOGITS, MAX_SOFTCAP, softcapped_cross_entropy, token_losses
 from nanochat.zero import Sharding
 
+ALONE = ["rope_theta=100", "qk_scale=1.5", "short_windows=True", "value_embeddings=True", "bigrams=5",
+         "residual_scales=True", "smear=True", "backout=True", "head_gates=True"]  # each piece of the forward pass
 
-def small_model(n_kv_head: int = 2, vocab_size: int = 70, softcap: float | None = 15.0) -> GPT:
-    """Two layers, four heads, a vocabulary that needs padding; every weight random: zeros would hide mistakes."""
-    model = GPT(GPTConfig(32, vocab_size, n_layer=2, n_embd=32, n_head=4, n_kv_head=n_kv_head, softcap=softcap))
+
+def small_model(
+    n_kv_head: int = 2, vocab_size: int = 70, softcap: float | None = 15.0, arch: str = "classic", n_layer: int = 2,
+    n_embd: int = 32,
+) -> GPT:
+    """
+    Four heads, a vocabulary that needs padding; every weight random: zeros would hide mistakes. With five layers the
+    short ones, the fourth and the last differ, and so do the middle and the last; 48 channels are more than gates read.
+    """
+    shape = dict(n_layer=n_layer, n_embd=n_embd, n_head=4, n_kv_head=n_kv_head)
+    model = GPT(GPTConfig(32, vocab_size, **shape, softcap=softcap, **architecture(arch)))
     generator = torch.Generator().manual_seed(1)
     for p in model.parameters():
-        p.data.normal_(0, 0.3, generator=generator)
+        p.data.normal_(1 if p.dim() == 1 else 0, 0.3, generator=generator)
     return model
 
 
 def definition(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
     """Logits by the book, in float64: rotation as a product of complex numbers, heads one by one."""
     config, weights = model.config, {name: p.detach().double() for name, p in model.named_parameters()}
-    T, D = tokens.size(1), config.head_dim
+    T, D, last = tokens.size(1), config.head_dim, config.n_layer - 1
 
     def rms(x):
         return x / (x.pow(2).mean(-1, keepdim=True) + 1.1920929e-07).sqrt()
 
-    angle = torch.arange(T, dtype=torch.float64)[:, None] / 10000 ** (torch.arange(D // 2, dtype=torch.float64) * 2 / D)
+    def gate(x, name):
+        return 2 / (1 + torch.exp(-x[..., :32] @ weights[f"transformer.{name}.weight"].T))
+
+    base, halves = config.rope_theta, torch.arange(D // 2, dtype=torch.float64)
+    angle = torch.arange(T, dtype=torch.float64)[:, None] / base ** (halves * 2 / D)
     turn = torch.polar(torch.ones_like(angle), -angle)
 
     def rotated(x):  # (B, T, D)
@@ -43,28 +58,60 @@ def definition(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
         return torch.cat((z.real, z.imag), -1)
 
     x = rms(weights["transformer.wte.weight"][tokens])
+    if config.smear:
+        parts = weights["transformer.wte.smear_scale"] * gate(x, "wte.smear")
+        x = torch.stack([x[:, t] + (parts[:, t] * x[:, t - 1] if t else 0) for t in range(T)], 1)
+    if config.bigrams:
+        rows, ids = config.bigrams * 128, torch.empty_like(tokens)  # 128: the padded vocabulary
+        for b, row in enumerate(tokens.tolist()):
+            for t, token in enumerate(row):
+                before = row[t - 1] + 1 if t else 0
+                ids[b, t] = (before * 2654435761 + token * 2246822519) // 128 % rows
+        bigram = weights["transformer.wte.bigram.weight"][ids]
+    inputs = []  # of each block
     for i in range(config.n_layer):
         def linear(x, name, i=i):
             return x @ weights[f"transformer.h.{i}.{name}.weight"].T
 
+        inputs.append(x)
+        scales = iter(weights.get(f"transformer.h.{i}.scales", ()))
+        if config.residual_scales:
+            x = next(scales) * x + next(scales) * inputs[0]
+        if config.bigrams:
+            x = x + next(scales) * bigram
+        if config.backout and i == last:
+            x = x + next(scales) * inputs[config.n_layer // 2]
+        assert next(scales, None) is None
         h, heads = rms(x), []
+        distance = torch.arange(T)[:, None] - torch.arange(T)
+        seen = distance >= 0
+        if config.short_windows and i not in (3, last):
+            seen &= distance < 8  # a quarter of 32
         for head in range(config.n_head):
             group = head // (config.n_head // config.n_kv_head)
-            q = rms(rotated(linear(h, "attn.c_q")[..., head * D : (head + 1) * D]))
-            k = rms(rotated(linear(h, "attn.c_k")[..., group * D : (group + 1) * D]))
-            v = linear(h, "attn.c_v")[..., group * D : (group + 1) * D]
-            scores = q @ k.mT / math.sqrt(D) + torch.full((T, T), -torch.inf, dtype=torch.float64).triu(1)
-            heads.append(scores.softmax(-1) @ v)
+            own = slice(group * D, (group + 1) * D)
+            q = rms(rotated(linear(h, "attn.c_q")[..., head * D : (head + 1) * D])) * config.qk_scale
+            k = rms(rotated(linear(h, "attn.c_k")[..., own])) * config.qk_scale
+            v = linear(h, "attn.c_v")[..., own]
+            if config.value_embeddings and i % 2 == last % 2:
+                table = weights[f"transformer.h.{i}.values.weight"]
+                v = v + gate(h, f"h.{i}.attn.value_gate")[..., group, None] * table[tokens][..., own]
+            y = (q @ k.mT / math.sqrt(D)).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+            heads.append(y * gate(h, f"h.{i}.attn.head_gate")[..., head, None] if config.head_gates else y)
         x = x + linear(torch.cat(heads, -1), "attn.c_proj")
         x = x + linear(linear(rms(x), "mlp.c_fc").clamp(min=0) ** 2, "mlp.c_proj")
     logits, softcap = rms(x) @ weights["lm_head.weight"].T, config.softcap
     return (softcap * torch.tanh(logits / softcap) if softcap else logits)[..., : config.vocab_size]
 
 
-@pytest.mark.parametrize("n_kv_head,softcap", [(1, 15.0), (2, 15.0), (4, 15.0), (2, 3), (2, 0), (2, None)])
-def test_logits_and_loss_are_those_of_the_definition(n_kv_head, softcap):
+@pytest.mark.parametrize("n_kv_head,softcap,arch,n_layer", [
+    (1, 15.0, "classic", 2), (2, 15.0, "classic", 2), (4, 15.0, "classic", 2), (2, 3, "classic", 2),
+    (2, 0, "classic", 2), (2, None, "classic", 2), (2, 15.0, "modern", 5), (1, None, "modern", 1),
+    *((2, 15.0, f"classic,{piece}", 5) for piece in ALONE),
+])
+def test_logits_and_loss_are_those_of_the_definition(n_kv_head, softcap, arch, n_layer):
     """Weights of this size push many logits into the softcap's bend; float32 rounding leaves 1e-4 of 15."""
-    model = small_model(n_kv_head, softcap=softcap)
+    model = small_model(n_kv_head, softcap=softcap, arch=arch, n_layer=n_layer, n_embd=48)
     tokens = torch.randint(70, (3, 32), generator=torch.Generator().manual_seed(0))
     expected = definition(model, tokens)
     torch.testing.assert_close(model(tokens).double(), expected, atol=2e-4, rtol=0)
@@ -251,23 +298,78 @@ def test_bfloat16_gradients_are_summed_in_float32():
         assert error < 0.03, f"{name}: {error}"  # three decimal digits of bf16, through two layers
 
 
-def test_every_weight_is_initialized_from_its_own_name():
+@pytest.mark.parametrize("arch", ["classic", "modern"])
+def test_every_weight_is_initialized_from_its_own_name(arch):
     """Starting from NaN nothing may remain NaN, and the depth does not change how a tensor of some shape starts."""
-    models = [GPT(GPTConfig(64, 100, n_layer=depth, n_embd=128, n_head=1, n_kv_head=1)) for depth in (2, 3)]
+    models = [GPT(GPTConfig(64, 100, depth, 128, 1, 1, **architecture(arch))) for depth in (2, 4)]
     for model in models:
         for p in model.parameters():
             p.data.fill_(torch.nan)
         model.init_weights(seed=7)
     shallow, deep = (dict(model.named_parameters()) for model in models)
-    assert all(p.isfinite().all() and torch.equal(p, deep[name]) for name, p in shallow.items())
+    assert all(p.isfinite().all() for model in models for p in model.parameters())
+    random = [name for name, p in shallow.items() if p.any() and not name.endswith(".scales")]
+    assert random and all(torch.equal(shallow[name], deep[name]) for name in random)
     assert not torch.equal(shallow["transformer.h.0.attn.c_q.weight"], shallow["transformer.h.1.attn.c_q.weight"])
-    assert all(not p.any() for name, p in shallow.items() if name.endswith("c_proj.weight"))
+    assert all(not p.any() for name, p in shallow.items() if re.search("c_proj|bigram|smear|gate", name))
     models[1].init_weights(seed=8)
-    nonzero = [name for name, p in shallow.items() if p.any()]
-    assert nonzero and not any(torch.equal(shallow[name], deep[name]) for name in nonzero), "another seed"
-    assert abs(shallow["transformer.h.0.mlp.c_fc.weight"].std().item() - 128**-0.5) < 0.02 * 128**-0.5
+    assert not any(torch.equal(shallow[name], deep[name]) for name in random), "another seed"
     tokens = torch.randint(100, (2, 16))
     assert abs(models[0](tokens, tokens).item() - math.log(100)) < 0.01, "uniform over 100 tokens, not 128"
+
+    expected = {"wte": 1, "h.1.mlp.c_fc": 128**-0.5, "h.1.attn.c_k": 128**-0.5}
+    if arch == "modern":
+        expected |= {"wte": 0.8, "h.1.mlp.c_fc": 0.4 * 128**-0.5, "h.1.values": 128**-0.5}
+        scales = torch.tensor([[1.15, 0.2, 0.1], [1.15 - 0.1 / 3, 0.15, 0.1], [1.15 - 0.2 / 3, 0.1, 0.1]])
+        torch.testing.assert_close(torch.stack([deep[f"transformer.h.{i}.scales"] for i in range(3)]), scales)
+        torch.testing.assert_close(deep["transformer.h.3.scales"], torch.tensor([1.05, 0.05, 0.1, -0.2]))
+    for name, std in expected.items():
+        assert shallow[f"transformer.{name}.weight"].std().item() == pytest.approx(std, rel=0.02), name
+
+
+def test_pieces_do_not_change_how_the_rest_starts():
+    """The same draws in both architectures, but for the two scales that modern has."""
+    classic, modern = (GPT(GPTConfig(64, 100, 3, 128, 1, 1, **architecture(arch))) for arch in ("classic", "modern"))
+    classic.init_weights(seed=7)
+    modern.init_weights(seed=7)
+    parameters = dict(modern.named_parameters())
+    for name, p in classic.named_parameters():
+        scale = 0.8 if "wte" in name else 0.4 if "c_fc" in name else 1
+        torch.testing.assert_close(parameters[name], scale * p, rtol=1e-6, atol=0)
+
+
+def test_roles_by_hand():
+    """Each parameter has one, whatever it is called; each belongs to one unit."""
+    model = small_model(arch="modern", n_layer=3)
+    block = {f"{part}.weight": "matrix" for part in
+             ("attn.c_q", "attn.c_k", "attn.c_v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    block |= {"attn.head_gate.weight": "scalar", "scales": "scalar"}
+    with_values = block | {"attn.value_gate.weight": "scalar", "values.weight": "table"}
+    expected = {"transformer.wte.weight": "embedding", "transformer.wte.smear.weight": "scalar",
+                "transformer.wte.smear_scale": "scalar", "transformer.wte.bigram.weight": "table",
+                "lm_head.weight": "head"}
+    for i, parts in enumerate((with_values, block, with_values)):
+        expected |= {f"transformer.h.{i}.{name}": role for name, role in parts.items()}
+    assert model.roles() == expected
+    in_units = [id(p) for unit in model.units() for p in unit.parameters()]
+    assert sorted(in_units) == sorted(id(p) for p in model.parameters())
+
+
+def test_an_architecture_is_a_name_and_changes():
+    modern = architecture("modern")
+    assert architecture("classic") == {} and len(modern) == 11
+    assert architecture("modern, smear=False,rope_theta=1e4") == modern | {"smear": False, "rope_theta": 10_000.0}
+    assert architecture("classic,bigrams=2") == {"bigrams": 2}
+    for wrong, message in (
+        ("", "''.*classic or modern"), ("moden", "'moden'.*classic or modern"), ("smear=True", "classic or modern"),
+        ("classic,smaer=True", "no 'smaer=True'.*smear=bool"), ("classic,smear=1", "no 'smear=1'"),
+        ("modern,smear", "no 'smear'"), ("modern,bigrams=2.5", "no 'bigrams=2.5'.*bigrams=int"), ("modern,", "no ''"),
+        ("classic,softcap=3", "no 'softcap=3'"), ("classic,n_layer=3", "no 'n_layer=3'"),
+        ("classic,rope_theta=x", "no 'rope_theta=x'.*rope_theta=float"), ("modern,bigrams=-1", "bigrams=-1: .*from 0"),
+        ("modern,rope_theta=nan", "rope_theta=nan: .*from 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            config_from_depth(4, 100, 64, arch=wrong)
 
 
 def test_depth_determines_everything():
@@ -277,9 +379,13 @@ def test_depth_determines_everything():
         assert config.head_dim == 128 and config.n_head * config.head_dim == config.n_embd
 
 
-def test_flops_equal_those_that_torch_counts():
-    """Matrix products counted while they run; attention runs in full here, as the formula has it."""
-    model = small_model(n_kv_head=4, vocab_size=64)
+@pytest.mark.parametrize("arch", ["classic", "modern"])
+def test_flops_equal_those_that_torch_counts(arch):
+    """
+    Matrix products counted while they run; attention runs in full here, as the formula has it but for the 24 of 32 keys
+    that three layers do not see. Gates are products too, which the formula leaves out.
+    """
+    model = small_model(n_kv_head=4, vocab_size=64, arch=arch, n_layer=5)
     tokens = torch.randint(64, (2, 32))
     logits = model(tokens).sum()
     with FlopCounterMode(display=False) as forward:
@@ -287,21 +393,28 @@ def test_flops_equal_those_that_torch_counts():
     with FlopCounterMode(display=False) as backward:
         logits.backward()
     # The first block's input needs a gradient too (the embedding), so nothing of the backward pass is left out.
-    assert (forward.get_total_flops() + backward.get_total_flops()) == model.estimate_flops() * tokens.numel()
+    expected = model.estimate_flops()
+    if arch == "modern":
+        gates = [p.numel() for name, p in model.named_parameters() if "gate" in name or "smear.weight" in name]
+        assert len(gates) == 9
+        expected += 6 * sum(gates) + 3 * 12 * 32 * 24
+    assert (forward.get_total_flops() + backward.get_total_flops()) == expected * tokens.numel()
 
 
-def test_activation_checkpointing_changes_nothing_but_memory():
+@pytest.mark.parametrize("arch", ["classic", "modern"])
+def test_activation_checkpointing_changes_nothing_but_memory(arch):
     tokens, grads = torch.randint(70, (2, 32)), []
     for recompute in (False, True):
-        model = small_model()
+        model = small_model(arch=arch, n_layer=3)
         model.activation_checkpointing = recompute
         model(tokens, tokens).backward()
         grads.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
-def test_generate_is_the_argmax_and_the_seeded_draw():
-    model, prompt = small_model(), [3, 1, 4]
+@pytest.mark.parametrize("arch", ["classic", "modern"])
+def test_generate_is_the_argmax_and_the_seeded_draw(arch):
+    model, prompt = small_model(arch=arch), [3, 1, 4]
     greedy = list(model.generate(prompt, 6, temperature=0))
     ids = list(prompt)
     for token in greedy:
