@@ -1,6 +1,6 @@
 """
-Import a model as a checkpoint: a folder of Hugging Face's NanoChatForCausalLM, or a published nanochat checkpoint of
-the classic layout (model_NNNNNN.pt, meta_NNNNNN.json, tokenizer.pkl).
+Import a model as a checkpoint: a folder of scripts.export_hf or of Hugging Face's NanoChatForCausalLM, or a published
+nanochat checkpoint of the classic layout (model_NNNNNN.pt, meta_NNNNNN.json, tokenizer.pkl).
 
     python -m scripts.import_hf --input=their-model --source=base --model_tag=theirs
     python -m scripts.mid_train --model_tag=theirs

@@ -1,6 +1,7 @@
 """Export and import: transformers itself is the oracle of what leaves, the original bits of what comes back."""
 import contextlib
 import io
+import itertools
 import json
 import os
 import pickle
@@ -9,6 +10,7 @@ import re
 import runpy
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +24,8 @@ from nanochat.conversation import render, render_prompt
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.engine import Engine
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, GPTConfig
-from nanochat.hf.model import Imported, fit
+from nanochat.gpt import ARCHITECTURES, GPT, GPTConfig
+from nanochat.hf.model import CONFIG, Imported, fit
 from nanochat.hf.tokenizer import GUARD, PROBES, SEAM, to_hf
 from nanochat.optimizers import setup_optimizers
 from nanochat.report import write_section
@@ -40,24 +42,28 @@ MALICE = "/malice"  # a file in the base folder that no test may find
 
 
 @pytest.fixture(scope="module")
-def hf():
-    """transformers, imported only where these tests run, and never looking for a network."""
+def hf(tmp_path_factory):
+    """transformers, imported only where these tests run, and never looking for a network; code that it loads is here"""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         import transformers
 
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
         yield transformers
 
 
-def random_model(n_kv_head: int = 4, seed: int = 1, softcap: float | None = 15.0) -> GPT:
+def random_model(
+    n_kv_head: int = 4, seed: int = 1, softcap: float | None = 15.0, n_layer: int = 3, **pieces
+) -> GPT:
     """
-    Every matrix random, so that no block is the identity, and logits so far apart that a greedy token is no coin toss;
-    an embedding so small that another eps of the norm shows.
+    Every weight random, so that no block is the identity and every piece counts, and logits so far apart that a greedy
+    token is no coin toss; an embedding so small that another eps of the norm shows.
     """
-    model = GPT(GPTConfig(128, V, n_layer=3, n_embd=64, n_head=4, n_kv_head=n_kv_head, softcap=softcap))
+    model = GPT(GPTConfig(128, V, n_layer, n_embd=64, n_head=4, n_kv_head=n_kv_head, softcap=softcap, **pieces))
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
-        deviation = 0.25 if "lm_head" in name else 0.02 if "wte" in name else p.size(1) ** -0.5
+        embedding = 0.02 if name == "transformer.wte.weight" else 0.5
+        deviation = 0.25 if "lm_head" in name else embedding if "wte" in name or p.ndim == 1 else p.size(1) ** -0.5
         p.data.normal_(0, deviation, generator=generator)
     return model
 
@@ -103,14 +109,14 @@ def different(a: Path, b: Path) -> list[str]:
 # ---- Export
 
 
-@pytest.mark.parametrize("n_kv_head,dtype,max_shard_gb,softcap", [
-    (4, torch.float32, 5.0, 15.0), (2, torch.float32, 3e-4, None), (1, torch.bfloat16, 5.0, 2.5)])
-def test_transformers_computes_the_same(hf, tmp_path, n_kv_head, dtype, max_shard_gb, softcap):
+@pytest.mark.parametrize("n_kv_head,dtype,max_shard_gb,softcap,rope_theta", [
+    (4, torch.float32, 5.0, 15.0, 1e4), (2, torch.float32, 3e-4, None, 1e4), (1, torch.bfloat16, 5.0, 2.5, 300.0)])
+def test_transformers_computes_the_same(hf, tmp_path, n_kv_head, dtype, max_shard_gb, softcap, rope_theta):
     """
     Logits within 1e-5 (measured: 5e-6, as much as between its own kernels), and 64 greedy tokens, of the same weights
     in float32; one file or several.
     """
-    model = random_model(n_kv_head, softcap=softcap).to(dtype)
+    model = random_model(n_kv_head, softcap=softcap, rope_theta=rope_theta).to(dtype)
     saved(model)
     folder = exported(tmp_path / "out", max_shard_gb=max_shard_gb)
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
@@ -129,6 +135,108 @@ def test_transformers_computes_the_same(hf, tmp_path, n_kv_head, dtype, max_shar
     greedy = SamplingParams(64, temperature=0, stop=(), tools=False)
     expected = Engine(ours, TOKENIZER).generate([prompt], greedy)[0].tokens
     assert got == expected and len(set(expected)) > 10
+
+
+@pytest.mark.parametrize("piece", [*ARCHITECTURES["modern"], None])
+def test_a_model_with_any_piece_brings_code_that_computes_the_same(hf, tmp_path, piece):
+    """
+    Each by itself, and all with other shapes, in bfloat16 and several files: the very logits, whatever else the folder
+    is loaded with. The code asks for nothing of this program.
+    """
+    modern = ARCHITECTURES["modern"]
+    model = random_model(**{piece: modern[piece]}) if piece else random_model(2, n_layer=6, **modern).bfloat16()
+    saved(model)
+    folder = exported(tmp_path / "my.model-1", max_shard_gb=5.0 if piece else 3e-4)
+    assert (len(list(folder.glob("*.safetensors"))) > 2) == (piece is None)
+    theirs = hf.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert theirs.dtype == model.lm_head.weight.dtype
+    tokens = torch.randint(V, (2, 100), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        logits, got = model(tokens), theirs(tokens).logits
+    assert logits.std() > 1 and got.shape == (2, 100, V)
+    if piece in ("rope_theta", "embedding_std", "fc_scale"):
+        assert not list(folder.glob("*.py")), "transformers' own class has it"
+        assert torch.allclose(got, logits, rtol=0, atol=1e-5)
+        return
+    assert torch.equal(got, logits)
+    classic = replace(model.config, **{name: getattr(GPTConfig, name) for name in modern})
+    without = GPT(classic)
+    without.load_state_dict({name: p for name, p in model.float().state_dict().items() if name in without.state_dict()})
+    with torch.no_grad():
+        assert (without(tokens) - logits).abs().max() > 0.01, "the piece counts"
+    first = (folder / "modeling_nanochat.py").read_text()
+    for path in folder.glob("*.py"):
+        assert not re.search(r"^ *(from|import) nanochat", path.read_text(), re.MULTILINE), path.name
+        assert path.stem == "modeling_nanochat" or f"\nfrom .{path.stem} import" in first, "or 5.0 copies it not"
+    assert type(theirs.gpt).__module__.startswith("transformers_modules.")
+
+
+def test_a_model_with_its_own_code_generates_batches_and_is_saved_there(hf, tmp_path):
+    """
+    Greedy tokens of the plain loop, for prompts that are padded on the left, with a cache asked for, and from a
+    pipeline; the loss; what cannot be right is refused. Saved by transformers, it imports to the same bits.
+    """
+    model = random_model(2, n_layer=4, **ARCHITECTURES["modern"])
+    original = saved(model)
+    folder = exported(tmp_path / "out")
+    theirs = hf.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder, trust_remote_code=True, padding_side="left")
+    texts = ["import", "def test_that(folder: Path, model: GPT)", "the same weights and"]
+    expected = [list(model.generate(TOKENIZER.encode(text, prepend="<|bos|>"), 30, 0)) for text in texts]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    assert batch["attention_mask"].sum(1).unique().numel() == 3
+    for cache in (None, True):
+        got = theirs.generate(**batch, max_new_tokens=30, do_sample=False, eos_token_id=[], use_cache=cache)
+        assert got[:, -30:].tolist() == expected and len({id for ids in expected for id in ids}) > 10
+
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    with torch.no_grad():
+        for padded in ((ids, mask), (ids.flip(1), mask.flip(1)), (ids, mask.bool())):
+            for row, seen, logits in zip(*padded, theirs(*padded).logits):
+                assert torch.allclose(logits[seen > 0], model(row[seen > 0][None])[0], rtol=0, atol=1e-5)
+        assert torch.allclose(theirs(ids, labels=ids).loss, model(ids[:, :-1], ids[:, 1:].contiguous()))
+    hole = torch.ones_like(ids).index_fill(1, torch.tensor([2]), 0)
+    for error, match, wrong in (
+        (ValueError, "attention_mask has zeros between ones", lambda: theirs(ids, hole)),
+        (TypeError, "position_ids", lambda: theirs(ids, position_ids=ids)),
+        (ValueError, "weights are missing", lambda: type(theirs)(theirs.config)),
+    ):
+        with pytest.raises(error, match=match):
+            wrong()
+
+    write = hf.pipeline("text-generation", model=str(folder), trust_remote_code=True)
+    messages = [{"role": "user", "content": "What is 12?"}]
+    prompt = render_prompt(TOKENIZER, {"messages": messages})
+    end = {TOKENIZER.encode_special("<|assistant_end|>"), TOKENIZER.get_bos_token_id()}
+    answer = list(itertools.takewhile(lambda id: id not in end, model.generate(prompt, 20, 0)))
+    out = write(messages, max_new_tokens=20, do_sample=False, return_full_text=False)[0]["generated_text"]
+    assert out == TOKENIZER.decode(id for id in answer if id < V - len(SPECIAL_TOKENS)) and out
+    assert 'model="this folder", trust_remote_code=True)\n' in (folder / "README.md").read_text()
+
+    for kind in (theirs, tokenizer):
+        kind.save_pretrained(tmp_path / "theirs")
+    for where in (folder, tmp_path / "theirs"):
+        back = imported(where, overwrite=True)
+        assert different(original, back) == []
+        for field in ("model_config", "tokenizer", "step"):
+            assert read_meta(original)[field] == read_meta(back)[field]
+    again = exported(tmp_path / "again", model_tag="back", source="base")
+    for path in folder.iterdir():
+        assert path.name == "README.md" or path.read_bytes() == (again / path.name).read_bytes(), path.name
+
+
+def test_a_checkpoint_of_before_the_pieces_is_exported_as_ever(tmp_path):
+    """meta.json without the new fields gives the same files, and no code."""
+    checkpoint = saved(random_model())
+    new = exported(tmp_path / "new")
+    fields = read_meta(checkpoint)["model_config"]
+    assert "smear" in fields
+    edit_json("meta.json", model_config={name: fields[name] for name in CONFIG})(checkpoint)
+    (checkpoint / "manifest.json").write_text("{}")
+    old = exported(tmp_path / "old")
+    assert {path.name: path.read_bytes() for path in new.iterdir()} == \
+           {path.name: path.read_bytes() for path in old.iterdir()}
+    assert not list(new.glob("*.py")) and "trust_remote_code" not in (new / "README.md").read_text()
 
 
 def test_pipelines_answer_and_continue_as_the_engine_does(hf, tmp_path):
@@ -253,10 +361,11 @@ def test_the_card_has_the_numbers_of_this_model_only(tmp_path):
 # ---- Import
 
 
-@pytest.mark.parametrize("dtype,max_shard_gb,softcap", [(torch.float32, 3e-4, None), (torch.bfloat16, 5.0, 30.0)])
-def test_import_of_an_export_is_the_same_bits(tmp_path, dtype, max_shard_gb, softcap):
+@pytest.mark.parametrize("dtype,max_shard_gb,softcap,rope_theta", [
+    (torch.float32, 3e-4, None, 1e5), (torch.bfloat16, 5.0, 30.0, 1e4)])
+def test_import_of_an_export_is_the_same_bits(tmp_path, dtype, max_shard_gb, softcap, rope_theta):
     """Every tensor, padded rows included, tokenizer and step; and a second export is the first, file by file."""
-    original = saved(random_model(2, softcap=softcap).to(dtype))
+    original = saved(random_model(2, softcap=softcap, rope_theta=rope_theta).to(dtype))
     out = exported(tmp_path / "out", max_shard_gb=max_shard_gb)
     back = imported(out, source="mid")
     assert problem_with(back) is None and different(original, back) == []
@@ -310,6 +419,10 @@ def test_float32_of_a_bfloat16_run_are_its_masters(tmp_path):
     assert not (tmp_path / "nothing").exists()
 
 
+def classic_config(model: GPT) -> dict:
+    return {name: getattr(model.config, name) for name in CONFIG}
+
+
 def classic_folder(folder: Path, model: GPT, step: int = 650, config: dict | None = None, **extra) -> Path:
     """
     A published checkpoint: compiled, embedding in bfloat16, vocabulary as it is; the tokenizer is a real pickled
@@ -321,7 +434,7 @@ def classic_folder(folder: Path, model: GPT, step: int = 650, config: dict | Non
     state["lm_head.weight"] = state["lm_head.weight"][:V]
     state = {f"_orig_mod.{name}": tensor for name, tensor in state.items()}
     torch.save(state | extra, folder / f"model_{step:06d}.pt")
-    meta = {"step": step, "val_bpb": 0.8, "model_config": config or vars(model.config), "user_config": {}}
+    meta = {"step": step, "val_bpb": 0.8, "model_config": config or classic_config(model), "user_config": {}}
     (folder / f"meta_{step:06d}.json").write_text(json.dumps(meta))
     (folder / "tokenizer.pkl").write_bytes(pickle.dumps(TOKENIZER_AS_PUBLISHED))
     return folder
@@ -409,6 +522,13 @@ def edit_json(name: str, **fields):
     return damage
 
 
+def edit_pieces(**fields):
+    def damage(folder: Path) -> None:
+        pieces = json.loads((folder / "config.json").read_text())["gpt"]
+        edit_json("config.json", gpt=pieces | fields)(folder)
+    return damage
+
+
 def edit_weights(**tensors):
     def damage(folder: Path) -> None:
         save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors", {"format": "pt"})
@@ -449,12 +569,12 @@ def with_config(**fields):
     return lambda folder: classic_folder(folder, random_model(), config=fields)
 
 
-THETA = {"rope_type": "default", "rope_theta": 500000.0}
+THETA = {"rope_type": "default", "rope_theta": -500000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 HF_FAULTS = {
     "config.json: softcap=300.0: expected a number of at most 64":
         edit_json("config.json", final_logit_softcapping=300.0),
-    "'rope_theta': 500000.0}; only a model with": edit_json("config.json", rope_parameters=THETA),
+    "has rope_theta=-500000.0; expected a number above 0": edit_json("config.json", rope_parameters=THETA),
     "has rope_parameters={'rope_type': 'yarn'": edit_json("config.json", rope_parameters=YARN),
     "has hidden_act='silu'": edit_json("config.json", hidden_act="silu"),
     "has rms_norm_eps=0.01": edit_json("config.json", rms_norm_eps=0.01),
@@ -465,6 +585,8 @@ HF_FAULTS = {
     "lacks weights of a model of 4 layers: transformer.h.3.": edit_json("config.json", num_hidden_layers=4),
     "the model has 499 tokens, its tokenizer 500": edit_json("config.json", vocab_size=499),
     "do not have: model.value_embeddings.weight;": edit_weights(**{"model.value_embeddings.weight": torch.ones(2)}),
+    "has transformer.wte.weight, a name that only this":
+        edit_weights(**{"transformer.wte.weight": torch.ones(500, 64)}),
     "lm_head.weight is (500, 63), expected (512, 64)": edit_weights(**{"lm_head.weight": torch.ones(500, 63)}),
     "has weights of torch.float32 and torch.int8":
         edit_weights(**{"lm_head.weight": torch.ones(500, 64, dtype=torch.int8)}),
@@ -480,9 +602,28 @@ HF_FAULTS = {
     "it works in another way": edit_json("tokenizer.json", normalizer={"type": "Lowercase"}),
     "expected <|bos|> <|user_start|>": rename_special,
 }
+MODERN_FAULTS = {
+    "config.json has experts=8, which this program's models do not have": edit_pieces(experts=8),
+    "has model_type='nanochat_next'; only a model": edit_json("config.json", model_type="nanochat_next"),
+    "has architectures=['Another']; only a model with": edit_json("config.json", architectures=["Another"]),
+    "has auto_map={}; only a model with": edit_json("config.json", auto_map={}),
+    "has sequence_len=None; expected a whole number": edit_json("config.json", gpt="none"),
+    "has smear=1; expected true or false": edit_pieces(smear=1),
+    "has bigrams=True; expected a whole number": edit_pieces(bigrams=True),
+    "has bigrams=-1; expected a whole number": edit_pieces(bigrams=-1),
+    "has qk_scale='1.2'; expected a number above 0": edit_pieces(qk_scale="1.2"),
+    "has qk_scale=nan; expected a number above 0": edit_pieces(qk_scale=float("nan")),
+    "has rope_theta=0.0; expected a number above 0": edit_pieces(rope_theta=0.0),
+    "softcap=65: expected a number of at most 64": edit_pieces(softcap=65),
+    "models of 3 layers do not have: gpt.transformer.wte.smear.weight, gpt.": edit_pieces(smear=False),
+    "gpt.transformer.wte.bigram.weight": edit_pieces(bigrams=0),
+    "transformer.wte.bigram.weight is (2560, 64), expected (2048, 64)": edit_pieces(bigrams=4),
+    "lacks weights of a model of 5 layers: transformer.h.3.": edit_pieces(n_layer=5),
+    "has lm_head.weight, a name that only this": edit_weights(**{"lm_head.weight": torch.ones(512, 64)}),
+}
 CLASSIC_FAULTS = {
     "do not have: resid_lambdas, value_embeds.1.weight, x0_lambdas;": of_a_variant,
-    "has window_pattern='SSSL'": with_config(**vars(random_model().config), window_pattern="SSSL"),
+    "has window_pattern='SSSL'": with_config(**classic_config(random_model()), window_pattern="SSSL"),
     "there is no meta_000650.json": remove("meta_000650.json"),
     "has sequence_len=None": with_config(n_embd=64),
     "model_000650.pt cannot be read": write("model_000650.pt", b"no"),
@@ -504,9 +645,11 @@ CLASSIC_FAULTS = {
 def test_what_would_be_another_model_is_refused_and_leaves_nothing(tmp_path, base_folder):
     """One line each that says what it found; the folder of the checkpoints is never made."""
     saved(random_model(), source="rl")
-    origins = exported(tmp_path / "hf", source="rl"), classic_folder(tmp_path / "classic", random_model())
+    saved(random_model(**ARCHITECTURES["modern"]), source="mid")
+    origins = (exported(tmp_path / "hf", source="rl"), exported(tmp_path / "modern", source="mid"),
+               classic_folder(tmp_path / "classic", random_model()))
     before = sorted(str(path) for path in base_folder.rglob("*"))
-    for origin, faults in zip(origins, (HF_FAULTS, CLASSIC_FAULTS)):
+    for origin, faults in zip(origins, (HF_FAULTS, MODERN_FAULTS, CLASSIC_FAULTS), strict=True):
         for message, damage in faults.items():
             shutil.rmtree(tmp_path / "damaged", ignore_errors=True)
             shutil.copytree(origin, tmp_path / "damaged")

@@ -4,6 +4,7 @@ from pathlib import Path
 from nanochat.checkpoint import list_steps
 from nanochat.files import base_dir
 from nanochat.gpt import GPTConfig
+from nanochat.hf.model import is_modern
 from nanochat.report import cell, markdown_table, read_section, sorted_sections
 
 STAGE_NAMES = {
@@ -29,11 +30,11 @@ Step {step:,} of {stage}{trained}. {parameters:,} parameters: {config.n_layer} l
 ```python
 from transformers import pipeline
 
-write = pipeline("text-generation", model="this folder")
+write = pipeline("text-generation", model="this folder"{trust})
 print(write({prompt}, max_new_tokens=64))
 ```
 
-With transformers 5 or newer. `<|bos|>` comes in front of every text and conversation by itself.
+{code}With transformers 5 or newer. `<|bos|>` comes in front of every text and conversation by itself.
 
 ## Special tokens in a text
 
@@ -43,6 +44,12 @@ tokenizer removes them; a text that has this pair, or U+FDD0 U+FDD2, loses it.
 
 `tokenizer(text)` does find special tokens in a text. What others wrote is safe with \
 `tokenizer(text, split_special_tokens=True)`.
+"""
+CODE = """\
+transformers has no class for this architecture. The folder brings the code of the model, which \
+`trust_remote_code=True` runs, as in `AutoModelForCausalLM.from_pretrained("this folder", trust_remote_code=True)`; \
+`AutoTokenizer` asks for the same. It has no cache: each new token takes a pass over all tokens before it.
+
 """
 CALCULATOR = """
 ## The calculator
@@ -57,10 +64,11 @@ parts of a message: `{"role": "assistant", "content": [{"type": "python", "text"
 def model_card(source: str, checkpoint: Path, meta: dict, parameters: int) -> str:
     """README.md of the export of a checkpoint."""
     numbers = report_numbers(source, checkpoint)
+    modern = is_modern(config := GPTConfig(**meta["model_config"]))
     table = markdown_table(["", ""], [(cell(row), cell(value)) for row, value in numbers.items()])
     return CARD.format(
         tag=checkpoint.parent.name, source=source, step=meta["step"], stage=STAGE_NAMES[source], parameters=parameters,
-        config=GPTConfig(**meta["model_config"]),
+        config=config, trust=", trust_remote_code=True" if modern else "", code=CODE if modern else "",
         trained=f", trained on `{meta['data']}`" if meta.get("data") else "",
         measured=f"## What was measured\n\n{table}\n\n" if numbers else "",
         prompt='"The opposite of deep is"' if source == "base" else '[{"role": "user", "content": "Who are you?"}]',

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanochat.errors import UserError
 from nanochat.gpt import LOGIT_SOFTCAP, GPTConfig
-from nanochat.hf.model import CONFIG, Imported, read_json, to_config
+from nanochat.hf.model import CONFIG, Imported, read_json, to_own_config
 from nanochat.hf.tokenizer import from_hf, from_ranks
 from nanochat.tokenizer import Tokenizer
 
@@ -39,10 +39,7 @@ def read_folder(folder: Path, tokenizer_path: Path | None = None, step: int | No
     fields = read_json(path).get("model_config")
     if not isinstance(fields, dict):
         raise UserError(f"{path} has no model_config")
-    for name in fields.keys() - CONFIG.keys():
-        raise UserError(f"{path} has {name}={fields[name]!r}, which this program's models do not have: "
-                        "it cannot be imported")
-    config = to_config(fields, {name: name for name in CONFIG}, path)
+    config = to_own_config(fields, CONFIG, path)
     paths = [tokenizer_path] if tokenizer_path else [folder / "tokenizer.pkl", folder / "tokenizer.json"]
     found = next((path for path in paths if path.is_file()), None)
     if found is None:

@@ -1,12 +1,17 @@
 """
-Our checkpoints as folders that Hugging Face's transformers loads (its class NanoChatForCausalLM), and the way back.
+Our checkpoints as folders that Hugging Face's transformers loads, and the way back.
 
-The mathematics is the same, the names are not. What that class cannot express is refused by name. The rows that pad our
-vocabulary, which no token uses, are cut off; a file of their own keeps them, so that an import gives the same bits.
+Models of its class NanoChatForCausalLM have the same mathematics under other names. The rows that pad our vocabulary,
+which no token uses, are cut off; a file of their own keeps them, so that an import gives the same bits.
+
+A model with pieces that this class does not have brings its code: copies of this program's sources, beside
+modeling_nanochat.py. An import runs no such file and compares none: it reads config.json and weights.
 """
 import json
 import re
+from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +32,14 @@ from nanochat.tokenizer import Tokenizer
 PADDING_FILE = "padding.nanochat"  # safetensors; transformers would load it if it were called *.safetensors
 FOLDER = re.compile(  # every file of an exported folder
     r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|padding\.nanochat|config\.json|"
-    r"generation_config\.json|tokenizer\.json|tokenizer_config\.json|chat_template\.jinja|README\.md"
+    r"generation_config\.json|tokenizer\.json|tokenizer_config\.json|chat_template\.jinja|README\.md|"
+    r"(modeling_nanochat|nanochat_\w+)\.py"
 )
+MODELING = Path(__file__).with_name("modeling_nanochat.py")
+OUR_IMPORT = re.compile(r"^from nanochat\.(\w+) import", re.MULTILINE)
+MODERN = "nanochat_modern"
+AUTO_MAP = {"AutoConfig": f"{MODELING.stem}.NanoChatModernConfig",
+            "AutoModelForCausalLM": f"{MODELING.stem}.NanoChatModernForCausalLM"}
 STEP = "nanochat_step"  # of the checkpoint, in config.json
 WITH_VOCABULARY = ("transformer.wte.weight", "lm_head.weight")
 NAMES = {  # ours: theirs, of parameters
@@ -41,9 +52,10 @@ CONFIG = {  # ours: theirs, of the configuration
     "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads",
     "softcap": "final_logit_softcapping",
 }
+PIECES = {f.name: f.default for f in fields(GPTConfig) if f.name not in CONFIG}  # with what a classic model has
+EXPRESSED = ("rope_theta", "embedding_std", "fc_scale")  # that class has the first, the others only begin a training
 DEFAULTS = {  # of that class, where they are not what our models have, for what a config.json leaves out
-    "model_type": None, "max_position_embeddings": 2048, "final_logit_softcapping": 15.0, "intermediate_size": 8192,
-    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048, "final_logit_softcapping": 15.0, "intermediate_size": 8192, "rms_norm_eps": 1e-6,
 }
 
 
@@ -58,8 +70,15 @@ class Imported(NamedTuple):
     notes: list[str]            # what is not quite the same here
 
 
-def their_name(name: str) -> str:
-    """The name of one of our parameters in NanoChatForCausalLM."""
+def is_modern(config: GPTConfig) -> bool:
+    """Whether a model has pieces that NanoChatForCausalLM does not have."""
+    return any(getattr(config, name) != classic for name, classic in PIECES.items() if name not in EXPRESSED)
+
+
+def their_name(name: str, config: GPTConfig) -> str:
+    """The name of one of our parameters in transformers."""
+    if is_modern(config):
+        return f"gpt.{name}"
     for ours, theirs in NAMES.items():
         name = name.replace(ours, theirs)
     return name
@@ -67,6 +86,9 @@ def their_name(name: str) -> str:
 
 def their_config(config: GPTConfig) -> dict:
     """What config.json says of the mathematics of such a model."""
+    if is_modern(config):
+        return {"model_type": MODERN, "architectures": ["NanoChatModernForCausalLM"], "auto_map": AUTO_MAP,
+                "gpt": vars(config)}
     return {
         "model_type": "nanochat", "hidden_act": "relu2", "attention_bias": False, "tie_word_embeddings": False,
         **{theirs: getattr(config, ours) for ours, theirs in CONFIG.items()},
@@ -81,39 +103,58 @@ def their_config(config: GPTConfig) -> dict:
 def export(checkpoint: Path, meta: dict, dtype: str, max_shard_bytes: int, folder: Path) -> int:
     """
     Fill a folder with everything but the model card; returns how many parameters the model has there. dtype: as for
-    `read_weights`. UserError for a model that the class cannot express.
+    `read_weights`. UserError for a model with something that this program's models do not have.
     """
-    for name in meta["model_config"].keys() - CONFIG.keys():
-        raise UserError(f"{checkpoint}: transformers' NanoChatForCausalLM has no {name}; it cannot be exported")
+    for name in meta["model_config"].keys() - CONFIG.keys() - PIECES.keys():
+        raise UserError(f"{checkpoint}: this program's GPTConfig has no {name}; it cannot be exported")
     config, tokenizer = GPTConfig(**meta["model_config"]), Tokenizer.load(checkpoint)
     check_vocabulary(config, tokenizer, checkpoint)
     weights = read_weights(checkpoint, dtype)
     for name in weights.keys() - parameter_shapes(config, checkpoint).keys():
-        raise UserError(f"{checkpoint}: transformers' NanoChatForCausalLM has no {name}; it cannot be exported")
+        raise UserError(f"{checkpoint}: a model of this configuration has no {name}; it cannot be exported")
 
-    padding = {name: weights[name][config.vocab_size :] for name in WITH_VOCABULARY}
+    padding = {}
+    if is_modern(config):
+        write_code(folder)
+    else:
+        padding = {name: weights[name][config.vocab_size :] for name in WITH_VOCABULARY}
     # Copies: of a view, a file's size would be reckoned with its padding.
-    weights |= {name: weights[name][: config.vocab_size].clone() for name in WITH_VOCABULARY}
-    weights = {their_name(name): tensor for name, tensor in weights.items()}
+    weights |= {name: weights[name][: config.vocab_size].clone() for name in padding}
+    weights = {their_name(name, config): tensor for name, tensor in weights.items()}
     shards = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_bytes)
     for file, names in shards.filename_to_tensors.items():
         write_tensors(folder / file, {name: weights[name] for name in names}, {"format": "pt"})
     if shards.is_sharded:
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         write_json(folder / "model.safetensors.index.json", index)
-    if config.padded_vocab_size > config.vocab_size:
+    if padding and config.padded_vocab_size > config.vocab_size:
         write_tensors(folder / PADDING_FILE, padding, {})
 
     bos, end = tokenizer.get_bos_token_id(), tokenizer.encode_special("<|assistant_end|>")
     ids = {"bos_token_id": bos, "eos_token_id": [end, bos], "pad_token_id": bos}
     write_json(folder / "config.json", {
         "architectures": ["NanoChatForCausalLM"], **their_config(config),
-        "dtype": str(weights["lm_head.weight"].dtype).removeprefix("torch."), STEP: meta["step"], **ids,
+        "dtype": str(weights[their_name("lm_head.weight", config)].dtype).removeprefix("torch."),
+        STEP: meta["step"], **ids,
     })
     # Without a mask, generate() takes padding for what may not be seen, unless it ends answers: so not <|bos|> here.
     write_json(folder / "generation_config.json", ids | {"pad_token_id": end})
     write_tokenizer(tokenizer, config.sequence_len, folder)
     return sum(tensor.numel() for tensor in weights.values())
+
+
+def write_code(folder: Path) -> None:
+    """The modelling file, and as nanochat_*.py every module of this program that it needs, directly or not."""
+    names, texts = [], [MODELING.read_text(encoding="utf-8")]
+    for text in texts:  # which grow
+        for name in OUR_IMPORT.findall(text):
+            if name not in names:
+                names.append(name)
+                texts.append((MODELING.parents[1] / f"{name}.py").read_text(encoding="utf-8"))
+    # transformers 5.0 copies only the files that the modelling file itself imports.
+    texts[0] += "\n\n" + "".join(f"from nanochat.{name} import __name__ as _\n" for name in names)
+    for file, text in zip([MODELING.stem, *(f"nanochat_{name}" for name in names)], texts):
+        (folder / f"{file}.py").write_text(OUR_IMPORT.sub(r"from .nanochat_\1 import", text), encoding="utf-8")
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -145,11 +186,21 @@ def read_weights(checkpoint: Path, dtype: str) -> dict[str, Tensor]:
 # ---- Import
 
 def read_folder(folder: Path, tokenizer_path: Path | None = None) -> Imported:
-    """A folder of a NanoChatForCausalLM. UserError for anything that would not be the same model here."""
+    """A folder of `export` or a NanoChatForCausalLM. UserError for what would not be the same model here."""
     path, notes = folder / "config.json", []
-    there = DEFAULTS | read_json(path)
-    there["num_key_value_heads"] = there.get("num_key_value_heads") or there.get("num_attention_heads")
-    config = to_config(there, CONFIG, path)
+    there = read_json(path)
+    if (kind := there.get("model_type")) not in ("nanochat", MODERN):
+        raise UserError(f"{path} has model_type={kind!r}; only a model with 'nanochat' can be imported, or {MODERN!r}")
+    if kind == MODERN:
+        config = to_own_config(there.get("gpt"), (*CONFIG, *PIECES), path)
+        there["gpt"] = vars(config)
+    else:
+        there = DEFAULTS | there
+        there["num_key_value_heads"] = there.get("num_key_value_heads") or there.get("num_attention_heads")
+        rope = there.get("rope_parameters")
+        if isinstance(rope, dict):
+            there["rope_theta"] = rope.get("rope_theta")
+        config = to_config(there, CONFIG | {"rope_theta": "rope_theta"}, path)
     for name, expected in their_config(config).items():
         value = there.get(name, expected)
         if name == "rms_norm_eps" and value != expected and type(value) is float and 0 <= value <= 1e-5:
@@ -157,20 +208,23 @@ def read_folder(folder: Path, tokenizer_path: Path | None = None) -> Imported:
         elif value != expected:
             raise UserError(f"{path} has {name}={value!r}; only a model with {expected!r} can be imported")
 
-    ours = {their_name(name): name for name in parameter_shapes(config, path)}
+    ours = {their_name(name, config): name for name in parameter_shapes(config, path)}
     weights: dict[str, Tensor] = {}
     padding: dict[str, Tensor] = {}
     for file in sorted(folder.glob("model*.safetensors")) + sorted(folder.glob(PADDING_FILE)):
-        try:  # an unknown tensor keeps its name: `fit` refuses it
-            tensors = {ours.get(name, name): tensor for name, tensor in load_file(file).items()}
+        try:
+            tensors = load_file(file)
         except SafetensorError as error:
             raise UserError(f"{file} is damaged: {error}") from error
         if file.name == PADDING_FILE:
-            padding = tensors
-        elif twice := weights.keys() & tensors.keys():
+            padding = tensors  # under our names
+            continue
+        if strangers := (tensors.keys() - ours.keys()) & set(ours.values()):  # would take the place of another
+            raise UserError(f"{file} has {min(strangers)}, a name that only this program's checkpoints have")
+        tensors = {ours.get(name, name): tensor for name, tensor in tensors.items()}  # `fit` refuses unknown ones
+        if twice := weights.keys() & tensors.keys():
             raise UserError(f"{file} has {min(twice)}, which another file of the folder has as well")
-        else:
-            weights |= tensors
+        weights |= tensors
     step = there.get(STEP)
     tokenizer = from_hf(tokenizer_path or folder / "tokenizer.json")
     return Imported(config, weights, padding, tokenizer, step if type(step) is int and step >= 0 else 0, notes)
@@ -194,10 +248,13 @@ def to_config(fields: dict, names: dict[str, str], where: Path) -> GPTConfig:
     A GPTConfig from the fields of a file; names: ours to those in the file. UserError, naming the file, for values
     that are missing or impossible together.
     """
-    for name in names.values():
-        value = fields.get(name)
-        if name != names["softcap"] and (type(value) is not int or not 1 <= value < 2**31):
-            raise UserError(f"{where} has {name}={value!r}; expected a whole number of at least 1")
+    for ours, name in names.items():
+        classic = PIECES.get(ours, 1)  # a size is a whole number above 0
+        value, kind = fields.get(name, PIECES.get(ours)), type(classic)
+        of_kind = type(value) in ((int, float) if kind is float else (kind,))
+        if ours != "softcap" and not (of_kind and (1e-9 if classic else 0) <= value < 2**31):
+            expected = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+            raise UserError(f"{where} has {name}={value!r}; expected {expected}{' above 0' if classic else ''}")
     try:
         config = GPTConfig(**{ours: fields[name] for ours, name in names.items() if name in fields})
     except UserError as error:
@@ -206,6 +263,15 @@ def to_config(fields: dict, names: dict[str, str], where: Path) -> GPTConfig:
         raise UserError(f"{where}: width {config.n_embd} has no even heads, "
                         f"or {config.n_head} heads no groups of {config.n_kv_head}")
     return config
+
+
+def to_own_config(fields: object, names: Iterable[str], where: Path) -> GPTConfig:
+    """The same from fields under our names. UserError for others than `names`."""
+    fields = fields if isinstance(fields, dict) else {}
+    for name in fields.keys() - set(names):
+        raise UserError(f"{where} has {name}={fields[name]!r}, which this program's models do not have: "
+                        "it cannot be imported")
+    return to_config(fields, {name: name for name in names}, where)
 
 
 def parameter_shapes(config: GPTConfig, where: Path) -> dict[str, torch.Size]:
