@@ -23,7 +23,7 @@ vocab_size = 65536          # [1..] tokens
 max_seq_len = 2048          # [1..] tokens per row
 device_batch_size = 8       # [1..] rows per rank and micro-step
 total_batch_size = 524288   # [1..] tokens per optimizer step, over all ranks
-target_param_data_ratio = 20.0  # [>0] tokens to train on, per parameter
+target_param_data_ratio = 10.5  # [>0] tokens to train on, per parameter of matrices and head
 # ---- Machine
 gpus = 8                    # [1..] ranks
 gpu = "H100"                # a name of the table in nanochat/flops.py
@@ -38,7 +38,8 @@ config, at = config_from_depth(depth, vocab_size, max_seq_len, arch=arch), LINKS
 adamw, muon = parameter_counts(config)
 micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, gpus)
 step = plan_step(config, gpus, mfu * datasheet_peak(gpu), at, torch.bfloat16, total_batch_size, micro_steps)
-steps = max(round(target_param_data_ratio * (adamw + muon) / total_batch_size), 1)
+computing = shaped(config).count_parameters("matrix", "head")
+steps = max(round(target_param_data_ratio * computing / total_batch_size), 1)
 hours = steps * step.compute / 3600
 print(f"depth {depth}: {adamw + muon:,} parameters, {shaped(config).estimate_flops():.3g} FLOPs per token; "
       f"{steps:,} steps of {total_batch_size:,} tokens in {micro_steps} micro-step(s)")

@@ -91,9 +91,8 @@ def shaped(config: GPTConfig) -> GPT:
 def parameter_counts(config: GPTConfig) -> tuple[int, int]:
     """(AdamW's, Muon's) parameters."""
     model = shaped(config)
-    roles, total = model.roles(), sum(p.numel() for p in model.parameters())
-    muon = sum(p.numel() for name, p in model.named_parameters() if roles[name] == "matrix")
-    return total - muon, muon
+    muon = model.count_parameters("matrix")
+    return sum(p.numel() for p in model.parameters()) - muon, muon
 
 
 def block_bytes(
