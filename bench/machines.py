@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from bench.harness import on_ranks, show
 from nanochat.flops import datasheet_peak, measured_matmul_flops
-from nanochat.plan.machines import LINKS, Link, Step, plan_step, shaped
+from nanochat.gpt import config_from_depth
+from nanochat.plan.machines import LINKS, Link, Step, plan_step
 from nanochat.plan.memory import parameter_counts
 from nanochat.report import markdown_table
 
@@ -47,14 +48,14 @@ def line(link: Link, step: Step) -> list[str]:
 
 peak, parts = datasheet_peak("H100"), []
 for depth in (20, 32):
-    model = shaped(depth, 65536, 2048)
-    lines = [line(link, plan_step(model, 8, 0.5 * peak, link, torch.bfloat16, 2**19, 4)) for link in LINKS.values()]
-    parts += [f"**Depth {depth}**, {sum(parameter_counts(model.config)) / 1e6:,.0f} million parameters, 8 ranks "
+    config = config_from_depth(depth, 65536, 2048)
+    lines = [line(link, plan_step(config, 8, 0.5 * peak, link, torch.bfloat16, 2**19, 4)) for link in LINKS.values()]
+    parts += [f"**Depth {depth}**, {sum(parameter_counts(config)) / 1e6:,.0f} million parameters, 8 ranks "
               f"of {peak / 1e12:,.0f} TFLOP/s at 50% MFU, bfloat16, 524,288 tokens in 4 micro-steps of "
               "16,384 tokens per rank:", markdown_table(COLUMNS, lines)]
 bandwidth, latency, rate = on_ranks(2, measure_link)
 here = Link("this machine, gloo over loopback", bandwidth, latency)
-lines = [line(here, plan_step(shaped(4, 8192, 512), 2, 0.6 * rate, here, torch.float32, 8192, 2))]
+lines = [line(here, plan_step(config_from_depth(4, 8192, 512), 2, 0.6 * rate, here, torch.float32, 8192, 2))]
 parts += [f"**Measured**: two processes on one machine, {bandwidth / 1e9:.2f} GB/s and {1e6 * latency:,.0f} "
           f"µs a message, {rate / 1e9:,.0f} GFLOP/s in float32 per rank with one thread. Depth 4, vocabulary 8,192, "
           "8,192 tokens in 2 micro-steps of 2,048 per rank, at 60% of that rate:", markdown_table(COLUMNS, lines)]

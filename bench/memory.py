@@ -25,10 +25,13 @@ from nanochat.tokenizer import get_tokenizer
 write = False               # into docs/memory.md; else the tables are only printed
 configure(globals())
 
-TENSORS = (  # depth, T, rows, dtype, compiled, activation checkpointing; vocabulary 8192
+TENSORS = (  # depth, T, rows, dtype, compiled, activation checkpointing; vocabulary 8192; classic, then modern
     (2, 256, 1, "float32", False, False), (2, 256, 4, "float32", False, False), (2, 256, 16, "float32", False, False),
     (4, 256, 8, "float32", False, False), (4, 512, 2, "bfloat16", False, False), (6, 256, 2, "bfloat16", False, False),
     (4, 256, 8, "float32", False, True), (4, 256, 8, "float32", True, False), (2, 512, 16, "bfloat16", True, False),
+)
+MODERN = (
+    (4, 256, 8, "float32", False, False), (4, 256, 8, "float32", True, False), (2, 512, 16, "bfloat16", True, False),
 )
 PINNED = {"MALLOC_MMAP_THRESHOLD_": "1048576"}
 PROCESSES = ((8, False, {}), (32, False, {}), (8, False, PINNED), (32, False, PINNED), (32, True, {}))  # depth 2, T 256
@@ -79,12 +82,14 @@ with scratch_base(vocab_size=8192):  # processes first: one that is started by a
         setting = "".join(f"`{key}={value}`" for key, value in environment.items()) or "-"
         processes.append([rows, "compiled" if compiled else "eager", setting, f"{peak / 1e6:,.0f}",
                           f"{step / 1e6:,.0f}", f"{asked / 1e6:,.0f}", f"{peak / asked:.0%}"])
-for depth, length, rows, dtype, compiled, checkpointing in TENSORS:
-    config, kind = config_from_depth(depth, 8192, length), getattr(torch, dtype)
+for arch, (depth, length, rows, dtype, compiled, checkpointing) in [
+    *(("classic", setting) for setting in TENSORS), *(("modern", setting) for setting in MODERN),
+]:
+    config, kind = config_from_depth(depth, 8192, length, arch=arch), getattr(torch, dtype)
     formula = step_bytes(config, rows, kind, "cpu", compiled, checkpointing)
     predicted = state_bytes(2, 1, kind, *parameter_counts(config)).gradients + formula.activations + formula.transient
     measured = peak_of_a_step(config, rows, kind, compiled, checkpointing)
-    how = f"{'compiled' if compiled else 'eager'}{', checkpointing' * checkpointing}"
+    how = f"{arch}, {'compiled' if compiled else 'eager'}{', checkpointing' * checkpointing}"
     tensors.append([depth, length, rows, dtype, how, f"{measured / 1e6:,.1f}", f"{predicted / 1e6:,.1f}",
                     f"{predicted / measured - 1:+.1%}"])
 show("\n\n".join([

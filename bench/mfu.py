@@ -73,9 +73,9 @@ for event in profiler.key_averages(group_by_input_shape=True):
         spent["attention"] += event.self_cpu_time_total
 
 # ---- The table. FLOPs as MFU counts them; the head has as many parameters as the embedding, which counts nothing
-adamw, matrices = parameter_counts(config)
+matrices, head = parameter_counts(config)[1], config.padded_vocab_size * config.n_embd
 attention = 12 * depth * config.n_embd * max_seq_len
-per_token = {"the linear layers": 6 * matrices, "the head": 6 * adamw // 2, "attention": attention}
+per_token = {"the linear layers": 6 * matrices, "the head": 6 * head, "attention": attention}
 counted = model.estimate_flops() * inputs.numel()
 parts = [(f"products of {part}", spent[part] / total * computing, per_token[part] * inputs.numel()) for part in spent]
 parts += [("all between: norms, rotation, softmax, loss, copies", (1 - sum(spent.values()) / total) * computing, 0),

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from bench.harness import DOCS, show
 from nanochat.files import write_aside
-from nanochat.plan.machines import shaped
+from nanochat.gpt import config_from_depth
 from nanochat.plan.memory import FLOAT32, parameter_counts, sent_bytes, state_bytes
 from nanochat.report import markdown_table
 
@@ -59,7 +59,7 @@ def over_two_links() -> str:
 
 
 def draw(path: Path, depth: int = 20) -> None:
-    adamw, muon = parameter_counts(shaped(depth, 65536, 2048).config)
+    adamw, muon = parameter_counts(config_from_depth(depth, 65536, 2048))
     ranks = [2**i for i in range(11)]
     figure = Figure(figsize=(7, 3.4), layout="constrained")
     axes = figure.subplots()

@@ -169,7 +169,7 @@ def measure_all(rank: int, ranks: int, config: GPTConfig) -> list[dict]:
     for name, stage in ((name, stage) for name in DTYPES for stage in STAGES):
         per_rank: list = [None] * ranks
         dist.all_gather_object(per_rank, measure(rank, ranks, config, stage, name))
-        dtype, counts = getattr(torch, name), (adamw + muon, muon, adamw // 2)
+        dtype, counts = getattr(torch, name), (adamw + muon, muon, config.padded_vocab_size * config.n_embd)
         fullest = {key: {part: max(r[key][part] for r in per_rank) for part in per_rank[0][key]}
                    for key in ("memory", "peaks")}
         results.append(fullest | {

@@ -26,7 +26,7 @@ from nanochat.dataset import how_to_make
 from nanochat.distributed import choose_device_type, compute_dtype
 from nanochat.errors import UserError
 from nanochat.files import base_dir
-from nanochat.gpt import config_from_depth
+from nanochat.gpt import GPTConfig, config_from_depth
 from nanochat.plan.limits import memory_limits
 from nanochat.plan.memory import GIB, largest_rows, needed_bytes, parameter_counts
 from nanochat.plan.probes import probe, rows_that_train, try_steps
@@ -34,6 +34,7 @@ from nanochat.report import markdown_table
 
 # ---- Model
 depth = -1                  # [-1, 1..] layers; -1: a table of the usual ones
+arch = "classic"            # pieces of the model, as base_train takes them
 max_seq_len = 2048          # [1..] tokens per row
 vocab_size = -1             # [-1, 1..] -1: 65,536 for a GPU, 8,192 for a CPU, as in speedrun.sh
 kv_group = 1                # [1..] query heads per key head
@@ -50,6 +51,7 @@ batch_only = False          # print the recommended device_batch_size and nothin
 time_only = False           # print the milliseconds of a training step of 16 rows and nothing else
 memory_gib = -1.0           # [-1, >0] GiB of a GPU to ask about, whatever is here: 12, 24, 80, 141
 kernels = True              # run each kernel
+usual_arch = arch
 configure(globals())
 
 DEPTHS = (4, 8, 12, 16, 20, 24, 26, 32)
@@ -79,9 +81,13 @@ def limits() -> dict[str, float]:
     return {name: left / ranks for name, left in memory_limits().items()}
 
 
+def shape(depth: int) -> GPTConfig:
+    return config_from_depth(depth, vocab_size, max_seq_len, kv_group, arch=arch)
+
+
 def recommended_rows(depth: int, checkpointing: bool, trying: bool) -> int:
     """The recommended device_batch_size, by formula or by trying; 0 where not even one row fits."""
-    model = config_from_depth(depth, vocab_size, max_seq_len, kv_group), model_dtype, device.type, compiling
+    model = shape(depth), model_dtype, device.type, compiling
     settings = dict(checkpointing=checkpointing, stage=zero_stage, ranks=ranks)
     if trying:
         return rows_that_train(max_rows, *model, **settings)
@@ -91,7 +97,7 @@ def recommended_rows(depth: int, checkpointing: bool, trying: bool) -> int:
 # ---- One number
 can_try = ranks <= gpus  # the formula's margins are guesses for a GPU, and measured for a CPU
 if time_only:
-    model = config_from_depth(depth if depth > 0 else 4, vocab_size, max_seq_len, kv_group)
+    model = shape(depth if depth > 0 else 4)
     with contextlib.redirect_stdout(sys.stderr):  # where compiling fails, that is said
         seconds = try_steps(model, 16, model_dtype, device, compiling, seconds=3)
     print(round(1000 * seconds))
@@ -139,7 +145,7 @@ print(f"\n## Largest device_batch_size by formula (powers of two up to {max_rows
       f"{dtype_name}, {'compiled' if compiling else 'eager'}, vocabulary {vocab_size:,}, {sharing}")
 lines, fitting = [], []
 for layers in DEPTHS if depth == -1 else (depth,):
-    model = config_from_depth(layers, vocab_size, max_seq_len, kv_group)
+    model = shape(layers)
     plain, recomputing = (recommended_rows(layers, again, trying=False) for again in (False, True))
     one = needed_bytes(model, 1, model_dtype, device.type, compiling, ranks, stage=zero_stage)
     lines.append([layers, f"{sum(parameter_counts(model)):,}", plain or "-", recomputing or "-", f"{one / GIB:,.1f}"])
@@ -175,4 +181,4 @@ if data != "tinyworld" and data not in made["data"]:
 if data != "tinyworld" and data not in made["tokenizer"]:
     print(f"python -m scripts.tok_train --data={data}")
 launcher = f"torchrun --standalone --nproc_per_node={ranks} -m" if ranks > 1 else "python -m"
-print(f"{launcher} scripts.base_train --data={data} {setting}")
+print(f"{launcher} scripts.base_train --data={data} {setting}" + f" --arch={arch}" * (arch != usual_arch))

@@ -10,18 +10,20 @@ import torch
 
 from nanochat.errors import UserError
 from nanochat.flops import datasheet_peak
-from nanochat.plan.machines import LINKS, plan_step, shaped
-from nanochat.plan.memory import parameter_counts, state_bytes, step_bytes
+from nanochat.gpt import config_from_depth
+from nanochat.plan.machines import LINKS, plan_step
+from nanochat.plan.memory import parameter_counts, shaped, state_bytes, step_bytes
 from nanochat.report import markdown_table
 from nanochat.schedule import accumulation_steps
 
 # ---- Model and batch
 depth = 20                  # [1..] layers
+arch = "classic"            # pieces of the model, as base_train takes them
 vocab_size = 65536          # [1..] tokens
 max_seq_len = 2048          # [1..] tokens per row
 device_batch_size = 8       # [1..] rows per rank and micro-step
 total_batch_size = 524288   # [1..] tokens per optimizer step, over all ranks
-target_param_data_ratio = 20.0  # [>0] tokens to train on, per parameter
+target_param_data_ratio = 10.5  # [>0] tokens to train on, per parameter of matrices and head
 # ---- Machine
 gpus = 8                    # [1..] ranks
 gpu = "H100"                # a name of the table in nanochat/flops.py
@@ -32,20 +34,21 @@ configure(globals())
 if link not in LINKS:
     raise UserError(f"link={link} is not in the table; expected one of {', '.join(LINKS)}")
 
-model, at = shaped(depth, vocab_size, max_seq_len), LINKS[link]
-adamw, muon = parameter_counts(model.config)
+config, at = config_from_depth(depth, vocab_size, max_seq_len, arch=arch), LINKS[link]
+adamw, muon = parameter_counts(config)
 micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, gpus)
-step = plan_step(model, gpus, mfu * datasheet_peak(gpu), at, torch.bfloat16, total_batch_size, micro_steps)
-steps = max(round(target_param_data_ratio * (adamw + muon) / total_batch_size), 1)
+step = plan_step(config, gpus, mfu * datasheet_peak(gpu), at, torch.bfloat16, total_batch_size, micro_steps)
+computing = shaped(config).count_parameters("matrix", "head")
+steps = max(round(target_param_data_ratio * computing / total_batch_size), 1)
 hours = steps * step.compute / 3600
-print(f"depth {depth}: {adamw + muon:,} parameters, {model.estimate_flops():.3g} FLOPs per token; "
+print(f"depth {depth}: {adamw + muon:,} parameters, {shaped(config).estimate_flops():.3g} FLOPs per token; "
       f"{steps:,} steps of {total_batch_size:,} tokens in {micro_steps} micro-step(s)")
 print(f"{gpus} x {gpu} at {mfu:.0%} MFU: {hours:.2f} hours if all communication hides, "
       f"{hours * gpus * price:,.0f} at {price:g} per GPU and hour\n")
 rows = []
 for stage, seconds in enumerate(step.send):
     kept = state_bytes(stage, gpus, torch.bfloat16, adamw, muon)
-    fullest = sum(step_bytes(model.config, device_batch_size, torch.bfloat16, "cuda", stage=stage, ranks=gpus))
+    fullest = sum(step_bytes(config, device_batch_size, torch.bfloat16, "cuda", stage=stage, ranks=gpus))
     gigabytes = (*kept, sum(kept), fullest, seconds * at.bandwidth)
     rows.append([stage, *(f"{count / 1e9:.2f}" for count in gigabytes), f"{seconds:.3f}"])
 columns = ["stage", "parameters GB", "gradients GB", "optimizer GB", "together", "with activations",

@@ -27,7 +27,8 @@ from bench.scaling_fit import fit, read_series
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.errors import UserError
-from nanochat.plan.machines import LINKS, plan_step, shaped
+from nanochat.gpt import config_from_depth
+from nanochat.plan.machines import LINKS, plan_step
 from nanochat.report import markdown_table
 
 PAGES = sorted([*REPO.glob("README*.md"), *REPO.glob("docs/*.md")])
@@ -292,10 +293,10 @@ def test_the_plot_reads_finished_runs(base_folder):
 
 def test_a_plan_is_what_the_pages_say():
     """Depth 20 over NVLink 4 on eight ranks, from the formulas of docs/zero.md and docs/mfu.md with a pencil."""
-    model = shaped(20, 65536, 2048)
+    config = config_from_depth(20, 65536, 2048)
     parameters, matrices = 12 * 20 * 1280**2 + 2 * 65536 * 1280, 12 * 20 * 1280**2
     per_token = 6 * (parameters - 65536 * 1280) + 12 * 20 * 1280 * 2048
-    step = plan_step(model, 8, 500e12, LINKS["nvlink4"], torch.bfloat16, 2**19, 4)
+    step = plan_step(config, 8, 500e12, LINKS["nvlink4"], torch.bfloat16, 2**19, 4)
     assert step.compute == pytest.approx(2**16 * per_token / 500e12)
     for stage, elements in ((0, 2 * 4), (1, 4 + 2), (2, 4 * 4 + 2)):
         sent = 7 / 8 * (elements * parameters + (2 * 2 * matrices / 8 if stage else 0))
@@ -303,4 +304,4 @@ def test_a_plan_is_what_the_pages_say():
     for tokens, bytes_per_parameter in zip(step.hides, (4, 4 + 2)):  # the backward pass takes as long as what it sends
         assert 2 / 3 * tokens * per_token / 500e12 == pytest.approx(7 / 8 * bytes_per_parameter * parameters / 450e9)
     assert step.latency == pytest.approx(2 * 22 * 7 * 3.4e-6)
-    assert plan_step(model, 8, 1.0, LINKS["tpuv5p"], torch.bfloat16, 2**19, 4).latency is None
+    assert plan_step(config, 8, 1.0, LINKS["tpuv5p"], torch.bfloat16, 2**19, 4).latency is None

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.gpt import GPT, config_from_depth
-from nanochat.plan.memory import parameter_counts, sent_bytes
+from nanochat.gpt import GPTConfig
+from nanochat.plan.memory import parameter_counts, sent_bytes, shaped
 
 
 class Link(NamedTuple):
@@ -43,16 +43,16 @@ class Step(NamedTuple):
 
 
 def plan_step(
-    model: GPT, ranks: int, rate: float, link: Link, dtype: torch.dtype, batch_tokens: int, micro_steps: int
+    config: GPTConfig, ranks: int, rate: float, link: Link, dtype: torch.dtype, batch_tokens: int, micro_steps: int
 ) -> Step:
     """rate: FLOP/s that a rank achieves, batch_tokens: of a step over all ranks."""
-    adamw, muon = parameter_counts(model.config)
-    total, head = adamw + muon, adamw // 2
+    adamw, muon = parameter_counts(config)
+    total, head = adamw + muon, config.padded_vocab_size * config.n_embd
     send = [sent_bytes(stage, ranks, micro_steps, dtype, torch.float32, total, muon, head) for stage in range(4)]
-    messages = 2 * (model.config.n_layer + 2) * (ranks - 1)  # stage 1: each unit is reduced and gathered once
+    messages = 2 * (config.n_layer + 2) * (ranks - 1)  # stage 1: each unit is reduced and gathered once
     # A third of a micro-batch's time is its forward pass, the rest the backward pass; each must outlast what it sends.
     gradients, gathered = (total * size * (ranks - 1) / ranks / link.bandwidth for size in (4, dtype.itemsize))
-    per_token = model.estimate_flops() / rate
+    per_token = shaped(config).estimate_flops() / rate
     forward, backward = per_token / 3, 2 * per_token / 3
     return Step(
         batch_tokens / ranks * per_token,
@@ -60,9 +60,3 @@ def plan_step(
         None if link.latency is None else messages * link.latency,
         (gradients / backward, max(gathered / forward, (gathered + gradients) / backward)),
     )
-
-
-def shaped(depth: int, vocab_size: int, max_seq_len: int) -> GPT:
-    """A model without memory."""
-    with torch.device("meta"):
-        return GPT(config_from_depth(depth, vocab_size, max_seq_len))

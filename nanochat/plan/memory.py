@@ -6,12 +6,13 @@ Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7; here with gradients
 which has one moment where AdamW has two. `ranks` share one copy of the sharded states (one shard group, no replicas).
 """
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from nanochat.attention import BLOCKWISE_MAX_LENGTH, QUERY_BLOCK
-from nanochat.gpt import GPTConfig
+from nanochat.attention import BLOCKWISE_MAX_LENGTH, QUERY_BLOCK, WINDOW_BLOCK
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.loss import chunk_rows
 
 FLOAT32 = 4  # bytes: masters, moments and accumulated gradients, whatever the compute dtype
@@ -80,30 +81,47 @@ class StepBytes(NamedTuple):
     saving: float       # on a CPU: the copies of a checkpoint being written while training goes on
 
 
+@cache
+def shaped(config: GPTConfig) -> GPT:
+    """A model without memory."""
+    with torch.device("meta"):
+        return GPT(config)
+
+
 def parameter_counts(config: GPTConfig) -> tuple[int, int]:
-    """(AdamW's, Muon's) parameters: embedding and head, and the matrices of the blocks."""
-    C, kv_width = config.n_embd, config.n_kv_head * config.head_dim
-    return 2 * config.padded_vocab_size * C, config.n_layer * C * (10 * C + 2 * kv_width)
+    """(AdamW's, Muon's) parameters."""
+    model = shaped(config)
+    muon = model.count_parameters("matrix")
+    return sum(p.numel() for p in model.parameters()) - muon, muon
 
 
-def block_bytes(config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool) -> float:
+def block_bytes(
+    config: GPTConfig, layer: int, rows: int, dtype: torch.dtype, device_type: str, compiled: bool
+) -> float:
     """
-    What autograd saves of one block's forward pass. Per token, in elements of width C: the inputs of the two norms and
-    their results, 4; rotated queries and keys; what attention reads and writes; relu and relu², 8. Besides the
-    concatenated matrix of queries, keys and values. Eager norms on a CPU keep their inputs in float32.
+    What autograd saves of a block's forward pass. Per token, in elements of width C: the inputs of the two norms and
+    their results, 4; rotated queries and keys; what attention reads and writes; relu and relu², 8; with residual scales
+    the block's input, with gates of heads what they multiply; with value embeddings what was looked up, and the values.
+    Besides the concatenated matrix of queries, keys and values. Eager norms on a CPU keep their inputs in float32.
     """
     b, T, C, kv_width = dtype.itemsize, config.sequence_len, config.n_embd, config.n_kv_head * config.head_dim
-    tokens, heads = rows * T, config.n_head + config.n_kv_head
+    tokens, heads, window = rows * T, config.n_head + config.n_kv_head, config.window(layer)
+    values = shaped(config).transformer.h[layer].values is not None
     wide = FLOAT32 if device_type == "cpu" and not compiled else b
     saved = tokens * (wide * (3 * C + kv_width) + b * 11 * C + FLOAT32 * (2 + heads)) + b * C * (C + 2 * kv_width)
+    saved += tokens * b * ((config.residual_scales + config.head_gates) * C + values * kv_width)
+    saved += tokens * b * 2 * (config.head_gates * config.n_head + values * config.n_kv_head)
+    # Queries and keys once more, and the product that the values are a view of, or where some were added these
+    whole = tokens * (2 * C + 3 * kv_width - values * (C + kv_width))
     if device_type != "cpu" or T > BLOCKWISE_MAX_LENGTH:
-        # scaled_dot_product_attention: queries and keys once more, the product that the values are a view of
-        return saved + tokens * (b * (2 * C + 3 * kv_width) + FLOAT32 * config.n_head)
-    ends = [min(start + QUERY_BLOCK, T) for start in range(0, T, QUERY_BLOCK)]
-    scores = sum((end - start) * end for start, end in zip([0, *ends], ends))
-    # Scaled queries; of each block of them the keys and values up to its end, copied, but for a single head, which
-    # is a view of all; probabilities in float32 and in dtype.
-    kept = 2 * rows * kv_width * sum(ends) if config.n_kv_head > 1 else tokens * (2 * C + 3 * kv_width)
+        return saved + b * whole + tokens * FLOAT32 * config.n_head  # scaled_dot_product_attention
+    size = QUERY_BLOCK if window >= T else WINDOW_BLOCK
+    blocks = [(start, min(start + size, T)) for start in range(0, T, size)]
+    spans = [end - max(start - window, 0) for start, end in blocks]
+    scores = sum((end - start) * span for (start, end), span in zip(blocks, spans))
+    # Scaled queries; of each block of them the keys and values that it sees, copied, but for a single head, which is a
+    # view of all; probabilities in float32 and in dtype.
+    kept = 2 * rows * kv_width * sum(spans) if config.n_kv_head > 1 else whole
     probabilities, mask = rows * config.n_head * (FLOAT32 + (b if b < FLOAT32 else 0)), 0 if compiled else 1
     return saved + b * (tokens * C + kept) + scores * (probabilities + mask)
 
@@ -123,10 +141,13 @@ def step_bytes(
     state = state_bytes(stage, ranks, dtype, adamw, muon)
     share = 1 if stage == 0 else ranks
 
-    block = block_bytes(config, rows, dtype, device_type, compiled)
+    blocks = [block_bytes(config, layer, rows, dtype, device_type, compiled) for layer in range(L)]
     wide = FLOAT32 / b if device_type == "cpu" and not compiled else 1
     rotation = FLOAT32 * config.sequence_len * config.head_dim
-    activations = L * (width if checkpointing else block) + 2 * width * wide + rotation  # and the norms at both ends
+    # Beside the blocks: the norms at both ends; bigram vectors; what the smear adds; the middle of the model where no
+    # block keeps its input.
+    ends = 2 * wide + bool(config.bigrams) + 2 * config.smear + (config.backout and not config.residual_scales)
+    activations = (L * width if checkpointing else sum(blocks)) + ends * width + rotation
 
     # The loss: gradients of its input and of the head, logits in flight, beside the chunk before if there is one; then
     # the same gradients, scaled.
@@ -135,13 +156,16 @@ def step_bytes(
     eager = (b + 5 * FLOAT32) * logits + before
     working = max(2 * b * logits + before, 2 * b * logits + b * V * C) if compiled else eager
     loss = head + 2 * width + max(working, head + width)
-    backward = 12 * width + (block if checkpointing else 0)
+    backward = 12 * width + (max(blocks) if checkpointing else 0)
     # The optimizers: all updates of Muon, and of one shape what Newton-Schulz makes of it; AdamW's two temporaries.
-    optimizers = max((2.7 + (1 if share > 1 else 0)) * b * muon / share, 2 * head / share) - activations
+    units = [sum(p.numel() for p in unit.parameters()) for unit in shaped(config).units()]
+    shard = min(max(p.numel() for p in shaped(config).parameters()), max(units) / share)
+    optimizers = max((2.7 + (1 if share > 1 else 0)) * b * muon / share, 2 * FLOAT32 * shard) - activations
     transient = max(loss, backward, optimizers)
 
-    unit = max(V * C, muon // L)
-    in_flight = 0 if ranks == 1 else unit * ((1, 3, 6, 6)[stage] * FLOAT32 + (b * 3 if stage == 3 else 0))
+    three = max(sum(units[i : i + 3]) for i in range(L))  # two on their way, and one; on stage 2 each with a buffer
+    whole = FLOAT32 * max(units), FLOAT32 * three, 2 * FLOAT32 * three, (2 * FLOAT32 + b) * three
+    in_flight = 0 if ranks == 1 else whole[stage]
     saving = b * (adamw + muon) + state.optimizer if device_type == "cpu" else 0
     return StepBytes(sum(state), activations, transient, in_flight, saving)
 

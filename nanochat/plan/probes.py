@@ -28,7 +28,7 @@ from nanochat.compiling import set_compile
 from nanochat.distributed import all_gather_single, compute_cleanup, compute_init, reduce_scatter
 from nanochat.errors import UserError, install_one_line_errors
 from nanochat.flops import synchronize
-from nanochat.gpt import GPT, Block, GPTConfig, rotary_angles
+from nanochat.gpt import GPT, Block, GPTConfig, architecture, rotary_angles
 from nanochat.loss import cap, softcapped_cross_entropy
 from nanochat.optimizers import setup_optimizers
 from nanochat.plan.memory import step_bytes
@@ -96,14 +96,16 @@ def loss(device: torch.device, dtype: torch.dtype) -> float:
 def compiled_block_and_loss(device: torch.device, dtype: torch.dtype) -> float:
     if not set_compile(True, device.type):
         raise RuntimeError("no compiler: torch.compile cannot make kernels here, training runs eagerly")
-    block, angles = Block(GPTConfig(64, 256, 1, 128, 2, 1), 0).to(device, dtype), rotary_angles(64, 64, 1e4, device)
+    config = GPTConfig(64, 256, 1, 128, 2, 1, **architecture("modern"))  # it has every operation of a classic one
+    block, angles = Block(config, 0).to(device, dtype), rotary_angles(64, 64, 1e4, device)
+    torch.nn.init.ones_(block.scales)
     plain, quick = copy.deepcopy(block).to("cpu", torch.float64), torch.compile(block.body, dynamic=False)
 
     def ours(x: Tensor) -> Tensor:
-        return quick(x, (), None, *angles)
+        return quick(x, (x, x, x), x[..., :64], *angles)
 
     def reference(x: Tensor) -> Tensor:
-        return plain.body(x, (), None, *(angle.cpu() for angle in angles))
+        return plain.body(x, (x, x, x), x[..., :64], *(angle.cpu() for angle in angles))
 
     return max(largest_error(ours, reference, device, dtype, (2, 64, 128)), loss(device, dtype))
 
