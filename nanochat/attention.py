@@ -1,4 +1,6 @@
 """Causal attention: one function, several kernels, one plain reference."""
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -8,22 +10,41 @@ WINDOW_BLOCK = 128          # the same where a window leaves out most keys
 BLOCKWISE_MAX_LENGTH = 2048  # above it the kept probabilities (B*H*T*T/2) outweigh what the blocks save
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, window: int, blocks=None) -> Tensor:
     """
     softmax(q kᵀ / √D) v over the last `window` keys at or before each query, its own included.
 
     q: (B, H, T, D); k, v: (B, H_kv, T, D) with H a multiple of H_kv: consecutive query heads share a key head.
-    Returns (B, H, T, D) in q's dtype.
+    Returns (B, H, T, D) in q's dtype. blocks: what `window_blocks` gave for T and the window.
 
-    The kernel follows from the device: scaled_dot_product_attention on a GPU; on a CPU, where that kernel is slower
-    than two plain matrix products (measured in docs/decisions.md), blocks of queries.
+    The kernel follows from the device: scaled_dot_product_attention on a GPU, but for windows in compiled code, where
+    it would compute all scores, FlexAttention; on a CPU, where that kernel is slower than two plain matrix products
+    (measured in docs/decisions.md), blocks of queries.
     """
     if q.device.type == "cpu" and q.size(2) <= BLOCKWISE_MAX_LENGTH:
         return blockwise_attention(q, k, v, window)
+    grouped = q.size(1) != k.size(1)
+    if blocks is not None and torch.compiler.is_compiling():
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return flex_attention(q, k, v, block_mask=blocks, enable_gqa=grouped)
     if window < q.size(2):
         mask = visible(0, q.size(2), 0, window, q.device)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.size(1) != k.size(1))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+@functools.cache
+def window_blocks(length: int, window: int, device: torch.device):
+    """FlexAttention's list of the blocks of keys that each block of queries sees. None where it is not used."""
+    if device.type != "cuda" or window >= length:
+        return None
+    from torch.nn.attention.flex_attention import create_block_mask  # imports the compiler
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key > query - window)
+
+    return create_block_mask(seen, None, None, length, length, device=device)
 
 
 def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

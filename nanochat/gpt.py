@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nanochat.attention import attention
+from nanochat.attention import attention, window_blocks
 from nanochat.errors import UserError
 from nanochat.loss import MAX_SOFTCAP, cap, softcapped_cross_entropy, token_losses
 
@@ -30,8 +30,7 @@ GATE_INPUTS = 32          # channels that a gate reads
 ARCHITECTURES = {         # named sets of pieces
     "classic": {},
     "modern": dict(
-        rope_theta=100_000.0, qk_scale=1.2, short_windows=True, value_embeddings=True, bigrams=5, residual_scales=True,
-        smear=True, backout=True, head_gates=True, embedding_std=0.8, fc_scale=0.4,
+        short_windows=True, value_embeddings=True, bigrams=5, smear=True, embedding_std=0.8, fc_scale=0.4
     ),
 }
 Role = Literal["embedding", "head", "matrix", "table", "scalar"]
@@ -198,8 +197,8 @@ class CausalSelfAttention(nn.Module):
         self.value_gate = Gate(config.n_kv_head, config.n_embd) if alternate else None
         self.head_gate = Gate(config.n_head, config.n_embd) if config.head_gates else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, values: Tensor | None = None) -> Tensor:
-        """values: (B, T, H_kv · D), what the gate adds to the values that come of x."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, values: Tensor | None, blocks) -> Tensor:
+        """values: (B, T, H_kv · D), what the gate adds to the values that come of x; blocks: as for `attention`."""
         B, T, C = x.shape
         # One product and one rotation for all heads: fewer, larger kernels, and a third of their compilation.
         weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
@@ -211,7 +210,7 @@ class CausalSelfAttention(nn.Module):
         if self.qk_scale != 1:
             qk = qk * self.qk_scale
         q, k = qk.transpose(1, 2).split((self.n_head, self.n_kv_head), dim=1)
-        y = attention(q, k, v.transpose(1, 2), self.window).transpose(1, 2)  # (B, T, H, D)
+        y = attention(q, k, v.transpose(1, 2), self.window, blocks).transpose(1, 2)  # (B, T, H, D)
         if self.head_gate:
             y = y * self.head_gate(x)[..., None]
         return self.c_proj(y.reshape(B, T, C))
@@ -240,12 +239,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, streams: tuple[Tensor, ...], tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x, streams: (B, T, C); tokens: (B, T)."""
-        return self.body(x, streams, None if self.values is None else self.values(tokens), cos, sin)
+        values = None if self.values is None else self.values(tokens)
+        return self.body(x, streams, cos, sin, values, window_blocks(x.size(1), self.attn.window, x.device))
 
-    def body(self, x: Tensor, streams: tuple[Tensor, ...], values: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+    def body(
+        self, x: Tensor, streams: tuple[Tensor, ...], cos: Tensor, sin: Tensor, values: Tensor | None, blocks
+    ) -> Tensor:
         """The part that is compiled: without lookups, whose gradients are sums in any order."""
         x = self.mix(x, streams)
-        x = x + self.attn(norm(x), cos, sin, values)
+        x = x + self.attn(norm(x), cos, sin, values, blocks)
         return x + self.mlp(norm(x))
 
     def mix(self, x: Tensor, streams: tuple[Tensor, ...]) -> Tensor:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.attention import attention, reference_attention
+from nanochat.attention import attention, reference_attention, window_blocks
 from nanochat.compiling import set_compile
 from nanochat.distributed import all_gather_single, compute_cleanup, compute_init, reduce_scatter
 from nanochat.errors import UserError, install_one_line_errors
@@ -96,16 +96,17 @@ def loss(device: torch.device, dtype: torch.dtype) -> float:
 def compiled_block_and_loss(device: torch.device, dtype: torch.dtype) -> float:
     if not set_compile(True, device.type):
         raise RuntimeError("no compiler: torch.compile cannot make kernels here, training runs eagerly")
-    config = GPTConfig(64, 256, 1, 128, 2, 1, **architecture("modern"))  # it has every operation of a classic one
+    config = GPTConfig(64, 256, 3, 128, 2, 1, **architecture("modern"))  # it has every operation of a classic one
     block, angles = Block(config, 0).to(device, dtype), rotary_angles(64, 64, 1e4, device)
     torch.nn.init.ones_(block.scales)
     plain, quick = copy.deepcopy(block).to("cpu", torch.float64), torch.compile(block.body, dynamic=False)
+    streams = len(block.scales) - config.residual_scales
 
     def ours(x: Tensor) -> Tensor:
-        return quick(x, (x, x, x), x[..., :64], *angles)
+        return quick(x, (x,) * streams, *angles, x[..., :64], window_blocks(64, block.attn.window, device))
 
     def reference(x: Tensor) -> Tensor:
-        return plain.body(x, (x, x, x), x[..., :64], *(angle.cpu() for angle in angles))
+        return plain.body(x, (x,) * streams, *(angle.cpu() for angle in angles), x[..., :64], None)
 
     return max(largest_error(ours, reference, device, dtype, (2, 64, 128)), loss(device, dtype))
 
