@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import REPO, make_sums, run_module
+from conftest import ALL_PIECES, REPO, make_sums, run_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -63,10 +63,11 @@ CPU = [(GPTConfig(length, 2000, n_layer=3, n_embd=256, n_head=heads, n_kv_head=k
            (4, 2, 8, 256, "float32", True)]]
 GPU = [(config_from_depth(depth, vocab_size, 2048, arch=arch), rows, "meta", dtype, again)
        for depth, vocab_size, rows, arch in [
-           (12, 65536, 8, "classic"), (20, 65536, 1, "classic"), (4, 8192, 64, "classic"), (4, 8192, 64, "modern")]
+           (12, 65536, 8, "classic"), (20, 65536, 1, "classic"), (4, 8192, 64, "classic"),
+           (4, 8192, 64, ALL_PIECES)]
        for dtype in ("float32", "bfloat16") for again in (False, True)]
 # Small ones, each piece of the modern architecture by itself as well; and one with a table that is most of it.
-MODERN = architecture("modern")
+MODERN = architecture(ALL_PIECES)
 SMALL = [(GPTConfig(256, 500, n_layer=3, n_embd=128, n_head=4, n_kv_head=kv_heads, **pieces), 8, "cpu", dtype, again)
          for kv_heads, pieces, dtype, again in [
              (2, MODERN, "float32", False), (4, MODERN, "bfloat16", False), (2, MODERN, "float32", True),
@@ -104,13 +105,13 @@ def test_parameters_are_counted_as_the_model_has_them():
     assert parameter_counts(config_from_depth(3, 777, 64)) == (2 * V * C, 3 * 12 * C**2)
     assert parameter_counts(config_from_depth(3, 777, 64, kv_group=2)) == (2 * V * C, 3 * 11 * C**2)
     scalars = 32 + 1 + 3 * 32 * 2 + 2 * 32 * 2 + 3 * 3 + 1  # smear, head gates, value gates of two blocks, scales
-    assert parameter_counts(config_from_depth(3, 777, 64, arch="modern")) == (9 * V * C + scalars, 3 * 12 * C**2)
+    assert parameter_counts(config_from_depth(3, 777, 64, arch=ALL_PIECES)) == (9 * V * C + scalars, 3 * 12 * C**2)
 
 
 def test_gradients_in_flight_are_those_of_neighbouring_units():
     """Embedding and bigram table are one unit, six times a head; next to it is a block with a table of values."""
     V, C = 65536, 256
-    step = step_bytes(config_from_depth(3, V, 64, arch="modern"), 1, torch.bfloat16, "cuda", stage=2, ranks=8)
+    step = step_bytes(config_from_depth(3, V, 64, arch=ALL_PIECES), 1, torch.bfloat16, "cuda", stage=2, ranks=8)
     assert step.in_flight == pytest.approx(2 * 4 * (6 * V * C + V * C + 2 * 12 * C**2), rel=1e-3)
 
 

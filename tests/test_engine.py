@@ -11,7 +11,7 @@ from configurator import Setting, read_arguments
 
 import pytest
 import torch
-from conftest import REPO
+from conftest import ALL_PIECES, REPO
 
 import nanochat.engine
 import nanochat.kv_cache
@@ -61,7 +61,7 @@ def random_model(
     return draw_weights(GPT(GPTConfig(**shape, **architecture(arch))), sharpness).to(dtype)
 
 
-both = pytest.mark.parametrize("arch", ["classic", "modern"])
+both = pytest.mark.parametrize("arch", ["classic", ALL_PIECES])
 
 
 def random_prompts(*lengths: int) -> list[list[int]]:
@@ -85,8 +85,8 @@ def finish(engine: Engine) -> list[Answer]:
 
 
 @pytest.mark.parametrize("arch, n_kv_head, unit", [
-    ("classic", 1, 4), ("classic", 2, 64), ("classic", 4, 4), ("modern", 1, 64), ("modern", 2, 4),
-    ("modern,residual_scales=False", 4, 64), ("classic,backout=True", 4, 64),
+    ("classic", 1, 4), ("classic", 2, 64), ("classic", 4, 4), (ALL_PIECES, 1, 64), (ALL_PIECES, 2, 4),
+    (f"{ALL_PIECES},residual_scales=False", 4, 64), ("classic,backout=True", 4, 64),
 ])
 def test_greedy_is_the_uncached_model_token_for_token(monkeypatch, arch, n_kv_head, unit):
     """
@@ -296,7 +296,7 @@ def test_stop_tokens_end_a_request_and_are_its_last_token():
         assert answer.tokens == [SPECIAL(name)] and answer.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("length, arch", [(95, "classic"), (96, "classic"), (95, "modern")])
+@pytest.mark.parametrize("length, arch", [(95, "classic"), (96, "classic"), (95, ALL_PIECES)])
 def test_the_context_ends_an_answer(length, arch):
     model, prompt = random_model(arch=arch), random_prompts(length)[0]
     answer = Engine(model, TOKENIZER).generate([prompt], GREEDY)[0]
@@ -400,7 +400,7 @@ def scripted(monkeypatch, *tokens: int) -> None:
 
 
 @pytest.mark.parametrize("expression, result, arch", [
-    ("12 * 3", "36", "classic"), ("12 * 3", "36", "modern"), ("'the three'.count('e')", "3", "classic"),
+    ("12 * 3", "36", "classic"), ("12 * 3", "36", ALL_PIECES), ("'the three'.count('e')", "3", "classic"),
     ("1 +", None, "classic"), ("9 ** 9", None, "classic"), ("the", None, "classic"),
 ])
 def test_results_are_forced_in_and_read_like_any_token(monkeypatch, expression, result, arch):

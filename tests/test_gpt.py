@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ALL_PIECES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -106,7 +107,7 @@ def definition(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("n_kv_head,softcap,arch,n_layer", [
     (1, 15.0, "classic", 2), (2, 15.0, "classic", 2), (4, 15.0, "classic", 2), (2, 3, "classic", 2),
-    (2, 0, "classic", 2), (2, None, "classic", 2), (2, 15.0, "modern", 5), (1, None, "modern", 1),
+    (2, 0, "classic", 2), (2, None, "classic", 2), (2, 15.0, ALL_PIECES, 5), (1, None, ALL_PIECES, 1),
     *((2, 15.0, f"classic,{piece}", 5) for piece in ALONE),
 ])
 def test_logits_and_loss_are_those_of_the_definition(n_kv_head, softcap, arch, n_layer):
@@ -298,7 +299,7 @@ def test_bfloat16_gradients_are_summed_in_float32():
         assert error < 0.03, f"{name}: {error}"  # three decimal digits of bf16, through two layers
 
 
-@pytest.mark.parametrize("arch", ["classic", "modern"])
+@pytest.mark.parametrize("arch", ["classic", ALL_PIECES])
 def test_every_weight_is_initialized_from_its_own_name(arch):
     """Starting from NaN nothing may remain NaN, and the depth does not change how a tensor of some shape starts."""
     models = [GPT(GPTConfig(64, 100, depth, 128, 1, 1, **architecture(arch))) for depth in (2, 4)]
@@ -318,7 +319,7 @@ def test_every_weight_is_initialized_from_its_own_name(arch):
     assert abs(models[0](tokens, tokens).item() - math.log(100)) < 0.01, "uniform over 100 tokens, not 128"
 
     expected = {"wte": 1, "h.1.mlp.c_fc": 128**-0.5, "h.1.attn.c_k": 128**-0.5}
-    if arch == "modern":
+    if arch == ALL_PIECES:
         expected |= {"wte": 0.8, "h.1.mlp.c_fc": 0.4 * 128**-0.5, "h.1.values": 128**-0.5}
         scales = torch.tensor([[1.15, 0.2, 0.1], [1.15 - 0.1 / 3, 0.15, 0.1], [1.15 - 0.2 / 3, 0.1, 0.1]])
         torch.testing.assert_close(torch.stack([deep[f"transformer.h.{i}.scales"] for i in range(3)]), scales)
@@ -329,7 +330,7 @@ def test_every_weight_is_initialized_from_its_own_name(arch):
 
 def test_pieces_do_not_change_how_the_rest_starts():
     """The same draws in both architectures, but for the two scales that modern has."""
-    classic, modern = (GPT(GPTConfig(64, 100, 3, 128, 1, 1, **architecture(arch))) for arch in ("classic", "modern"))
+    classic, modern = (GPT(GPTConfig(64, 100, 3, 128, 1, 1, **architecture(arch))) for arch in ("classic", ALL_PIECES))
     classic.init_weights(seed=7)
     modern.init_weights(seed=7)
     parameters = dict(modern.named_parameters())
@@ -340,7 +341,7 @@ def test_pieces_do_not_change_how_the_rest_starts():
 
 def test_roles_by_hand():
     """Each parameter has one, whatever it is called; each belongs to one unit."""
-    model = small_model(arch="modern", n_layer=3)
+    model = small_model(arch=ALL_PIECES, n_layer=3)
     block = {f"{part}.weight": "matrix" for part in
              ("attn.c_q", "attn.c_k", "attn.c_v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
     block |= {"attn.head_gate.weight": "scalar", "scales": "scalar"}
@@ -357,8 +358,8 @@ def test_roles_by_hand():
 
 def test_an_architecture_is_a_name_and_changes():
     modern = architecture("modern")
-    assert architecture("classic") == {} and len(modern) == 11
-    assert architecture("modern, smear=False,rope_theta=1e4") == modern | {"smear": False, "rope_theta": 10_000.0}
+    assert architecture("classic") == {} and modern["smear"] is True
+    assert architecture("modern, smear=False,rope_theta=1e5") == modern | {"smear": False, "rope_theta": 100_000.0}
     assert architecture("classic,bigrams=2") == {"bigrams": 2}
     for wrong, message in (
         ("", "''.*classic or modern"), ("moden", "'moden'.*classic or modern"), ("smear=True", "classic or modern"),
@@ -379,7 +380,7 @@ def test_depth_determines_everything():
         assert config.head_dim == 128 and config.n_head * config.head_dim == config.n_embd
 
 
-@pytest.mark.parametrize("arch", ["classic", "modern"])
+@pytest.mark.parametrize("arch", ["classic", ALL_PIECES])
 def test_flops_equal_those_that_torch_counts(arch):
     """
     Matrix products counted while they run; attention runs in full here, as the formula has it but for the 24 of 32 keys
@@ -394,14 +395,14 @@ def test_flops_equal_those_that_torch_counts(arch):
         logits.backward()
     # The first block's input needs a gradient too (the embedding), so nothing of the backward pass is left out.
     expected = model.estimate_flops()
-    if arch == "modern":
+    if arch == ALL_PIECES:
         gates = [p.numel() for name, p in model.named_parameters() if "gate" in name or "smear.weight" in name]
         assert len(gates) == 9
         expected += 6 * sum(gates) + 3 * 12 * 32 * 24
     assert (forward.get_total_flops() + backward.get_total_flops()) == expected * tokens.numel()
 
 
-@pytest.mark.parametrize("arch", ["classic", "modern"])
+@pytest.mark.parametrize("arch", ["classic", ALL_PIECES])
 def test_activation_checkpointing_changes_nothing_but_memory(arch):
     tokens, grads = torch.randint(70, (2, 32)), []
     for recompute in (False, True):
@@ -412,7 +413,7 @@ def test_activation_checkpointing_changes_nothing_but_memory(arch):
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
-@pytest.mark.parametrize("arch", ["classic", "modern"])
+@pytest.mark.parametrize("arch", ["classic", ALL_PIECES])
 def test_generate_is_the_argmax_and_the_seeded_draw(arch):
     model, prompt = small_model(arch=arch), [3, 1, 4]
     greedy = list(model.generate(prompt, 6, temperature=0))

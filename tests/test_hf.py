@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import tiktoken
 import torch
+from conftest import ALL_PIECES
 from ranks import run_on_ranks
 from safetensors.torch import load_file, save_file
 
@@ -24,7 +25,7 @@ from nanochat.conversation import render, render_prompt
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.engine import Engine
 from nanochat.errors import UserError
-from nanochat.gpt import ARCHITECTURES, GPT, GPTConfig
+from nanochat.gpt import GPT, GPTConfig, architecture
 from nanochat.hf.model import CONFIG, Imported, fit
 from nanochat.hf.tokenizer import GUARD, PROBES, SEAM, to_hf
 from nanochat.optimizers import setup_optimizers
@@ -137,13 +138,13 @@ def test_transformers_computes_the_same(hf, tmp_path, n_kv_head, dtype, max_shar
     assert got == expected and len(set(expected)) > 10
 
 
-@pytest.mark.parametrize("piece", [*ARCHITECTURES["modern"], None])
+@pytest.mark.parametrize("piece", [*architecture(ALL_PIECES), None])
 def test_a_model_with_any_piece_brings_code_that_computes_the_same(hf, tmp_path, piece):
     """
     Each by itself, and all with other shapes, in bfloat16 and several files: the very logits, whatever else the folder
     is loaded with. The code asks for nothing of this program.
     """
-    modern = ARCHITECTURES["modern"]
+    modern = architecture(ALL_PIECES)
     model = random_model(**{piece: modern[piece]}) if piece else random_model(2, n_layer=6, **modern).bfloat16()
     saved(model)
     folder = exported(tmp_path / "my.model-1", max_shard_gb=5.0 if piece else 3e-4)
@@ -176,7 +177,7 @@ def test_a_model_with_its_own_code_generates_batches_and_is_saved_there(hf, tmp_
     Greedy tokens of the plain loop, for prompts that are padded on the left, with a cache asked for, and from a
     pipeline; the loss; what cannot be right is refused. Saved by transformers, it imports to the same bits.
     """
-    model = random_model(2, n_layer=4, **ARCHITECTURES["modern"])
+    model = random_model(2, n_layer=4, **architecture(ALL_PIECES))
     original = saved(model)
     folder = exported(tmp_path / "out")
     theirs = hf.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
@@ -645,7 +646,7 @@ CLASSIC_FAULTS = {
 def test_what_would_be_another_model_is_refused_and_leaves_nothing(tmp_path, base_folder):
     """One line each that says what it found; the folder of the checkpoints is never made."""
     saved(random_model(), source="rl")
-    saved(random_model(**ARCHITECTURES["modern"]), source="mid")
+    saved(random_model(**architecture(ALL_PIECES)), source="mid")
     origins = (exported(tmp_path / "hf", source="rl"), exported(tmp_path / "modern", source="mid"),
                classic_folder(tmp_path / "classic", random_model()))
     before = sorted(str(path) for path in base_folder.rglob("*"))

@@ -1,7 +1,8 @@
 """The formulas of nanochat/plan/memory.py against what ranks really keep and send; the measurement sees a hoard."""
 import pytest
 import torch
-from ranks import run_on_ranks  # first: it makes the repo importable where this file is run by itself
+from conftest import ALL_PIECES  # first: it makes the repo importable where this file is run by itself
+from ranks import run_on_ranks
 
 from bench.watch import DTYPES, KEPT, STAGES, measure, measure_all
 from nanochat import zero
@@ -11,7 +12,7 @@ from nanochat.plan.memory import sent_bytes, state_bytes
 
 # 10 units of 76,800 parameters. Three ranks divide neither a block nor 80 rows: slices and FSDP's rows have padding.
 CONFIG = GPTConfig(sequence_len=16, vocab_size=960, n_layer=8, n_embd=80, n_head=2, n_kv_head=2)
-MODERN = GPTConfig(16, 960, 3, 80, 2, 1, **architecture("modern"))  # its largest unit is most of it
+MODERN = GPTConfig(16, 960, 3, 80, 2, 1, **architecture(ALL_PIECES))  # its largest unit is most of it
 UNIT = 4 * 76_800  # bytes of a unit's gradients
 MODEL = 10 * UNIT
 
