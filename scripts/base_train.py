@@ -72,7 +72,7 @@ max_seq_len = 2048          # [1..] tokens per row
 depth = 20                  # [1..] layers; the width (64 per layer) and the heads follow from it
 kv_group = 1                # [1..] query heads per key head; above 1: grouped-query attention
 softcap = 15.0              # [0..64] limit of the logits; 0: none
-arch = "classic"            # pieces of the model: classic, modern, or one with changes: modern,smear=False
+arch = "modern"             # pieces of the model: classic, modern, or one with changes: modern,smear=False
 # ---- Horizon: the first of these that is positive
 num_iterations = -1         # [-1, 1..] optimizer steps
 target_flops = -1.0         # FLOPs of the whole run

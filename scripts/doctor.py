@@ -34,7 +34,7 @@ from nanochat.report import markdown_table
 
 # ---- Model
 depth = -1                  # [-1, 1..] layers; -1: a table of the usual ones
-arch = "classic"            # pieces of the model, as base_train takes them
+arch = "modern"             # pieces of the model, as base_train takes them
 max_seq_len = 2048          # [1..] tokens per row
 vocab_size = -1             # [-1, 1..] -1: 65,536 for a GPU, 8,192 for a CPU, as in speedrun.sh
 kv_group = 1                # [1..] query heads per key head

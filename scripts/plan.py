@@ -18,7 +18,7 @@ from nanochat.schedule import accumulation_steps
 
 # ---- Model and batch
 depth = 20                  # [1..] layers
-arch = "classic"            # pieces of the model, as base_train takes them
+arch = "modern"             # pieces of the model, as base_train takes them
 vocab_size = 65536          # [1..] tokens
 max_seq_len = 2048          # [1..] tokens per row
 device_batch_size = 8       # [1..] rows per rank and micro-step
