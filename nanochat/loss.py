@@ -11,7 +11,7 @@ from torch import Tensor
 from nanochat.compiling import compiled
 
 MAX_SOFTCAP = 64  # exp(softcap), summed over any vocabulary, stays far below float32's largest number
-CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**28}  # logits in flight; 8 MiB of fp32 fit a CPU's cache
+CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}  # logits in flight; 8 MiB of bf16 fit a CPU's cache
 
 
 def softcapped_cross_entropy(
@@ -47,17 +47,19 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         real = real_columns(head, vocab_size)
-        grad_x, grad_head, start = torch.empty_like(x), None, 0
+        grad_x, grad_head, start = torch.empty_like(x), torch.zeros_like(head, dtype=torch.float32), 0
         for rows, row_targets, row_weights in chunks(head.size(0), x, targets, weights):
             logits = rows @ head.T
-            total, shift, grad = compiled(probabilities_as_gradient)(logits, row_weights, real, softcap)
+            total, shift, grad = compiled(exponentials_and_gradient)(logits, real, softcap)
             losses, target_grad = losses_and_target_gradient(logits, total, shift, real, row_targets, softcap)
-            grad.scatter_(1, row_targets.clamp(min=0)[:, None], (target_grad * row_weights)[:, None].to(grad.dtype))
+            grad[torch.arange(len(grad), device=x.device), row_targets.clamp(min=0)] = target_grad.to(grad.dtype)
             loss += (losses * row_weights).sum()
-            torch.mm(grad, head, out=grad_x[start : start + len(rows)])
+            # What is left of the gradient is a factor of each row: in the products it costs no pass over the logits.
+            scale = (row_weights / total)[:, None]
+            grad_x[start : start + len(rows)] = (grad @ head) * scale
             start += len(rows)
             # Sums over chunks are kept in fp32, whatever the dtype of the products.
-            grad_head = (grad.T @ rows).float() if grad_head is None else grad_head.add_(grad.T @ rows)
+            compiled(add_to)(grad_head, grad.T @ (rows * scale).to(rows.dtype))
         ctx.save_for_backward(grad_x, grad_head)
         ctx.head_dtype = head.dtype if head.grad_dtype is None else head.grad_dtype
         return loss
@@ -99,8 +101,8 @@ def capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | floa
     """The logits after the softcap, in float32, and the tanh whose 1 − tanh² is their slope: 0 without a softcap."""
     if not softcap:
         return logits.float(), 0.0
-    x = logits.float() / softcap
-    tanh = 1 - 2 / ((2 * x).exp() + 1)  # half the time of torch.tanh, with an absolute error of 1e-7
+    logits = logits.float()
+    tanh = 1 - 2 / ((logits * (2 / softcap)).exp() + 1)  # half the time of torch.tanh, with an absolute error of 1e-7
     return softcap * tanh, tanh
 
 
@@ -120,27 +122,30 @@ def sum_of_exponentials(logits: Tensor, real: Tensor, softcap: float | None) -> 
     return exp.sum(-1), shift
 
 
-def probabilities_as_gradient(
-    logits: Tensor, weights: Tensor, real: Tensor, softcap: float | None
+def exponentials_and_gradient(
+    logits: Tensor, real: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor | float, Tensor]:
     """
-    Σ exp(capped logit − shift), (N,), the shift, and weight · softmax · (1 − tanh²), (N, V) in the logits' dtype: the
-    gradient with respect to the raw logits but for the targets' own entries; zero in padded columns.
+    Σ exp(capped logit − shift), (N,), the shift, and exp(capped logit − shift) · (1 − tanh²), (N, V) in the logits'
+    dtype: times weight / Σ it is the gradient with respect to the raw logits but for the targets' own entries.
     """
     exp, shift, tanh = exponentials(logits, real, softcap)
-    total = exp.sum(-1, keepdim=True)
-    grad = exp / total * (1 - tanh * tanh) * weights[:, None]
-    return total[:, 0], shift, grad.to(logits.dtype)
+    return exp.sum(-1), shift, (exp * (1 - tanh * tanh)).to(logits.dtype)
+
+
+def add_to(total: Tensor, part: Tensor) -> None:
+    """Compiled, because eagerly a CPU first makes a float32 copy of the part."""
+    total.add_(part)
 
 
 def losses_and_target_gradient(
     logits: Tensor, total: Tensor, shift: Tensor | float, real: Tensor, targets: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """
-    Of each row's target: −log p and (p − 1) · (1 − tanh²), (N,) float32; where there is none, some finite numbers. In
-    float32 from the raw logit: where p is near one, p − 1 would drown in the rounding of a stored p.
+    Of each row's target: −log p and (p − 1) · (1 − tanh²) · total, (N,) float32; where there is none, some finite
+    numbers. In float32 from the raw logit: where p is near one, p − 1 would drown in the rounding of a stored p.
     """
     targets = targets.clamp(min=0)
     logit, tanh = capped(logits.gather(1, targets[:, None])[:, 0], softcap)
     loss = total.log() - (logit - shift) - real[targets].log()  # the last is zero, or −inf for a target in the padding
-    return loss, ((logit - shift).exp() / total - 1) * (1 - tanh * tanh)
+    return loss, ((logit - shift).exp() - total) * (1 - tanh * tanh)

@@ -52,7 +52,7 @@ class Metrics:
         # A rate measured beside other processes is too low: the best one of the run counts.
         self.peak_flops, self.measure = peak.flops * self.world_size, peak.measure
         self.flops_per_token = flops_per_token
-        self.measured = time.monotonic()
+        self.measured = -math.inf  # soon again: the first time may have been a busy moment
         self.state = state or {"ema": 0.0, "ema_steps": 0, "elapsed": 0.0, "min_val_bpb": None, "skipped": 0}
         self.stop_requested, self.save_requested, self.bad_steps = False, False, 0
         self.pending: tuple[int, Tensor, torch.cuda.Event | None, int, dict] | None = None
@@ -75,11 +75,16 @@ class Metrics:
     def paused(self) -> Iterator[None]:
         """Around what is not training: all steps are read and written before it, and its time counts for no step."""
         self.flush()
+        self.measure_peak()
+        yield
+        self.clock = time.perf_counter()
+
+    def measure_peak(self) -> None:
+        """Again, where it is time: its clock stands still meanwhile."""
         if self.measure and time.monotonic() - self.measured >= MEASURE_EVERY:
             self.peak_flops = max(self.peak_flops, self.measure() * self.world_size)
             self.measured = time.monotonic()
-        yield
-        self.clock = time.perf_counter()
+            self.clock = time.perf_counter()
 
     def log_step(self, step: int, stats: StepStats, lrm: float, tokens: int | None = None) -> None:
         """A finished optimizer step. tokens: of all ranks, where they differ from step to step."""
@@ -96,6 +101,7 @@ class Metrics:
         self.clock = now
         if copied is None:
             self.flush()
+            self.measure_peak()  # a run may be without pauses
 
     def flush(self) -> None:
         """Read, print and write the step that is still pending, if there is one. Waits for the device to finish it."""
