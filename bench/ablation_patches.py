@@ -11,7 +11,9 @@ from torch import Tensor
 
 import nanochat.gpt
 import nanochat.loss
+import nanochat.optimizers
 import nanochat.schedule
+from nanochat.gpt import GPT
 from nanochat.zero import Sharding
 
 
@@ -66,6 +68,17 @@ class OfRows(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         grad_x, grad_head = ctx.saved_tensors
         return grad_x * grad.to(grad_x.dtype), grad_head * grad.to(grad_head.dtype), None, None
+
+
+def table_lr(factor: float = 4.0) -> None:
+    """Value and bigram tables learn so much faster."""
+    nanochat.optimizers.TABLE_LR *= factor
+
+
+def bigram_scale(factor: float = 4.0) -> None:
+    """The bigram vectors' scales start so much larger."""
+    first_scales = GPT.first_scales
+    GPT.first_scales = lambda model, layer: [0.1 * factor if s == 0.1 else s for s in first_scales(model, layer)]
 
 
 def tail_average(power: float = 8.0) -> Callable[[dict], None]:

@@ -84,6 +84,8 @@ CANDIDATES = {
     "unembedding_lr_up": ("--unembedding_lr=0.008", ""),
     "unembedding_lr_down": ("--unembedding_lr=0.002", ""),
     "half_batch": ("--total_batch_size=4096 --device_batch_size=8", ""),
+    "table_lr": ("@table_lr", ""),
+    "bigram_scale": ("@bigram_scale", ""),
     "sampled_softmax": ("@sampled_softmax", ""),
     "tail_average": ("@tail_average", ""),
     "tail_average_high_lr": ("@tail_average --final_lr_frac=0.3", ""),

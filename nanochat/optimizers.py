@@ -4,6 +4,7 @@ from nanochat.gpt import GPT
 from nanochat.muon import DistMuon, Variant
 from nanochat.zero import Sharding
 
+TABLE_LR = 0.5    # of value and bigram tables, relative to the embedding's
 SCALAR_LR = 0.02  # of scalars and gates: they are of the order of one
 # AdamW by role of the parameter; weight decay is constant, a part of the learning rate.
 ADAMW = {
@@ -23,7 +24,7 @@ def setup_optimizers(
     weight_decay: Muon's. Rates of embedding, tables and head are those of a model 768 wide; they change as 1/√width.
     """
     scale, roles = (model.config.n_embd / 768) ** -0.5, model.roles()
-    rates = {"head": unembedding_lr * scale, "embedding": embedding_lr * scale, "table": embedding_lr * scale / 2,
+    rates = {"head": unembedding_lr * scale, "embedding": embedding_lr * scale, "table": embedding_lr * scale * TABLE_LR,
              "scalar": SCALAR_LR}
     groups = [{"shards": [s for s in sharding.shards if roles[s.name] == role], "lr": lr, **ADAMW[role]}
               for role, lr in rates.items()]
