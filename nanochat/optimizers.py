@@ -24,8 +24,8 @@ def setup_optimizers(
     weight_decay: Muon's. Rates of embedding, tables and head are those of a model 768 wide; they change as 1/√width.
     """
     scale, roles = (model.config.n_embd / 768) ** -0.5, model.roles()
-    rates = {"head": unembedding_lr * scale, "embedding": embedding_lr * scale, "table": embedding_lr * scale * TABLE_LR,
-             "scalar": SCALAR_LR}
+    rates = {"head": unembedding_lr * scale, "embedding": embedding_lr * scale,
+             "table": TABLE_LR * embedding_lr * scale, "scalar": SCALAR_LR}
     groups = [{"shards": [s for s in sharding.shards if roles[s.name] == role], "lr": lr, **ADAMW[role]}
               for role, lr in rates.items()]
     matrices = [name for name, role in roles.items() if role == "matrix"]
