@@ -1,5 +1,7 @@
 """Every stage of ZeRO on one to five ranks against an unsharded reference, with shapes that break naive sharding."""
 import functools
+import subprocess
+import sys
 from math import prod
 
 import pytest
@@ -274,3 +276,22 @@ def test_gradients_leave_while_the_backward_pass_runs(stage):
         assert sorted(event for event in part if "send" in event) == [f"send {i}" for i in range(5)]
         before_the_end = part[: max(i for i, event in enumerate(part) if "backward" in event)]
         assert sum("send" in event for event in before_the_end) >= 3, part
+
+
+def test_freed_memory_is_used_again_without_asking_the_system():
+    """Pages that the system clears for four times two tensors of 64 MiB, after the first two of them."""
+    script = '''
+import resource, torch
+from nanochat.distributed import compute_init
+compute_init("cpu")
+def faults(times):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(times):
+        a, b = torch.ones(2**24), torch.ones(2**24)
+        del a, b
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults(2)
+print(faults(4))
+'''
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(result.stdout) < 6 * 2**14, "eight tensors of 2^14 pages; half of them were seen"
