@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, broken_bundle, make_sums, run_module
+from conftest import ALL_PIECES, REPO, broken_bundle, make_sums, run_module
 from safetensors.torch import load_file
 
 from nanochat.corpus.learn_tokenizer import train_tokenizer
@@ -104,12 +104,12 @@ def test_an_empty_base_folder_is_enough(base_folder):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, dtype, compiled):
+@pytest.mark.parametrize("dtype, arch", [("float32", ALL_PIECES), ("bfloat16", "classic")])
+def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, dtype, arch, compiled):
     """2N = N + stop + resume + N: parameters, masters, moments, and every loss in the log."""
     half, whole = (4, 8) if not compiled else (2, 4)
     args = [f"--dtype={dtype}", f"--compile={compiled}", f"--num_iterations={whole}", f"--save_every={half}",
-            "--weight_decay=0.1"]
+            "--weight_decay=0.1", f"--arch={arch}", "--muon_variant=normuon"]
     straight = train("--model_tag=straight", *args)
     assert straight.returncode == 0, straight.stderr
     assert f"{dtype}, {'compiled' if compiled else 'eager'}" in straight.stdout, "there is no compiler"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, broken_bundle, make_sums
+from conftest import ALL_PIECES, REPO, broken_bundle, make_sums
 from ranks import Job, run_as_main, run_on_ranks, torchrun
 from safetensors.torch import load_file
 
@@ -163,11 +163,13 @@ def test_bfloat16_differs_no_more_than_by_the_order_of_micro_steps(base):
         assert difference(losses(base, tag), losses(base, "bf16")) <= 3 * noise, tag
 
 
-@pytest.mark.parametrize("stage,dtype", [(2, "float32"), (2, "bfloat16"), (3, "float32"), (3, "bfloat16")])
-def test_two_ranks_stopped_and_resumed_are_the_run_that_was_not(base, stage, dtype):
+@pytest.mark.parametrize("stage,dtype,arch", [
+    (2, "float32", ALL_PIECES), (2, "bfloat16", "classic"), (3, "float32", "classic"), (3, "bfloat16", ALL_PIECES),
+])
+def test_two_ranks_stopped_and_resumed_are_the_run_that_was_not(base, stage, dtype, arch):
     """2N = N + stop + resume + N, bit for bit: weights, masters, moments, losses."""
     straight, resumed = f"straight-{stage}-{dtype}", f"resumed-{stage}-{dtype}"
-    settings = dict(num_iterations=8, save_every=4, zero_stage=stage, dtype=dtype)
+    settings = dict(num_iterations=8, save_every=4, zero_stage=stage, dtype=dtype, arch=arch, muon_variant="normuon")
     train(2, straight, **settings)
     shutil.copytree(folder(base, straight) / "step_000004", folder(base, resumed) / "step_000004")
     shutil.copy(folder(base, straight) / "metrics.jsonl", folder(base, resumed))
@@ -177,10 +179,10 @@ def test_two_ranks_stopped_and_resumed_are_the_run_that_was_not(base, stage, dty
     assert losses(base, straight) == losses(base, resumed)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_moves_between_ranks_and_stages(base, dtype):
+@pytest.mark.parametrize("dtype, arch", [("float32", ALL_PIECES), ("bfloat16", "classic")])
+def test_a_run_moves_between_ranks_and_stages(base, dtype, arch):
     """2 ranks on stage 2, then 4 on stage 3, then 1: the float32 losses stay within 1e-4 of the run that stayed."""
-    settings = dict(num_iterations=12, save_every=4, dtype=dtype)
+    settings = dict(num_iterations=12, save_every=4, dtype=dtype, arch=arch, muon_variant="normuon")
     train(2, f"stayed-{dtype}", zero_stage=2, **settings)
     before = f"stayed-{dtype}"
     for world_size, stage, step in ((4, 3, 4), (1, 2, 8)):
