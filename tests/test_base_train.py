@@ -136,7 +136,7 @@ def test_a_chosen_batch_scales_the_rates_and_a_resumed_run_keeps_both(base):
     assert straight.returncode == 0, straight.stderr
     printed = re.search("rates: all x (.*) for this batch; weight decay x (.*) for", straight.stdout)
     lr, decay = map(float, printed.groups())
-    assert lr == pytest.approx((8192 / 2**19) ** 0.5, rel=1e-3)
+    assert lr == 0.5, "8,192 tokens are few"
     assert lr * decay * 2 == pytest.approx(1.2e9 / 2**19, rel=1e-3), "rate times decay times steps is that of the rule"
     folder = base / "base_checkpoints"
     (folder / "resumed").mkdir()

@@ -44,7 +44,10 @@ def test_rates_follow_the_batch_and_decay_keeps_what_it_leaves_of_early_weights(
     assert rate_scales(2**19, 1.2e9) == (1, 1), "the settings are for this point"
     lr, decay = rate_scales(2**17, 2.4e9)
     assert (lr, decay) == pytest.approx((1 / 2, 1 / 4))
-    assert lr * decay * 2.4e9 / 2**17 == pytest.approx(1.2e9 / 2**19), "rate times decay times steps"
+    assert rate_scales(2**21, 1.2e9) == (2, 2) and rate_scales(2**13, 2.4e9)[0] == 0.5
+    for batch in (2**13, 2**17, 2**21):
+        lr, decay = rate_scales(batch, 2.4e9)
+        assert lr * decay * 2.4e9 / batch == pytest.approx(1.2e9 / 2**19), "rate times decay times steps"
 
 
 def test_what_is_due_every_so_many_steps_is_due_at_the_end():
