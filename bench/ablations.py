@@ -83,7 +83,7 @@ CANDIDATES = {
     "embedding_lr_down": ("--embedding_lr=0.14", ""),
     "unembedding_lr_up": ("--unembedding_lr=0.008", ""),
     "unembedding_lr_down": ("--unembedding_lr=0.002", ""),
-    "rates_by_batch": ("--matrix_lr=0.00177 --embedding_lr=0.0177 --unembedding_lr=0.000354", ""),  # √(4096 / 2^19)
+    "rates_by_batch": ("--matrix_lr=0.00177 --embedding_lr=0.0177 --unembedding_lr=0.000354", ""),
     "half_batch": ("--total_batch_size=4096 --device_batch_size=8", ""),
     "table_lr": ("@table_lr", ""),
     "bigram_scale": ("@bigram_scale", ""),
