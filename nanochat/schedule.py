@@ -58,8 +58,9 @@ def apply_schedule(optimizers, step: int, num_iterations: int, lrm: float, momen
 def rate_scales(batch: int, tokens: float) -> tuple[float, float]:
     """
     What learning rates, and weight decay, are multiplied by for a batch and a horizon in tokens. Rates change as
-    √batch, but are never less than half: runs on small batches are short, and learn little at small rates. Decay times rate times steps, which says how much of early weights is left, stays what it is at the
-    reference: Wang & Aitchison 2024, arXiv:2405.13698.
+    √batch, but are never less than half: runs on small batches are short, and learn little at small rates. Decay times
+    rate times steps, which says how much of early weights is left, stays what it is at the reference: Wang & Aitchison
+    2024, arXiv:2405.13698.
     """
     lr = max((batch / REFERENCE_BATCH) ** 0.5, 0.5)
     return lr, batch / REFERENCE_BATCH / lr * REFERENCE_TOKENS / tokens
