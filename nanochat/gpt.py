@@ -373,9 +373,12 @@ class GPT(nn.Module):
         return self.lm_head(self.hidden(tokens), targets, weights, reduction)
 
     def compile_blocks(self) -> None:
-        """Blocks of a kind share one compiled body: start-up does not grow with depth. Hooks stay outside of it."""
+        """
+        Blocks of a kind share one compiled body: start-up does not grow with depth. Hooks stay outside of it. Kinds
+        (window, value table, streams), each with and without gradients, can be more than torch's limit of 8.
+        """
         for block in self.transformer.h:
-            block.body = torch.compile(block.body, dynamic=False)
+            block.body = torch.compile(block.body, dynamic=False, recompile_limit=32)
 
     def units(self) -> list[nn.Module]:
         """The modules whose parameters are sent and gathered together, in the order of the forward pass."""

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanochat.attention import attention, reference_attention
+from nanochat.attention import attention, reference_attention, window_blocks
 from nanochat.compiling import switch
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig, architecture, config_from_depth
@@ -144,6 +144,26 @@ def test_attention_kernels_equal_the_reference(heads, kv_heads, length, window, 
         torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
         for a, b in zip(torch.autograd.grad(got, (q, k, v), upstream), expected_grads):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+class PretendedGPU(str):
+    """The name of a device that has no backward pass of FlexAttention, taken for one that has."""
+    type = "cuda"
+
+
+@pytest.mark.parametrize("heads,kv_heads,length,window", [(2, 2, 256, 128), (4, 2, 300, 75)])
+def test_flex_attention_equals_the_reference(heads, kv_heads, length, window, monkeypatch):
+    """The way of windows in compiled code on a GPU, here run eagerly on a CPU."""
+    generator = torch.Generator().manual_seed(length)
+    q, k, v = (torch.randn(2, h, length, 16, generator=generator) for h in (heads, kv_heads, kv_heads))
+    blocks = window_blocks(length, window, PretendedGPU("cpu"))
+    assert blocks is window_blocks(length, window, PretendedGPU("cpu")), "each layer would be compiled again"
+    monkeypatch.setattr("nanochat.attention.BLOCKWISE_MAX_LENGTH", 0)
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
+    got = attention(q, k, v, window, blocks)
+    torch.testing.assert_close(got, reference_attention(q, k, v, window), atol=2e-6, rtol=0)
+    assert window_blocks(length, length, PretendedGPU("cpu")) is window_blocks(length, 1, torch.device("cpu")) is None
 
 
 def drawn(x_scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Generator]:
