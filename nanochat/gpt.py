@@ -387,8 +387,9 @@ class GPT(nn.Module):
     def roles(self) -> dict[str, Role]:
         """What each parameter is, by name: optimizers, FLOPs and the horizon go by it, not by names."""
         kinds = {Embedding: "embedding", Table: "table", Head: "head", Gate: "scalar", nn.Linear: "matrix"}
-        return {
-            f"{prefix}.{name}": kinds.get(type(module), "scalar") if name == "weight" else "scalar"
+        return {  # the first kind that fits: fully_shard makes subclasses of these classes
+            f"{prefix}.{name}": next((role for kind, role in kinds.items() if isinstance(module, kind)), "scalar")
+            if name == "weight" else "scalar"
             for prefix, module in self.named_modules() for name, _ in module.named_parameters(recurse=False)
         }
 
