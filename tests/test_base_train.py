@@ -354,7 +354,7 @@ def test_a_full_disk_is_one_line_and_costs_nothing_already_written(base, tmp_pat
     try:
         for name in ("data", "tokenizer"):
             shutil.copytree(base / name, disk / name)
-        result = train("--num_iterations=8", "--save_every=1", env={"NANOCHAT_BASE_DIR": str(disk)})
+        result = train("--num_iterations=8", "--save_every=1", "--arch=classic", env={"NANOCHAT_BASE_DIR": str(disk)})
         errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
         assert result.returncode == 1 and len(errors) == 1 and "No space left" in errors[0], result.stderr
         assert "Traceback" not in result.stderr
@@ -363,7 +363,7 @@ def test_a_full_disk_is_one_line_and_costs_nothing_already_written(base, tmp_pat
         subprocess.run(["umount", str(disk)], check=True)
     saved = [line for line in result.stdout.splitlines() if line.startswith("saved")]
     assert saved and not list(base.rglob(".step*")), "some checkpoints were written, and no debris is left of the last"
-    resumed = train("--num_iterations=8", "--save_every=1", "--resume=auto")
+    resumed = train("--num_iterations=8", "--save_every=1", "--arch=classic", "--resume=auto")
     assert resumed.returncode == 0 and f"step_{len(saved):06d}" in resumed.stdout, resumed.stderr
 
 

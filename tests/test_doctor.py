@@ -53,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= count
 
 
-def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, blocks) -> torch.Tensor:
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
 
@@ -138,7 +138,7 @@ def test_the_recommended_rows_train_under_a_limit_and_twice_as_many_do_not(base_
     vocab_size = make_sums(base_folder).get_vocab_size()
     config = config_from_depth(2, vocab_size, 256)
     limit = int(1.02 * needed_bytes(config, 64, torch.float32, "cpu", compiled))
-    model = ["--depth=2", "--max_seq_len=256", "--dtype=float32", f"--compile={compiled}"]
+    model = ["--depth=2", "--max_seq_len=256", "--dtype=float32", f"--compile={compiled}", "--arch=classic"]
     formula = ["-m", "scripts.doctor", *model, f"--vocab_size={vocab_size}", "--batch_only", "--max_rows=128"]
     imports = "import torch; from nanochat.gpt import GPTConfig; from nanochat.plan import probes"
     trial = f"print(probes.rows_that_train(128, {config}, torch.float32, 'cpu', {compiled}))"
@@ -213,7 +213,7 @@ def test_questions_about_a_gpu_that_is_not_here():
     assert largest_rows(12 * GIB, 64, twelve, *ask) < largest_rows(24 * GIB, 64, twelve, *ask) == 16
     assert needed_bytes(config, 4, *ask, 8) < needed_bytes(config, 4, *ask, 8, stage=1) < needed_bytes(config, 4, *ask)
     assert needed_bytes(config, 4, *ask, checkpointing=True) < 0.6 * needed_bytes(config, 4, *ask)
-    told = run_module("scripts.doctor", "--depth=12", "--memory_gib=24")
+    told = run_module("scripts.doctor", "--depth=12", "--memory_gib=24", "--arch=classic")
     assert told.returncode == 0 and "| 12 | 185,597,952 | 16 | 64 |" in told.stdout
     none = run_module("scripts.doctor", "--depth=32", "--batch_only", "--memory_gib=6")
     assert (none.returncode, none.stdout) == (0, "0\n") and "not one row" in none.stderr
