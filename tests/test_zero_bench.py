@@ -33,8 +33,8 @@ def hoard(rank: int, ranks: int) -> list[dict]:
 
 def measure_and_hoard(rank: int, ranks: int) -> dict[str, list[dict]]:
     set_compile(False, "cpu")
-    other = {"hoard": hoard(rank, ranks)} if ranks == 2 else {"modern": measure_all(rank, ranks, MODERN)}
-    return {f"{ranks} ranks": measure_all(rank, ranks, CONFIG)} | other
+    right = {f"{ranks} ranks": measure_all(rank, ranks, CONFIG)}  # first: hoard leaves its wrong version behind
+    return right | ({"hoard": hoard(rank, ranks)} if ranks == 2 else {"modern": measure_all(rank, ranks, MODERN)})
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +74,16 @@ def test_the_example_of_the_paper():
         assert there / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
-def test_ranks_keep_what_the_formulas_say(results):
-    """Within 5%, parameters, gradients and optimizer state each; no other tensor of any size is alive."""
+def test_ranks_keep_what_the_formulas_say(results, measured):
+    """
+    Within 5%, parameters, gradients and optimizer state each; no other tensor of any size is alive. A unit with a table
+    beside its matrices is cut into equal parts, of which AdamW's have one moment more: there the fullest rank has 7%.
+    """
     assert {(r["dtype"], r["stage"]) for r in results} == {(dtype, stage) for dtype in DTYPES for stage in STAGES}
     for r in results:
         for name in KEPT:
-            assert r["memory"][name] == pytest.approx(r["expected"][name], rel=0.05), (r["dtype"], r["stage"], name)
+            limit = 0.07 if results is measured["modern"] else 0.05
+            assert r["memory"][name] == pytest.approx(r["expected"][name], rel=limit), (r["dtype"], r["stage"], name)
         assert r["memory"]["rest"] < 0.01 * UNIT, (r["dtype"], r["stage"])
         assert r["memory"]["in flight"] == 0 or r["stage"] == 2
 
