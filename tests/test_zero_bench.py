@@ -77,12 +77,12 @@ def test_the_example_of_the_paper():
 def test_ranks_keep_what_the_formulas_say(results, measured):
     """
     Within 5%, parameters, gradients and optimizer state each; no other tensor of any size is alive. A unit with a table
-    beside its matrices is cut into equal parts, of which AdamW's have one moment more: there the fullest rank has 7%.
+    beside its matrices is cut into equal parts, of which AdamW's have one moment more: there the fullest rank has 10% more.
     """
     assert {(r["dtype"], r["stage"]) for r in results} == {(dtype, stage) for dtype in DTYPES for stage in STAGES}
     for r in results:
         for name in KEPT:
-            limit = 0.07 if results is measured["modern"] else 0.05
+            limit = 0.1 if results is measured["modern"] else 0.05
             assert r["memory"][name] == pytest.approx(r["expected"][name], rel=limit), (r["dtype"], r["stage"], name)
         assert r["memory"]["rest"] < 0.01 * UNIT, (r["dtype"], r["stage"])
         assert r["memory"]["in flight"] == 0 or r["stage"] == 2
