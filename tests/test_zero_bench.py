@@ -77,7 +77,7 @@ def test_the_example_of_the_paper():
 def test_ranks_keep_what_the_formulas_say(results, measured):
     """
     Within 5%, parameters, gradients and optimizer state each; no other tensor of any size is alive. A unit with a table
-    beside its matrices is cut into equal parts, of which AdamW's have one moment more: there the fullest rank has 10% more.
+    beside its matrices is cut into equal parts, of which AdamW's have one moment more: there the fullest has 10% more.
     """
     assert {(r["dtype"], r["stage"]) for r in results} == {(dtype, stage) for dtype in DTYPES for stage in STAGES}
     for r in results:
