@@ -43,15 +43,15 @@ data = "python"             # data sets, with commas
 seeds = 3                   # [1..] runs of each, or rounds of --times
 depth = 4                   # [1..] layers
 max_seq_len = 512           # [1..] tokens per row
-device_batch_size = 16      # [1..] rows per micro-step
-total_batch_size = 8192     # [1..] tokens per step
+device_batch_size = 8       # [1..] rows per micro-step
+total_batch_size = 4096     # [1..] tokens per step
 # ---- For how long
-tokens = 2_000_000          # [1..] of each run
+tokens = 614_400            # [1..] of each run
 minutes = 0.0               # [0..] of each run instead, by the ms that --times has measured
 share = 1.0                 # [>0] of the baseline's tokens or minutes that a candidate gets
 eval_tokens = 100_000       # [1..] of the first validation documents
 # ---- How
-jobs = 2                    # [1..] runs at a time; they share the cores
+jobs = 2                    # [0..] runs at a time; they share the cores; 0: only the table of what has a result
 times = False               # measure ms per step, a few steps of each in turns, instead of training
 write = False               # put the table into docs/ablations.md
 configure(globals())
@@ -84,7 +84,7 @@ CANDIDATES = {
     "unembedding_lr_up": ("--unembedding_lr=0.008", ""),
     "unembedding_lr_down": ("--unembedding_lr=0.002", ""),
     "rates_by_batch": ("--matrix_lr=0.00177 --embedding_lr=0.0177 --unembedding_lr=0.000354", ""),
-    "half_batch": ("--total_batch_size=4096 --device_batch_size=8", ""),
+    "half_batch": ("--total_batch_size=2048 --device_batch_size=4", ""),
     "table_lr": ("@table_lr", ""),
     "bigram_scale": ("@bigram_scale", ""),
     "sampled_softmax": ("@sampled_softmax", ""),
@@ -137,9 +137,9 @@ def result(run: Run) -> dict | None:
 
 def perform(runs: list[Run], jobs: int) -> None:
     """Run what has no result yet. A failure is told, and the others go on; a signal ends the runs under way, too."""
-    runs = list({path_of(run): run for run in runs if result(run) is None}.values())
+    runs = list({path_of(run): run for run in runs if jobs and result(run) is None}.values())
     children: list[subprocess.Popen] = []
-    environment = os.environ | {"OMP_NUM_THREADS": str(max(os.cpu_count() // jobs, 1))}
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(os.cpu_count() // (jobs or 1), 1))}
 
     def perform_one(run: Run) -> int:
         path = path_of(run)
@@ -152,7 +152,7 @@ def perform(runs: list[Run], jobs: int) -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; the same command goes on"))
     start, done, whole = time.monotonic(), 0.0, sum(run.tokens for run in runs)
-    pool = ThreadPoolExecutor(jobs)
+    pool = ThreadPoolExecutor(jobs or 1)
     try:
         futures = {pool.submit(perform_one, run): run for run in runs}
         for number, future in enumerate(as_completed(futures), start=1):
@@ -241,7 +241,7 @@ lines = [[f"**{title}**", f"{statistics.fmean(bpb.values()):.4f}",
           f"{base_ms:,.0f}" if base_ms else "?", "", ""]]
 for name in pairs:
     if not (found := paired("baseline", name)):
-        lines.append([name, "failed", *[""] * (len(columns) - 2)])
+        lines.append([name, "failed" if jobs else "not run", *[""] * (len(columns) - 2)])
         continue
     difference = change(found)
     ratio, equal = ratios.get(name), difference

@@ -44,10 +44,10 @@ def test_a_series_that_was_stopped_goes_on(base_folder, tmp_path):
     assert first.stat().st_mtime_ns == before
     difference = results["added-warmdown"]["bpb"] - results["classic"]["bpb"]
     assert difference and f"| warmdown | {difference:+.4f} ± ? |" in again.stdout
-    # Its 4,096 tokens are not a multiple of 8 rows of 48.
+    # Its 2,048 tokens are not a multiple of 8 rows of 48.
     assert again.stdout.count(": failed, see ") == 1 and "| half_batch | failed |" in again.stdout
     (log,) = folder.glob("added-half_batch*.log")
-    assert "total_batch_size=4096 is not a multiple" in log.read_text()
+    assert "total_batch_size=2048 is not a multiple" in log.read_text()
     assert set(os.listdir(base_folder)) == {"texts", "data", "tokenizer", "ablations"}, "what else a run writes is gone"
 
 
