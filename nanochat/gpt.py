@@ -29,9 +29,7 @@ HEAD_DIM = 128            # of the one-number family
 GATE_INPUTS = 32          # channels that a gate reads
 ARCHITECTURES = {         # named sets of pieces
     "classic": {},
-    "modern": dict(
-        short_windows=True, value_embeddings=True, bigrams=5, smear=True, embedding_std=0.8, fc_scale=0.4
-    ),
+    "modern": dict(short_windows=True, value_embeddings=True, smear=True, embedding_std=0.8, fc_scale=0.4),
 }
 Role = Literal["embedding", "head", "matrix", "table", "scalar"]
 
