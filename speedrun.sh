@@ -64,7 +64,7 @@ elif [ $rehearse = no ]; then
     # All stages together take about as long as 1,800 training steps of the base model, and three minutes more.
     estimate() {
         local ms
-        ms=$(python -m scripts.doctor --time_only --arch=classic --depth=$depth --max_seq_len=256 --vocab_size=$vocab) && minutes=$((3 + ms * 1800 / 60000))
+        ms=$(python -m scripts.doctor --time_only --depth=$depth --arch=classic --max_seq_len=256 --vocab_size=$vocab) && minutes=$((3 + ms * 1800 / 60000))
     }
     mkdir -p "${answer%/*}"
     [ $full = no ] || echo 4 > "$answer"
@@ -81,7 +81,7 @@ elif [ $rehearse = no ]; then
     read -r depth < "$answer"
     tag=speedrun-d$depth launch=(python -m)
     # The classic architecture: what README shows was measured with it, all stages through.
-    model=(--arch=classic --depth=$depth --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=700
+    model=(--depth=$depth --arch=classic --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=700
            --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=65536 --save_every=100 --keep_last=2)
     mid=(--tasks="tinyworld*3, arithmetic[:6000], spellingbee[:9000]" --device_batch_size=16 --total_batch_size=4096
          --eval_every=200 --eval_tokens=65536 --save_every=100 --keep_last=2)
