@@ -82,7 +82,7 @@ def test_the_formula_is_the_bytes_of_the_tensors(monkeypatch, config, rows, devi
     """
     Of all that an eager step allocates beyond what is there between steps: within 1%, with checkpointing up to 3% less.
     A GPU stands on the meta device, with its kernel and chunks. There a norm is made of other operations, which
-    keep float32 in bfloat16 as well: up to 10% more.
+    keep float32 in bfloat16 as well, and the loss casts its logits: up to 12% more.
     """
     if device == "meta":
         monkeypatch.setattr(nanochat.gpt, "attention", flash)
@@ -95,7 +95,7 @@ def test_the_formula_is_the_bytes_of_the_tensors(monkeypatch, config, rows, devi
         train_step(*training, tokens, micro_steps=2)
     step = step_bytes(config, rows, kind, place, compiled=False, checkpointing=checkpointing)
     formula = state_bytes(2, 1, kind, *parameter_counts(config)).gradients + step.activations + step.transient
-    least, most = 0.97 if checkpointing else 0.99, 1.1 if (device, dtype) == ("meta", "bfloat16") else 1.01
+    least, most = 0.97 if checkpointing else 0.99, 1.12 if (device, dtype) == ("meta", "bfloat16") else 1.01
     assert least < live.peak / formula < most
 
 

@@ -153,7 +153,7 @@ def step_bytes(
     # the same gradients, scaled.
     logits = V * chunk_rows(tokens, V, device_type)
     before = b * logits if tokens * V > logits else 0
-    eager = (b + (4 if device_type == "cpu" or b == FLOAT32 else 5) * FLOAT32) * logits + before
+    eager = (b + 4 * FLOAT32) * logits + before
     working = max(2 * b * logits + before, 2 * b * logits + b * V * C) if compiled else eager
     loss = head + 2 * width + max(working, head + width)
     backward = 12 * width + (max(blocks) if checkpointing else 0)
