@@ -6,13 +6,6 @@ from nanochat.zero import Sharding
 
 TABLE_LR = 0.5    # of value and bigram tables, relative to the embedding's
 SCALAR_LR = 0.02  # of scalars and gates: they are of the order of one
-# AdamW by role of the parameter; weight decay is constant, a part of the learning rate.
-ADAMW = {
-    "head": {"betas": (0.8, 0.95), "weight_decay": 0.0},
-    "embedding": {"betas": (0.8, 0.95), "weight_decay": 0.0},
-    "table": {"betas": (0.8, 0.95), "weight_decay": 0.0},
-    "scalar": {"betas": (0.8, 0.95), "weight_decay": 0.0},
-}
 
 
 def setup_optimizers(
@@ -26,8 +19,7 @@ def setup_optimizers(
     scale, roles = (model.config.n_embd / 768) ** -0.5, model.roles()
     rates = {"head": unembedding_lr * scale, "embedding": embedding_lr * scale,
              "table": TABLE_LR * embedding_lr * scale, "scalar": SCALAR_LR}
-    groups = [{"shards": [s for s in sharding.shards if roles[s.name] == role], "lr": lr, **ADAMW[role]}
-              for role, lr in rates.items()]
+    groups = [{"shards": [s for s in sharding.shards if roles[s.name] == role], "lr": lr} for role, lr in rates.items()]
     matrices = [name for name, role in roles.items() if role == "matrix"]
     muon = DistMuon(sharding, matrices, matrix_lr, weight_decay, variant=muon_variant)
     return DistAdamW(groups, sharding.device), muon

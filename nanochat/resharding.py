@@ -97,7 +97,8 @@ def mismatches(
     there = {name: f"{tuple(s.get_shape())} {s[:0].dtype}" for name, s in slices.items()}
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) != there.get(name):
-            yield f"{name} is {there.get(name, 'not')} there, but {here.get(name, 'not')} here (other depth or dtype?)"
+            found = f"{name} is {there.get(name, 'not')} there, but {here.get(name, 'not')} here"
+            yield f"{found} (other depth, arch or dtype?)"
     kinds = tuple(f"{o.kind}.{key}." for o in optimizers for key in (*o.state, *o.owned)) + ("master.",)
     for name in sorted(saved.keys() - kept.keys()):
         if not name.startswith(kinds):  # else another rank keeps it

@@ -82,7 +82,7 @@ def test_the_formula_is_the_bytes_of_the_tensors(monkeypatch, config, rows, devi
     """
     Of all that an eager step allocates beyond what is there between steps: within 1%, with checkpointing up to 3% less.
     A GPU stands on the meta device, with its kernel and chunks. There a norm is made of other operations, which
-    keep float32 in bfloat16 as well, and the loss casts its logits: up to 12% more.
+    keep float32 in bfloat16 as well: that much is added, and the rest is within 2%.
     """
     if device == "meta":
         monkeypatch.setattr(nanochat.gpt, "attention", flash)
@@ -95,7 +95,10 @@ def test_the_formula_is_the_bytes_of_the_tensors(monkeypatch, config, rows, devi
         train_step(*training, tokens, micro_steps=2)
     step = step_bytes(config, rows, kind, place, compiled=False, checkpointing=checkpointing)
     formula = state_bytes(2, 1, kind, *parameter_counts(config)).gradients + step.activations + step.transient
-    least, most = 0.97 if checkpointing else 0.99, 1.12 if (device, dtype) == ("meta", "bfloat16") else 1.01
+    least, most = 0.97 if checkpointing else 0.99, 1.01
+    if (device, dtype) == ("meta", "bfloat16"):
+        blocks, most = 1 if checkpointing else config.n_layer, 1.02
+        formula += 2 * tokens[:, 1:].numel() * blocks * (3 * config.n_embd + config.n_kv_head * config.head_dim)
     assert least < live.peak / formula < most
 
 

@@ -4,13 +4,11 @@ Muon's variants, sharded, against each written out for whole matrices in float64
 Gradients are small integers, the same on every rank: their sums over ranks are exact, so that runs on any ranks and
 stages can be compared to the bit.
 """
-from types import SimpleNamespace
-
 import pytest
 import torch
 from ranks import run_on_ranks
-from test_zero import Unit
-from torch import Tensor, nn
+from test_zero import Model
+from torch import Tensor
 
 from nanochat.checkpoint import checkpoint_dir, find_checkpoint
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
@@ -28,22 +26,6 @@ CASES = ((0, -1), (2, -1), (3, -1), (1, 1))  # stage and shard_size; with a size
 SHAPES = [{"tall": (17, 8)}, {"tall": (17, 8), "wide": (8, 24)}, {"square": (8, 8)}]
 
 
-class Model(nn.Module):
-    def __init__(self, units: list[dict] = SHAPES):
-        super().__init__()
-        self.config = SimpleNamespace()
-        self.parts = nn.ModuleList(Unit(shapes) for shapes in units)
-        generator = torch.Generator().manual_seed(1)
-        for p in self.parameters():
-            p.data = torch.randn(p.shape, generator=generator) / 4
-
-    def forward(self, wanted: dict[str, Tensor]) -> Tensor:
-        return sum(
-            unit({name: wanted[f"parts.{i}.{name}"] for name, _ in unit.named_parameters()})
-            for i, unit in enumerate(self.parts)
-        )
-
-
 def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
     """Rows and columns of very different sizes, one of each zero."""
     generator = torch.Generator().manual_seed(1000 * step + sum(name.encode()))
@@ -55,11 +37,11 @@ class Run:
     """A run that can be saved after a step, and loaded into another on other ranks or another stage."""
 
     def __init__(self, stage: int, variant: str, shard_size: int = -1, units: list[dict] = SHAPES, dtype=torch.float32):
-        self.model = Model(units)
+        self.model = Model(units, seed=1)
         self.sharding = Sharding(self.model, list(self.model.parts), torch.device("cpu"), dtype, stage, shard_size)
         names = [name for name, _ in self.model.named_parameters()]
         self.muon = DistMuon(self.sharding, names, LR, DECAY, MOMENTUM, variant)
-        self.shapes = {name: p.shape for name, p in Model(units).named_parameters()}
+        self.shapes = {name: p.shape for name, p in Model(units, seed=1).named_parameters()}
 
     def state(self) -> list[Tensor]:
         moments = (*self.muon.state.values(), *self.muon.owned.values())
@@ -105,7 +87,7 @@ def by_unit(X: Tensor, rows: bool) -> Tensor:
 
 def plain(variant: str, bad: int = -1) -> dict[str, Tensor]:
     """The same steps, whole matrices, float64; shares only the five polynomials with what it is compared to."""
-    params = {name: p.detach().double() for name, p in Model().named_parameters()}
+    params = {name: p.detach().double() for name, p in Model(SHAPES, seed=1).named_parameters()}
     for name, p in params.items():
         momentum, second, tall = torch.zeros_like(p), 0.0, p.size(0) >= p.size(1)
         for step in range(STEPS):

@@ -3,6 +3,7 @@ import functools
 import subprocess
 import sys
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,10 +42,11 @@ class Unit(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self, units=(*ADAMW_SHAPES[:2], *MUON_SHAPES, ADAMW_SHAPES[2]), seed: int = 7):
         super().__init__()
-        self.parts = nn.ModuleList(Unit(shapes) for shapes in (*ADAMW_SHAPES[:2], *MUON_SHAPES, ADAMW_SHAPES[2]))
-        generator = torch.Generator().manual_seed(7)
+        self.config = SimpleNamespace()  # what a checkpoint keeps of it
+        self.parts = nn.ModuleList(Unit(shapes) for shapes in units)
+        generator = torch.Generator().manual_seed(seed)
         for p in self.parameters():
             p.data = torch.randn(p.shape, generator=generator) / 4
 
