@@ -87,7 +87,7 @@ CANDIDATES = {
     "half_batch": ("--total_batch_size=2048 --device_batch_size=4", ""),
     "table_lr": ("@table_lr", ""),
     "bigram_scale": ("@bigram_scale", ""),
-    "sampled_softmax": ("@sampled_softmax", ""),
+    "sampled_softmax": ("--softmax_share=0.25", ""),
     "tail_average": ("@tail_average", ""),
     "tail_average_high_lr": ("@tail_average --final_lr_frac=0.3", ""),
 }

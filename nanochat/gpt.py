@@ -20,11 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from nanochat.attention import attention, window_blocks
 from nanochat.errors import UserError
-from nanochat.loss import MAX_SOFTCAP, cap, softcapped_cross_entropy, token_losses
+from nanochat.loss import MAX_SOFTCAP, VOCAB_MULTIPLE, Negatives, cap, softcapped_cross_entropy, token_losses
 
 LOGIT_SOFTCAP = 15.0
 NORM_EPS = 1.1920929e-07  # float32 machine epsilon, in every dtype
-VOCAB_MULTIPLE = 64       # the vocabulary is padded to it: whole tiles in the largest matrix product
 HEAD_DIM = 128            # of the one-number family
 GATE_INPUTS = 32          # channels that a gate reads
 ARCHITECTURES = {         # named sets of pieces
@@ -267,13 +266,16 @@ class Head(nn.Linear):
         super().__init__(config.n_embd, config.padded_vocab_size, bias=False)
         self.vocab_size, self.softcap = config.vocab_size, config.softcap
 
-    def forward(self, x: Tensor, targets: Tensor | None, weights: Tensor | None, reduction: str) -> Tensor:
+    def forward(
+        self, x: Tensor, targets: Tensor | None, weights: Tensor | None, reduction: str,
+        sampled: Negatives | None = None,
+    ) -> Tensor:
         if targets is None:
             return cap(x @ self.weight.T, self.vocab_size, self.softcap)[..., : self.vocab_size]
         arguments = x.flatten(0, 1), self.weight, targets.flatten(), self.vocab_size, self.softcap
         if reduction == "none":
             return token_losses(*arguments).view(targets.shape)
-        loss = softcapped_cross_entropy(*arguments, None if weights is None else weights.flatten())
+        loss = softcapped_cross_entropy(*arguments, None if weights is None else weights.flatten(), sampled)
         return loss / (targets >= 0).sum() if reduction == "mean" else loss
 
 
@@ -353,12 +355,12 @@ class GPT(nn.Module):
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, reduction: Literal["mean", "sum", "none"] = "mean",
-        weights: Tensor | None = None,
+        weights: Tensor | None = None, sampled: Negatives | None = None,
     ) -> Tensor:
         """
         Without targets: logits (B, T, vocab_size), float32. With targets (B, T), −1 where there is none: the loss
         in nats, the mean or sum over the targets, or with "none" of each target (B, T), without gradient.
-        weights (B, T), float32: what each target counts for in a sum. UserError when the first batch has ids beyond the
+        weights (B, T), float32: what each target counts for in a sum; sampled: for a mean or sum, see there. UserError when the first batch has ids beyond the
         vocabulary; in a later one the loss of such a target is infinite.
         """
         readable = type(tokens) is Tensor and not tokens.is_meta and not torch.compiler.is_compiling()
@@ -368,7 +370,7 @@ class GPT(nn.Module):
                 known = f"this model knows 0 to {self.config.vocab_size - 1}"
                 raise UserError(f"the batch has token {largest}; {known}: use the tokenizer that it was made for")
             self.tokens_checked = True
-        return self.lm_head(self.hidden(tokens), targets, weights, reduction)
+        return self.lm_head(self.hidden(tokens), targets, weights, reduction, sampled)
 
     def compile_blocks(self) -> None:
         """
@@ -396,14 +398,15 @@ class GPT(nn.Module):
         own = self.roles()
         return sum(p.numel() for name, p in self.named_parameters() if own[name] in roles)
 
-    def estimate_flops(self) -> int:
+    def estimate_flops(self, softmax_share: float = 1.0) -> int:
         """
         FLOPs per token of a training step, forward and backward: 6 per parameter of matrices and head, and 12 · width ·
         window per layer for attention in full. Tables are lookups; gates and scalars are left out. Chowdhery et al.
         2022, arXiv:2204.02311, appendix B.
         """
         windows = sum(map(self.config.window, range(self.config.n_layer)))
-        return 6 * self.count_parameters("matrix", "head") + 12 * self.config.n_embd * windows
+        computing = self.count_parameters("matrix") + round(softmax_share * self.count_parameters("head"))
+        return 6 * computing + 12 * self.config.n_embd * windows
 
     @torch.inference_mode()
     def generate(

@@ -5,29 +5,65 @@ The logits are the largest tensor of a step (tokens x vocabulary). Here they exi
 product with the head, softcap, loss and its gradient in one fused kernel, and both products of the backward pass
 while the chunk is still warm. What is kept for the backward pass is the size of the inputs, not of the logits.
 """
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanochat.compiling import compiled
+from nanochat.errors import UserError
 
+VOCAB_MULTIPLE = 64  # columns of the logits are padded to it: whole tiles in the largest matrix product
 MAX_SOFTCAP = 64  # exp(softcap), summed over any vocabulary, stays far below float32's largest number
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}  # logits in flight; 8 MiB of bf16 fit a CPU's cache
 
 
+class Negatives(NamedTuple):
+    """The tokens that the targets of a step are told apart from, instead of the whole vocabulary."""
+    tokens: Tensor  # (S,) int64; from some place on padding
+    counts: Tensor  # (S,) float32: how many tokens each stands for; zero: padding
+    places: Tensor  # (V,) int64: where each token of the vocabulary is among them; in the padding if it is not
+
+
+def negatives(vocab_size: int, share: float, seed: int, step: int, device: torch.device) -> Negatives | None:
+    """
+    Part of the vocabulary for sampled softmax (Jean et al. 2015, arXiv:1412.2007), so that the expected Σ exp(logit)
+    stays that of all; None if the share is all. Half of them are the first tokens, which a BPE tokenizer has learned
+    first as the most frequent ones; the others are one token of each of so many stretches of the rest, drawn by seed
+    and step: every rank and micro-step of the step has the same.
+    """
+    half = round(vocab_size * share / 2)
+    if 2 * half >= vocab_size:
+        return None
+    edges = np.linspace(half, vocab_size, half + 1).astype(int)
+    drawn = np.random.default_rng([seed, step]).integers(edges[:-1], edges[1:])
+    padding = VOCAB_MULTIPLE - 2 * half % VOCAB_MULTIPLE
+    tokens = np.concatenate((np.arange(half), drawn, np.zeros(padding, int)))
+    counts = np.concatenate((np.ones(half), np.diff(edges), np.zeros(padding))).astype(np.float32)
+    places = np.full(vocab_size, 2 * half)
+    places[tokens[: 2 * half]] = np.arange(2 * half)
+    return Negatives(*(torch.from_numpy(array).to(device) for array in (tokens, counts, places)))
+
+
 def softcapped_cross_entropy(
-    x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, weights: Tensor | None = None
+    x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, weights: Tensor | None = None,
+    sampled: Negatives | None = None,
 ) -> Tensor:
     """
     Sum over the targets of −log softmax(softcap · tanh(x headᵀ / softcap))[target], in float32, a scalar.
 
     x: (N, C); head: (V, C) with V ≥ vocab_size, the rows beyond it being padding that gets no probability;
     targets: (N,) int64, negative where there is nothing to predict, and the loss of one in the padding is infinite;
-    softcap: at most MAX_SOFTCAP; None or 0 for plain logits; weights: (N,) float32, what each target counts for.
+    softcap: at most MAX_SOFTCAP; None or 0 for plain logits; weights: (N,) float32, what each target counts for;
+    sampled: these instead of the vocabulary, besides each target itself; needs a softcap.
     Gradients flow to x and head, in their dtypes (head's in float32 where its `grad_dtype` asks for that).
     """
+    if sampled is not None and not softcap:
+        raise UserError("a sampled softmax without a softcap is not there: set softcap, or softmax_share=1")
     valid = (targets >= 0).float()
     weights = valid if weights is None else valid * weights
-    return SoftcappedCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap)
+    return SoftcappedCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap, sampled)
 
 
 def token_losses(x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float | None) -> Tensor:
@@ -36,38 +72,57 @@ def token_losses(x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, soft
     for rows, row_targets in chunks(head.size(0), x, targets):
         logits = rows @ head.T
         total, shift = compiled(sum_of_exponentials)(logits, real, softcap)
-        losses.append(losses_and_target_gradient(logits, total, shift, real, row_targets, softcap)[0])
+        row_targets = row_targets.clamp(min=0)
+        logit = logits.gather(1, row_targets[:, None])[:, 0]
+        losses.append(losses_and_target_gradient(logit, total, shift, real[row_targets], softcap)[0])
     return torch.cat(losses) * (targets >= 0)
 
 
 class SoftcappedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, softcap: float | None
+        ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, softcap: float | None,
+        sampled: Negatives | None,
     ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        real = real_columns(head, vocab_size)
-        grad_x, grad_head, start = torch.empty_like(x), torch.zeros_like(head, dtype=torch.float32), 0
-        for rows, row_targets, row_weights in chunks(head.size(0), x, targets, weights):
-            logits = rows @ head.T
-            total, shift, grad = compiled(exponentials_and_gradient)(logits, real, softcap)
-            losses, target_grad = losses_and_target_gradient(logits, total, shift, real, row_targets, softcap)
-            grad[torch.arange(len(grad), device=x.device), row_targets.clamp(min=0)] = target_grad.to(grad.dtype)
+        real, ids = real_columns(head, vocab_size), targets.clamp(min=0)
+        columns, counts = (head, real) if sampled is None else (head[sampled.tokens], sampled.counts)
+        grad_x, grad_columns, start = torch.empty_like(x), torch.zeros_like(columns, dtype=torch.float32), 0
+        grad_own = None if sampled is None else torch.empty_like(x, dtype=torch.float32)  # of head[ids]
+        for rows, row_ids, row_weights in chunks(len(columns), x, ids, weights):
+            chunk = slice(start, start := start + len(rows))
+            logits = rows @ columns.T
+            total, shift, grad = compiled(exponentials_and_gradient)(logits, counts, softcap)
+            places = row_ids if sampled is None else sampled.places[row_ids]
+            logit = logits.gather(1, places[:, None])[:, 0]
+            if sampled is not None:  # the target counts once, whether it was drawn or not
+                own, drawn = head[row_ids].float(), counts[places] * capped(logit, softcap)[0].exp()
+                logit = (rows.float() * own).sum(-1)
+                total = total - drawn + capped(logit, softcap)[0].exp()
+            losses, target_grad = losses_and_target_gradient(logit, total, shift, real[row_ids], softcap)
+            grad[torch.arange(len(grad), device=x.device), places] = (
+                target_grad.to(grad.dtype) if sampled is None else torch.zeros_like(logit, dtype=grad.dtype))
             loss += (losses * row_weights).sum()
             # What is left of the gradient is a factor of each row: in the products it costs no pass over the logits.
             scale = (row_weights / total)[:, None]
-            grad_x[start : start + len(rows)] = (grad @ head) * scale
-            start += len(rows)
+            grad_x[chunk] = (grad @ columns) * scale
             # Sums over chunks are kept in fp32, whatever the dtype of the products.
-            compiled(add_to)(grad_head, grad.T @ (rows * scale).to(rows.dtype))
-        ctx.save_for_backward(grad_x, grad_head)
+            compiled(add_to)(grad_columns, grad.T @ (rows * scale).to(rows.dtype))
+            if sampled is not None:
+                scale = scale * target_grad[:, None]
+                grad_x[chunk] += (own * scale).to(x.dtype)
+                grad_own[chunk] = rows * scale
+        if sampled is not None:  # sums in a fixed order, as an embedding's
+            grad_head = torch.ops.aten.embedding_dense_backward(grad_own, ids, len(head), -1, False)
+            grad_columns = grad_head.index_add_(0, sampled.tokens, grad_columns)
+        ctx.save_for_backward(grad_x, grad_columns)
         ctx.head_dtype = head.dtype if head.grad_dtype is None else head.grad_dtype
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
         grad_x, grad_head = ctx.saved_tensors
-        return grad_x * grad_loss.to(grad_x.dtype), (grad_head * grad_loss).to(ctx.head_dtype), None, None, None, None
+        return grad_x * grad_loss.to(grad_x.dtype), (grad_head * grad_loss).to(ctx.head_dtype), *[None] * 5
 
 
 def chunks(vocab: int, *tensors: Tensor):
@@ -139,13 +194,12 @@ def add_to(total: Tensor, part: Tensor) -> None:
 
 
 def losses_and_target_gradient(
-    logits: Tensor, total: Tensor, shift: Tensor | float, real: Tensor, targets: Tensor, softcap: float | None
+    logit: Tensor, total: Tensor, shift: Tensor | float, real: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """
-    Of each row's target: −log p and (p − 1) · (1 − tanh²) · total, (N,) float32; where there is none, some finite
-    numbers. In float32 from the raw logit: where p is near one, p − 1 would drown in the rounding of a stored p.
+    From the raw logit of each row's target, (N,): −log p and (p − 1) · (1 − tanh²) · total, (N,) float32; where there
+    is no target, some finite numbers. In float32: where p is near one, p − 1 would drown in the rounding of a stored p.
     """
-    targets = targets.clamp(min=0)
-    logit, tanh = capped(logits.gather(1, targets[:, None])[:, 0], softcap)
-    loss = total.log() - (logit - shift) - real[targets].log()  # the last is zero, or −inf for a target in the padding
+    logit, tanh = capped(logit, softcap)
+    loss = total.log() - (logit - shift) - real.log()  # the last is zero, or −inf for a target in the padding
     return loss, ((logit - shift).exp() - total) * (1 - tanh * tanh)

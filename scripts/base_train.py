@@ -35,6 +35,7 @@ from nanochat.distributed import (
 from nanochat.errors import UserError
 from nanochat.flops import peak_flops
 from nanochat.gpt import GPT, config_from_depth
+from nanochat.loss import negatives
 from nanochat.loss_eval import evaluate_bpb, sample
 from nanochat.metrics import Metrics, duration, require_wandb
 from nanochat.optimizers import setup_optimizers
@@ -73,6 +74,7 @@ depth = 20                  # [1..] layers; the width (64 per layer) and the hea
 kv_group = 1                # [1..] query heads per key head; above 1: grouped-query attention
 softcap = 15.0              # [0..64] limit of the logits; 0: none
 arch = "modern"             # pieces of the model: classic, modern, or one with changes: modern,smear=False
+softmax_share = 1.0         # [0.01..1] part of the vocabulary that a step's loss tells targets apart from; 1: all
 # ---- Horizon: the first of these that is positive
 num_iterations = -1         # [-1, 1..] optimizer steps
 target_flops = -1.0         # FLOPs of the whole run
@@ -125,7 +127,7 @@ core_tasks = load_tasks(bundle_dir()) if core_metric_every > 0 else []
 model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, kv_group, softcap, arch)
 with torch.device("meta"):
     model = GPT(model_config)
-parameters, flops_per_token = sum(p.numel() for p in model.parameters()), model.estimate_flops()
+parameters, flops_per_token = sum(p.numel() for p in model.parameters()), model.estimate_flops(softmax_share)
 computing = model.count_parameters("matrix", "head")  # the others are lookups
 
 # ---- Where to start: rank 0 looks for checkpoints and decides for all ranks
@@ -249,9 +251,10 @@ while True:
     #   gather    r's 1/N of the new weights -> all-gather, unit by unit, while the next step begins; r frees its sum of
     #             gradients, so there is no zero_grad
     step_loss = torch.zeros((), device=device)
+    sampled = negatives(model_config.vocab_size, softmax_share, seed, step, device)  # the same on every rank
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
-            loss = model(inputs, targets)  # mean over this micro-batch; every micro-batch has equally many targets
+            loss = model(inputs, targets, sampled=sampled)  # mean; every micro-batch has equally many targets
             (loss / grad_accum_steps).backward()
         step_loss += loss.detach() / grad_accum_steps
         inputs, targets, data_state = next(train_loader)  # read by a thread; the host does not wait for the copy

@@ -67,32 +67,6 @@ def test_changes_errors_and_equal_time_by_hand():
         assert verdict(alone._replace(mean=mean, error=0.1)) == expected
 
 
-def test_sampled_softmax_counts_a_sampled_token_for_those_it_stands_for(monkeypatch):
-    """Where all other tokens have the same logits any sample has the exact loss and gradient; evaluation is exact."""
-    for module, name in ((nanochat.gpt, "softcapped_cross_entropy"), (nanochat.loss, "real_columns")):
-        monkeypatch.setattr(module, name, getattr(module, name))  # as they were, after the test
-    exact, real_columns = nanochat.gpt.softcapped_cross_entropy, nanochat.loss.real_columns
-    x, head = torch.randn(12, 8), torch.randn(256, 8)
-    targets = torch.tensor([3, 5, 3, 77, 101, -1, 5, 5, 9, 180, 101, 3])
-    head[[i for i in range(200) if i not in targets]] = torch.randn(8)
-    rows, weights = [], torch.rand(12)
-
-    def seen(x, head, *others):
-        rows.append(len(head))
-        return exact(x, head, *others)
-
-    monkeypatch.setattr(nanochat.gpt, "softcapped_cross_entropy", seen)
-    ablation_patches.sampled_softmax(share=0.25, multiple=8)
-    found = []
-    for function in (exact, nanochat.gpt.softcapped_cross_entropy):
-        x.grad, head.grad = None, None
-        loss = function(x.requires_grad_(), head.requires_grad_(), targets, 200, 15.0, weights)
-        loss.backward()
-        found.append((loss.detach(), x.grad, head.grad[targets.unique()[1:]], head.grad.sum(0)))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
-    assert rows == [56] and nanochat.loss.real_columns is real_columns  # 6 + 194 / 4, rounded up
-
-
 def test_the_tail_average_is_of_the_warmdown(monkeypatch):
     rates = [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     calls = iter(rates)

@@ -109,7 +109,7 @@ def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, dtype, ar
     """2N = N + stop + resume + N: parameters, masters, moments, and every loss in the log."""
     half, whole = (4, 8) if not compiled else (2, 4)
     args = [f"--dtype={dtype}", f"--compile={compiled}", f"--num_iterations={whole}", f"--save_every={half}",
-            "--weight_decay=0.1", f"--arch={arch}", "--muon_variant=normuon"]
+            "--weight_decay=0.1", f"--arch={arch}", "--muon_variant=normuon", "--softmax_share=0.5"]
     straight = train("--model_tag=straight", *args)
     assert straight.returncode == 0, straight.stderr
     assert f"{dtype}, {'compiled' if compiled else 'eager'}" in straight.stdout, "there is no compiler"

@@ -16,7 +16,7 @@ from nanochat.attention import attention, reference_attention, window_blocks
 from nanochat.compiling import switch
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig, architecture, config_from_depth
-from nanochat.loss import CHUNK_LOGITS, MAX_SOFTCAP, softcapped_cross_entropy, token_losses
+from nanochat.loss import CHUNK_LOGITS, MAX_SOFTCAP, negatives, softcapped_cross_entropy, token_losses
 from nanochat.zero import Sharding
 
 ALONE = ["rope_theta=100", "qk_scale=1.5", "short_windows=True", "value_embeddings=True", "bigrams=5",
@@ -197,6 +197,43 @@ def test_loss_and_gradients_equal_autograds(monkeypatch, compiled):
         each = token_losses(x, head, targets, 50, 15.0)
         torch.testing.assert_close(each.double(), expected_each, rtol=1e-6, atol=2e-6)
         assert torch.all(each[::5] == 0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_sampled_softmax_equals_autograds(monkeypatch, compiled):
+    """Against autograd in float64 on its formula: the target once, each other token as often as it stands for."""
+    monkeypatch.setattr(switch, "on", compiled)
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 8 * 64)
+    x, head, targets, generator = drawn(x_scale=3)
+    weights = torch.randn(32, generator=generator)
+    for step, share in enumerate((0.25, 0.5, 0.9)):
+        sampled = negatives(50, share, 1, step, torch.device("cpu"))
+        drawn_ones = sampled.counts > 0
+        tokens, counts = sampled.tokens[drawn_ones], sampled.counts[drawn_ones].double()
+        assert counts.sum() == 50 and len(tokens.unique()) == len(tokens) == 2 * round(25 * share)
+        assert set(tokens.tolist()) >= set(range(round(25 * share))) and len(sampled.tokens) == 64
+        assert {True, False} == set(torch.isin(targets, tokens).tolist()), "targets that were drawn and that were not"
+        x64, head64 = x.double().requires_grad_(), head.double().requires_grad_()
+        logits = 15 * torch.tanh(x64 @ head64.T / 15)
+        own = logits.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+        rest = (logits[:, tokens].exp() * counts * (tokens != targets[:, None])).sum(1)
+        expected = (((rest + own.exp()).log() - own) * (targets >= 0)) @ weights.double()
+        (expected / 3).backward()
+        x_, head_ = x.clone().requires_grad_(), head.clone().requires_grad_()
+        loss = softcapped_cross_entropy(x_, head_, targets, 50, 15.0, weights, sampled)
+        (loss / 3).backward()
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(x_.grad.double(), x64.grad, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(head_.grad.double(), head64.grad, atol=5e-6, rtol=1e-5)
+    assert negatives(50, 1.0, 1, 0, torch.device("cpu")) is None
+
+
+def test_every_token_is_drawn_as_often_as_what_it_stands_for_says():
+    """So that the sum over the sample is that over the vocabulary on average; other steps and seeds draw others."""
+    draws = [negatives(300, 0.3, seed, step, torch.device("cpu")) for seed in range(4) for step in range(1000)]
+    mean = sum(torch.zeros(300).index_add_(0, draw.tokens, draw.counts) for draw in draws) / len(draws)
+    assert (mean[:45] == 1).all() and (mean - 1).abs().max() < 5 * math.sqrt(6 / len(draws))  # variance: at most 5 + 1
+    assert len({tuple(draw.tokens.tolist()) for draw in draws}) == len(draws)
 
 
 def test_logits_of_any_size_without_a_softcap():
