@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanochat.attention import attention, window_blocks
 from nanochat.errors import UserError
-from nanochat.loss import MAX_SOFTCAP, VOCAB_MULTIPLE, Negatives, cap, softcapped_cross_entropy, token_losses
+from nanochat.loss import MAX_SOFTCAP, VOCAB_MULTIPLE, cap, negatives, softcapped_cross_entropy, token_losses
 
 LOGIT_SOFTCAP = 15.0
 NORM_EPS = 1.1920929e-07  # float32 machine epsilon, in every dtype
@@ -267,14 +267,14 @@ class Head(nn.Linear):
         self.vocab_size, self.softcap = config.vocab_size, config.softcap
 
     def forward(
-        self, x: Tensor, targets: Tensor | None, weights: Tensor | None, reduction: str,
-        sampled: Negatives | None = None,
+        self, x: Tensor, targets: Tensor | None, weights: Tensor | None, reduction: str, softmax_share: float = 1.0
     ) -> Tensor:
         if targets is None:
             return cap(x @ self.weight.T, self.vocab_size, self.softcap)[..., : self.vocab_size]
         arguments = x.flatten(0, 1), self.weight, targets.flatten(), self.vocab_size, self.softcap
         if reduction == "none":
             return token_losses(*arguments).view(targets.shape)
+        sampled = negatives(targets, self.vocab_size, softmax_share)
         loss = softcapped_cross_entropy(*arguments, None if weights is None else weights.flatten(), sampled)
         return loss / (targets >= 0).sum() if reduction == "mean" else loss
 
@@ -355,13 +355,14 @@ class GPT(nn.Module):
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, reduction: Literal["mean", "sum", "none"] = "mean",
-        weights: Tensor | None = None, sampled: Negatives | None = None,
+        weights: Tensor | None = None, softmax_share: float = 1.0,
     ) -> Tensor:
         """
         Without targets: logits (B, T, vocab_size), float32. With targets (B, T), −1 where there is none: the loss
         in nats, the mean or sum over the targets, or with "none" of each target (B, T), without gradient.
-        weights (B, T), float32: what each target counts for in a sum; sampled: for a mean or sum, see there. UserError when the first batch has ids beyond the
-        vocabulary; in a later one the loss of such a target is infinite.
+        weights (B, T), float32: what each target counts for in a sum; softmax_share: of the vocabulary, in a mean or
+        sum, see `negatives`. UserError when the first batch has ids beyond the vocabulary; in a later one the loss of
+        such a target is infinite.
         """
         readable = type(tokens) is Tensor and not tokens.is_meta and not torch.compiler.is_compiling()
         if not self.tokens_checked and readable:  # once: this waits for the device
@@ -370,7 +371,7 @@ class GPT(nn.Module):
                 known = f"this model knows 0 to {self.config.vocab_size - 1}"
                 raise UserError(f"the batch has token {largest}; {known}: use the tokenizer that it was made for")
             self.tokens_checked = True
-        return self.lm_head(self.hidden(tokens), targets, weights, reduction, sampled)
+        return self.lm_head(self.hidden(tokens), targets, weights, reduction, softmax_share)
 
     def compile_blocks(self) -> None:
         """

@@ -7,8 +7,8 @@ while the chunk is still warm. What is kept for the backward pass is the size of
 """
 from typing import NamedTuple
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.compiling import compiled
@@ -20,30 +20,37 @@ CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}  # logits in flight; 8 MiB of bf16 
 
 
 class Negatives(NamedTuple):
-    """The tokens that the targets of a step are told apart from, instead of the whole vocabulary."""
-    tokens: Tensor  # (S,) int64; from some place on padding
+    """The tokens that a row's targets are told apart from, instead of the whole vocabulary."""
+    tokens: Tensor  # (B, S) int64, S a multiple of VOCAB_MULTIPLE; the last one is padding
     counts: Tensor  # (S,) float32: how many tokens each stands for; zero: padding
-    places: Tensor  # (V,) int64: where each token of the vocabulary is among them; in the padding if it is not
+    places: Tensor  # (V,) int64: where each token of the vocabulary would be among them
 
 
-def negatives(vocab_size: int, share: float, seed: int, step: int, device: torch.device) -> Negatives | None:
+def negatives(targets: Tensor, vocab_size: int, share: float) -> Negatives | None:
     """
-    Part of the vocabulary for sampled softmax (Jean et al. 2015, arXiv:1412.2007), so that the expected Σ exp(logit)
-    stays that of all; None if the share is all. Half of them are the first tokens, which a BPE tokenizer has learned
-    first as the most frequent ones; the others are one token of each of so many stretches of the rest, drawn by seed
-    and step: every rank and micro-step of the step has the same.
+    Part of the vocabulary for each row of targets (B, T), so that the expected Σ exp(logit) stays that of all (sampled
+    softmax: Jean et al. 2015, arXiv:1412.2007); None if the share is all. Half of them are the first tokens, which a
+    BPE tokenizer has learned first as the most frequent ones; the others are one token of each of so many stretches of
+    the rest. The row itself is the random number: what is drawn depends on no step, micro-batch or rank.
     """
-    half = round(vocab_size * share / 2)
+    device, half = targets.device, max(round(vocab_size * share / 2), 1)
     if 2 * half >= vocab_size:
         return None
-    edges = np.linspace(half, vocab_size, half + 1).astype(int)
-    drawn = np.random.default_rng([seed, step]).integers(edges[:-1], edges[1:])
-    padding = VOCAB_MULTIPLE - 2 * half % VOCAB_MULTIPLE
-    tokens = np.concatenate((np.arange(half), drawn, np.zeros(padding, int)))
-    counts = np.concatenate((np.ones(half), np.diff(edges), np.zeros(padding))).astype(np.float32)
-    places = np.full(vocab_size, 2 * half)
-    places[tokens[: 2 * half]] = np.arange(2 * half)
-    return Negatives(*(torch.from_numpy(array).to(device) for array in (tokens, counts, places)))
+    longest = -((half - vocab_size) // half)
+    starts = torch.arange(half, vocab_size, longest, device=device)
+    sizes = (vocab_size - starts).clamp(max=longest)
+    row = (targets * torch.arange(1, 2 * targets.size(1), 2, device=device)).sum(1)[:, None]
+    mixed = (row * len(starts) + torch.arange(len(starts), device=device)) * -0x61C8864680B583EB
+    mixed = (mixed ^ mixed >> 31) * -0x61C8864680B583EB  # as SplitMix64: Steele et al. 2014
+    tokens = starts + (mixed >> 33) % sizes
+    always = torch.arange(half, device=device).expand(len(targets), half)
+    padding = VOCAB_MULTIPLE - (half + len(starts)) % VOCAB_MULTIPLE
+    ids = torch.arange(vocab_size, device=device)
+    return Negatives(
+        F.pad(torch.cat((always, tokens), 1), (0, padding)),
+        F.pad(torch.cat((torch.ones(half, device=device), sizes)), (0, padding)),
+        torch.where(ids < half, ids, half + (ids - half) // longest),
+    )
 
 
 def softcapped_cross_entropy(
@@ -56,14 +63,16 @@ def softcapped_cross_entropy(
     x: (N, C); head: (V, C) with V ≥ vocab_size, the rows beyond it being padding that gets no probability;
     targets: (N,) int64, negative where there is nothing to predict, and the loss of one in the padding is infinite;
     softcap: at most MAX_SOFTCAP; None or 0 for plain logits; weights: (N,) float32, what each target counts for;
-    sampled: these instead of the vocabulary, besides each target itself; needs a softcap.
+    sampled: for each of B rows of N / B targets these instead of the vocabulary, besides the target; needs a softcap.
     Gradients flow to x and head, in their dtypes (head's in float32 where its `grad_dtype` asks for that).
     """
-    if sampled is not None and not softcap:
-        raise UserError("a sampled softmax without a softcap is not there: set softcap, or softmax_share=1")
     valid = (targets >= 0).float()
     weights = valid if weights is None else valid * weights
-    return SoftcappedCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap, sampled)
+    if sampled is None:
+        return SoftcappedCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap)
+    if not softcap:
+        raise UserError("a sampled softmax needs a softcap: expected softcap above 0, or softmax_share=1")
+    return SampledCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap, sampled)
 
 
 def token_losses(x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float | None) -> Tensor:
@@ -81,41 +90,25 @@ def token_losses(x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, soft
 class SoftcappedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, softcap: float | None,
-        sampled: Negatives | None,
+        ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, softcap: float | None
     ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        real, ids = real_columns(head, vocab_size), targets.clamp(min=0)
-        columns, counts = (head, real) if sampled is None else (head[sampled.tokens], sampled.counts)
-        grad_x, grad_columns, start = torch.empty_like(x), torch.zeros_like(columns, dtype=torch.float32), 0
-        grad_own = None if sampled is None else torch.empty_like(x, dtype=torch.float32)  # of head[ids]
-        for rows, row_ids, row_weights in chunks(len(columns), x, ids, weights):
-            chunk = slice(start, start := start + len(rows))
-            logits = rows @ columns.T
-            total, shift, grad = compiled(exponentials_and_gradient)(logits, counts, softcap)
-            places = row_ids if sampled is None else sampled.places[row_ids]
-            logit = logits.gather(1, places[:, None])[:, 0]
-            if sampled is not None:  # the target counts once, whether it was drawn or not
-                own, drawn = head[row_ids].float(), counts[places] * capped(logit, softcap)[0].exp()
-                logit = (rows.float() * own).sum(-1)
-                total = total - drawn + capped(logit, softcap)[0].exp()
-            losses, target_grad = losses_and_target_gradient(logit, total, shift, real[row_ids], softcap)
-            grad[torch.arange(len(grad), device=x.device), places] = (
-                target_grad.to(grad.dtype) if sampled is None else torch.zeros_like(logit, dtype=grad.dtype))
+        real, targets = real_columns(head, vocab_size), targets.clamp(min=0)
+        grad_x, grad_head, start = torch.empty_like(x), torch.zeros_like(head, dtype=torch.float32), 0
+        for rows, row_targets, row_weights in chunks(head.size(0), x, targets, weights):
+            logits = rows @ head.T
+            total, shift, grad = compiled(exponentials_and_gradient)(logits, real, softcap)
+            logit = logits.gather(1, row_targets[:, None])[:, 0]
+            losses, target_grad = losses_and_target_gradient(logit, total, shift, real[row_targets], softcap)
+            grad.scatter_(1, row_targets[:, None], target_grad[:, None].to(grad.dtype))
             loss += (losses * row_weights).sum()
             # What is left of the gradient is a factor of each row: in the products it costs no pass over the logits.
             scale = (row_weights / total)[:, None]
-            grad_x[chunk] = (grad @ columns) * scale
+            grad_x[start : start + len(rows)] = (grad @ head) * scale
+            start += len(rows)
             # Sums over chunks are kept in fp32, whatever the dtype of the products.
-            compiled(add_to)(grad_columns, grad.T @ (rows * scale).to(rows.dtype))
-            if sampled is not None:
-                scale = scale * target_grad[:, None]
-                grad_x[chunk] += (own * scale).to(x.dtype)
-                grad_own[chunk] = rows * scale
-        if sampled is not None:  # sums in a fixed order, as an embedding's
-            grad_head = torch.ops.aten.embedding_dense_backward(grad_own, ids, len(head), -1, False)
-            grad_columns = grad_head.index_add_(0, sampled.tokens, grad_columns)
-        ctx.save_for_backward(grad_x, grad_columns)
+            compiled(add_to)(grad_head, grad.T @ (rows * scale).to(rows.dtype))
+        ctx.save_for_backward(grad_x, grad_head)
         ctx.head_dtype = head.dtype if head.grad_dtype is None else head.grad_dtype
         return loss
 
@@ -123,6 +116,39 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor):
         grad_x, grad_head = ctx.saved_tensors
         return grad_x * grad_loss.to(grad_x.dtype), (grad_head * grad_loss).to(ctx.head_dtype), *[None] * 5
+
+
+class SampledCrossEntropy(SoftcappedCrossEntropy):
+    """Only forward differs; the softmax of a row is its negatives and, each in its own place, the targets."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, softcap: float,
+        sampled: Negatives,
+    ) -> Tensor:
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        real, targets, size = real_columns(head, vocab_size), targets.clamp(min=0), len(x) // len(sampled.tokens)
+        grad_x, grad_head = [], []  # of each row; pairs of ids and gradients
+        for tokens, *row in zip(sampled.tokens, *(tensor.split(size) for tensor in (x, targets, weights))):
+            (rows, ids, row_weights), columns, own = row, head[tokens], head[row[1]]
+            logits = rows @ columns.T
+            total, shift, grad = compiled(exponentials_and_gradient)(logits, sampled.counts, softcap)
+            places = sampled.places[ids]  # if the target was drawn; else the padding's
+            places = torch.where(tokens[places] == ids, places, len(tokens) - 1)[:, None]
+            drawn = sampled.counts[places] * capped(logits.gather(1, places), softcap)[0].exp()
+            logit = (rows.float() * own.float()).sum(1)
+            total = total - drawn[:, 0] + capped(logit, softcap)[0].exp()  # the target counts once
+            losses, target_grad = losses_and_target_gradient(logit, total, shift, real[ids], softcap)
+            loss += (losses * row_weights).sum()
+            scale = (row_weights / total)[:, None]
+            own_scale, grad = scale * target_grad[:, None], grad.scatter_(1, places, 0)
+            grad_x.append((grad @ columns) * scale + own * own_scale)
+            grad_head += [(tokens, (grad.T @ (rows * scale).to(rows.dtype)).float()), (ids, rows * own_scale)]
+        ids, parts = map(torch.cat, zip(*grad_head))
+        grad_head = torch.ops.aten.embedding_dense_backward(parts, ids, len(head), -1, False)  # in a fixed order
+        ctx.save_for_backward(torch.cat(grad_x).to(x.dtype), grad_head)
+        ctx.head_dtype = head.dtype if head.grad_dtype is None else head.grad_dtype
+        return loss
 
 
 def chunks(vocab: int, *tensors: Tensor):

@@ -35,7 +35,6 @@ from nanochat.distributed import (
 from nanochat.errors import UserError
 from nanochat.flops import peak_flops
 from nanochat.gpt import GPT, config_from_depth
-from nanochat.loss import negatives
 from nanochat.loss_eval import evaluate_bpb, sample
 from nanochat.metrics import Metrics, duration, require_wandb
 from nanochat.optimizers import setup_optimizers
@@ -74,7 +73,7 @@ depth = 20                  # [1..] layers; the width (64 per layer) and the hea
 kv_group = 1                # [1..] query heads per key head; above 1: grouped-query attention
 softcap = 15.0              # [0..64] limit of the logits; 0: none
 arch = "modern"             # pieces of the model: classic, modern, or one with changes: modern,smear=False
-softmax_share = 1.0         # [0.01..1] part of the vocabulary that a step's loss tells targets apart from; 1: all
+softmax_share = 1.0         # [0.01..1] part of the vocabulary that the loss tells targets apart from; 1: all, exact
 # ---- Horizon: the first of these that is positive
 num_iterations = -1         # [-1, 1..] optimizer steps
 target_flops = -1.0         # FLOPs of the whole run
@@ -251,10 +250,9 @@ while True:
     #   gather    r's 1/N of the new weights -> all-gather, unit by unit, while the next step begins; r frees its sum of
     #             gradients, so there is no zero_grad
     step_loss = torch.zeros((), device=device)
-    sampled = negatives(model_config.vocab_size, softmax_share, seed, step, device)  # the same on every rank
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
-            loss = model(inputs, targets, sampled=sampled)  # mean; every micro-batch has equally many targets
+            loss = model(inputs, targets, softmax_share=softmax_share)  # mean over this micro-batch
             (loss / grad_accum_steps).backward()
         step_loss += loss.detach() / grad_accum_steps
         inputs, targets, data_state = next(train_loader)  # read by a thread; the host does not wait for the copy

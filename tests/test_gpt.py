@@ -206,17 +206,18 @@ def test_a_sampled_softmax_equals_autograds(monkeypatch, compiled):
     monkeypatch.setitem(CHUNK_LOGITS, "cpu", 8 * 64)
     x, head, targets, generator = drawn(x_scale=3)
     weights = torch.randn(32, generator=generator)
-    for step, share in enumerate((0.25, 0.5, 0.9)):
-        sampled = negatives(50, share, 1, step, torch.device("cpu"))
-        drawn_ones = sampled.counts > 0
-        tokens, counts = sampled.tokens[drawn_ones], sampled.counts[drawn_ones].double()
-        assert counts.sum() == 50 and len(tokens.unique()) == len(tokens) == 2 * round(25 * share)
-        assert set(tokens.tolist()) >= set(range(round(25 * share))) and len(sampled.tokens) == 64
-        assert {True, False} == set(torch.isin(targets, tokens).tolist()), "targets that were drawn and that were not"
+    for rows, share in ((4, 0.25), (2, 0.5), (1, 0.9)):
+        sampled = negatives(targets.view(rows, -1), 50, share)
+        real = sampled.counts > 0
+        tokens, counts = sampled.tokens[:, real], sampled.counts[real].double()
+        assert counts.sum() == 50 and sampled.tokens.shape == (rows, 64) and not real[-1]
         x64, head64 = x.double().requires_grad_(), head.double().requires_grad_()
         logits = 15 * torch.tanh(x64 @ head64.T / 15)
         own = logits.gather(1, targets.clamp(min=0)[:, None])[:, 0]
-        rest = (logits[:, tokens].exp() * counts * (tokens != targets[:, None])).sum(1)
+        each = tokens.repeat_interleave(32 // rows, 0)  # of every target
+        others = each != targets[:, None]
+        assert {True, False} == set(others.all(1).tolist()), "targets that were drawn and that were not"
+        rest = (logits.gather(1, each).exp() * counts * others).sum(1)
         expected = (((rest + own.exp()).log() - own) * (targets >= 0)) @ weights.double()
         (expected / 3).backward()
         x_, head_ = x.clone().requires_grad_(), head.clone().requires_grad_()
@@ -225,15 +226,20 @@ def test_a_sampled_softmax_equals_autograds(monkeypatch, compiled):
         torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-5)
         torch.testing.assert_close(x_.grad.double(), x64.grad, atol=2e-6, rtol=1e-5)
         torch.testing.assert_close(head_.grad.double(), head64.grad, atol=5e-6, rtol=1e-5)
-    assert negatives(50, 1.0, 1, 0, torch.device("cpu")) is None
+    assert negatives(targets[None], 50, 1.0) is None
+    with pytest.raises(UserError, match="needs a softcap"):
+        softcapped_cross_entropy(x, head, targets, 50, None, weights, sampled)
 
 
 def test_every_token_is_drawn_as_often_as_what_it_stands_for_says():
-    """So that the sum over the sample is that over the vocabulary on average; other steps and seeds draw others."""
-    draws = [negatives(300, 0.3, seed, step, torch.device("cpu")) for seed in range(4) for step in range(1000)]
-    mean = sum(torch.zeros(300).index_add_(0, draw.tokens, draw.counts) for draw in draws) / len(draws)
-    assert (mean[:45] == 1).all() and (mean - 1).abs().max() < 5 * math.sqrt(6 / len(draws))  # variance: at most 5 + 1
-    assert len({tuple(draw.tokens.tolist()) for draw in draws}) == len(draws)
+    """So that the sum over the sample is that over the vocabulary on average; every row draws others."""
+    targets = torch.randint(300, (4000, 20), generator=torch.Generator().manual_seed(0))
+    sampled = negatives(targets, 300, 0.3)
+    mean = torch.zeros(300).index_add_(0, sampled.tokens.flatten(), sampled.counts.repeat(4000)) / 4000
+    assert (mean[:45] == 1).all() and (mean - 1).abs().max() < 5 * math.sqrt(5 / 4000)  # variance: at most 6 − 1
+    drawn = sampled.tokens[:, 45 : (sampled.counts > 0).sum()].double()
+    correlation = torch.corrcoef(drawn.T).fill_diagonal_(0).abs().max()
+    assert len(drawn.unique(dim=0)) > 3500 and correlation < 5 / math.sqrt(4000)
 
 
 def test_logits_of_any_size_without_a_softcap():
