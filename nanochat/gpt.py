@@ -127,7 +127,7 @@ def rotary_angles(length: int, head_dim: int, theta: float, device: torch.device
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the two halves of each head against each other by its position's angles. x: (B, T, H, D)."""
+    """Rotate the two halves of each head against each other by its position's angles. x: (…, T, H, D)."""
     x1, x2 = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]  # (T, 1, D/2): the same for every head
     return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1).type_as(x)
@@ -195,22 +195,33 @@ class CausalSelfAttention(nn.Module):
         self.head_gate = Gate(config.n_head, config.n_embd) if config.head_gates else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, values: Tensor | None, blocks) -> Tensor:
-        """values: (B, T, H_kv · D), what the gate adds to the values that come of x; blocks: as for `attention`."""
-        B, T, C = x.shape
+        """blocks: as for `attention`; the others: as for `attend`."""
+
+        def look(*heads: Tensor) -> Tensor:
+            return attention(*(part.transpose(1, 2) for part in heads), self.window, blocks).transpose(1, 2)
+
         # One product and one rotation for all heads: fewer, larger kernels, and a third of their compilation.
         weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
-        qkv = F.linear(x, weight).view(B, T, self.n_head + 2 * self.n_kv_head, self.head_dim)
-        qk, v = qkv.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=2)
+        return self.c_proj(self.attend(x, F.linear(x, weight), cos, sin, values, look))
+
+    def attend(
+        self, x: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, values: Tensor | None, look: Callable
+    ) -> Tensor:
+        """
+        x (…, C) and its products for all heads, qkv → what c_proj reads, (…, C). values: (…, H_kv · D), what the gate
+        adds to the values that come of x; look(q (…, H, D), k (…, H_kv, D), v) → (…, H, D): attention among tokens.
+        """
+        heads = qkv.view(*x.shape[:-1], -1, self.head_dim)
+        qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=-2)
         if values is not None:
             v = v + self.value_gate(x)[..., None] * values.view(v.shape)
         qk = norm(rotate(qk, cos, sin))
         if self.qk_scale != 1:
             qk = qk * self.qk_scale
-        q, k = qk.transpose(1, 2).split((self.n_head, self.n_kv_head), dim=1)
-        y = attention(q, k, v.transpose(1, 2), self.window, blocks).transpose(1, 2)  # (B, T, H, D)
+        y = look(*qk.split((self.n_head, self.n_kv_head), dim=-2), v)
         if self.head_gate:
             y = y * self.head_gate(x)[..., None]
-        return self.c_proj(y.reshape(B, T, C))
+        return y.reshape(x.shape)
 
 
 class MLP(nn.Module):

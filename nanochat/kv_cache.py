@@ -40,7 +40,7 @@ class CachedModel:
         self.model, self.config, self.max_rows = model, model.config, max_rows
         with torch.inference_mode():
             self.layers = [
-                (block, block.attn,
+                (block,
                  linear(torch.cat((block.attn.c_q.weight, block.attn.c_k.weight, block.attn.c_v.weight))),
                  linear(block.attn.c_proj.weight), linear(block.mlp.c_fc.weight), linear(block.mlp.c_proj.weight))
                 for block in model.transformer.h
@@ -48,8 +48,7 @@ class CachedModel:
             self.head = linear(model.lm_head.weight)
             config, device = self.config, model.lm_head.weight.device
             self.windows = {config.window(layer) for layer in range(config.n_layer)}
-            cos, sin = rotary_angles(config.sequence_len, config.head_dim, config.rope_theta, device)
-            self.cos, self.sin = torch.cat((cos, cos), 1)[:, None], torch.cat((sin, -sin), 1)[:, None]  # (T, 1, D)
+            self.angles = rotary_angles(config.sequence_len, config.head_dim, config.rope_theta, device)
         self.clear()
 
     def clear(self) -> None:
@@ -65,12 +64,12 @@ class CachedModel:
         """Read a prompt of at most sequence_len tokens, all at once; the cache does not change."""
         kept = []
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def look(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))  # (1, H, T, D)
             kept.append(torch.cat((k, v)))
             return attention(q, k, v, self.config.window(layer))[0].transpose(0, 1)
 
-        x = self.hidden(prompt, [-1, *prompt[:-1]], slice(len(prompt)), attend)
+        x = self.hidden(prompt, [-1, *prompt[:-1]], slice(len(prompt)), look)
         return Prefix(torch.stack(kept), self.logits(x[-1:]), prompt[-1])
 
     @torch.inference_mode()
@@ -115,39 +114,29 @@ class CachedModel:
             mask = torch.zeros(unseen.shape, device=device).masked_fill_(unseen, float("-inf"))
             masks[window] = mask.repeat_interleave(self.config.n_kv_head, dim=0)[:, None]  # (rows * H_kv, 1, capacity)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def look(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kv[layer][:, all_rows, :, positions] = torch.stack((k, v), dim=1)
             return attend_one(q, kv[layer][0], kv[layer][1], masks[self.config.window(layer)])
 
-        x = self.hidden(tokens, self.last, positions, attend)
+        x = self.hidden(tokens, self.last, positions, look)
         self.lengths, self.last = [length + 1 for length in self.lengths], list(tokens)
         return self.logits(x)
 
-    def hidden(self, ids: list[int], previous: list[int], positions: Tensor | slice, attend: Callable) -> Tensor:
+    def hidden(self, ids: list[int], previous: list[int], positions: Tensor | slice, look: Callable) -> Tensor:
         """
         The blocks of the model → (N, C), for N tokens of one sequence, or one of each of N sequences; previous: the
         token before each, −1 where there is none. What they see of other tokens is up to
-        attend(layer, q (N, H, D), k (N, H_kv, D), v) → (N, H, D).
+        look(layer, q (N, H, D), k (N, H_kv, D), v) → (N, H, D).
         """
-        heads, kv_heads = self.config.n_head, self.config.n_kv_head
-        cos, sin = self.cos[positions], self.sin[positions]
+        cos, sin = (angle[positions] for angle in self.angles)
         tokens, before = torch.tensor([ids, previous], device=self.kv.device).unbind()
 
         def run(layer: int, x: Tensor, streams: tuple[Tensor, ...]) -> Tensor:
-            block, attn, qkv, attn_proj, fc, mlp_proj = self.layers[layer]
+            block, qkv, attn_proj, fc, mlp_proj = self.layers[layer]
             x = block.mix(x, streams)
-            h = norm(x)
-            qk, v = qkv(h).view(len(ids), -1, self.config.head_dim).split((heads + kv_heads, kv_heads), dim=1)
-            if attn.value_gate:
-                v = v + attn.value_gate(h)[..., None] * block.values(tokens).view(v.shape)
-            qk = norm(rotate(qk, cos, sin))
-            if attn.qk_scale != 1:
-                qk *= attn.qk_scale
-            q, k = qk.split((heads, kv_heads), dim=1)
-            y = attend(layer, q, k, v)
-            if attn.head_gate:
-                y = y * attn.head_gate(h)[..., None]
-            x = attn_proj(y.reshape(x.shape)).add_(x)  # not x += …: a later block may read x
+            h, values = norm(x), None if block.values is None else block.values(tokens)
+            y = block.attn.attend(h, qkv(h), cos, sin, values, partial(look, layer))
+            x = attn_proj(y).add_(x)  # not x += …: a later block may read x
             return x.add_(mlp_proj(F.relu(fc(norm(x))).square_()))
 
         return self.model.run_blocks(tokens, before, run)
@@ -179,12 +168,6 @@ def resized(kv: Tensor, rows: int, capacity: int) -> Tensor:
     both = min(capacity, old_capacity)
     new[:, :, :old_rows, :, :both] = kv[:, :, :, :, :both]
     return new
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`gpt.rotate` in a third of the operations. x: (N, H, D); cos (both halves) and sin (one negated): (N, 1, D)."""
-    y = x.float()
-    return torch.addcmul(y * cos, y.roll(y.size(-1) // 2, dims=-1), sin).type_as(x)
 
 
 def attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
