@@ -240,8 +240,13 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer)
         self.mlp = MLP(config)
         self.residual_scales = config.residual_scales
-        streams = 2 * config.residual_scales + bool(config.bigrams) + (config.backout and layer == config.n_layer - 1)
-        self.scales = nn.Parameter(torch.empty(streams)) if streams else None
+        depth = layer / max(config.n_layer - 1, 1)
+        self.first_scales = [  # what they start from: those of the residual stream and of x0 as in nanochat
+            *([1.15 - 0.10 * depth, 0.20 - 0.15 * depth] if config.residual_scales else []),
+            *([0.1] if config.bigrams else []),
+            *([-0.2] if config.backout and layer == config.n_layer - 1 else []),
+        ]
+        self.scales = nn.Parameter(torch.empty(len(self.first_scales))) if self.first_scales else None
         kv_width = config.n_kv_head * config.head_dim
         self.values = Table(config.padded_vocab_size, kv_width) if self.attn.value_gate else None
 
@@ -281,7 +286,7 @@ class Head(nn.Linear):
         self, x: Tensor, targets: Tensor | None, weights: Tensor | None, reduction: str, softmax_share: float = 1.0
     ) -> Tensor:
         if targets is None:
-            return cap(x @ self.weight.T, self.vocab_size, self.softcap)[..., : self.vocab_size]
+            return cap((x @ self.weight.T)[..., : self.vocab_size], self.softcap)
         arguments = x.flatten(0, 1), self.weight, targets.flatten(), self.vocab_size, self.softcap
         if reduction == "none":
             return token_losses(*arguments).view(targets.shape)
@@ -325,19 +330,10 @@ class GPT(nn.Module):
                 case "c_proj" | "bigram" | "smear" | "smear_scale" | "value_gate" | "head_gate":
                     weights.zero_()
                 case "scales":
-                    weights.copy_(torch.tensor(self.first_scales(int(name.split(".")[2]))))
+                    weights.copy_(torch.tensor(self.get_submodule(name.removesuffix(".scales")).first_scales))
                 case _:
                     raise AssertionError(f"no initialisation for {name}")
             p.copy_(weights)
-
-    def first_scales(self, layer: int) -> list[float]:
-        """What a block's scales start from: those of the residual stream and of x0 fall with depth, as in nanochat."""
-        config, depth = self.config, layer / max(self.config.n_layer - 1, 1)
-        return [
-            *([1.15 - 0.10 * depth, 0.20 - 0.15 * depth] if config.residual_scales else []),
-            *([0.1] if config.bigrams else []),
-            *([-0.2] if config.backout and layer == config.n_layer - 1 else []),
-        ]
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """tokens (B, T) → what the head reads, (B, T, C)."""

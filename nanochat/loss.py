@@ -165,11 +165,10 @@ def chunk_rows(rows: int, vocab: int, device_type: str) -> int:
     return -(-rows // count)
 
 
-def cap(logits: Tensor, vocab_size: int, softcap: float | None) -> Tensor:
-    """softcap · tanh(logits / softcap) in float32, or the plain logits without a softcap; −inf in padded columns."""
-    padded = torch.arange(logits.size(-1), device=logits.device) >= vocab_size
+def cap(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap · tanh(logits / softcap) in float32, or the plain logits without a softcap."""
     logits = logits.float()
-    return (softcap * torch.tanh(logits / softcap) if softcap else logits).masked_fill(padded, float("-inf"))
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 def real_columns(head: Tensor, vocab_size: int) -> Tensor:

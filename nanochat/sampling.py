@@ -65,7 +65,7 @@ def most_probable(logits: Tensor, softcap: float | None) -> Tensor:
     as a block of the model: it is applied only where logits are so large that it makes different ones equal.
     """
     if softcap and (logits.device.type != "cpu" or logits.amax() > 2 * softcap):
-        logits = cap(logits, logits.size(1), softcap)
+        logits = cap(logits, softcap)
     return logits.argmax(-1)
 
 

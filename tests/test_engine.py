@@ -139,7 +139,7 @@ def test_bfloat16_stays_close_to_the_plain_model(arch):
     reference = [model(torch.tensor([row]))[0] for row in rows]  # (T, V) each
     different = 0
     for i in range(59):
-        chosen = cap(cached.decode([row[start + i] for row, start in zip(rows, starts)]), V, 15.0).argmax(-1).tolist()
+        chosen = cap(cached.decode([row[start + i] for row, start in zip(rows, starts)]), 15.0).argmax(-1).tolist()
         for token, start, logits in zip(chosen, starts, reference):
             here = logits[start + i]
             assert here[token] >= here.max() - 2**-6 * here.max().abs()
@@ -420,7 +420,7 @@ def test_results_are_forced_in_and_read_like_any_token(monkeypatch, expression, 
     assert answer.forced == [False] * (1 + len(call)) + [True] * len(forced) + [False] * 5
     assert other.tokens == [5] * len(other.tokens) and not any(other.forced)
     expected = model(torch.tensor([prompts[0] + answer.tokens]))[0]  # (T, V)
-    got = cap(torch.stack([rows[0] for rows in logits]), V, 15.0)    # after each token of the answer but the last
+    got = cap(torch.stack([rows[0] for rows in logits]), 15.0)    # after each token of the answer but the last
     torch.testing.assert_close(got, expected[10:-1], atol=2e-4, rtol=0)
 
 

@@ -88,7 +88,7 @@ def loss(device: torch.device, dtype: torch.dtype) -> float:
         return softcapped_cross_entropy(x, head, targets.to(device), 100, 15.0)
 
     def plain(x: Tensor, head: Tensor) -> Tensor:
-        return F.cross_entropy(cap(x @ head.T, 100, 15.0), targets, reduction="sum")
+        return F.cross_entropy(cap(x @ head[:100].T, 15.0), targets, reduction="sum")
 
     return largest_error(ours, plain, device, dtype, (64, 64), (128, 64))
 
