@@ -9,25 +9,14 @@ from nanochat.zero import StepStats
 
 
 def adamw_update(
-    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
-    step: Tensor, ok: Tensor, lr: float, weight_decay: float, betas: tuple[float, float], eps: float,
-) -> None:
-    """
-    Step number `step` (from 1) in place on any range of elements; everything float32. Loshchilov & Hutter 2019,
-    arXiv:1711.05101; eps is added after the bias correction. step and ok are scalars on the device: with ok = 0 (and
-    a gradient of zero) nothing changes, to the bit.
-    """
-    first, second = (bias_correction(beta, step) for beta in betas)
-    weights = [(1 - beta) * ok for beta in betas]
-    in_one_pass(move, master, grad, exp_avg, exp_avg_sq, 1 - lr * weight_decay * ok, *weights, lr * ok / first, second,
-                ok.new_tensor(eps))
-
-
-def move(
     master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, keep: Tensor, weight1: Tensor, weight2: Tensor,
     rate: Tensor, second: Tensor, eps: Tensor,
 ) -> None:
-    """`adamw_update` with its factors as scalars on the device: as Python's numbers they would be compiled in."""
+    """
+    One step in place on any range of elements; everything float32. The factors are scalars on the device: as Python's
+    numbers they would be compiled in. Loshchilov & Hutter 2019, arXiv:1711.05101; eps is added after the bias
+    correction.
+    """
     exp_avg.lerp_(grad, weight1)
     exp_avg_sq.lerp_(grad * grad, weight2)
     master.mul_(keep).sub_(exp_avg / ((exp_avg_sq / second).sqrt() + eps) * rate)
@@ -65,7 +54,9 @@ class DistAdamW:
         self.counters["steps"] += stats.ok
         step = self.counters["steps"].clamp(min=1)
         for group in self.param_groups:
+            (beta1, beta2), lr, ok = group["betas"], group["lr"], stats.ok
+            factors = (1 - lr * group["weight_decay"] * ok, (1 - beta1) * ok, (1 - beta2) * ok,
+                       lr * ok / bias_correction(beta1, step), bias_correction(beta2, step), ok.new_tensor(self.eps))
             for shard in group["shards"]:
                 exp_avg, exp_avg_sq = (self.state[key][shard.name] for key in ("exp_avg", "exp_avg_sq"))
-                adamw_update(shard.master, shard.grad, exp_avg, exp_avg_sq, step, stats.ok,
-                             group["lr"], group["weight_decay"], group["betas"], self.eps)
+                in_one_pass(adamw_update, shard.master, shard.grad, exp_avg, exp_avg_sq, *factors)
