@@ -28,15 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanochat.checkpoint import (
-    MODEL_FILE,
-    UNSEEN,
-    claim,
-    find_checkpoint,
-    job,
-    list_steps,
-    step_dir,
-)
+from nanochat.checkpoint import MODEL_FILE, UNSEEN, claim, find_checkpoint, job, list_steps, step_dir
 from nanochat.distributed import from_rank0, print0, set_timeout
 from nanochat.errors import UserError, last_acts, one_line
 from nanochat.files import recover_folder, sha256, sync, write_folder_aside
