@@ -57,8 +57,8 @@ def begin_stage(
     model.activation_checkpointing = config["activation_checkpointing"]
     reduce_dtype = getattr(torch, config["reduce_dtype"])
     sharding = Sharding(model, model.units(), device, dtype, config["zero_stage"], config["shard_size"], reduce_dtype)
-    rates = (config[name] * config["init_lr_frac"] for name in ("unembedding_lr", "embedding_lr", "matrix_lr"))
-    optimizers = setup_optimizers(model, sharding, *rates, config["weight_decay"])
+    rates = (config[name] for name in ("unembedding_lr", "embedding_lr", "matrix_lr", "weight_decay"))
+    optimizers = setup_optimizers(model, sharding, *rates, lr_scale=config["init_lr_frac"])
     if compiling:
         model.compile_blocks()
     data = meta.get("data")

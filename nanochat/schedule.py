@@ -39,20 +39,15 @@ def momentum_at(step: int, left: float = 1.0, peak: float = 0.95, final: float =
     return min(0.85 + (peak - 0.85) * min(step / 300, 1.0), final + (peak - final) * left)
 
 
-def weight_decay_multiplier(step: int, num_iterations: int) -> float:
-    """Linear to zero at the end of the run."""
-    return max(1 - step / num_iterations, 0.0)
-
-
 def apply_schedule(optimizers, step: int, num_iterations: int, lrm: float, momentum: float) -> None:
-    """Set every group's rates for this step from what they were at the start of the run."""
+    """Set every group's rates for this step from their initial ones; weight decay falls linearly to zero."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lrm
             if "momentum" in group:
                 group["momentum"] = momentum
             if "initial_weight_decay" in group:
-                group["weight_decay"] = group["initial_weight_decay"] * weight_decay_multiplier(step, num_iterations)
+                group["weight_decay"] = group["initial_weight_decay"] * max(1 - step / num_iterations, 0.0)
 
 
 def rate_scales(batch: int, tokens: float) -> tuple[float, float]:
@@ -66,25 +61,15 @@ def rate_scales(batch: int, tokens: float) -> tuple[float, float]:
     return lr, batch / REFERENCE_BATCH / lr * REFERENCE_TOKENS / tokens
 
 
-def scale_rates(optimizers, lr: float, decay: float) -> None:
-    """Multiply every group's learning rate, and the weight decay that has a schedule, for the whole run."""
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["initial_lr"] *= lr
-        if "initial_weight_decay" in group:
-            group["initial_weight_decay"] *= decay
-
-
-def choose_batch_size(tokens_or_none: float | None, num_iterations: int, rows_unit: int) -> int:
+def choose_batch_size(num_iterations: int, horizon: float, rows_unit: int) -> int:
     """
-    Tokens per optimizer step for a horizon given in tokens, or in steps (tokens None): the power of two nearest to
-    the rule above, but at least one micro-batch on every rank (rows_unit tokens) and a multiple of it.
+    Tokens per optimizer step for a horizon in steps, or where that is not positive in tokens: the power of two nearest
+    to the rule above, but at least one micro-batch on every rank (rows_unit tokens) and a multiple of it.
     """
-    if tokens_or_none is not None:
-        if tokens_or_none <= 0:
-            raise UserError("no horizon: set num_iterations, target_flops or target_param_data_ratio")
-        batch = REFERENCE_BATCH * (tokens_or_none / REFERENCE_TOKENS) ** BATCH_EXPONENT
-    else:  # tokens = steps · batch: solve batch = ref · (steps · batch / ref_tokens)^e for batch
+    if num_iterations > 0:  # tokens = steps · batch: solve batch = ref · (steps · batch / ref_tokens)^e for batch
         batch = (REFERENCE_BATCH * (num_iterations / REFERENCE_TOKENS) ** BATCH_EXPONENT) ** (1 / (1 - BATCH_EXPONENT))
+    else:
+        batch = REFERENCE_BATCH * (horizon / REFERENCE_TOKENS) ** BATCH_EXPONENT
     batch = 2 ** round(math.log2(batch))
     return max(round(batch / rows_unit), 1) * rows_unit
 
@@ -107,19 +92,9 @@ def accumulation_steps(total_batch_size: int, device_batch_size: int, max_seq_le
     )
 
 
-def choose_num_iterations(
-    num_iterations: int, target_flops: float, target_param_data_ratio: float,
-    flops_per_token: int, parameters: int, total_batch_size: int,
-) -> int:
-    """Optimizer steps of the run: as given, else from a FLOP budget, else from tokens per parameter that computes."""
-    if num_iterations > 0:
-        return num_iterations
-    if target_flops > 0:
-        steps = round(target_flops / (flops_per_token * total_batch_size))
-    elif target_param_data_ratio > 0:
-        steps = round(target_param_data_ratio * parameters / total_batch_size)
-    else:
-        raise UserError("no horizon: set num_iterations, target_flops or target_param_data_ratio")
+def choose_num_iterations(num_iterations: int, horizon: float, total_batch_size: int) -> int:
+    """Optimizer steps of the run: as given, else from a horizon in tokens."""
+    steps = num_iterations if num_iterations > 0 else round(horizon / total_batch_size)
     if steps < 1:
         raise UserError(f"the horizon is less than one step of total_batch_size={total_batch_size} tokens; "
                         "lower that or set num_iterations")

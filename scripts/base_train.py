@@ -50,7 +50,6 @@ from nanochat.schedule import (
     lr_multiplier,
     momentum_at,
     rate_scales,
-    scale_rates,
     warmdown_left,
 )
 from nanochat.zero import Sharding
@@ -138,20 +137,18 @@ if meta and meta["tokenizer"] != tokenizer.fingerprint:
                     "use that one, or another --model_tag")
 
 # ---- Batch and horizon
-scales = (meta or {}).get("rate_scales", (1.0, 1.0))  # a resumed run keeps the rates it had, and its batch
-chosen = total_batch_size == -1 and not meta
-if total_batch_size == -1 and meta:
-    total_batch_size = meta["total_batch_size"]
+horizon = target_flops / flops_per_token if target_flops > 0 else target_param_data_ratio * computing  # tokens
+if num_iterations < 1 and horizon <= 0:
+    raise UserError("no horizon: set num_iterations, target_flops or target_param_data_ratio")
+chosen = total_batch_size == -1
 if chosen:
-    horizon = target_flops / flops_per_token if target_flops > 0 else target_param_data_ratio * computing
     unit = device_batch_size * max_seq_len * world_size
-    total_batch_size = choose_batch_size(None if num_iterations > 0 else horizon, num_iterations, unit)
+    total_batch_size = meta["total_batch_size"] if meta else choose_batch_size(num_iterations, horizon, unit)
 grad_accum_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, world_size)
-num_iterations = choose_num_iterations(
-    num_iterations, target_flops, target_param_data_ratio, flops_per_token, computing, total_batch_size
-)
-if chosen:
-    scales = rate_scales(total_batch_size, num_iterations * total_batch_size)
+num_iterations = choose_num_iterations(num_iterations, horizon, total_batch_size)
+scales = rate_scales(total_batch_size, num_iterations * total_batch_size) if chosen else (1.0, 1.0)
+if meta:  # a resumed run keeps the rates it had, and its batch
+    scales = meta.get("rate_scales", (1.0, 1.0))
 total_flops = num_iterations * total_batch_size * flops_per_token
 peak = peak_flops(device, model_dtype)
 print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head} heads, "
@@ -169,8 +166,8 @@ model.to_empty(device=device)
 model.init_weights(seed)
 model.activation_checkpointing = activation_checkpointing
 sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, getattr(torch, reduce_dtype))
-optimizers = setup_optimizers(model, sharding, unembedding_lr, embedding_lr, matrix_lr, weight_decay, muon_variant)
-scale_rates(optimizers, *scales)
+rates = unembedding_lr, embedding_lr, matrix_lr, weight_decay * scales[1]
+optimizers = setup_optimizers(model, sharding, *rates, muon_variant, lr_scale=scales[0])
 if compiling:
     model.compile_blocks()
 

@@ -307,6 +307,7 @@ def test_bad_input_is_one_clear_line(base):
         (["--model_tag=there", "--depth=2", "--resume=auto"], "does not fit this run"),
         (["--resume_from_step=5"], "no valid checkpoint of step 5"),
         (["--num_iterations=-1", "--target_param_data_ratio=-1"], "no horizon"),
+        (["--num_iterations=-1", "--target_flops=1e3"], "the horizon is less than one step"),
         (["--model_tag=there", "--overwrite", "--total_batch_size=100"], "total_batch_size=100 is not"),
         (["--model_tag=a/../../b"], "model_tag=a/../../b cannot name a folder"),
         (["--kv_group=3"], "kv_group=3 does not divide the 1 heads of depth 1; expected one of 1"),
