@@ -37,16 +37,16 @@ if link not in LINKS:
 config, at = config_from_depth(depth, vocab_size, max_seq_len, arch=arch), LINKS[link]
 adamw, muon = parameter_counts(config)
 micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, gpus)
-step = plan_step(config, gpus, mfu * datasheet_peak(gpu), at, torch.bfloat16, total_batch_size, micro_steps)
+compute, send = plan_step(config, gpus, mfu * datasheet_peak(gpu), at, torch.bfloat16, total_batch_size, micro_steps)
 computing = shaped(config).count_parameters("matrix", "head")
 steps = max(round(target_param_data_ratio * computing / total_batch_size), 1)
-hours = steps * step.compute / 3600
+hours = steps * compute / 3600
 print(f"depth {depth}: {adamw + muon:,} parameters, {shaped(config).estimate_flops():.3g} FLOPs per token; "
       f"{steps:,} steps of {total_batch_size:,} tokens in {micro_steps} micro-step(s)")
 print(f"{gpus} x {gpu} at {mfu:.0%} MFU: {hours:.2f} hours if all communication hides, "
       f"{hours * gpus * price:,.0f} at {price:g} per GPU and hour\n")
 rows = []
-for stage, seconds in enumerate(step.send):
+for stage, seconds in enumerate(send):
     kept = state_bytes(stage, gpus, torch.bfloat16, adamw, muon)
     fullest = sum(step_bytes(config, device_batch_size, torch.bfloat16, "cuda", stage=stage, ranks=gpus))
     gigabytes = (*kept, sum(kept), fullest, seconds * at.bandwidth)
@@ -54,4 +54,4 @@ for stage, seconds in enumerate(step.send):
 columns = ["stage", "parameters GB", "gradients GB", "optimizer GB", "together", "with activations",
            "sent per step, GB", f"seconds on {at.name}"]
 print(markdown_table(columns, rows))
-print(f"\nof each rank; a step computes for {step.compute:.3f} s")
+print(f"\nof each rank; a step computes for {compute:.3f} s")

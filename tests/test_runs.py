@@ -22,6 +22,7 @@ from ranks import run_on_ranks
 from torch.distributed.run import get_args_parser
 
 from bench import harness
+from bench.links import hiding_tokens, messages
 from bench.naive import VARIANTS, distances
 from bench.scaling_fit import fit, read_series
 from nanochat.corpus.learn_tokenizer import train_tokenizer
@@ -296,12 +297,13 @@ def test_a_plan_is_what_the_pages_say():
     config = config_from_depth(20, 65536, 2048)
     parameters, matrices = 12 * 20 * 1280**2 + 2 * 65536 * 1280, 12 * 20 * 1280**2
     per_token = 6 * (parameters - 65536 * 1280) + 12 * 20 * 1280 * 2048
-    step = plan_step(config, 8, 500e12, LINKS["nvlink4"], torch.bfloat16, 2**19, 4)
-    assert step.compute == pytest.approx(2**16 * per_token / 500e12)
+    link = LINKS["nvlink4"]
+    compute, send = plan_step(config, 8, 500e12, link, torch.bfloat16, 2**19, 4)
+    assert compute == pytest.approx(2**16 * per_token / 500e12)
     for stage, elements in ((0, 2 * 4), (1, 4 + 2), (2, 4 * 4 + 2)):
         sent = 7 / 8 * (elements * parameters + (2 * 2 * matrices / 8 if stage else 0))
-        assert step.send[stage] == pytest.approx(sent / 450e9), stage
-    for tokens, bytes_per_parameter in zip(step.hides, (4, 4 + 2)):  # the backward pass takes as long as what it sends
+        assert send[stage] == pytest.approx(sent / 450e9), stage
+    hiding = hiding_tokens(config, 8, 500e12, link, torch.bfloat16)
+    for tokens, bytes_per_parameter in zip(hiding, (4, 4 + 2)):  # the backward pass takes as long as what it sends
         assert 2 / 3 * tokens * per_token / 500e12 == pytest.approx(7 / 8 * bytes_per_parameter * parameters / 450e9)
-    assert step.latency == pytest.approx(2 * 22 * 7 * 3.4e-6)
-    assert plan_step(config, 8, 1.0, LINKS["tpuv5p"], torch.bfloat16, 2**19, 4).latency is None
+    assert messages(config, 8) == 2 * 22 * 7
