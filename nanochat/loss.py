@@ -80,7 +80,7 @@ def token_losses(x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, soft
     real, losses = real_columns(head, vocab_size), []
     for rows, row_targets in chunks(head.size(0), x, targets):
         logits = rows @ head.T
-        total, shift = compiled(sum_of_exponentials)(logits, real, softcap)
+        total, shift, _ = compiled(exponentials_and_gradient)(logits, real, softcap)
         row_targets = row_targets.clamp(min=0)
         logit = logits.gather(1, row_targets[:, None])[:, 0]
         losses.append(losses_and_target_gradient(logit, total, shift, real[row_targets], softcap)[0])
@@ -186,30 +186,21 @@ def capped(logits: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | floa
     return softcap * tanh, tanh
 
 
-def exponentials(logits: Tensor, real: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | float, Tensor | float]:
-    """exp(capped logit − shift), (N, V) float32, zero in padded columns; the shift, (N,) or 0; the tanh of `capped`."""
-    logits, tanh = capped(logits, softcap)
-    if softcap:  # nothing is subtracted: capped logits are at most `softcap`, and exp(softcap) is far from overflow
-        return logits.exp() * real, 0.0, tanh
-    logits = logits.masked_fill(real == 0, float("-inf"))
-    shift = logits.amax(-1)
-    return (logits - shift[:, None]).exp(), shift, tanh
-
-
-def sum_of_exponentials(logits: Tensor, real: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | float]:
-    """Σ exp(capped logit − shift) over the real columns, (N,) float32, and the shift, (N,) or 0."""
-    exp, shift, _ = exponentials(logits, real, softcap)
-    return exp.sum(-1), shift
-
-
 def exponentials_and_gradient(
     logits: Tensor, real: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor | float, Tensor]:
     """
-    Σ exp(capped logit − shift), (N,), the shift, and exp(capped logit − shift) · (1 − tanh²), (N, V) in the logits'
-    dtype: times weight / Σ it is the gradient with respect to the raw logits but for the targets' own entries.
+    Σ exp(capped logit − shift) over the real columns, (N,) float32, the shift, (N,) or 0, and exp(capped logit − shift)
+    · (1 − tanh²), (N, V) in the logits' dtype: times weight / Σ it is the gradient with respect to the raw logits but
+    for the targets' own entries.
     """
-    exp, shift, tanh = exponentials(logits, real, softcap)
+    exp, tanh = capped(logits, softcap)  # of this name there is one tensor at a time: each is as large as the logits
+    if softcap:  # nothing is subtracted: capped logits are at most `softcap`, and exp(softcap) is far from overflow
+        exp, shift = exp.exp() * real, 0.0
+    else:
+        exp = exp.masked_fill(real == 0, float("-inf"))
+        shift = exp.amax(-1)
+        exp = (exp - shift[:, None]).exp()
     return exp.sum(-1), shift, (exp * (1 - tanh * tanh)).to(logits.dtype)
 
 
