@@ -51,7 +51,6 @@ batch_only = False          # print the recommended device_batch_size and nothin
 time_only = False           # print the milliseconds of a training step of 16 rows and nothing else
 memory_gib = -1.0           # [-1, >0] GiB of a GPU to ask about, whatever is here: 12, 24, 80, 141
 kernels = True              # run each kernel
-usual_arch = arch
 configure(globals())
 
 DEPTHS = (4, 8, 12, 16, 20, 24, 26, 32)
@@ -181,4 +180,4 @@ if data != "tinyworld" and data not in made["data"]:
 if data != "tinyworld" and data not in made["tokenizer"]:
     print(f"python -m scripts.tok_train --data={data}")
 launcher = f"torchrun --standalone --nproc_per_node={ranks} -m" if ranks > 1 else "python -m"
-print(f"{launcher} scripts.base_train --data={data} {setting}" + f" --arch={arch}" * (arch != usual_arch))
+print(f"{launcher} scripts.base_train --data={data} {setting} --arch={arch}")
