@@ -75,16 +75,8 @@ class Metrics:
     def paused(self) -> Iterator[None]:
         """Around what is not training: all steps are read and written before it, and its time counts for no step."""
         self.flush()
-        self.measure_peak()
         yield
         self.clock = time.perf_counter()
-
-    def measure_peak(self) -> None:
-        """Again, where it is time: its clock stands still meanwhile."""
-        if self.measure and time.monotonic() - self.measured >= MEASURE_EVERY:
-            self.peak_flops = max(self.peak_flops, self.measure() * self.world_size)
-            self.measured = time.monotonic()
-            self.clock = time.perf_counter()
 
     def log_step(self, step: int, stats: StepStats, lrm: float, tokens: int | None = None) -> None:
         """A finished optimizer step. tokens: of all ranks, where they differ from step to step."""
@@ -101,7 +93,10 @@ class Metrics:
         self.clock = now
         if copied is None:
             self.flush()
-            self.measure_peak()  # a run may be without pauses
+            if self.measure and time.monotonic() - self.measured >= MEASURE_EVERY:
+                self.peak_flops = max(self.peak_flops, self.measure() * self.world_size)
+                self.measured = time.monotonic()
+                self.clock = time.perf_counter()
 
     def flush(self) -> None:
         """Read, print and write the step that is still pending, if there is one. Waits for the device to finish it."""

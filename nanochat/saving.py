@@ -93,17 +93,19 @@ class CheckpointWriter:
         """
         self.whole = step, metrics, meta
 
-    def checkpoint(self, by_time: bool = False) -> None:
+    def checkpoint(self, asked_for: bool) -> None:
         """
-        Save what `stand_by` was told, unless it has been saved. by_time: `save_minutes` alone asks for it; the newest
-        two of those are kept.
+        Save what `stand_by` was told, unless it has been saved: if asked for, or if rank 0 says that `save_minutes` are
+        over. Of those that nothing else asked for the newest two are kept.
         """
         step, metrics, meta = self.whole
-        metrics.save_requested = False
-        if step > self.saved:
-            if by_time:
-                self.by_time.append(step)
-            self.save(step, meta | {"metrics_state": metrics.state})
+        if not (asked_for or metrics.save_requested):
+            return
+        with metrics.paused():
+            metrics.save_requested = False
+            if step > self.saved:
+                self.by_time += [] if asked_for else [step]
+                self.save(step, meta | {"metrics_state": metrics.state})
 
     def begin_update(self) -> None:
         """Parameters change from here to the next `stand_by`: an exception in between saves nothing."""
@@ -227,8 +229,7 @@ class CheckpointWriter:
                 set_timeout(PATIENCE, self.group)
                 watchdog.start()
             print0(f"saving step {step} before the run ends")
-            metrics.flush()
-            self.checkpoint()
+            self.checkpoint(asked_for=True)
             watchdog.cancel()  # all is in host memory
             self.wait()
         except BaseException as error:  # a second one must not hide the first

@@ -205,10 +205,7 @@ while True:
         config=config, total_batch_size=total_batch_size, num_iterations=num_iterations, rate_scales=scales,
         tokenizer=tokenizer.fingerprint, data=data, data_state=data_state,
     ))
-    asked_for = last_step or stopping or due(save_every)
-    if asked_for or metrics.save_requested:  # the latter by rank 0, when save_minutes are over
-        with metrics.paused():
-            saver.checkpoint(by_time=not asked_for)
+    saver.checkpoint(asked_for=last_step or stopping or due(save_every))  # or since save_minutes are over
     if stopping:
         break
 

@@ -139,10 +139,7 @@ while True:
     # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
     saver.stand_by(step, metrics, dict(config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
                                        data=data, data_state=data_state, before=before))
-    asked_for = last_step or stopping or due(save_every)
-    if asked_for or metrics.save_requested:  # the latter by rank 0, when save_minutes are over
-        with metrics.paused():
-            saver.checkpoint(by_time=not asked_for)
+    saver.checkpoint(asked_for=last_step or stopping or due(save_every))  # or since save_minutes are over
     if stopping:
         break
     if due(eval_every):

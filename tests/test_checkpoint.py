@@ -438,7 +438,7 @@ def test_what_killed_saves_left_goes_with_the_next_run(folder):
     assert [path.name for path in folder.iterdir()] == ["step_000008"]
 
 
-METRICS = SimpleNamespace(flush=lambda: None, state={}, save_requested=False)
+METRICS = SimpleNamespace(paused=contextlib.nullcontext, state={}, save_requested=False)
 
 
 @pytest.fixture
@@ -457,9 +457,9 @@ def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(folder,
         writer.began -= 300 * (step != 4)
         assert writer.time_is_up() == (step != 4)
         writer.stand_by(step, METRICS, META)
-        if step in (2, 6) or writer.time_is_up():
-            writer.checkpoint(by_time=step not in (2, 6))
-            assert not writer.time_is_up() or step == 0
+        METRICS.save_requested = writer.time_is_up()
+        writer.checkpoint(asked_for=step in (2, 6))
+        assert not writer.time_is_up() or step == 0
     writer.join()
     assert list_steps(folder) == [2, 5, 6, 7]
     for step in (8, 9, 10):
@@ -467,7 +467,8 @@ def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(folder,
         with monkeypatch.context() as patch:
             if step == 9:
                 patch.setattr("nanochat.saving.save_file", refusal)
-            writer.checkpoint(by_time=True)
+            METRICS.save_requested = True
+            writer.checkpoint(asked_for=False)
             writer.join()
     writer.wait()
     assert list_steps(folder) == [2, 6, 8, 10], "one that the disk refused is none of the two"
@@ -486,7 +487,7 @@ def test_an_interrupted_copy_is_no_save(folder, monkeypatch, last_acts):
     writer.stand_by(5, METRICS, META)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("nanochat.saving.copy_to_host", interrupted)
-        writer.checkpoint()
+        writer.checkpoint(asked_for=True)
     last_acts.pop()()
     assert list_steps(folder) == [5]
 
