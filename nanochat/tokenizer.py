@@ -6,7 +6,7 @@ forms the token of the lowest rank is merged until no pair forms a token. Ids: 0
 in the order in which they were learned (the rank), then the special tokens.
 
 Merges are learned by Hugging Face's `tokenizers` and applied by `tiktoken`. Special tokens never come out of a text,
-whatever it contains: only `encode_special`, `prepend` and `append` produce them.
+whatever it contains: only `encode_special` and `prepend` produce them.
 """
 import base64
 import functools
@@ -98,24 +98,22 @@ class Tokenizer:
             raise UserError(f"{path} is damaged: delete it and train again: python -m scripts.tok_train")
         return tokenizer
 
-    def encode(self, text: str | list[str], prepend: str | int | None = None, append: str | int | None = None,
-               num_threads: int = 8) -> list[int] | list[list[int]]:
+    def encode(
+        self, text: str | list[str], prepend: str | int | None = None, num_threads: int = 8
+    ) -> list[int] | list[list[int]]:
         """
         The ids of a text, or a list of them for a list of texts: the fast way for many, in threads without the GIL.
 
-        prepend, append: a special token, by name or id, around every text. No text of any kind raises or hangs;
+        prepend: a special token, by name or id, before every text. No text of any kind raises or hangs;
         unpaired surrogates, which have no bytes, become U+FFFD.
         """
         if isinstance(text, str):
             rows = [self.encoding.encode_ordinary(text)]
         else:
             rows = self.encoding.encode_ordinary_batch(text, num_threads=num_threads)
-        first, last = (self._special_ids[end] if isinstance(end, str) else end for end in (prepend, append))
-        for row in rows:
-            if first is not None:
-                row.insert(0, first)
-            if last is not None:
-                row.append(last)
+        first = self._special_ids[prepend] if isinstance(prepend, str) else prepend
+        for row in rows if first is not None else ():
+            row.insert(0, first)
         return rows[0] if isinstance(text, str) else rows
 
     def encode_special(self, name: str) -> int:

@@ -144,13 +144,13 @@ def test_special_tokens_follow_the_ordinary_ids_in_order_and_never_come_from_a_t
         tokenizer.encode_special("<|eos|>")
 
 
-def test_prepend_append_and_batches(tokenizer):
+def test_prepend_and_batches(tokenizer):
     texts = NASTY + random_texts(50)
     plain = [tokenizer.encode(text) for text in texts]
-    bos, end = tokenizer.get_bos_token_id(), tokenizer.encode_special("<|assistant_end|>")
+    bos = tokenizer.get_bos_token_id()
     assert tokenizer.encode(texts) == tokenizer.encode(texts, num_threads=1) == plain
-    assert tokenizer.encode(texts, prepend="<|bos|>", append=end) == [[bos, *ids, end] for ids in plain]
-    assert tokenizer.encode("a b", prepend=0, append="<|bos|>") == [0, *tokenizer.encode("a b"), bos]
+    assert tokenizer.encode(texts, prepend="<|bos|>") == [[bos, *ids] for ids in plain]
+    assert tokenizer.encode("a b", prepend=0) == [0, *tokenizer.encode("a b")]
     assert tokenizer.encode([]) == []
 
 
