@@ -50,20 +50,54 @@ def window_blocks(length: int, window: int, device: torch.device):
 def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """
     The same by blocks of queries, each against the keys between its first query's window and its own end only: nearly
-    half of the score matrix is never computed, and much less of it with a short window. Scores and softmax in float32.
+    half of the score matrix is never computed, and much less of it with a short window. Softmax in float32.
     """
     B, H, T, D = q.shape
-    H_kv = k.size(1)
-    q = q.view(B, H_kv, H // H_kv, T, D) * D**-0.5
-    outputs, size = [], QUERY_BLOCK if window >= T else WINDOW_BLOCK
-    for start in range(0, T, size):
-        first, end = max(start - window, 0), min(start + size, T)
-        rows = q[:, :, :, start:end].reshape(B, H_kv, -1, D)                # (B, H_kv, G * rows, D)
-        scores = (rows @ k[:, :, first:end].mT).view(B, H_kv, -1, end - start, end - first).float()
-        unseen = ~visible(start, end, first, window, q.device)              # (rows, keys)
-        p = scores.masked_fill(unseen, float("-inf")).softmax(-1).to(v.dtype)
-        outputs.append((p.view(B, H_kv, -1, end - first) @ v[:, :, first:end]).view(B, H_kv, -1, end - start, D))
-    return torch.cat(outputs, dim=3).reshape(B, H, T, D)
+    k, v = k.reshape(-1, T, D), v.reshape(-1, T, D)
+    return BlockwiseAttention.apply(q.reshape(len(k), -1, T, D), k, v, window).view(B, H, T, D)
+
+
+def query_blocks(length: int, window: int) -> list[tuple[int, int, int]]:
+    """(first query, end of queries and keys, first key) of each block."""
+    size = QUERY_BLOCK if window >= length else WINDOW_BLOCK
+    return [(start, min(start + size, length), max(start - window, 0)) for start in range(0, length, size)]
+
+
+class BlockwiseAttention(torch.autograd.Function):
+    """
+    q: (N, G, T, D); k, v: (N, T, D). Products do what they can: they scale, mask and add up; between them is one pass
+    each way. What is kept for the backward pass are the probabilities in the inputs' dtype.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+        N, G, T, D = q.shape
+        out, kept = torch.empty_like(q), []
+        for start, end, first in query_blocks(T, window):
+            unseen = ~visible(start, end, first, window, q.device)              # (rows, keys)
+            bias = q.new_zeros(unseen.shape).masked_fill_(unseen, float("-inf")).repeat(G, 1)
+            rows = q[:, :, start:end].reshape(N, -1, D)                         # (N, G * rows, D)
+            scores = torch.baddbmm(bias.expand(N, -1, -1), rows, k[:, first:end].mT, alpha=D**-0.5)
+            kept.append(scores.softmax(-1))
+            out[:, :, start:end] = torch.bmm(kept[-1], v[:, first:end]).view(N, G, -1, D)
+        ctx.save_for_backward(q, k, v, *kept)
+        ctx.window = window
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        q, k, v, *kept = ctx.saved_tensors
+        N, G, T, D = q.shape
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for (start, end, first), p in zip(query_blocks(T, ctx.window), kept):
+            rows, grad_rows = (x[:, :, start:end].reshape(N, -1, D) for x in (q, grad))
+            keys_sum, values_sum = grad_k[:, first:end], grad_v[:, first:end]
+            grad_p = torch.bmm(grad_rows, v[:, first:end].mT)
+            grad_scores = torch._softmax_backward_data(grad_p, p, -1, p.dtype).mul_(D**-0.5)
+            grad_q[:, :, start:end] = torch.bmm(grad_scores, k[:, first:end]).view(N, G, -1, D)
+            torch.baddbmm(keys_sum, grad_scores.mT, rows, out=keys_sum)
+            torch.baddbmm(values_sum, p.mT, grad_rows, out=values_sum)
+        return grad_q, grad_k, grad_v, None
 
 
 def visible(start: int, end: int, first: int, window: int, device: torch.device) -> Tensor:

@@ -40,6 +40,8 @@ def set_compile(wanted: bool, device_type: str) -> bool:
     """
     switch.on = wanted and device_type in ("cpu", "cuda")
     if switch.on:
+        # What the processor can do, torch has asked it; by default it compiles three large programs to try it as well.
+        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
         try:
             compiled(probe)(torch.zeros(64, device=device_type))
         except Exception as error:  # whatever keeps it from working, eager code does not need it

@@ -194,31 +194,29 @@ class CausalSelfAttention(nn.Module):
         self.value_gate = Gate(config.n_kv_head, config.n_embd) if alternate else None
         self.head_gate = Gate(config.n_head, config.n_embd) if config.head_gates else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, values: Tensor | None, blocks) -> Tensor:
-        """blocks: as for `attention`; the others: as for `attend`."""
-
-        def look(*heads: Tensor) -> Tensor:
-            return attention(*(part.transpose(1, 2) for part in heads), self.window, blocks).transpose(1, 2)
-
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, T, H, D), keys and values (B, T, H_kv, D)."""
         # One product and one rotation for all heads: fewer, larger kernels, and a third of their compilation.
         weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
-        return self.c_proj(self.attend(x, F.linear(x, weight), cos, sin, values, look))
+        q, k, v = self.heads(F.linear(x, weight), cos, sin)
+        return q.contiguous(), k.contiguous(), v.contiguous()
 
-    def attend(
-        self, x: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, values: Tensor | None, look: Callable
-    ) -> Tensor:
-        """
-        x (…, C) and its products for all heads, qkv → what c_proj reads, (…, C). values: (…, H_kv · D), what the gate
-        adds to the values that come of x; look(q (…, H, D), k (…, H_kv, D), v) → (…, H, D): attention among tokens.
-        """
-        heads = qkv.view(*x.shape[:-1], -1, self.head_dim)
-        qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=-2)
-        if values is not None:
-            v = v + self.value_gate(x)[..., None] * values.view(v.shape)
+    def heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The products (…) for all heads → q (…, H, D), k, v (…, H_kv, D)."""
+        qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split((self.n_head + self.n_kv_head, self.n_kv_head), dim=-2)
         qk = norm(rotate(qk, cos, sin))
         if self.qk_scale != 1:
             qk = qk * self.qk_scale
-        y = look(*qk.split((self.n_head, self.n_kv_head), dim=-2), v)
+        return *qk.split((self.n_head, self.n_kv_head), dim=-2), v
+
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, values: Tensor | None, look: Callable) -> Tensor:
+        """
+        x (…, C) and what `heads` made of it → what c_proj reads, (…, C). values: (…, H_kv · D), what the gate adds to
+        the values that come of x; look(q, k, v) → (…, H, D): attention among tokens.
+        """
+        if values is not None:
+            v = v + self.value_gate(x)[..., None] * values.view(v.shape)
+        y = look(q, k, v)
         if self.head_gate:
             y = y * self.head_gate(x)[..., None]
         return y.reshape(x.shape)
@@ -258,10 +256,31 @@ class Block(nn.Module):
     def body(
         self, x: Tensor, streams: tuple[Tensor, ...], cos: Tensor, sin: Tensor, values: Tensor | None, blocks
     ) -> Tensor:
-        """The part that is compiled: without lookups, whose gradients are sums in any order."""
+        """What is compiled is in here: without lookups, whose gradients are sums in any order."""
+
+        def look(*heads: Tensor) -> Tensor:
+            return attention(*(part.transpose(1, 2) for part in heads), self.attn.window, blocks).transpose(1, 2)
+
+        x, normed, *heads = self.before(x, streams, cos, sin)
+        return self.after(x, self.attn.attend(normed, *heads, values, look))
+
+    def before(self, x: Tensor, streams: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """The residual stream, and what attention reads of it: normed, queries, keys and values."""
         x = self.mix(x, streams)
-        x = x + self.attn(norm(x), cos, sin, values, blocks)
+        return x, (normed := norm(x)), *self.attn.project(normed, cos, sin)
+
+    def after(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x + self.attn.c_proj(y)
         return x + self.mlp(norm(x))
+
+    def compile_body(self, device: torch.device) -> None:
+        """
+        Blocks of a kind share compiled code: start-up does not grow with depth. Hooks stay outside of it. On a CPU it
+        is what comes before and after attention: that is as fast by itself, and would make kinds of windows and value
+        tables. Kinds, each with and without gradients, can be more than torch's limit of 8.
+        """
+        for name in ("before", "after") if device.type == "cpu" else ("body",):
+            setattr(self, name, torch.compile(getattr(self, name), dynamic=False, recompile_limit=32))
 
     def mix(self, x: Tensor, streams: tuple[Tensor, ...]) -> Tensor:
         """Add the streams (x0, bigram vectors, the middle of the model; as far as there are), each times a scalar."""
@@ -381,12 +400,8 @@ class GPT(nn.Module):
         return self.lm_head(self.hidden(tokens), targets, weights, reduction, softmax_share)
 
     def compile_blocks(self) -> None:
-        """
-        Blocks of a kind share one compiled body: start-up does not grow with depth. Hooks stay outside of it. Kinds
-        (window, value table, streams), each with and without gradients, can be more than torch's limit of 8.
-        """
         for block in self.transformer.h:
-            block.body = torch.compile(block.body, dynamic=False, recompile_limit=32)
+            block.compile_body(self.lm_head.weight.device)
 
     def units(self) -> list[nn.Module]:
         """The modules whose parameters are sent and gathered together, in the order of the forward pass."""

@@ -135,7 +135,7 @@ class CachedModel:
             block, qkv, attn_proj, fc, mlp_proj = self.layers[layer]
             x = block.mix(x, streams)
             h, values = norm(x), None if block.values is None else block.values(tokens)
-            y = block.attn.attend(h, qkv(h), cos, sin, values, partial(look, layer))
+            y = block.attn.attend(h, *block.attn.heads(qkv(h), cos, sin), values, partial(look, layer))
             x = attn_proj(y).add_(x)  # not x += …: a later block may read x
             return x.add_(mlp_proj(F.relu(fc(norm(x))).square_()))
 

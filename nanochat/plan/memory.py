@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.attention import BLOCKWISE_MAX_LENGTH, QUERY_BLOCK, WINDOW_BLOCK
+from nanochat.attention import BLOCKWISE_MAX_LENGTH, query_blocks
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.loss import chunk_rows
 
@@ -111,19 +111,11 @@ def block_bytes(
     saved = tokens * (wide * (3 * C + kv_width) + b * 11 * C + FLOAT32 * (2 + heads)) + b * C * (C + 2 * kv_width)
     saved += tokens * b * ((config.residual_scales + config.head_gates) * C + values * kv_width)
     saved += tokens * b * 2 * (config.head_gates * config.n_head + values * config.n_kv_head)
-    # Queries and keys once more, and the product that the values are a view of, or where some were added these
-    whole = tokens * (2 * C + 3 * kv_width - values * (C + kv_width))
+    whole = tokens * (C + 2 * kv_width)  # queries, keys and values of each head
     if device_type != "cpu" or T > BLOCKWISE_MAX_LENGTH:
         return saved + b * whole + tokens * FLOAT32 * config.n_head  # scaled_dot_product_attention
-    size = QUERY_BLOCK if window >= T else WINDOW_BLOCK
-    blocks = [(start, min(start + size, T)) for start in range(0, T, size)]
-    spans = [end - max(start - window, 0) for start, end in blocks]
-    scores = sum((end - start) * span for (start, end), span in zip(blocks, spans))
-    # Scaled queries; of each block of them the keys and values that it sees, copied, but for a single head, which is a
-    # view of all; probabilities in float32 and in dtype.
-    kept = 2 * rows * kv_width * sum(spans) if config.n_kv_head > 1 else whole
-    probabilities, mask = rows * config.n_head * (FLOAT32 + (b if b < FLOAT32 else 0)), 0 if compiled else 1
-    return saved + b * (tokens * C + kept) + scores * (probabilities + mask)
+    scores = sum((end - start) * (end - first) for start, end, first in query_blocks(T, window))
+    return saved + b * (whole + scores * rows * config.n_head)  # and the probabilities
 
 
 def step_bytes(
