@@ -57,7 +57,7 @@ threads = torch.get_num_threads()
 print(f"{arch}, depth {depth} on {device.type}, {threads} thread(s): {new_tokens} tokens, best of {repeats}")
 for dtype in ("float32", "bfloat16"):
     model.to(getattr(torch, dtype))
-    measure("uncached, once", 1, 1, lambda: list(model.generate(prompts[0], new_tokens, temperature=0)))
+    measure("uncached, once", 1, 1, lambda: list(model.generate(prompts[0], new_tokens)))
     engine = Engine(model, tokenizer, batch_size)
     for rows in sorted({1, batch_size}):
         for way, params in ways.items():

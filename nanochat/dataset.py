@@ -115,7 +115,3 @@ def first_line(error: Exception) -> str:
     """An error's first line, of bounded length: libraries tell long stories."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
-
-
-if __name__ == "__main__":  # what it was called before
-    raise SystemExit("error: this command is python -m scripts.dataset now")

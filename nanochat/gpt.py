@@ -432,24 +432,13 @@ class GPT(nn.Module):
         return 6 * computing + 12 * self.config.n_embd * windows
 
     @torch.inference_mode()
-    def generate(
-        self, tokens: list[int], max_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
-    ):
+    def generate(self, tokens: list[int], max_tokens: int):
         """
-        Yields up to max_tokens further tokens, each from a full forward pass over all before it: slow, plain, and
-        what the engine is compared with. temperature 0 is greedy; top_k None or 0 considers every token.
+        Yields up to max_tokens further tokens, each the most likely one after a full pass over all before it: slow,
+        plain, and what the engine is compared with.
         """
-        device = self.lm_head.weight.device
-        generator = torch.Generator(device=device).manual_seed(seed)
-        ids = torch.tensor([tokens], device=device)
+        ids = torch.tensor([tokens], device=self.lm_head.weight.device)
         for _ in range(max_tokens):
-            logits = self(ids[:, -self.config.sequence_len :])[:, -1]  # (1, vocab_size)
-            if temperature == 0:
-                next_id = logits.argmax(-1, keepdim=True)
-            else:
-                if top_k:
-                    kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-                    logits = logits.masked_fill(logits < kth, float("-inf"))
-                next_id = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            next_id = self(ids[:, -self.config.sequence_len :])[:, -1].argmax(-1, keepdim=True)
             ids = torch.cat((ids, next_id), dim=1)
             yield next_id.item()  # the caller wants the token now: a sync per token is the point

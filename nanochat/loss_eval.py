@@ -136,7 +136,7 @@ def padded(rows: list[Row], device: torch.device) -> tuple[Tensor, Tensor]:
 def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> str:
     """The prompt's greedy continuation, up to max_tokens tokens or the end of the document."""
     bos, out = tokenizer.get_bos_token_id(), []
-    for token in model.generate(tokenizer.encode(prompt, prepend=bos), max_tokens, temperature=0):
+    for token in model.generate(tokenizer.encode(prompt, prepend=bos), max_tokens):
         if token == bos:
             break
         out.append(token)

@@ -228,7 +228,3 @@ def commit(folder: Path) -> str:
         return "none"  # no git, or one that refuses the folder
     changed = any(not line.startswith("#") for line in status)
     return status[0].removeprefix("# branch.oid ")[:9] + " with uncommitted changes" * changed
-
-
-if __name__ == "__main__":  # what it was called before
-    raise SystemExit("error: this command is python -m scripts.report now")

@@ -477,17 +477,11 @@ def test_activation_checkpointing_changes_nothing_but_memory(arch):
 
 
 @pytest.mark.parametrize("arch", ["classic", ALL_PIECES])
-def test_generate_is_the_argmax_and_the_seeded_draw(arch):
+def test_generate_is_the_argmax(arch):
     model, prompt = small_model(arch=arch), [3, 1, 4]
-    greedy = list(model.generate(prompt, 6, temperature=0))
+    greedy = list(model.generate(prompt, 6))
     ids = list(prompt)
     for token in greedy:
         assert token == definition(model, torch.tensor([ids]))[0, -1].argmax().item()
         ids.append(token)
-    assert list(model.generate(prompt, 6, temperature=1.0, top_k=1)) == greedy
-    everything = list(model.generate(prompt, 6))
-    assert all(list(model.generate(prompt, 6, top_k=top_k)) == everything for top_k in (0, 10**6))
-    first, second, other = (list(model.generate(prompt, 20, temperature=1.0, seed=seed)) for seed in (5, 5, 6))
-    assert first == second != other
-    assert max(first + other) < 70, "padding is never drawn"
-    assert len(list(model.generate(list(range(40)), 3, temperature=0))) == 3, "beyond the trained length"
+    assert len(list(model.generate(list(range(40)), 3))) == 3, "beyond the trained length"

@@ -183,7 +183,7 @@ def test_a_model_with_its_own_code_generates_batches_and_is_saved_there(hf, tmp_
     theirs = hf.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     tokenizer = hf.AutoTokenizer.from_pretrained(folder, trust_remote_code=True, padding_side="left")
     texts = ["import", "def test_that(folder: Path, model: GPT)", "the same weights and"]
-    expected = [list(model.generate(TOKENIZER.encode(text, prepend="<|bos|>"), 30, 0)) for text in texts]
+    expected = [list(model.generate(TOKENIZER.encode(text, prepend="<|bos|>"), 30)) for text in texts]
     batch = tokenizer(texts, padding=True, return_tensors="pt")
     assert batch["attention_mask"].sum(1).unique().numel() == 3
     for cache in (None, True):
@@ -209,7 +209,7 @@ def test_a_model_with_its_own_code_generates_batches_and_is_saved_there(hf, tmp_
     messages = [{"role": "user", "content": "What is 12?"}]
     prompt = render_prompt(TOKENIZER, {"messages": messages})
     end = {TOKENIZER.encode_special("<|assistant_end|>"), TOKENIZER.get_bos_token_id()}
-    answer = list(itertools.takewhile(lambda id: id not in end, model.generate(prompt, 20, 0)))
+    answer = list(itertools.takewhile(lambda id: id not in end, model.generate(prompt, 20)))
     out = write(messages, max_new_tokens=20, do_sample=False, return_full_text=False)[0]["generated_text"]
     assert out == TOKENIZER.decode(id for id in answer if id < V - len(SPECIAL_TOKENS)) and out
     assert 'model="this folder", trust_remote_code=True)\n' in (folder / "README.md").read_text()
