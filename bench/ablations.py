@@ -4,7 +4,7 @@ docs/ablations.md. A series that was stopped goes on where it was: what has a re
 
     python -m bench.ablations --series=added --data=python,man     # each candidate alone added to classic
     python -m bench.ablations --series=removed --only=smear        # taken from modern; `more`: added to modern
-    python -m bench.ablations --series=added --times               # ms per step in turns, on an otherwise idle machine
+    python -m bench.ablations --series=added --times               # ms per step, on an otherwise idle machine
     python -m bench.ablations --series=sets --minutes=10           # equal time, by these ms: after --times
     python -m bench.ablations --series=added --write               # and the table into the page
 """
@@ -52,7 +52,7 @@ share = 1.0                 # [>0] of the baseline's tokens or minutes that a ca
 eval_tokens = 100_000       # [1..] of the first validation documents
 # ---- How
 jobs = 2                    # [0..] runs at a time; they share the cores; 0: only the table of what has a result
-times = False               # measure ms per step, a few steps of each in turns, instead of training
+times = False               # measure ms per step, each pair side by side on half of the cores, instead of training
 write = False               # put the table into docs/ablations.md
 configure(globals())
 
@@ -91,7 +91,7 @@ CANDIDATES = {
     "tail_average": ("@tail_average", ""),
     "tail_average_high_lr": ("@tail_average --final_lr_frac=0.3", ""),
 }
-TIMED_STEPS = 12
+TIMED_STEPS = 24
 
 
 class Run(NamedTuple):
@@ -117,7 +117,7 @@ def key_of(run: Run) -> dict:
             flags["arch"] += f",{word}"
     flags |= {"data": run.data, "seed": run.seed,
               "num_iterations": max(round(run.tokens / int(flags["total_batch_size"])), 1)}
-    timed = {"turn": f"{run.turn} on {os.cpu_count()} threads"} if run.turn else {}
+    timed = {"turn": f"{run.turn}, beside the other on {os.cpu_count()} cores"} if run.turn else {}
     return timed | {"flags": [f"--{name}={value}" for name, value in flags.items()], "patches": patches,
                     "eval_tokens": 0 if run.turn else eval_tokens, "texts": texts[run.data]}
 
@@ -170,7 +170,7 @@ def perform(runs: list[Run], jobs: int) -> None:
 
 
 def turns(name: str, base: str, words: str) -> list[tuple[Run, Run]]:
-    """Rounds of a pair's short runs; a round's two come one after the other."""
+    """Rounds of a pair's short runs; a round's two run at the same time, so that both meet the same disturbances."""
     of_pair = ((Run(f"times-{name}-{side}", each, corpora[0], TIMED_STEPS * total_batch_size, turn, name)
                 for side, each in (("baseline", base), ("candidate", words))) for turn in range(seeds))
     return [tuple(runs) for runs in of_pair]
@@ -191,10 +191,10 @@ for corpus in corpora:  # here once, not in every run
     ensure_dataset(corpus)
     texts[corpus] = [fingerprint(corpus)[:12], ensure_tokenizer(corpus).fingerprint[:12]]
 
-# ---- Times: of what was measured in turns; a candidate's ms are its ratio to the baseline's, of each round
-if times:
-    perform([run for turn in zip(*(turns(name, base, words) for name, words in pairs.items()))
-             for both in turn for run in both], jobs=1)
+# ---- Times: a candidate's ms are its ratio to the baseline's beside it, the median of the rounds
+for of_all in zip(*(turns(name, base, words) for name, words in pairs.items())) if times else ():
+    for both in of_all:
+        perform(list(both), jobs=2)
 rounds = {name: [(a["ms"], b["ms"]) for a, b in (map(result, both) for both in turns(name, base, words)) if a and b]
           for name, words in pairs.items()}
 ratios = {name: statistics.median(b / a for a, b in of_pair) for name, of_pair in rounds.items() if of_pair}
@@ -255,6 +255,7 @@ length = f"{minutes:g} minutes" if minutes else f"{tokens:,} tokens"
 length += f" (a candidate {share:g} of it)" * (share != 1)
 equal = f"computed from the baseline's {per_ln:+.4f} bits per byte per ln(tokens), from runs of half the tokens"
 note = (f"Depth {depth}, {length}, {seeds} seeds, {', '.join(corpora)}; baseline `{base}`. Mean ± standard error of "
-        f"the paired difference; ms measured in turns, alone; equal time is {'trained' if minutes else equal}.")
+        "the paired difference; ms measured side by side, on half of the cores each; equal time is "
+        f"{'trained' if minutes else equal}.")
 settings = [argument for argument in sys.argv[1:] if not argument.startswith(("--write", "--jobs"))]
 show(f"{markdown_table(columns, lines)}\n\n{note}", "ablations.md", f"bench.ablations {shlex.join(settings)}", write)
