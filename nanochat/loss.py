@@ -128,7 +128,7 @@ class SampledCrossEntropy(SoftcappedCrossEntropy):
     ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         real, targets, size = real_columns(head, vocab_size), targets.clamp(min=0), len(x) // len(sampled.tokens)
-        grad_x, grad_head = [], []  # of each row; pairs of ids and gradients
+        grad_x, grad_own, grad_head = [], [], torch.zeros_like(head, dtype=torch.float32)
         for tokens, *row in zip(sampled.tokens, *(tensor.split(size) for tensor in (x, targets, weights))):
             (rows, ids, row_weights), columns, own = row, head[tokens], head[row[1]]
             logits = rows @ columns.T
@@ -143,9 +143,10 @@ class SampledCrossEntropy(SoftcappedCrossEntropy):
             scale = (row_weights / total)[:, None]
             own_scale, grad = scale * target_grad[:, None], grad.scatter_(1, places, 0)
             grad_x.append((grad @ columns) * scale + own * own_scale)
-            grad_head += [(tokens, (grad.T @ (rows * scale).to(rows.dtype)).float()), (ids, rows * own_scale)]
-        ids, parts = map(torch.cat, zip(*grad_head))
-        grad_head = torch.ops.aten.embedding_dense_backward(parts, ids, len(head), -1, False)  # in a fixed order
+            grad_head.index_add_(0, tokens, (grad.T @ (rows * scale).to(rows.dtype)).float())  # none twice but padding
+            grad_own.append(rows * own_scale)
+        # Targets come twice: added in a fixed order, as an embedding's.
+        grad_head += torch.ops.aten.embedding_dense_backward(torch.cat(grad_own), targets, len(head), -1, False)
         ctx.save_for_backward(torch.cat(grad_x).to(x.dtype), grad_head)
         ctx.head_dtype = head.dtype if head.grad_dtype is None else head.grad_dtype
         return loss
