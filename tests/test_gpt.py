@@ -3,6 +3,7 @@ import math
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -259,6 +260,20 @@ def test_logits_of_any_size_without_a_softcap():
     torch.testing.assert_close(x_.grad.double(), x64.grad, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(head_.grad[:50].double(), head64.grad, rtol=1e-4, atol=1e-2)
     assert torch.all(head_.grad[50:] == 0), "padded rows get no gradient"
+
+
+def test_all_blocks_of_a_model_share_compiled_code_on_a_cpu(monkeypatch):
+    """Two graphs, before and after attention: windows and value tables, whose kinds alternate, are outside of them."""
+    from torch._dynamo.testing import CompileCounter
+
+    model, counter = small_model(arch="modern", n_layer=6), CompileCounter()
+    tokens = torch.randint(70, (2, 32), generator=torch.Generator().manual_seed(0))
+    expected = model(tokens, tokens)
+    monkeypatch.setattr("torch.compile", partial(torch.compile, backend=counter))
+    model.compile_blocks()
+    loss = model(tokens, tokens)
+    loss.backward()
+    assert counter.frame_count == 2 and loss.item() == expected.item()
 
 
 def test_a_script_of_ones_own_calls_the_model_eagerly():
