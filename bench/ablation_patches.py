@@ -7,24 +7,7 @@ from collections.abc import Callable
 
 import nanochat.optimizers
 import nanochat.schedule
-from nanochat.gpt import Block
 from nanochat.zero import Sharding
-
-
-def table_lr(factor: float = 4.0) -> None:
-    """Value and bigram tables learn so much faster."""
-    nanochat.optimizers.TABLE_LR *= factor
-
-
-def bigram_scale(factor: float = 4.0) -> None:
-    """The bigram vectors' scales start so much larger."""
-    init = Block.__init__
-
-    def scaled(block: Block, *args) -> None:
-        init(block, *args)
-        block.first_scales = [0.1 * factor if s == 0.1 else s for s in block.first_scales]
-
-    Block.__init__ = scaled
 
 
 def tail_average(power: float = 8.0) -> Callable[[dict], None]:

@@ -85,9 +85,8 @@ CANDIDATES = {
     "unembedding_lr_down": ("--unembedding_lr=0.002", ""),
     "rates_by_batch": ("--matrix_lr=0.00177 --embedding_lr=0.0177 --unembedding_lr=0.000354", ""),
     "half_batch": ("--total_batch_size=2048 --device_batch_size=4", ""),
-    "table_lr": ("@table_lr", ""),
-    "bigram_scale": ("@bigram_scale", ""),
     "sampled_softmax": ("--softmax_share=0.25", ""),
+    "sampled_softmax_low_lr": ("--softmax_share=0.25 --unembedding_lr=0.002", ""),
     "tail_average": ("@tail_average", ""),
     "tail_average_high_lr": ("@tail_average --final_lr_frac=0.3", ""),
 }

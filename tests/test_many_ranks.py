@@ -52,8 +52,8 @@ def script(rank: int, world_size: int, args: list[str], patch: str) -> tuple[str
 
     rows, forward, loader = [], gpt.GPT.forward, dataloader.tokenizing_distributed_data_loader
 
-    def recorded(self, tokens, targets=None, reduction="mean"):
-        loss = forward(self, tokens, targets, reduction)
+    def recorded(self, tokens, targets=None, reduction="mean", **others):
+        loss = forward(self, tokens, targets, reduction, **others)
         if torch.is_grad_enabled():
             rows.append([tuple(row) for row in tokens.tolist()])
             step = len(rows) - 1
