@@ -70,7 +70,7 @@ def random_prompts(*lengths: int) -> list[list[int]]:
 
 
 def uncached(model: GPT, prompt: list[int], count: int) -> list[int]:
-    return list(model.generate(prompt, count, temperature=0))
+    return list(model.generate(prompt, count))
 
 
 def finish(engine: Engine) -> list[Answer]:
