@@ -133,7 +133,7 @@ class SampledCrossEntropy(SoftcappedCrossEntropy):
             (rows, ids, row_weights), columns, own = row, head[tokens], head[row[1]]
             logits = rows @ columns.T
             total, shift, grad = compiled(exponentials_and_gradient)(logits, sampled.counts, softcap)
-            places = sampled.places[ids]  # if the target was drawn; else the padding's
+            places = sampled.places[ids.clamp(max=len(sampled.places) - 1)]  # if it was drawn; else the padding's
             places = torch.where(tokens[places] == ids, places, len(tokens) - 1)[:, None]
             drawn = sampled.counts[places] * capped(logits.gather(1, places), softcap)[0].exp()
             logit = (rows.float() * own.float()).sum(1)

@@ -348,12 +348,12 @@ def test_a_target_in_the_padding_is_never_learnt():
     for inputs, targets in ((wrong, right), (right, wrong), (wrong, None)):
         with pytest.raises(UserError, match="the batch has token 70; this model knows 0 to 69"):
             small_model()(inputs, targets)
-    for softcap in (15.0, None):
+    for softcap, share in ((15.0, 1.0), (None, 1.0), (15.0, 0.5)):
         model = small_model(softcap=softcap)
         sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage=0)
         for targets, ok in ((right, 1), (wrong, 0)):
             with sharding.accumulate(last=True):
-                loss = model(right, targets)
+                loss = model(right, targets, softmax_share=share)
                 loss.backward()
             assert math.isfinite(loss.item()) == ok == sharding.reduce_and_clip(loss.detach()).values.tolist()[2]
             sharding.all_gather_params()
