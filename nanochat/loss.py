@@ -36,20 +36,20 @@ def negatives(targets: Tensor, vocab_size: int, share: float) -> Negatives | Non
     device, half = targets.device, max(round(vocab_size * share / 2), 1)
     if 2 * half >= vocab_size:
         return None
-    longest = -((half - vocab_size) // half)
-    starts = torch.arange(half, vocab_size, longest, device=device)
-    sizes = (vocab_size - starts).clamp(max=longest)
+    rest = vocab_size - half
+    ends = half + torch.arange(half + 1, device=device) * rest // half  # of the stretches; the first one begins there
+    starts, sizes = ends[:-1], ends.diff()
     row = (targets * torch.arange(1, 2 * targets.size(1), 2, device=device)).sum(1)[:, None]
-    mixed = (row * len(starts) + torch.arange(len(starts), device=device)) * -0x61C8864680B583EB
+    mixed = (row * half + torch.arange(half, device=device)) * -0x61C8864680B583EB
     mixed = (mixed ^ mixed >> 31) * -0x61C8864680B583EB  # as SplitMix64: Steele et al. 2014
     tokens = starts + (mixed >> 33) % sizes
     always = torch.arange(half, device=device).expand(len(targets), half)
-    padding = VOCAB_MULTIPLE - (half + len(starts)) % VOCAB_MULTIPLE
+    padding = VOCAB_MULTIPLE - 2 * half % VOCAB_MULTIPLE
     ids = torch.arange(vocab_size, device=device)
     return Negatives(
         F.pad(torch.cat((always, tokens), 1), (0, padding)),
         F.pad(torch.cat((torch.ones(half, device=device), sizes)), (0, padding)),
-        torch.where(ids < half, ids, half + (ids - half) // longest),
+        torch.where(ids < half, ids, half + ((ids - half + 1) * half - 1) // rest),
     )
 
 

@@ -238,7 +238,8 @@ def test_every_token_is_drawn_as_often_as_what_it_stands_for_says():
     sampled = negatives(targets, 300, 0.3)
     mean = torch.zeros(300).index_add_(0, sampled.tokens.flatten(), sampled.counts.repeat(4000)) / 4000
     assert (mean[:45] == 1).all() and (mean - 1).abs().max() < 5 * math.sqrt(5 / 4000)  # variance: at most 6 − 1
-    drawn = sampled.tokens[:, 45 : (sampled.counts > 0).sum()].double()
+    assert [(negatives(targets[:1], 300, share).counts > 0).sum() for share in (0.01, 0.3, 0.9)] == [4, 90, 270]
+    drawn = sampled.tokens[:, 45:90].double()
     correlation = torch.corrcoef(drawn.T).fill_diagonal_(0).abs().max()
     assert len(drawn.unique(dim=0)) > 3500 and correlation < 5 / math.sqrt(4000)
 
