@@ -307,6 +307,8 @@ def test_bad_input_is_one_clear_line(base):
         (["--model_tag=there", "--depth=2", "--resume=auto"], "does not fit this run"),
         (["--resume_from_step=5"], "no valid checkpoint of step 5"),
         (["--num_iterations=-1", "--target_param_data_ratio=-1"], "no horizon"),
+        (["--softmax_share=0.5", "--softcap=0", "--num_iterations=-1", "--target_param_data_ratio=-1"],
+         "softmax_share=0.5 needs a softcap"),  # at once, not after the first evaluation
         (["--num_iterations=-1", "--target_flops=1e3"], "the horizon is less than one step"),
         (["--model_tag=there", "--overwrite", "--total_batch_size=100"], "total_batch_size=100 is not"),
         (["--model_tag=a/../../b"], "model_tag=a/../../b cannot name a folder"),
