@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.compiling import compiled
-from nanochat.errors import UserError
 
 VOCAB_MULTIPLE = 64  # columns of the logits are padded to it: whole tiles in the largest matrix product
 MAX_SOFTCAP = 64  # exp(softcap), summed over any vocabulary, stays far below float32's largest number
@@ -36,20 +35,20 @@ def negatives(targets: Tensor, vocab_size: int, share: float) -> Negatives | Non
     device, half = targets.device, max(round(vocab_size * share / 2), 1)
     if 2 * half >= vocab_size:
         return None
-    longest = -((half - vocab_size) // half)
-    starts = torch.arange(half, vocab_size, longest, device=device)
-    sizes = (vocab_size - starts).clamp(max=longest)
+    rest = vocab_size - half
+    ends = half + torch.arange(half + 1, device=device) * rest // half  # of the stretches; the first one begins there
+    starts, sizes = ends[:-1], ends.diff()
     row = (targets * torch.arange(1, 2 * targets.size(1), 2, device=device)).sum(1)[:, None]
-    mixed = (row * len(starts) + torch.arange(len(starts), device=device)) * -0x61C8864680B583EB
+    mixed = (row * half + torch.arange(half, device=device)) * -0x61C8864680B583EB
     mixed = (mixed ^ mixed >> 31) * -0x61C8864680B583EB  # as SplitMix64: Steele et al. 2014
     tokens = starts + (mixed >> 33) % sizes
     always = torch.arange(half, device=device).expand(len(targets), half)
-    padding = VOCAB_MULTIPLE - (half + len(starts)) % VOCAB_MULTIPLE
+    padding = VOCAB_MULTIPLE - 2 * half % VOCAB_MULTIPLE
     ids = torch.arange(vocab_size, device=device)
     return Negatives(
         F.pad(torch.cat((always, tokens), 1), (0, padding)),
         F.pad(torch.cat((torch.ones(half, device=device), sizes)), (0, padding)),
-        torch.where(ids < half, ids, half + (ids - half) // longest),
+        torch.where(ids < half, ids, half + ((ids - half + 1) * half - 1) // rest),
     )
 
 
@@ -70,8 +69,7 @@ def softcapped_cross_entropy(
     weights = valid if weights is None else valid * weights
     if sampled is None:
         return SoftcappedCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap)
-    if not softcap:
-        raise UserError("a sampled softmax needs a softcap: expected softcap above 0, or softmax_share=1")
+    assert softcap, "the exponentials of a sampled softmax are not shifted"
     return SampledCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap, sampled)
 
 
@@ -133,7 +131,7 @@ class SampledCrossEntropy(SoftcappedCrossEntropy):
             (rows, ids, row_weights), columns, own = row, head[tokens], head[row[1]]
             logits = rows @ columns.T
             total, shift, grad = compiled(exponentials_and_gradient)(logits, sampled.counts, softcap)
-            places = sampled.places[ids]  # if the target was drawn; else the padding's
+            places = sampled.places[ids.clamp(max=len(sampled.places) - 1)]  # if it was drawn; else the padding's
             places = torch.where(tokens[places] == ids, places, len(tokens) - 1)[:, None]
             drawn = sampled.counts[places] * capped(logits.gather(1, places), softcap)[0].exp()
             logit = (rows.float() * own.float()).sum(1)

@@ -122,6 +122,8 @@ if core_metric_every > 0 and (reason := from_rank0(why_no_bundle)):
 core_tasks = load_tasks(bundle_dir()) if core_metric_every > 0 else []
 
 # ---- Model: first its shapes, without memory, so that wrong settings are found at once
+if softmax_share < 1 and not softcap:
+    raise UserError(f"softmax_share={softmax_share} needs a softcap; expected softcap above 0, or softmax_share=1")
 model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, kv_group, softcap, arch)
 with torch.device("meta"):
     model = GPT(model_config)

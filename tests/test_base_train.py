@@ -131,7 +131,7 @@ def test_a_chosen_batch_scales_the_rates_and_a_resumed_run_keeps_both(base):
     """--total_batch_size=-1 anew would choose from another horizon when a run goes on for longer, or for less."""
     args = ["--total_batch_size=-1", "--num_iterations=2", "--save_every=1", "--device_batch_size=64",
             "--dtype=bfloat16", "--weight_decay=0.1", "--muon_variant=normuon", "--warmup_steps=40",
-            "--final_muon_momentum=0.8"]
+            "--final_muon_momentum=0.8", "--arch=classic"]
     straight = train("--model_tag=straight", *args)
     assert straight.returncode == 0, straight.stderr
     printed = re.search("rates: all x (.*) for this batch; weight decay x (.*) for", straight.stdout)
@@ -147,6 +147,11 @@ def test_a_chosen_batch_scales_the_rates_and_a_resumed_run_keeps_both(base):
     assert_same_run(base, "straight", "resumed", 2)
     longer = train("--model_tag=resumed", "--resume=auto", *args, "--num_iterations=3", "--total_batch_size=2048")
     assert f"rates: all x {lr:.4g} for this batch; weight decay x {decay:.4g}" in longer.stdout, longer.stderr
+    meta = json.loads((folder / "straight" / "step_000002" / "meta.json").read_text())
+    given = train("--model_tag=given", *args, f"--total_batch_size={meta['total_batch_size']}", "--matrix_lr=0.01",
+                  "--embedding_lr=0.1", "--unembedding_lr=0.002", f"--weight_decay={0.1 * meta['rate_scales'][1]}")
+    assert given.returncode == 0 and "rates:" not in given.stdout, given.stderr
+    assert_same_run(base, "straight", "given", 2)
 
 
 def test_killed_and_resumed_matches_an_undisturbed_run(base):
@@ -307,6 +312,8 @@ def test_bad_input_is_one_clear_line(base):
         (["--model_tag=there", "--depth=2", "--resume=auto"], "does not fit this run"),
         (["--resume_from_step=5"], "no valid checkpoint of step 5"),
         (["--num_iterations=-1", "--target_param_data_ratio=-1"], "no horizon"),
+        (["--softmax_share=0.5", "--softcap=0", "--num_iterations=-1", "--target_param_data_ratio=-1"],
+         "softmax_share=0.5 needs a softcap"),  # at once, not after the first evaluation
         (["--num_iterations=-1", "--target_flops=1e3"], "the horizon is less than one step"),
         (["--model_tag=there", "--overwrite", "--total_batch_size=100"], "total_batch_size=100 is not"),
         (["--model_tag=a/../../b"], "model_tag=a/../../b cannot name a folder"),

@@ -459,6 +459,7 @@ def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(folder,
         writer.stand_by(step, METRICS, META)
         METRICS.save_requested = writer.time_is_up()
         writer.checkpoint(asked_for=step in (2, 6))
+        assert not METRICS.save_requested, "a request is for one checkpoint"
         assert not writer.time_is_up() or step == 0
     writer.join()
     assert list_steps(folder) == [2, 5, 6, 7]

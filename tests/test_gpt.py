@@ -228,7 +228,7 @@ def test_a_sampled_softmax_equals_autograds(monkeypatch, compiled):
         torch.testing.assert_close(x_.grad.double(), x64.grad, atol=2e-6, rtol=1e-5)
         torch.testing.assert_close(head_.grad.double(), head64.grad, atol=5e-6, rtol=1e-5)
     assert negatives(targets[None], 50, 1.0) is None
-    with pytest.raises(UserError, match="needs a softcap"):
+    with pytest.raises(AssertionError, match="not shifted"):
         softcapped_cross_entropy(x, head, targets, 50, None, weights, sampled)
 
 
@@ -238,7 +238,8 @@ def test_every_token_is_drawn_as_often_as_what_it_stands_for_says():
     sampled = negatives(targets, 300, 0.3)
     mean = torch.zeros(300).index_add_(0, sampled.tokens.flatten(), sampled.counts.repeat(4000)) / 4000
     assert (mean[:45] == 1).all() and (mean - 1).abs().max() < 5 * math.sqrt(5 / 4000)  # variance: at most 6 − 1
-    drawn = sampled.tokens[:, 45 : (sampled.counts > 0).sum()].double()
+    assert [(negatives(targets[:1], 300, share).counts > 0).sum() for share in (0.01, 0.3, 0.9)] == [4, 90, 270]
+    drawn = sampled.tokens[:, 45:90].double()
     correlation = torch.corrcoef(drawn.T).fill_diagonal_(0).abs().max()
     assert len(drawn.unique(dim=0)) > 3500 and correlation < 5 / math.sqrt(4000)
 
@@ -348,12 +349,12 @@ def test_a_target_in_the_padding_is_never_learnt():
     for inputs, targets in ((wrong, right), (right, wrong), (wrong, None)):
         with pytest.raises(UserError, match="the batch has token 70; this model knows 0 to 69"):
             small_model()(inputs, targets)
-    for softcap in (15.0, None):
+    for softcap, share in ((15.0, 1.0), (None, 1.0), (15.0, 0.5)):
         model = small_model(softcap=softcap)
         sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage=0)
         for targets, ok in ((right, 1), (wrong, 0)):
             with sharding.accumulate(last=True):
-                loss = model(right, targets)
+                loss = model(right, targets, softmax_share=share)
                 loss.backward()
             assert math.isfinite(loss.item()) == ok == sharding.reduce_and_clip(loss.detach()).values.tolist()[2]
             sharding.all_gather_params()

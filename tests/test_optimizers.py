@@ -5,7 +5,9 @@ from torch import nn
 from torch.nn import Parameter
 
 from nanochat.adamw import DistAdamW
+from nanochat.gpt import GPT, config_from_depth
 from nanochat.muon import DistMuon, orthogonalize
+from nanochat.optimizers import setup_optimizers
 from nanochat.zero import Sharding
 
 
@@ -42,6 +44,20 @@ def test_adamw_equals_torchs_over_many_steps():
         oracle.step()
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+
+
+def test_every_group_has_its_scaled_rate():
+    with torch.device("meta"):
+        model = GPT(config_from_depth(2, 64, 32, arch="modern"))
+    model.to_empty(device="cpu").init_weights(0)
+    sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage=0)
+    for scale in (1.0, 0.25):
+        adamw, muon = setup_optimizers(model, sharding, 0.1, 0.2, 0.3, 0.4, lr_scale=scale)
+        rates = [group["initial_lr"] for group in adamw.param_groups] + [muon.param_groups[0]["initial_lr"]]
+        width = (128 / 768) ** -0.5
+        assert rates == pytest.approx([scale * rate for rate in (0.1 * width, 0.2 * width, 0.1 * width, 0.02, 0.3)])
+        assert all(group["shards"] for group in adamw.param_groups)
+        assert muon.param_groups[0]["initial_weight_decay"] == 0.4
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 40), (2, 64, 16), (2, 16, 64), (1, 33, 17)])
