@@ -17,7 +17,7 @@ from bench.harness import scratch_base, show
 from nanochat.compiling import set_compile
 from nanochat.errors import UserError
 from nanochat.gpt import GPTConfig, config_from_depth
-from nanochat.plan.memory import HEAP_WASTE, PROCESS, WASTE, parameter_counts, state_bytes, step_bytes
+from nanochat.plan.memory import needed_bytes, parameter_counts, state_bytes, step_bytes
 from nanochat.plan.probes import set_up_training, train_step
 from nanochat.report import markdown_table
 from nanochat.tokenizer import get_tokenizer
@@ -33,18 +33,16 @@ TENSORS = (  # depth, T, rows, dtype, compiled, activation checkpointing; vocabu
 MODERN = (
     (4, 256, 8, "float32", False, False), (4, 256, 8, "float32", True, False), (2, 512, 16, "bfloat16", True, False),
 )
-PINNED = {"MALLOC_MMAP_THRESHOLD_": "1048576"}
-PROCESSES = ((8, False, {}), (32, False, {}), (8, False, PINNED), (32, False, PINNED), (32, True, {}))  # depth 2, T 256
+PROCESSES = (8, False), (32, False), (8, True), (32, True)  # rows, compiled; depth 2, T 256
 
 
-def peak_of_a_process(rows: int, compiled: bool, environment: dict[str, str]) -> int:
+def peak_of_a_process(rows: int, compiled: bool) -> int:
     """Largest resident bytes of a base_train of four steps; a checkpoint is written in the middle."""
     settings = dict(device_type="cpu", dtype="float32", compile=compiled, depth=2, max_seq_len=256, num_iterations=4,
                     device_batch_size=rows, total_batch_size=2 * rows * 256, save_every=2, eval_every=-1,
                     sample_every=-1, model_tag="bench", overwrite=True)
     command = [sys.executable, "-m", "scripts.base_train", *(f"--{name}={value}" for name, value in settings.items())]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise UserError(f"failed: {' '.join(command)}")
@@ -72,15 +70,12 @@ def peak_of_a_step(config: GPTConfig, rows: int, dtype: torch.dtype, compiled: b
 
 processes, tensors = [], []
 with scratch_base(vocab_size=8192):  # processes first: one that is started by a larger one begins as large
-    config = config_from_depth(2, get_tokenizer("tinyworld").get_vocab_size(), 256)
-    for rows, compiled, environment in PROCESSES:
-        peak = peak_of_a_process(rows, compiled, environment)
+    config = config_from_depth(2, get_tokenizer("tinyworld").get_vocab_size(), 256, arch="modern")
+    for rows, compiled in PROCESSES:
+        peak = peak_of_a_process(rows, compiled)
         step = sum(step_bytes(config, rows, torch.float32, "cpu", compiled))
-        # All tensors of these runs are below the size that glibc maps by itself.
-        factor = WASTE if compiled or environment else HEAP_WASTE
-        asked = PROCESS[compiled] + factor * step
-        setting = "".join(f"`{key}={value}`" for key, value in environment.items()) or "-"
-        processes.append([rows, "compiled" if compiled else "eager", setting, f"{peak / 1e6:,.0f}",
+        asked = needed_bytes(config, rows, torch.float32, "cpu", compiled)
+        processes.append([rows, "compiled" if compiled else "eager", f"{peak / 1e6:,.0f}",
                           f"{step / 1e6:,.0f}", f"{asked / 1e6:,.0f}", f"{peak / asked:.0%}"])
 for arch, (depth, length, rows, dtype, compiled, checkpointing) in [
     *(("classic", setting) for setting in TENSORS), *(("modern", setting) for setting in MODERN),
@@ -98,6 +93,6 @@ show("\n\n".join([
     markdown_table(["depth", "T", "rows", "dtype", "", "measured, MB", "formula, MB", "formula off by"],
                    tensors, (3, 4)),
     "### Whole processes of base_train, depth 2, T 256, float32: largest resident memory",
-    markdown_table(["rows", "", "environment", "measured, MB", "of them tensors, formula", "what the doctor asks for",
-                    "measured / asked for"], processes, (1, 2)),
+    markdown_table(["rows", "", "measured, MB", "of them tensors, formula", "what the doctor asks for",
+                    "measured / asked for"], processes, (1,)),
 ]), "memory.md", "bench.memory", write)

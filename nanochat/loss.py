@@ -98,7 +98,8 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
             total, shift, grad = compiled(exponentials_and_gradient)(logits, real, softcap)
             logit = logits.gather(1, row_targets[:, None])[:, 0]
             losses, target_grad = losses_and_target_gradient(logit, total, shift, real[row_targets], softcap)
-            grad.scatter_(1, row_targets[:, None], target_grad[:, None].to(grad.dtype))
+            # Not scatter_, which on a CPU makes a float32 copy of the logits.
+            grad[torch.arange(len(grad), device=x.device), row_targets] = target_grad.to(grad.dtype)
             loss += (losses * row_weights).sum()
             # What is left of the gradient is a factor of each row: in the products it costs no pass over the logits.
             scale = (row_weights / total)[:, None]
@@ -132,14 +133,15 @@ class SampledCrossEntropy(SoftcappedCrossEntropy):
             logits = rows @ columns.T
             total, shift, grad = compiled(exponentials_and_gradient)(logits, sampled.counts, softcap)
             places = sampled.places[ids.clamp(max=len(sampled.places) - 1)]  # if it was drawn; else the padding's
-            places = torch.where(tokens[places] == ids, places, len(tokens) - 1)[:, None]
-            drawn = sampled.counts[places] * capped(logits.gather(1, places), softcap)[0].exp()
+            places = torch.where(tokens[places] == ids, places, len(tokens) - 1)
+            own_entries = torch.arange(size, device=x.device), places
+            drawn = sampled.counts[places] * capped(logits[own_entries], softcap)[0].exp()
             logit = (rows.float() * own.float()).sum(1)
-            total = total - drawn[:, 0] + capped(logit, softcap)[0].exp()  # the target counts once
+            total = total - drawn + capped(logit, softcap)[0].exp()  # the target counts once
             losses, target_grad = losses_and_target_gradient(logit, total, shift, real[ids], softcap)
             loss += (losses * row_weights).sum()
             scale = (row_weights / total)[:, None]
-            own_scale, grad = scale * target_grad[:, None], grad.scatter_(1, places, 0)
+            own_scale, grad[own_entries] = scale * target_grad[:, None], 0
             grad_x.append((grad @ columns) * scale + own * own_scale)
             grad_head.index_add_(0, tokens, (grad.T @ (rows * scale).to(rows.dtype)).float())  # none twice but padding
             grad_own.append(rows * own_scale)

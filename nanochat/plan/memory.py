@@ -164,10 +164,9 @@ def step_bytes(
 
 # ---- A process on a device: the step, what the process itself needs, and what allocators waste
 
-# Measured with torch 2.13.0 on Linux (docs/memory.md): bytes of a process on a CPU before there is a model, by whether
-# it has compiled; and what allocators take for each byte of a tensor: glibc keeps blocks below 32 MiB in a heap, where
-# eager code's many temporaries of one size leave holes.
-PROCESS, HEAP_BLOCK, HEAP_WASTE, WASTE = {False: 400e6, True: 570e6}, 2**25, 2.3, 1.15
+# Measured (docs/memory.md): what a process needs on a CPU before it has a model, and once it has compiled; and what
+# allocators take for each byte of a tensor: in glibc's heap the many temporaries of one size leave holes.
+PROCESS, HEAP_BLOCK, HEAP_WASTE, WASTE = {False: 400e6, True: 570e6}, 2**25, {False: 2.3, True: 1.5}, 1.15
 # Guesses, for a GPU that is not here: its context, cuBLAS and the code of kernels; NCCL's buffers.
 GPU_PROCESS, NCCL = 1.0 * GIB, 0.5 * GIB
 
@@ -179,8 +178,8 @@ def needed_bytes(
     step = sum(step_bytes(config, rows, dtype, device_type, compiled, ranks=ranks, **settings))
     if device_type != "cpu":
         return GPU_PROCESS + (NCCL if ranks > 1 else 0) + WASTE * step
-    in_heap = not compiled and rows * config.sequence_len * config.n_embd * dtype.itemsize < HEAP_BLOCK
-    return PROCESS[compiled] + (HEAP_WASTE if in_heap else WASTE) * step
+    in_heap = rows * config.sequence_len * config.n_embd * dtype.itemsize < HEAP_BLOCK
+    return PROCESS[compiled] + (HEAP_WASTE[compiled] if in_heap else WASTE) * step
 
 
 def largest_rows(limit: float, most: int, config: GPTConfig, *args, **settings) -> int:
