@@ -78,8 +78,9 @@ class BlockwiseAttention(torch.autograd.Function):
             bias = q.new_zeros(unseen.shape).masked_fill_(unseen, float("-inf")).repeat(G, 1)
             rows = q[:, :, start:end].reshape(N, -1, D)                         # (N, G * rows, D)
             scores = torch.baddbmm(bias.expand(N, -1, -1), rows, k[:, first:end].mT, alpha=D**-0.5)
-            kept.append(scores.softmax(-1))
-            out[:, :, start:end] = torch.bmm(kept[-1], v[:, first:end]).view(N, G, -1, D)
+            p = scores.softmax(-1)
+            kept += [p] if any(ctx.needs_input_grad) else []
+            out[:, :, start:end] = torch.bmm(p, v[:, first:end]).view(N, G, -1, D)
         ctx.save_for_backward(q, k, v, *kept)
         ctx.window = window
         return out

@@ -218,7 +218,7 @@ class DistMuon:
         for shape, exchange in self.exchanges.items():
             updates = exchange.receive_back()
             lr = group["lr"] * shape_scale(*shape)
-            decay = lr * group["weight_decay"]
+            decay = min(lr * group["weight_decay"], 1.0)  # chosen for a tiny horizon it could turn weights around
             for s in shards[shape]:
                 muon_update(s.master, updates[s.name], lr * stats.ok, decay * stats.ok if decay else None)
 
