@@ -140,8 +140,9 @@ class SampledCrossEntropy(SoftcappedCrossEntropy):
             total = total - drawn + capped(logit, softcap)[0].exp()  # the target counts once
             losses, target_grad = losses_and_target_gradient(logit, total, shift, real[ids], softcap)
             loss += (losses * row_weights).sum()
+            grad[own_entries] = 0  # the target's own gradients go to head[ids]
             scale = (row_weights / total)[:, None]
-            own_scale, grad[own_entries] = scale * target_grad[:, None], 0
+            own_scale = scale * target_grad[:, None]
             grad_x.append((grad @ columns) * scale + own * own_scale)
             grad_head.index_add_(0, tokens, (grad.T @ (rows * scale).to(rows.dtype)).float())  # none twice but padding
             grad_own.append(rows * own_scale)
