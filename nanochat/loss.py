@@ -33,7 +33,7 @@ def negatives(targets: Tensor, vocab_size: int, share: float) -> Negatives | Non
     the rest. The row itself is the random number: what is drawn depends on no step, micro-batch or rank.
     """
     device, half = targets.device, max(round(vocab_size * share / 2), 1)
-    if 2 * half >= vocab_size:
+    if share >= 1 or 2 * half >= vocab_size:
         return None
     rest = vocab_size - half
     ends = half + torch.arange(half + 1, device=device) * rest // half  # of the stretches; the first one begins there

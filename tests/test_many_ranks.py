@@ -284,7 +284,7 @@ def run_until_hung_up(tag: str) -> None:
 
 def test_a_lost_connection_saves_and_ends(base, undisturbed):
     """As that of a dropped ssh session: SIGHUP, and no output can be written."""
-    for attempt in range(5):  # on a busy machine a run can be over before this process is heard
+    for attempt in range(20):  # on a busy machine a run can be over before this process is heard
         tag = f"hung-up-{attempt}"
         run_until_hung_up(tag)
         [saved] = folder(base, tag).glob("step_*")

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -67,7 +68,7 @@ def problems(text: str, folder: Path) -> list[str]:
             found.append(f"link {link}")
     joined = re.sub(r"\\\n\s*", " ", text)
     for command in re.findall(r"(?:python3?|torchrun\b[^`\n|]*?) -m ([^`\n|;&]+)", joined):
-        found += problems_of_command(re.split(" #| -->", command)[0].split())
+        found += problems_of_command(shlex.split(re.split(" #| -->", command)[0]))
     for script in re.findall(r"bash ([\w/.-]+\.sh)", joined):
         if not (REPO / script).exists():
             found.append(f"script {script}")
