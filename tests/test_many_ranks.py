@@ -267,9 +267,9 @@ def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturb
 
 
 def run_until_hung_up(tag: str) -> None:
-    """torchrun in a terminal that goes away after step 2."""
+    """torchrun in a terminal that goes away after step 2. Samples make the steps longer than a signal takes."""
     ours, theirs = os.openpty()
-    command = torchrun("scripts.base_train", arguments(tag, dict(num_iterations=40, save_every=-1)))
+    command = torchrun("scripts.base_train", arguments(tag, dict(num_iterations=40, save_every=-1, sample_every=1)))
     job = subprocess.Popen(command, cwd=REPO, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
                            env=os.environ | {"OMP_NUM_THREADS": "1"},
                            preexec_fn=lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY))
@@ -284,7 +284,7 @@ def run_until_hung_up(tag: str) -> None:
 
 def test_a_lost_connection_saves_and_ends(base, undisturbed):
     """As that of a dropped ssh session: SIGHUP, and no output can be written."""
-    for attempt in range(20):  # on a busy machine a run can be over before this process is heard
+    for attempt in range(5):  # on a busy machine a run can be over before this process is heard
         tag = f"hung-up-{attempt}"
         run_until_hung_up(tag)
         [saved] = folder(base, tag).glob("step_*")
