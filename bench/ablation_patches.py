@@ -5,7 +5,6 @@ step.
 """
 from collections.abc import Callable
 
-import nanochat.optimizers
 import nanochat.schedule
 from nanochat.zero import Sharding
 
