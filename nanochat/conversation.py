@@ -91,11 +91,16 @@ def render_prompt(tokenizer: Tokenizer, conversation: Conversation) -> list[int]
     return [tokenizer.get_bos_token_id(), *ids, tokenizer.encode_special("<|assistant_start|>")]
 
 
-def render_text(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
-    """The tokens for a base model, which knows no turns: the messages as paragraphs of one text that it continues."""
+def plain_text(conversation: Conversation) -> str:
+    """The messages as paragraphs of one text, without saying whose they are."""
     contents = [message["content"] for message in conversation["messages"]]
     texts = [content if isinstance(content, str) else "".join(part["text"] for part in content) for content in contents]
-    return [tokenizer.get_bos_token_id(), *tokenizer.encode("\n\n".join(texts))]
+    return "\n\n".join(texts)
+
+
+def render_text(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
+    """The tokens for a base model, which knows no turns: a text that it continues."""
+    return [tokenizer.get_bos_token_id(), *tokenizer.encode(plain_text(conversation))]
 
 
 def joined(messages: list[dict]) -> list[dict]:

@@ -3,6 +3,7 @@ Train the tokenizer of a data source.
 
     python -m scripts.tok_train                                    # the embedded corpus, in seconds
     python -m scripts.tok_train --data=fineweb-edu --vocab_size=2**15
+    python -m scripts.tok_train --vocab_size=6144 --tasks="pydoc, run"    # for what it will be asked about later, too
 
 It is kept in NANOCHAT_BASE_DIR/tokenizer/<data>; every stage that uses the data finds it there.
 """
@@ -10,21 +11,25 @@ from itertools import islice
 
 from configurator import configure
 
+from nanochat.conversation import plain_text
 from nanochat.corpus.learn_tokenizer import bytes_per_token, train_tokenizer
 from nanochat.dataset import iter_texts
 from nanochat.report import settings_table, write_section
+from nanochat.tasks import make_mixture
 from nanochat.tokenizer import tokenizer_dir
 
 # ---- Data
 data = "tinyworld"          # data source to learn from
 max_chars = 2_000_000_000   # [1..] characters to read at most
 doc_cap = 10_000            # [1..] characters of each document, so that one very long document does not dominate
+tasks = ""                  # conversations that are read besides, as in mid_train: words that the data does not have
 # ---- Vocabulary
 vocab_size = 65536          # ids, with the 256 bytes and the special tokens; smaller if the data has fewer merges
 config = configure(globals())
 
 # --- learn the merges
-tokenizer = train_tokenizer(data, vocab_size, max_chars, doc_cap)
+conversations = make_mixture(tasks, "train", seed=0) if tasks else []
+tokenizer = train_tokenizer(data, vocab_size, max_chars, doc_cap, map(plain_text, conversations))
 print(f"vocabulary: {tokenizer.get_vocab_size():,} ids in {tokenizer_dir(data)}")
 if tokenizer.get_vocab_size() < vocab_size:
     print(f"    fewer than the {vocab_size:,} asked for: no other pair of tokens occurs twice in this data")

@@ -1,8 +1,10 @@
 """Tasks: splits are disjoint, right answers right and wrong ones wrong, rows of the hub as they really look."""
 import ast
+import inspect
 import json
 import operator
 import os
+import pydoc
 import re
 import subprocess
 import sys
@@ -26,7 +28,8 @@ from nanochat.tasks.common import last_number, shuffled, single_turn, split_of
 from nanochat.tasks.gsm8k import answer_parts, final_number
 
 EMBEDDED = ("arithmetic", "arithmetic:easy", "arithmetic:medium", "arithmetic:hard", "spellingbee", "spellingbee:spell",
-            "spellingbee:tool", "spellingbee:hand", "tinyworld", "tinyworld:facts", "tinyworld:identity")
+            "spellingbee:tool", "spellingbee:hand", "tinyworld", "tinyworld:facts", "tinyworld:identity", "pydoc",
+            "pydoc:known", "run", "run:steps")
 
 
 class Numbers(Task):
@@ -116,7 +119,8 @@ def test_nothing_depends_on_hash_randomisation_or_on_who_drew_before():
 
 def test_importing_loads_no_data_and_no_optional_package():
     code = "import sys, nanochat.tasks as t; print(sorted({'datasets', 'torch'} & set(sys.modules)), sorted(t.TASKS))"
-    names = ["arc", "arithmetic", "gsm8k", "humaneval", "json", "mmlu", "smoltalk", "spellingbee", "tinyworld"]
+    names = ["arc", "arithmetic", "gsm8k", "humaneval", "json", "mmlu", "pydoc", "run", "smoltalk", "spellingbee",
+             "tinyworld"]
     assert in_a_process(code) == f"[] {names}\n"
 
 
@@ -249,6 +253,74 @@ def test_arithmetic_is_judged_by_its_last_number():
         assert task.evaluate(task[0], answer)
     for answer in (f"{right}1", f"1{right}", f"-{right}", f"{right} or 3.5", f"{right}.5", "twelve"):
         assert not task.evaluate(task[0], answer)
+
+
+# ---- Python: documentation and programs
+
+def test_pydoc_says_what_the_documentation_says_about_that_object():
+    """Names are resolved by the standard library's own pydoc, which the task does not use."""
+    def plain(text: str) -> str:
+        return " ".join(text.lower().split())
+
+    answers = {}
+    for spec, split in (("pydoc", "train"), ("pydoc", "test"), ("pydoc:known", "test")):
+        task = make_task(spec, split)
+        answers[spec, split] = dict(task.objects)
+        for name, sentence in task.objects:
+            assert plain(sentence).rstrip(".") in plain(inspect.getdoc(pydoc.locate(name)) or ""), name
+        for conversation in task[::31]:
+            named = {word.strip("?.,") for word in asked(conversation).split()} & dict(task.objects).keys()
+            assert reference(conversation) in {dict(task.objects)[name] for name in named}, asked(conversation)
+    trained, held_out, known = answers.values()
+    assert len(trained) > 2000 and len(held_out) > 200 and known == trained and not trained.keys() & held_out.keys()
+    both = trained | held_out
+    assert both["str.partition"] == "Partition the string into three parts using the given separator."
+    assert both["dict.pop"] == "Remove specified key and return the corresponding value."  # which follows "-> v, "
+    assert both["time.sleep"].startswith("Delay execution for a given number of seconds")  # and this "sleep(seconds)"
+
+
+def test_pydoc_asks_about_every_object_in_all_phrasings_but_one():
+    trained, known = make_task("pydoc", "train"), make_task("pydoc:known", "test")
+    ways = Counter(name for turn in range(9) for name in
+                   (reference(conversation) for conversation in trained[turn * len(known):(turn + 1) * len(known)]))
+    assert len(trained) == 9 * len(known) == sum(ways.values()) and min(ways.values()) >= 9
+    assert len(set(questions(trained)) | set(questions(known))) == 10 * len(known)
+    assert known.evaluate(known[0], reference(known[0]).upper().replace(" ", "  "))
+    assert not known.evaluate(known[0], reference(known[1])) and not known.evaluate(known[0], reference(known[0])[:-6])
+
+
+def test_what_a_program_prints_is_what_python_prints():
+    for split in ("train", "test"):
+        task, shown = make_task("run:steps", split), 0
+        for conversation in task[::len(task) // 25]:
+            source = asked(conversation).partition("\n\n")[2]
+            printed = in_a_process(source)
+            assert conversation["prints"] == printed and task.evaluate(conversation, f"It prints {printed}")
+            assert not task.evaluate(conversation, f"It prints {printed} or so")
+            values = {}
+            exec(source, values)  # the last value told of each variable is the one that it has at the end
+            for name, value in re.findall(r"(\w+) = (.+?)(?=; \w+ = |\. It prints)", reference(conversation)):
+                values[f"told {name}"] = value
+            told = {name: value for name, value in values.items() if name.startswith("told ")}
+            assert all(repr(values[name.removeprefix("told ")]) == value for name, value in told.items()), conversation
+            shown += bool(told)
+        assert shown > 3
+
+
+def test_half_of_the_programs_are_answered_without_the_steps_and_no_name_makes_a_program_another():
+    at_once, stepwise = (list(make_task(spec, "train")[:4000]) for spec in ("run", "run:steps"))
+    differing = [a for a, b in zip(at_once, stepwise) if reference(a) != reference(b)]
+    having = [b for b in stepwise if not reference(b).startswith("It prints")]
+    assert 0.45 < len(differing) / len(having) < 0.55 and len(having) > 1500
+    assert all(reference(a).startswith("It prints") for a in differing)
+
+    def nameless(conversation: dict) -> str:
+        source, names = asked(conversation).partition("\n\n")[2], {}
+        return re.sub(r"\b(x|n|a|i|k|y|total|s|b|result|f|add|double|change|g)\b(?!\")",
+                      lambda found: names.setdefault(found[0], f"v{len(names)}"), source)
+
+    trained, tested = (set(map(nameless, make_task("run", split))) for split in ("train", "test"))
+    assert len(tested) > 800 and not trained & tested
 
 
 # ---- SpellingBee

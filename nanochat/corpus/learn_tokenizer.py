@@ -1,6 +1,7 @@
 """Learning a tokenizer from text, and finding or making the one of a data set."""
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import tiktoken
 from tqdm import tqdm
@@ -73,10 +74,13 @@ def training_texts(data: str, max_chars: int, doc_cap: int) -> Iterator[str]:
             return
 
 
-def train_tokenizer(data: str, vocab_size: int, max_chars: int, doc_cap: int) -> Tokenizer:
+def train_tokenizer(
+    data: str, vocab_size: int, max_chars: int, doc_cap: int, more: Iterable[str] = (),
+) -> Tokenizer:
     """
-    Train a tokenizer on a data source's training split and keep it in `tokenizer_dir(data)`. Makes the data if it is
-    an embedded source. Prints what it does: learning the merges, which begins when all is read, can take minutes.
+    Train a tokenizer on a data source's training split, and on `more` texts, and keep it in `tokenizer_dir(data)`.
+    Makes the data if it is an embedded source. Prints what it does: learning the merges, which begins when all is
+    read, can take minutes.
     """
     ensure_dataset(data)
     start = time.perf_counter()
@@ -85,7 +89,7 @@ def train_tokenizer(data: str, vocab_size: int, max_chars: int, doc_cap: int) ->
     def counted() -> Iterator[str]:
         nonlocal megabytes
         with tqdm(unit="B", unit_scale=True, desc="reading", disable=None) as bar:
-            for text in training_texts(data, max_chars, doc_cap):
+            for text in chain(training_texts(data, max_chars, doc_cap), more):
                 size = len(text.encode(errors="replace"))
                 megabytes += size / 1e6
                 bar.update(size)

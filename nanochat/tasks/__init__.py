@@ -19,6 +19,8 @@ from nanochat.tasks.gsm8k import GSM8K
 from nanochat.tasks.hub import SmolTalk
 from nanochat.tasks.humaneval import HumanEval
 from nanochat.tasks.multiple_choice import ARC, MMLU
+from nanochat.tasks.pydoc import Pydoc
+from nanochat.tasks.run import Run
 from nanochat.tasks.spellingbee import SpellingBee
 from nanochat.tasks.tinyworld import TinyWorld
 
@@ -32,9 +34,11 @@ TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...] | None]] = {
     "arithmetic": (Arithmetic, ("", "easy", "medium", "hard", "quick")),
     "spellingbee": (SpellingBee, ("", "spell", "tool", "hand")),
     "tinyworld": (TinyWorld, ("", "facts", "identity")),
+    "pydoc": (Pydoc, ("", "known")),
+    "run": (Run, ("", "steps")),
     "json": (CustomJSON, None),
 }
-GENERATED = ("arithmetic", "spellingbee", "tinyworld")  # not downloaded, and not a user's own data
+GENERATED = ("arithmetic", "pydoc", "run", "spellingbee", "tinyworld")  # not downloaded, and not a user's own data
 SPLITS = ("train", "test")
 SPEC = re.compile(r"(?P<name>[^:\[*]+?)(:(?P<argument>.+?))?(\[(?P<start>\d*):(?P<stop>\d*)\])?(\*(?P<passes>\d+))?")
 

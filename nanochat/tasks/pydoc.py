@@ -1,0 +1,105 @@
+"""
+What the objects of Python's standard library do, as their own documentation says: needs no download.
+
+    "What does str.partition do?" - "Partition the string into three parts using the given separator."
+
+    pydoc          test: objects that are held out, so that only their names can tell (str.find is much like bytes.find)
+    pydoc:known    test: objects that are trained on, each asked in the one phrasing that is never used for it
+
+The objects, and some answers, are those of the running Python: another version has a few others.
+"""
+import contextlib
+import importlib
+import inspect
+import re
+import warnings
+from functools import cache
+
+from nanochat.conversation import Conversation
+from nanochat.task import Task, reference
+from nanochat.tasks.common import single_turn, split_of, stable_hash
+
+MODULES = """builtins abc argparse array base64 bisect calendar codecs collections colorsys configparser contextlib
+copy csv dataclasses datetime decimal difflib enum fnmatch fractions functools gc getpass glob gzip hashlib heapq html
+inspect io ipaddress itertools json keyword locale logging math mimetypes operator os os.path pathlib pickle platform
+pprint queue random re secrets shelve shlex shutil signal socket sqlite3 stat statistics string struct subprocess sys
+tarfile tempfile textwrap threading time timeit traceback types typing unicodedata urllib.parse uuid warnings weakref
+zipfile zlib""".split()
+QUESTIONS = (
+    "What does {n} do?", "What is {n} for?", "Tell me what {n} does.", "Explain {n}.", "Describe {n}.",
+    "What do I need {n} for?", "In Python, what does {n} do?", "What can I do with {n}?", "{n}?", "Please explain {n}.")
+LONGEST = 130  # characters of an answer
+# At the start of older documentation: "D.pop(k[,d]) -> v, remove …", "sleep(seconds)\n\nDelay …".
+SIGNATURE = re.compile(r"(?:[\w.]+\([^)]*\)(?: *->[\w\[\]() ]+?(?=[,.:\n]|  |$)| *-->)?[\s,.:-]*)*")
+
+
+class Pydoc(Task):
+    eval_type = "generative"
+
+    def __init__(self, argument: str, split: str) -> None:
+        self.known = argument == "known"
+        self.name = "Pydoc (objects it has read about)" if self.known else "Pydoc (held-out objects)"
+        side = "train" if self.known else split
+        self.objects = [(name, text) for name, text in documented().items() if split_of(f"pydoc:{name}") == side]
+        self.turns = 1 if split == "test" else len(QUESTIONS) - 1  # in training all phrasings but the one held out
+        self.held_out = split == "test" and self.known
+
+    def __len__(self) -> int:
+        return len(self.objects) * self.turns
+
+    def conversation(self, index: int) -> Conversation:
+        """In every pass over the objects each of them once, in another phrasing each time."""
+        turn, number = divmod(index, len(self.objects))
+        name, text = self.objects[number]
+        own = stable_hash(f"phrasing:{name}")  # the phrasing that is held out for this object; the others come after it
+        later = 0 if self.held_out else 1 + (own // len(QUESTIONS) + turn) % (len(QUESTIONS) - 1)
+        return single_turn(QUESTIONS[(own + later) % len(QUESTIONS)].format(n=name), text)
+
+    def evaluate(self, conversation: Conversation, answer: str) -> bool:
+        """The same words in the same order."""
+        return words(answer) == words(reference(conversation))
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+@cache
+def documented() -> dict[str, str]:
+    """Names of public objects, and the first sentence of what is said about each, in an order that a hash decides."""
+    found: dict[str, str] = {}
+    things: list[object] = []  # each under its first name only: uuid.int_ is int
+
+    def add(name: str, thing: object) -> None:
+        sentence = first_sentence(inspect.getdoc(thing) or "")
+        if sentence:
+            found.setdefault(name, sentence)
+
+    with warnings.catch_warnings(action="ignore"):  # of what is deprecated
+        for module_name in MODULES:
+            with contextlib.suppress(ImportError):  # a Python that was built without sqlite3, say
+                module = importlib.import_module(module_name)
+                add(module_name, module)
+                for key in getattr(module, "__all__", vars(module)):
+                    thing = getattr(module, key, None)
+                    routine_or_class = inspect.isroutine(thing) or inspect.isclass(thing)
+                    if key.startswith("_") or not routine_or_class or any(thing is known for known in things):
+                        continue
+                    things.append(thing)
+                    name = key if module_name == "builtins" else f"{module_name}.{key}"
+                    add(name, thing)
+                    for method, member in vars(thing).items() if inspect.isclass(thing) else ():
+                        if not method.startswith("_") and (inspect.isroutine(member) or isinstance(member, property)):
+                            add(f"{name}.{method}", getattr(thing, method))
+    return {name: found[name] for name in sorted(found, key=lambda name: stable_hash(f"pydoc:{name}"))}
+
+
+def first_sentence(doc: str) -> str | None:
+    """The first sentence after a signature; None where there is none that is short and made of words."""
+    doc = doc.strip()
+    paragraph = " ".join(doc[SIGNATURE.match(doc).end():].partition("\n\n")[0].split())
+    sentence = re.match(r".+?[.!](?= |$)|.+", paragraph)
+    text = sentence[0].rstrip(".:!") if sentence else ""
+    if len(text) > LONGEST or len(re.findall(r"[A-Za-z]{2,}", text)) < 3 or not text[0].isalpha() or "->" in text:
+        return None
+    return text[0].upper() + text[1:] + "."
