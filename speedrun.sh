@@ -22,7 +22,7 @@ done
 . ./setup.sh "$(! nvidia-smi >/dev/null 2>&1 || echo hub)"  # the larger tasks come from the hub
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
 [ $rehearse = no ] || NANOCHAT_BASE_DIR=$NANOCHAT_BASE_DIR/rehearsal
-started=$SECONDS
+started=$SECONDS words=  # the tokenizer reads the data alone
 
 stage() { echo; echo "=== $1 ($(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s)"; }
 once() { python -m scripts.once "$@"; }
@@ -59,12 +59,12 @@ if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then
     rl=(--task=gsm8k --device_batch_size=$few --save_every=20 "${keep[@]}")
     tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, spellingbee[:256]" problems=-1 core=500 eval_tokens=10485760
 elif [ $rehearse = no ]; then
-    # The embedded world: nothing to download, and a model small enough for minutes on two cores.
-    data=tinyworld shards=-1 vocab=8192 depth=4 answer=$NANOCHAT_BASE_DIR/once/depth-speedrun
-    # All stages together take about as long as 1,800 training steps of the base model, and three minutes more.
+    # The embedded world, and Python's own documentation: nothing to download, and a model small enough for minutes on two cores.
+    data=tinyworld shards=-1 vocab=6144 words="pydoc, run" depth=4 answer=$NANOCHAT_BASE_DIR/once/depth-assistant
+    # All stages together take about as long as STEPS training steps of the base model, and three minutes more.
     estimate() {
         local ms
-        ms=$(python -m scripts.doctor --time_only --depth=$depth --arch=classic --max_seq_len=256 --vocab_size=$vocab) && minutes=$((3 + ms * 1800 / 60000))
+        ms=$(python -m scripts.doctor --time_only --depth=$depth --max_seq_len=256 --vocab_size=$vocab) && minutes=$((3 + ms * 1800 / 60000))
     }
     mkdir -p "${answer%/*}"
     [ $full = no ] || echo 4 > "$answer"
@@ -79,17 +79,18 @@ elif [ $rehearse = no ]; then
         echo $depth > "$answer"
     fi
     read -r depth < "$answer"
-    tag=speedrun-d$depth launch=(python -m)
-    # The classic architecture: what README shows was measured with it, all stages through.
-    model=(--depth=$depth --arch=classic --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=700
-           --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=65536 --save_every=100 --keep_last=2)
-    mid=(--tasks="tinyworld*3, arithmetic[:6000], spellingbee[:9000]" --device_batch_size=16 --total_batch_size=4096
-         --eval_every=200 --eval_tokens=65536 --save_every=100 --keep_last=2)
-    sft=(--tasks="tinyworld[:4000], arithmetic[6000:9000], arithmetic:quick[:3000], spellingbee[9000:17000]" --device_batch_size=16
-         --target_examples_per_step=64 --init_lr_frac=0.3 --eval_every=150 --eval_steps=5 --eval_metrics_every=-1 --save_every=100 --keep_last=2)
-    rl=(--task=arithmetic:quick --num_iterations=30 --num_samples=8 --max_new_tokens=60 --device_batch_size=32
-        --eval_every=30 --eval_examples=1000 --eval_samples=1 --save_every=10 --keep_last=2)
-    tasks="tinyworld:facts, tinyworld:identity, arithmetic, arithmetic:quick, spellingbee" problems=600 core=0 eval_tokens=10485760
+    tag=assistant-d$depth launch=(python -m)
+    model=(--depth=$depth --softmax_share=0.25 --unembedding_lr=0.002 --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096
+           --num_iterations=700 --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=65536 --save_every=100 --keep_last=2)
+    mid=(--tasks="tinyworld*2, arithmetic[:5000], spellingbee[:6000], words:tinyworld, pydoc*2, run[:10000]" --device_batch_size=16
+         --total_batch_size=4096 --eval_every=250 --eval_tokens=65536 --save_every=100 --keep_last=2)
+    sft=(--tasks="tinyworld[:3000], arithmetic[5000:7000], spellingbee[9000:13000], words:tinyworld[:2000], pydoc[:4000], run[10000:15000]"
+         --device_batch_size=16 --target_examples_per_step=64 --init_lr_frac=0.3 --eval_every=150 --eval_steps=5 --eval_metrics_every=-1
+         --save_every=100 --keep_last=2)
+    rl=(--task=run --num_iterations=40 --num_samples=8 --max_new_tokens=80 --device_batch_size=32
+        --eval_every=40 --eval_examples=1000 --eval_samples=1 --save_every=10 --keep_last=2)
+    tasks="tinyworld:facts, tinyworld:identity, arithmetic, spellingbee, words:tinyworld, pydoc:known, pydoc, run"
+    problems=600 core=0 eval_tokens=10485760
 else
     # Everything above in small, on all GPUs or the CPU: nothing is learnt. That compiling works, the doctor has seen.
     data=tinyworld shards=2 vocab=1024 tag=rehearsal
@@ -108,7 +109,7 @@ python -m scripts.dataset --source="$data" --num_shards="$shards"
 
 stage "tokenizer"
 once tokenizer-$data --needs data/$data/manifest.json --makes tokenizer/$data -- \
-    python -m scripts.tok_train --data="$data" --vocab_size="$vocab"
+    python -m scripts.tok_train --data="$data" --vocab_size="$vocab" --tasks="$words"
 
 stage "base model: training"
 once base-$tag --needs data/$data/manifest.json --needs tokenizer/$data --makes base_checkpoints/$tag --makes report/sections/$data/$tag/base_train.json -- \
