@@ -402,12 +402,12 @@ def test_words_are_tokens_that_are_words_and_a_word_is_on_one_side_in_all_tasks(
     for split, found, other in (("train", trained, tested), ("test", tested, trained)):
         assert len(found.intersection(generated[split])) > 30
         assert not other.intersection(make_task("spellingbee", split).words)
-    # Without the rule about longer tokens a fifth are fragments: the beginnings of words, and never words themselves.
+    # Without the rule about longer tokens a quarter are fragments: the beginnings of words, and never words themselves.
     tokens = [token.decode() for token in get_tokenizer("world").merges if re.fullmatch(b" [A-Za-z]{3,}", token)]
     beginnings = {token[1:].lower() for token in tokens}
     found = trained | tested
-    assert len(beginnings - set(seen)) > 0.1 * len(beginnings) and len(found - set(seen)) < 0.02 * len(found)
-    assert len(beginnings & set(seen) - found) < 0.1 * len(beginnings) and found <= beginnings
+    assert len(beginnings - set(seen)) > 0.2 * len(beginnings) and len(found - set(seen)) < 0.02 * len(found)
+    assert len(beginnings & set(seen) - found) < 0.02 * len(beginnings) and found <= beginnings
 
 
 def test_words_are_spelled_first_and_in_five_ways_and_then_counted(base_folder):
