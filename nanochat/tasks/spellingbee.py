@@ -50,17 +50,6 @@ WAYS = {  # of counting, and what the question adds to ask for it; without a wis
     "hand": (" Go letter by letter.", " Do not use the tool.", " Count by hand.")}
 
 
-def generated_words(argument: str, split: str) -> "SpellingBee":
-    """The task spellingbee:ARGUMENT: in every pass over the words each is asked in another kind than its neighbours."""
-    name = f"SpellingBee {argument}".rstrip() + " (generated words)"  # those of the test split
-    return SpellingBee(name, words(split), (argument,) if argument else KINDS, in_turn=True)
-
-
-def real_words(data: str, split: str) -> "SpellingBee":
-    """The task words:DATA: first all words are spelled. UserError without a tokenizer, or words in it."""
-    return SpellingBee(f"SpellingBee (words of {data})", token_words(data, split), WORDS_KINDS, in_turn=False)
-
-
 class SpellingBee(Task):
     """Each word in each of the kinds; a kind that comes again has another phrasing. in_turn: mixed from the start."""
     eval_type = "generative"
@@ -94,6 +83,17 @@ class SpellingBee(Task):
             spelled = re.findall(r"\b[a-z](?:-[a-z])+\b", answer.lower())
             return bool(spelled) and spelled[-1].replace("-", "") == conversation["word"]
         return last_number(answer) == last_number(reference(conversation))
+
+
+def generated_words(argument: str, split: str) -> SpellingBee:
+    """The task spellingbee:ARGUMENT: in every pass over the words each is asked in another kind than its neighbours."""
+    name = f"SpellingBee {argument}".rstrip() + " (generated words)"  # those of the test split
+    return SpellingBee(name, words(split), (argument,) if argument else KINDS, in_turn=True)
+
+
+def real_words(data: str, split: str) -> SpellingBee:
+    """The task words:DATA: first all words are spelled. UserError without a tokenizer, or words in it."""
+    return SpellingBee(f"SpellingBee (words of {data})", token_words(data, split), WORDS_KINDS, in_turn=False)
 
 
 def spell_counting(word: str, letter: str) -> str:
