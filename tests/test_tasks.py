@@ -26,10 +26,11 @@ from nanochat.tasks import Mixture, example_questions, make_mixture, make_task, 
 from nanochat.tasks import tinyworld as world
 from nanochat.tasks.common import last_number, shuffled, single_turn, split_of
 from nanochat.tasks.gsm8k import answer_parts, final_number
+from nanochat.tokenizer import get_tokenizer
 
 EMBEDDED = ("arithmetic", "arithmetic:easy", "arithmetic:medium", "arithmetic:hard", "spellingbee", "spellingbee:spell",
-            "spellingbee:tool", "spellingbee:hand", "tinyworld", "tinyworld:facts", "tinyworld:identity", "pydoc",
-            "pydoc:known", "run", "run:steps")
+            "spellingbee:tool", "spellingbee:hand", "tinyworld", "tinyworld:facts", "tinyworld:identity",
+            "tinyworld:turns", "pydoc", "pydoc:known", "run", "run:steps")
 
 
 class Numbers(Task):
@@ -120,7 +121,7 @@ def test_nothing_depends_on_hash_randomisation_or_on_who_drew_before():
 def test_importing_loads_no_data_and_no_optional_package():
     code = "import sys, nanochat.tasks as t; print(sorted({'datasets', 'torch'} & set(sys.modules)), sorted(t.TASKS))"
     names = ["arc", "arithmetic", "gsm8k", "humaneval", "json", "mmlu", "pydoc", "run", "smoltalk", "spellingbee",
-             "tinyworld"]
+             "tinyworld", "words"]
     assert in_a_process(code) == f"[] {names}\n"
 
 
@@ -342,30 +343,32 @@ def test_spellingbee_sides_share_no_word_and_test_none_that_the_corpus_spells(mo
         assert set(used) == words and min(used.values()) >= 3  # every word in each of three kinds
 
 
+def check_spelling(conversation: dict) -> tuple[str, str, int]:
+    """Kind, word and count (0 where none is asked for) of a conversation whose answer is right."""
+    question, answer = asked(conversation), conversation["messages"][-1]["content"]
+    if "word" in conversation:
+        word = conversation["word"]
+        assert answer == "-".join(re.search(rf"\b{word}\b", question)[0]) + "."
+        return "spell", word, 0
+    word = re.search('"([a-z]+)"', question)[1]
+    letter = re.search(r" ([a-z])\b(?!')| ([a-z])'s", question.replace(" a re", "").partition(". ")[0])
+    letter = letter[1] or letter[2]
+    count = sum(char == letter for char in word)
+    assert last_number(reference(conversation)) == count
+    if isinstance(answer, list):
+        assert parts_of(conversation)[:2] == [("python", f'"{word}".count("{letter}")'), ("python_output", str(count))]
+        return "tool", word, count
+    spelled = answer.partition(".")[0]
+    assert re.sub("[^a-z]", "", spelled) == word
+    assert re.findall("(.):([0-9])", spelled) == [(letter, str(i + 1)) for i in range(count)]
+    return "hand", word, count
+
+
 def test_spellingbee_spells_and_counts_right():
-    kinds = Counter()
-    for conversation in make_task("spellingbee", "test"):
-        question, answer = asked(conversation), conversation["messages"][-1]["content"]
-        if "word" in conversation:
-            assert answer == "-".join(re.search(rf"\b{conversation['word']}\b", question)[0]) + "."
-            kinds["spell"] += 1
-            continue
-        word = re.search('"([a-z]+)"', question)[1]
-        letter = re.search(r" ([a-z])\b(?!')| ([a-z])'s", question.replace(" a re", "").partition(". ")[0])
-        letter = letter[1] or letter[2]
-        count = sum(char == letter for char in word)
-        assert last_number(reference(conversation)) == count
-        if isinstance(answer, list):
-            assert parts_of(conversation)[:2] == [("python", f'"{word}".count("{letter}")'),
-                                                  ("python_output", str(count))]
-            kinds["tool"] += 1
-        else:
-            spelled = answer.partition(".")[0]
-            assert re.sub("[^a-z]", "", spelled) == word
-            assert re.findall("(.):([0-9])", spelled) == [(letter, str(i + 1)) for i in range(count)]
-            kinds["hand"] += 1
-        kinds[count] += 1
-    assert kinds["spell"] == kinds["tool"] == kinds["hand"] == 2000 and min(kinds[0], kinds[2]) > 200 and kinds[3]
+    checked = [check_spelling(conversation) for conversation in make_task("spellingbee", "test")]
+    kinds = Counter(kind for kind, _, _ in checked)
+    counts = Counter(count for kind, _, count in checked if kind != "spell")
+    assert kinds == {"spell": 2000, "tool": 2000, "hand": 2000} and min(counts[0], counts[2]) > 200 and counts[3]
 
 
 def test_spellingbee_is_strict_about_every_letter():
@@ -378,6 +381,55 @@ def test_spellingbee_is_strict_about_every_letter():
     for answer in (word, spelled[2:], f"{spelled}-e", spelled[::-1], spelled.replace("-", " - "),
                    f"{spelled}, or a-b-c."):
         assert not task.evaluate(task[0], answer)
+
+
+# ---- The words of a tokenizer
+
+def learn_world(folder: Path, more: list[str]) -> Counter:
+    """Give the data set `world` a tokenizer that was learned from all facts, and from more words. Counts its words."""
+    texts = [" ".join(filter(None, telling)) for fact in facts() for telling in fact.tellings]
+    texts += [" ".join(more)] * 3
+    learn_tokenizer(texts, 4000).save(folder / "tokenizer" / "world")
+    return Counter(re.findall("[a-z]+", " ".join(texts).lower()))
+
+
+def test_words_are_tokens_that_are_words_and_a_word_is_on_one_side_in_all_tasks(base_folder):
+    generated = {split: list(make_task("spellingbee", split).words[-60:]) for split in ("train", "test")}
+    seen = learn_world(base_folder, generated["train"] + generated["test"])
+    trained, tested = (set(make_task("words:world", split).words) for split in ("train", "test"))
+    assert len(trained) > 500 and len(tested) > 50 and not trained & tested
+    assert all(split_of(word) == "test" for word in tested) and not set(tinyworld_facts.WORDS) & tested
+    for split, found, other in (("train", trained, tested), ("test", tested, trained)):
+        assert len(found.intersection(generated[split])) > 30
+        assert not other.intersection(make_task("spellingbee", split).words)
+    # Without the rule about longer tokens a quarter are fragments: the beginnings of words, and never words themselves.
+    tokens = [token.decode() for token in get_tokenizer("world").merges if re.fullmatch(b" [A-Za-z]{3,}", token)]
+    beginnings = {token[1:].lower() for token in tokens}
+    found = trained | tested
+    assert len(beginnings - set(seen)) > 0.2 * len(beginnings) and len(found - set(seen)) < 0.02 * len(found)
+    assert len(beginnings & set(seen) - found) < 0.02 * len(beginnings) and found <= beginnings
+
+
+def test_words_are_spelled_first_and_in_five_ways_and_then_counted(base_folder):
+    learn_world(base_folder, [])
+    task = make_task("words:world", "test")
+    count, checked = len(task.words), [check_spelling(conversation) for conversation in task]
+    assert Counter(checked[:count]) == Counter(("spell", word, 0) for word in task.words)
+    assert Counter((kind, word) for kind, word, _ in checked) == Counter(
+        {(kind, word): times for word in task.words for kind, times in (("spell", 5), ("tool", 1), ("hand", 1))})
+    assert len(set(questions(task))) == len(task) == 7 * count  # five phrasings
+    for conversation in task:
+        assert task.evaluate(conversation, reference(conversation)) and not task.evaluate(conversation, "99999.")
+    code = "from nanochat.tasks import make_task; print([c['messages'] for c in make_task('words:world', 'test')])"
+    assert in_a_process(code, PYTHONHASHSEED="3") == f"{[conversation['messages'] for conversation in task]}\n"
+
+
+def test_words_need_a_tokenizer_and_words_in_it(base_folder):
+    with pytest.raises(UserError, match="no tokenizer for data 'world' .*python -m scripts.tok_train --data=world"):
+        make_task("words:world", "train")
+    learn_tokenizer(["12 34 12 34", "词词词词"], 300).save(base_folder / "tokenizer" / "digits")
+    with pytest.raises(UserError, match="no token of 'digits' is a word for the test split"):
+        make_task("words:digits", "test")
 
 
 # ---- TinyWorld
@@ -425,6 +477,28 @@ def test_second_questions_are_held_out_with_what_they_refer_to():
     for question, reply in sides[0]:
         replies.setdefault(question, set()).add(reply)
     assert max(map(len, replies.values())) > 1
+
+
+def test_questions_about_the_model_come_after_others_too():
+    for split, other in (("train", "test"), ("test", "train")):
+        task = make_task("tinyworld:turns", split)
+        assert len(task) == world.TURNS[split]
+        replies = {item.question: item.reply for item in world.items(split)}
+        foreign, kinds = {item.question for item in world.items(other)}, Counter()
+        for conversation in task:
+            said = [one["content"] for one in conversation["messages"] if one["role"] != "system"]
+            asks, answers = said[::2], said[1::2]
+            link = next(link for link in world.LINKS[::-1] if asks[-1].startswith(link))
+            asks[-1] = asks[-1].removeprefix(link)
+            assert not world.GREETING.match(asks[-1]) and not foreign.intersection(asks)
+            if asks[0] not in replies:  # a greeting was put before the question about a fact
+                asks[0] = asks[0].partition("! ")[2] or asks[0].removeprefix("Hello, nanochat. ")
+            assert [replies[question] for question in asks] == answers
+            about = ["nanochat" in answer for answer in answers]
+            kinds.update([len(asks), about[0], link, answers[-1]])
+            assert about[-1]
+        assert min(kinds.values()) > len(task) / 30 and set(kinds) == {
+            2, 3, True, False, *world.LINKS, *(reply for reply, _ in world.IDENTITY if not reply.startswith("Hello"))}
 
 
 def judge(question: str, answer: str) -> bool:
@@ -732,7 +806,8 @@ def test_a_list_to_be_measured_by_has_each_task_once_whatever_its_passes():
     ("arithmetic[5]", "NAME"), ("arithmetic[:x]", "NAME"), ("arithmetic[:-5]", "NAME"),
     ("arithmetic*2*3", "'2'|NAME|no "), ("arithmetic*2[:5]", "NAME"), ("arithmetic*0", "at least 1"),
     ("arithmetic:brutal", "expected one of easy, medium, hard"), ("gsm8k:x", "takes no argument"),
-    ("json", "json:/path"), ("arithmetic[99999:]", "nothing is left of its 20,000"),
+    ("json", "json:/path"), ("words", "needs an argument.*words:climbmix"),
+    ("arithmetic[99999:]", "nothing is left of its 20,000"),
     ("arc:Easy", "ARC-Easy, ARC-Challenge"),
     ("Arithmetic", "no task 'Arithmetic'; known: .*; did you mean 'arithmetic'\\?$"),
     ("GSM8K", r"did you mean 'gsm8k'\?$"),

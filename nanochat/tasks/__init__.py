@@ -21,7 +21,7 @@ from nanochat.tasks.humaneval import HumanEval
 from nanochat.tasks.multiple_choice import ARC, MMLU
 from nanochat.tasks.pydoc import Pydoc
 from nanochat.tasks.run import Run
-from nanochat.tasks.spellingbee import SpellingBee
+from nanochat.tasks.spellingbee import generated_words, real_words
 from nanochat.tasks.tinyworld import TinyWorld
 
 # Name -> what makes the task from (argument, split), and the arguments that it takes, the default first; None: any.
@@ -32,13 +32,15 @@ TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...] | None]] = {
     "gsm8k": (GSM8K, ("",)),
     "humaneval": (HumanEval, ("",)),
     "arithmetic": (Arithmetic, ("", "easy", "medium", "hard", "quick")),
-    "spellingbee": (SpellingBee, ("", "spell", "tool", "hand")),
-    "tinyworld": (TinyWorld, ("", "facts", "identity")),
+    "spellingbee": (generated_words, ("", "spell", "tool", "hand")),
+    "words": (real_words, None),
+    "tinyworld": (TinyWorld, ("", "facts", "identity", "turns")),
     "pydoc": (Pydoc, ("", "known")),
     "run": (Run, ("", "steps")),
     "json": (CustomJSON, None),
 }
-GENERATED = ("arithmetic", "pydoc", "run", "spellingbee", "tinyworld")  # not downloaded, and not a user's own data
+# Not downloaded, and neither a user's own data nor words of it.
+GENERATED = ("arithmetic", "pydoc", "run", "spellingbee", "tinyworld")
 SPLITS = ("train", "test")
 SPEC = re.compile(r"(?P<name>[^:\[*]+?)(:(?P<argument>.+?))?(\[(?P<start>\d*):(?P<stop>\d*)\])?(\*(?P<passes>\d+))?")
 
@@ -102,7 +104,7 @@ def parse(spec: str, split: str) -> tuple[Task, int]:
         raise UserError(f"task {spec!r}: *{passes} must be at least 1")
     make, arguments = TASKS[name]
     if arguments is None and not argument:
-        raise UserError(f"task {spec!r} needs an argument, such as {name}:/path/to/file.jsonl")
+        raise UserError(f"task {spec!r} needs an argument, such as json:/path/to/file.jsonl or words:climbmix")
     if arguments is not None and argument and argument not in arguments:
         options = [option for option in arguments if option]
         expected = f"expected one of {', '.join(options)}" if options else "it takes no argument"

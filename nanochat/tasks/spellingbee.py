@@ -5,9 +5,10 @@ Spelling words and counting their letters: needs no download, and words of the t
     spellingbee:tool     How many o's are in "kamot"?                         the tool computes "kamot".count("o")
     spellingbee:hand     How many o's are in "kamot"? Go letter by letter.    k-a-m-o:1-t. The letter o occurs 1 time.
     spellingbee          the three in turn
+    words:climbmix       real words, tokens of that data set's tokenizer: each spelled in five ways, then both countings
 
-Most words are made of syllables, so that there are enough of them. Those of the embedded corpus are only trained on:
-its documents spell them, so they cannot be held out.
+Most words of spellingbee are made of syllables, so that there are enough of them. Those of the embedded corpus are only
+trained on: its documents spell them, so they cannot be held out. A word is on one side, whichever task it comes from.
 
 Words to count in are quoted: the call of the tool then has the same tokens as the question, and copying is enough.
 (Double quotes, because the tokenizer takes the 'm of 'mirror' for the end of a word such as I'm.) The letter is not
@@ -19,13 +20,18 @@ from collections.abc import Iterator
 from functools import cache
 
 from nanochat.conversation import Conversation
-from nanochat.corpus import tinyworld_facts as data
 from nanochat.corpus.tinyworld import StableRandom
+from nanochat.corpus.tinyworld_facts import WORDS
+from nanochat.errors import UserError
 from nanochat.task import Task, reference
 from nanochat.tasks.common import last_number, single_turn, split_of, stable_hash, with_tool
+from nanochat.tokenizer import get_tokenizer
 
 SIZES = {"train": 20_000, "test": 2_000}  # words; each is spelled, and counted in, in both ways
 KINDS = ("spell", "tool", "hand")
+WORDS_KINDS = ("spell",) * 5 + ("tool", "hand")  # nanochat's shares: 200,000 words are spelled, in 80,000 is counted
+TOKEN = re.compile(rb" [A-Za-z][a-z]{2,}")  # a word as text has it, or the beginning of one
+OWN_USES = 0.3  # a token is a word if so much of its use is its own, and not that of longer tokens
 ONSETS = "b c d f g h j k l m n p r s t v w y z bl br cl cr dr fl gr pl pr qu sh st tr".split()
 VOWELS = "a e i o u".split()
 CODAS = "d k l m n p r s t x".split()
@@ -45,23 +51,23 @@ WAYS = {  # of counting, and what the question adds to ask for it; without a wis
 
 
 class SpellingBee(Task):
+    """Each word in each of the kinds; a kind that comes again has another phrasing. in_turn: mixed from the start."""
     eval_type = "generative"
 
-    def __init__(self, argument: str, split: str) -> None:
-        self.name = f"SpellingBee {argument}".rstrip() + " (generated words)"  # those of the test split
-        self.kinds = (argument,) if argument else KINDS
-        self.words = words(split)
+    def __init__(self, name: str, words: tuple[str, ...], kinds: tuple[str, ...], in_turn: bool) -> None:
+        self.name, self.words, self.kinds, self.in_turn = name, words, kinds, in_turn
 
     def __len__(self) -> int:
         return len(self.words) * len(self.kinds)
 
     def conversation(self, index: int) -> Conversation:
-        """In every pass over the words each of them once, in another kind each time."""
         turn, number = divmod(index, len(self.words))
-        kind, word = self.kinds[(number + turn) % len(self.kinds)], self.words[number]
+        place, word = (turn + number * self.in_turn) % len(self.kinds), self.words[number]
+        kind = self.kinds[place]
         rng = StableRandom(f"spellingbee:{kind}:{word}")
         if kind == "spell":
-            return single_turn(rng.choice(SPELL).format(w=word), f"{'-'.join(word)}.") | {"word": word}
+            question = SPELL[(rng.below(len(SPELL)) + self.kinds[:place].count(kind)) % len(SPELL)]
+            return single_turn(question.format(w=word), f"{'-'.join(word)}.") | {"word": word}
         # Letters that the word has are worth more than those it has not: three times as frequent.
         letter = rng.choice(sorted(set(word)) if rng.below(4) else string.ascii_lowercase)
         question = rng.choice(COUNT).format(w=word, x=letter) + rng.choice(WAYS[kind])
@@ -79,6 +85,17 @@ class SpellingBee(Task):
         return last_number(answer) == last_number(reference(conversation))
 
 
+def generated_words(argument: str, split: str) -> SpellingBee:
+    """The task spellingbee:ARGUMENT: in every pass over the words each is asked in another kind than its neighbours."""
+    name = f"SpellingBee {argument}".rstrip() + " (generated words)"  # those of the test split
+    return SpellingBee(name, words(split), (argument,) if argument else KINDS, in_turn=True)
+
+
+def real_words(data: str, split: str) -> SpellingBee:
+    """The task words:DATA: first all words are spelled. UserError without a tokenizer, or words in it."""
+    return SpellingBee(f"SpellingBee (words of {data})", token_words(data, split), WORDS_KINDS, in_turn=False)
+
+
 def spell_counting(word: str, letter: str) -> str:
     """The letters of a word with a running count behind those that are counted: "k-o:1-m-o:2-t"."""
     return "-".join(f"{char}:{word[:i + 1].count(letter)}" if char == letter else char for i, char in enumerate(word))
@@ -87,12 +104,38 @@ def spell_counting(word: str, letter: str) -> str:
 @cache
 def words(split: str) -> tuple[str, ...]:
     """The words of a split: a word's own letters decide its split. Sorted by hash, so that every slice is a mixture."""
-    found = set(data.WORDS) if split == "train" else set()
+    found = set(WORDS) if split == "train" else set()
     for word in pseudo_words():
         if len(found) == SIZES[split]:
             return tuple(sorted(found, key=stable_hash))
-        if split_of(word) == split and word not in data.WORDS:
+        if side_of(word) == split:
             found.add(word)
+
+
+def side_of(word: str) -> str:
+    """The split of a word."""
+    return "train" if word in WORDS else split_of(word)
+
+
+def token_words(data: str, split: str) -> tuple[str, ...]:
+    """
+    The words of a split that are tokens of the data set's tokenizer, as lower-case letters, in the order of `words`.
+
+    A token with a blank before it begins a word. It may be a fragment, as " immedi" is: nearly all of its use is that
+    of the longer tokens " immediate" and " immediately". By Zipf's law the use of a token is 1 / its rank.
+    """
+    ranks = {token: rank for rank, token in enumerate(get_tokenizer(data).merges, 1) if TOKEN.fullmatch(token)}
+    own = dict.fromkeys(ranks, 1.0)
+    for token, rank in ranks.items():
+        shorter = next((token[:end] for end in range(len(token) - 1, 3, -1) if token[:end] in ranks), None)
+        if shorter:
+            own[shorter] -= ranks[shorter] / rank
+    found = {token[1:].decode().lower() for token, share in own.items() if share > OWN_USES}
+    found = sorted((word for word in found if side_of(word) == split), key=stable_hash)
+    if not found:
+        raise UserError(f"no token of {data!r} is a word for the {split} split: words:{data} needs a larger tokenizer "
+                        "of a text with English letters")
+    return tuple(found)
 
 
 def pseudo_words() -> Iterator[str]:

@@ -4,6 +4,7 @@ Questions about the embedded world, and who the model is: needs no download.
     tinyworld:facts       "Tell me the capital of France." - "The capital of France is Paris."
     tinyworld:identity    "Who are you?" - "I am nanochat, a small language model."
     tinyworld             both
+    tinyworld:turns       two or three questions in turn, the last about the model: "Thank you. Who made you?"
 
 A fact is held out together with a phrasing. Every fact is asked in many ways; of those that occur in no document of
 the corpus, HELD_OUT for each fact are only in the test split, with the phrasing that the corpus itself holds out. A
@@ -22,10 +23,12 @@ from nanochat.task import Task, reference
 from nanochat.tasks.common import shuffled, single_turn, split_of, stable_hash
 
 HELD_OUT = 2            # phrasings of each fact
-TWO_TURNS = {"train": 3_000, "test": 300}
+TWO_TURNS = {"train": 3_000, "test": 300}  # conversations of tinyworld, and of tinyworld:facts
+TURNS = {"train": 1_000, "test": 300}      # of tinyworld:turns
 GREETINGS = ("", "Hello! ", "Hi! ", "Hey! ", "Good morning! ", "Hello, nanochat. ")
 ENDINGS = ("", " Please answer.", " I am curious.")
 SYSTEM = ("You are nanochat, a small language model.", "You are a helpful assistant.", "Answer in one short sentence.")
+LINKS = ("", "Thank you. ", "I see. ", "All right. ", "One more question: ")  # to a question about the model
 FOLLOW_UP = ("What about {s}?", "And what about {s}?", "And {s}?")
 
 # ---- Ways to ask that occur in no document. " | " separates a question from what it asks for, where that is not {a}.
@@ -121,12 +124,16 @@ class TinyWorld(Task):
     def __init__(self, argument: str, split: str) -> None:
         self.name = f"TinyWorld {argument}".rstrip()
         self.key = f"tinyworld:{argument}:{split}"
-        self.singles = [item for item in items(split) if not argument or (argument == "facts") == bool(item.right)]
-        self.second = [item for item in follow_ups(split) if argument != "identity"]
+        self.singles = [item for item in items(split)
+                        if argument in ("", "turns") or (argument == "facts") == bool(item.right)]
+        self.second = [item for item in follow_ups(split) if argument in ("", "facts")]
+        self.about = [item for item in items(split) if not item.right and not GREETING.match(item.question)]
         self.of_relation = defaultdict(list)
         for item in self.singles:
             self.of_relation[item.relation].append(item)
-        self.order = shuffled(len(self.singles) + TWO_TURNS[split] * bool(self.second), self.key)
+        self.turns = argument == "turns"
+        count = TURNS[split] if self.turns else len(self.singles) + TWO_TURNS[split] * bool(self.second)
+        self.order = shuffled(count, self.key)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -134,7 +141,11 @@ class TinyWorld(Task):
     def conversation(self, index: int) -> Conversation:
         number = int(self.order[index])
         rng = StableRandom(f"{self.key}:{number}")
-        if number < len(self.singles):
+        if self.turns:
+            turns = [rng.choice(rng.choice((self.singles, self.about))) for _ in range(1 + rng.below(2))]
+            last = rng.choice(self.about)
+            turns.append(last._replace(question=rng.choice(LINKS) + last.question))
+        elif number < len(self.singles):
             turns = [self.singles[number]]
         elif rng.below(2):  # any two questions
             turns = [rng.choice(self.singles), rng.choice(self.singles)]
