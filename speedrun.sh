@@ -82,7 +82,7 @@ elif [ $rehearse = no ]; then
     tag=assistant-d$depth launch=(python -m)
     model=(--depth=$depth --softmax_share=0.25 --unembedding_lr=0.002 --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096
            --num_iterations=700 --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=65536 --save_every=100 --keep_last=2)
-    mid=(--tasks="tinyworld*2, arithmetic[:5000], spellingbee[:6000], words:tinyworld, pydoc*2, run[:10000]" --device_batch_size=16
+    mid=(--tasks="tinyworld*2, tinyworld:turns, arithmetic[:5000], spellingbee[:6000], words:tinyworld, pydoc*2, run[:10000]" --device_batch_size=16
          --total_batch_size=4096 --eval_every=250 --eval_tokens=65536 --save_every=100 --keep_last=2)
     sft=(--tasks="tinyworld[:3000], arithmetic[5000:7000], spellingbee[9000:13000], words:tinyworld[:2000], pydoc[:4000], run[10000:15000]"
          --device_batch_size=16 --target_examples_per_step=64 --init_lr_frac=0.3 --eval_every=150 --eval_steps=5 --eval_metrics_every=-1
