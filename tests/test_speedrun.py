@@ -242,7 +242,7 @@ def test_a_slow_machine_trains_a_smaller_model_unless_asked_for_all(tmp_path):
         stand_in(folder, {"*device_count*": 0} | times)
         out, calls = speedrun(folder, *arguments)
         (depth,) = {line.partition("--depth=")[2].split()[0] for line in calls if "scripts.base_train" in line}
-        assert all(f"--model_tag=speedrun-d{depth} " in f"{line} " for line in calls if "model_tag" in line)
+        assert all(f"--model_tag=assistant-d{depth} " in f"{line} " for line in calls if "model_tag" in line)
         return depth, out
 
     depth, out = chosen(tmp_path / "fast", 400)

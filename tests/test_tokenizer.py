@@ -22,9 +22,11 @@ import tokenizers
 from ranks import REPO
 
 import nanochat.dataset
+from nanochat.conversation import plain_text
 from nanochat.corpus import learn_tokenizer as learning
 from nanochat.corpus.learn_tokenizer import TRAINING_PATTERN, learn_tokenizer, train_tokenizer, training_texts
 from nanochat.errors import UserError
+from nanochat.tasks import make_mixture
 from nanochat.tokenizer import FILE_NAME, SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer, get_tokenizer, tokenizer_dir
 
 NASTY = ["", " ", "\n", "\r\n\r\n", "a\r\nb\r\n", "\0", "a\0b", "\u0301", "e\u0301\u0327", "👩‍👩‍👧‍👦🏳️‍🌈", "你好，世界",
@@ -334,6 +336,20 @@ def test_train_tokenizer_keeps_what_it_made_and_passes_errors_on(dataset, tokeni
     monkeypatch.setattr(learning, "iter_texts", broken)
     with pytest.raises(UserError, match="shard 3 is damaged"):
         train_tokenizer("small", 800, 10**9, 10**9)
+
+
+def test_a_tokenizer_may_read_the_conversations_of_later_stages_too(dataset, monkeypatch, capsys):
+    """The words of a task that the data does not have become tokens, so a question about it has about half as many."""
+    lengths = {}
+    for tasks in ("", "arithmetic[:400], tinyworld:facts[:400]"):
+        monkeypatch.setattr(sys, "argv", ["tok_train", "--data=small", "--vocab_size=800", f"--tasks={tasks}"])
+        runpy.run_module("scripts.tok_train", run_name="__main__")
+        text = "Multiply the sum of 27 and 3. What is the capital of France?"
+        lengths[tasks] = len(get_tokenizer("small").encode(text))
+    alone, with_tasks = lengths.values()
+    assert with_tasks < 0.6 * alone, lengths
+    texts = [*corpus(), *map(plain_text, make_mixture(tasks, "train", seed=0))]
+    assert get_tokenizer("small").fingerprint == learn_tokenizer(texts, 800).fingerprint
 
 
 def test_both_scripts_and_that_a_dead_network_cannot_hold_up_the_comparison(dataset, tokenizer, monkeypatch, capsys):
