@@ -5,18 +5,20 @@
 #     bash speedrun.sh --chat         # and opens the chat page at the end
 #     bash speedrun.sh --full         # the whole recipe also on a CPU that takes more than half an hour for it
 #     bash speedrun.sh --rehearse     # every stage with a tiny model for two steps: does it all work here?
+#     bash speedrun.sh --plan=8,H100,80    # only says what it would run on 8 H100 of 80 GB, in how many hours, at what cost
 #
 # Run it again after anything went wrong: what is done and still whole is not done again, and training goes on from its
 # newest checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")"
-chat=no rehearse=no full=no
+chat=no rehearse=no full=no plan="" gpu="" memory=""
 for argument in "$@"; do
     case $argument in
         --chat) chat=yes ;;
         --rehearse) rehearse=yes ;;
         --full) full=yes ;;
-        *) echo "error: $argument is unknown; expected --chat, --full or --rehearse" >&2; exit 2 ;;
+        --plan=[1-9]*,?*,[1-9]*) plan=${argument#*=} ;;
+        *) echo "error: $argument is unknown; expected --chat, --full, --rehearse or --plan=8,H100,80" >&2; exit 2 ;;
     esac
 done
 . ./setup.sh "$(! nvidia-smi >/dev/null 2>&1 || echo hub)"  # the larger tasks come from the hub
@@ -27,37 +29,57 @@ started=$SECONDS words=  # the tokenizer reads the data alone
 stage() { echo; echo "=== $1 ($(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s)"; }
 once() { python -m scripts.once "$@"; }
 
-stage "doctor"
-# Kernels are tried when it is first run here.
-python -m scripts.doctor --kernels="$([ -e "$NANOCHAT_BASE_DIR/once" ] && echo False || echo True)" || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
-
-gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+if [ -n "$plan" ]; then  # GPUs that are not here: commands are shown, not run
+    IFS=, read -r gpus gpu memory <<< "$plan"
+    NANOCHAT_BASE_DIR=$(mktemp -d)  # nothing was asked before
+    trap 'rm -r "$NANOCHAT_BASE_DIR"' EXIT
+    stage() { echo; echo "=== $1"; }
+    show() { for word in "$@"; do [[ $word != *" "* ]] || word="\"$word\""; printf '%s ' "$word"; done; echo; }
+    once() { while [ "$1" != -- ]; do shift; done; show "${@:2}"; }
+else
+    stage "doctor"
+    # Kernels are tried when it is first run here.
+    python -m scripts.doctor --kernels="$([ -e "$NANOCHAT_BASE_DIR/once" ] && echo False || echo True)" || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
+    gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+fi
 if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then
-    # The public corpus, about 250 million characters a shard; tokens to train on = 10.5 per parameter of matrices and head.
-    data=fineweb-edu shards=120 vocab=65536 depth=20
-    [ "$gpus" -ge 8 ] || { shards=40 depth=12; }  # fewer GPUs: a model that is done within a day
-    ranks=1
+    # The recipe of 2026, explained in docs/recipe.md. Of these depths the largest that fits, and that is pretrained within
+    # half a day: then all is done within a day.
+    data=climbmix vocab=32768 ranks=1 answer=$NANOCHAT_BASE_DIR/once/depth-and-rows
     while [ $((2 * ranks)) -le "$gpus" ]; do ranks=$((2 * ranks)); done  # a power of two, which divides every batch
     launch=(torchrun --standalone --nproc_per_node=$ranks --max-restarts=3 --shutdown-timeout=300 -m)
-    # As many rows at a time as the memory holds, up to 32, and a step's 524,288 tokens are 256 rows; where that is hardly one,
+    horizon=(--target_param_data_ratio=8 --total_batch_size=-1)
+    planned() { python -m scripts.plan --vocab_size=$vocab --depth="$depth" "${horizon[@]}" --gpus=$ranks --gpu="$gpu" "$@"; }
+    # As many rows at a time as the memory holds, up to 32, and a step of mid-training has 256; where that is hardly one,
     # activations are computed twice.
-    fits() { python -m scripts.doctor --batch_only --vocab_size=$vocab --depth=$depth --ranks=$ranks --max_rows=$((ranks > 8 ? 256 / ranks : 32)) "$@"; }
-    tag=speedrun-d$depth answer=$NANOCHAT_BASE_DIR/once/rows-speedrun-d$depth checkpointing=()
+    fits() { python -m scripts.doctor --batch_only --vocab_size=$vocab --depth="$depth" --ranks=$ranks --max_rows=$((ranks > 8 ? 256 / ranks : 32)) ${memory:+--memory_gib=$memory} "$@"; }
     if [ ! -s "$answer" ]; then  # asked once: what is free at another time must not change the middle of a run
-        rows=$(fits)
-        [ "$rows" -ge 4 ] || rows="$(fits --activation_checkpointing) checkpointing"
-        mkdir -p "$NANOCHAT_BASE_DIR/once" && echo "$rows" > "$answer"
+        for depth in 24 20 16 12; do
+            hours=$(planned --hours_only)
+            [ "$hours" -le 12 ] || [ $depth -eq 12 ] || continue
+            rows=$(fits)
+            [ "$rows" -ge 4 ] || rows="$(fits --activation_checkpointing) checkpointing"
+            [ "${rows% *}" -eq 0 ] || break
+        done
+        mkdir -p "${answer%/*}" && echo "$depth $rows" > "$answer"
     fi
-    read -r rows recompute < "$answer" || true
+    read -r depth rows recompute < "$answer" || true
     [ "$rows" -ge 1 ] || { rm "$answer"; echo "error: depth $depth does not fit into this GPU's memory; set a smaller depth in speedrun.sh" >&2; exit 1; }
-    [ -z "${recompute:-}" ] || checkpointing=(--activation_checkpointing)
-    few=$((rows < 4 ? rows : 4))  # conversations at a time, and problems of reinforcement learning
-    keep=("${checkpointing[@]}" --keep_last=2)
-    model=(--depth=$depth --max_seq_len=2048 --device_batch_size=$rows --total_batch_size=524288 --save_every=1000 "${keep[@]}")
-    mid=(--tasks="smoltalk, mmlu, gsm8k, spellingbee[:80000], tinyworld:identity*2" --device_batch_size=$rows --total_batch_size=524288 --save_every=200 "${keep[@]}")
-    sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], spellingbee[:600], tinyworld:identity" --device_batch_size=$few --save_every=200 "${keep[@]}")
+    planned --device_batch_size="$rows" --conversation_tokens=500000000 --stages=False
+    echo "estimates; not in them: downloads, compiling, evaluations and reinforcement learning, another hour or two"
+    # Shards of about 250 million characters, 4.7 a token: a tenth more than one pass.
+    shards=$((depth > 20 ? 125 : depth > 16 ? 75 : depth > 12 ? 40 : 20))
+    few=$((rows < 4 ? rows : 4)) tag=speedrun-d$depth  # few: conversations at a time, and problems of reinforcement learning
+    keep=(--keep_last=2)
+    [ -z "${recompute:-}" ] || keep+=(--activation_checkpointing)
+    rates=(--embedding_lr=0.3 --unembedding_lr=0.008)
+    model=(--depth="$depth" --max_seq_len=2048 --device_batch_size="$rows" "${horizon[@]}" "${rates[@]}" --weight_decay=0.2 --warmup_steps=40
+           --warmdown_ratio=0.65 --final_lr_frac=0.05 --muon_momentum=0.97 --final_muon_momentum=0.9 --save_every=1000 "${keep[@]}")
+    mid=(--tasks="smoltalk, mmlu*3, gsm8k*4, words:$data*2, spellingbee[:20000], tinyworld:identity*4" "${rates[@]}"
+         --init_lr_frac=0.8 --warmdown_ratio=0.5 --device_batch_size="$rows" --total_batch_size=524288 --save_every=200 "${keep[@]}")
+    sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:$data[:600], tinyworld:identity" --device_batch_size=$few --save_every=200 "${keep[@]}")
     rl=(--task=gsm8k --device_batch_size=$few --save_every=20 "${keep[@]}")
-    tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, spellingbee[:256]" problems=-1 core=500 eval_tokens=10485760
+    tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, words:$data[:256], spellingbee[:256], tinyworld:identity" problems=-1 core=-1 eval_tokens=10485760
 elif [ $rehearse = no ]; then
     # The embedded world, and Python's own documentation: nothing to download, and a model small enough for minutes on two cores.
     data=tinyworld shards=-1 vocab=6144 words="pydoc, run" depth=4 answer=$NANOCHAT_BASE_DIR/once/depth-assistant
@@ -104,6 +126,7 @@ else
     tasks="arithmetic[:8]" problems=8 core=0 eval_tokens=256
 fi
 
+[ -z "$plan" ] || python() { show python "$@"; }
 stage "data: $data"
 python -m scripts.dataset --source="$data" --num_shards="$shards"
 
@@ -138,6 +161,7 @@ train rl chat_rl "${rl[@]}"
 
 stage "report"
 python -m scripts.report --model_tag="$tag"
+[ -z "$plan" ] || exit 0
 stage "done"
 page=(python -m scripts.chat_web --source=rl --model_tag=$tag)
 if [ $rehearse = no ]; then

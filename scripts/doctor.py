@@ -36,7 +36,7 @@ from nanochat.report import markdown_table
 depth = -1                  # [-1, 1..] layers; -1: a table of the usual ones
 arch = "modern"             # pieces of the model, as base_train takes them
 max_seq_len = 2048          # [1..] tokens per row
-vocab_size = -1             # [-1, 1..] -1: 65,536 for a GPU, 8,192 for a CPU, as in speedrun.sh
+vocab_size = -1             # [-1, 1..] -1: 32,768 for a GPU, 8,192 for a CPU, as in speedrun.sh
 kv_group = 1                # [1..] query heads per key head
 # ---- Training
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
@@ -62,7 +62,7 @@ if time_only and not here:
 device = torch.device(choose_device_type(device_type) if here else "cuda")
 gpus = torch.cuda.device_count() if here and device.type == "cuda" else 0
 ranks = ranks if ranks > 0 else max(gpus, 1)
-vocab_size = vocab_size if vocab_size > 0 else 8192 if device.type == "cpu" else 65536
+vocab_size = vocab_size if vocab_size > 0 else 8192 if device.type == "cpu" else 32768
 model_dtype = compute_dtype(dtype, device) if here or dtype != "auto" else torch.bfloat16
 dtype_name = str(model_dtype).removeprefix("torch.")
 compiler = shutil.which(os.environ.get("CXX", "g++"))
@@ -136,7 +136,7 @@ if here:
     folder = next(path for path in (base_dir(), *base_dir().absolute().parents) if path.exists())
     free, writable = shutil.disk_usage(folder).free, os.access(folder, os.W_OK | os.X_OK)
     # Shards and their tokens; of each of four stages two checkpoints and one being written, up to 14 bytes a parameter.
-    wanted = 1 if device.type == "cpu" else 120 if gpus >= 8 else 40
+    wanted = 1 if device.type == "cpu" else 200 if gpus > 1 else 130  # depth 24 and 20
     print(f"{base_dir()}: {free / GIB:,.1f} GiB free, {'writable' if writable else 'NOT writable'}; "
           f"speedrun.sh wants about {wanted} GiB here" + " -- too little is free" * (free < wanted * GIB))
 sharing = f"ZeRO stage {zero_stage} on {ranks} ranks" if ranks > 1 else "one rank"
@@ -174,10 +174,10 @@ problems += [] if writable else [f"{base_dir()} is not writable; set NANOCHAT_BA
 if problems:
     print(f"NOT possible: {problems[0]}")
     raise SystemExit(1)
-data = "tinyworld" if device.type == "cpu" else "fineweb-edu"  # the first is made where it is needed
+data = "tinyworld" if device.type == "cpu" else "climbmix"  # the first is made where it is needed
 if data != "tinyworld" and data not in made["data"]:
     print(how_to_make(data, {}))
 if data != "tinyworld" and data not in made["tokenizer"]:
-    print(f"python -m scripts.tok_train --data={data}")
+    print(f"python -m scripts.tok_train --data={data} --vocab_size={vocab_size}")
 launcher = f"torchrun --standalone --nproc_per_node={ranks} -m" if ranks > 1 else "python -m"
 print(f"{launcher} scripts.base_train --data={data} {setting} --arch={arch}")

@@ -1,5 +1,6 @@
 """The speedrun as a user has it: stopped, run again, with a damaged result; and what decides that a stage is done."""
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO, run_module
+from test_runs import problems
 
 ENV = {"NANOCHAT_NO_VENV": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
@@ -209,16 +211,22 @@ def speedrun(folder: Path, *arguments: str) -> tuple[str, list[str]]:
     return done.stdout, [line for line in calls if "pip" not in line and not line.startswith("-c")]
 
 
-@pytest.mark.parametrize("gpus, rows, recomputed, ranks, depth", [
-    (1, 4, 32, 1, 12), (1, 0, 2, 1, 12), (3, 32, 32, 2, 12), (8, 16, 32, 8, 20), (16, 16, 16, 16, 20),
+@pytest.mark.parametrize("gpus, hours, rows, recomputed, ranks, depth", [
+    (8, (2, 1, 1, 1), 16, 64, 8, 24),       # enough of everything
+    (1, (16, 6, 2, 1), 16, 64, 1, 20),      # depth 24 would take more than half a day
+    (1, (90, 40, 20, 13), 4, 32, 1, 12),    # slow: the smallest, however long it takes
+    (1, (16, 12, 2, 1), 0, 2, 1, 20),       # activations are computed twice
+    (3, (8, 3, 1, 1), 32, 32, 2, 24),
+    (16, (1, 1, 1, 1), 16, 16, 16, 24),
 ])
-def test_what_is_run_on_gpus(tmp_path, gpus, rows, recomputed, ranks, depth):
-    """Which commands would be run: a stand-in for Python says that many GPUs, and that many rows for their memory."""
-    asked = {"*device_count*": gpus, "*--batch_only*--activation_checkpointing": recomputed, "*--batch_only*": rows}
+def test_what_is_run_on_gpus(tmp_path, gpus, hours, rows, recomputed, ranks, depth):
+    """A stand-in for Python says that many GPUs, the hours of each depth, and that many rows for their memory."""
+    asked = {f"*--depth={d}*--hours_only": h for d, h in zip((24, 20, 16, 12), hours)} | {"*device_count*": gpus}
+    asked |= {"*--batch_only*--activation_checkpointing": recomputed, "*--batch_only*": rows}
     stand_in(tmp_path, asked)
     _, (doctor, *calls) = speedrun(tmp_path)
-    stand_in(tmp_path, asked | {"*--batch_only*": 1})  # the second time as the first, whatever the doctor says by then
-    _, (doctor_again, *again) = speedrun(tmp_path)
+    stand_in(tmp_path, {"*--hours_only": 99} | asked | {"*--batch_only*": 1})
+    _, (doctor_again, *again) = speedrun(tmp_path)  # as the first, whatever planner and doctor say by then
     assert calls == again, "the same commands, so that what is finished is known"
     assert [doctor, doctor_again] == [f"-m scripts.doctor --kernels={first}" for first in (True, False)]
     stages = ("base_train", "mid_train", "chat_sft", "chat_rl")
@@ -230,7 +238,35 @@ def test_what_is_run_on_gpus(tmp_path, gpus, rows, recomputed, ranks, depth):
         assert ("--activation_checkpointing" in line) == (rows < 4)
         assert f"--device_batch_size={used if script in ('base_train', 'mid_train') else min(used, 4)} " in line
     assert len(trained) == 4 and f"--depth={depth} " in trained["base_train"]
-    assert 524288 % (used * 2048 * ranks) == 0
+    assert 524288 % (used * 2048 * ranks) == 0, "what mid-training takes; pretraining's batch is chosen"
+
+
+def test_gpus_get_the_largest_depth_that_fits(tmp_path):
+    """By the doctor's answer for each; if there is none, that is said, and asked again the next time."""
+    hours, few = {"*device_count*": 1, "*--hours_only": 1}, {f"*--batch_only*--depth={d}*": 0 for d in (24, 20)}
+    stand_in(tmp_path, hours | few | {"*--batch_only*": 8})
+    assert any("base_train" in line and "--depth=16 " in line for line in speedrun(tmp_path)[1])
+    (tmp_path / "a base" / "once" / "depth-and-rows").unlink()
+    stand_in(tmp_path, hours | {"*--batch_only*": 0})
+    for _ in range(2):
+        refused = bash(tmp_path, "speedrun.sh", NANOCHAT_BASE_DIR=str(tmp_path / "a base"))
+        assert refused.returncode == 1 and "error: depth 12 does not fit into this GPU's memory" in refused.stderr
+        assert not (tmp_path / "a base" / "once" / "depth-and-rows").exists()
+
+
+def test_a_plan_shows_the_commands_for_gpus_that_are_not_here(base_folder):
+    """Eight H100: the commands in order, with settings that exist; hours by hand; and nothing is run or left."""
+    shown = bash(REPO, "speedrun.sh", "--plan=8,H100,80", **ENV)
+    assert shown.returncode == 0 and not any(base_folder.iterdir()), shown.stderr
+    assert problems(shown.stdout, REPO) == []
+    commands = re.findall(r"^(?:python|torchrun .*--nproc_per_node=8 .*?) -m scripts\.(\w+) ", shown.stdout, re.M)
+    stages = "base_train base_eval mid_train chat_eval chat_sft chat_eval chat_rl chat_eval"
+    assert commands == ["dataset", "tok_train", *stages.split(), "report"]
+    computing, windows = 12 * 24 * 1536**2 + 32768 * 1536, 6 * 2048 + 18 * 512
+    steps = round(8 * computing / 2**20)
+    hours = (6 * computing + 12 * 1536 * windows) / (8 * 0.5 * 989e12) / 3600  # per token
+    assert f"{steps:,} steps of 1,048,576 tokens in 4 micro-step(s)" in shown.stdout
+    assert f"{hours * steps * 2**20:.2f} hours of pretraining and {hours * 5e8:.2f} on 500,000,000" in shown.stdout
 
 
 def test_a_slow_machine_trains_a_smaller_model_unless_asked_for_all(tmp_path):
@@ -311,4 +347,4 @@ def test_a_killed_speedrun_does_no_finished_stage_again(base_folder):
 def test_unknown_arguments_are_refused():
     refused = bash(REPO, "speedrun.sh", "--chatt", **ENV)
     assert refused.returncode == 2
-    assert refused.stderr == "error: --chatt is unknown; expected --chat, --full or --rehearse\n"
+    assert refused.stderr == "error: --chatt is unknown; expected --chat, --full, --rehearse or --plan=8,H100,80\n"
