@@ -39,6 +39,8 @@ stages = True               # print the table of ZeRO's stages
 configure(globals())
 if link not in LINKS:
     raise UserError(f"link={link} is not in the table; expected one of {', '.join(LINKS)}")
+if not gpu and not torch.cuda.is_available():
+    raise UserError("there is no GPU here; expected the name of one, such as --gpu=H100")
 
 config, at = config_from_depth(depth, vocab_size, max_seq_len, arch=arch), LINKS[link]
 adamw, muon = parameter_counts(config)
