@@ -11,7 +11,7 @@
 # newest checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")"
-chat=no rehearse=no full=no plan="" gpu="" memory=""
+chat=no rehearse=no full=no plan="" gpu="" memory="" words=""
 for argument in "$@"; do
     case $argument in
         --chat) chat=yes ;;
@@ -75,7 +75,7 @@ if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then
     rates=(--embedding_lr=0.3 --unembedding_lr=0.008)
     model=(--depth="$depth" --max_seq_len=2048 --device_batch_size="$rows" "${horizon[@]}" "${rates[@]}" --weight_decay=0.2 --warmup_steps=40
            --warmdown_ratio=0.65 --final_lr_frac=0.05 --muon_momentum=0.97 --final_muon_momentum=0.9 --save_every=1000 "${keep[@]}")
-    mid=(--tasks="smoltalk, mmlu*3, gsm8k*4, words:$data*2, spellingbee[:20000], tinyworld:identity*4" "${rates[@]}"
+    mid=(--tasks="smoltalk, mmlu*3, gsm8k*4, words:$data*3, spellingbee[:20000], tinyworld:identity, tinyworld:turns" "${rates[@]}"
          --init_lr_frac=0.8 --warmdown_ratio=0.5 --device_batch_size="$rows" --total_batch_size=524288 --save_every=200 "${keep[@]}")
     sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:$data[:600], tinyworld:identity" --device_batch_size=$few --save_every=200 "${keep[@]}")
     rl=(--task=gsm8k --device_batch_size=$few --save_every=20 "${keep[@]}")

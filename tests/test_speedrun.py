@@ -11,6 +11,8 @@ import pytest
 from conftest import REPO, run_module
 from test_runs import problems
 
+from nanochat.tasks import SPEC, TASKS
+
 ENV = {"NANOCHAT_NO_VENV": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
@@ -262,6 +264,8 @@ def test_a_plan_shows_the_commands_for_gpus_that_are_not_here(base_folder):
     commands = re.findall(r"^(?:python|torchrun .*--nproc_per_node=8 .*?) -m scripts\.(\w+) ", shown.stdout, re.M)
     stages = "base_train base_eval mid_train chat_eval chat_sft chat_eval chat_rl chat_eval"
     assert commands == ["dataset", "tok_train", *stages.split(), "report"]
+    specs = ", ".join(re.findall(r'"--tasks=([^"]+)"', shown.stdout)).split(", ")
+    assert len(specs) > 30 and all(SPEC.fullmatch(spec)["name"] in TASKS for spec in specs)
     computing, windows = 12 * 24 * 1536**2 + 32768 * 1536, 6 * 2048 + 18 * 512
     steps = round(8 * computing / 2**20)
     hours = (6 * computing + 12 * 1536 * windows) / (8 * 0.5 * 989e12) / 3600  # per token
