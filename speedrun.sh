@@ -66,7 +66,7 @@ if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then
     read -r depth rows recompute < "$answer" || true
     [ "$rows" -ge 1 ] || { rm "$answer"; echo "error: depth $depth does not fit into this GPU's memory; set a smaller depth in speedrun.sh" >&2; exit 1; }
     planned --device_batch_size="$rows" --conversation_tokens=500000000 --stages=False
-    echo "estimates; not in them: downloads, compiling, evaluations and reinforcement learning, another hour or two"
+    echo "estimates; not in them: downloads, compiling, evaluations and reinforcement learning, on eight GPUs another hour or two"
     # Shards of about 250 million characters, 4.7 a token: a tenth more than one pass.
     shards=$((depth > 20 ? 125 : depth > 16 ? 75 : depth > 12 ? 40 : 20))
     few=$((rows < 4 ? rows : 4)) tag=speedrun-d$depth  # few: conversations at a time, and problems of reinforcement learning
