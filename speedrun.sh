@@ -11,7 +11,7 @@
 # newest checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")"
-chat=no rehearse=no full=no plan="" gpu="" memory="" words=""
+chat=no rehearse=no full=no plan="" gpu="" memory="" words=""  # words: tasks that the tokenizer reads, too
 for argument in "$@"; do
     case $argument in
         --chat) chat=yes ;;
@@ -24,7 +24,7 @@ done
 . ./setup.sh "$(! nvidia-smi >/dev/null 2>&1 || echo hub)"  # the larger tasks come from the hub
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
 [ $rehearse = no ] || NANOCHAT_BASE_DIR=$NANOCHAT_BASE_DIR/rehearsal
-started=$SECONDS words=  # the tokenizer reads the data alone
+started=$SECONDS
 
 stage() { echo; echo "=== $1 ($(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s)"; }
 once() { python -m scripts.once "$@"; }
