@@ -1,20 +1,22 @@
 """
 Conversations → rows of tokens, the same rows on any number of ranks; the loader of mid-training and fine-tuning.
 
-All conversations are rendered once, at the start, on every rank: then it is known before the first step how many steps
-there are, and what each of them holds.
+All conversations are rendered once, at the start, a share on each rank, and the ranks exchange what they made: then
+every rank knows before the first step how many steps there are, and what each of them holds.
 """
 import hashlib
 import sys
+from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
 from nanochat.conversation import Conversation, render
-from nanochat.distributed import is_rank0, print0
+from nanochat.distributed import concatenate_parts, is_rank0, print0
 from nanochat.errors import UserError
 from nanochat.packing import WaitingItems
 from nanochat.tokenizer import Tokenizer
@@ -28,28 +30,40 @@ Row = tuple[list[int], list[float]]  # tokens, and the weight of each of them as
 class RenderedConversations:
     """
     Tokens and masks of conversations, end to end; those without anything to learn are left out, and counted. what: the
-    name of the line that says how many there are.
+    name of the line that says how many there are. COLLECTIVE.
     """
 
     def __init__(self, conversations: Sequence[Conversation], tokenizer: Tokenizer, max_tokens: int,
                  what: str = "training"):
-        every = (render(tokenizer, conversations[index], max_tokens) for index in range(len(conversations)))
-        every = tqdm(every, "rendering", len(conversations), unit=" conversations", delay=5, disable=not is_rank0(),
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        count = len(conversations)
+        share = range(count * rank // ranks, count * (rank + 1) // ranks)  # mixtures are shuffled: equal work
+        name = "rendering" if ranks == 1 else f"rendering, rank 0 of {ranks}"
+        shown = tqdm(share, name, unit=" conversations", delay=5, disable=not is_rank0(),
                      mininterval=0.5 if sys.stderr.isatty() else 15)
-        kept = [(np.array(ids, dtype=np.int32), np.array(mask, dtype=bool), cut > 0)
-                for ids, mask, cut in every if any(mask)]
-        if not kept:
-            none = f"none of the {len(conversations)} conversations can be trained on"
+        tokens, trained, lengths, cuts = array("i"), bytearray(), [], []  # of the share; 5 bytes a token
+        for index in shown:
+            ids, mask, cut = render(tokenizer, conversations[index], max_tokens)
+            if any(mask):
+                tokens.extend(ids)
+                trained += bytes(mask)
+                lengths.append(len(ids))
+                cuts.append(cut > 0)
+        self.ids = concatenate_parts(np.frombuffer(tokens, np.int32))
+        self.masks = concatenate_parts(np.frombuffer(trained, bool))
+        self.lengths = concatenate_parts(np.array(lengths, np.int64))
+        self.cut = int(concatenate_parts(np.array(cuts, bool)).sum())
+        self.dropped = count - len(self)
+        if not len(self):
+            none = f"none of the {count} conversations can be trained on"
             raise UserError(f"{none}: an answer must fit into max_seq_len={max_tokens - 1}")
-        ids, masks, cut = zip(*kept)
-        self.ids, self.masks = np.concatenate(ids), np.concatenate(masks)
-        self.cut, self.dropped = sum(cut), len(conversations) - len(kept)
-        self.lengths = np.array([len(part) for part in ids])
         self.starts = np.cumsum(self.lengths) - self.lengths
-        content = self.ids.tobytes() + self.masks.tobytes() + self.lengths.tobytes()
-        self.fingerprint = hashlib.sha256(content).hexdigest()
+        content = hashlib.sha256()
+        for part in (self.ids, self.masks, self.lengths):
+            content.update(part)
+        self.fingerprint = content.hexdigest()
         print0(
-            f"{what}: {len(kept):,} conversations, {len(self.ids):,} tokens, {self.masks.sum():,} of them answers; "
+            f"{what}: {len(self):,} conversations, {len(self.ids):,} tokens, {self.masks.sum():,} of them answers; "
             f"{self.cut:,} too long and cut at a message, {self.dropped:,} left out because no answer fits"
         )
 

@@ -9,6 +9,7 @@ import time
 from datetime import timedelta
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +19,7 @@ from nanochat.errors import UserError, tell_restarts
 
 # How long a rank waits for the others in a collective: at first rank 0 may be making data, or ranks may be compiling.
 SETUP_TIMEOUT, TRAINING_TIMEOUT = timedelta(minutes=60), timedelta(minutes=10)
+PIECE_BYTES = 2**26  # of what travels in pieces
 # Seconds after a signal in which a rank may wait for its device or for a slower rank before Python handles the signal:
 # a little less than the --shutdown-timeout=300 of the launchers here.
 STUCK_AFTER = 240
@@ -238,6 +240,29 @@ def all_reduce_sum(tensor: Tensor) -> None:
     """The tensor becomes its sum over the ranks, in place; nothing happens on one rank."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
+
+
+def concatenate_parts(part: np.ndarray) -> np.ndarray:
+    """
+    The arrays of all ranks end to end, in the order of ranks, on every rank; a rank's may be empty. They travel in
+    pieces, so that a GPU needs little memory for it. COLLECTIVE.
+    """
+    if not dist.is_initialized():
+        return part
+    sizes: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(sizes, len(part))
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    whole = np.empty(sum(sizes), part.dtype)
+    for rank, own in enumerate(np.split(whole, np.cumsum(sizes)[:-1])):  # views of each rank's range
+        if rank == dist.get_rank():
+            own[:] = part
+        content = torch.from_numpy(own.view(np.uint8))
+        for start in range(0, len(content), PIECE_BYTES):
+            piece = content[start : start + PIECE_BYTES]
+            sent = piece.to(device)  # on a CPU it is the piece itself
+            dist.broadcast(sent, src=rank)
+            piece.copy_(sent)
+    return whole
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

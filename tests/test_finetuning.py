@@ -1,12 +1,20 @@
-"""The stages after pretraining: how rows fall into batches and onto ranks does not change the weighting."""
+"""The stages after pretraining: how rows fall into batches and onto ranks does not change them or their weighting."""
+import hashlib
+import os
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
+from ranks import Job, run_on_ranks
 
+from nanochat import conversation_loader as loader_module
+from nanochat import distributed
 from nanochat.compiling import set_compile
 from nanochat.conversation import render
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order
+from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import Tokenizer
 from nanochat.zero import Sharding
@@ -85,3 +93,87 @@ def test_losses_and_gradients_do_not_depend_on_micro_batches_and_ranks(world_siz
         for key, (got_loss, got) in steps.items():
             assert got_loss == pytest.approx(loss, rel=1e-6), key
             assert (got - gradient).norm() <= 1e-6 * gradient.norm(), key
+
+
+# ---- Rendering in shares
+
+LONGEST = 30  # tokens of a rendered conversation
+
+
+class Recorded(Sequence):
+    """Conversations of many lengths, some of them cut and some without an answer that fits; it knows who was read."""
+
+    def __init__(self, count: int):
+        self.count, self.read = count, []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict:
+        self.read.append(index)
+        turns = conversation(index)["messages"] * (1 + index % 3)
+        return {"messages": [{"role": "system", "content": "?" * (40 if index % 5 == 1 else 1)}, *turns]}
+
+
+def render_share(rank: int, world_size: int, count: int) -> tuple[list[int], list, tuple]:
+    """(indices that this rank read, what its progress bar counts, everything that is known afterwards)"""
+    distributed.PIECE_BYTES, bars = 100, []
+    loader_module.tqdm = lambda share, name, **_: bars.append((name, len(share))) or share
+    source = Recorded(count)
+    rendered = RenderedConversations(source, TOKENIZER, LONGEST)
+    content = [rendered.read([i]) for i in range(len(rendered))]
+    return source.read, bars, (content, rendered.cut, rendered.dropped, rendered.fingerprint)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_each_rank_renders_a_share_and_all_have_what_one_would_have_rendered(world_size):
+    """Bit for bit, the fingerprint included; also where a rank has no conversation, or none whose answer fits."""
+    for count in (1, 3, 50):
+        every = [render(TOKENIZER, Recorded(count)[i], LONGEST) for i in range(count)]
+        kept = [one for one in every if any(one.mask)]
+        parts = ([t for one in kept for t in one.ids], np.int32), ([m for one in kept for m in one.mask], bool)
+        parts += (([len(one.ids) for one in kept], np.int64),)
+        fingerprint = hashlib.sha256(b"".join(np.array(*part).tobytes() for part in parts)).hexdigest()
+        cut, content = sum(one.cut > 0 for one in kept), [(one.ids, one.mask) for one in kept]
+        assert count < 50 or cut > 5 and len(every) - len(kept) > 5
+        read, bars, found = zip(*run_on_ranks(world_size, render_share, count))
+        assert list(found) == [(content, cut, len(every) - len(kept), fingerprint)] * world_size
+        assert sorted(sum(read, [])) == list(range(count)) and max(map(len, read)) <= -(-count // world_size)
+        assert bars[0] == [(f"rendering, rank 0 of {world_size}" if world_size > 1 else "rendering", len(read[0]))]
+
+
+def nothing_fits(rank: int, world_size: int) -> None:
+    RenderedConversations(Recorded(7), TOKENIZER, 5)
+
+
+def test_a_mixture_without_anything_to_learn_is_an_error_on_every_rank():
+    with pytest.raises(UserError, match="none of the 7 conversations can be trained on"):
+        run_on_ranks(2, nothing_fits)
+
+
+BAD_ROW = """
+from nanochat.conversation_loader import RenderedConversations
+from nanochat.distributed import compute_init
+from nanochat.errors import UserError, install_one_line_errors
+from nanochat.tokenizer import Tokenizer
+
+class BadRow(list):
+    def __getitem__(self, index):
+        if index == 7:
+            raise UserError("row 7 is not as expected")
+        return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+install_one_line_errors()
+compute_init("cpu")
+RenderedConversations(BadRow(range(8)), Tokenizer([]), 65)
+"""
+
+
+def test_an_error_that_one_rank_has_ends_all(tmp_path, monkeypatch):
+    """A row that only rank 1 reads, while rank 0 waits for what rank 1 makes: one line, and no rank waits on."""
+    (tmp_path / "bad_row.py").write_text(BAD_ROW)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    job = Job(tmp_path / "log", "bad_row", [])
+    assert job.end(timeout=120) == 1
+    errors = [line for line in job.text().splitlines() if line.startswith("error: ")]
+    assert errors == ["error: row 7 is not as expected (rank 1)"], job.text()
