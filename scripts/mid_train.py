@@ -54,6 +54,7 @@ reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients that ar
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
+moments = False             # begin with the optimizers' moments of the stage before
 init_lr_frac = 1.0         # [0..1] part of these rates to begin with
 weight_decay = 0.0          # [0..] of Muon's matrices; falls linearly to zero
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
