@@ -13,6 +13,7 @@ import importlib
 import inspect
 import re
 import warnings
+from collections import Counter
 from functools import cache
 
 from nanochat.conversation import Conversation
@@ -29,6 +30,7 @@ QUESTIONS = (
     "What does {n} do?", "What is {n} for?", "Tell me what {n} does.", "Explain {n}.", "Describe {n}.",
     "What do I need {n} for?", "In Python, what does {n} do?", "What can I do with {n}?", "{n}?", "Please explain {n}.")
 LONGEST = 130  # characters of an answer
+WORD = re.compile(r"(?<!\S)[a-z]{3,}(?=[,.;:]?(?:\s|$))")  # in a sentence, not in a piece of code
 # At the start of older documentation: "D.pop(k[,d]) -> v, remove …", "sleep(seconds)\n\nDelay …".
 SIGNATURE = re.compile(r"(?:[\w.]+\([^)]*\)(?: *->[\w\[\]() ]+?(?=[,.:\n]|  |$)| *-->)?[\s,.:-]*)*")
 
@@ -66,20 +68,29 @@ def words(text: str) -> list[str]:
 
 @cache
 def documented() -> dict[str, str]:
-    """Names of public objects, and the first sentence of what is said about each, in an order that a hash decides."""
+    """Names of objects, and the first sentence of what is said about each, in an order that a hash decides."""
+    sentences = {name: first_sentence(doc) for name, doc in documentation().items()}
+    ordered = sorted(sentences, key=lambda name: stable_hash(f"pydoc:{name}"))
+    return {name: sentence for name in ordered if (sentence := sentences[name])}
+
+
+@cache
+def documentation_words() -> frozenset[str]:
+    """The words that stand at least twice in the documentation's sentences: lower-case, of three letters and more."""
+    found = Counter(word for doc in documentation().values() for word in re.findall(WORD, doc))
+    return frozenset(word for word, count in found.items() if count > 1)
+
+
+@cache
+def documentation() -> dict[str, str]:
+    """The documentation of public objects by their names."""
     found: dict[str, str] = {}
     things: list[object] = []  # each under its first name only: uuid.int_ is int
-
-    def add(name: str, thing: object) -> None:
-        sentence = first_sentence(inspect.getdoc(thing) or "")
-        if sentence:
-            found.setdefault(name, sentence)
-
     with warnings.catch_warnings(action="ignore"):  # of what is deprecated
         for module_name in MODULES:
             with contextlib.suppress(ImportError):  # a Python that was built without sqlite3, say
                 module = importlib.import_module(module_name)
-                add(module_name, module)
+                found[module_name] = inspect.getdoc(module)
                 for key in getattr(module, "__all__", vars(module)):
                     thing = getattr(module, key, None)
                     routine_or_class = inspect.isroutine(thing) or inspect.isclass(thing)
@@ -87,11 +98,11 @@ def documented() -> dict[str, str]:
                         continue
                     things.append(thing)
                     name = key if module_name == "builtins" else f"{module_name}.{key}"
-                    add(name, thing)
+                    found.setdefault(name, inspect.getdoc(thing))
                     for method, member in vars(thing).items() if inspect.isclass(thing) else ():
                         if not method.startswith("_") and (inspect.isroutine(member) or isinstance(member, property)):
-                            add(f"{name}.{method}", getattr(thing, method))
-    return {name: found[name] for name in sorted(found, key=lambda name: stable_hash(f"pydoc:{name}"))}
+                            found.setdefault(f"{name}.{method}", inspect.getdoc(getattr(thing, method)))
+    return {name: doc for name, doc in found.items() if doc}
 
 
 def first_sentence(doc: str) -> str | None:

@@ -5,10 +5,14 @@ Spelling words and counting their letters: needs no download, and words of the t
     spellingbee:tool     How many o's are in "kamot"?                         the tool computes "kamot".count("o")
     spellingbee:hand     How many o's are in "kamot"? Go letter by letter.    k-a-m-o:1-t. The letter o occurs 1 time.
     spellingbee          the three in turn
-    words:climbmix       real words, tokens of that data set's tokenizer: each spelled in five ways, then both countings
+    words:climbmix       real words: each spelled in five ways, then counted in with the tool and by hand
 
 Most words of spellingbee are made of syllables, so that there are enough of them. Those of the embedded corpus are only
-trained on: its documents spell them, so they cannot be held out. A word is on one side, whichever task it comes from.
+trained on: its documents spell them, so they cannot be held out.
+
+Real words are the tokens of a data set's tokenizer, and words of Python's documentation that are several tokens. Nobody
+can know the letters of a token that was never spelled, so all of these are trained on. Of the others some are held out:
+their tokens were spelled in other words. A word is on one side, whichever task it comes from.
 
 Words to count in are quoted: the call of the tool then has the same tokens as the question, and copying is enough.
 (Double quotes, because the tokenizer takes the 'm of 'mirror' for the end of a word such as I'm.) The letter is not
@@ -22,10 +26,10 @@ from functools import cache
 from nanochat.conversation import Conversation
 from nanochat.corpus.tinyworld import StableRandom
 from nanochat.corpus.tinyworld_facts import WORDS
-from nanochat.errors import UserError
 from nanochat.task import Task, reference
 from nanochat.tasks.common import last_number, single_turn, split_of, stable_hash, with_tool
-from nanochat.tokenizer import get_tokenizer
+from nanochat.tasks.pydoc import documentation_words
+from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 SIZES = {"train": 20_000, "test": 2_000}  # words; each is spelled, and counted in, in both ways
 KINDS = ("spell", "tool", "hand")
@@ -92,8 +96,13 @@ def generated_words(argument: str, split: str) -> SpellingBee:
 
 
 def real_words(data: str, split: str) -> SpellingBee:
-    """The task words:DATA: first all words are spelled. UserError without a tokenizer, or words in it."""
-    return SpellingBee(f"SpellingBee (words of {data})", token_words(data, split), WORDS_KINDS, in_turn=False)
+    """The task words:DATA: first all words are spelled. UserError without a tokenizer."""
+    tokenizer = get_tokenizer(data)
+    tokens = token_words(tokenizer) - set(words("test"))
+    several = {word for word in documentation_words() - tokens if len(tokenizer.encode(f" {word}")) > 1}
+    found = {word for word in several if side_of(word) == split} | (tokens if split == "train" else set())
+    chosen = tuple(sorted(found, key=stable_hash))
+    return SpellingBee("SpellingBee (real words)", chosen, WORDS_KINDS, in_turn=False)
 
 
 def spell_counting(word: str, letter: str) -> str:
@@ -117,25 +126,20 @@ def side_of(word: str) -> str:
     return "train" if word in WORDS else split_of(word)
 
 
-def token_words(data: str, split: str) -> tuple[str, ...]:
+def token_words(tokenizer: Tokenizer) -> set[str]:
     """
-    The words of a split that are tokens of the data set's tokenizer, as lower-case letters, in the order of `words`.
+    The words that are tokens, in lower-case letters.
 
     A token with a blank before it begins a word. It may be a fragment, as " immedi" is: nearly all of its use is that
     of the longer tokens " immediate" and " immediately". By Zipf's law the use of a token is 1 / its rank.
     """
-    ranks = {token: rank for rank, token in enumerate(get_tokenizer(data).merges, 1) if TOKEN.fullmatch(token)}
+    ranks = {token: rank for rank, token in enumerate(tokenizer.merges, 1) if TOKEN.fullmatch(token)}
     own = dict.fromkeys(ranks, 1.0)
     for token, rank in ranks.items():
         shorter = next((token[:end] for end in range(len(token) - 1, 3, -1) if token[:end] in ranks), None)
         if shorter:
             own[shorter] -= ranks[shorter] / rank
-    found = {token[1:].decode().lower() for token, share in own.items() if share > OWN_USES}
-    found = sorted((word for word in found if side_of(word) == split), key=stable_hash)
-    if not found:
-        raise UserError(f"no token of {data!r} is a word for the {split} split: words:{data} needs a larger tokenizer "
-                        "of a text with English letters")
-    return tuple(found)
+    return {token[1:].decode().lower() for token, share in own.items() if share > OWN_USES}
 
 
 def pseudo_words() -> Iterator[str]:
