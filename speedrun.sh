@@ -82,7 +82,7 @@ if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then
     tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, words:$data[:256], spellingbee[:256], tinyworld:identity" problems=-1 core=-1 eval_tokens=10485760
 elif [ $rehearse = no ]; then
     # The embedded world, and Python's own documentation: nothing to download, and a model small enough for minutes on two cores.
-    data=tinyworld shards=-1 vocab=6144 words="pydoc, run" depth=4 answer=$NANOCHAT_BASE_DIR/once/depth-assistant
+    data=tinyworld shards=-1 vocab=4096 words="pydoc, run" depth=4 answer=$NANOCHAT_BASE_DIR/once/depth-assistant
     # All stages together take about as long as STEPS training steps of the base model, and three minutes more.
     estimate() {
         local ms
@@ -102,16 +102,16 @@ elif [ $rehearse = no ]; then
     fi
     read -r depth < "$answer"
     tag=assistant-d$depth launch=(python -m)
-    model=(--depth=$depth --softmax_share=0.25 --unembedding_lr=0.002 --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096
-           --num_iterations=700 --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=65536 --save_every=100 --keep_last=2)
-    mid=(--tasks="tinyworld*2, tinyworld:turns, arithmetic[:5000], spellingbee[:6000], words:tinyworld, pydoc*2, run[:10000]" --device_batch_size=16
-         --total_batch_size=4096 --eval_every=250 --eval_tokens=65536 --save_every=100 --keep_last=2)
-    sft=(--tasks="tinyworld[:3000], arithmetic[5000:7000], spellingbee[9000:13000], words:tinyworld[:2000], pydoc[:4000], run[10000:15000]"
-         --device_batch_size=16 --target_examples_per_step=64 --init_lr_frac=0.3 --eval_every=150 --eval_steps=5 --eval_metrics_every=-1
+    model=(--depth=$depth --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=600
+           --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=65536 --save_every=100 --keep_last=2)
+    mid=(--tasks="tinyworld*2, tinyworld:turns, arithmetic[:5000], spellingbee[:6000], words:$data[:8000], pydoc, run[:10000]"
+         --device_batch_size=16 --total_batch_size=4096 --eval_every=200 --eval_tokens=65536 --save_every=100 --keep_last=2)
+    sft=(--tasks="tinyworld[:2000], arithmetic[5000:6500], spellingbee[9000:11000], words:$data[8000:9500], pydoc[:2000], run[10000:14000]"
+         --device_batch_size=16 --target_examples_per_step=64 --init_lr_frac=0.3 --eval_every=100 --eval_steps=5 --eval_metrics_every=-1
          --save_every=100 --keep_last=2)
     rl=(--task=run --num_iterations=40 --num_samples=8 --max_new_tokens=80 --device_batch_size=32
         --eval_every=40 --eval_examples=1000 --eval_samples=1 --save_every=10 --keep_last=2)
-    tasks="tinyworld:facts, tinyworld:identity, arithmetic, spellingbee, words:tinyworld, pydoc:known, pydoc, run"
+    tasks="tinyworld:facts, tinyworld:identity, arithmetic, spellingbee, words:$data, pydoc:known, pydoc, run"
     problems=600 core=0 eval_tokens=10485760
 else
     # Everything above in small, on all GPUs or the CPU: nothing is learnt. That compiling works, the doctor has seen.
