@@ -1,6 +1,7 @@
 """Tasks: splits are disjoint, right answers right and wrong ones wrong, rows of the hub as they really look."""
 import ast
 import inspect
+import itertools
 import json
 import operator
 import os
@@ -30,7 +31,7 @@ from nanochat.tokenizer import get_tokenizer
 
 EMBEDDED = ("arithmetic", "arithmetic:easy", "arithmetic:medium", "arithmetic:hard", "spellingbee", "spellingbee:spell",
             "spellingbee:tool", "spellingbee:hand", "tinyworld", "tinyworld:facts", "tinyworld:identity",
-            "tinyworld:turns", "pydoc", "pydoc:known", "run", "run:steps")
+            "tinyworld:turns", "pydoc", "pydoc:known", "run", "run:tool")
 
 
 class Numbers(Task):
@@ -290,30 +291,38 @@ def test_pydoc_asks_about_every_object_in_all_phrasings_but_one():
     assert not known.evaluate(known[0], reference(known[1])) and not known.evaluate(known[0], reference(known[0])[:-6])
 
 
-def test_what_a_program_prints_is_what_python_prints():
+def test_what_a_program_prints_is_what_python_prints_and_the_calls_are_what_it_calculates():
+    called = Counter()
     for split in ("train", "test"):
-        task, shown = make_task("run:steps", split), 0
+        task = make_task("run:tool", split)
         for conversation in task[::len(task) // 25]:
             source = asked(conversation).partition("\n\n")[2]
             printed = in_a_process(source)
             assert conversation["prints"] == printed and task.evaluate(conversation, f"It prints {printed}")
             assert not task.evaluate(conversation, f"It prints {printed} or so")
-            values = {}
-            exec(source, values)  # the last value told of each variable is the one that it has at the end
-            for name, value in re.findall(r"(\w+) = (.+?)(?=; \w+ = |\. It prints)", reference(conversation)):
-                values[f"told {name}"] = value
-            told = {name: value for name, value in values.items() if name.startswith("told ")}
-            assert all(repr(values[name.removeprefix("told ")]) == value for name, value in told.items()), conversation
-            shown += bool(told)
-        assert shown > 3
+        for conversation in task[:1000]:
+            content = conversation["messages"][-1]["content"]
+            *calls, (kind, _) = parts_of(conversation) if isinstance(content, list) else [("text", content)]
+            assert kind == "text" and all(kind in ("python", "python_output") for kind, _ in calls)
+            values = [(expression, output) for (_, expression), (_, output) in zip(calls[::2], calls[1::2])]
+            assert all(calculate(expression) == output for expression, output in values), conversation
+            source = asked(conversation).partition("\n\n")[2]
+            if source.count("\n") == 0 and (told := re.fullmatch(r"print\((\d+ [-+*/%]+ \d+)\)", source)):
+                assert values == [(told[1], conversation["prints"].strip())]  # the one thing that is calculated
+            loop = re.fullmatch(r"(\w+) = 0\nfor (\w+) in \[(.+)\]:\n    \1 \+= \2\nprint\(\1\)", source)
+            if loop:  # a sum is calculated number by number
+                numbers = [int(number) for number in loop[3].split(", ")]
+                assert [int(output) for _, output in values] == list(itertools.accumulate(numbers))
+            called[bool(values), bool(loop)] += 1
+    assert called[True, True] > 10 and called[True, False] > 500 and called[False, False] > 500
 
 
-def test_half_of_the_programs_are_answered_without_the_steps_and_no_name_makes_a_program_another():
-    at_once, stepwise = (list(make_task(spec, "train")[:4000]) for spec in ("run", "run:steps"))
-    differing = [a for a, b in zip(at_once, stepwise) if reference(a) != reference(b)]
-    having = [b for b in stepwise if not reference(b).startswith("It prints")]
-    assert 0.45 < len(differing) / len(having) < 0.55 and len(having) > 1500
-    assert all(reference(a).startswith("It prints") for a in differing)
+def test_half_of_the_programs_are_calculated_in_the_head_and_no_name_makes_a_program_another():
+    free, with_tool = (list(make_task(spec, "train")[:4000]) for spec in ("run", "run:tool"))
+    having = [(a, b) for a, b in zip(free, with_tool) if isinstance(b["messages"][-1]["content"], list)]
+    in_the_head = [a for a, b in having if a != b]
+    assert 0.45 < len(in_the_head) / len(having) < 0.55 and len(having) > 1400
+    assert all(isinstance(a["messages"][-1]["content"], str) for a in in_the_head)
 
     def nameless(conversation: dict) -> str:
         source, names = asked(conversation).partition("\n\n")[2], {}

@@ -36,7 +36,7 @@ TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...] | None]] = {
     "words": (real_words, None),
     "tinyworld": (TinyWorld, ("", "facts", "identity", "turns")),
     "pydoc": (Pydoc, ("", "known")),
-    "run": (Run, ("", "steps")),
+    "run": (Run, ("", "tool")),
     "json": (CustomJSON, None),
 }
 # Not downloaded, and neither a user's own data nor words of it.

@@ -1,12 +1,12 @@
 """
 What a short Python program prints: needs no download, and what is asked in the test split is never trained on.
 
-    run:steps    "What does this print?\\n\\nx = 4\\nx = x + 3\\nprint(x)" - "x = 4; x = 7. It prints 7"
-    run          half of the answers with the steps, half at once: "It prints 7"
+    run:tool    "What does this print?\\n\\nx = 14\\nx = x + 23\\nprint(x)" - [14 + 23 = 37] "It prints 37"
+    run         half of the answers with the calculator, half from the head: "It prints 37"
 
-A generator makes the programs; what they print is known because they are run, all at once (execution.py). `run` is for
-reinforcement learning: a model that imitates the examples leaves the steps out half of the time, and then it is more
-often wrong; rewards tell it which of the two ways to go.
+A generator makes the programs; what they print and calculate is known because they are run, all at once (execution.py).
+`run` is for reinforcement learning: a model that imitates the examples calculates in the head half of the time, and is
+then more often wrong; rewards tell it which of the two ways to go.
 """
 import itertools
 import json
@@ -14,15 +14,14 @@ from functools import cache
 
 from nanochat.conversation import Conversation
 from nanochat.corpus.tinyworld import StableRandom
-from nanochat.corpus.tinyworld_facts import NAMES
 from nanochat.task import Task
-from nanochat.tasks.common import single_turn, split_of
+from nanochat.tasks.common import single_turn, split_of, with_tool
 from nanochat.tasks.execution import run_python
 
 SIZES = {"train": 20_000, "test": 1_000}
 QUESTIONS = (
     "What does this print?", "What does this program print?", "What is the output of this program?",
-    "What will this print?", "Tell me what this prints.", "Run this in your head.", "What is printed here?")
+    "What will this print?", "Tell me what this prints.", "What comes out of this program?", "What is printed here?")
 # Numbers: {a} to {k}, small ones {i} {j} {m} {n}, lists {L} {S}. Words: {u} {v} {w}, a list {W}. Names: {x} {y} {f}.
 PROGRAMS = (
     "print({a} + {b})", "print({a} - {b})", "print({n} * {m})", "print({a} // {n})", "print({a} % {n})",
@@ -59,26 +58,32 @@ PROGRAMS = (
     "def {f}({x}):\n    return {x} * 2\n\nprint({f}({f}({n})))",
     'def {f}({x}):\n    return "{w} " + {x}\n\nprint({f}("{u}"))',
 )
-WORDS = (*NAMES, *"apple bird book cat chair dog fish flower green house lamp moon river stone sun tree".split())
-# Runs a list of programs. Of each: what it printed, and the values of its variables as they changed.
+WORDS = "apple bird book cat chair dog fish flower green house lamp moon river stone sun tree eva tom mia paul".split()
+# Runs a list of programs. Of each: what it printed, and what it calculated with whole numbers, in order.
 RUNNER = """
-import contextlib, io, json, sys
+import ast, contextlib, io, json, operator
+
+SIGNS = {{ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%"}}
+COMPUTE = dict(zip(SIGNS.values(), (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)))
+
+class Told(ast.NodeTransformer):
+    def visit_BinOp(self, node):
+        sides = [self.visit(node.left), self.visit(node.right)]
+        return ast.Call(ast.Name("told", ast.Load()), [ast.Constant(SIGNS[type(node.op)]), *sides], [])
+    def visit_AugAssign(self, node):
+        before = ast.parse(ast.unparse(node.target), mode="eval").body
+        return ast.Assign([node.target], self.visit(ast.BinOp(before, node.op, node.value)))
 
 def run(source):
-    steps, printed, before = [], io.StringIO(), {{}}
-    def look(frame, event, value):
-        if frame.f_code.co_filename == "program" and frame.f_code.co_name == "<module>" and event in ("line", "return"):
-            for name, value in frame.f_locals.items():
-                if name[:2] != "__" and not callable(value) and before.get(name) != (told := repr(value)):
-                    before[name] = told
-                    steps.append(f"{{name}} = {{told}}")
-        return look
-    code = compile(source, "program", "exec")
+    calls, printed = [], io.StringIO()
+    def told(sign, left, right):
+        value = COMPUTE[sign](left, right)
+        if type(left) is type(right) is int:
+            calls.append((f"{{left}} {{sign}} {{right}}", str(value)))
+        return value
     with contextlib.redirect_stdout(printed):
-        sys.settrace(look)
-        exec(code, {{}})
-        sys.settrace(None)
-    return printed.getvalue(), steps
+        exec(compile(ast.fix_missing_locations(Told().visit(ast.parse(source))), "program", "exec"), {{"told": told}})
+    return printed.getvalue(), calls
 
 print(json.dumps([run(source) for source in json.loads({sources!r})]))
 """
@@ -88,7 +93,7 @@ class Run(Task):
     eval_type = "generative"
 
     def __init__(self, argument: str, split: str) -> None:
-        self.always = argument == "steps"
+        self.always = argument == "tool"
         self.name = f"Run {argument}".rstrip()
         self.programs = programs(split)
 
@@ -96,11 +101,12 @@ class Run(Task):
         return len(self.programs)
 
     def conversation(self, index: int) -> Conversation:
-        source, output, steps = self.programs[index]
+        source, output, calls = self.programs[index]
         rng = StableRandom(f"run: {source}")
-        question, answer = f"{rng.choice(QUESTIONS)}\n\n{source}", told(output)
-        if self.always or rng.below(2):
-            answer = f"{'; '.join(steps)}. {answer}" if steps else answer
+        question, lines = f"{rng.choice(QUESTIONS)}\n\n{source}", output.rstrip("\n")
+        answer = f"It prints:\n{lines}" if "\n" in lines else f"It prints {lines}"
+        if calls and (self.always or rng.below(2)):
+            answer = [*(part for call in calls for part in with_tool(*call, "")[:2]), {"type": "text", "text": answer}]
         return single_turn(question, answer) | {"prints": output}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
@@ -108,14 +114,9 @@ class Run(Task):
         return answer.rpartition("It prints")[2].strip(": \n") == conversation["prints"].strip("\n")
 
 
-def told(output: str) -> str:
-    lines = output.rstrip("\n")
-    return f"It prints:\n{lines}" if "\n" in lines else f"It prints {lines}"
-
-
 @cache
-def programs(split: str) -> tuple[tuple[str, str, list[str]], ...]:
-    """(source, output, steps) of the distinct programs of a split, in a fixed order."""
+def programs(split: str) -> tuple[tuple[str, str, list[tuple[str, str]]], ...]:
+    """(source, output, calls of the calculator) of the distinct programs of a split, in a fixed order."""
     sources: dict[str, None] = {}
     for number in itertools.count():
         if len(sources) == SIZES[split]:
@@ -133,7 +134,7 @@ def draw_program(number: int) -> tuple[str, str]:
     rng = StableRandom(f"run:{number}")
     template = rng.choice(PROGRAMS)
     long, short = ([rng.below(20) for _ in range(count)] for count in (3 + rng.below(3), 2 + rng.below(3)))
-    words = [rng.choice(WORDS).lower() for _ in range(4)]
+    words = [rng.choice(WORDS) for _ in range(4)]
     a, b, c = (2 + rng.below(29) for _ in range(3))
     values = dict(
         a=a, b=b, c=c, n=1 + rng.below(5), m=2 + rng.below(4), i=rng.below(3), j=rng.below(2), L=long, S=short,
