@@ -10,7 +10,10 @@ from types import SimpleNamespace
 
 import torch
 
+from nanochat.errors import UserError
+
 ONE_PASS = 2**16  # elements
+RECOMPILE_LIMIT = 64  # torch's is 8; kinds of blocks, lengths of conversations and their last chunks are more
 
 switch = SimpleNamespace(on=False)  # of this process
 
@@ -36,18 +39,23 @@ def with_compiler(function: Callable, dynamic: bool = False) -> Callable:
 def set_compile(wanted: bool, device_type: str) -> bool:
     """
     Switch compilation on or off for this process. Returns whether it is on: generated code needs a compiler and
-    Python's headers, so it is tried once, and a machine without them trains eagerly rather than not at all.
+    Python's headers, so it is tried once. A CPU without them trains eagerly rather than not at all; a GPU, which would
+    take twice the time, does not: UserError.
     """
     switch.on = wanted and device_type in ("cpu", "cuda")
     if switch.on:
         # What the processor can do, torch has asked it; by default it compiles three large programs to try it as well.
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         try:
             compiled(probe)(torch.zeros(64, device=device_type))
         except Exception as error:  # whatever keeps it from working, eager code does not need it
+            why, switch.on = (str(error).strip() or repr(error)).splitlines()[0], False
+            if device_type == "cuda":
+                raise UserError(f"compiling for the GPU fails: {why}\n    it takes a C compiler and Python's headers "
+                                "(`sudo apt install gcc python3-dev`); --compile=False trains at half speed") from None
             if os.environ.get("RANK", "0") == "0":
-                print(f"not compiling: {(str(error).strip() or repr(error)).splitlines()[0]}", flush=True)
-            switch.on = False
+                print(f"not compiling: {why}", flush=True)
     return switch.on
 
 

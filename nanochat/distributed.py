@@ -2,6 +2,7 @@
 import ctypes
 import errno
 import functools
+import gc
 import os
 import signal
 import threading
@@ -15,14 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.compiling import set_compile
-from nanochat.errors import UserError, tell_restarts
+from nanochat.errors import UserError, ending, tell_restarts
 
 # How long a rank waits for the others in a collective: at first rank 0 may be making data, or ranks may be compiling.
 SETUP_TIMEOUT, TRAINING_TIMEOUT = timedelta(minutes=60), timedelta(minutes=10)
 PIECE_BYTES = 2**26  # of what travels in pieces
 # Seconds after a signal in which a rank may wait for its device or for a slower rank before Python handles the signal:
-# a little less than the --shutdown-timeout=300 of the launchers here.
-STUCK_AFTER = 240
+# a little less than the --shutdown-timeout=300 of the launchers here. The second: when a rank of this node is dead.
+STUCK_AFTER, DEATH_AFTER = 240, 15
+neighbours: list[int] = []  # process ids of this node's ranks, filled by `join`
 
 # torch 2.13 renamed the collectives on single tensors, and warns of the older names.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -37,8 +39,10 @@ class Setup(NamedTuple):
     compiling: bool
 
 
-def set_up(device_type: str, dtype: str, compile: bool) -> Setup:
+def set_up(device_type: str, dtype: str, compile: bool, deterministic: bool = False) -> Setup:
     """How a training script begins: join the other ranks, choose what to compute on, and say so. COLLECTIVE."""
+    if deterministic:
+        be_deterministic()
     rank, world_size, device = compute_init(device_type)
     setup = Setup(rank, world_size, device, compute_dtype(dtype, device), set_compile(compile, device.type))
     name = str(setup.dtype).removeprefix("torch.")
@@ -46,9 +50,29 @@ def set_up(device_type: str, dtype: str, compile: bool) -> Setup:
     return setup
 
 
+def be_deterministic() -> None:
+    """The same bits from the same run on the same GPUs, as a CPU gives anyway; slower. It has not been run on a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass adds in any order
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # we read none
+
+
 def choose_device_type(device_type: str = "") -> str:
-    """"cuda", "mps" or "cpu": what is asked for, or for "" the best there is. UserError where it is not there."""
+    """
+    "cuda", "mps" or "cpu": what is asked for, or for "" the best there is. UserError where it is not there, and where
+    GPUs are there that torch cannot use, most often for an old driver: nobody wants a CPU then.
+    """
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    count = torch.cuda.device_count()
+    if device_type in ("", "cuda") and count and not there["cuda"]:
+        try:
+            torch.cuda.init()
+            why = "it does not say why"
+        except Exception as error:
+            why = str(error).splitlines()[0]
+        raise UserError(f"this node has {count} GPU(s), which torch {torch.__version__} cannot use: {why}\n"
+                        "    `. ./setup.sh` says what suits the driver; --device_type=cpu computes on the CPU")
     device_type = device_type or next(name for name, is_there in there.items() if is_there)
     if not there[device_type]:
         what = {"cuda": "this torch sees no GPU", "mps": "Metal is not available here"}[device_type]
@@ -71,6 +95,8 @@ def compute_init(device_type: str = "") -> tuple[int, int, torch.device]:
         count = torch.cuda.device_count()
         if local_rank >= count:
             raise UserError(f"local rank {local_rank} has no GPU: this node has {count}; lower --nproc_per_node")
+        # Before the first tensor is there. A user's PYTORCH_CUDA_ALLOC_CONF comes before this name.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.fp32_precision = "ieee"
     elif device_type == "cpu":
@@ -103,12 +129,26 @@ def join(backend: str, rank: int, world_size: int) -> None:
     if job_store.check(["user error"]):
         raise UserError(job_store.get("user error").decode())
     tell_restarts.append(functools.partial(job_store.set, "user error"))
+    store.set(f"process {rank}", str(os.getpid()))
+    first = rank - int(os.environ.get("LOCAL_RANK", 0))
+    of_node = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
+    neighbours[:] = filter(is_alive, [int(store.get(f"process {other}")) for other in of_node])
+
+
+def is_alive(process_id: int) -> bool:
+    """Whether a process of this node exists."""
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def compute_cleanup() -> None:
     """Leave the process group, when all ranks have come here."""
     if dist.is_initialized():
         dist.barrier()
+        ending.set()
         dist.destroy_process_group()
 
 
@@ -118,9 +158,14 @@ def set_timeout(timeout: timedelta, *groups: dist.ProcessGroup | None) -> None:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def expect_short_waits(*groups: dist.ProcessGroup | None) -> None:
-    """Every rank is training now: a rank that is silent for TRAINING_TIMEOUT hangs."""
+def after_first_step(*groups: dist.ProcessGroup | None) -> None:
+    """
+    Every rank has compiled and is training now: a rank that is silent for TRAINING_TIMEOUT hangs, and what Python
+    holds by now stays, so that no collection of garbage looks through it again while the other ranks wait.
+    """
     set_timeout(TRAINING_TIMEOUT, None, *groups)
+    gc.collect()
+    gc.freeze()
 
 
 class StopRequest:
@@ -129,7 +174,8 @@ class StopRequest:
     ignored SIGHUP (nohup) stays ignored. Without torchrun, which repeats signals, a second Ctrl-C interrupts at once.
 
     A rank that waits in a collective on a GPU for a dead rank never runs Python's signal handler. A thread ends such a
-    process after STUCK_AFTER seconds, so that it does not hold up the job.
+    process, so that it does not hold up the job: DEATH_AFTER seconds after torchrun's signal if a rank of this node is
+    dead, else after STUCK_AFTER. (Ranks of other nodes lose their connections to it, which NCCL notices.)
     """
 
     def __init__(self):
@@ -144,12 +190,17 @@ class StopRequest:
             threading.Thread(target=self.watch, args=(reader,), daemon=True, name="signals").start()
 
     def watch(self, reader: int) -> None:
-        """The thread: ends the process when Python has not handled a signal for STUCK_AFTER seconds."""
+        """The thread: ends a process that would wait for a dead rank, but not one that is ending by itself."""
         os.read(reader, 1)
-        time.sleep(STUCK_AFTER)
-        if not self.asked:
-            os.write(2, f"stuck for {STUCK_AFTER} s after a signal, most likely waiting for a dead rank\n".encode())
-            os._exit(1)
+        time.sleep(DEATH_AFTER)
+        why = "another rank of this node is dead"
+        if ending.is_set() or all(map(is_alive, neighbours)):
+            time.sleep(STUCK_AFTER - DEATH_AFTER)
+            if self.asked:
+                return
+            why = f"stuck for {STUCK_AFTER} s after a signal, most likely waiting for a dead rank"
+        os.write(2, f"{why}: this one ends, too\n".encode())
+        os._exit(1)
 
     def ask(self, number: int, _frame: object) -> None:
         """The signal handler."""

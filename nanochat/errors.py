@@ -5,6 +5,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -17,10 +18,12 @@ tell_restarts: list[Callable[[str], object]] = []
 
 # Called after an uncaught error is reported, such as a last save. They never raise, and wait for no dead rank.
 last_acts: list[Callable[[], None]] = []
+ending = threading.Event()  # set when the process ends by itself: nobody needs to end it
 
 
 def act_last() -> None:
     """Run what is left to do before the process ends, each once."""
+    ending.set()
     while last_acts:
         last_acts.pop()()
 

@@ -277,10 +277,10 @@ class Block(nn.Module):
         """
         Blocks of a kind share compiled code: start-up does not grow with depth. Hooks stay outside of it. On a CPU it
         is what comes before and after attention: that is as fast by itself, and would make kinds of windows and value
-        tables. Kinds, each with and without gradients, can be more than torch's limit of 8.
+        tables.
         """
         for name in ("before", "after") if device.type == "cpu" else ("body",):
-            setattr(self, name, torch.compile(getattr(self, name), dynamic=False, recompile_limit=32))
+            setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
 
     def mix(self, x: Tensor, streams: tuple[Tensor, ...]) -> Tensor:
         """Add the streams (x0, bigram vectors, the middle of the model; as far as there are), each times a scalar."""

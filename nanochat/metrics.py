@@ -2,6 +2,8 @@
 import contextlib
 import json
 import math
+import resource
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,8 +162,16 @@ class Metrics:
 
     def close(self) -> None:
         self.flush()
+        print0(f"peak memory: {peak_memory():.1f} GiB")
         if self.wandb:
             self.wandb.finish()
+
+
+def peak_memory() -> float:
+    """The most GiB that this process has held so far: of its GPU, what the allocator took; else of host memory."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_reserved() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 def read_metrics(path: Path) -> list[dict]:

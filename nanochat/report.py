@@ -187,7 +187,8 @@ def provenance() -> dict[str, str]:
     """Date, machine, software and commit of this moment."""
     import torch  # here: it takes seconds, and tables need none of it
 
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = [torch.cuda.get_device_properties(index) for index in range(count)]
     gpus = Counter(f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in devices)
     machine = [f"{count} × {name}" for name, count in gpus.items()] + [f"{cpu_model()}, {os.cpu_count()} cores"]
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):

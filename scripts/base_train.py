@@ -25,8 +25,8 @@ from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
 from nanochat.distributed import (
     StopRequest,
+    after_first_step,
     compute_cleanup,
-    expect_short_waits,
     from_rank0,
     print0,
     rank0_first,
@@ -36,7 +36,7 @@ from nanochat.errors import UserError
 from nanochat.flops import peak_flops
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.loss_eval import evaluate_bpb, sample
-from nanochat.metrics import Metrics, duration, require_wandb
+from nanochat.metrics import Metrics, duration, peak_memory, require_wandb
 from nanochat.optimizers import setup_optimizers
 from nanochat.report import settings_table, write_section
 from nanochat.resharding import load_training_state
@@ -63,6 +63,7 @@ seed = 0                    # [0..] of weights and data order
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
+deterministic = False       # the same bits each time on a GPU, too; slower
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Data
 data = "tinyworld"          # name of a data set made by scripts.dataset
@@ -113,7 +114,7 @@ config = configure(globals())
 
 # ---- Setup: the ranks join each other; rank 0 makes what is not there yet (embedded data, its tokenizer)
 require_wandb(run)
-rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
+rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile, deterministic)
 rank0_first(ensure_dataset, data)
 tokenizer = rank0_first(ensure_tokenizer, data)
 token_bytes = tokenizer.token_bytes()
@@ -266,7 +267,7 @@ while True:
     sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
     metrics.log_step(step, stats, lrm)
     if step == start_step:
-        expect_short_waits(sharding.shard_group, sharding.replica_group)  # of ten minutes: all have compiled by now
+        after_first_step(sharding.shard_group, sharding.replica_group)  # waits of ten minutes: all have compiled
     step += 1
 
 # ---- End
@@ -279,6 +280,7 @@ elif rank == 0:
     write_section("base_train", "Base model: pretraining", settings_table(config), {"base": {
         "parameters": f"{parameters:,}", "tokens trained on": f"{num_iterations * total_batch_size:,}",
         "training minutes": metrics.state["elapsed"] / 60,
+        "peak memory, GiB": peak_memory(),
         "best validation bits per byte": metrics.state["min_val_bpb"] or "-",
     }}, metrics.path, floor=entropy_floor(data), data=data, model_tag=checkpoints.name)
 compute_cleanup()

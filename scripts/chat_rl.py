@@ -18,11 +18,11 @@ from configurator import configure  # first: it checks the command line before t
 import torch
 
 from nanochat.conversation_loader import order, padded_length, tensors
-from nanochat.distributed import StopRequest, compute_cleanup, expect_short_waits, print0, set_up
+from nanochat.distributed import StopRequest, after_first_step, compute_cleanup, print0, set_up
 from nanochat.errors import UserError
 from nanochat.finetuning import begin_stage, require_same_data
 from nanochat.flops import peak_flops
-from nanochat.metrics import Metrics, require_wandb
+from nanochat.metrics import Metrics, peak_memory, require_wandb
 from nanochat.report import settings_table, write_section
 from nanochat.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
 from nanochat.sampling import SamplingParams
@@ -40,6 +40,7 @@ dry_run = False             # roll out the first step's problems, show samples a
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
+deterministic = False       # the same bits each time on a GPU, too; slower
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Model
 source: Literal["base", "mid", "sft"] = "sft"  # stage of the model to begin with
@@ -85,7 +86,7 @@ config = configure(globals())
 
 # ---- Setup
 require_wandb(run)
-rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
+rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile, deterministic)
 problems, held_out = make_task(task, "train"), make_task(without_parts(task), "test")
 if problems.eval_type != "generative":
     raise UserError(f"task={task} is not answered by writing; expected one such as gsm8k, arithmetic or spellingbee")
@@ -187,7 +188,7 @@ while True:
     print0(f"step {step:05d}/{num_iterations:05d} | reward {rewards['rl/reward']:.3f} | "
            f"{rewards['rl/tokens']:.1f} tokens an answer")
     if step == start_step:
-        expect_short_waits(sharding.shard_group, sharding.replica_group)  # of ten minutes: all have compiled by now
+        after_first_step(sharding.shard_group, sharding.replica_group)  # waits of ten minutes: all have compiled
     step += 1
 
 # ---- End
@@ -196,7 +197,8 @@ metrics.close()
 if stopping:
     print0(f"stopped after step {step}; --resume=auto continues")
 else:
-    body, results = settings_table(config), {"training minutes": metrics.state["elapsed"] / 60}
+    body = settings_table(config)
+    results = {"training minutes": metrics.state["elapsed"] / 60, "peak memory, GiB": peak_memory()}
     if eval_every > 0 and before:
         change = describe_change(before, correct)
         print0(f"held-out {task}: {change}")

@@ -122,7 +122,7 @@ if here and kernels:
     for name in wanted:
         works, text = probe(device.type, dtype_name, name, ranks if name == "collectives" else 1)
         print(f"{'OK ' if works else 'NOT'} {name}: {text}", flush=True)
-        if name == "compiled":
+        if name == "compiled" and device.type != "cuda":  # there training would end with the same line
             compiling = works
         elif not works:
             broken.append(name)

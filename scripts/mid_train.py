@@ -15,12 +15,12 @@ from configurator import configure  # first: it checks the command line before t
 import torch
 
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order, pack
-from nanochat.distributed import StopRequest, compute_cleanup, expect_short_waits, print0, set_up
+from nanochat.distributed import StopRequest, after_first_step, compute_cleanup, print0, set_up
 from nanochat.errors import UserError
 from nanochat.finetuning import begin_stage, plan_steps, require_same_data, row_length
 from nanochat.flops import peak_flops
 from nanochat.loss_eval import evaluate_bpb
-from nanochat.metrics import Metrics, require_wandb
+from nanochat.metrics import Metrics, peak_memory, require_wandb
 from nanochat.report import settings_table, write_section
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
@@ -34,6 +34,7 @@ seed = 0                    # [0..] of the data order
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
+deterministic = False       # the same bits each time on a GPU, too; slower
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Model
 source: Literal["base"] = "base"  # stage of the model to begin with
@@ -74,7 +75,7 @@ config = configure(globals())
 
 # ---- Setup
 require_wandb(run)
-rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
+rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile, deterministic)
 train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(without_parts(tasks), "test", seed=0)
 
 # ---- The base model, or an interrupted run of this script
@@ -153,7 +154,7 @@ while True:
     sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
     metrics.log_step(step, stats, lrm)
     if step == start_step:
-        expect_short_waits(sharding.shard_group, sharding.replica_group)  # of ten minutes: all have compiled by now
+        after_first_step(sharding.shard_group, sharding.replica_group)  # waits of ten minutes: all have compiled
     step += 1
 
 # ---- End
@@ -164,6 +165,7 @@ if stopping:
 else:
     write_section("mid_train", "Mid-training", settings_table(config), {"mid": {
         "training minutes": metrics.state["elapsed"] / 60,
+        "peak memory, GiB": peak_memory(),
         "best validation bits per byte": metrics.state["min_val_bpb"] or "-",
     }}, metrics.path, data=data, model_tag=checkpoints.name)
 compute_cleanup()

@@ -337,7 +337,7 @@ def test_a_signal_ends_a_rank_that_waits_for_ever():
     program = """
 import hashlib, sys, time, torch.distributed as dist
 from nanochat import distributed
-distributed.STUCK_AFTER = float(sys.argv[2])
+distributed.DEATH_AFTER, distributed.STUCK_AFTER = 0, float(sys.argv[2])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 distributed.StopRequest()
 print("ready", flush=True)
@@ -355,6 +355,29 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if sys.argv[1] == "stuck" else ti
             assert process.wait(timeout=300) == status, process.stderr.read()
         finally:
             process.kill()
+
+
+DIES = """
+import hashlib, os, signal
+from nanochat import distributed
+distributed.DEATH_AFTER = 1
+rank, *_ = distributed.compute_init("cpu")
+distributed.StopRequest()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+"""
+
+
+def test_a_dead_rank_ends_one_that_waits_for_it_on_its_node_within_seconds(tmp_path):
+    """In native code, as in a collective on a GPU; not after the minutes that a signal of the user leaves it."""
+    program = tmp_path / "dies.py"
+    program.write_text(DIES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", program]
+    began = time.monotonic()
+    job = subprocess.run(command, cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO)}, text=True, capture_output=True)
+    assert job.returncode == 1 and "another rank of this node is dead: this one ends, too" in job.stderr, job.stderr
+    assert time.monotonic() - began < 100
 
 
 def test_a_rank_that_fails_shows_its_own_traceback_first_and_ends_the_job(base, tmp_path):

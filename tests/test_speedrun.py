@@ -186,7 +186,7 @@ def test_an_environment_whose_python_is_gone_is_made_anew(tmp_path):
     (tmp_path / ".venv" / "bin" / "python").symlink_to("/nowhere/python")
     installed = subprocess.check_output(["cksum", "pyproject.toml"], cwd=REPO, text=True)
     (tmp_path / ".venv" / "installed").write_text(installed.strip() + " \n")
-    (tmp_path / "new").write_text('#!/bin/sh\necho "$@" >> asked\nexit 1\n')
+    (tmp_path / "new").write_text('#!/bin/sh\n[ "$1" = -c ] && exit\necho "$@" >> asked\nexit 1\n')
     (tmp_path / "new").chmod(0o755)
     assert set_up(tmp_path, PYTHON="./new").returncode == 1
     assert (tmp_path / "asked").read_text() == "-m venv .venv\n"

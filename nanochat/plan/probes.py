@@ -4,7 +4,7 @@ What only trying tells: which kernels work here, how many rows fit, how long a t
     python -m nanochat.plan.probes cpu bfloat16 attention     # one probe, as scripts.doctor runs it
 
 A kernel that brings its process down (a segmentation fault, a CUDA error that poisons the context) and a step that runs
-out of memory must cost no more than an answer: each runs in a process of its own, which ends itself after TIMEOUT.
+out of memory must cost no more than an answer: each runs in a process of its own, which ends itself after a while.
 """
 import copy
 import dataclasses
@@ -34,7 +34,9 @@ from nanochat.optimizers import setup_optimizers
 from nanochat.plan.memory import step_bytes
 from nanochat.zero import Sharding
 
-TIMEOUT = 300  # seconds of a probe or a trial, compiling included: what hangs does not work
+# Seconds of a probe and of a trial, which compiles a whole model on every rank of a node whose caches are empty: what
+# hangs does not work. All imports are done before.
+TIMEOUT, TRIAL_TIMEOUT = 300, 900
 FREE_SHARE = 0.95  # of a GPU's free memory that a trial may take: a long run fragments more of it
 OTHERS = 2**26  # bytes of a CPU's run that a trial does not have: loader, tokenizer, metrics
 
@@ -230,5 +232,5 @@ def trial(device_type: str, dtype: str, model: str, how: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.alarm(TIMEOUT)
+    signal.alarm(TRIAL_TIMEOUT if sys.argv[1] == "trial" else TIMEOUT)
     trial(*sys.argv[2:]) if sys.argv[1] == "trial" else main(*sys.argv[1:])

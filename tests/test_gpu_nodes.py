@@ -1,0 +1,210 @@
+"""What a node with GPUs does to this repo, without one: drivers, Pythons and compilers that are stand-ins."""
+import gc
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import REPO, run_module
+from test_speedrun import bash, copy_scripts, write_python
+from torch._dynamo.testing import CompileCounter
+
+from nanochat import compiling, distributed
+from nanochat.errors import UserError
+from nanochat.gpt import config_from_depth
+from nanochat.plan.memory import GIB, needed_bytes
+
+TOOLS = ("bash", "sh", "cat", "cksum", "id", "dirname", "grep", "mv", "uname")
+
+
+def on_path(folder, programs: dict[str, str]) -> str:
+    """A PATH with a few tools and these programs of the shell, and nothing else."""
+    path = folder / "bin"
+    path.mkdir()
+    for tool in TOOLS:
+        (path / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
+    for name, text in programs.items():
+        (path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (path / name).chmod(0o755)
+    return str(path)
+
+
+# .venv/bin/python, without torch. What is installed then works on a GPU if it came from the index $SUITS.
+NO_TORCH = """
+case "$*" in
+    *cuda.init*) grep -q "$SUITS" calls && exit; echo "Traceback\nRuntimeError: too old (version 12020)"; exit 1 ;;
+    *torch.ones*) exit 1 ;;
+    *) echo "$@" >> calls ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("driver, index", [
+    ("535.183.01\n535.183.01", "cu126"), ("570.86.10", "cu128"), ("580.65.06", "editable"), (None, "cpu")])
+def test_torch_is_installed_for_the_cuda_that_the_driver_knows(tmp_path, driver, index):
+    """From torch's own index before anything else is, so that the default wheels are never downloaded for nothing."""
+    copy_scripts(tmp_path)
+    write_python(tmp_path, NO_TORCH)
+    path = on_path(tmp_path, {"nvidia-smi": f'echo "{driver}"' if driver else "exit 9"})
+    done = bash(tmp_path, "-c", ". ./setup.sh", PATH=path, SUITS=index)
+    assert done.returncode == 0, done.stderr
+    installed = [line for line in (tmp_path / "calls").read_text().splitlines() if "pip install" in line]
+    indices = [line for line in installed if "download.pytorch.org" in line]
+    assert len(indices) == (index != "editable") and all(f"/whl/{index} " in line for line in indices)
+    assert "--editable" in installed[-1]
+
+
+def test_a_driver_that_torch_cannot_use_ends_the_setup(tmp_path):
+    """Also when all is installed, as on another node with the same disk; not where the GPUs are hidden."""
+    copy_scripts(tmp_path)
+    write_python(tmp_path, NO_TORCH)
+    path = on_path(tmp_path, {"nvidia-smi": "echo 550.54.15"})
+    for _ in range(2):
+        done = bash(tmp_path, "speedrun.sh", PATH=path, SUITS="no such index")
+        assert done.returncode == 1
+        line, advice = done.stderr.splitlines()
+        assert line.endswith("the GPUs here (NVIDIA driver 550): RuntimeError: too old (version 12020)")
+        assert "rm -r .venv" in advice and "scripts." not in (tmp_path / "calls").read_text()
+    assert bash(tmp_path, "-c", ". ./setup.sh", PATH=path, SUITS="no such", CUDA_VISIBLE_DEVICES="").returncode == 0
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho 470.1")
+    (tmp_path / "calls").unlink()
+    done = bash(tmp_path, "-c", ". ./setup.sh", PATH=path)
+    assert done.returncode == 1 and "NVIDIA driver 470 is too old" in done.stderr and not (tmp_path / "calls").exists()
+
+
+OLD = """[ "$1" = --version ] && echo Python 3.10.12
+exit 1"""
+NEW = """[ "$1" = -c ] || echo "$0 $*" >> asked
+[ "$1" = -c ]"""
+
+
+@pytest.mark.parametrize("programs, asked", [
+    ({"python3": OLD, "python3.12": NEW}, "python3.12 -m venv .venv"),
+    ({"python3": OLD, "python3.11": OLD, "uv": NEW}, "uv venv --quiet --seed --python 3.12 .venv"),
+    ({"python3": OLD}, None),
+])
+def test_a_newer_python_is_found_or_named(tmp_path, programs, asked):
+    """`python3` is 3.10, or has no venv."""
+    copy_scripts(tmp_path)
+    done = bash(tmp_path, "-c", ". ./setup.sh", PATH=on_path(tmp_path, programs))
+    assert done.returncode == 1
+    if asked:
+        assert (tmp_path / "asked").read_text() == f"{tmp_path}/bin/{asked}\n"
+    else:
+        assert done.stderr.count("\n") == 1 and "only Python 3.10.12; install uv" in done.stderr
+
+
+def as_a_gpu_node(change: str, *args: str) -> subprocess.CompletedProcess:
+    """scripts.doctor in a process whose torch was changed before."""
+    program = f"import torch, runpy\n{change}\nrunpy.run_module('scripts.doctor', run_name='__main__', alter_sys=True)"
+    return subprocess.run([sys.executable, "-c", program, *args], cwd=REPO, text=True, capture_output=True, timeout=200)
+
+
+def test_gpus_that_are_counted_but_not_available_are_an_error():
+    """As with a driver that is older than torch's CUDA. Who asks for the CPU gets it."""
+    change = """
+torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 8
+def init():
+    raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\\nMore")
+torch.cuda.init = init
+"""
+    refused = as_a_gpu_node(change)
+    assert refused.returncode == 1 and refused.stdout == ""
+    line, advice = refused.stderr.splitlines()
+    assert line == (f"error: this node has 8 GPU(s), which torch {torch.__version__} cannot use: "
+                    "The NVIDIA driver on your system is too old (found version 12020).")
+    assert "--device_type=cpu" in advice
+    model = ("--depth=1", "--max_seq_len=64", "--batch_only", "--device_type=cpu")
+    assert as_a_gpu_node(change, *model).stdout == "64\n"
+
+
+def test_the_doctor_ends_where_nothing_can_be_compiled_for_a_gpu():
+    """Eight stand-ins of an H100. Without compiling asked for, that is no obstacle."""
+    change = """
+import nanochat.plan.probes as probes
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 8
+torch.cuda.get_device_capability, torch.cuda.get_device_name = lambda device: (9, 0), lambda device: "H100"
+torch.cuda.mem_get_info = lambda device: (79 * 2**30, 80 * 2**30)
+probes.probe = lambda device, dtype, name, ranks: (name != "compiled", "no C compiler")
+probes.rows_that_train = lambda *args, **settings: 16
+"""
+    refused, fine = (as_a_gpu_node(change, "--depth=20", *args) for args in ((), ("--compile=False",)))
+    assert "NOT compiled: no C compiler" in refused.stdout and "NOT possible: compiled failed" in refused.stdout
+    assert (refused.returncode, fine.returncode) == (1, 0), refused.stderr + fine.stderr
+    assert "--depth=20 --max_seq_len=2048 --device_batch_size=16" in fine.stdout
+
+
+def test_a_gpu_is_not_trained_on_eagerly_unless_asked_for(monkeypatch):
+    """A CPU is: tests/test_doctor.py."""
+    def fails(function):
+        raise RuntimeError("Failed to find C compiler.\nMore")
+
+    monkeypatch.setattr(compiling, "compiled", fails)
+    with pytest.raises(UserError, match=r"fails: Failed to find C compiler\.\n.*python3-dev.*--compile=False"):
+        compiling.set_compile(True, "cuda")
+    assert compiling.set_compile(False, "cuda") is False and compiling.set_compile(True, "cpu") is False
+
+
+def test_the_defaults_of_pretraining_fit_into_80_gb():
+    """By the doctor's formula, on one GPU and on eight; an H100 has 79.6 GiB, some of which is not free."""
+    help_text = run_module("scripts.base_train", "--help").stdout
+    default = {line.split()[0].lstrip("-").split("=")[0]: line for line in help_text.splitlines() if line.strip()}
+    depth, rows, length = (int(default[name].partition("=")[2].split()[0])
+                           for name in ("depth", "device_batch_size", "max_seq_len"))
+    config = config_from_depth(depth, 65536, length, arch="modern")
+    for ranks in (1, 8):
+        assert needed_bytes(config, rows, torch.bfloat16, "cuda", True, ranks) < 79 * GIB
+        assert needed_bytes(config, 2 * rows, torch.bfloat16, "cuda", True, ranks) > 79 * GIB, "no more than it needs"
+
+
+def test_segments_grow_unless_the_user_says_otherwise(monkeypatch):
+    """The setting is there before the device is touched."""
+    monkeypatch.setattr(distributed, "choose_device_type", lambda _: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    seen = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: seen.append(os.environ.get("PYTORCH_ALLOC_CONF")))
+    for name in ("RANK", "LOCAL_RANK", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    precision = torch.backends.cuda.matmul.fp32_precision
+    distributed.compute_init()
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    distributed.compute_init()
+    torch.backends.cuda.matmul.fp32_precision = precision
+    assert seen == ["expandable_segments:True", "max_split_size_mb:64"]
+
+
+def test_many_shapes_are_compiled():
+    """Torch gives up after 8 and runs all further ones eagerly: lengths of conversations, times their last chunks."""
+    counter = CompileCounter()
+    assert compiling.set_compile(True, "cpu"), "there is no compiler"
+    function = torch.compile(lambda x: x + 1, backend=counter, dynamic=False)
+    for length in range(2, 22):
+        function(torch.zeros(length))
+    assert counter.frame_count == 20
+
+
+def test_after_the_first_step_garbage_is_looked_for_among_new_objects_only():
+    distributed.after_first_step()
+    try:
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()
+
+
+ALONE = """
+import os, torch
+from nanochat import distributed
+from nanochat.metrics import peak_memory
+torch.ones(2**28)  # 1 GiB
+assert 1.05 < peak_memory() < 2, peak_memory()
+print(*distributed.set_up("cpu", "float32", False, deterministic=True)[:2])
+assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cuda.cudnn_sdp_enabled()
+assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+"""
+
+
+def test_deterministic_switches_are_all_on_and_peak_memory_is_what_was_held():
+    """In a process of its own, which has held nothing before."""
+    done = subprocess.run([sys.executable, "-c", ALONE], cwd=REPO, text=True, capture_output=True)
+    assert done.returncode == 0 and done.stdout.endswith("\n0 1\n"), done.stderr
