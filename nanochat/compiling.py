@@ -52,8 +52,8 @@ def set_compile(wanted: bool, device_type: str) -> bool:
         except Exception as error:  # whatever keeps it from working, eager code does not need it
             why, switch.on = (str(error).strip() or repr(error)).splitlines()[0], False
             if device_type == "cuda":
-                raise UserError(f"compiling for the GPU fails: {why}\n    it takes a C compiler and Python's headers "
-                                "(`sudo apt install gcc python3-dev`); --compile=False trains at half speed") from None
+                raise UserError("compiling fails; it takes a C compiler and Python's headers (sudo apt install gcc "
+                                f"python3-dev), or --compile=False at half the speed: {why}") from None
             if os.environ.get("RANK", "0") == "0":
                 print(f"not compiling: {why}", flush=True)
     return switch.on

@@ -101,6 +101,7 @@ def test_an_empty_base_folder_is_enough(base_folder):
     assert run_module("scripts.report").returncode == 0
     text = (base_folder / "report" / "report.md").read_text()
     assert "held-out questions" in text and "- Model: d2 (trained on tinyworld)\n" in text
+    assert re.search(r"\| peak memory, GiB \| \d[\d.]* \|", text)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -216,7 +217,7 @@ def test_a_second_run_in_the_same_folder_ends_at_once_and_the_first_goes_on(base
 def test_what_an_evaluation_ends_goes_on_bit_for_bit(base, dtype):
     """It fails at step 6, where no save is due: one error, a checkpoint of step 6, then the undisturbed run's end."""
     broken_bundle(base)
-    args = ["--num_iterations=10", "--eval_every=3", f"--dtype={dtype}", "--weight_decay=0.1"]
+    args = ["--num_iterations=10", "--eval_every=3", f"--dtype={dtype}", "--weight_decay=0.1", "--deterministic"]
     assert train("--model_tag=straight", *args).returncode == 0
     failed = train("--model_tag=failed", *args, "--core_metric_every=6")
     assert failed.returncode == 1 and len(re.findall("^error: ", failed.stderr, re.MULTILINE)) == 1

@@ -141,7 +141,7 @@ def test_a_gpu_is_not_trained_on_eagerly_unless_asked_for(monkeypatch):
         raise RuntimeError("Failed to find C compiler.\nMore")
 
     monkeypatch.setattr(compiling, "compiled", fails)
-    with pytest.raises(UserError, match=r"fails: Failed to find C compiler\.\n.*python3-dev.*--compile=False"):
+    with pytest.raises(UserError, match=r"python3-dev\), or --compile=False .*: Failed to find C compiler\.$"):
         compiling.set_compile(True, "cuda")
     assert compiling.set_compile(False, "cuda") is False and compiling.set_compile(True, "cpu") is False
 
@@ -174,10 +174,11 @@ def test_segments_grow_unless_the_user_says_otherwise(monkeypatch):
     assert seen == ["expandable_segments:True", "max_split_size_mb:64"]
 
 
-def test_many_shapes_are_compiled():
+def test_many_shapes_are_compiled(monkeypatch):
     """Torch gives up after 8 and runs all further ones eagerly: lengths of conversations, times their last chunks."""
     counter = CompileCounter()
-    assert compiling.set_compile(True, "cpu"), "there is no compiler"
+    monkeypatch.setattr(compiling, "compiled", lambda function: function)  # whether there is a compiler is not asked
+    assert compiling.set_compile(True, "cpu")
     function = torch.compile(lambda x: x + 1, backend=counter, dynamic=False)
     for length in range(2, 22):
         function(torch.zeros(length))
