@@ -269,10 +269,15 @@ def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturb
 def run_until_hung_up(tag: str) -> None:
     """torchrun in a terminal that goes away after step 2. Samples make the steps longer than a signal takes."""
     ours, theirs = os.openpty()
+
+    def in_a_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as in a terminal, also where these tests run under nohup
+        fcntl.ioctl(theirs, termios.TIOCSCTTY)
+
     command = torchrun("scripts.base_train", arguments(tag, dict(num_iterations=40, save_every=-1, sample_every=1)))
+    env = {name: value for name, value in os.environ.items() if name != "PET_SIGNALS_TO_HANDLE"}  # of nohup, as well
     job = subprocess.Popen(command, cwd=REPO, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-                           env=os.environ | {"OMP_NUM_THREADS": "1"},
-                           preexec_fn=lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY))
+                           env=env | {"OMP_NUM_THREADS": "1"}, preexec_fn=in_a_terminal)
     os.close(theirs)
     printed = b""
     while b"step 00002/" not in printed:
