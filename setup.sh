@@ -10,14 +10,17 @@ export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
 # Under nohup a lost connection stops nothing; torchrun would act on the signal all the same.
 [ -z "$(trap -p HUP 2>/dev/null)" ] || export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
 [ -z "${NANOCHAT_NO_VENV:-}" ] || return 0
-driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || driver=""
+driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1) || {
+    ! command -v nvidia-smi >/dev/null || echo "nvidia-smi finds no GPU: ${driver%%$'\n'*}" >&2
+    driver=""
+}
 # The first number of the driver, and the index of the newest wheels that it runs: CUDA 13 (the default ones) from 580 on.
-driver=${driver%%.*} cuda=""
-[ -n "${CUDA_VISIBLE_DEVICES-all}" ] || driver=""
-if [ -z "$driver" ]; then cuda=cpu
+driver=${driver%%.*} wheels=""
+case ${CUDA_VISIBLE_DEVICES-all}:$driver in :* | -1:* | NoDevFiles:* | *:*[!0-9]*) driver="" ;; esac
+if [ -z "$driver" ]; then wheels=cpu
 elif [ "$driver" -lt 525 ]; then echo "error: NVIDIA driver $driver is too old for torch 2.11 to 2.13; install 525 or newer, best 580" >&2; return 1
-elif [ "$driver" -lt 570 ]; then cuda=cu126
-elif [ "$driver" -lt 580 ]; then cuda=cu128
+elif [ "$driver" -lt 570 ]; then wheels=cu126
+elif [ "$driver" -lt 580 ]; then wheels=cu128
 fi
 # The stamp holds what was installed: a second run costs nothing, a changed pyproject.toml installs again.
 stamp="$(cksum pyproject.toml) ${1:-}"
@@ -31,14 +34,23 @@ case "$(.venv/bin/python -c pass 2>/dev/null && cat .venv/installed 2>/dev/null)
         done
         if [ -n "$python" ]; then "$python" -m venv .venv || return 1
         elif command -v uv >/dev/null; then uv venv --quiet --seed --python 3.12 .venv || return 1
-        else echo "error: no Python from 3.11 to 3.13 with venv was found, only $(python3 --version 2>&1); install uv (https://docs.astral.sh/uv), or python3.12 with python3.12-venv and python3.12-dev" >&2; return 1
+        else
+            echo "error: no Python from 3.11 to 3.13 with venv was found, only $(python3 --version 2>&1);" \
+                "install uv (https://docs.astral.sh/uv), or python3.12 with python3.12-venv and python3.12-dev" >&2
+            return 1
         fi
     fi
     if ! .venv/bin/python -c "import torch; torch.ones(1) + 1" 2>/dev/null; then
-        from_torch() { .venv/bin/python -m pip install --quiet --retries 1 --timeout 20 --index-url "https://download.pytorch.org/whl/$1" "torch>=2.11,<=2.13.0"; }
-        case $(uname)$cuda in
+        from_torch() {
+            .venv/bin/python -m pip install --quiet --retries 1 --timeout 20 \
+                --index-url "https://download.pytorch.org/whl/$1" "torch>=2.11,<=2.13.0"
+        }
+        case $(uname)$wheels in
             Linuxcpu) from_torch cpu 2>/dev/null || true ;;
-            Linuxcu*) from_torch $cuda || { echo "error: there is no torch for NVIDIA driver $driver without this download; try again, or update the driver to 580" >&2; return 1; } ;;
+            Linuxcu*) from_torch $wheels || {
+                echo "error: there is no torch for NVIDIA driver $driver without this download; try again, or update the driver to 580" >&2
+                return 1
+            } ;;
         esac
     fi
     echo "installing into .venv ..."

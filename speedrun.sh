@@ -17,7 +17,7 @@ for argument in "$@"; do
         --chat) chat=yes ;;
         --rehearse) rehearse=yes ;;
         --full) full=yes ;;
-        --plan=[1-9]*,?*,[1-9]*) plan=${argument#*=} ;;
+        --plan=[1-9],?*,[1-9]* | --plan=[1-9][0-9],?*,[1-9]*) plan=${argument#*=} ;;
         *) echo "error: $argument is unknown; expected --chat, --full, --rehearse or --plan=8,H100,80" >&2; exit 2 ;;
     esac
 done
@@ -45,6 +45,7 @@ fi
 if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then
     # The recipe of 2026, explained in docs/recipe.md. Of these depths the largest that fits, and that is pretrained within
     # half a day: then all is done within a day.
+    [ -n "$plan" ] || python -c "import datasets" 2>/dev/null || { echo "error: the tasks need the datasets package: pip install datasets" >&2; exit 1; }
     data=climbmix vocab=32768 ranks=1 answer=$NANOCHAT_BASE_DIR/once/depth-and-rows
     while [ $((2 * ranks)) -le "$gpus" ]; do ranks=$((2 * ranks)); done  # a power of two, which divides every batch
     launch=(torchrun --standalone --nproc_per_node=$ranks --max-restarts=3 --shutdown-timeout=300 -m)
@@ -52,8 +53,11 @@ if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then
     planned() { python -m scripts.plan --vocab_size=$vocab --depth="$depth" "${horizon[@]}" --gpus=$ranks --gpu="$gpu" "$@"; }
     # As many rows at a time as the memory holds, up to 32, and a step of mid-training has 256; where that is hardly one,
     # activations are computed twice.
-    fits() { python -m scripts.doctor --batch_only --vocab_size=$vocab --depth="$depth" --ranks=$ranks --max_rows=$((ranks > 8 ? 256 / ranks : 32)) ${memory:+--memory_gib=$memory} "$@"; }
-    if [ ! -s "$answer" ]; then  # asked once: what is free at another time must not change the middle of a run
+    fits() {
+        python -m scripts.doctor --batch_only --vocab_size=$vocab --depth="$depth" --ranks=$ranks \
+            --max_rows=$((ranks > 8 ? 256 / ranks : 32)) ${memory:+--memory_gib=$memory} "$@"
+    }
+    if [ ! -s "$answer" ]; then  # kept, so that a resumed run has the same model
         for depth in 24 20 16 12; do
             hours=$(planned --hours_only)
             [ "$hours" -le 12 ] || [ $depth -eq 12 ] || continue

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from nanochat.errors import UserError
+from nanochat.errors import UserError, first_line
 
 ONE_PASS = 2**16  # elements
 RECOMPILE_LIMIT = 64  # torch's is 8; kinds of blocks, lengths of conversations and their last chunks are more
@@ -50,7 +50,7 @@ def set_compile(wanted: bool, device_type: str) -> bool:
         try:
             compiled(probe)(torch.zeros(64, device=device_type))
         except Exception as error:  # whatever keeps it from working, eager code does not need it
-            why, switch.on = (str(error).strip() or repr(error)).splitlines()[0], False
+            why, switch.on = first_line(error), False
             if device_type == "cuda":
                 raise UserError("compiling fails; it takes a C compiler and Python's headers (sudo apt install gcc "
                                 f"python3-dev), or --compile=False at half the speed: {why}") from None

@@ -17,7 +17,7 @@ os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.errors import UserError, did_you_mean
+from nanochat.errors import UserError, did_you_mean, first_line
 from nanochat.files import base_dir, previous, sha256
 
 OFFLINE = ("tinyworld", "python")        # sources that every machine has
@@ -109,9 +109,3 @@ def verify(name: str) -> None:
             f"{len(damaged)} of {len(shards)} shards in {folder} are damaged: {', '.join(damaged)};"
             f" delete them and run: {how_to_make(name, manifest)}"
         )
-
-
-def first_line(error: Exception) -> str:
-    """An error's first line, of bounded length: libraries tell long stories."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.compiling import set_compile
-from nanochat.errors import UserError, ending, tell_restarts
+from nanochat.errors import UserError, ending, first_line, tell_restarts
 
 # How long a rank waits for the others in a collective: at first rank 0 may be making data, or ranks may be compiling.
 SETUP_TIMEOUT, TRAINING_TIMEOUT = timedelta(minutes=60), timedelta(minutes=10)
-PIECE_BYTES = 2**26  # of what travels in pieces
-# Seconds after a signal in which a rank may wait for its device or for a slower rank before Python handles the signal:
-# a little less than the --shutdown-timeout=300 of the launchers here. The second: when a rank of this node is dead.
-STUCK_AFTER, DEATH_AFTER = 240, 15
-neighbours: list[int] = []  # process ids of this node's ranks, filled by `join`
+PIECE_BYTES = 2**26  # that concatenate_parts sends at once
+# Seconds from a signal to the end of a rank that still waits for its device or for another rank:
+DEATH_AFTER = 15   # if a rank of this node is dead
+STUCK_AFTER = 240  # otherwise; less than the --shutdown-timeout=300 of the launchers here
+node_process_ids: list[int] = []  # of this node's ranks, filled by `join`
 
 # torch 2.13 renamed the collectives on single tensors, and warns of the older names.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -61,7 +61,7 @@ def be_deterministic() -> None:
 def choose_device_type(device_type: str = "") -> str:
     """
     "cuda", "mps" or "cpu": what is asked for, or for "" the best there is. UserError where it is not there, and where
-    GPUs are there that torch cannot use, most often for an old driver: nobody wants a CPU then.
+    GPUs are there that torch cannot use, most often for an old driver, instead of falling back to the CPU.
     """
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     count = torch.cuda.device_count()
@@ -70,7 +70,7 @@ def choose_device_type(device_type: str = "") -> str:
             torch.cuda.init()
             why = "it does not say why"
         except Exception as error:
-            why = str(error).splitlines()[0]
+            why = first_line(error)
         raise UserError(f"this node has {count} GPU(s), which torch {torch.__version__} cannot use: {why}\n"
                         "    `. ./setup.sh` says what suits the driver; --device_type=cpu computes on the CPU")
     device_type = device_type or next(name for name, is_there in there.items() if is_there)
@@ -95,7 +95,7 @@ def compute_init(device_type: str = "") -> tuple[int, int, torch.device]:
         count = torch.cuda.device_count()
         if local_rank >= count:
             raise UserError(f"local rank {local_rank} has no GPU: this node has {count}; lower --nproc_per_node")
-        # Before the first tensor is there. A user's PYTORCH_CUDA_ALLOC_CONF comes before this name.
+        # Read at the first allocation. A user's PYTORCH_CUDA_ALLOC_CONF takes precedence.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.fp32_precision = "ieee"
@@ -132,14 +132,14 @@ def join(backend: str, rank: int, world_size: int) -> None:
     store.set(f"process {rank}", str(os.getpid()))
     first = rank - int(os.environ.get("LOCAL_RANK", 0))
     of_node = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
-    neighbours[:] = filter(is_alive, [int(store.get(f"process {other}")) for other in of_node])
+    node_process_ids[:] = filter(is_alive, [int(store.get(f"process {other}")) for other in of_node])
 
 
 def is_alive(process_id: int) -> bool:
     """Whether a process of this node exists."""
     try:
         os.kill(process_id, 0)
-    except ProcessLookupError:
+    except OSError:  # there is none, or its id now belongs to another user's process
         return False
     return True
 
@@ -160,8 +160,8 @@ def set_timeout(timeout: timedelta, *groups: dist.ProcessGroup | None) -> None:
 
 def after_first_step(*groups: dist.ProcessGroup | None) -> None:
     """
-    Every rank has compiled and is training now: a rank that is silent for TRAINING_TIMEOUT hangs, and what Python
-    holds by now stays, so that no collection of garbage looks through it again while the other ranks wait.
+    Every rank has compiled and is training now: a rank that is silent for TRAINING_TIMEOUT hangs. Objects that exist
+    now are kept to the end: the garbage collector skips them, or other ranks would wait for it.
     """
     set_timeout(TRAINING_TIMEOUT, None, *groups)
     gc.collect()
@@ -194,7 +194,7 @@ class StopRequest:
         os.read(reader, 1)
         time.sleep(DEATH_AFTER)
         why = "another rank of this node is dead"
-        if ending.is_set() or all(map(is_alive, neighbours)):
+        if ending.is_set() or all(map(is_alive, node_process_ids)):
             time.sleep(STUCK_AFTER - DEATH_AFTER)
             if self.asked:
                 return

@@ -18,7 +18,13 @@ tell_restarts: list[Callable[[str], object]] = []
 
 # Called after an uncaught error is reported, such as a last save. They never raise, and wait for no dead rank.
 last_acts: list[Callable[[], None]] = []
-ending = threading.Event()  # set when the process ends by itself: nobody needs to end it
+ending = threading.Event()  # once this process is about to exit: StopRequest.watch leaves it alone
+
+
+def first_line(error: Exception) -> str:
+    """An error's first line, of bounded length: libraries tell long stories."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
 
 
 def act_last() -> None:

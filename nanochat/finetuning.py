@@ -43,16 +43,15 @@ def begin_stage(
     """
     (model, tokenizer, sharding, optimizers, start) of a stage ("mid", "sft", "rl"), ready to train. config: the
     settings of its script, of which this takes the sections Model, Sharding and Optimizers, and those about resuming.
-    Weights of the stage before are taken in the dtype they were saved in, and if `moments` is set, its masters and its
-    optimizers' moments as well; an interrupted run goes on with its own. COLLECTIVE.
+    Weights of the stage before are taken in the dtype they were saved in; an interrupted run goes on with its masters
+    and moments. COLLECTIVE.
     """
     source = model_dir(config["source"], config["model_tag"])
     checkpoints = checkpoint_dir(stage, source.name)
     checkpoint = None  # of an interrupted run; a dry run looks for none
     if not config.get("dry_run"):
         checkpoint = choose_start(checkpoints, config["resume"], config["resume_from_step"], config["overwrite"])
-    moments = config.get("moments", False)
-    begin = checkpoint or find_checkpoint(source, config["source_step"], training=moments)
+    begin = checkpoint or find_checkpoint(source, config["source_step"], training=False)
     model, tokenizer, meta = load_checkpoint(begin, device)
     model.float()  # what a Sharding takes; masters in float32 come of it
     model.activation_checkpointing = config["activation_checkpointing"]
@@ -63,12 +62,11 @@ def begin_stage(
     if compiling:
         model.compile_blocks()
     data = meta.get("data")
-    if checkpoint or moments:
-        load_training_state(begin, sharding, optimizers)
     if checkpoint is None:
         print0(f"starting from {begin}")
         start = Start(checkpoints, from_rank0(describe_origin, begin), data, 0, None)
     else:
+        load_training_state(checkpoint, sharding, optimizers)
         print0(f"resuming from {checkpoint}{changed_settings(meta['config'], config)}")
         origin = origin_of_resumed(meta, source, config["source_step"])
         start = Start(checkpoints, origin, data, meta["step"], meta)

@@ -55,11 +55,10 @@ reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients that ar
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
-moments = False             # begin with the optimizers' moments of the stage before
 init_lr_frac = 1.0         # [0..1] part of these rates to begin with
 weight_decay = 0.0          # [0..] of Muon's matrices; falls linearly to zero
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
-warmdown_ratio = 0.8        # [0..1] part of the run, at its end, in which the learning rate falls
+warmdown_ratio = 0.2        # [0..1] part of the run, at its end, in which the learning rate falls
 final_lr_frac = 0.0         # [0..1] what is left of it at the end
 max_bad_steps = 10          # [1..] stop after so many steps in a row without a finite loss and gradient
 # ---- Evaluation and logging
@@ -154,7 +153,7 @@ while True:
     sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
     metrics.log_step(step, stats, lrm)
     if step == start_step:
-        after_first_step(sharding.shard_group, sharding.replica_group)  # waits of ten minutes: all have compiled
+        after_first_step(sharding.shard_group, sharding.replica_group)  # all have compiled: shorter timeouts from here
     step += 1
 
 # ---- End

@@ -11,9 +11,7 @@ from conftest import make_sums, run_module
 from ranks import Job, run_as_main, run_on_ranks
 from safetensors.torch import load_file
 
-from nanochat.finetuning import begin_stage
 from nanochat.metrics import read_metrics
-from nanochat.resharding import counters, kept_state
 
 COMMON = {"compile": False, "dtype": "float32", "device_type": "cpu", "device_batch_size": 2, "model_tag": "tiny"}
 STAGES = {  # what each stage is run with; every one has several micro-steps on each of two ranks
@@ -106,31 +104,6 @@ def test_a_mixture_is_seen_once_and_the_rate_only_falls(base):
         assert f"{len(rates)} steps of 8 rows" in printed
         seen.append([record["train/loss"] for record in records])
     assert seen[0] == pytest.approx(seen[1], abs=1e-4)
-
-
-def state_at_the_start(rank: int, world_size: int, settings: dict) -> dict[str, tuple[int, torch.Tensor]]:
-    """What a rank keeps of moments when mid-training begins: {name: (where its range begins, the range)}"""
-    config = {"source": "base", "model_tag": "tiny", "source_step": None, "resume": "", "resume_from_step": -1,
-              "overwrite": False, "activation_checkpointing": False, "reduce_dtype": "float32", "zero_stage": 2,
-              "shard_size": -1, "unembedding_lr": 0.1, "embedding_lr": 0.1, "matrix_lr": 0.1, "weight_decay": 0.0,
-              "init_lr_frac": 1.0} | settings
-    _, _, sharding, optimizers, _ = begin_stage("mid", config, torch.device("cpu"), torch.float32, False)
-    parts = kept_state(sharding, optimizers) | counters(optimizers)
-    return {name: (part.start, part.source) for name, part in parts.items()}
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_mid_training_begins_with_the_moments_of_pretraining_if_it_is_told_to(base, world_size):
-    """Moments that one rank saved, on as many ranks as there are now; they are zero otherwise."""
-    saved = load_file(base / "base_checkpoints" / "tiny" / "step_000002" / "optimizer_rank_00000.safetensors")
-    assert saved["adamw.steps"] == 2 and any(name.startswith("muon.momentum.") for name in saved)
-    kept = run_on_ranks(world_size, state_at_the_start, {"moments": True})
-    assert set().union(*kept) == saved.keys()
-    for of_rank in kept:
-        for name, (start, part) in of_rank.items():
-            assert torch.equal(part, saved[name].flatten()[start : start + len(part)]), name
-    without = run_on_ranks(world_size, state_at_the_start, {"moments": False})
-    assert not any(part.any() for of_rank in without for _, part in of_rank.values())
 
 
 @pytest.mark.parametrize("stage", ["mid", "sft"])

@@ -24,8 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from nanochat.dataset import first_line
-from nanochat.errors import UserError
+from nanochat.errors import UserError, first_line
 from nanochat.files import sha256
 
 BUCKETS = 64                 # a bucket must fit in memory: data may be about 64 times as large as that

@@ -3,8 +3,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanochat.conversation import Conversation
-from nanochat.dataset import first_line
-from nanochat.errors import UserError
+from nanochat.errors import UserError, first_line
 from nanochat.files import base_dir
 from nanochat.task import Task
 from nanochat.tasks.common import shuffled

@@ -3,17 +3,18 @@ What the objects of Python's standard library do, as their own documentation say
 
     "What does str.partition do?" - "Partition the string into three parts using the given separator."
 
-    pydoc          test: objects that are held out, so that only their names can tell (str.find is much like bytes.find)
+    pydoc          test: objects that are held out; a fifth of the answers is trained on under another name (str.find's
+                   under bytes.find)
     pydoc:known    test: objects that are trained on, each asked in the one phrasing that is never used for it
 
 The objects, and some answers, are those of the running Python: another version has a few others.
 """
-import contextlib
 import importlib
 import inspect
 import re
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 
 from nanochat.conversation import Conversation
@@ -29,6 +30,7 @@ zipfile zlib""".split()
 QUESTIONS = (
     "What does {n} do?", "What is {n} for?", "Tell me what {n} does.", "Explain {n}.", "Describe {n}.",
     "What do I need {n} for?", "In Python, what does {n} do?", "What can I do with {n}?", "{n}?", "Please explain {n}.")
+REPLACED = ("inspect.getfile", "sys.excepthook")  # by torch and by nanochat/errors.py
 LONGEST = 130  # characters of an answer
 WORD = re.compile(r"(?<!\S)[a-z]{3,}(?=[,.;:]?(?:\s|$))")  # in a sentence, not in a piece of code
 # At the start of older documentation: "D.pop(k[,d]) -> v, remove …", "sleep(seconds)\n\nDelay …".
@@ -59,10 +61,10 @@ class Pydoc(Task):
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """The same words in the same order."""
-        return words(answer) == words(reference(conversation))
+        return words_of(answer) == words_of(reference(conversation))
 
 
-def words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
@@ -84,25 +86,32 @@ def documentation_words() -> frozenset[str]:
 @cache
 def documentation() -> dict[str, str]:
     """The documentation of public objects by their names."""
-    found: dict[str, str] = {}
-    things: list[object] = []  # each under its first name only: uuid.int_ is int
+    found: dict[str, str | None] = {}
     with warnings.catch_warnings(action="ignore"):  # of what is deprecated
-        for module_name in MODULES:
-            with contextlib.suppress(ImportError):  # a Python that was built without sqlite3, say
-                module = importlib.import_module(module_name)
-                found[module_name] = inspect.getdoc(module)
-                for key in getattr(module, "__all__", vars(module)):
-                    thing = getattr(module, key, None)
-                    routine_or_class = inspect.isroutine(thing) or inspect.isclass(thing)
-                    if key.startswith("_") or not routine_or_class or any(thing is known for known in things):
-                        continue
-                    things.append(thing)
-                    name = key if module_name == "builtins" else f"{module_name}.{key}"
-                    found.setdefault(name, inspect.getdoc(thing))
-                    for method, member in vars(thing).items() if inspect.isclass(thing) else ():
-                        if not method.startswith("_") and (inspect.isroutine(member) or isinstance(member, property)):
-                            found.setdefault(f"{name}.{method}", inspect.getdoc(getattr(thing, method)))
+        for name, thing in public_objects():
+            found.setdefault(name, inspect.getdoc(thing))
     return {name: doc for name, doc in found.items() if doc}
+
+
+def public_objects() -> Iterator[tuple[str, object]]:
+    """(name, object): modules, their functions and classes, and the methods and properties of those classes."""
+    known: dict[int, object] = {}  # by id; each object comes under its first name only: uuid.int_ is int
+    for module_name in MODULES:
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError:  # a Python that was built without sqlite3, say
+            continue
+        yield module_name, module
+        for key in getattr(module, "__all__", vars(module)):
+            thing, name = getattr(module, key, None), key if module_name == "builtins" else f"{module_name}.{key}"
+            if key.startswith("_") or name in REPLACED or id(thing) in known:
+                continue
+            if inspect.isroutine(thing) or inspect.isclass(thing):
+                known[id(thing)] = thing
+                yield name, thing
+            for method, member in vars(thing).items() if inspect.isclass(thing) else ():
+                if not method.startswith("_") and (inspect.isroutine(member) or isinstance(member, property)):
+                    yield f"{name}.{method}", getattr(thing, method)
 
 
 def first_sentence(doc: str) -> str | None:

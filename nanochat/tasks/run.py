@@ -2,11 +2,12 @@
 What a short Python program prints: needs no download, and what is asked in the test split is never trained on.
 
     run:tool    "What does this print?\\n\\nx = 14\\nx = x + 23\\nprint(x)" - [14 + 23 = 37] "It prints 37"
-    run         half of the answers with the calculator, half from the head: "It prints 37"
+    run         half of the answers with the calculator, half without: "It prints 37"
 
 A generator makes the programs; what they print and calculate is known because they are run, all at once (execution.py).
-`run` is for reinforcement learning: a model that imitates the examples calculates in the head half of the time, and is
-then more often wrong; rewards tell it which of the two ways to go.
+`run` is for reinforcement learning: a model that imitates the examples leaves the calculator out half of the time, and
+is then more often wrong; rewards tell it which of the two ways to go. No program is on both sides; what a test program
+calculates also occurs in training programs of another shape, half of the time.
 """
 import itertools
 import json
@@ -14,6 +15,7 @@ from functools import cache
 
 from nanochat.conversation import Conversation
 from nanochat.corpus.tinyworld import StableRandom
+from nanochat.errors import UserError
 from nanochat.task import Task
 from nanochat.tasks.common import single_turn, split_of, with_tool
 from nanochat.tasks.execution import run_python
@@ -66,23 +68,24 @@ import ast, contextlib, io, json, operator
 SIGNS = {{ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%"}}
 COMPUTE = dict(zip(SIGNS.values(), (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)))
 
-class Told(ast.NodeTransformer):
+class RecordCalculations(ast.NodeTransformer):
     def visit_BinOp(self, node):
         sides = [self.visit(node.left), self.visit(node.right)]
-        return ast.Call(ast.Name("told", ast.Load()), [ast.Constant(SIGNS[type(node.op)]), *sides], [])
+        return ast.Call(ast.Name("record", ast.Load()), [ast.Constant(SIGNS[type(node.op)]), *sides], [])
     def visit_AugAssign(self, node):
         before = ast.parse(ast.unparse(node.target), mode="eval").body
         return ast.Assign([node.target], self.visit(ast.BinOp(before, node.op, node.value)))
 
 def run(source):
     calls, printed = [], io.StringIO()
-    def told(sign, left, right):
+    def record(sign, left, right):
         value = COMPUTE[sign](left, right)
         if type(left) is type(right) is int:
             calls.append((f"{{left}} {{sign}} {{right}}", str(value)))
         return value
     with contextlib.redirect_stdout(printed):
-        exec(compile(ast.fix_missing_locations(Told().visit(ast.parse(source))), "program", "exec"), {{"told": told}})
+        recording = ast.fix_missing_locations(RecordCalculations().visit(ast.parse(source)))
+        exec(compile(recording, "program", "exec"), {{"record": record}})
     return printed.getvalue(), calls
 
 print(json.dumps([run(source) for source in json.loads({sources!r})]))
@@ -125,7 +128,8 @@ def programs(split: str) -> tuple[tuple[str, str, list[tuple[str, str]]], ...]:
         if split_of(f"run:{key}") == split:
             sources[source] = None
     result = run_python(RUNNER.format(sources=json.dumps(list(sources))), timeout=60, max_output_bytes=2**24)
-    assert result.ok, result
+    if not result.ok:
+        raise UserError(f"task run: its programs could not be run: {result.error}")
     return tuple((source, *ran) for source, ran in zip(sources, json.loads(result.stdout)))
 
 
@@ -133,13 +137,13 @@ def draw_program(number: int) -> tuple[str, str]:
     """Candidate `number`, and what decides its split: the program with the names of its variables left out."""
     rng = StableRandom(f"run:{number}")
     template = rng.choice(PROGRAMS)
-    long, short = ([rng.below(20) for _ in range(count)] for count in (3 + rng.below(3), 2 + rng.below(3)))
+    long_list, short_list = ([rng.below(20) for _ in range(count)] for count in (3 + rng.below(3), 2 + rng.below(3)))
     words = [rng.choice(WORDS) for _ in range(4)]
     a, b, c = (2 + rng.below(29) for _ in range(3))
     values = dict(
-        a=a, b=b, c=c, n=1 + rng.below(5), m=2 + rng.below(4), i=rng.below(3), j=rng.below(2), L=long, S=short,
-        e=rng.choice(long), k=rng.choice([a, long[-1]]), w=words[0], u=words[1], v=rng.choice(words[:2]),
-        W=json.dumps(words[:2 + rng.below(3)]))
+        a=a, b=b, c=c, n=1 + rng.below(5), m=2 + rng.below(4), i=rng.below(3), j=rng.below(2), L=long_list,
+        S=short_list, e=rng.choice(long_list), k=rng.choice([a, long_list[-1]]), w=words[0], u=words[1],
+        v=rng.choice(words[:2]), W=json.dumps(words[:2 + rng.below(3)]))
     x, y = rng.choice("x n a i k".split()), rng.choice("y total s b result".split())
     names = dict(x=x, y=y, f=rng.choice("f add double change g".split()))
     return template.format(**values, **names), template.format(**values, x="x", y="y", f="f")

@@ -5,14 +5,14 @@ Spelling words and counting their letters: needs no download, and words of the t
     spellingbee:tool     How many o's are in "kamot"?                         the tool computes "kamot".count("o")
     spellingbee:hand     How many o's are in "kamot"? Go letter by letter.    k-a-m-o:1-t. The letter o occurs 1 time.
     spellingbee          the three in turn
-    words:climbmix       real words: each spelled in five ways, then counted in with the tool and by hand
+    words:climbmix       real words: each spelled in five ways, and counted in with the tool and by hand
 
 Most words of spellingbee are made of syllables, so that there are enough of them. Those of the embedded corpus are only
 trained on: its documents spell them, so they cannot be held out.
 
-Real words are the tokens of a data set's tokenizer, and words of Python's documentation that are several tokens. Nobody
-can know the letters of a token that was never spelled, so all of these are trained on. Of the others some are held out:
-their tokens were spelled in other words. A word is on one side, whichever task it comes from.
+Real words are the tokens of a data set's tokenizer, and words of Python's documentation that are several tokens. The
+letters of a token cannot be known unless it is spelled in training, so all of these are trained on. Of the others some
+are held out: their tokens were spelled in other words. With one tokenizer, a word is on one side in all tasks.
 
 Words to count in are quoted: the call of the tool then has the same tokens as the question, and copying is enough.
 (Double quotes, because the tokenizer takes the 'm of 'mirror' for the end of a word such as I'm.) The letter is not
@@ -33,7 +33,7 @@ from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 SIZES = {"train": 20_000, "test": 2_000}  # words; each is spelled, and counted in, in both ways
 KINDS = ("spell", "tool", "hand")
-WORDS_KINDS = ("spell",) * 5 + ("tool", "hand")  # nanochat's shares: 200,000 words are spelled, in 80,000 is counted
+WORDS_KINDS = ("spell",) * 5 + ("tool", "hand")  # nanochat's proportions: 200,000 spellings, 80,000 countings
 TOKEN = re.compile(rb" [A-Za-z][a-z]{2,}")  # a word as text has it, or the beginning of one
 OWN_USES = 0.3  # a token is a word if so much of its use is its own, and not that of longer tokens
 ONSETS = "b c d f g h j k l m n p r s t v w y z bl br cl cr dr fl gr pl pr qu sh st tr".split()
@@ -55,18 +55,19 @@ WAYS = {  # of counting, and what the question adds to ask for it; without a wis
 
 
 class SpellingBee(Task):
-    """Each word in each of the kinds; a kind that comes again has another phrasing. in_turn: mixed from the start."""
+    """Each word in each of the kinds; a kind that comes again has another phrasing."""
     eval_type = "generative"
 
-    def __init__(self, name: str, words: tuple[str, ...], kinds: tuple[str, ...], in_turn: bool) -> None:
-        self.name, self.words, self.kinds, self.in_turn = name, words, kinds, in_turn
+    def __init__(self, name: str, words: tuple[str, ...], kinds: tuple[str, ...]) -> None:
+        self.name, self.words, self.kinds = name, words, kinds
 
     def __len__(self) -> int:
         return len(self.words) * len(self.kinds)
 
     def conversation(self, index: int) -> Conversation:
+        """In every pass over the words each of them once, in another kind than its neighbours."""
         turn, number = divmod(index, len(self.words))
-        place, word = (turn + number * self.in_turn) % len(self.kinds), self.words[number]
+        place, word = (turn + number) % len(self.kinds), self.words[number]
         kind = self.kinds[place]
         rng = StableRandom(f"spellingbee:{kind}:{word}")
         if kind == "spell":
@@ -90,19 +91,19 @@ class SpellingBee(Task):
 
 
 def generated_words(argument: str, split: str) -> SpellingBee:
-    """The task spellingbee:ARGUMENT: in every pass over the words each is asked in another kind than its neighbours."""
+    """The task spellingbee:ARGUMENT."""
     name = f"SpellingBee {argument}".rstrip() + " (generated words)"  # those of the test split
-    return SpellingBee(name, words(split), (argument,) if argument else KINDS, in_turn=True)
+    return SpellingBee(name, words(split), (argument,) if argument else KINDS)
 
 
 def real_words(data: str, split: str) -> SpellingBee:
-    """The task words:DATA: first all words are spelled. UserError without a tokenizer."""
+    """The task words:DATA. UserError without a tokenizer."""
     tokenizer = get_tokenizer(data)
     tokens = token_words(tokenizer) - set(words("test"))
     several = {word for word in documentation_words() - tokens if len(tokenizer.encode(f" {word}")) > 1}
     found = {word for word in several if side_of(word) == split} | (tokens if split == "train" else set())
     chosen = tuple(sorted(found, key=stable_hash))
-    return SpellingBee("SpellingBee (real words)", chosen, WORDS_KINDS, in_turn=False)
+    return SpellingBee("SpellingBee (real words)", chosen, WORDS_KINDS)
 
 
 def spell_counting(word: str, letter: str) -> str:

@@ -124,8 +124,8 @@ class TinyWorld(Task):
     def __init__(self, argument: str, split: str) -> None:
         self.name = f"TinyWorld {argument}".rstrip()
         self.key = f"tinyworld:{argument}:{split}"
-        self.singles = [item for item in items(split)
-                        if argument in ("", "turns") or (argument == "facts") == bool(item.right)]
+        wanted = {"facts": (True,), "identity": (False,)}.get(argument, (True, False))  # whether facts, or about itself
+        self.singles = [item for item in items(split) if bool(item.right) in wanted]
         self.second = [item for item in follow_ups(split) if argument in ("", "facts")]
         self.about = [item for item in items(split) if not item.right and not GREETING.match(item.question)]
         self.of_relation = defaultdict(list)
