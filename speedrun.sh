@@ -113,7 +113,7 @@ elif [ $rehearse = no ]; then
     sft=(--tasks="tinyworld[:2000], arithmetic[5000:6500], spellingbee[9000:11000], words:$data[8000:9500], pydoc[:2000], run[10000:14000]"
          --device_batch_size=16 --target_examples_per_step=64 --init_lr_frac=0.3 --eval_every=100 --eval_steps=5 --eval_metrics_every=-1
          --save_every=100 --keep_last=2)
-    rl=(--task=run --num_iterations=40 --num_samples=8 --max_new_tokens=80 --device_batch_size=32
+    rl=(--task=run --num_iterations=40 --init_lr_frac=0.15 --num_samples=8 --max_new_tokens=80 --device_batch_size=32
         --eval_every=40 --eval_examples=1000 --eval_samples=1 --save_every=10 --keep_last=2)
     tasks="tinyworld:facts, tinyworld:identity, arithmetic, spellingbee, words:$data, pydoc:known, pydoc, run"
     problems=600 core=0 eval_tokens=10485760
