@@ -87,10 +87,10 @@ if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then
 elif [ $rehearse = no ]; then
     # The embedded world, and Python's own documentation: nothing to download, and a model small enough for minutes on two cores.
     data=tinyworld shards=-1 vocab=4096 words="pydoc, run" depth=4 answer=$NANOCHAT_BASE_DIR/once/depth-assistant
-    # All stages together take about as long as STEPS training steps of the base model, and three minutes more.
+    # All stages together take about as long as 2,400 training steps of the base model, and three minutes more.
     estimate() {
         local ms
-        ms=$(python -m scripts.doctor --time_only --depth=$depth --max_seq_len=256 --vocab_size=$vocab) && minutes=$((3 + ms * 1800 / 60000))
+        ms=$(python -m scripts.doctor --time_only --depth=$depth --max_seq_len=256 --vocab_size=$vocab) && minutes=$((3 + ms * 2400 / 60000))
     }
     mkdir -p "${answer%/*}"
     [ $full = no ] || echo 4 > "$answer"
