@@ -94,7 +94,8 @@ def test_a_stage_killed_on_two_ranks_goes_on_exactly(base, tmp_path, stage):
 
 def test_a_mixture_is_seen_once_and_the_rate_only_falls(base):
     """As many steps as its rows fill, the same on any number of ranks; the multiplier falls from 1 to nearly 0."""
-    module, args = stage_arguments(base, "mid", num_iterations=-1, overwrite=True, eval_every=-1, save_every=-1)
+    module, args = stage_arguments(base, "mid", num_iterations=-1, overwrite=True, eval_every=-1, save_every=-1,
+                                   warmdown_ratio=0.8)
     seen = []
     for world_size in (1, 2):
         printed = run_on_ranks(world_size, run_script, module, args)[0]
