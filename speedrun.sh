@@ -4,7 +4,7 @@
 #     bash speedrun.sh                # for what it finds: 8 GPUs, fewer, or a CPU
 #     bash speedrun.sh --chat         # and opens the chat page at the end
 #     bash speedrun.sh --full         # the whole recipe also on a CPU that takes more than half an hour for it
-#     bash speedrun.sh --rehearse     # every stage with a tiny model for two steps: does it all work here?
+#     bash speedrun.sh --rehearse     # every stage with a tiny model for two steps, on GPUs after three steps of the real one
 #     bash speedrun.sh --plan=8,H100,80    # only says what it would run on 8 H100 of 80 GB, in how many hours, at what cost
 #
 # Run it again after anything went wrong: what is done and still whole is not done again, and training goes on from its
@@ -42,11 +42,13 @@ else
     python -m scripts.doctor --kernels="$([ -e "$NANOCHAT_BASE_DIR/once" ] && echo False || echo True)" || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
     gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 fi
-if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then
+if [ "$gpus" -ge 1 ]; then
     # The recipe of 2026, explained in docs/recipe.md. Of these depths the largest that fits, and that is pretrained within
     # half a day: then all is done within a day.
     [ -n "$plan" ] || python -c "import datasets" 2>/dev/null || { echo "error: the tasks need the datasets package: pip install datasets" >&2; exit 1; }
-    data=climbmix vocab=32768 ranks=1 answer=$NANOCHAT_BASE_DIR/once/depth-and-rows
+    base=$NANOCHAT_BASE_DIR
+    [ $rehearse = no ] || base=${base%/*}
+    data=climbmix vocab=32768 ranks=1 answer=$base/once/depth-and-rows
     while [ $((2 * ranks)) -le "$gpus" ]; do ranks=$((2 * ranks)); done  # a power of two, which divides every batch
     launch=(torchrun --standalone --nproc_per_node=$ranks --max-restarts=3 --shutdown-timeout=300 -m)
     horizon=(--target_param_data_ratio=8 --total_batch_size=-1)
@@ -84,6 +86,20 @@ if [ "$gpus" -ge 1 ] && [ $rehearse = no ]; then
     sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:$data[:600], tinyworld:identity" --device_batch_size=$few --save_every=200 "${keep[@]}")
     rl=(--task=gsm8k --device_batch_size=$few --save_every=20 "${keep[@]}")
     tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, words:$data[:256], spellingbee[:256], tinyworld:identity" problems=-1 core=-1 eval_tokens=10485760
+    # Before anything is downloaded, three steps of the same shapes on the same ranks, with validation, samples and a
+    # checkpoint: whether it compiles, fits, is fast, and can be saved. On Python's library, which has text enough for the
+    # vocabulary, in a base folder of its own; of two micro-steps, as in the second the memory also holds the first one's sum.
+    if [ -z "$plan" ]; then (
+        stage "depth $depth: three steps before the downloads"
+        export NANOCHAT_BASE_DIR=$base/rehearsal
+        steps=("${model[@]/%--total_batch_size=-1/--total_batch_size=$((2 * rows * 2048 * ranks))}" --num_iterations=3)
+        python -m scripts.dataset --source=python
+        once tokenizer-python --needs data/python/manifest.json --makes tokenizer/python -- \
+            python -m scripts.tok_train --data=python --vocab_size=$vocab
+        once steps-$tag --needs tokenizer/python --makes report/sections/python/$tag/base_train.json -- \
+            "${launch[@]/restarts=3/restarts=0}" scripts.base_train --data=python --model_tag=$tag --overwrite "${steps[@]}"
+        rm -rf "$NANOCHAT_BASE_DIR/base_checkpoints/$tag"
+    ) fi
 elif [ $rehearse = no ]; then
     # The embedded world, and Python's own documentation: nothing to download, and a model small enough for minutes on two cores.
     data=tinyworld shards=-1 vocab=4096 words="pydoc, run" depth=4 answer=$NANOCHAT_BASE_DIR/once/depth-assistant
@@ -117,8 +133,9 @@ elif [ $rehearse = no ]; then
         --eval_every=40 --eval_examples=1000 --eval_samples=1 --save_every=10 --keep_last=2)
     tasks="tinyworld:facts, tinyworld:identity, arithmetic, spellingbee, words:$data, pydoc:known, pydoc, run"
     problems=600 core=0 eval_tokens=10485760
-else
-    # Everything above in small, on all GPUs or the CPU: nothing is learnt. That compiling works, the doctor has seen.
+fi
+if [ $rehearse = yes ]; then
+    # Everything above in small, on all GPUs or the CPU: nothing is learnt. That compiling works has been seen by now.
     data=tinyworld shards=2 vocab=1024 tag=rehearsal
     launch=(python -m)
     [ "$gpus" -le 1 ] || launch=(torchrun --standalone --nproc_per_node="$gpus" -m)

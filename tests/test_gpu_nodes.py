@@ -10,7 +10,7 @@ from conftest import REPO, run_module
 from test_speedrun import bash, copy_scripts, write_python
 from torch._dynamo.testing import CompileCounter
 
-from nanochat import compiling, distributed
+from nanochat import attention, compiling, distributed
 from nanochat.errors import UserError
 from nanochat.gpt import config_from_depth
 from nanochat.plan.memory import GIB, needed_bytes
@@ -183,6 +183,25 @@ def test_many_shapes_are_compiled(monkeypatch):
     for length in range(2, 22):
         function(torch.zeros(length))
     assert counter.frame_count == 20
+
+
+def test_no_cudnn_plans_where_lengths_change(monkeypatch):
+    """Eagerly and without gradients, as CORE's passes; whole layers and windows. Training keeps the kernel."""
+    seen = []
+
+    def record(q, *_, **__):
+        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
+        return q
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", record)
+    q = torch.empty(1, 2, 8, 4, device="meta")  # as on a GPU: not the blocks of a CPU
+    for window in (8, 4):
+        attention.attention(q, q, q, window)
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                attention.attention(q, q, q, window)
+    assert seen == [(True, True), (False, True), (False, True)] * 2
+    assert torch.backends.cuda.cudnn_sdp_enabled(), "as it was"
 
 
 def test_after_the_first_step_garbage_is_looked_for_among_new_objects_only():

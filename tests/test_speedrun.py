@@ -241,6 +241,32 @@ def test_what_is_run_on_gpus(tmp_path, gpus, hours, rows, recomputed, ranks, dep
         assert f"--device_batch_size={used if script in ('base_train', 'mid_train') else min(used, 4)} " in line
     assert len(trained) == 4 and f"--depth={depth} " in trained["base_train"]
     assert 524288 % (used * 2048 * ranks) == 0, "what mid-training takes; pretraining's batch is chosen"
+    steps, before = rehearsed_steps(calls)
+    same = re.sub(r" --makes \S+", "", trained["base_train"]).partition(" torchrun ")[2].replace("climbmix", "python")
+    shape = same.replace("restarts=3", "restarts=0").replace("--resume=auto", "--overwrite")
+    assert steps.partition(" torchrun ")[2] == shape.replace("-1", str(2 * used * 2048 * ranks)) + " --num_iterations=3"
+    assert "climbmix" not in "".join(before)
+    _, (_, *rehearsed) = speedrun(tmp_path, "--rehearse")
+    assert rehearsed_steps(rehearsed) == (steps, before), "the same, so that they are not done again"
+    stages = [line for line in rehearsed if "scripts.base_train" in line]
+    assert len(stages) == 2 and "--depth=2" in stages[1]
+    assert (f"torchrun --standalone --nproc_per_node={gpus} " in stages[1]) == (gpus > 1)
+
+
+def rehearsed_steps(calls: list[str]) -> tuple[str, list[str]]:
+    """The command of the three steps before the downloads, and all commands up to it."""
+    (place,) = (i for i, line in enumerate(calls) if "--num_iterations=3" in line)
+    return calls[place], calls[: place + 1]
+
+
+def test_nothing_is_downloaded_where_three_steps_fail(tmp_path):
+    """As where they do not compile, or need more memory than was thought."""
+    stand_in(tmp_path, {"*device_count*": 8, "*--hours_only": 1, "*--batch_only*": 16, "*--num_iterations=3": "; exit 7"})
+    for argument in ([], ["--rehearse"]):
+        done = bash(tmp_path, "speedrun.sh", *argument, NANOCHAT_BASE_DIR=str(tmp_path / "base"))
+        assert done.returncode == 7, done.stderr
+    calls = (tmp_path / "calls").read_text()
+    assert "--source=python" in calls and "climbmix" not in calls and "tinyworld" not in calls
 
 
 def test_gpus_get_the_largest_depth_that_fits(tmp_path):
