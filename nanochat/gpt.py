@@ -128,9 +128,31 @@ def rotary_angles(length: int, head_dim: int, theta: float, device: torch.device
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the two halves of each head against each other by its position's angles. x: (…, T, H, D)."""
-    x1, x2 = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]  # (T, 1, D/2): the same for every head
-    return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1).type_as(x)
+    halves = x.float().unflatten(-1, (2, -1))                                    # (…, T, H, 2, D/2)
+    cos, sin = cos[:, None, None], torch.stack((sin, -sin), dim=-2)[:, None]     # the same for every head
+    return (halves * cos + halves.flip(-2) * sin).flatten(-2).type_as(x)
+
+
+class RotatedNorm(torch.autograd.Function):
+    """
+    norm(rotate(x)) for training. It is rounded once, and keeps only its result, as attention does. On a GPU each pass is
+    compiled into one kernel that reads and writes x's dtype; autograd's own backward pass sends float32 through memory.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)  # a rotation does not change it
+        y = (rotate(wide, cos, sin) * scale).type_as(x)
+        ctx.save_for_backward(y, scale, cos, sin)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        y, scale, cos, sin = ctx.saved_tensors
+        wide, grad = y.float(), grad.float()
+        grad_rotated = scale * (grad - wide * (grad * wide).mean(-1, keepdim=True))
+        return rotate(grad_rotated, cos, -sin).type_as(y), None, None
 
 
 class Gate(nn.Linear):
@@ -193,21 +215,26 @@ class CausalSelfAttention(nn.Module):
         alternate = config.value_embeddings and (config.n_layer - 1 - layer) % 2 == 0
         self.value_gate = Gate(config.n_kv_head, config.n_embd) if alternate else None
         self.head_gate = Gate(config.n_head, config.n_embd) if config.head_gates else None
+        self.linear = F.linear
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, T, H, D), keys and values (B, T, H_kv, D)."""
-        # One product and one rotation for all heads: fewer, larger kernels, and a third of their compilation.
+        # One product for all heads: fewer, larger kernels, and a third of their compilation.
         weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
-        q, k, v = self.heads(F.linear(x, weight), cos, sin)
+        q, k, v = self.heads(self.linear(x, weight), cos, sin)
         return q.contiguous(), k.contiguous(), v.contiguous()
 
     def heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The products (…) for all heads → q (…, H, D), k, v (…, H_kv, D)."""
-        qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split((self.n_head + self.n_kv_head, self.n_kv_head), dim=-2)
-        qk = norm(rotate(qk, cos, sin))
+        sizes = self.n_head, self.n_kv_head
+        qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split((sum(sizes), self.n_kv_head), dim=-2)
+        if torch.is_grad_enabled():
+            q, k = (RotatedNorm.apply(part, cos, sin) for part in qk.split(sizes, dim=-2))
+        else:  # fewer operations, which is what decoding is made of
+            q, k = norm(rotate(qk, cos, sin)).split(sizes, dim=-2)
         if self.qk_scale != 1:
-            qk = qk * self.qk_scale
-        return *qk.split((self.n_head, self.n_kv_head), dim=-2), v
+            q, k = q * self.qk_scale, k * self.qk_scale
+        return q, k, v
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, values: Tensor | None, look: Callable) -> Tensor:
         """
@@ -227,9 +254,10 @@ class MLP(nn.Module):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+        self.linear = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.relu(self.c_fc(x)).square())
+        return self.linear(F.relu(self.linear(x, self.c_fc.weight)).square(), self.c_proj.weight)
 
 
 class Block(nn.Module):
@@ -270,7 +298,7 @@ class Block(nn.Module):
         return x, (normed := norm(x)), *self.attn.project(normed, cos, sin)
 
     def after(self, x: Tensor, y: Tensor) -> Tensor:
-        x = x + self.attn.c_proj(y)
+        x = x + self.attn.linear(y, self.attn.c_proj.weight)
         return x + self.mlp(norm(x))
 
     def compile_body(self, device: torch.device) -> None:
@@ -402,6 +430,11 @@ class GPT(nn.Module):
     def compile_blocks(self) -> None:
         for block in self.transformer.h:
             block.compile_body(self.lm_head.weight.device)
+
+    def multiply_by(self, linear: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Use this function of x and weight instead of F.linear for the products with the blocks' matrices."""
+        for block in self.transformer.h:
+            block.attn.linear = block.mlp.linear = linear
 
     def units(self) -> list[nn.Module]:
         """The modules whose parameters are sent and gathered together, in the order of the forward pass."""

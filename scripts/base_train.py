@@ -34,6 +34,7 @@ from nanochat.distributed import (
 )
 from nanochat.errors import UserError
 from nanochat.flops import peak_flops
+from nanochat.fp8 import check_fp8, fp8_linear
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.loss_eval import evaluate_bpb, sample
 from nanochat.metrics import Metrics, duration, peak_memory, require_wandb
@@ -63,6 +64,7 @@ seed = 0                    # [0..] of weights and data order
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
+fp8 = False                 # the blocks' products in 8 bits, on H100 and newer; a CPU only emulates it
 deterministic = False       # the same bits each time on a GPU, too; slower
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Data
@@ -168,6 +170,9 @@ print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} to
 model.to_empty(device=device)
 model.init_weights(seed)
 model.activation_checkpointing = activation_checkpointing
+if fp8:
+    check_fp8(device, device_batch_size * max_seq_len)
+    model.multiply_by(fp8_linear)
 sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, getattr(torch, reduce_dtype))
 rates = unembedding_lr, embedding_lr, matrix_lr, weight_decay * scales[1]
 optimizers = setup_optimizers(model, sharding, *rates, muon_variant, lr_scale=scales[0])

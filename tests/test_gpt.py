@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nanochat.attention import attention, reference_attention, window_blocks
 from nanochat.compiling import switch
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, GPTConfig, architecture, config_from_depth
+from nanochat.gpt import GPT, GPTConfig, RotatedNorm, architecture, config_from_depth, norm, rotary_angles, rotate
 from nanochat.loss import CHUNK_LOGITS, MAX_SOFTCAP, negatives, softcapped_cross_entropy, token_losses
 from nanochat.zero import Sharding
 
@@ -501,3 +501,26 @@ def test_generate_is_the_argmax(arch):
         assert token == definition(model, torch.tensor([ids]))[0, -1].argmax().item()
         ids.append(token)
     assert len(list(model.generate(list(range(40)), 3))) == 3, "beyond the trained length"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fast_norm_of_rotated_heads_is_the_plain_one_and_its_gradient(dtype):
+    """Against autograd through the plain one in float32: to its rounding; in bfloat16 closer than the plain one."""
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(2, 24, 3, 64, generator=generator).to(dtype) for _ in range(2))
+    angles = rotary_angles(24, 64, 1e4, x.device)
+
+    def results(function, dtype) -> list[torch.Tensor]:
+        leaf = x.detach().to(dtype).requires_grad_()
+        y = function(leaf, *angles)
+        y.backward(grad.to(dtype))
+        assert y.dtype == leaf.grad.dtype == dtype
+        return [y.detach().float(), leaf.grad.float()]
+
+    def plain(x, cos, sin):
+        return norm(rotate(x, cos, sin))
+
+    for ours, theirs, exact in zip(results(RotatedNorm.apply, dtype), results(plain, dtype),
+                                   results(plain, torch.float32)):
+        error = (ours - exact).norm()
+        assert error <= 3e-7 * exact.norm() if dtype == torch.float32 else error < (theirs - exact).norm()

@@ -100,19 +100,23 @@ def block_bytes(
 ) -> float:
     """
     What autograd saves of a block's forward pass. Per token, in elements of width C: the inputs of the two norms and
-    their results, 4; rotated queries and keys; what attention reads and writes; relu and relu², 8; with residual scales
-    the block's input, with gates of heads what they multiply; with value embeddings what was looked up, and the values.
-    Besides the concatenated matrix of queries, keys and values. Eager norms on a CPU keep their inputs in float32.
+    their results, 4; what attention reads and writes; rotated queries and keys where it reads copies of them; relu and
+    relu², 8; with residual scales the block's input, with gates of heads what they multiply; with value embeddings what
+    was looked up, and the values. Besides the concatenated matrix of queries, keys and values. Eager norms on a CPU
+    keep their inputs in float32.
     """
     b, T, C, kv_width = dtype.itemsize, config.sequence_len, config.n_embd, config.n_kv_head * config.head_dim
     tokens, heads, window = rows * T, config.n_head + config.n_kv_head, config.window(layer)
     values = shaped(config).transformer.h[layer].values is not None
     wide = FLOAT32 if device_type == "cpu" and not compiled else b
-    saved = tokens * (wide * (3 * C + kv_width) + b * 11 * C + FLOAT32 * (2 + heads)) + b * C * (C + 2 * kv_width)
+    saved = tokens * (wide * 2 * C + b * 11 * C + FLOAT32 * (2 + heads)) + b * C * (C + 2 * kv_width)
     saved += tokens * b * ((config.residual_scales + config.head_gates) * C + values * kv_width)
     saved += tokens * b * 2 * (config.head_gates * config.n_head + values * config.n_kv_head)
     whole = tokens * (C + 2 * kv_width)  # queries, keys and values of each head
-    if device_type != "cpu" or T > BLOCKWISE_MAX_LENGTH:
+    blockwise = device_type == "cpu" and T <= BLOCKWISE_MAX_LENGTH
+    if blockwise and config.n_kv_head > 1 or config.qk_scale != 1:
+        saved += b * tokens * (C + kv_width)
+    if not blockwise:
         return saved + b * whole + tokens * FLOAT32 * config.n_head  # scaled_dot_product_attention
     scores = sum((end - start) * (end - first) for start, end, first in query_blocks(T, window))
     return saved + b * (whole + scores * rows * config.n_head)  # and the probabilities

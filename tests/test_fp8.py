@@ -1,0 +1,88 @@
+"""Products in 8 bits: within what 3 and 2 bits of mantissa allow, and good enough to train with."""
+import pytest
+import torch
+
+from nanochat import fp8
+from nanochat.errors import UserError
+from nanochat.gpt import GPT, config_from_depth
+
+# Largest rounding error of a number: half of its last bit, or half of the smallest number, in units of the scale.
+E4M3, E5M2 = (2**-4, 2**-10, 448), (2**-3, 2**-17, 57344)
+
+
+def with_error(x: torch.Tensor, format: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    """|x| and the most that a scaled copy in 8 bits may be off, in float64."""
+    relative, absolute, largest = format
+    x = x.double().abs()
+    return x, torch.maximum(x * relative, x.max() / largest * absolute) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("dtype, rounding", [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)])
+def test_products_are_within_the_rounding_of_their_operands(dtype, rounding):
+    """Forward and both gradients, every number, against float64; of operands with numbers of all sizes."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, grad = (
+        (torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()).to(dtype)
+        for shape in ((3, 16, 48), (32, 48), (3, 16, 32)))
+    x.requires_grad_(), weight.requires_grad_()
+    y = fp8.fp8_linear(x, weight)
+    y.backward(grad)
+    rows, g = x.detach().flatten(0, 1), grad.flatten(0, 1)
+    w = weight.detach()
+    for got, (a, a_format), (b, b_format) in (
+        (y.detach().flatten(0, 1), (rows, E4M3), (w.T, E4M3)),
+        (x.grad.flatten(0, 1), (g, E5M2), (w, E4M3)),
+        (weight.grad, (g.T, E5M2), (rows, E4M3)),
+    ):
+        exact = a.double() @ b.double()
+        (a, a_error), (b, b_error) = with_error(a, a_format), with_error(b, b_format)
+        bound = a_error @ b + a @ b_error + a_error @ b_error
+        error = (got.double() - exact).abs()
+        assert got.dtype == dtype and (error <= bound + rounding * (a @ b)).all()
+        assert error.mean() > 0.01 * bound.mean(), "it is 8 bits that were multiplied"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(value):
+    """So that the step is skipped."""
+    x, weight = torch.ones(16, 16), torch.ones(16, 16, requires_grad=True)
+    y = fp8.fp8_linear(x, weight)
+    grad = torch.ones(16, 16)
+    grad[3, 4] = value
+    y.backward(grad)
+    assert not weight.grad.isfinite().any()
+    assert fp8.fp8_linear(torch.zeros(16, 16), weight).eq(0).all()
+
+
+def test_training_with_it_draws_the_curve_of_float32():
+    """A model of two layers learns which token follows which."""
+    def losses(linear) -> list[float]:
+        config = config_from_depth(2, 64, 32)
+        model = GPT(config)
+        model.init_weights(0)
+        if linear:
+            model.multiply_by(linear)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        generator, curve = torch.Generator().manual_seed(1), []
+        follows = torch.randperm(64, generator=generator)
+        for _ in range(40):
+            tokens = torch.randint(64, (16, 32), generator=generator)
+            loss = model(tokens, follows[tokens])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append(loss.item())
+        return curve
+
+    plain, eight_bits = losses(None), losses(fp8.fp8_linear)
+    assert plain[-1] < 0.5 * plain[0], "it learns"
+    assert plain != eight_bits and max(abs(a - b) for a, b in zip(plain, eight_bits)) < 0.1
+
+
+def test_where_there_is_no_such_product_one_line_says_so(monkeypatch):
+    with pytest.raises(UserError, match="multiple of 16 tokens, and device_batch_size . max_seq_len is 100"):
+        fp8.check_fp8(torch.device("cpu"), 100)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    with pytest.raises(UserError, match="needs an H100 or newer; this is A100"):
+        fp8.check_fp8(torch.device("cuda", 0), 1024)
