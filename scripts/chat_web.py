@@ -9,9 +9,9 @@ Serve chat models: a page to talk with them, and an interface that OpenAI's clie
     OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
         model="TAG-sft", messages=[{"role": "user", "content": "What is 12 * 3?"}])
 
-nanochat/serve/openai_api.py lists extensions and differences. SIGTERM ends the server when the answers that it has
-accepted are complete, at the latest after --drain_s; Ctrl-C ends it at once. So does the death of a model's last worker,
-with exit code 1, for a supervisor to start it again.
+nanochat/serve/openai_api.py lists extensions and differences. SIGTERM ends the server when the requests that it has
+accepted are answered, after --drain_s at the latest; Ctrl-C ends it at once. So does the death of a model's last
+worker, with exit code 1, for a supervisor to start it again.
 """
 import asyncio
 import os

@@ -539,6 +539,33 @@ def test_head_and_the_root_of_the_interface(server):
         assert {"GET /v1/models", f"POST {CHAT}", "POST /v1/completions"} <= set(endpoints)
 
 
+def test_the_page_about_the_interface(server):
+    """Every path is there but the page's own; requests that are answered fit the schemas, others do not."""
+    page = httpx.get(f"{server.url}/openapi.json").json()  # without the key
+    listed = server.http.get("/v1").json()["endpoints"]
+    written = {f"{method.upper()} {path}" for path, methods in page["paths"].items() for method in methods}
+    assert {line for line in listed if not line.startswith("HEAD")} <= written and "GET /health" in written
+    schemas = page["components"]["schemas"]
+
+    def schema(path: str) -> dict:
+        content = page["paths"][path]["post"]["requestBody"]["content"]
+        return schemas[content["application/json"]["schema"]["$ref"].rpartition("/")[2]]
+
+    for path, needed, text in ((CHAT, "messages", chat("?")), ("/v1/completions", "prompt", "?")):
+        fields = schema(path)["properties"]
+        assert fields["model"] == {"enum": ["tiny-sft", "tiny-rl"]} and not schema(path)["additionalProperties"]
+        assert sorted(schema(path)["required"]) == sorted(["model", needed])
+        for name, one in fields.items():  # what the page takes is taken: null, and the values of an enumeration
+            values = [] if name in ("model", needed) else [None, *one["anyOf"][0].get("enum", [])]
+            for value in values:
+                ask = {"model": "tiny-rl", needed: text, "max_tokens": 1, name: value}
+                assert server.http.post(path, json=ask).status_code == 200, ask
+    stop, null = schema(CHAT)["properties"]["stop"]["anyOf"]
+    assert [one["type"] for one in (*stop["anyOf"], null)] == ["string", "array", "null"]
+    message = schemas["Message"]
+    assert message["required"] == ["role", "content"] and {"parts", "content"} <= set(message["properties"])
+
+
 FRAGILE = """
 import os, runpy, sys
 from nanochat.kv_cache import CachedModel

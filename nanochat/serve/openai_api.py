@@ -72,8 +72,15 @@ class Part(BaseModel):
     text: str
 
 
+def content_beside_parts(schema: dict[str, Any]) -> None:
+    """What a client sends, instead of what is kept of it."""
+    content = {"anyOf": [{"type": "string"}, schema["properties"]["parts"]]}
+    schema |= {"properties": schema["properties"] | {"content": content}, "required": ["role", "content"]}
+
+
 class Message(BaseModel):
     """`parts` is what there is to read: the parts of an assistant's message if it has any, or else its content."""
+    model_config = ConfigDict(json_schema_extra=content_beside_parts)
     role: Literal["system", "developer", "user", "assistant"]
     parts: Annotated[list[Part], FailFast()]  # not an error for each of half a million
 
@@ -99,6 +106,10 @@ class Message(BaseModel):
         return {"role": role, "content": [part.model_dump() for part in self.parts]}
 
 
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+StopStrings = Annotated[list[StopString], Field(max_length=4)]
+
+
 def as_list(stop: Any) -> list:
     """`stop` as a list; OpenAI's interface takes a single text as well."""
     if not isinstance(stop, (str, list)):
@@ -116,10 +127,7 @@ class BaseRequest(BaseModel):
     top_p: float = Field(1.0, ge=0, le=1)
     seed: int | None = None
     n: int = Field(1, ge=1)
-    stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=4),
-        BeforeValidator(as_list),
-    ] = []
+    stop: Annotated[StopStrings, BeforeValidator(as_list, json_schema_input_type=StopString | StopStrings)] = []
     stream: bool = False
     stream_options: dict[str, bool | None] = {}
 
@@ -167,6 +175,10 @@ class ChatRequest(BaseRequest):
         return conversation
 
 
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Prompts = str | Annotated[list[str], Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)]
+
+
 def as_prompts(prompt: Any) -> list[str | list[int]]:
     """A text, several, the tokens of one, or those of several: always as a list of prompts."""
 
@@ -181,7 +193,7 @@ def as_prompts(prompt: Any) -> list[str | list[int]]:
 
 
 class CompletionRequest(BaseRequest):
-    prompt: Annotated[Any, BeforeValidator(as_prompts)]
+    prompt: Annotated[Any, BeforeValidator(as_prompts, json_schema_input_type=Prompts)]
     logprobs: None = None  # here even 0 asks for them
 
 
