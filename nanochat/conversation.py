@@ -7,7 +7,10 @@ Conversations and their tokens: what a dialogue looks like to the model, and whi
                                                     {"type": "text", "text": "It is 36."}]}]}
 
 User and assistant take turns, the user first; a system message may come before them and joins the first user turn.
+What clients of a server send may be in any order: see `turns_of`.
 """
+from bisect import bisect_left
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nanochat.errors import UserError
@@ -30,8 +33,11 @@ class Rendered(NamedTuple):
     cut: int            # messages left out because the conversation would not fit
 
 
-def check_conversation(conversation: Conversation, where: str = "conversation") -> None:
-    """UserError, beginning with `where`, for anything that `render` would not take."""
+def check_conversation(conversation: Conversation, where: str = "conversation", any_order: bool = False) -> None:
+    """
+    UserError, beginning with `where`, for anything that `render` would not take, and unless any_order for anything but
+    turns as described above.
+    """
 
     def require(condition: bool, problem: str) -> None:
         if not condition:
@@ -54,6 +60,8 @@ def check_conversation(conversation: Conversation, where: str = "conversation") 
         else:
             require(isinstance(content, str), f"message {number}: its content is neither text nor a list of parts")
     turns = [message["role"] for message in messages]
+    if any_order:
+        return require(bool(turns), "there are no messages")
     if turns[:1] == ["system"]:
         turns = turns[1:]
     require("system" not in turns, "a system message can only come first")
@@ -69,7 +77,7 @@ def render(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int | N
     """
     ids, mask = [tokenizer.get_bos_token_id()], [0]
     fits = 1, 0  # tokens and messages up to the last answer that fits
-    messages = joined(conversation["messages"])
+    messages = turns_of(conversation["messages"])
     for number, message in enumerate(messages, 1):
         for text_ids, trained in pieces(tokenizer, message):
             ids += text_ids
@@ -82,20 +90,35 @@ def render(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int | N
     return Rendered(ids[:end], mask[:end], len(messages) - kept)
 
 
-def render_prompt(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
-    """The tokens up to where the assistant has to write: an answer at the end of the conversation is left out."""
-    messages = joined(conversation["messages"])
-    if messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    ids = [token for message in messages for part, _ in pieces(tokenizer, message) for token in part]
-    return [tokenizer.get_bos_token_id(), *ids, tokenizer.encode_special("<|assistant_start|>")]
+def render_prompt(tokenizer: Tokenizer, conversation: Conversation, continue_last: bool = False) -> list[int]:
+    """
+    The tokens up to where the assistant has to write. An answer at the end of the conversation is left out, or, with
+    continue_last, is the beginning of what the assistant writes.
+    """
+    turns = turns_of(conversation["messages"])
+    begun = turns.pop()["content"] if turns[-1]["role"] == "assistant" else ""
+    turns.append({"role": "assistant", "content": begun if continue_last else ""})
+    ids = [token for turn in turns for part, _ in pieces(tokenizer, turn) for token in part]
+    return [tokenizer.get_bos_token_id(), *ids[:-1]]  # without <|assistant_end|>
+
+
+def drop_oldest(conversation: Conversation, fits: Callable[[Conversation], bool]) -> Conversation:
+    """
+    The conversation without as few of its oldest exchanges as possible, so that it fits: after the system's messages it
+    begins with a later turn of the user. The last one stays, whether it fits or not.
+    """
+    messages = conversation["messages"]
+    is_answer = [message["role"] == "assistant" for message in messages]
+    head = next((i for i, message in enumerate(messages) if message["role"] != "system"), 0)
+    starts = [head] + [i for i in range(head + 1, len(messages)) if is_answer[i - 1] and not is_answer[i]]
+    shorter = [{"messages": messages[:head] + messages[start:]} for start in starts]
+    return shorter[bisect_left(shorter[:-1], True, key=fits)]
 
 
 def plain_text(conversation: Conversation) -> str:
     """The messages as paragraphs of one text, without saying whose they are."""
-    contents = [message["content"] for message in conversation["messages"]]
-    texts = [content if isinstance(content, str) else "".join(part["text"] for part in content) for content in contents]
-    return "\n\n".join(texts)
+    contents = [parts(message["content"]) for message in conversation["messages"]]
+    return "\n\n".join("".join(part["text"] for part in content) for content in contents)
 
 
 def render_text(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
@@ -103,19 +126,35 @@ def render_text(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
     return [tokenizer.get_bos_token_id(), *tokenizer.encode(plain_text(conversation))]
 
 
-def joined(messages: list[dict]) -> list[dict]:
-    """The messages, a system message put in front of the first user's."""
-    if messages[0]["role"] != "system":
-        return messages
-    system, user, *rest = messages
-    return [{"role": "user", "content": f"{system['content']}\n\n{user['content']}"}, *rest]
+def turns_of(messages: list[dict]) -> list[dict]:
+    """
+    Messages in any order as turns: what the assistant said in a row is one turn, and so is what system and user said; a
+    blank line is between two messages of a turn. The first turn may be the assistant's.
+    """
+    turns: list[dict] = []
+    for message in messages:
+        role, content = "assistant" if message["role"] == "assistant" else "user", message["content"]
+        if turns and turns[-1]["role"] == role:
+            content = joined(turns.pop()["content"], content)
+        turns.append({"role": role, "content": content})
+    return turns
+
+
+def joined(first: str | list[dict], second: str | list[dict]) -> str | list[dict]:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    return [*parts(first), {"type": "text", "text": "\n\n"}, *parts(second)]
+
+
+def parts(content: str | list[dict]) -> list[dict]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def pieces(tokenizer: Tokenizer, message: dict):
     """(ids, whether they are trained) of a message's parts in order, its special tokens around them."""
     role, content = message["role"], message["content"]
     yield [tokenizer.encode_special(f"<|{role}_start|>")], False
-    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+    for part in parts(content):
         start, end, written = PARTS[part["type"]]
         ids = tokenizer.encode(part["text"])
         if start:

@@ -23,10 +23,16 @@ from nanochat.detokenizer import Delta, IncrementalDetokenizer
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.kv_cache import CachedModel, Prefix
-from nanochat.sampling import SamplingParams, draw
+from nanochat.logprobs import TokenLogprob, prompt_logprobs, token_logprobs
+from nanochat.sampling import History, SamplingParams, draw
 from nanochat.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]  # a stop token; max_tokens or the end of the context
+
+
+def default_stop(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that end an answer where a request does not say otherwise."""
+    return tokenizer.encode_special("<|assistant_end|>"), tokenizer.encode_special("<|bos|>")
 
 
 @dataclass(eq=False)
@@ -39,6 +45,8 @@ class Answer:
     dice: random.Random
     tokens: list[int] = field(default_factory=list)  # the model has not read the last one yet
     forced: list[bool] = field(default_factory=list)  # for each token: written by the tool, not drawn from the model
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # for each token, if sampling.logprobs asks for them
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # for each token of the prompt, likewise
     finish_reason: FinishReason | None = None
     error: Exception | None = None          # instead of any token: why the prompt could not be read
     output: deque[int] = field(default_factory=deque)  # what the tool has still to write
@@ -65,11 +73,12 @@ class Engine:
         self.model, self.tokenizer, self.max_batch = CachedModel(model, max_batch), tokenizer, max_batch
         self.context = model.config.sequence_len
         special = tokenizer.encode_special
-        self.default_stop = special("<|assistant_end|>"), special("<|bos|>")
+        self.default_stop = default_stop(tokenizer)
         self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
         self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
         self.running: list[Answer] = []     # in the order of the cache's rows
         self.waiting: dict[str, deque[Waiting]] = {}    # by owner; the one who got a row last comes last
+        self.scoring: dict[str, deque[list[Answer]]] = {}   # likewise: log-probabilities of their prompt come first
 
     # ---- Requests
 
@@ -90,8 +99,14 @@ class Engine:
         limit = min(sampling.max_tokens, self.context + 1 - len(prompt))
         seeds = [None if sampling.seed is None else f"{sampling.seed} {i}" for i in range(num_samples)]
         answers = [Answer(prompt, sampling, owner, limit, random.Random(seed)) for seed in seeds]
-        self.waiting.setdefault(owner, deque()).append(Waiting(deque(answers)))
+        if sampling.prompt_logprobs is None:
+            self._wait(answers)
+        else:
+            self.scoring.setdefault(owner, deque()).append(list(answers))
         return answers
+
+    def _wait(self, answers: list[Answer]) -> None:
+        self.waiting.setdefault(answers[0].owner, deque()).append(Waiting(deque(answers)))
 
     def fit(self, prompt: Sequence[int], sampling: SamplingParams, truncate: bool = False) -> list[int]:
         """
@@ -121,11 +136,14 @@ class Engine:
                 group.answers.remove(answer)
         left = {owner: deque(group for group in groups if group.answers) for owner, groups in self.waiting.items()}
         self.waiting = {owner: groups for owner, groups in left.items() if groups}
+        for answers in self.scoring.get(answer.owner, ()):
+            if answer in answers:
+                answers.remove(answer)
 
     @property
     def busy(self) -> bool:
         """Whether anything is running or waiting."""
-        return bool(self.running or self.waiting)
+        return bool(self.running or self.waiting or self.scoring)
 
     # ---- One token for everyone
 
@@ -138,20 +156,62 @@ class Engine:
         max_prompts: at most so many prompts are read, for which all who are running have to wait; None: any number.
         """
         failed: list[Answer] = []
+        rowless = self._score(failed)
         logits = [self.model.decode([answer.tokens[-1] for answer in self.running])] if self.running else []
         logits += self._admit(failed, max_prompts)
+        logits += rowless.values()
         if not logits:
             return failed
-        uniforms = [0.0 if answer.output else answer.dice.getrandbits(24) / 2**24 for answer in self.running]
-        samplings = [answer.sampling for answer in self.running]
-        drawn = draw(torch.cat(logits), samplings, uniforms, self.model.config.softcap)
-        advanced = list(self.running)
-        for answer, token in zip(advanced, drawn):
-            self._advance(answer, token)
-        for row in reversed(range(len(advanced))):
-            if advanced[row].finish_reason:
+        advanced = [*self.running, *rowless]
+        self._extend(advanced, torch.cat(logits))
+        for row in reversed(range(len(self.running))):
+            if self.running[row].finish_reason:
                 self._free(row)
         return advanced + failed
+
+    def _score(self, failed: list[Answer]) -> dict[Answer, torch.Tensor]:
+        """
+        The log-probabilities of one prompt, if any are asked for, by a pass of the plain model. That also gives the one
+        token after it: answers that need no more are returned, with the logits for it, and never have a row.
+        """
+        if not self.scoring:
+            return {}
+        owner = next(iter(self.scoring))
+        queue = self.scoring.pop(owner)
+        answers = queue.popleft()
+        if queue:
+            self.scoring[owner] = queue
+        if not answers:  # they were removed
+            return {}
+        first = answers[0]
+        try:
+            logprobs, logits = prompt_logprobs(self.model.model, first.prompt, first.sampling.prompt_logprobs)
+        except Exception as error:
+            for answer in answers:
+                answer.error = error
+            failed += answers
+            return {}
+        for answer in answers:
+            answer.prompt_logprobs = logprobs
+        if first.limit <= 1:
+            return dict.fromkeys(answers, logits)
+        self._wait(answers)
+        return {}
+
+    def _extend(self, answers: list[Answer], logits: torch.Tensor) -> None:
+        """The next token of each answer, after these logits, (answers, V)."""
+        softcap = self.model.config.softcap
+        uniforms = [0.0 if answer.output else answer.dice.getrandbits(24) / 2**24 for answer in answers]
+        histories = [History(answer.prompt, answer.tokens) for answer in answers]
+        drawn = draw(logits, [answer.sampling for answer in answers], uniforms, softcap, histories)
+        for answer, token in zip(answers, drawn):
+            self._advance(answer, token)
+        asked = [row for row, answer in enumerate(answers) if answer.sampling.logprobs is not None and answer.tokens]
+        if asked:
+            tokens = [answers[row].tokens[-1] for row in asked]
+            counts = [answers[row].sampling.logprobs for row in asked]
+            for row, logprob in zip(asked, token_logprobs(logits[asked], tokens, counts, softcap)):
+                answers[row].logprobs.append(logprob)
 
     def _admit(self, failed: list[Answer], max_prompts: int | None) -> list[torch.Tensor]:
         """Give free rows to those who have waited longest; returns the logits after their prompts, (1, V) each."""
@@ -184,7 +244,10 @@ class Engine:
         return logits
 
     def _advance(self, answer: Answer, drawn: int) -> None:
-        """The answer's next token: what the tool has to say, or else what was drawn."""
+        """The answer's next token, if it may have one: what the tool has to say, or else what was drawn."""
+        if answer.limit == 0:
+            answer.finish_reason = "length"
+            return
         forced = bool(answer.output)
         token = answer.output.popleft() if forced else drawn
         answer.tokens.append(token)
@@ -259,5 +322,5 @@ class Engine:
 
     def clear(self) -> None:
         """End every answer now."""
-        self.running, self.waiting = [], {}
+        self.running, self.waiting, self.scoring = [], {}, {}
         self.model.clear()

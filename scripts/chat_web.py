@@ -61,6 +61,7 @@ max_body_bytes = 2**20      # [1..] of a request
 max_messages = 200          # [1..] of a conversation
 max_chars = 200_000         # [1..] of its messages together
 max_new_tokens = 1024       # [1..] of an answer; clients that ask for more get this many
+truncate: Literal["", "oldest"] = ""  # oldest: what is too long for the model loses its first exchanges; empty: an error
 timeout_s = 300.0           # [>0] seconds from request to answer, which then ends with what it has
 drain_s = 5.0               # [0..] seconds after SIGTERM for the answers that are not complete
 # ---- Defaults of a request
@@ -119,7 +120,8 @@ for stage in sources:
         step=meta["step"], created=int(checkpoint.stat().st_mtime), max_batch=max_batch, max_queue=max_queue,
         workers=its_workers, chats=stage != "base", examples=example_questions(trained_on)))
 
-limits = Limits(max_body_bytes, max_messages, max_chars, max_new_tokens, max_n, timeout_s, temperature, top_k)
+limits = Limits(
+    max_body_bytes, max_messages, max_chars, max_new_tokens, max_n, timeout_s, temperature, top_k, truncate)
 own_names = ["localhost", "127.0.0.1", "[::1]", *([] if host in LOOPBACK else [host.lower()])]
 local_only = host in LOOPBACK and not api_key
 app = create_app(models, limits, api_key, origins, own_names + names if names or local_only else [])

@@ -172,7 +172,8 @@ def test_the_official_client_chats(server, engines):
     assert to_parts(TOKENIZER, expected.tokens) == SAID, "the model does what it was made for"
 
     ask = {"model": "tiny-rl", "messages": messages}
-    neutral = {"user": "me", "store": False, "presence_penalty": 0, "response_format": {"type": "text"}}
+    neutral = {"user": "me", "store": False, "presence_penalty": 0, "response_format": {"type": "text"},
+               "extra_body": {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "ignore_eos": False, "min_tokens": 0}}
     whole = server.ask(**ask, **neutral)
     [choice] = whole.choices
     assert (whole.object, whole.model, choice.finish_reason) == ("chat.completion", "tiny-rl", "stop")
@@ -251,19 +252,113 @@ def test_completions_and_models(server, engines):
     assert (sft.context_length, sft.max_tokens, rl.max_tokens) == (2048, 2000, 256)
 
 
+def plain_logprobs(model: GPT, tokens: list[int]) -> torch.Tensor:
+    """(T, V): of what follows each token, one pass over all of them."""
+    return model(torch.tensor([tokens])).log_softmax(-1)[0]
+
+
+def logprobs_of(choices: list, name: str) -> list:
+    """What all chunks of a stream say, put together."""
+    return [one for choice in choices if choice.logprobs for one in getattr(choice.logprobs, name)]
+
+
+def test_logprobs_of_a_chat_are_those_of_its_content(server, engines):
+    """
+    The model's own, whatever the sampling: of every token of the text, none of the calculator's, none of the end and of
+    what a stop string cuts off. A stream says the same, each with its text.
+    """
+    model, prompt = engines["tiny-rl"].model.model, prompt_of(chat("?"))
+    tokens = engines["tiny-rl"].generate([prompt])[0].tokens
+    table = plain_logprobs(model, prompt + tokens)[len(prompt) - 1 :]
+    ask = {"model": "tiny-rl", "logprobs": True, "top_logprobs": 2}
+    for extra, text in (({}, CONTENT), ({"stop": "o,北"}, "Wel 😀:s"), ({"stop": "😀"}, "Wel ")):
+        [choice] = server.ask("?", **ask, **extra).choices
+        content = choice.logprobs.content
+        assert b"".join(bytes(one.bytes) for one in content) == choice.message.content.encode() == text.encode()
+        places = [place for place, token in enumerate(tokens) if token < 256 and chr(token) not in "12*36"]
+        assert len(content) == len(text.encode()) <= len(places)
+        for one, place in zip(content, places):
+            best = table[place].topk(2)
+            assert [one.logprob, *(top.logprob for top in one.top_logprobs)] == pytest.approx(
+                [table[place, tokens[place]].item(), *best.values.tolist()], abs=1e-4)
+            assert one.bytes == [tokens[place]] == one.top_logprobs[0].bytes
+            assert one.token == (chr(tokens[place]) if tokens[place] < 128 else f"bytes:\\x{tokens[place]:02x}")
+        chunks = [chunk.choices[0] for chunk in server.ask("?", **ask, **extra, stream=True)]
+        assert logprobs_of(chunks, "content") == content
+        for chunk in chunks[:-1]:
+            assert chunk.logprobs or not chunk.delta.content
+    assert server.ask("?", model="tiny-rl").choices[0].logprobs is None
+    hot = server.ask("?", **ask | {"logit_bias": {"33": 5}, "frequency_penalty": 1, "model": "tiny-sft", "seed": 1,
+                                   "temperature": 2, "max_tokens": 9}).choices[0]
+    assert all(one.logprob <= one.top_logprobs[0].logprob for one in hot.logprobs.content)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 6])
+def test_echo_tells_the_logprobs_of_prompt_and_answer(server, engines, max_tokens):
+    """Batches of texts and of token ids, with <|bos|> and without; what `lm-eval` asks for. A stream says the same."""
+    model, bos = engines["tiny-sft"].model.model, TOKENIZER.get_bos_token_id()
+    texts = ["the 北 thing", "other"]
+    ids = [TOKENIZER.encode(text) for text in texts]
+    settings = {"model": "tiny-sft", "max_tokens": max_tokens, "temperature": 0, "logprobs": 2, "echo": True, "seed": 1}
+    for prompt, first in ((texts, 1), (ids, 1), ([[bos, *tokens] for tokens in ids], 0)):
+        whole = server.client.completions.create(prompt=prompt, n=2, **settings)
+        assert whole.usage.completion_tokens == 4 * max_tokens and len(whole.choices) == 4
+        stream = server.client.completions.create(prompt=prompt, stream=True, **settings)
+        chunks = [chunk.choices[0] for chunk in stream]
+        for number, choice in enumerate(whole.choices):
+            tokens = [bos, *ids[number // 2]]
+            tokens += list(model.generate(tokens, max_tokens))
+            table, told = plain_logprobs(model, tokens), choice.logprobs
+            assert choice.text.startswith(texts[number // 2]) and choice.finish_reason == "length"
+            names = [TOKENIZER.decode([token]) for token in tokens[first:]]
+            assert [a for a, b in zip(told.tokens, names, strict=True) if "\ufffd" not in b and a != b] == []
+            values = [None] + [table[i, token].item() for i, token in enumerate(tokens[1:])]
+            assert told.token_logprobs[1 - first :] == pytest.approx(values[1:], abs=1e-4)
+            assert first or (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
+            for i, top in list(enumerate(told.top_logprobs, first))[1 - first :]:
+                best = table[i - 1].topk(2).values.tolist()
+                assert sorted(top.values(), reverse=True)[:2] == pytest.approx(best, abs=1e-4)
+                assert told.tokens[i - first] in top and len(top) in (2, 3)
+            known = [(told.text_offset[i], name) for i, name in enumerate(names) if name in texts[number // 2]]
+            assert known and all(choice.text[at:].startswith(name) for at, name in known)
+            if number % 2 == 0:
+                same = [chunk for chunk in chunks if chunk.index == number // 2]
+                assert "".join(chunk.text for chunk in same) == choice.text
+                for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                    assert logprobs_of(same, name) == getattr(told, name)
+    [only] = server.client.completions.create(prompt=texts[0], **settings | {"logprobs": None, "stop": "t"}).choices
+    assert only.text.startswith(texts[0]) and only.logprobs is None, "a stop string ends what is written, not the echo"
+
+
+def test_penalties_biases_and_stop_tokens_are_the_engines(server, engines):
+    question, engine = f"{MARKER} what?", engines["tiny-sft"]
+    settings = {"max_tokens": 30, "temperature": 1.2, "seed": 5}
+    for asked, params in (
+        ({"presence_penalty": 1.5, "frequency_penalty": -0.5}, {"presence_penalty": 1.5, "frequency_penalty": -0.5}),
+        ({"logit_bias": {"65": 20, "66": -100}}, {"logit_bias": ((65, 20.0), (66, -100.0))}),
+        ({"extra_body": {"repetition_penalty": 1.5, "min_p": 0.1}}, {"repetition_penalty": 1.5, "min_p": 0.1}),
+        ({"extra_body": {"stop_token_ids": list(range(128, 256))}},
+         {"stop": (SPECIAL("<|assistant_end|>"), SPECIAL("<|bos|>"), *range(128, 256))}),
+    ):
+        [expected] = engine.generate([prompt_of(chat(question))], SamplingParams(30, 1.2, seed=5, **params))
+        choice = server.ask(question, **settings, **asked).choices[0]
+        assert (choice.message.content, choice.finish_reason) == (text_of(expected), expected.finish_reason)
+    on = server.ask("?", model="tiny-rl", max_tokens=60, extra_body={"ignore_eos": True})
+    assert on.choices[0].finish_reason == "length" and on.choices[0].message.content.startswith(CONTENT)
+
+
 @pytest.mark.parametrize("words, settings", [
     ("temperature: .*greater than or equal to 0", {"temperature": -1}), ("max_tokens: .*integer", {"max_tokens": "3"}),
     ("top_p: .*less than or equal to 1", {"top_p": 1.5}), ("seed: .*integer", {"seed": 0.5}),
-    ("n=37 .*at most 36", {"n": MOST + 1}), ("stop: .*at most 4", {"stop": list("abcde")}),
-    (r"stop.*at least 1 character", {"stop": ""}), ("min_p is not supported", {"extra_body": {"min_p": 0.1}}),
+    ("n=37 .*at most 36", {"n": MOST + 1}), ("stop: .*at most 16", {"stop": list("abcdefghijklmnopq")}),
+    (r"stop.*at least 1 character", {"stop": ""}), ("min_p: .*less than", {"extra_body": {"min_p": 1.1}}),
     ("tools is not supported", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-    ("logprobs is not supported", {"logprobs": True}), ("frequency_penalty is not", {"frequency_penalty": 0.5}),
-    ("logit_bias is not", {"logit_bias": {"5": 1}}), ("response_format is not", {"response_format": {"type": "json"}}),
+    ("top_logprobs without logprobs", {"top_logprobs": 3}), ("frequency_penalty: .*2", {"frequency_penalty": 2.5}),
+    ("top_logprobs: .*20", {"logprobs": True, "top_logprobs": 21}), ("'268' is no token", {"logit_bias": {"268": 1}}),
+    ("'x' is no token", {"logit_bias": {"x": 1}}), ("response_format is not", {"response_format": {"type": "json"}}),
     (r"messages\[1\].role: .*'system', 'developer', 'user' or 'assistant'",
      {"messages": [*chat("?"), {"role": "tool", "content": "1", "tool_call_id": "1"}]}),
-    ("take turns", {"messages": chat("a", "b")[1:]}), ("no messages", {"messages": []}),
-    ("the last message", {"messages": chat("a", "b")}), ("messages; at most 9", {"messages": chat(*"0123456789")}),
-    ("only come first", {"messages": [*chat("a", "b"), {"role": "system", "content": ""}]}),
+    ("no messages", {"messages": []}), ("messages; at most 9", {"messages": chat(*"0123456789")}),
     (r"content must be a text or a list", {"messages": chat(None)}),
     (r"messages\[0\].content\[0\].type: .*'text'", {"messages": chat([{"type": "image_url", "image_url": {}}])}),
     ("only the assistant's content may have parts", {"messages": chat([{"type": "python", "text": "1"}])}),
@@ -271,9 +366,9 @@ def test_completions_and_models(server, engines):
     ("characters; at most 50,000", {"messages": chat("x" * 50001)}),
     (r"This model's maximum context length is 2048 tokens\. However, your messages resulted in 20\d\d tokens",
      {"messages": chat("x" * 2045)}),
-    ("within 0 and 267", {"prompt": [1, 268]}), ("echo is not supported", {"echo": True, "prompt": "?"}),
+    ("within 0 and 267", {"prompt": [1, 268]}), ("max_tokens=0 without echo", {"max_tokens": 0, "prompt": "?"}),
     (f"takes at most {MOST}", {"prompt": ["?"] * (MOST + 1)}), ("a list of tokens", {"prompt": []}),
-    ("logprobs", {"logprobs": 0, "prompt": "?"}), ("a list of tokens", {"prompt": [[]]}),
+    ("logprobs: .*20", {"logprobs": 21, "prompt": "?"}), ("a list of tokens", {"prompt": [[]]}),
 ])
 def test_what_is_wrong_with_a_request_is_said(server, words, settings):
     ask = server.client.completions.create if "prompt" in settings else functools.partial(server.ask, MARKER)
@@ -528,7 +623,7 @@ def test_head_and_the_root_of_the_interface(server):
     for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/tiny-rl"):
         head, whole = server.http.head(path), server.http.get(path)
         assert head.status_code == whole.status_code == 200 and head.content == b"" and len(whole.content) > 0
-        names = set(head.headers) - {"date", "content-length"}
+        names = set(head.headers) - {"date", "content-length", "x-request-id"}
         assert {name: head.headers[name] for name in names} == {name: whole.headers[name] for name in names}
         assert whole.headers["x-content-type-options"] == "nosniff" and whole.headers["cache-control"] == "no-store"
         if path != "/metrics":  # which is another one each time
@@ -564,6 +659,49 @@ def test_the_page_about_the_interface(server):
     assert [one["type"] for one in (*stop["anyOf"], null)] == ["string", "array", "null"]
     message = schemas["Message"]
     assert message["required"] == ["role", "content"] and {"parts", "content"} <= set(message["properties"])
+
+
+def test_every_response_has_an_id(server):
+    """Of its own, or the one that the client sent; errors of the gate and of the router as well."""
+    ids = [server.http.get(path, headers=extra).headers["x-request-id"] for path, extra in (
+        ("/", {}), ("/nope", {}), ("/v1/models", {"Authorization": ""}), ("/v1/models", {"X-Request-Id": "mine-1"}),
+        ("/health", {"X-Request-Id": "a b"}))]
+    assert len(set(ids)) == 5 and ids[3] == "mine-1" and all(id.startswith("req_") for id in ids[:3] + ids[4:])
+    assert server.ask("?", model="tiny-rl")._request_id.startswith("req_")
+
+
+def test_tokens_as_vllm_tells_them(server):
+    """A text, a chat as it is read, and back; the name of a special token alone is that token, in a text it is not."""
+    def post(path: str, **body):
+        return server.http.post(path, json=body).json()
+
+    text, bos = "the <|bos|> 北", TOKENIZER.get_bos_token_id()
+    ids = TOKENIZER.encode(text)
+    whole = post("/tokenize", model="tiny-rl", prompt=text, return_token_strs=True)
+    assert whole["tokens"] == [bos, *ids] and (whole["count"], whole["max_model_len"]) == (len(ids) + 1, 256)
+    assert whole["token_strs"][:3] == ["<|bos|>", "the", " "] and whole["token_strs"][-1] == "bytes:\\x97"
+    assert post("/tokenize", prompt=text, add_special_tokens=False)["tokens"] == ids
+    assert post("/tokenize", prompt="<|bos|>", add_special_tokens=False)["tokens"] == [bos]
+    assert post("/tokenize", messages=chat("a", "b", "c"))["tokens"] == prompt_of(chat("a", "b", "c"))
+    assert post("/detokenize", tokens=[bos, *ids]) == {"prompt": "<|bos|>" + text}
+    info = server.http.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"], info["model_max_length"]) == ("<|bos|>", "<|assistant_end|>", 2048)
+    assert server.http.get("/tokenizer_info?model=tiny-rl").json()["model_max_length"] == 256
+    for path, body, words in (("/tokenize", {}, "a prompt or messages"), ("/detokenize", {"tokens": [268]}, "0 and 267"),
+                              ("/tokenize", {"prompt": "x" * 50001}, "at most 50,000"),
+                              ("/tokenize", {"prompt": "x", "model": "gpt"}, "no model 'gpt'")):
+        assert words in post(path, **body)["error"]["message"]
+
+
+def test_messages_in_any_order_are_read_as_turns(server, engines):
+    """An answer that has begun is continued, and only what is new is said; usage tells the real prompt."""
+    system, begun = {"role": "system", "content": "S"}, {"role": "assistant", "content": "Wel"}
+    messages = [begun, system, system, *chat("a"), *chat("b"), begun]
+    prompt = render_prompt(TOKENIZER, {"messages": messages}, continue_last=True)
+    [expected] = engines["tiny-rl"].generate([prompt])
+    answer = server.ask(model="tiny-rl", messages=messages)
+    assert answer.choices[0].message.content == text_of(expected) == CONTENT.removeprefix("Wel")
+    assert answer.usage.prompt_tokens == len(prompt)
 
 
 FRAGILE = """
@@ -677,11 +815,11 @@ def test_settings_that_cannot_be(monkeypatch, words, args):
 
 
 @contextlib.asynccontextmanager
-async def serving(make_engines, origins=(), max_queue: int = 8, timeout_s: float = 60.0):
+async def serving(make_engines, origins=(), max_queue: int = 8, **limits):
     """A client of an application with a writing model, and the model."""
     workers = [Worker(make_engine) for make_engine in make_engines]
     model = ServedModel("tiny-sft", TOKENIZER, 2048, 1, 0, 2, max_queue, workers)
-    app = create_app([model], dataclasses.replace(LIMITS, timeout_s=timeout_s), cors_origins=origins)
+    app = create_app([model], dataclasses.replace(LIMITS, **limits), cors_origins=origins)
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as client:
@@ -809,6 +947,24 @@ async def test_pages_of_other_servers_that_may_ask():
             preflight = await client.options(CHAT, headers=asked | {"Origin": origin})
             assert preflight.status_code == status and preflight.headers["access-control-allow-headers"] == wanted
             assert preflight.headers.get("access-control-allow-origin") == allowed
+            assert preflight.headers["x-request-id"]
+            assert not allowed or "X-Request-Id" in answer.headers["access-control-expose-headers"]
+
+
+@run_async
+async def test_a_chat_that_is_too_long_loses_its_oldest_exchanges():
+    """With truncate=oldest: what the answer may have, or a quarter of the context, is left. A question alone may still
+    be too long."""
+    messages = [{"role": "system", "content": "S"}, *chat(*(f"{i % 10}" * 150 for i in range(27)))]
+    lengths = [len(prompt_of(messages[:1] + messages[start:])) for start in range(1, len(messages), 2)]
+    async with serving([make_engine], max_messages=99, truncate="oldest") as (client, _):
+        for max_tokens in (10, 2000):
+            body = {"model": "tiny-sft", "messages": messages, "max_tokens": max_tokens, "stop": "\n"}
+            usage = (await client.post(CHAT, json=body)).json()["usage"]
+            room = 2048 - min(max_tokens, 512)
+            assert usage["prompt_tokens"] == next(length for length in lengths if length <= room) < lengths[0]
+        refused = await client.post(CHAT, json=body | {"messages": chat("x" * 2100)})
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
 
 
 # ---- Stop strings

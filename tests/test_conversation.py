@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from nanochat.conversation import check_conversation, render, render_prompt
+from nanochat.conversation import check_conversation, drop_oldest, render, render_prompt
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order, pack
 from nanochat.errors import UserError
 from nanochat.tokenizer import Tokenizer
@@ -56,6 +56,44 @@ def test_the_prompt_is_what_comes_before_the_answer():
     assert prompt == ids[: len(prompt)] and shown(prompt).endswith("Thanks<|user_end|><|assistant_start|>")
     assert mask[len(prompt) - 1 : len(prompt) + 1] == [0, 1]
     assert render_prompt(TOKENIZER, {"messages": TOOL["messages"][:-1]}) == prompt
+
+
+PART = {"type": "python", "text": "1"}
+
+
+@pytest.mark.parametrize("messages, expected", [
+    ([said("system", "A"), said("system", "B"), said("user", "C"), said("user", "D")], "<U>A\n\nB\n\nC\n\nD</U><A>"),
+    ([said("user", "A"), said("assistant", "B"), said("system", "C"), said("user", "D")],
+     "<U>A</U><A>B</A><U>C\n\nD</U><A>"),
+    ([said("assistant", "Hi"), said("user", "A")], "<A>Hi</A><U>A</U><A>"),
+    ([said("system", "S"), said("assistant", "Hi"), said("user", "A")], "<U>S</U><A>Hi</A><U>A</U><A>"),
+    ([said("user", "A"), said("assistant", "It is")], "<U>A</U><A>It is"),
+    ([said("user", "A"), said("assistant", "B"), said("assistant", [PART])], "<U>A</U><A>B\n\n<P>1</P>"),
+    ([said("assistant", "Once")], "<A>Once"), ([said("system", "S")], "<U>S</U><A>"),
+])
+def test_what_clients_send_in_any_order(messages, expected):
+    """Rows of one side are one turn; a greeting stays; an answer at the end is continued."""
+    check_conversation({"messages": messages}, any_order=True)
+    for short, name in (("U", "user"), ("A", "assistant"), ("P", "python")):
+        expected = expected.replace(f"<{short}>", f"<|{name}_start|>").replace(f"</{short}>", f"<|{name}_end|>")
+    assert shown(render_prompt(TOKENIZER, {"messages": messages}, continue_last=True)) == "<|bos|>" + expected
+
+
+def test_the_oldest_exchanges_are_dropped_and_no_more_than_needed():
+    """For every room: the system's messages and the last turn stay, what is left begins with a user's turn, and the
+    exchange before it would not have fitted."""
+    talk = [said("system", "S" * 5), said("assistant", "Hi"), said("user", "a" * 9), said("user", "b"),
+            said("assistant", "c" * 20), said("user", "d"), said("assistant", "e" * 3), said("system", "f"),
+            said("user", "g" * 7), said("assistant", "h")]
+    cuts = [talk[:1] + talk[start:] for start in (1, 2, 5, 7)]
+
+    def length(messages: list[dict]) -> int:
+        return len(render_prompt(TOKENIZER, {"messages": messages}, continue_last=True))
+
+    for room in range(length(talk) + 2):
+        expected = next((cut for cut in cuts if length(cut) <= room), cuts[-1])
+        assert drop_oldest({"messages": talk}, lambda c: length(c["messages"]) <= room)["messages"] == expected
+    assert drop_oldest({"messages": talk[:1]}, lambda c: False)["messages"] == talk[:1]
 
 
 @pytest.mark.parametrize("conversation,problem", [

@@ -15,14 +15,16 @@ from conftest import ALL_PIECES, REPO
 
 import nanochat.engine
 import nanochat.kv_cache
+import nanochat.logprobs
 from nanochat.conversation import render, render_prompt
 from nanochat.detokenizer import IncrementalDetokenizer, to_parts
 from nanochat.engine import Answer, Engine
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig, architecture
 from nanochat.kv_cache import CachedModel
+from nanochat.logprobs import token_logprobs
 from nanochat.loss import cap
-from nanochat.sampling import SamplingParams, draw
+from nanochat.sampling import History, SamplingParams, draw
 from nanochat.saving import save_weights
 from nanochat.tokenizer import Tokenizer
 
@@ -223,6 +225,49 @@ def test_extreme_uniforms_never_draw_what_is_excluded(settings, softcap):
     assert drawn <= allowed and len(drawn) > 1
 
 
+@pytest.mark.parametrize("softcap", [15.0, None])
+@pytest.mark.parametrize("settings", [
+    {"repetition_penalty": 1.7}, {"frequency_penalty": 0.9}, {"presence_penalty": -1.5}, {"min_p": 0.2, "top_p": 0.9},
+    {"logit_bias": ((3, 8.0), (59, -100.0))}, {"min_p": 1.0, "temperature": 0.3}, {"min_p": 0.3, "top_k": 4},
+    {"repetition_penalty": 0.8, "frequency_penalty": 0.5, "presence_penalty": 0.3, "logit_bias": ((7, -2.0),),
+     "min_p": 0.01, "temperature": 1.6, "top_k": 30, "top_p": 0.95},
+])
+def test_adjusted_draws_have_the_probabilities_of_the_definition(softcap, settings):
+    """
+    Penalties, biases and min_p token by token in float64, beside a row that asks for nothing and draws what it would
+    draw alone. To one in a thousand draws, as above.
+    """
+    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(2)) * 4
+    sampling, plain = SamplingParams(**settings), SamplingParams()
+    history = History([1, 5, 5, 7, 30], [3, 7, 7, 7, 40])
+    N, counts = 1000, Counter()
+    for i in range(N):
+        uniform = (i + 0.5) / N
+        token, other = draw(logits.expand(2, -1), [sampling, plain], [uniform] * 2, softcap, [history] * 2)
+        assert [other] == draw(logits, [plain], [uniform], softcap)
+        counts[token] += 1
+    weights = []
+    for token, value in enumerate(logits[0].double().tolist()):
+        value = softcap * math.tanh(value / softcap) if softcap else value
+        if token in (1, 3, 5, 7, 30, 40):
+            value = value / sampling.repetition_penalty if value > 0 else value * sampling.repetition_penalty
+        times = {3: 1, 7: 3, 40: 1}.get(token, 0)
+        value -= sampling.frequency_penalty * times + sampling.presence_penalty * (times > 0)
+        weights.append(math.exp((value + dict(sampling.logit_bias).get(token, 0)) / sampling.temperature))
+    order = sorted(range(60), key=lambda token: -weights[token])
+    order = [token for token in order if weights[token] >= sampling.min_p * weights[order[0]]][: sampling.top_k or None]
+    total, kept = sum(weights[token] for token in order), []
+    for token in order:
+        if sum(weights[token] for token in kept) < sampling.top_p * total:
+            kept.append(token)
+    total = sum(weights[token] for token in kept)
+    assert set(counts) <= set(kept)
+    for token in kept:
+        assert abs(counts[token] - N * weights[token] / total) <= 1.01, token
+    greedily = SamplingParams(**settings | {"temperature": 0})
+    assert draw(logits, [greedily], [0.5], softcap, [history]) == order[:1]
+
+
 @both
 def test_samples_do_not_depend_on_the_company(arch):
     """Alone, or in a changing crowd of other requests: the same seed draws the same tokens."""
@@ -276,6 +321,58 @@ def test_settings_that_mean_the_same():
     expected = [uncached(model, prompt, 20) for prompt in prompts]
     for settings in ({"temperature": 0}, {"top_k": 1}, {"top_p": 0.0}, {"temperature": 1e-30}, {"temperature": 1e-4}):
         assert tokens(**settings) == expected
+
+
+# ---- Log-probabilities
+
+
+def check_logprobs(model: GPT, tokens: list[int], logprobs: list, first: int, count: int) -> None:
+    """Those of tokens[first:] are the plain model's, softmax in float64, to 1e-4: float32 sums differ by less."""
+    expected = model(torch.tensor([tokens])).double().log_softmax(-1)[0]
+    assert [one.token for one in logprobs] == tokens[first:]
+    for place, one in enumerate(logprobs, first):
+        if place == 0:
+            assert (one.logprob, one.top) == (None, [])
+            continue
+        row = expected[place - 1]
+        assert one.logprob == pytest.approx(row[one.token].item(), abs=1e-4)
+        best = row.topk(count)
+        assert [token for token, _ in one.top] == best.indices.tolist()
+        assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+@both
+def test_logprobs_are_the_plain_models(monkeypatch, arch):
+    """
+    Of prompts longer than a chunk of logits and of sampled answers, whatever the sampling did, in company; also where
+    the answer has no token or one, for which no row is needed. Those who do not ask for them have none.
+    """
+    monkeypatch.setattr(nanochat.logprobs, "CHUNK", 7)
+    model, prompts = random_model(sharpness=0.1, arch=arch), random_prompts(20, 1, 7, 8, 95, 30)
+    samplings = [SamplingParams(length, 2.0, 20, 0.9, 1, (), False, 1.0, logprobs=k, prompt_logprobs=of_prompt)
+                 for length, k, of_prompt in
+                 ((9, 3, None), (12, 1, 1), (0, None, 2), (1, 5, 5), (1, 0, 1), (20, None, None))]
+    inserts, insert = [], CachedModel.insert
+    monkeypatch.setattr(CachedModel, "insert", lambda self, prefix: inserts.append(prefix) or insert(self, prefix))
+    answers = Engine(model, TOKENIZER, max_batch=3).generate(prompts, samplings, num_samples=2)
+    assert len(inserts) == 6 and [len(answer.tokens) for answer in answers[::2]] == [9, 12, 0, 1, 1, 20]
+    for answer in answers:
+        whole, sampling = answer.prompt + answer.tokens, answer.sampling
+        assert answer.finish_reason == "length"
+        for found, first, end, count in ((answer.logprobs, len(answer.prompt), len(whole), sampling.logprobs),
+                                         (answer.prompt_logprobs, 0, len(answer.prompt), sampling.prompt_logprobs)):
+            if count is None:
+                assert found == []
+            else:
+                check_logprobs(model, whole[:end], found, first, count)
+    alone = Engine(model, TOKENIZER).generate(prompts[3:4], dataclasses.replace(samplings[3], prompt_logprobs=None))
+    assert alone[0].tokens == answers[6].tokens, "the same draw with a row and without"
+
+
+def test_of_equal_logits_the_greedy_one_is_told_as_the_most_probable():
+    logits = torch.zeros(2, 50)
+    logits[:, [11, 40]] = 3.0
+    assert [one.top[0][0] for one in token_logprobs(logits, [40, 11], [1, 1], 15.0)] == [11, 11]
 
 
 # ---- Ends and bad input
@@ -393,7 +490,7 @@ def scripted(monkeypatch, *tokens: int) -> None:
     """Draws of the first row follow the script, then are 5."""
     script = list(tokens)
 
-    def drawn(logits, samplings, uniforms, softcap):
+    def drawn(logits, samplings, *others):
         return [script.pop(0) if script else 5] + [5] * (len(samplings) - 1)
 
     monkeypatch.setattr(nanochat.engine, "draw", drawn)

@@ -3,7 +3,8 @@ OpenAI's HTTP interface, as far as it is supported: what a request may say, and 
 
 Extensions:
 
-    top_k                 a setting of a request: only the k most probable tokens; 0: all
+    top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos   settings of a request: see nanochat/sampling.py.
+                          stop_token_ids end an answer as well as the usual ones, which ignore_eos does not look for
     parts                 of an answer's message, and of an assistant's message in a request: everything in order, as
                           [{"type": "text" | "python" | "python_output", "text": ...}, ...]. What the model has the
                           calculator compute is there, and not in `content`. In a request `parts` (or a list of such
@@ -12,6 +13,14 @@ Extensions:
                           Python client appends there (its JavaScript client does not). Text is in `content` as well
     context_length, max_tokens, temperature, top_k, examples, chat   of a model in the list of models. examples:
                           questions to suggest; chat false: a base model, which continues the messages as one text
+    /tokenize, /detokenize, /tokenizer_info   as vLLM has them
+
+Log-probabilities are of the model's own distribution: after the softcap, before temperature and all else that a request
+asks for, in float32. In a chat they are those of the tokens of `content`. A completion's prompt is read after <|bos|>;
+unless the client has sent that token itself, echo begins after it, and so the first token has a log-probability, too.
+
+Messages may come in any order: several of system and user in a row are one turn, the assistant may begin, and its
+message at the end is continued.
 
 Differences: max_tokens above the server's limit is the limit, and the end of the context ends an answer as well, both
 with finish_reason "length"; so does the server's time limit. usage counts every token that was written, also those of
@@ -23,6 +32,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
@@ -31,8 +41,11 @@ from starlette.exceptions import HTTPException
 
 from nanochat.conversation import Conversation, check_conversation
 from nanochat.detokenizer import Delta, parts_of
-from nanochat.engine import FinishReason
+from nanochat.engine import FinishReason, default_stop
 from nanochat.errors import UserError
+from nanochat.sampling import SamplingParams
+from nanochat.serve.logprobs import PlacedLogprob, chat_logprobs, completion_logprobs
+from nanochat.tokenizer import Tokenizer
 
 # Parameters that do not change an answer: they say who asks, how it is billed or kept.
 IGNORED = {
@@ -42,9 +55,10 @@ IGNORED = {
 # Values that ask for nothing, of parameters that are not supported. Any other parameter or value is refused.
 NEUTRAL: dict[str, tuple] = {
     "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
-    "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,), "response_format": ({"type": "text"},),
-    "modalities": (["text"],), "reasoning_effort": ("none",), "verbosity": ("medium",), "logprobs": (False,),
-    "top_logprobs": (0,), "echo": (False,), "suffix": ("",), "best_of": (1,),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "reasoning_effort": ("none",),
+    "verbosity": ("medium",), "top_logprobs": (0,), "echo": (False,), "suffix": ("",), "best_of": (1,),
+    "use_beam_search": (False,), "length_penalty": (1,), "min_tokens": (0,), "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,), "spaces_between_special_tokens": (True,),
 }
 
 
@@ -106,8 +120,18 @@ class Message(BaseModel):
         return {"role": role, "content": [part.model_dump() for part in self.parts]}
 
 
+def conversation_of(messages: Sequence[Message]) -> Conversation:
+    """As nanochat.conversation has it."""
+    conversation = {"messages": [message.turn() for message in messages]}
+    try:
+        check_conversation(conversation, "messages", any_order=True)
+    except UserError as error:
+        raise ApiError(400, str(error), param="messages") from None
+    return conversation
+
+
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-StopStrings = Annotated[list[StopString], Field(max_length=4)]
+StopStrings = Annotated[list[StopString], Field(max_length=16)]
 
 
 def as_list(stop: Any) -> list:
@@ -117,19 +141,9 @@ def as_list(stop: Any) -> list:
     return [stop] if isinstance(stop, str) else stop
 
 
-class BaseRequest(BaseModel):
-    """What both kinds of request may say. The server's defaults stand for what is missing or null."""
+class Body(BaseModel):
+    """The JSON of a request. null stands for what is missing."""
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-    model: str
-    max_tokens: int = Field(ge=1)
-    temperature: float = Field(ge=0)
-    top_k: int = Field(ge=0)
-    top_p: float = Field(1.0, ge=0, le=1)
-    seed: int | None = None
-    n: int = Field(1, ge=1)
-    stop: Annotated[StopStrings, BeforeValidator(as_list, json_schema_input_type=StopString | StopStrings)] = []
-    stream: bool = False
-    stream_options: dict[str, bool | None] = {}
 
     @classmethod
     def parse(cls, body: bytes, **defaults: float) -> Self:
@@ -150,6 +164,27 @@ class BaseRequest(BaseModel):
             words = "must be a JSON object" if error["type"] == "model_type" else words
             raise ApiError(400, f"{where}: {words}" if where else words, param=where or None) from None
 
+
+class BaseRequest(Body):
+    """What both kinds of request may say. The server's defaults stand for what is missing or null."""
+    model: str
+    max_tokens: int = Field(ge=1)
+    temperature: float = Field(ge=0)
+    top_k: int = Field(ge=-1)
+    top_p: float = Field(1.0, ge=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] = {}
+    seed: int | None = None
+    n: int = Field(1, ge=1)
+    stop: Annotated[StopStrings, BeforeValidator(as_list, json_schema_input_type=StopString | StopStrings)] = []
+    stop_token_ids: Annotated[list[int], Field(max_length=64)] = []
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: dict[str, bool | None] = {}
+
     @model_validator(mode="after")
     def check_supported(self) -> Self:
         for name, value in self.model_extra.items():
@@ -159,20 +194,39 @@ class BaseRequest(BaseModel):
         return self
 
 
+    def told(self) -> dict[str, int | None]:
+        """The log-probabilities that are asked for, as SamplingParams has it."""
+        return {}
+
+    def sampling(self, most_tokens: int, tokenizer: Tokenizer, tools: bool) -> SamplingParams:
+        """As the engine has it. most_tokens: the server's limit."""
+        vocab_size, bias = tokenizer.get_vocab_size(), []
+        for token, value in self.logit_bias.items():
+            if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size):
+                words = f"logit_bias: {token!r:.80} is no token; expected 0 to {vocab_size - 1}"
+                raise ApiError(400, words, param="logit_bias")
+            bias.append((int(token), value))
+        return SamplingParams(
+            min(self.max_tokens, most_tokens), self.temperature, max(self.top_k, 0), self.top_p, self.seed,
+            (*(() if self.ignore_eos else default_stop(tokenizer)), *self.stop_token_ids), tools,
+            self.presence_penalty, self.frequency_penalty, self.repetition_penalty, tuple(bias), self.min_p,
+            **self.told())
+
+
 class ChatRequest(BaseRequest):
     messages: Annotated[list[Message], FailFast()]
     max_completion_tokens: int | None = Field(None, ge=1)  # the newer name of max_tokens
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
 
-    def conversation(self) -> Conversation:
-        """As nanochat.conversation has it; ApiError where nobody is there to be answered."""
-        conversation = {"messages": [message.turn() for message in self.messages]}
-        try:
-            check_conversation(conversation, "messages")
-        except UserError as error:
-            raise ApiError(400, str(error), param="messages") from None
-        if self.messages[-1].role == "assistant":
-            raise ApiError(400, "the last message must be the user's", param="messages")
-        return conversation
+    @model_validator(mode="after")
+    def check_top_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs without logprobs; set logprobs=true", param="top_logprobs")
+        return self
+
+    def told(self) -> dict[str, int | None]:
+        return {"logprobs": self.top_logprobs if self.logprobs else None}
 
 
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -194,7 +248,20 @@ def as_prompts(prompt: Any) -> list[str | list[int]]:
 
 class CompletionRequest(BaseRequest):
     prompt: Annotated[Any, BeforeValidator(as_prompts, json_schema_input_type=Prompts)]
-    logprobs: None = None  # here even 0 asks for them
+    max_tokens: int = Field(ge=0)
+    logprobs: int | None = Field(None, ge=0, le=20)  # here even 0 asks for them
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def check_max_tokens(self) -> Self:
+        if not self.max_tokens and not self.echo:
+            raise ApiError(400, "max_tokens=0 without echo asks for nothing; expected at least 1", param="max_tokens")
+        return self
+
+    def told(self) -> dict[str, int | None]:
+        # With max_tokens=0 the engine has only the prompt to read: for its log-probabilities, wanted or not.
+        reads = self.echo and (self.logprobs is not None or not self.max_tokens)
+        return {"logprobs": self.logprobs, "prompt_logprobs": (self.logprobs or 0) if reads else None}
 
 
 # ---- Answers
@@ -205,6 +272,7 @@ class Chunk:
     """What was written of one choice since its last chunk."""
     index: int                      # of the choice: n to the first prompt, then those to the second
     deltas: list[Delta] = field(default_factory=list)
+    logprobs: list[PlacedLogprob] = field(default_factory=list)
     tokens: int = 0                 # those without text count as well
     finish_reason: FinishReason | None = None
 
@@ -212,34 +280,40 @@ class Chunk:
 class Reply:
     """The choices of one request in OpenAI's shapes: as one response, or as server-sent events."""
 
-    def __init__(self, is_chat: bool, model: str, step: int, prompt_tokens: int, include_usage: bool):
-        self.is_chat, self.include_usage = is_chat, include_usage
-        self.kind, prefix = ("chat.completion", "chatcmpl-") if is_chat else ("text_completion", "cmpl-")
+    def __init__(self, asked: BaseRequest, model: str, step: int, tokenizer: Tokenizer, prompt_tokens: int):
+        self.is_chat = isinstance(asked, ChatRequest)
+        self.include_usage = bool(asked.stream_options.get("include_usage"))
+        self.kind, prefix = ("chat.completion", "chatcmpl-") if self.is_chat else ("text_completion", "cmpl-")
         self.head = {
             "id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model,
             "system_fingerprint": f"step_{step}",
         }
+        self.describe = partial(chat_logprobs if self.is_chat else completion_logprobs, tokenizer)
         self.prompt_tokens, self.completion_tokens = prompt_tokens, 0
         self.parts: dict[int, list[dict[str, str]]] = {}        # by choice
+        self.logprobs: dict[int, list[PlacedLogprob]] | None = {} if asked.told().get("logprobs") is not None else None
         self.finish_reasons: dict[int, FinishReason | None] = {}
 
     def add(self, chunks: Sequence[Chunk]) -> list[dict[str, Any]]:
         """Take these chunks in; returns the choices of the events that say what is new."""
-        choices = []
+        choices, nothing = [], {"delta": {}} if self.is_chat else {"text": ""}
         for chunk in chunks:
-            new = [{"delta": {"role": "assistant", "content": ""}}] * (self.is_chat and chunk.index not in self.parts)
-            parts = self.parts.setdefault(chunk.index, [])
+            if self.is_chat and chunk.index not in self.parts:
+                choices.append(choice(chunk.index, {"delta": {"role": "assistant", "content": ""}}))
+            parts, new = self.parts.setdefault(chunk.index, []), []
             for part in parts_of(chunk.deltas):
                 if not parts or parts[-1]["type"] != part["type"]:
                     parts.append(part | {"text": ""})
                 parts[-1]["text"] += part["text"]
                 content = {"content": part["text"]} if part["type"] == "text" else {}
                 delta = {"delta": content | {"parts": [{"index": len(parts) - 1} | part]}}
-                new.append(delta if self.is_chat else {"text": part["text"]})
-            choices += [choice(chunk.index, content) for content in new]
-            if chunk.finish_reason:
-                nothing = {"delta": {}} if self.is_chat else {"text": ""}
-                choices.append(choice(chunk.index, nothing, chunk.finish_reason))
+                new.append(choice(chunk.index, delta if self.is_chat else {"text": part["text"]}))
+            if chunk.finish_reason or (chunk.logprobs and not new):
+                new.append(choice(chunk.index, nothing, chunk.finish_reason))
+            if chunk.logprobs:
+                self.logprobs.setdefault(chunk.index, []).extend(chunk.logprobs)
+                new[0]["logprobs"] = self.describe(chunk.logprobs)
+            choices += new
             self.finish_reasons[chunk.index] = chunk.finish_reason
             self.completion_tokens += chunk.tokens
         return choices
@@ -252,6 +326,8 @@ class Reply:
             message = {"role": "assistant", "content": text, "refusal": None, "parts": parts}
             content = {"message": message} if self.is_chat else {"text": text}
             choices.append(choice(index, content, self.finish_reasons[index]))
+            if self.logprobs is not None:
+                choices[-1]["logprobs"] = self.describe(self.logprobs.get(index, []))
         return self.head | {"object": self.kind, "choices": choices, "usage": self.usage()}
 
     async def events(self, first: Sequence[Chunk], later: AsyncIterator[Sequence[Chunk]]) -> AsyncIterator[bytes]:

@@ -23,8 +23,8 @@ def describe(
         [(body, "validation") for body in bodies.values()], ref_template="#/components/schemas/{model}")
     for body in bodies.values():
         schema = schemas["$defs"][body.__name__]
-        accept_null(schema, defaults, issubclass(body, BaseRequest))
         schema["properties"]["model"] = {"enum": models}
+        accept_null(schema, defaults, issubclass(body, BaseRequest))
     paths = {}
     for route in routes:
         [method] = route.methods - {"HEAD"}

@@ -13,8 +13,10 @@ import hashlib
 import hmac
 import re
 import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -27,12 +29,14 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as AsgiMessage
 
-from nanochat.conversation import render_prompt, render_text
-from nanochat.sampling import SamplingParams
-from nanochat.serve.openai_api import ApiError, BaseRequest, ChatRequest, Chunk, CompletionRequest, Reply
+from nanochat.conversation import drop_oldest, render_prompt, render_text
+from nanochat.serve.openai_api import (
+    ApiError, BaseRequest, ChatRequest, Chunk, CompletionRequest, Message, Reply, conversation_of)
 from nanochat.serve.openapi import describe
+from nanochat.serve.tokenization import DetokenizeRequest, TokenizeRequest, tokenizer_info
 from nanochat.serve.worker import Request, ServedModel, Worker, log_error
 
 PAGE = Path(__file__).with_name("ui.html")
@@ -53,6 +57,7 @@ class Limits:
     timeout_s: float           # from the arrival of a request to the end of its answers
     temperature: float
     top_k: int
+    truncate: str = ""         # "oldest": exchanges are dropped from a chat that is too long
 
 
 def create_app(
@@ -70,14 +75,17 @@ def create_app(
         Route("/v1", api.list_endpoints), Route("/v1/models", api.list_models), Route("/v1/models/{id}", api.one_model),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.complete, methods=["POST"]),
+        Route("/tokenize", api.tokenize, methods=["POST"]), Route("/detokenize", api.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", api.tokenizer_info),
     ]
-    bodies = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest}
+    bodies = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest,
+              "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
     described = JSONResponse(describe(routes, bodies, [*api.models], ["max_tokens", *api.defaults]))
     routes.append(Route("/openapi.json", described, methods=["GET"]))
     gate = Middleware(Gate, metrics=metrics, paths={r.endpoint: r.path for r in routes}, api_key=api_key, hosts=hosts)
     cors = Middleware(
         CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "HEAD", "POST"], allow_headers=["*"],
-        expose_headers=["Retry-After"])
+        expose_headers=["Retry-After", "X-Request-Id"])
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -90,7 +98,7 @@ def create_app(
         for worker in workers:
             worker.thread.join(timeout=10)
 
-    middleware = [cors, gate] if cors_origins else [gate]
+    middleware = [Middleware(RequestId), *([cors] if cors_origins else []), gate]
     return Starlette(
         routes=routes, middleware=middleware, exception_handlers={HTTPException: show_error}, lifespan=lifespan)
 
@@ -146,7 +154,9 @@ class Api:
     async def one_model(self, http: HttpRequest) -> Response:
         return JSONResponse(self.describe(self.find(http.path_params["id"])))
 
-    def find(self, id: str) -> ServedModel:
+    def find(self, id: str | None) -> ServedModel:
+        """The model of that name; None: the first one."""
+        id = next(iter(self.models)) if id is None else id
         if id not in self.models:
             words = f"there is no model {id!r:.80}; this server has {', '.join(self.models)}"
             raise ApiError(404, words, "model_not_found", "model")
@@ -164,15 +174,24 @@ class Api:
     async def chat(self, http: HttpRequest) -> Response:
         body = await read_body(http, self.limits.max_body_bytes)
         request = ChatRequest.parse(body, max_tokens=self.limits.max_new_tokens, **self.defaults)
-        model, count = self.find(request.model), len(request.messages)
-        if count > self.limits.max_messages:
-            words = f"{count:,} messages; at most {self.limits.max_messages:,} are allowed"
-            raise ApiError(400, words, "too_many_messages", "messages")
-        conversation = request.conversation()
-        self.check_chars([part.text for message in request.messages for part in message.parts], "messages")
-        ids = (render_prompt if model.chats else render_text)(model.tokenizer, conversation)
+        model = self.find(request.model)
         request.max_tokens = request.max_completion_tokens or request.max_tokens
+        most = min(request.max_tokens, self.limits.max_new_tokens, model.context // 4)
+        ids = self.render(model, request.messages, room=model.context - most)
         return await self.answer(http, request, model, [ids], "messages")
+
+    def render(self, model: ServedModel, messages: Sequence[Message], room: int) -> list[int]:
+        """The tokens of a chat. room: for how many, where older exchanges are dropped to fit in."""
+        if len(messages) > self.limits.max_messages:
+            words = f"{len(messages):,} messages; at most {self.limits.max_messages:,} are allowed"
+            raise ApiError(400, words, "too_many_messages", "messages")
+        conversation = conversation_of(messages)
+        self.check_chars([part.text for message in messages for part in message.parts], "messages")
+        render = partial(partial(render_prompt, continue_last=True) if model.chats else render_text, model.tokenizer)
+        ids = render(conversation)
+        if self.limits.truncate == "oldest" and len(ids) > room:
+            ids = render(drop_oldest(conversation, lambda shorter: len(render(shorter)) <= room))
+        return ids
 
     async def complete(self, http: HttpRequest) -> Response:
         """Continues a text, after <|bos|>; nothing is computed on the way. Tokens may be any, the special ones too."""
@@ -182,10 +201,34 @@ class Api:
         self.check_chars(request.prompt, "prompt")
         bos, vocab_size = [model.tokenizer.get_bos_token_id()], model.tokenizer.get_vocab_size()
         ids = [model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
-        ids = [prompt if prompt[:1] == bos else bos + prompt for prompt in ids]
+        added = [prompt[:1] != bos for prompt in ids]
+        ids = [bos * its_added + prompt for prompt, its_added in zip(ids, added)]
         if not all(0 <= token < vocab_size for prompt in ids for token in prompt):
             raise ApiError(400, f"the tokens of a prompt must be within 0 and {vocab_size - 1}", param="prompt")
-        return await self.answer(http, request, model, ids, "prompt")
+        return await self.answer(http, request, model, ids, "prompt", added if request.echo else ())
+
+    # ---- Tokens
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        request = TokenizeRequest.parse(await read_body(http, self.limits.max_body_bytes))
+        model = self.find(request.model)
+        if request.prompt is None:
+            ids = self.render(model, request.messages, model.context)
+        else:
+            self.check_chars([request.prompt], "prompt")
+            ids = request.ids_of_prompt(model.tokenizer)
+        return JSONResponse(request.answer(model.tokenizer, ids, model.context))
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        request = DetokenizeRequest.parse(await read_body(http, self.limits.max_body_bytes))
+        return JSONResponse(request.answer(self.find(request.model).tokenizer))
+
+    async def tokenizer_info(self, http: HttpRequest) -> Response:
+        """Of the first model, or of ?model=NAME."""
+        model = self.find(http.query_params.get("model"))
+        return JSONResponse(tokenizer_info(model.tokenizer, model.context, model.chats))
+
+    # ---- What answers have in common
 
     def check_chars(self, texts: Sequence[Sequence], param: str) -> None:
         count = sum(map(len, texts))
@@ -194,7 +237,8 @@ class Api:
             raise ApiError(400, words, "string_above_max_length", param)
 
     async def answer(
-        self, http: HttpRequest, asked: BaseRequest, model: ServedModel, prompts: list[list[int]], param: str
+        self, http: HttpRequest, asked: BaseRequest, model: ServedModel, prompts: list[list[int]], param: str,
+        echo_from: Sequence[int] = (),
     ) -> Response:
         """Have a worker answer the prompts; return that as JSON or as a stream. A client that goes ends the work."""
         longest = max(map(len, prompts))
@@ -204,17 +248,14 @@ class Api:
             raise ApiError(400, words, "context_length_exceeded", param)
         if asked.n > self.limits.max_n:
             raise ApiError(400, f"n={asked.n} is too much; at most {self.limits.max_n} answers are allowed", param="n")
-        is_chat = isinstance(asked, ChatRequest)
-        sampling = SamplingParams(
-            min(asked.max_tokens, self.limits.max_new_tokens), asked.temperature, asked.top_k, asked.top_p, asked.seed,
-            tools=is_chat and model.chats)
+        tools = isinstance(asked, ChatRequest) and model.chats
+        sampling = asked.sampling(self.limits.max_new_tokens, model.tokenizer, tools)
         client = http.client.host if http.client else ""
-        request = Request(prompts, sampling, asked.n, asked.stop, self.limits.timeout_s, client)
+        request = Request(prompts, sampling, asked.n, asked.stop, self.limits.timeout_s, client, echo_from)
         if request.size > model.max_choices:
             words = f"{request.size:,} answers at once; this server takes at most {model.max_choices}"
             raise ApiError(400, words, param=param)
-        include_usage = bool(asked.stream_options.get("include_usage"))
-        reply = Reply(is_chat, model.id, model.step, sum(map(len, prompts)), include_usage)
+        reply = Reply(asked, model.id, model.step, model.tokenizer, sum(map(len, prompts)))
         worker = model.submit(request)
         request.watcher = asyncio.create_task(cancel_at_the_end(http, worker, request))
         chunks = self.chunks(model, request)
@@ -293,6 +334,26 @@ async def show_error(http: HttpRequest, error: HTTPException) -> Response:
     return JSONResponse(error.body(), error.status_code, error.headers)
 
 
+class RequestId:
+    """x-request-id on every response: the client's own, if it sent a plain one, or else a new one."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        sent = Headers(scope=scope).get("x-request-id", "")
+        own = sent if re.fullmatch(r"[\w.:-]{1,128}", sent, re.ASCII) else f"req_{uuid.uuid4().hex}"
+
+        async def send_named(message: AsgiMessage) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", own.encode())]
+            await send(message)
+
+        await self.app(scope, receive, send_named)
+
+
 class Gate:
     """
     Around everything: only those who may ask get in, responses are counted, and an unforeseen error is answered; the
@@ -307,7 +368,7 @@ class Gate:
             return await self.app(scope, receive, send)
         started = False
 
-        async def send_counted(message: Message) -> None:
+        async def send_counted(message: AsgiMessage) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True

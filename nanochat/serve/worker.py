@@ -20,9 +20,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from nanochat.detokenizer import IncrementalDetokenizer, StopStrings
+from nanochat.detokenizer import Delta, IncrementalDetokenizer, StopStrings
 from nanochat.engine import Answer, Engine, FinishReason
+from nanochat.logprobs import TokenLogprob
 from nanochat.sampling import SamplingParams
+from nanochat.serve.logprobs import HeldLogprobs
 from nanochat.serve.openai_api import ApiError, Chunk
 from nanochat.tokenizer import Tokenizer
 
@@ -38,6 +40,7 @@ class Request:
     stop: Sequence[str] = ()
     seconds: float = math.inf               # after that many, its choices end with what they have
     client: str = ""                        # places and queue are shared fairly among clients
+    echo_from: Sequence[int] = ()           # of each prompt, the first token that its choices begin with; (): none
     started: float = field(default_factory=time.monotonic)
     first_token: float | None = None        # when it was written
     received: asyncio.Queue[list[Chunk] | ApiError] = field(default_factory=asyncio.Queue)
@@ -62,18 +65,40 @@ class Choice:
     detokenizer: IncrementalDetokenizer
     stop: StopStrings
     chunk: Chunk    # the next one that is sent
+    echo_from: int | None = None    # of the prompt's tokens, which come first; None: none of them, or already there
+    logprobs: HeldLogprobs = field(default_factory=HeldLogprobs)
 
     def add(self, answer: Answer) -> None:
-        """The answer has one token more."""
-        self.chunk.tokens += 1
-        deltas = self.detokenizer.add(answer.tokens[-1]) + (self.detokenizer.end() if answer.finish_reason else [])
-        for delta in deltas:
-            self.chunk.deltas += self.stop.add(delta)
+        """The answer has one token more, or has ended without any."""
+        if self.echo_from is not None:
+            logprobs = answer.prompt_logprobs if answer.sampling.logprobs is not None else []
+            for index in range(self.echo_from, len(answer.prompt)):
+                self.show(self.read(answer.prompt[index], logprobs[index : index + 1]))
+            self.echo_from = None
+        if answer.tokens:
+            self.chunk.tokens += 1
+            for delta in self.read(answer.tokens[-1], answer.logprobs[-1:], bool(answer.finish_reason)):
+                self.show(self.stop.add(delta))
         if answer.finish_reason or self.stop.found:
             self.finish("stop" if self.stop.found else answer.finish_reason)
 
+    def read(self, token: int, logprobs: list[TokenLogprob], is_last: bool = False) -> list[Delta]:
+        """The text that this token completes."""
+        deltas = self.detokenizer.add(token) + (self.detokenizer.end() if is_last else [])
+        is_content = self.detokenizer.type == "text" and token not in self.detokenizer.starts
+        for logprob in logprobs:
+            self.logprobs.add(logprob, is_content)
+        self.logprobs.written += sum(len(delta.text) for delta in deltas)
+        return deltas
+
+    def show(self, deltas: list[Delta]) -> None:
+        self.chunk.deltas += deltas
+        self.logprobs.shown += sum(len(delta.text) for delta in deltas)
+        self.chunk.logprobs += self.logprobs.release()
+
     def finish(self, reason: FinishReason) -> None:
-        self.chunk.deltas += self.stop.end()
+        self.show(self.stop.end())
+        self.chunk.logprobs += self.logprobs.release(everything=not self.stop.found)
         self.chunk.finish_reason = reason
 
 
@@ -187,9 +212,10 @@ class Worker:
         try:
             for number, prompt in enumerate(request.prompts):
                 answers = self.engine.add(prompt, request.sampling, request.n, owner=request.client)
+                echo_from = request.echo_from[number] if request.echo_from else None
                 for index, answer in enumerate(answers, number * request.n):
-                    detokenizer = IncrementalDetokenizer(self.engine.tokenizer)
-                    self.choices[answer] = Choice(request, detokenizer, StopStrings(request.stop), Chunk(index))
+                    detokenizer, stop = IncrementalDetokenizer(self.engine.tokenizer), StopStrings(request.stop)
+                    self.choices[answer] = Choice(request, detokenizer, stop, Chunk(index), echo_from)
         except Exception as error:  # what can be wrong with a request should have been found before
             self.fail({request}, error)
 
