@@ -34,7 +34,15 @@ from starlette.types import Message as AsgiMessage
 
 from nanochat.conversation import drop_oldest, render_prompt, render_text
 from nanochat.serve.openai_api import (
-    ApiError, BaseRequest, ChatRequest, Chunk, CompletionRequest, Message, Reply, conversation_of)
+    ApiError,
+    BaseRequest,
+    ChatRequest,
+    Chunk,
+    CompletionRequest,
+    Message,
+    Reply,
+    conversation_of,
+)
 from nanochat.serve.openapi import describe
 from nanochat.serve.tokenization import DetokenizeRequest, TokenizeRequest, tokenizer_info
 from nanochat.serve.worker import Request, ServedModel, Worker, log_error
