@@ -169,10 +169,10 @@ def run_suite() -> None:
         for test in TESTS:
             names = r"gpt-[\w.-]+(?=\",)"
             (copy / test).write_text(re.sub(names, model, (copy / test).read_text()))
-        command = [sys.executable, "-m", "pytest", "-q", "-n0", "--tb=line", "-rN", "--durations=1", *TESTS]
+        command = [sys.executable, "-m", "pytest", "-q", "-n0", "--tb=line", "-rN", *TESTS]
         env = os.environ | {"TEST_API_BASE_URL": f"{url}/v1"}
         lines = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True).stdout.splitlines()
-    reasons = Counter(found[0] for line in lines if (found := re.search(r"Error code: \d+ - .{,80}", line)))
+    reasons = Counter(found[1] for line in lines if (found := re.match(r"E .*Error code: (\d+ - .{,90})", line)))
     print(f"\nOpenAI's tests: {lines[-1]}")
     for reason, count in reasons.most_common():
         print(f"{count:5} {reason}")

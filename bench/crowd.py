@@ -65,7 +65,7 @@ with ExitStack() as opened:
     crowd(unfinished, request("/v1/chat/completions", **chat)[:-10])
     show(f"{unfinished} unfinished requests")
 with ExitStack() as opened:
-    crowd(unread, request("/v1/chat/completions", max_tokens=max_tokens, stream=True, **chat))
+    crowd(unread, request("/v1/chat/completions", max_tokens=max_tokens, ignore_eos=True, stream=True, **chat))
     show(f"{unread} unread streams")
     crowd(unfinished, request("/v1/chat/completions", **chat)[:-10])
     show(f"{unread} and {unfinished} together")
