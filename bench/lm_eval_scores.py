@@ -13,6 +13,7 @@ applied to both sides' numbers.
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -178,7 +179,7 @@ def chat_table() -> str:
 if not bundle.is_dir() and core:
     print(f"{bundle} is not there: NANOCHAT_EVAL_DATA names the folder that has eval_bundle; CORE is left out")
     core = ""
-if subprocess.run([python, "-c", "import lm_eval"], capture_output=True).returncode:
+if not shutil.which(python) or subprocess.run([python, "-c", "import lm_eval"], capture_output=True).returncode:
     print(f"{python} has no lm-eval: pip install 'lm-eval[api]' into an environment, and --python=... names its Python")
     core = chat = ""
 *_, device = compute_init("cpu")
