@@ -33,7 +33,15 @@ from starlette.types import Message as AsgiMessage
 
 from nanochat.conversation import drop_oldest, render_prompt, render_text
 from nanochat.serve.openai_api import (
-    ApiError, BaseRequest, ChatRequest, Chunk, CompletionRequest, Message, Reply, conversation_of)
+    ApiError,
+    BaseRequest,
+    ChatRequest,
+    Chunk,
+    CompletionRequest,
+    Message,
+    Reply,
+    conversation_of,
+)
 from nanochat.serve.openapi import describe
 from nanochat.serve.request_id import RequestId
 from nanochat.serve.tokenization import DetokenizeRequest, TokenizeRequest, tokenizer_info
