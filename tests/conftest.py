@@ -42,10 +42,10 @@ def base_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def real_items(base_folder) -> Path:
-    """A base folder with CORE's bundle and the tasks of the folder NANOCHAT_REAL_ITEMS; both may be links."""
-    items = os.environ.get("NANOCHAT_REAL_ITEMS")
+    """A base folder with CORE's bundle and the tasks of the folder NANOCHAT_EVAL_DATA; both may be links."""
+    items = os.environ.get("NANOCHAT_EVAL_DATA")
     if not items:
-        pytest.skip("NANOCHAT_REAL_ITEMS names no folder with eval_bundle/ and tasks/")
+        pytest.skip("NANOCHAT_EVAL_DATA names no folder with eval_bundle/ and tasks/")
     (base_folder / "tasks").mkdir(parents=True)
     (base_folder / "eval_bundle").symlink_to(Path(items, "eval_bundle"))
     for name in ("mmlu", "gsm8k", "humaneval"):

@@ -31,7 +31,7 @@ def describe(
         kinds = ["application/json", "text/event-stream"] if method == "POST" else ["*/*"]
         answers = {"200": {"description": "an answer", "content": {kind: {} for kind in kinds}},
                    "default": {"description": "an error", "content": {"application/json": {"schema": ERROR}}}}
-        names = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        names = [{"name": name, "in": "path", "required": True, "schema": {"enum": models}}
                  for name in route.param_convertors]
         operation = {"parameters": names, "responses": answers}
         if method == "POST":
