@@ -9,15 +9,18 @@ Serve chat models: a page to talk with them, and an interface that OpenAI's clie
     OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
         model="TAG-sft", messages=[{"role": "user", "content": "What is 12 * 3?"}])
 
-nanochat/serve/openai_api.py lists extensions and differences. SIGTERM and Ctrl-C end the server at once; so does the
-death of a model's last worker, with exit code 1, for a supervisor to start it again.
+nanochat/serve/openai_api.py lists extensions and differences. SIGTERM ends the server when the requests that it has
+accepted are answered, after --drain_s at the latest; Ctrl-C ends it at once. So does the death of a model's last
+worker, with exit code 1, for a supervisor to start it again.
 """
+import asyncio
 import os
 import signal
 import socket
 import sys
 import webbrowser
 from functools import partial
+from types import FrameType
 from typing import Literal
 
 from configurator import configure  # isort: split
@@ -60,6 +63,7 @@ max_chars = 200_000         # [1..] of its messages together
 max_new_tokens = 1024       # [1..] of an answer; clients that ask for more get this many
 truncate: Literal["", "oldest"] = ""  # oldest: what is too long for the model loses its first exchanges; empty: an error
 timeout_s = 300.0           # [>0] seconds from request to answer, which then ends with what it has
+drain_s = 5.0               # [0..] seconds after SIGTERM for the answers that are not complete
 # ---- Defaults of a request
 temperature = 0.6           # [0..] 0: always the most probable token
 top_k = 50                  # [0..] only the k most probable tokens; 0: all
@@ -124,7 +128,7 @@ app = create_app(models, limits, api_key, origins, own_names + names if names or
 
 
 class Server(uvicorn.Server):
-    """Says when it is ready, and ends with a model's last worker. At its end the answers being written end, too."""
+    """Says when it is ready, ends with a model's last worker, and lets accepted requests end for drain_s before."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -137,18 +141,28 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or any(model.dead for model in models)
 
+    def handle_exit(self, number: int, frame: FrameType | None) -> None:
+        """SIGTERM gives accepted requests drain_s; Ctrl-C, or a second signal, ends them with an error."""
+        if number == signal.SIGINT or self.should_exit:
+            end_answers()
+            self.config.timeout_graceful_shutdown = 2
+        self.should_exit = True
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for model in models:
-            for worker in model.workers:
-                worker.stop()  # open streams would hold it up
-        await super().shutdown(sockets)
+        asyncio.get_running_loop().call_later(drain_s, end_answers)
+        await super().shutdown(sockets)  # accepts no connection, and waits for the last response to be read
 
 
-for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda number, frame: None)  # uvicorn raises them once more when it has ended
+def end_answers() -> None:
+    """Those being written, and those that wait."""
+    for model in models:
+        for worker in model.workers:
+            worker.stop()
+
+
 settings = uvicorn.Config(
     app, http=ImpatientProtocol, ws="none", backlog=128, log_level="warning", access_log=False, server_header=False,
-    timeout_graceful_shutdown=2)
+    timeout_graceful_shutdown=drain_s + 2)  # then connections whose clients do not read are cut
 Server(settings).run(sockets=[listener])
 if dead := [model.id for model in models if model.dead]:
     raise UserError(f"the worker of {', '.join(dead)} has died; the error is above")

@@ -42,6 +42,7 @@ KEY = "a-secret"
 MARKER = "xyzzy"            # in what users write here, never in the log
 PLACES, QUEUE = 8, 56
 MOST = PLACES + QUEUE // 2    # answers for one client
+DRAIN_SECONDS = 4.0
 CHAT = "/v1/chat/completions"
 ERROR = {"message", "type", "param", "code"}  # the fields of every error
 # What the talking model says, every time. Its tokens are single bytes.
@@ -145,12 +146,12 @@ def servers():
 
 @pytest.fixture
 def server(servers, tmp_path_factory):
-    """One for all tests; another one after the test that ends it, which is the last in the file."""
+    """One for all tests; another one after a test that ends it; these are the last in the file."""
     if not servers or servers[-1].process.poll() is not None:
         servers.append(Running(
             tmp_path_factory.mktemp("server"), {"sft": writing_model(), "rl": talking_model()}, "--source=sft, rl",
             f"--max_batch={PLACES}", f"--max_queue={QUEUE}", "--max_body_bytes=100000", "--max_messages=9",
-            "--max_chars=50000", "--max_new_tokens=2000", f"--max_n={MOST}"))
+            "--max_chars=50000", "--max_new_tokens=2000", f"--max_n={MOST}", f"--drain_s={DRAIN_SECONDS}"))
     return servers[-1]
 
 
@@ -634,6 +635,33 @@ def test_head_and_the_root_of_the_interface(server):
         assert {"GET /v1/models", f"POST {CHAT}", "POST /v1/completions"} <= set(endpoints)
 
 
+def test_the_page_about_the_interface(server):
+    """Every path is there but the page's own; requests that are answered fit the schemas, others do not."""
+    page = httpx.get(f"{server.url}/openapi.json").json()  # without the key
+    listed = server.http.get("/v1").json()["endpoints"]
+    written = {f"{method.upper()} {path}" for path, methods in page["paths"].items() for method in methods}
+    assert {line for line in listed if not line.startswith("HEAD")} <= written and "GET /health" in written
+    schemas = page["components"]["schemas"]
+
+    def schema(path: str) -> dict:
+        content = page["paths"][path]["post"]["requestBody"]["content"]
+        return schemas[content["application/json"]["schema"]["$ref"].rpartition("/")[2]]
+
+    for path, needed, text in ((CHAT, "messages", chat("?")), ("/v1/completions", "prompt", "?")):
+        fields = schema(path)["properties"]
+        assert fields["model"] == {"enum": ["tiny-sft", "tiny-rl"]} and not schema(path)["additionalProperties"]
+        assert sorted(schema(path)["required"]) == sorted(["model", needed])
+        for name, one in fields.items():  # what the page takes is taken: null, and the values of an enumeration
+            values = [] if name in ("model", needed) else [None, *one["anyOf"][0].get("enum", [])]
+            for value in values:
+                ask = {"model": "tiny-rl", needed: text, "max_tokens": 1, name: value}
+                assert server.http.post(path, json=ask).status_code == 200, ask
+    stop, null = schema(CHAT)["properties"]["stop"]["anyOf"]
+    assert [one["type"] for one in (*stop["anyOf"], null)] == ["string", "array", "null"]
+    message = schemas["Message"]
+    assert message["required"] == ["role", "content"] and {"parts", "content"} <= set(message["properties"])
+
+
 def test_every_response_has_an_id(server):
     """Of its own, or the one that the client sent; errors of the gate and of the router as well."""
     ids = [server.http.get(path, headers=extra).headers["x-request-id"] for path, extra in (
@@ -727,13 +755,43 @@ def test_a_base_model_behind_a_proxy_until_its_worker_dies(tmp_path):
         server.process.wait()
 
 
-def test_zz_a_signal_ends_it_with_streams_open(server):
-    """Last: within seconds, with code 0 and nothing in the log but the line with the address."""
+def test_zy_sigterm_lets_answers_end_for_a_while(server):
+    """One answer ends whole, and meanwhile nobody new gets in; after drain_s the others and the queue are told."""
+    with ThreadPoolExecutor(1) as pool:
+        long = server.ask(MARKER, max_tokens=2000, n=PLACES - 1, stream=True)
+        whole = server.ask(MARKER, max_tokens=200).choices[0].message.content
+        short = server.ask(MARKER, max_tokens=200, stream=True)
+        beginning = streamed([next(short)])
+        waiting = pool.submit(server.ask, MARKER, max_tokens=2000, n=MOST - PLACES)
+        server.wait_until("nanochat_queue_length", MOST - PLACES)
+        server.process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert beginning + streamed(short) == whole
+        with pytest.raises(openai.APIConnectionError):
+            server.ask(MARKER)
+        assert server.process.poll() is None
+        with pytest.raises(openai.APIError, match="stopping"):
+            list(long)
+        assert time.monotonic() - started > DRAIN_SECONDS - 1
+        with pytest.raises(openai.InternalServerError, match="stopping"):
+            waiting.result()
+    check_end(server)
+
+
+def test_zz_ctrl_c_ends_it_with_streams_open(server):
+    """At once, and the streams end with an error."""
     stream = server.ask(MARKER, max_tokens=2000, n=8, stream=True)
     with pytest.raises(openai.APIError, match="stopping"):
         for number, _ in enumerate(stream):
             if number == 8:
-                server.process.send_signal(signal.SIGTERM)
+                server.process.send_signal(signal.SIGINT)
+                started = time.monotonic()
+    assert time.monotonic() - started < DRAIN_SECONDS - 1
+    check_end(server)
+
+
+def check_end(server: Running) -> None:
+    """With code 0 and nothing in the log but the line with the address."""
     assert server.process.wait(timeout=200) == 0
     log = server.log.read_text()
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+ serves tiny-sft, tiny-rl; Ctrl-C ends it\n", log), log

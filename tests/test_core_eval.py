@@ -255,12 +255,15 @@ def test_every_forward_pass_is_bounded(bundle, tokenizer):
     assert max(B for B, _ in sizes) == 1
 
 
-def core_on_a_rank(rank: int, world_size: int, bundle: Path, stage: int) -> tuple:
+def core_on_a_rank(
+    rank: int, world_size: int, bundle: Path, stage: int, max_per_task: int = -1, sequence_len: int = 256,
+    tokens_per_forward: int = 300,
+) -> tuple:
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    model = make_model(tokenizer, sequence_len)
     if stage >= 0:
         Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage)
-    return evaluate_core(model, tokenizer, load_tasks(bundle), tokens_per_forward=300)
+    return evaluate_core(model, tokenizer, load_tasks(bundle), max_per_task, tokens_per_forward)
 
 
 @pytest.mark.parametrize("world_size,stage", [(3, -1), (2, 3)], ids=["3 ranks", "2 ranks, ZeRO 3"])
@@ -268,6 +271,14 @@ def test_any_number_of_ranks_gives_the_same(bundle, world_size, stage):
     """45 items in blocks of 32: some ranks have fewer forward passes, or none, which on stage 3 would never end."""
     alone = core_on_a_rank(0, 1, bundle, -1)
     assert run_on_ranks(world_size, core_on_a_rank, bundle, stage) == [alone] * world_size
+
+
+def test_real_items_on_two_ranks_as_on_one(real_items):
+    """The beginning of each of CORE's tasks that are there."""
+    ask = real_items / "eval_bundle", -1, 33, 64, 4096
+    core, scores = core_on_a_rank(0, 1, *ask)
+    assert len(scores) >= 18 and all(score.items == min(33, score.items_there) for score in scores)
+    assert run_on_ranks(2, core_on_a_rank, *ask) == [(core, scores)] * 2
 
 
 # ---- Bundles that are not right

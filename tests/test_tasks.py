@@ -733,6 +733,17 @@ def test_humaneval_runs_the_tests_of_its_problem(base_folder):
         make_task("humaneval", "train")
 
 
+@pytest.mark.parametrize("spec, size, judged", [("mmlu", 14042, 2000), ("gsm8k", 1319, 1319), ("humaneval", 164, 30)])
+def test_real_problems_are_solved_by_their_own_answers(real_items, spec, size, judged):
+    task = make_task(spec, "test")
+    assert len(task) == size
+    for conversation in task[:judged]:
+        check_conversation(conversation)
+        answer = reference(conversation)
+        assert task.evaluate(conversation, answer) and not task.evaluate(conversation, "no"), answer
+
+
+
 def test_rows_come_in_one_shuffled_order(base_folder):
     """A data set that is sorted by subject: its first tenth must not be one subject, and must always be the same."""
     rows = [row | {"question": f"{subject}{i}"} for subject in "abcdefghij" for i, row in enumerate(MMLU[:1] * 20)]

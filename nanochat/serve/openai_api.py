@@ -86,8 +86,15 @@ class Part(BaseModel):
     text: str
 
 
+def content_beside_parts(schema: dict[str, Any]) -> None:
+    """What a client sends, instead of what is kept of it."""
+    content = {"anyOf": [{"type": "string"}, schema["properties"]["parts"]]}
+    schema |= {"properties": schema["properties"] | {"content": content}, "required": ["role", "content"]}
+
+
 class Message(BaseModel):
     """`parts` is what there is to read: the parts of an assistant's message if it has any, or else its content."""
+    model_config = ConfigDict(json_schema_extra=content_beside_parts)
     role: Literal["system", "developer", "user", "assistant"]
     parts: Annotated[list[Part], FailFast()]  # not an error for each of half a million
 
@@ -121,6 +128,10 @@ def conversation_of(messages: Sequence[Message]) -> Conversation:
     except UserError as error:
         raise ApiError(400, str(error), param="messages") from None
     return conversation
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+StopStrings = Annotated[list[StopString], Field(max_length=16)]
 
 
 def as_list(stop: Any) -> list:
@@ -168,10 +179,7 @@ class BaseRequest(Body):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] = {}
     seed: int | None = None
     n: int = Field(1, ge=1)
-    stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16),
-        BeforeValidator(as_list),
-    ] = []
+    stop: Annotated[StopStrings, BeforeValidator(as_list, json_schema_input_type=StopString | StopStrings)] = []
     stop_token_ids: Annotated[list[int], Field(max_length=64)] = []
     ignore_eos: bool = False
     stream: bool = False
@@ -220,6 +228,10 @@ class ChatRequest(BaseRequest):
         return {"logprobs": self.top_logprobs if self.logprobs else None}
 
 
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Prompts = str | Annotated[list[str], Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)]
+
+
 def as_prompts(prompt: Any) -> list[str | list[int]]:
     """A text, several, the tokens of one, or those of several: always as a list of prompts."""
 
@@ -234,7 +246,7 @@ def as_prompts(prompt: Any) -> list[str | list[int]]:
 
 
 class CompletionRequest(BaseRequest):
-    prompt: Annotated[Any, BeforeValidator(as_prompts)]
+    prompt: Annotated[Any, BeforeValidator(as_prompts, json_schema_input_type=Prompts)]
     max_tokens: int = Field(ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)  # here even 0 asks for them
     echo: bool = False

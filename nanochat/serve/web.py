@@ -33,14 +33,23 @@ from starlette.types import Message as AsgiMessage
 
 from nanochat.conversation import drop_oldest, render_prompt, render_text
 from nanochat.serve.openai_api import (
-    ApiError, BaseRequest, ChatRequest, Chunk, CompletionRequest, Message, Reply, conversation_of)
+    ApiError,
+    BaseRequest,
+    ChatRequest,
+    Chunk,
+    CompletionRequest,
+    Message,
+    Reply,
+    conversation_of,
+)
+from nanochat.serve.openapi import describe
 from nanochat.serve.request_id import RequestId
 from nanochat.serve.tokenization import DetokenizeRequest, TokenizeRequest, tokenizer_info
 from nanochat.serve.worker import Request, ServedModel, Worker, log_error
 
 PAGE = Path(__file__).with_name("ui.html")
 BODY_SECONDS = 30   # within which the body of a request must have come
-OPEN_PATHS = "/", "/health", "/metrics"     # everybody may read them
+OPEN_PATHS = "/", "/health", "/metrics", "/openapi.json"    # everybody may read them
 SECONDS = 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120  # limits of the histograms' buckets
 SAFE = (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"), (b"cache-control", b"no-store")
 
@@ -77,6 +86,10 @@ def create_app(
         Route("/tokenize", api.tokenize, methods=["POST"]), Route("/detokenize", api.detokenize, methods=["POST"]),
         Route("/tokenizer_info", api.tokenizer_info),
     ]
+    bodies = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest,
+              "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
+    described = JSONResponse(describe(routes, bodies, [*api.models], ["max_tokens", *api.defaults]))
+    routes.append(Route("/openapi.json", described, methods=["GET"]))
     gate = Middleware(Gate, metrics=metrics, paths={r.endpoint: r.path for r in routes}, api_key=api_key, hosts=hosts)
     cors = Middleware(
         CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "HEAD", "POST"], allow_headers=["*"],
