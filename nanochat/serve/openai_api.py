@@ -194,6 +194,7 @@ class Chunk:
     index: int                      # of the choice: n to the first prompt, then those to the second
     deltas: list[Delta] = field(default_factory=list)
     tokens: int = 0                 # those without text count as well
+    cached: int = 0                 # tokens of its prompt that were not read again
     finish_reason: FinishReason | None = None
 
 
@@ -207,7 +208,7 @@ class Reply:
             "id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model,
             "system_fingerprint": f"step_{step}",
         }
-        self.prompt_tokens, self.completion_tokens = prompt_tokens, 0
+        self.prompt_tokens, self.completion_tokens, self.cached_tokens = prompt_tokens, 0, 0
         self.parts: dict[int, list[dict[str, str]]] = {}        # by choice
         self.finish_reasons: dict[int, FinishReason | None] = {}
 
@@ -230,6 +231,7 @@ class Reply:
                 choices.append(choice(chunk.index, nothing, chunk.finish_reason))
             self.finish_reasons[chunk.index] = chunk.finish_reason
             self.completion_tokens += chunk.tokens
+            self.cached_tokens += chunk.cached
         return choices
 
     def whole(self) -> dict[str, Any]:
@@ -260,9 +262,10 @@ class Reply:
         except ApiError as error:
             yield event(error.body())
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         total = self.prompt_tokens + self.completion_tokens
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total,
+                "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
 
 
 def event(data: dict[str, Any]) -> bytes:
