@@ -7,7 +7,7 @@ The engine: any number of conversations decoded together, each with its own sett
     answers = engine.generate(prompts, SamplingParams(max_tokens=64))      # many, several at a time
 
 A server calls `add` when a request comes in, `remove` when its client has gone, and `step` all the time: one token for
-everyone who has a place. All from one thread.
+everyone who is running, and a piece of the prompts of those who come. All from one thread.
 """
 import math
 import random
@@ -72,7 +72,7 @@ class Engine:
         assert max_batch >= 1
         assert tokenizer.get_vocab_size() == model.config.vocab_size, "a model and another one's tokenizer"
         self.model, self.tokenizer, self.max_batch = CachedModel(model, max_batch), tokenizer, max_batch
-        self.context, self.prompt_cache = model.config.sequence_len, PromptCache(prompt_cache_bytes)
+        self.context, self.prompt_cache = model.config.sequence_len, PromptCache(self.model, prompt_cache_bytes)
         special = tokenizer.encode_special
         self.default_stop = special("<|assistant_end|>"), special("<|bos|>")
         self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
@@ -199,7 +199,7 @@ class Engine:
                 if length:
                     self.oldest_next = not self.oldest_next
                     budget -= length
-                    self._read_piece(answer)
+                    answer.reading.prefix = self.prompt_cache.read(answer.reading.prefix, answer.prompt, answer.owner)
                 if answer.unread:
                     continue
                 self.model.insert(answer.reading.prefix)
@@ -219,15 +219,7 @@ class Engine:
 
     def _look_up(self, answer: Answer) -> None:
         """Take what the prompt cache has of the answer's prompt."""
-        answer.reading.prefix = self.prompt_cache.extend(answer.reading.prefix, answer.prompt, answer.owner)
-
-    def _read_piece(self, answer: Answer) -> None:
-        """The next one of the answer's prompt."""
-        start = answer.reading.prefix.length
-        prefix = self.model.extend(answer.reading.prefix, answer.prompt[start : start + PIECE])
-        read = answer.prompt[: prefix.length]
-        self.prompt_cache.keep(read, answer.owner, lambda start, end: prefix.pieces[start // PIECE])
-        answer.reading.prefix = prefix
+        answer.reading.prefix = self.prompt_cache.look_up(answer.reading.prefix, answer.prompt, answer.owner)
 
     def _advance(self, answer: Answer, drawn: int) -> None:
         """The answer's next token: what the tool has to say, or else what was drawn."""

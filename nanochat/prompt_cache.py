@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from nanochat.kv_cache import Prefix
+from nanochat.kv_cache import CachedModel, Prefix
 
 # Tokens of a prompt that are read at once. Every prompt is cut at the multiples of it: so a piece that was kept of one
 # prompt is, to the bit, what reading it in another would give.
@@ -19,15 +19,21 @@ PIECE = 128
 class PromptCache:
     """Pieces of at most `limit` bytes together. The ones that were not used for longest go first."""
 
-    def __init__(self, limit: int):
-        self.limit, self.size = limit, 0
+    def __init__(self, model: CachedModel, limit: int):
+        self.model, self.limit, self.size = model, limit, 0
         self.pieces: dict[tuple, Tensor] = {}   # by (owner, *tokens); the next one to go comes first
 
-    def extend(self, prefix: Prefix, prompt: list[int], owner: str) -> Prefix:
+    def look_up(self, prefix: Prefix, prompt: list[int], owner: str) -> Prefix:
         """The prefix of this prompt with the pieces that are here. The last token is never: its logits are wanted."""
         while (end := prefix.length + PIECE) < len(prompt) and (owner, *prompt[:end]) in self.pieces:
             piece = self.pieces[owner, *prompt[:end]]
             prefix = Prefix((*prefix.pieces, piece), end, prompt[end - 1], prefix.cached + PIECE)
+        return prefix
+
+    def read(self, prefix: Prefix, prompt: list[int], owner: str) -> Prefix:
+        """The prefix of this prompt with the next piece, which the model reads."""
+        prefix = self.model.extend(prefix, prompt[prefix.length : prefix.length + PIECE])
+        self.keep(prompt[: prefix.length], owner, lambda start, end: prefix.pieces[start // PIECE])
         return prefix
 
     def keep(self, tokens: list[int], owner: str, piece: Callable[[int, int], Tensor]) -> None:
