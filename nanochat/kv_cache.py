@@ -75,8 +75,9 @@ class CachedModel:
         def look(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kept.append(torch.stack((k, v)).transpose(1, 2))  # (2, H_kv, T, D)
             window = self.config.window(layer)
-            keys, values = torch.cat([*(piece[layer] for piece in prefix.pieces), kept[-1]], dim=2)[:, :, first[window]:]
-            y = attend_one(q.transpose(0, 1).reshape(1, -1, q.size(-1)), keys[None], values[None], masks[window])
+            whole = torch.cat([*(piece[layer] for piece in prefix.pieces), kept[-1]], dim=2)
+            keys, values = whole[:, None, :, first[window] :].contiguous()  # (1, H_kv, keys, D) each
+            y = attend_one(q.transpose(0, 1).reshape(1, -1, q.size(-1)), keys, values, masks[window])
             return y.view(q.size(1), -1, q.size(-1)).transpose(0, 1)  # (T, H, D)
 
         x = self.hidden(tokens, [prefix.last, *tokens[:-1]], slice(start, end), look)
