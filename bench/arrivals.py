@@ -7,26 +7,16 @@ What a client of the chat server notices when others come with long prompts, and
 While one client receives a long answer, 15 others come with long prompts, then one with a short one. And a long
 conversation goes on: its second turn begins with what was read in the first. The weights are drawn, not trained.
 """
-import contextlib
 import http.client
-import itertools
 import json
-import re
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from statistics import mean, median
 from typing import Literal
 
 from configurator import configure
 
-from bench.harness import scratch_base
-from nanochat.checkpoint import checkpoint_dir
-from nanochat.gpt import GPT, config_from_depth
-from nanochat.saving import save_weights
-from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
+from bench.harness import save_chat_model, scratch_base, serving
 
 checkouts = "."             # folders with versions of this repo, whose servers are measured in turns
 depth = 4                   # [1..] layers; width and heads follow from it
@@ -89,33 +79,15 @@ def second_turn(port: int, client: int) -> dict[str, float]:
     return {"first turn": first, "second turn": second, "its prompt": usage["prompt_tokens"], "of it cached": cached}
 
 
-@contextlib.contextmanager
-def serving(checkout: str, *settings: str) -> Iterator[int]:
-    """The port of a server of that version."""
-    server = subprocess.Popen([
-        sys.executable, "-m", "scripts.chat_web", "--source=sft", "--port=0", "--workers=1", f"--dtype={dtype}",
-        f"--max_batch={long_prompts + 2}", f"--max_new_tokens={context}", *settings,
-    ], stdout=subprocess.PIPE, text=True, cwd=checkout)
-    try:
-        yield int(re.match(r"http://[^:]+:(\d+) ", server.stdout.readline())[1])
-    finally:
-        server.terminate()
-        server.wait()
-
-
 with scratch_base():
-    words = itertools.product(b"etaoinshrdlcumwfgypb", repeat=4)  # tokens that are like words
-    merges = [b" " + bytes(word) for word in itertools.islice(words, 8192 - 256 - len(SPECIAL_TOKENS))]
-    model = GPT(config_from_depth(depth, 8192, context, arch=arch))
-    model.init_weights(0)
-    model.lm_head.weight.data[:256] = model.lm_head.weight.data[8192 - len(SPECIAL_TOKENS) :] = 0  # it writes words alone
-    save_weights(checkpoint_dir("sft", "bench"), 0, model.state_dict(), Tokenizer(merges), model.config, {})
+    save_chat_model(depth, context, arch)
+    common = f"--dtype={dtype}", f"--max_batch={long_prompts + 2}", f"--max_new_tokens={context}"
     ways = [(checkout.strip(), ()) for checkout in checkouts.split(",")]
     ways.append((ways[0][0], ("--prompt_cache_mb=0",)))
     found: dict[tuple, list[dict]] = {way: [] for way in ways}
     for turn in range(repeats):
         for checkout, settings in ways:
-            with serving(checkout, *settings) as port:
+            with serving(*common, *settings, checkout=checkout) as port:
                 ask(port, 0, [user("Hello")], 8)  # the first one warms up
                 found[checkout, settings].append(crowd(port) | second_turn(port, 100 + turn))
     print(f"{arch}, depth {depth}, {context} tokens, {dtype}; medians of {repeats}, seconds or tokens")
