@@ -1,7 +1,9 @@
 """What the measurements share: a base folder of their own, functions on several ranks, and where the tables go."""
 import contextlib
+import itertools
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -14,8 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
+from nanochat.checkpoint import checkpoint_dir
 from nanochat.errors import UserError
 from nanochat.files import write_text
+from nanochat.gpt import GPT, config_from_depth
+from nanochat.saving import save_weights
+from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 DOCS = Path(__file__).parent.parent / "docs"
 END = "<!-- end of what it made -->"
@@ -50,6 +56,28 @@ def scratch_base(vocab_size: int | None = None) -> Iterator[None]:
             for script in (["scripts.dataset"], ["scripts.tok_train", f"--vocab_size={vocab_size}"]):
                 subprocess.run([sys.executable, "-m", *script], check=True, stdout=subprocess.DEVNULL)
         yield
+
+
+def save_chat_model(depth: int, context: int, arch: str) -> Path:
+    """The checkpoint of a model "bench" with a vocabulary of 8,192. Its weights are drawn; it writes nothing but words."""
+    words = itertools.product(b"etaoinshrdlcumwfgypb", repeat=4)  # tokens that are like words
+    merges = [b" " + bytes(word) for word in itertools.islice(words, 8192 - 256 - len(SPECIAL_TOKENS))]
+    model = GPT(config_from_depth(depth, 8192, context, arch=arch))
+    model.init_weights(0)
+    model.lm_head.weight.data[:256] = model.lm_head.weight.data[-len(SPECIAL_TOKENS) :] = 0
+    return save_weights(checkpoint_dir("sft", "bench"), 0, model.state_dict(), Tokenizer(merges), model.config, {})
+
+
+@contextlib.contextmanager
+def serving(*settings: str, checkout: str = ".") -> Iterator[int]:
+    """The port of a chat server that runs with these settings, of the version of this repo in that folder."""
+    command = [sys.executable, "-m", "scripts.chat_web", "--source=sft", "--port=0", "--workers=1", *settings]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=checkout)
+    try:
+        yield int(re.match(r"http://[^:]+:(\d+) ", server.stdout.readline())[1])
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def on_ranks(ranks: int, function: Callable, *args: Any) -> Any:

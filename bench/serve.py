@@ -7,11 +7,8 @@ The same requests are answered by the engine alone, in this process, and by the 
 are this process; in turns, since a machine's speed changes. The weights are drawn, not trained.
 """
 import http.client
-import itertools
 import json
 import re
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
@@ -21,15 +18,12 @@ from configurator import configure
 
 import torch
 
-from bench.harness import scratch_base
-from nanochat.checkpoint import checkpoint_dir, load_checkpoint
+from bench.harness import save_chat_model, scratch_base, serving
+from nanochat.checkpoint import load_checkpoint
 from nanochat.conversation import render_prompt
 from nanochat.distributed import compute_dtype, compute_init
 from nanochat.engine import Engine
-from nanochat.gpt import GPT, config_from_depth
 from nanochat.sampling import SamplingParams
-from nanochat.saving import save_weights
-from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 depth = 4                   # [1..] layers; width and heads follow from it
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
@@ -70,19 +64,10 @@ def ask_server(port: int) -> tuple[int, float]:
 
 
 with scratch_base():
-    words = itertools.product(b"etaoinshrdlcumwfgypb", repeat=4)  # tokens that are like words
-    merges = [b" " + bytes(word) for word in itertools.islice(words, 8192 - 256 - len(SPECIAL_TOKENS))]
-    model = GPT(config_from_depth(depth, 8192, 512))
-    model.init_weights(0)
-    saved = save_weights(checkpoint_dir("sft", "bench"), 0, model.state_dict(), Tokenizer(merges), model.config, {})
-    model, tokenizer, _ = load_checkpoint(saved, device)
+    model, tokenizer, _ = load_checkpoint(save_chat_model(depth, 512, "classic"), device)
     engine = Engine(model.eval().to(compute_dtype(dtype, device)), tokenizer, streams)
-    server = subprocess.Popen([
-        sys.executable, "-m", "scripts.chat_web", "--source=sft", "--port=0", "--workers=1", f"--dtype={dtype}",
-        f"--device_type={device.type}", f"--max_batch={streams}", f"--max_new_tokens={new_tokens}",
-    ], stdout=subprocess.PIPE, text=True)
-    try:
-        port = int(re.match(r"http://[^:]+:(\d+) ", server.stdout.readline())[1])
+    limits = f"--max_batch={streams}", f"--max_new_tokens={new_tokens}"
+    with serving(f"--dtype={dtype}", f"--device_type={device.type}", *limits) as port:
         print(f"depth {depth} on {device.type}, {torch.get_num_threads()} thread(s), {streams} streams, "
               f"{requests} answers of up to {new_tokens} tokens")
         rates = []
@@ -96,6 +81,3 @@ with scratch_base():
                 print("engine alone {:8,.0f} tokens/s, the clients {:8,.0f} tokens/s: {:6.1%}".format(*rates[-1]))
         alone, through, ratio = map(median, zip(*rates))
         print(f"medians: engine alone {alone:8,.0f} tokens/s, the clients {through:8,.0f} tokens/s: {ratio:6.1%}")
-    finally:
-        server.terminate()
-        server.wait()

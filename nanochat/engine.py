@@ -7,13 +7,14 @@ The engine: any number of conversations decoded together, each with its own sett
     answers = engine.generate(prompts, SamplingParams(max_tokens=64))      # many, several at a time
 
 A server calls `add` when a request comes in, `remove` when its client has gone, and `step` all the time: one token for
-everyone who has a place. All from one thread.
+everyone who is running, and a piece of the prompts of those who come. All from one thread.
 """
-import itertools
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -24,6 +25,7 @@ from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.kv_cache import CachedModel, Prefix
 from nanochat.logprobs import TokenLogprob, prompt_logprobs, token_logprobs
+from nanochat.prompt_cache import PIECE, PromptCache
 from nanochat.sampling import History, SamplingParams, draw
 from nanochat.tokenizer import Tokenizer
 
@@ -33,6 +35,12 @@ FinishReason = Literal["stop", "length"]  # a stop token; max_tokens or the end 
 def default_stop(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens that end an answer where a request does not say otherwise."""
     return tokenizer.encode_special("<|assistant_end|>"), tokenizer.encode_special("<|bos|>")
+
+
+@dataclass(eq=False)
+class Reading:
+    """A prompt as far as it has been read, once for all answers to it."""
+    prefix: Prefix = Prefix()
 
 
 @dataclass(eq=False)
@@ -49,15 +57,15 @@ class Answer:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # for each token of the prompt, likewise
     finish_reason: FinishReason | None = None
     error: Exception | None = None          # instead of any token: why the prompt could not be read
+    cached: int = 0                         # tokens of the prompt that the prompt cache had
+    reading: Reading | None = None          # until it has a row
     output: deque[int] = field(default_factory=deque)  # what the tool has still to write
     expression: list[int] | None = None     # tokens since <|python_start|>
 
-
-@dataclass
-class Waiting:
-    """Answers to one prompt that have no row yet. The prompt is read once, when the first of them gets one."""
-    answers: deque[Answer]
-    prefix: Prefix | None = None
+    @property
+    def unread(self) -> int:
+        """Tokens of the prompt that are still to be read."""
+        return len(self.prompt) - self.reading.prefix.length
 
 
 class Engine:
@@ -65,20 +73,23 @@ class Engine:
     Decodes up to max_batch sequences at once; others wait until one ends.
 
     Part of the weights are copied: after a training step, make a new one (milliseconds for a small model).
+    prompt_cache_bytes: how much is kept of the keys and values of prompts and answers, for prompts that begin alike.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, max_batch: int = 16):
+    def __init__(self, model: GPT, tokenizer: Tokenizer, max_batch: int = 16, prompt_cache_bytes: int = 0):
         assert max_batch >= 1
         assert tokenizer.get_vocab_size() == model.config.vocab_size, "a model and another one's tokenizer"
         self.model, self.tokenizer, self.max_batch = CachedModel(model, max_batch), tokenizer, max_batch
-        self.context = model.config.sequence_len
+        self.context, self.prompt_cache = model.config.sequence_len, PromptCache(self.model, prompt_cache_bytes)
         special = tokenizer.encode_special
         self.default_stop = default_stop(tokenizer)
         self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
         self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
         self.running: list[Answer] = []     # in the order of the cache's rows
-        self.waiting: dict[str, deque[Waiting]] = {}    # by owner; the one who got a row last comes last
+        self.reading: list[Answer] = []     # each has a place, and gets a row when its prompt has been read
+        self.waiting: dict[str, deque[Answer]] = {}     # by owner; the one who got a place last comes last
         self.scoring: dict[str, deque[list[Answer]]] = {}   # likewise: log-probabilities of their prompt come first
+        self.oldest_next = True             # whose piece is read next: of the prompt that came first, or of the shortest
 
     # ---- Requests
 
@@ -91,22 +102,20 @@ class Engine:
         cannot read.
 
         Sample i is the i-th draw of sampling.seed: the same whatever else the engine is doing, and no two are alike.
-        Among several owners, the one with the fewest rows gets the next row that is free.
+        Among several owners, the one with the fewest places gets the next one that is free.
         """
         assert num_samples >= 1
         prompt = self.fit(prompt, sampling, truncate)
         # The last token is written, not read: an answer may end one token beyond the context.
         limit = min(sampling.max_tokens, self.context + 1 - len(prompt))
         seeds = [None if sampling.seed is None else f"{sampling.seed} {i}" for i in range(num_samples)]
-        answers = [Answer(prompt, sampling, owner, limit, random.Random(seed)) for seed in seeds]
+        reading = Reading()
+        answers = [Answer(prompt, sampling, owner, limit, random.Random(seed), reading=reading) for seed in seeds]
         if sampling.prompt_logprobs is None:
-            self._wait(answers)
+            self.waiting.setdefault(owner, deque()).extend(answers)
         else:
             self.scoring.setdefault(owner, deque()).append(list(answers))
         return answers
-
-    def _wait(self, answers: list[Answer]) -> None:
-        self.waiting.setdefault(answers[0].owner, deque()).append(Waiting(deque(answers)))
 
     def fit(self, prompt: Sequence[int], sampling: SamplingParams, truncate: bool = False) -> list[int]:
         """
@@ -130,35 +139,39 @@ class Engine:
     def remove(self, answer: Answer) -> None:
         """End an answer now. Nothing happens if it has ended already."""
         if answer in self.running:
-            return self._free(self.running.index(answer))
-        for group in itertools.chain(*self.waiting.values()):
-            if answer in group.answers:
-                group.answers.remove(answer)
-        left = {owner: deque(group for group in groups if group.answers) for owner, groups in self.waiting.items()}
-        self.waiting = {owner: groups for owner, groups in left.items() if groups}
+            self._free(self.running.index(answer))
+        elif answer in self.reading:
+            self.reading.remove(answer)
+        elif answer in (answers := self.waiting.get(answer.owner, ())):
+            answers.remove(answer)
+            if not answers:
+                del self.waiting[answer.owner]
         for answers in self.scoring.get(answer.owner, ()):
             if answer in answers:
                 answers.remove(answer)
+        answer.reading = None
 
     @property
     def busy(self) -> bool:
         """Whether anything is running or waiting."""
-        return bool(self.running or self.waiting or self.scoring)
+        return bool(self.running or self.reading or self.waiting or self.scoring)
 
     # ---- One token for everyone
 
-    def step(self, max_prompts: int | None = None) -> list[Answer]:
+    def step(self, max_prompt_tokens: float = math.inf) -> list[Answer]:
         """
-        One more token for each running answer and for those that get a place now; returns these answers. Those that
+        One more token for each running answer and for those that get a row now; returns these answers. Those that
         end leave. What goes wrong with one prompt is the error of its own answers; after an exception only `clear`
         helps.
 
-        max_prompts: at most so many prompts are read, for which all who are running have to wait; None: any number.
+        max_prompt_tokens: at most so many tokens of prompts are read, for which all who are running have to wait.
         """
+        assert max_prompt_tokens >= PIECE, "some prompts would never be read"
         failed: list[Answer] = []
         rowless = self._score(failed)
         logits = [self.model.decode([answer.tokens[-1] for answer in self.running])] if self.running else []
-        logits += self._admit(failed, max_prompts)
+        self._admit()
+        logits += self._read(failed, max_prompt_tokens)
         logits += rowless.values()
         if not logits:
             return failed
@@ -195,7 +208,7 @@ class Engine:
             answer.prompt_logprobs = logprobs
         if first.limit <= 1:
             return dict.fromkeys(answers, logits)
-        self._wait(answers)
+        self.waiting.setdefault(owner, deque()).extend(answers)
         return {}
 
     def _extend(self, answers: list[Answer], logits: torch.Tensor) -> None:
@@ -213,35 +226,57 @@ class Engine:
             for row, logprob in zip(asked, token_logprobs(logits[asked], tokens, counts, softcap)):
                 answers[row].logprobs.append(logprob)
 
-    def _admit(self, failed: list[Answer], max_prompts: int | None) -> list[torch.Tensor]:
-        """Give free rows to those who have waited longest; returns the logits after their prompts, (1, V) each."""
-        logits, read = [], 0
-        while self.waiting and len(self.running) < self.max_batch:
-            rows = Counter(answer.owner for answer in self.running)
+    def _admit(self) -> None:
+        """Give free places to those who have waited longest, of the owners who have fewest."""
+        while self.waiting and len(self.running) + len(self.reading) < self.max_batch:
+            places = Counter(answer.owner for answer in self.running + self.reading)
             # Among equals the one whose prompt is read: each that waits takes memory.
-            owner = min(self.waiting, key=lambda owner: (rows[owner], self.waiting[owner][0].prefix is None))
-            group = self.waiting[owner][0]
-            if group.prefix is None:
-                if read == max_prompts:
-                    break
-                read += 1
+            owner = min(self.waiting, key=lambda owner: (places[owner], not self.waiting[owner][0].reading.prefix.length))
+            answers = self.waiting.pop(owner)
+            self.reading.append(answers.popleft())
+            if answers:
+                self.waiting[owner] = answers
+            self._look_up(self.reading[-1])
+
+    def _read(self, failed: list[Answer], budget: float) -> list[torch.Tensor]:
+        """
+        Read so many tokens of prompts, a piece at a time; answers whose prompt is complete get a row. Returns the
+        logits after these prompts, (1, V) each.
+        """
+        logits = []
+        while self.reading:
+            # A short prompt passes the long ones; but every second piece is of the oldest: none waits for ever.
+            answer = min(self.reading, key=lambda answer: answer.unread)
+            if self.oldest_next and answer.unread:
+                answer = self.reading[0]
+            self._look_up(answer)  # another one with the same beginning may have been read
+            if (length := min(answer.unread, PIECE)) > budget:
+                break
             try:
-                group.prefix = group.prefix or self.model.prefill(group.answers[0].prompt)
-                self.model.insert(group.prefix)
+                if length:
+                    self.oldest_next = not self.oldest_next
+                    budget -= length
+                    answer.reading.prefix = self.prompt_cache.read(answer.reading.prefix, answer.prompt, answer.owner)
+                if answer.unread:
+                    continue
+                self.model.insert(answer.reading.prefix)
             except Exception as error:  # for want of memory, perhaps: the others' rows are as they were
-                for answer in group.answers:
-                    answer.error = error
-                failed += group.answers
-                group.answers.clear()
+                waiting = *self.reading, *self.waiting.get(answer.owner, ())
+                sharing = [other for other in waiting if other.reading is answer.reading]
+                for other in sharing:
+                    self.remove(other)
+                    other.error = error
+                failed += sharing
             else:
-                logits.append(group.prefix.logits)
-                self.running.append(group.answers.popleft())
-            groups = self.waiting.pop(owner)
-            if not group.answers:
-                groups.popleft()
-            if groups:
-                self.waiting[owner] = groups
+                logits.append(answer.reading.prefix.logits)
+                self.reading.remove(answer)
+                self.running.append(answer)
+                answer.cached, answer.reading = answer.reading.prefix.cached, None
         return logits
+
+    def _look_up(self, answer: Answer) -> None:
+        """Take what the prompt cache has of the answer's prompt."""
+        answer.reading.prefix = self.prompt_cache.look_up(answer.reading.prefix, answer.prompt, answer.owner)
 
     def _advance(self, answer: Answer, drawn: int) -> None:
         """The answer's next token, if it may have one: what the tool has to say, or else what was drawn."""
@@ -273,7 +308,10 @@ class Engine:
             answer.expression.append(token)
 
     def _free(self, row: int) -> None:
-        """Empty a row; as in the cache, the last one moves into its place."""
+        """Empty a row, of which the prompt cache keeps a copy; as in the cache, the last one moves into its place."""
+        answer = self.running[row]
+        tokens = (answer.prompt + answer.tokens)[: self.model.lengths[row]]  # which the model has read
+        self.prompt_cache.keep(tokens, answer.owner, partial(self.model.piece, row))
         self.model.remove(row)
         self.running[row] = self.running[-1]
         self.running.pop()
@@ -322,5 +360,5 @@ class Engine:
 
     def clear(self) -> None:
         """End every answer now."""
-        self.running, self.waiting, self.scoring = [], {}, {}
+        self.running, self.reading, self.waiting, self.scoring = [], [], {}, {}
         self.model.clear()

@@ -1,6 +1,6 @@
 """
-The model with a cache of keys and values. Those of a token never change: a prompt is read in one pass, and each further
-token costs one row of matrix products instead of a pass over all before it.
+The model with a cache of keys and values. Those of a token never change: a prompt is read in a few passes, and each
+further token costs one row of matrix products instead of a pass over all before it.
 
 Sequences of any lengths are in the first rows of the cache, one each, from position 0 on; when one is removed, the last
 one moves into its row. The cache grows by large parts, so that little is copied. It shrinks when long sequences are
@@ -15,18 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.attention import attention
+from nanochat.attention import visible
 from nanochat.gpt import GPT, norm, rotary_angles
 
 CAPACITY_UNIT = 64  # positions; the capacity is a multiple of it
 
 
 class Prefix(NamedTuple):
-    """The result of reading a prompt of T tokens; any number of sequences may continue it."""
+    """The beginning of a prompt, as far as it has been read; any number of sequences may continue it."""
 
-    kv: Tensor      # (n_layer, 2, H_kv, T, D): keys, values
-    logits: Tensor  # (1, vocab_size), raw: before the softcap
-    last: int       # the prompt's last token
+    pieces: tuple[Tensor, ...] = ()  # (n_layer, 2, H_kv, T, D) each: keys, values
+    length: int = 0                  # tokens, the T of all pieces
+    last: int = -1                   # the last token; −1: none
+    cached: int = 0                  # tokens that were not read for this prompt: the prompt cache had them
+    logits: Tensor | None = None     # (1, vocab_size) after the last token, raw: before the softcap; None: it was cached
 
 
 class CachedModel:
@@ -60,26 +62,40 @@ class CachedModel:
         self.kv = self.model.lm_head.weight.new_empty(shape)
 
     @torch.inference_mode()
-    def prefill(self, prompt: list[int]) -> Prefix:
-        """Read a prompt of at most sequence_len tokens, all at once; the cache does not change."""
-        kept = []
+    def extend(self, prefix: Prefix, tokens: list[int]) -> Prefix:
+        """Read the next tokens of a prompt of at most sequence_len, all at once; the cache does not change."""
+        start, end = prefix.length, prefix.length + len(tokens)
+        first = {window: max(start + 1 - window, 0) for window in self.windows}  # key that the first of them sees
+        masks, kept = {}, []
+        for window in self.windows:
+            unseen = ~visible(start, end, first[window], window, self.kv.device)
+            mask = torch.zeros(unseen.shape, device=self.kv.device).masked_fill_(unseen, float("-inf"))
+            masks[window] = mask.repeat(self.config.n_head // self.config.n_kv_head, 1)  # (G * T, keys)
 
         def look(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))  # (1, H, T, D)
-            kept.append(torch.cat((k, v)))
-            return attention(q, k, v, self.config.window(layer))[0].transpose(0, 1)
+            kept.append(torch.stack((k, v)).transpose(1, 2))  # (2, H_kv, T, D)
+            window = self.config.window(layer)
+            whole = torch.cat([*(piece[layer] for piece in prefix.pieces), kept[-1]], dim=2)
+            keys, values = whole[:, None, :, first[window] :].contiguous()  # (1, H_kv, keys, D) each
+            y = attend_one(q.transpose(0, 1).reshape(1, -1, q.size(-1)), keys, values, masks[window])
+            return y.view(q.size(1), -1, q.size(-1)).transpose(0, 1)  # (T, H, D)
 
-        x = self.hidden(prompt, [-1, *prompt[:-1]], slice(len(prompt)), look)
-        return Prefix(torch.stack(kept), self.logits(x[-1:]), prompt[-1])
+        x = self.hidden(tokens, [prefix.last, *tokens[:-1]], slice(start, end), look)
+        return Prefix((*prefix.pieces, torch.stack(kept)), end, tokens[-1], prefix.cached, self.logits(x[-1:]))
 
     @torch.inference_mode()
     def insert(self, prefix: Prefix) -> None:
         """Add a row that continues a prefix."""
-        row, length = len(self.lengths), prefix.kv.size(3)
-        self.reserve(row + 1, length)
-        self.kv[:, :, row, :, :length] = prefix.kv
-        self.lengths.append(length)
+        row = len(self.lengths)
+        self.reserve(row + 1, prefix.length)
+        self.kv[:, :, row, :, : prefix.length] = torch.cat(prefix.pieces, dim=3)
+        self.lengths.append(prefix.length)
         self.last.append(prefix.last)
+
+    @torch.inference_mode()
+    def piece(self, row: int, start: int, end: int) -> Tensor:
+        """A copy of the keys and values of these positions of a row: a piece of a prefix."""
+        return self.kv[:, :, row, :, start:end].clone(memory_format=torch.contiguous_format)
 
     @torch.inference_mode()
     def remove(self, row: int) -> None:

@@ -32,6 +32,7 @@ temperature = 0.6           # [0..] 0: always the most probable token
 top_k = 50                  # [0..] only the k most probable tokens; 0: all
 max_new_tokens = 256        # [1..] of an answer
 seed: int | None = None     # None: another answer every time
+prompt_cache_mb = 512       # [0..] MiB for what was read before of the conversation; 0: every turn reads it anew
 config = configure(globals())
 
 HELP = """\
@@ -45,7 +46,7 @@ stage = furthest_stage(model_tag) if source == "auto" else source
 model, tokenizer, meta = load_checkpoint(find_model(stage, model_tag, step), device)
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
 render = render_text if stage == "base" else render_prompt
-engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, max_batch=1)
+engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, prompt_cache_mb * 2**20)
 room = min(max_new_tokens, engine.context // 4)  # tokens that an answer should find free
 DIM, PLAIN = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
 

@@ -55,6 +55,7 @@ allowed_hosts = ""          # a proxy's names, "chat.example.org, b.org": only t
 cors_origins = ""           # pages of other servers that may ask, "https://a.org, https://b.org"; empty: none
 # ---- Limits
 max_batch = 16              # [1..] answers written at once by each engine
+prompt_cache_mb = 512       # [0..] MiB of each engine for what was read before, of one address apart from others'; 0: off
 max_queue = 128             # [0..] answers that may wait, half of them one address's; beyond it: come again later (429)
 max_n = 8                   # [1..] answers to one prompt
 max_body_bytes = 2**20      # [1..] of a request
@@ -102,7 +103,7 @@ torch.set_num_threads(1)
 def make_engine(model: GPT, tokenizer: Tokenizer) -> Engine:
     """On the worker's thread."""
     torch.set_num_threads(threads)
-    return Engine(model, tokenizer, max_batch)
+    return Engine(model, tokenizer, max_batch, prompt_cache_mb * 2**20)
 
 
 devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [device]

@@ -32,6 +32,7 @@ from nanochat.detokenizer import Delta, StopStrings, to_parts
 from nanochat.engine import Answer, Engine
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.prompt_cache import PIECE
 from nanochat.sampling import SamplingParams
 from nanochat.serve.connections import MAX_CONNECTIONS, WAIT_SECONDS, ImpatientProtocol
 from nanochat.serve.openai_api import ApiError
@@ -346,6 +347,27 @@ def test_penalties_biases_and_stop_tokens_are_the_engines(server, engines):
         assert (choice.message.content, choice.finish_reason) == (text_of(expected), expected.finish_reason)
     on = server.ask("?", model="tiny-rl", max_tokens=60, extra_body={"ignore_eos": True})
     assert on.choices[0].finish_reason == "length" and on.choices[0].message.content.startswith(CONTENT)
+
+
+def test_the_usage_says_what_was_read_before(server):
+    """
+    The next turn of a conversation finds the prompt and the answer of the last one, streaming or not; with several
+    answers it counts once. A client at another address does not see that somebody has asked the same.
+    """
+    def cached(*contents, **settings) -> int:
+        asked = {"model": "tiny-rl", "max_tokens": 60, "stream": True, "stream_options": {"include_usage": True}}
+        *_, last = server.ask(*contents, **asked | settings)
+        return last.usage.prompt_tokens_details.cached_tokens
+
+    question = MARKER * 20
+    first = server.ask(question, model="tiny-rl")
+    assert first.usage.prompt_tokens < PIECE < first.usage.total_tokens
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    turns = question, first.choices[0].message.parts, "And?"
+    assert cached(*turns) == cached(*turns, n=3) == PIECE and cached(f"{MARKER}!", *turns[1:]) == 0
+    with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2")) as http:
+        other = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60, http_client=http)
+        assert [cached(*turns, client=client) for client in (other, server.client, other)] == [0, PIECE, PIECE]
 
 
 @pytest.mark.parametrize("words, settings", [
@@ -708,14 +730,14 @@ def test_messages_in_any_order_are_read_as_turns(server, engines):
 FRAGILE = """
 import os, runpy, sys
 from nanochat.kv_cache import CachedModel
-prefill = CachedModel.prefill
+extend = CachedModel.extend
 
-def fragile(self, prompt):
+def fragile(self, prefix, tokens):
     if os.path.exists(os.environ["NANOCHAT_BASE_DIR"] + "/broken"):
         raise RuntimeError("no memory")
-    return prefill(self, prompt)
+    return extend(self, prefix, tokens)
 
-CachedModel.prefill = fragile
+CachedModel.extend = fragile
 runpy.run_module("scripts.chat_web", run_name="__main__")
 """
 
@@ -854,19 +876,19 @@ async def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeyp
 
     def make_fragile() -> Engine:
         engine = make_engine()
-        prefill, decode = engine.model.prefill, engine.model.decode
+        extend, decode = engine.model.extend, engine.model.decode
 
-        def fragile_prefill(prompt):
-            if broken.is_set() or prompt[2:5] == list(b"bad"):
+        def fragile_extend(prefix, tokens):
+            if broken.is_set() or tokens[2:5] == list(b"bad"):
                 raise RuntimeError(f"no memory for {MARKER}")
-            return prefill(prompt)
+            return extend(prefix, tokens)
 
         def fragile_decode(tokens):
             if engine.running[0].sampling.max_tokens == 13:
                 raise RuntimeError(MARKER)
             return decode(tokens)
 
-        engine.model.prefill, engine.model.decode = fragile_prefill, fragile_decode
+        engine.model.extend, engine.model.decode = fragile_extend, fragile_decode
         return engine
 
     async with serving([make_fragile]) as (client, model):
@@ -893,21 +915,23 @@ async def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeyp
 
 @run_async
 async def test_others_write_on_between_the_prompts_that_are_read():
-    """Prompts that come together are read one after the other, a token for everyone in between."""
-    done = []
+    """Prompts that come together are read a piece at a time, a token for everyone in between."""
+    done = []       # tokens that were read, 0 for a step of writing
 
     def make_noting() -> Engine:
         engine = Engine(writing_model(), TOKENIZER, max_batch=8)
-        prefill, decode = engine.model.prefill, engine.model.decode
-        engine.model.prefill = lambda prompt: done.append("read") or prefill(prompt)
-        engine.model.decode = lambda tokens: done.append("write") or decode(tokens)
+        extend, decode = engine.model.extend, engine.model.decode
+        engine.model.extend = lambda prefix, tokens: done.append(len(tokens)) or extend(prefix, tokens)
+        engine.model.decode = lambda tokens: done.append(0) or decode(tokens)
         return engine
 
     async with serving([make_noting]) as (client, _):
-        request = {"model": "tiny-sft", "prompt": list("abcdef"), "max_tokens": 10}
+        request = {"model": "tiny-sft", "prompt": [letter * 299 for letter in "abcdef"], "max_tokens": 30}
         response = await client.post("/v1/completions", json=request)
         assert len(response.json()["choices"]) == 6
-    assert done.count("read") == 6 and ("read", "read") not in zip(done, done[1:])
+    first = done.index(0)
+    assert sum(done) == 6 * 300 and done.count(0) < 60, "bos and 299 letters; nobody has waited for an answer's end"
+    assert all(0 in pair and max(pair) <= PIECE for pair in zip(done[first:], done[first + 1 :]))
 
 
 @run_async

@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+import weakref
 from collections import Counter
 
 from configurator import Setting, read_arguments
@@ -16,12 +17,13 @@ from conftest import ALL_PIECES, REPO
 import nanochat.engine
 import nanochat.kv_cache
 import nanochat.logprobs
+import nanochat.prompt_cache
 from nanochat.conversation import render, render_prompt
 from nanochat.detokenizer import IncrementalDetokenizer, to_parts
 from nanochat.engine import Answer, Engine
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig, architecture
-from nanochat.kv_cache import CachedModel
+from nanochat.kv_cache import CachedModel, Prefix
 from nanochat.logprobs import token_logprobs
 from nanochat.loss import cap
 from nanochat.sampling import History, SamplingParams, draw
@@ -83,6 +85,19 @@ def finish(engine: Engine) -> list[Answer]:
     return list(advanced)
 
 
+def cut_prompts(monkeypatch, size: int) -> None:
+    """Read prompts in pieces of so many tokens."""
+    monkeypatch.setattr(nanochat.engine, "PIECE", size)
+    monkeypatch.setattr(nanochat.prompt_cache, "PIECE", size)
+
+
+def noted_reading(engine: Engine) -> list[int]:
+    """A list that gets the length of each piece of a prompt that the engine reads."""
+    lengths, extend = [], engine.model.extend
+    engine.model.extend = lambda prefix, tokens: lengths.append(len(tokens)) or extend(prefix, tokens)
+    return lengths
+
+
 # ---- The same tokens as the plain model
 
 
@@ -136,7 +151,10 @@ def test_bfloat16_stays_close_to_the_plain_model(arch):
     cached, rows = CachedModel(model, max_rows=3), [random_prompts(90)[0][:length] for length in (90, 71, 60)]
     starts = [30, 11, 1]
     for row, start in zip(rows, starts):
-        cached.insert(cached.prefill(row[:start]))
+        prefix = Prefix()
+        for piece in range(0, start, 16):
+            prefix = cached.extend(prefix, row[piece : min(piece + 16, start)])
+        cached.insert(prefix)
     assert cached.kv.dtype == torch.bfloat16
     reference = [model(torch.tensor([row]))[0] for row in rows]  # (T, V) each
     different = 0
@@ -147,6 +165,11 @@ def test_bfloat16_stays_close_to_the_plain_model(arch):
             assert here[token] >= here.max() - 2**-6 * here.max().abs()
             different += here.argmax().item() != token
     assert different < 12, "near ties may fall either way, but most tokens are the same"
+    written = Prefix((cached.piece(0, 0, 80),), 80, rows[0][79])  # 30 that were read together, 50 one by one
+    for end in range(81, 90):
+        token = cap(cached.extend(written, rows[0][80:end]).logits, 15.0).argmax().item()
+        here = reference[0][end - 1]
+        assert here[token] >= here.max() - 2**-6 * here.max().abs()
 
 
 @both
@@ -176,6 +199,176 @@ def test_the_cache_grows_rarely_shrinks_and_is_dropped(monkeypatch, arch):
     assert engine.model.kv.size(4) <= 8, "when the long one has left, nobody computes with its positions any more"
     finish(engine)
     assert answer.tokens == uncached(model, short, 30)
+
+
+# ---- Prompts in pieces, and what was read before
+
+
+@pytest.mark.parametrize("arch, n_kv_head, piece", [
+    ("classic", 4, 8), ("classic", 2, 1), (ALL_PIECES, 2, 8), (ALL_PIECES, 1, 5), (ALL_PIECES, 4, 1), (ALL_PIECES, 4, 30),
+])
+def test_turns_of_conversations_are_read_once_and_answered_as_by_the_plain_model(monkeypatch, arch, n_kv_head, piece):
+    """
+    Three conversations side by side, each of whose turns begins with prompt and answer of the one before: all whole
+    pieces of these that the model has read are found, but the last token of the prompt. Windows see 24 tokens.
+    """
+    cut_prompts(monkeypatch, piece)
+    model = random_model(n_kv_head, arch=arch)
+    engine = Engine(model, TOKENIZER, max_batch=2, prompt_cache_bytes=10**8)
+    reads, prompts, had = noted_reading(engine), random_prompts(13, 1, 30), [0, 0, 0]
+    for turn in range(4):
+        reads.clear()
+        answers = [engine.add(prompt, greedy(6 + 3 * i), num_samples=1 + i)[-1] for i, prompt in enumerate(prompts)]
+        finish(engine)
+        for i, (answer, prompt) in enumerate(zip(answers, prompts)):
+            assert answer.tokens == uncached(model, prompt, 6 + 3 * i)
+            assert answer.cached == min(had[i], len(prompt) - 1) // piece * piece
+            had[i] = len(prompt) + len(answer.tokens) - 1
+        assert sum(reads) == sum(len(answer.prompt) - answer.cached for answer in answers) and max(reads) <= piece
+        new = random_prompts(1 + turn, 7, 0)  # the third one sends the same again: its last token is read again
+        prompts = [prompt + answer.tokens + more for prompt, answer, more in zip(prompts, answers, new)]
+
+
+@both
+def test_a_prompt_may_leave_another_one_anywhere(monkeypatch, arch):
+    """A beginning of each length in common with one that was answered before, and then other tokens."""
+    cut_prompts(monkeypatch, 8)
+    model, (first,) = random_model(arch=arch), random_prompts(40)
+    engine = Engine(model, TOKENIZER, prompt_cache_bytes=10**8)
+    engine.generate([first], greedy(10))
+    for split in range(41):
+        prompt = first[:split] + [(first[min(split, 39)] + 1 + split) % V] * 9
+        [answer] = engine.generate([prompt], greedy(3))
+        assert answer.tokens == uncached(model, prompt, 3) and answer.cached == split // 8 * 8
+
+
+@both
+def test_what_was_read_of_another_prompt_is_the_same_to_the_bit(monkeypatch, arch):
+    """Prompts are always cut at the same places: the logits after one do not show what the cache had of it."""
+    cut_prompts(monkeypatch, 8)
+    model, (start, *ends) = random_model(arch=arch), random_prompts(30, 20, 33)
+    logits = []
+    for size in (0, 10**8):
+        engine = Engine(model, TOKENIZER, prompt_cache_bytes=size)
+        extend, after = engine.model.extend, []
+        engine.model.extend = lambda *of: after.append(extend(*of)) or after[-1]  # noqa: B023
+        [answer] = [engine.generate([start + end], greedy(1)) for end in ends][-1]
+        assert answer.cached == (24 if size else 0)
+        logits.append(after[-1].logits)
+    assert torch.equal(*logits)
+
+
+def test_equal_beginnings_that_come_together_are_read_once(monkeypatch):
+    """A system prompt of 40 tokens and six questions: the first one that is read serves the others, and their samples."""
+    cut_prompts(monkeypatch, 8)
+    model, (system, *questions) = random_model(sharpness=0.1), random_prompts(40, 6, 7, 8, 9, 10, 11)
+    prompts = [system + question for question in questions]
+    sampling = SamplingParams(8, temperature=1.0, seed=2, stop=(), tools=False)
+    plain = Engine(model, TOKENIZER).generate(prompts, sampling, num_samples=2)
+    engine = Engine(model, TOKENIZER, prompt_cache_bytes=10**8)
+    reads, answers = noted_reading(engine), engine.generate(prompts, sampling, num_samples=2)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    assert [answer.cached for answer in answers] == [0, 0] + [40] * 10
+    assert sum(reads) == 40 + sum(map(len, questions))
+
+
+def test_nobody_finds_what_another_one_has_asked(monkeypatch):
+    cut_prompts(monkeypatch, 4)
+    engine, [prompt] = Engine(random_model(), TOKENIZER, prompt_cache_bytes=10**8), random_prompts(30)
+    for owner, cached in (("a", 0), ("b", 0), ("a", 28), ("b", 28), ("", 0)):
+        [answer] = engine.add(prompt, greedy(2), owner=owner)
+        finish(engine)
+        assert answer.cached == cached
+
+
+def test_the_prompt_cache_keeps_within_its_limit_what_was_used_last(monkeypatch):
+    """Ten pieces; a conversation of four that goes on stays while others come and go, and loses its end first."""
+    cut_prompts(monkeypatch, 8)
+    model, (steady, *others) = random_model(), random_prompts(33, *[25] * 8)
+    piece = 3 * 2 * 64 * 8 * 4  # layers, keys and values, width, tokens, bytes
+    engine = Engine(model, TOKENIZER, prompt_cache_bytes=10 * piece + piece // 2)
+    cache = engine.prompt_cache
+
+    def cached(prompt: list[int]) -> int:
+        [answer] = engine.generate([prompt], greedy(1))
+        kept = cache.pieces.values()
+        assert cache.size == sum(tensor.untyped_storage().nbytes() for tensor in kept) <= 10 * piece
+        assert len({tensor.data_ptr() for tensor in kept}) == len(kept)
+        return answer.cached
+
+    assert cached(steady) == 0
+    for other in others:
+        assert (cached(other), cached(steady)) == (0, 32)
+    assert [cached(other) for other in others[-2:]] == [24, 24] and cached(others[0]) == 0
+    assert cached(steady) == 8, "its first piece goes last"
+
+    for limit, found in ((0, 0), (piece - 1, 0), (2 * piece, 16)):
+        engine = Engine(model, TOKENIZER, prompt_cache_bytes=limit)
+        cache = engine.prompt_cache
+        assert [engine.generate([steady], greedy(1))[0].cached for _ in range(2)] == [0, found]
+        assert cache.size == len(cache.pieces) * piece <= limit
+
+
+@pytest.mark.parametrize("ended", ["removed", "refused", "answered"])
+def test_a_prompt_gives_its_memory_back(monkeypatch, ended):
+    """When it is cancelled in the middle, cannot be read, or has been answered; although the answers are still held."""
+    cut_prompts(monkeypatch, 8)
+    engine, [prompt] = Engine(random_model(), TOKENIZER, max_batch=2), random_prompts(40)
+    answers, last = engine.add(prompt, greedy(1), num_samples=3), engine.add(prompt[:9], GREEDY)[0]
+    for _ in range(3):
+        engine.step(8)
+    piece = weakref.ref(answers[0].reading.prefix.pieces[0])
+    assert piece() is not None and engine.reading == answers[:2]
+    if ended == "removed":
+        for answer in answers:
+            engine.remove(answer)
+    elif ended == "refused":
+        extend = engine.model.extend
+        engine.model.extend = lambda prefix, tokens: 1 / 0 if prefix.length == 24 else extend(prefix, tokens)
+    finish(engine)
+    for answer in answers:
+        answer.error = answer.error and answer.error.with_traceback(None)  # that holds the arguments of each call
+    assert piece() is None and engine.model.kv.numel() == 0
+    assert last.tokens == uncached(engine.model.model, prompt[:9], 30)
+    assert [bool(answer.error) for answer in answers] == [ended == "refused"] * 3
+    assert [len(answer.tokens) for answer in answers] == [ended == "answered"] * 3
+
+
+def test_everyone_writes_on_while_prompts_are_read(monkeypatch):
+    """
+    Four long prompts and then a short one, of five clients: no step reads more than a piece or leaves out a token of
+    who is running, and the short one is the first that is answered.
+    """
+    cut_prompts(monkeypatch, 8)
+    model, (running, *long, short) = random_model(), random_prompts(3, 60, 61, 62, 63, 5)
+    engine = Engine(model, TOKENIZER)
+    [writer] = engine.add(running, greedy(60))
+    engine.step(8)
+    reads, steps = noted_reading(engine), {}
+    answers = [engine.add(prompt, greedy(20), owner=f"{i}")[0] for i, prompt in enumerate([*long, short])]
+    for step in range(1, 40):
+        before = len(reads)
+        assert writer in engine.step(8) and sum(reads[before:]) <= 8
+        steps |= {i: step for i, answer in enumerate(answers) if answer.tokens and i not in steps}
+    assert steps == {4: 1, 0: 9, 1: 17, 2: 25, 3: 33}, "in the order in which they came, the short one excepted"
+    finish(engine)
+    assert [answer.tokens for answer in (writer, *answers)] == [
+        uncached(model, prompt, count) for prompt, count in zip([running, *long, short], [60] + [20] * 5)]
+
+
+def test_a_long_prompt_is_read_although_shorter_ones_keep_coming(monkeypatch):
+    """Every second piece is the oldest one's: ten pieces take 20 steps at most."""
+    cut_prompts(monkeypatch, 8)
+    long, *short = random_prompts(80, *[8] * 60)
+    engine = Engine(random_model(), TOKENIZER, max_batch=4)
+    [answer] = engine.add(long, greedy(1), owner="a")
+    for prompt in short:
+        engine.add(prompt, greedy(1), owner="b")
+    steps = 0
+    while not answer.tokens:
+        engine.step(8)
+        steps += 1
+    assert steps <= 20 and len(engine.waiting["b"]) >= 40
 
 
 # ---- Draws
@@ -291,8 +484,8 @@ def test_samples_do_not_depend_on_the_company(arch):
 @both
 def test_samples_of_one_prompt_share_its_reading_and_nothing_else(monkeypatch, arch):
     """More samples than rows: one prefill for all; first tokens differ; sample i is draw i of the seed in any order."""
-    reads, prefill = [], CachedModel.prefill
-    monkeypatch.setattr(CachedModel, "prefill", lambda self, prompt: reads.append(prompt) or prefill(self, prompt))
+    reads, extend = [], CachedModel.extend
+    monkeypatch.setattr(CachedModel, "extend", lambda *of: reads.append(of[-1]) or extend(*of))
     model, prompts = random_model(sharpness=0.05, arch=arch), random_prompts(8, 12)
     samplings = [SamplingParams(6, temperature=1.0, seed=seed, stop=(), tools=False) for seed in (0, 1)]
     answers = Engine(model, TOKENIZER, max_batch=3).generate(prompts, samplings, num_samples=8)
@@ -462,14 +655,14 @@ def test_a_prompt_that_cannot_be_read_costs_nobody_else_anything(monkeypatch):
     """Its samples are gone, all others get the tokens of the plain model. A single caller sees why."""
     model, prompts = random_model(), random_prompts(4, 6, 9)
     engine = Engine(model, TOKENIZER, max_batch=4)
-    prefill = engine.model.prefill
+    extend = engine.model.extend
 
-    def fragile(prompt):
-        if prompt == prompts[1]:
+    def fragile(prefix, tokens):
+        if tokens == prompts[1]:
             raise MemoryError("no room")
-        return prefill(prompt)
+        return extend(prefix, tokens)
 
-    monkeypatch.setattr(engine.model, "prefill", fragile)
+    monkeypatch.setattr(engine.model, "extend", fragile)
     [first] = engine.add(prompts[0], GREEDY)
     engine.step()
     bad, [last] = engine.add(prompts[1], GREEDY, num_samples=2), engine.add(prompts[2], GREEDY)

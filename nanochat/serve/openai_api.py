@@ -273,6 +273,7 @@ class Chunk:
     deltas: list[Delta] = field(default_factory=list)
     logprobs: list[PlacedLogprob] = field(default_factory=list)
     tokens: int = 0                 # those without text count as well
+    cached: int = 0                 # tokens of its prompt that were not read again
     finish_reason: FinishReason | None = None
 
 
@@ -288,7 +289,7 @@ class Reply:
             "system_fingerprint": f"step_{step}",
         }
         self.describe = partial(chat_logprobs if self.is_chat else completion_logprobs, tokenizer)
-        self.prompt_tokens, self.completion_tokens = prompt_tokens, 0
+        self.prompt_tokens, self.completion_tokens, self.cached_tokens = prompt_tokens, 0, 0
         self.parts: dict[int, list[dict[str, str]]] = {}        # by choice
         self.logprobs: dict[int, list[PlacedLogprob]] | None = {} if asked.told().get("logprobs") is not None else None
         self.finish_reasons: dict[int, FinishReason | None] = {}
@@ -315,6 +316,7 @@ class Reply:
             choices += new
             self.finish_reasons[chunk.index] = chunk.finish_reason
             self.completion_tokens += chunk.tokens
+            self.cached_tokens += chunk.cached
         return choices
 
     def whole(self) -> dict[str, Any]:
@@ -347,9 +349,10 @@ class Reply:
         except ApiError as error:
             yield event(error.body())
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         total = self.prompt_tokens + self.completion_tokens
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total,
+                "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
 
 
 def event(data: dict[str, Any]) -> bytes:

@@ -22,7 +22,9 @@ from functools import partial
 
 from nanochat.detokenizer import Delta, IncrementalDetokenizer, StopStrings
 from nanochat.engine import Answer, Engine, FinishReason
+from nanochat.kv_cache import Prefix
 from nanochat.logprobs import TokenLogprob
+from nanochat.prompt_cache import PIECE
 from nanochat.sampling import SamplingParams
 from nanochat.serve.logprobs import HeldLogprobs
 from nanochat.serve.openai_api import ApiError, Chunk
@@ -70,6 +72,8 @@ class Choice:
 
     def add(self, answer: Answer) -> None:
         """The answer has one token more, or has ended without any."""
+        if len(answer.tokens) == 1 and self.chunk.index % self.request.n == 0:  # a prompt counts once in the usage
+            self.chunk.cached = answer.cached
         if self.echo_from is not None:
             logprobs = answer.prompt_logprobs if answer.sampling.logprobs is not None else []
             for index in range(self.echo_from, len(answer.prompt)):
@@ -187,7 +191,7 @@ class Worker:
         except queue.Empty:
             pass
         try:
-            advanced = engine.step(max_prompts=1)  # a prompt takes as long as many tokens, and everyone waits for it
+            advanced = engine.step(PIECE)  # of prompts: everyone waits while they are read
         except Exception as error:
             engine.clear()
             return self.fail({choice.request for choice in self.choices.values()}, error)
@@ -231,7 +235,7 @@ class Worker:
             self.drop(request)
         told = ApiError(500, "the model could not answer this request", "internal_error")
         self.post(self.deliver, dict.fromkeys(requests, told))
-        self.engine.model.prefill([self.engine.tokenizer.get_bos_token_id()])
+        self.engine.model.extend(Prefix(), [self.engine.tokenizer.get_bos_token_id()])
 
     def flush(self, now: float) -> None:
         """Send all that is new to the event loop, in one call; end the requests whose time is over."""
