@@ -59,7 +59,7 @@ def scratch_base(vocab_size: int | None = None) -> Iterator[None]:
 
 
 def save_chat_model(depth: int, context: int, arch: str) -> Path:
-    """The checkpoint of a model "bench" with a vocabulary of 8,192. Its weights are drawn; it writes nothing but words."""
+    """The checkpoint of a model "bench" with a vocabulary of 8,192, whose weights are drawn: it writes words alone."""
     words = itertools.product(b"etaoinshrdlcumwfgypb", repeat=4)  # tokens that are like words
     merges = [b" " + bytes(word) for word in itertools.islice(words, 8192 - 256 - len(SPECIAL_TOKENS))]
     model = GPT(config_from_depth(depth, 8192, context, arch=arch))

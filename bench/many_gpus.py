@@ -88,7 +88,7 @@ def draw(path: Path, curves: list[tuple[int, str, dict]]) -> None:
         axes.plot(list(found), [mfu for *_, mfu in found.values()], color=color, marker="o", markersize=3,
                   label=f"depth {depth}")
         last = max(found)
-        axes.annotate("a row each", (last, found[last][2]), (5, -3), textcoords="offset points", fontsize=8, color=color)
+        axes.annotate("a row each", (last, found[last][2]), (5, -3), textcoords="offset points", size=8, color=color)
     axes.set_xscale("log", base=2)
     axes.set(xlabel="GPUs", ylabel="MFU", xticks=SIZES, ylim=(0, 0.55))
     axes.xaxis.set_major_formatter("{x:g}")
