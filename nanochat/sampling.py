@@ -44,7 +44,7 @@ class SamplingParams:
     min_p: float = 0.0
     logprobs: int | None = None         # tell log-probabilities, and of so many of the most probable tokens at each place
     prompt_logprobs: int | None = None  # likewise of the prompt's tokens
-    grammar: Grammar | None = None      # which tokens may come next; None: all. Then tools is False
+    grammar: Grammar | None = None      # which tokens may come next; None: any. It excludes tools
 
     def __post_init__(self):
         assert self.max_tokens >= (self.prompt_logprobs is None) and 0 <= self.temperature < math.inf, self
@@ -167,7 +167,7 @@ def draw_candidates(
     p = (logits * scale).softmax(-1)  # (B, K)
     if kind == "all":
         reached = p.cumsum(-1)
-        last = torch.searchsorted(reached, reached[:, -1:])  # of those that are possible
+        last = torch.searchsorted(reached, reached[:, -1:].contiguous())  # of those that are possible
         return torch.searchsorted(reached, column(uniforms) * reached[:, -1:], right=True).minimum(last)[:, 0]
     p *= torch.arange(p.size(1), device=device) < column(limits)
     reached = p.cumsum(-1)

@@ -7,7 +7,6 @@ conversation in `input`. What the calculator did is in no item.
 """
 import itertools
 import json
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -41,7 +40,8 @@ def chat_fields(fields: dict[str, Any]) -> dict[str, Any]:
         if name in SAME | RENAMED.keys():
             chat[RENAMED.get(name, name)] = value
         elif name == "tools":
-            require(isinstance(value, list) and all(isinstance(tool, dict) for tool in value), name, "a list of objects")
+            are_objects = isinstance(value, list) and all(isinstance(tool, dict) for tool in value)
+            require(are_objects, name, "a list of objects")
             chat["tools"] = [nested(tool) for tool in value]
         elif name == "tool_choice":
             chat["tool_choice"] = nested(value) if isinstance(value, dict) else value

@@ -8,17 +8,21 @@ written without blanks between its tokens: a model that may write blanks may wri
 import asyncio
 import functools
 import json
-from collections.abc import Sequence
+import re
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor
 
 from nanochat.engine import default_stop
 from nanochat.errors import UserError, first_line
 from nanochat.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_BYTES = 2**16   # of a grammar
 # llguidance counts its work. With these limits a grammar of MAX_BYTES takes … s, a token … ms.
@@ -34,7 +38,7 @@ class Grammar:
     among them exactly when what was written is complete.
     """
 
-    def __init__(self, matcher: "llguidance.LLMatcher", vocab_size: int):  # noqa: F821
+    def __init__(self, matcher: "LLMatcher", vocab_size: int):
         """UserError if the grammar is wrong or not supported."""
         self.matcher, self.vocab_size = matcher, vocab_size
         self.allowed = self._allowed()
@@ -55,21 +59,56 @@ class Grammar:
         return torch.from_numpy(np.unpackbits(bits, count=self.vocab_size, bitorder="little").view(bool))
 
 
+class JsonSchema(BaseModel):
+    definition: dict[str, Any] = Field({}, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema = JsonSchema()
+
+
+class StructuredOutputs(BaseModel, extra="forbid"):
+    choice: list[str] = Field(min_length=1)
+
+
+class Formed(BaseModel):
+    """The fields of a request that prescribe a form: OpenAI's; for lists of choices vLLM's, the newer and the older."""
+    response_format: ResponseFormat = ResponseFormat(type="text")
+    structured_outputs: StructuredOutputs | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def check_form(self) -> Self:
+        formats = self.response_format.type != "text", self.structured_outputs, self.guided_choice
+        if sum(map(bool, formats)) > 1:
+            raise ValueError("only one of response_format, structured_outputs and guided_choice can be met")
+        return self
+
+    def form(self, tokenizer: Tokenizer) -> str | None:
+        """A grammar's expression for the answer; None: any text."""
+        choices = self.structured_outputs.choice if self.structured_outputs else self.guided_choice
+        if choices:
+            return " | ".join(map(json.dumps, choices))
+        if self.response_format.type == "text":
+            return None
+        any_object = self.response_format.type == "json_object"
+        return json_of({"type": "object"} if any_object else self.response_format.json_schema.definition)
+
+
 def json_of(schema: dict[str, Any]) -> str:
     """A grammar's expression for JSON that fits a schema."""
     compact = {"x-guidance": {"whitespace_flexible": False}}  # llguidance's own options, which a client may not choose
     return f"%json {json.dumps(schema | compact)}"
 
 
-def one_of(texts: Sequence[str]) -> str:
-    """A grammar's expression for one of some texts."""
-    return " | ".join(map(json.dumps, texts))
-
-
 async def compile_grammar(expression: str, tokenizer: Tokenizer) -> Grammar:
     """In a thread of its own. UserError for what is wrong, too large or not supported, or if the library is missing."""
+    if re.search(r'"multipleOf": [-\d]', expression):
+        raise UserError("the form of the answer: multipleOf is not supported; leave it out")
     if len(expression) > MAX_BYTES:
-        raise UserError(f"the form of the answer has {len(expression):,} characters; at most {MAX_BYTES:,} are allowed")
+        words = f"{len(expression):,} characters; at most {MAX_BYTES:,} are allowed"
+        raise UserError(f"the form of the answer: {words}")
     return await asyncio.get_running_loop().run_in_executor(COMPILER, compiled, expression, tokenizer)
 
 
@@ -79,11 +118,12 @@ def compiled(expression: str, tokenizer: Tokenizer) -> Grammar:
     except ImportError:
         raise UserError("answers of a prescribed form need the package llguidance: . ./setup.sh structured") from None
     vocabulary, limits = vocabulary_of(tokenizer), LLParserLimits(**LIMITS)
-    return Grammar(LLMatcher(vocabulary, f"start: {expression}", log_level=0, limits=limits), tokenizer.get_vocab_size())
+    matcher = LLMatcher(vocabulary, f"start: {expression}", log_level=0, limits=limits)  # 0: no user's words in the log
+    return Grammar(matcher, tokenizer.get_vocab_size())
 
 
 @functools.cache
-def vocabulary_of(tokenizer: Tokenizer) -> "llguidance.LLTokenizer":  # noqa: F821
+def vocabulary_of(tokenizer: Tokenizer) -> "LLTokenizer":
     """As llguidance has it. Takes half a second for 65,536 tokens."""
     from llguidance.tiktoken import lltokenizer_from_encoding
 

@@ -5,19 +5,20 @@ be trained on conversations as they are. A call reads
 
     {"name": "weather", "arguments": {"city": "Paris"}}
 
-The definitions are a part of the system message. A call ends an answer, so an answer has one at most.
+The definitions become a system message before the others. A call ends an answer: an answer has one at most.
 
-tool_choice "auto" leaves it to the model whether it calls; one that was never trained to does not. "required", and a
-named function, make it write a call whose arguments fit the function's parameters, by a grammar (structured.py).
+tool_choice "auto" leaves it to the model whether it calls; one that was not trained to does not, and what it calls is
+not held to the parameters. "required", or a function's name, has it write one call whose arguments fit the function's
+parameters, by a grammar (structured.py).
 """
 import json
 import re
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
-from nanochat.serve.structured import json_of
+from nanochat.serve.structured import Formed, json_of
 from nanochat.tokenizer import Tokenizer
 
 CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([\w.-]+)"\s*,\s*"arguments"\s*:\s*(\{.*\})\s*\}\s*', re.DOTALL)
@@ -27,7 +28,7 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 class Function(BaseModel):
     name: Name
-    description: str = ""
+    description: str | None = None
     parameters: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -45,38 +46,46 @@ class NamedTool(BaseModel):
     function: FunctionName
 
 
-class FunctionCall(BaseModel):
-    name: Name
-    arguments: str  # JSON
+class WithTools(Formed):
+    """The fields of a request that may have functions called."""
+    tools: Annotated[list[Tool], Field(max_length=128)] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
 
+    @model_validator(mode="after")
+    def check_choice(self) -> Self:
+        names = [tool.function.name for tool in self.tools]
+        wanted = [self.tool_choice.function.name] if isinstance(self.tool_choice, NamedTool) else []
+        if not set(wanted) <= set(names) or self.tool_choice == "required" and not names:
+            raise ValueError(f"tool_choice: {', '.join(wanted) or 'required'} is none of the tools: {', '.join(names)}")
+        return self
 
-class ToolCall(BaseModel):
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
+    @property
+    def functions(self) -> list[Function]:
+        """Those that may be called."""
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        functions = [tool.function for tool in self.tools if self.tool_choice != "none"]
+        return [function for function in functions if named in (None, function.name)]
 
-
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+    def form(self, tokenizer: Tokenizer) -> str | None:
+        form, call = super().form(tokenizer), call_of(self.functions, tokenizer)
+        if not self.functions or self.tool_choice == "auto" and form is None:
+            return form
+        return f"{call} | {form}" if self.tool_choice == "auto" else call
 
 
 def describe(functions: list[Function]) -> str:
     """For the system message: what there is to call, and how."""
-    lines = [json.dumps(function.model_dump(), ensure_ascii=False) for function in functions]
+    lines = [json.dumps(function.model_dump(exclude_none=True), ensure_ascii=False) for function in functions]
     return "\n".join(['Functions, to be called with {"name": ..., "arguments": {...}}:', *lines])
 
 
-def part_of(call: FunctionCall) -> dict[str, str]:
-    """A call as a part of a message."""
-    return {"type": "python", "text": f'{{"name":"{call.name}","arguments":{call.arguments}}}'}
-
-
-def grammar_of(functions: list[Function], tokenizer: Tokenizer) -> str:
+def call_of(functions: list[Function], tokenizer: Tokenizer) -> str:
     """A grammar's expression for a call of one of these functions."""
     start, end = (tokenizer.encode_special(name) for name in ("<|python_start|>", "<|python_end|>"))
     calls = []
     for function in functions:
         beginning = json.dumps(f'{{"name":"{function.name}","arguments":')
-        calls.append(f'{beginning} {json_of(function.parameters)} "}}"')
+        calls.append(f'{beginning} {json_of({"type": "object"} | function.parameters)} "}}"')
     return f"<[{start}]> ({' | '.join(calls)}) <[{end}]>"
 
 
@@ -91,3 +100,26 @@ def read_call(parts: list[dict[str, str]], functions: list[Function]) -> dict[st
         return None
     call = {"name": match[1], "arguments": match[2]}
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call}
+
+
+def parts_with_calls(content: str | list | None, calls: Any) -> list:
+    """The parts of an assistant's message with tool_calls. ValueError for calls that are none."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    if parts and isinstance(parts[-1], dict) and parts[-1].get("type") == "python":
+        parts = parts[:-1]  # a message of this server: its last part is the call
+    for call in calls if isinstance(calls, list) else [None]:
+        function = call.get("function") if isinstance(call, dict) else None
+        name, arguments = map(function.get, ("name", "arguments")) if isinstance(function, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(arguments, str):
+            raise ValueError('a tool call needs "function": {"name": a text, "arguments": JSON as a text}')
+        parts = [*parts, {"type": "python", "text": f'{{"name":"{name}","arguments":{arguments}}}'}]
+    return parts
+
+
+def parts_of_result(content: Any) -> list:
+    """The parts of the assistant's message that a tool's message stands for. ValueError for content that is no text."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("the content of a tool's message must be a text or a list of texts")
+    return [{"type": "python_output", "text": "".join(texts)}]
