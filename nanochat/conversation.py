@@ -143,7 +143,9 @@ def turns_of(messages: list[dict]) -> list[dict]:
 def joined(first: str | list[dict], second: str | list[dict]) -> str | list[dict]:
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}"
-    return [*parts(first), {"type": "text", "text": "\n\n"}, *parts(second)]
+    before, after = parts(first), parts(second)
+    are_texts = before and after and before[-1]["type"] == after[0]["type"] == "text"
+    return [*before, *[{"type": "text", "text": "\n\n"}] * bool(are_texts), *after]
 
 
 def parts(content: str | list[dict]) -> list[dict]:

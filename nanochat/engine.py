@@ -26,7 +26,7 @@ from nanochat.gpt import GPT
 from nanochat.kv_cache import CachedModel, Prefix
 from nanochat.logprobs import TokenLogprob, prompt_logprobs, token_logprobs
 from nanochat.prompt_cache import PIECE, PromptCache
-from nanochat.sampling import History, SamplingParams, draw
+from nanochat.sampling import Grammar, History, SamplingParams, draw
 from nanochat.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]  # a stop token; max_tokens or the end of the context
@@ -51,12 +51,13 @@ class Answer:
     owner: str
     limit: int                              # of its tokens: max_tokens, or the end of the context
     dice: random.Random
+    grammar: Grammar | None                 # where it stands in sampling.grammar
     tokens: list[int] = field(default_factory=list)  # the model has not read the last one yet
     forced: list[bool] = field(default_factory=list)  # for each token: written by the tool, not drawn from the model
     logprobs: list[TokenLogprob] = field(default_factory=list)  # for each token, if sampling.logprobs asks for them
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # for each token of the prompt, likewise
     finish_reason: FinishReason | None = None
-    error: Exception | None = None          # instead of any token: why the prompt could not be read
+    error: Exception | None = None          # instead of more: the prompt could not be read, or the grammar is too hard
     cached: int = 0                         # tokens of the prompt that the prompt cache had
     reading: Reading | None = None          # until it has a row
     output: deque[int] = field(default_factory=deque)  # what the tool has still to write
@@ -109,8 +110,11 @@ class Engine:
         # The last token is written, not read: an answer may end one token beyond the context.
         limit = min(sampling.max_tokens, self.context + 1 - len(prompt))
         seeds = [None if sampling.seed is None else f"{sampling.seed} {i}" for i in range(num_samples)]
+        grammars = [sampling.grammar and sampling.grammar.start() for _ in seeds]
         reading = Reading()
-        answers = [Answer(prompt, sampling, owner, limit, random.Random(seed), reading=reading) for seed in seeds]
+        answers = [
+            Answer(prompt, sampling, owner, limit, random.Random(seed), grammar, reading=reading)
+            for seed, grammar in zip(seeds, grammars)]
         if sampling.prompt_logprobs is None:
             self.waiting.setdefault(owner, deque()).extend(answers)
         else:
@@ -178,7 +182,7 @@ class Engine:
         advanced = [*self.running, *rowless]
         self._extend(advanced, torch.cat(logits))
         for row in reversed(range(len(self.running))):
-            if self.running[row].finish_reason:
+            if self.running[row].finish_reason or self.running[row].error:
                 self._free(row)
         return advanced + failed
 
@@ -215,7 +219,8 @@ class Engine:
         """The next token of each answer, after these logits, (answers, V)."""
         softcap = self.model.config.softcap
         uniforms = [0.0 if answer.output else answer.dice.getrandbits(24) / 2**24 for answer in answers]
-        histories = [History(answer.prompt, answer.tokens) for answer in answers]
+        histories = [
+            History(answer.prompt, answer.tokens, answer.grammar and answer.grammar.allowed) for answer in answers]
         drawn = draw(logits, [answer.sampling for answer in answers], uniforms, softcap, histories)
         for answer, token in zip(answers, drawn):
             self._advance(answer, token)
@@ -290,10 +295,15 @@ class Engine:
         if not forced and answer.sampling.tools:
             self._use_tool(answer, token)
         stop = self.default_stop if answer.sampling.stop is None else answer.sampling.stop
-        if token in stop and not forced:
+        if token in stop and not forced and not answer.output:
             answer.finish_reason = "stop"
         elif len(answer.tokens) == answer.limit:
             answer.finish_reason = "length"
+        elif answer.grammar:
+            try:
+                answer.grammar.advance(token)
+            except UserError as error:
+                answer.error = error
 
     def _use_tool(self, answer: Answer, token: int) -> None:
         """Collect an expression; at its end the result comes next. What cannot be computed is left to the model."""

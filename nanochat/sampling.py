@@ -3,7 +3,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -11,6 +11,20 @@ from torch import Tensor
 from nanochat.loss import cap
 
 COLDEST = 1e-5  # temperatures below it are greedy
+
+
+class Grammar(Protocol):
+    """
+    What an answer may still become. allowed: (V,) bool, on the CPU: the tokens that may come next, at least one; a stop
+    token is among them exactly when the answer may end.
+    """
+    allowed: Tensor
+
+    def start(self) -> Self:
+        """A copy for an answer of its own."""
+
+    def advance(self, token: int) -> None:
+        """The answer has one token more, an allowed one. UserError when it cannot be found out what may follow."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +44,19 @@ class SamplingParams:
     min_p: float = 0.0
     logprobs: int | None = None         # tell log-probabilities, and of so many of the most probable tokens at each place
     prompt_logprobs: int | None = None  # likewise of the prompt's tokens
+    grammar: Grammar | None = None      # which tokens may come next; None: any. It excludes tools
 
     def __post_init__(self):
         assert self.max_tokens >= (self.prompt_logprobs is None) and 0 <= self.temperature < math.inf, self
         assert (self.top_k or 0) >= 0 and 0 <= self.top_p <= 1, self
         assert self.repetition_penalty > 0 and 0 <= self.min_p <= 1, self
+        assert not (self.grammar and self.tools), "no grammar knows what the tool writes"
 
     @property
     def adjusts(self) -> bool:
         """Whether logits are changed before a token is chosen."""
         penalized = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
-        return bool(penalized or self.logit_bias or self.min_p)
+        return bool(penalized or self.logit_bias or self.min_p or self.grammar)
 
     def candidates(self, vocab_size: int) -> str:
         """Which tokens have to be looked at, from the cheapest to the dearest way of choosing."""
@@ -55,6 +71,7 @@ class History(NamedTuple):
     """The tokens of a row so far."""
     prompt: Sequence[int]
     written: Sequence[int]
+    allowed: Tensor | None = None   # (V,) bool, the tokens that may come next; None: all
 
 
 def draw(
@@ -95,6 +112,7 @@ def adjusted(logits: Tensor, sampling: SamplingParams, history: History) -> Tens
                              (Keskar et al. 2019, arXiv:1909.05858)
         frequency_penalty    subtracted as many times as the answer has the token; presence_penalty: once if it has it
         logit_bias           added
+        grammar              tokens that are not allowed become −inf
         min_p                tokens less probable than this share of the most probable one's probability become −inf
     """
     logits = logits.clone()
@@ -112,6 +130,8 @@ def adjusted(logits: Tensor, sampling: SamplingParams, history: History) -> Tens
     if sampling.logit_bias:
         tokens, bias = zip(*sampling.logit_bias)
         logits[ids(tokens)] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
+    if history.allowed is not None:
+        logits[~history.allowed.to(logits.device)] = -math.inf
     if sampling.min_p:
         logits[logits < logits.amax() + sampling.temperature * math.log(sampling.min_p)] = -math.inf
     return logits
@@ -147,11 +167,12 @@ def draw_candidates(
     p = (logits * scale).softmax(-1)  # (B, K)
     if kind == "all":
         reached = p.cumsum(-1)
-        return torch.searchsorted(reached, column(uniforms) * reached[:, -1:], right=True).clamp_(max=V - 1)[:, 0]
+        last = torch.searchsorted(reached, reached[:, -1:].contiguous())  # of those that are possible
+        return torch.searchsorted(reached, column(uniforms) * reached[:, -1:], right=True).minimum(last)[:, 0]
     p *= torch.arange(p.size(1), device=device) < column(limits)
     reached = p.cumsum(-1)
     top_p = column([sampling.top_p for sampling in samplings]) * reached[:, -1:]
-    kept = reached - p < top_p  # those before it fall short of top_p
+    kept = (reached - p < top_p) & (p > 0)  # those before it fall short of top_p
     last = kept.sum(-1, keepdim=True).clamp_(min=1) - 1  # (B, 1)
     rank = torch.searchsorted(reached, column(uniforms) * reached.gather(1, last), right=True).minimum(last)
     return ids.gather(1, rank)[:, 0]

@@ -22,6 +22,10 @@ unless the client has sent that token itself, echo begins after it, and so the f
 Messages may come in any order: several of system and user in a row are one turn, the assistant may begin, and its
 message at the end is continued.
 
+response_format, tools and tool_choice are OpenAI's, choices vLLM's: nanochat/serve/structured.py and tools.py say how they
+work here, responses.py what is different in /v1/responses. While a form is prescribed, there is no calculator. An answer
+that max_tokens, the end of the context or a stop string ends before its form is complete does not fit it.
+
 Differences: max_tokens above the server's limit is the limit, and the end of the context ends an answer as well, both
 with finish_reason "length"; so does the server's time limit. usage counts every token that was written, also those of
 the calculator and the one that ends an answer. A parameter that would change the answer and is not supported is an
@@ -43,8 +47,10 @@ from nanochat.conversation import Conversation, check_conversation
 from nanochat.detokenizer import Delta, parts_of
 from nanochat.engine import FinishReason, default_stop
 from nanochat.errors import UserError
-from nanochat.sampling import SamplingParams
+from nanochat.sampling import Grammar, SamplingParams
 from nanochat.serve.logprobs import PlacedLogprob, chat_logprobs, completion_logprobs
+from nanochat.serve.structured import Formed
+from nanochat.serve.tools import Function, WithTools, describe, parts_of_result, parts_with_calls, read_call
 from nanochat.tokenizer import Tokenizer
 
 # Parameters that do not change an answer: they say who asks, how it is billed or kept.
@@ -54,8 +60,7 @@ IGNORED = {
 }
 # Values that ask for nothing, of parameters that are not supported. Any other parameter or value is refused.
 NEUTRAL: dict[str, tuple] = {
-    "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "reasoning_effort": ("none",),
+    "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "reasoning_effort": ("none",),
     "verbosity": ("medium",), "top_logprobs": (0,), "echo": (False,), "suffix": ("",), "best_of": (1,),
     "use_beam_search": (False,), "length_penalty": (1,), "min_tokens": (0,), "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,), "spaces_between_special_tokens": (True,),
@@ -89,7 +94,8 @@ class Part(BaseModel):
 def content_beside_parts(schema: dict[str, Any]) -> None:
     """What a client sends, instead of what is kept of it."""
     content = {"anyOf": [{"type": "string"}, schema["properties"]["parts"]]}
-    schema |= {"properties": schema["properties"] | {"content": content}, "required": ["role", "content"]}
+    role = {"enum": [*schema["properties"]["role"]["enum"], "tool"]}
+    schema |= {"properties": schema["properties"] | {"content": content, "role": role}, "required": ["role", "content"]}
 
 
 class Message(BaseModel):
@@ -103,10 +109,12 @@ class Message(BaseModel):
     def choose_parts(cls, message: Any) -> Any:
         if not isinstance(message, dict):
             return message
-        if message.get("tool_calls"):
-            raise ValueError("tool calls are not supported; the calculator's are in parts")
+        if message.get("role") == "tool":
+            return {"role": "assistant", "parts": parts_of_result(message.get("content"))}
         parts = message.get("parts") if message.get("role") == "assistant" else None
         parts = message.get("content") if parts is None else parts
+        if calls := message.get("tool_calls"):
+            parts = parts_with_calls(parts, calls)
         parts = [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
         if not isinstance(parts, list):
             raise ValueError("content must be a text or a list of parts")
@@ -141,31 +149,37 @@ def as_list(stop: Any) -> list:
     return [stop] if isinstance(stop, str) else stop
 
 
+def json_object(body: bytes) -> dict[str, Any]:
+    try:
+        fields = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return fields
+
+
 class Body(BaseModel):
     """The JSON of a request. null stands for what is missing."""
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     @classmethod
-    def parse(cls, body: bytes, **defaults: float) -> Self:
+    def parse(cls, body: bytes | dict[str, Any], **defaults: float) -> Self:
         """The request in a body. ApiError, 400, for anything that cannot be answered as it is meant."""
-        try:
-            fields = from_json(body, allow_inf_nan=False)
-        except ValueError as error:
-            raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
-        if not isinstance(fields, dict):
-            raise ApiError(400, "the body must be a JSON object")
+        fields = json_object(body) if isinstance(body, bytes) else body
         try:
             return cls.model_validate(defaults | {name: value for name, value in fields.items() if value is not None})
         except ValidationError as errors:
             error = errors.errors(include_url=False, include_input=False, include_context=False)[0]
             where = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in error["loc"]).lstrip(".")
-            where = where if b'"parts"' in body else where.replace(".parts[", ".content[")  # as the client named it
+            if b'"parts"' not in (body if isinstance(body, bytes) else b""):
+                where = where.replace(".parts[", ".content[")  # as the client named it
             words = error["msg"].removeprefix("Value error, ")
             words = "must be a JSON object" if error["type"] == "model_type" else words
             raise ApiError(400, f"{where}: {words}" if where else words, param=where or None) from None
 
 
-class BaseRequest(Body):
+class BaseRequest(Body, Formed):
     """What both kinds of request may say. The server's defaults stand for what is missing or null."""
     model: str
     max_tokens: int = Field(ge=1)
@@ -197,8 +211,20 @@ class BaseRequest(Body):
         """The log-probabilities that are asked for, as SamplingParams has it."""
         return {}
 
-    def sampling(self, most_tokens: int, tokenizer: Tokenizer, tools: bool) -> SamplingParams:
+    @property
+    def functions(self) -> list[Function]:
+        """Of the caller's own, which may be called."""
+        return []
+
+    def sampling(
+        self, most_tokens: int, tokenizer: Tokenizer, tools: bool, grammar: Grammar | None
+    ) -> SamplingParams:
         """As the engine has it. most_tokens: the server's limit."""
+        if grammar and self.ignore_eos:
+            raise ApiError(400, "ignore_eos: an answer of a prescribed form ends where that does", param="ignore_eos")
+        stop = [*(() if self.ignore_eos else default_stop(tokenizer)), *self.stop_token_ids]
+        if self.functions:  # a call ends the answer, as do expressions that the calculator cannot read
+            stop.append(tokenizer.encode_special("<|python_end|>"))
         vocab_size, bias = tokenizer.get_vocab_size(), []
         for token, value in self.logit_bias.items():
             if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size):
@@ -207,12 +233,12 @@ class BaseRequest(Body):
             bias.append((int(token), value))
         return SamplingParams(
             min(self.max_tokens, most_tokens), self.temperature, max(self.top_k, 0), self.top_p, self.seed,
-            (*(() if self.ignore_eos else default_stop(tokenizer)), *self.stop_token_ids), tools,
+            tuple(stop), tools and grammar is None,
             self.presence_penalty, self.frequency_penalty, self.repetition_penalty, tuple(bias), self.min_p,
-            **self.told())
+            grammar=grammar, **self.told())
 
 
-class ChatRequest(BaseRequest):
+class ChatRequest(WithTools, BaseRequest):
     messages: Annotated[list[Message], FailFast()]
     max_completion_tokens: int | None = Field(None, ge=1)  # the newer name of max_tokens
     logprobs: bool = False
@@ -226,6 +252,10 @@ class ChatRequest(BaseRequest):
 
     def told(self) -> dict[str, int | None]:
         return {"logprobs": self.top_logprobs if self.logprobs else None}
+
+    def definitions(self) -> list[Message]:
+        """What the model is told of the functions, before the messages."""
+        return [Message(role="system", content=describe(self.functions))] if self.functions else []
 
 
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -274,7 +304,7 @@ class Chunk:
     logprobs: list[PlacedLogprob] = field(default_factory=list)
     tokens: int = 0                 # those without text count as well
     cached: int = 0                 # tokens of its prompt that were not read again
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | Literal["tool_calls"] | None = None
 
 
 class Reply:
@@ -292,7 +322,8 @@ class Reply:
         self.prompt_tokens, self.completion_tokens, self.cached_tokens = prompt_tokens, 0, 0
         self.parts: dict[int, list[dict[str, str]]] = {}        # by choice
         self.logprobs: dict[int, list[PlacedLogprob]] | None = {} if asked.told().get("logprobs") is not None else None
-        self.finish_reasons: dict[int, FinishReason | None] = {}
+        self.finish_reasons: dict[int, str | None] = {}
+        self.functions, self.calls = asked.functions, {}        # the calls by choice
 
     def add(self, chunks: Sequence[Chunk]) -> list[dict[str, Any]]:
         """Take these chunks in; returns the choices of the events that say what is new."""
@@ -308,6 +339,9 @@ class Reply:
                 content = {"content": part["text"]} if part["type"] == "text" else {}
                 delta = {"delta": content | {"parts": [{"index": len(parts) - 1} | part]}}
                 new.append(choice(chunk.index, delta if self.is_chat else {"text": part["text"]}))
+            if chunk.finish_reason and (call := read_call(parts, self.functions)):
+                self.calls[chunk.index], chunk.finish_reason = call, "tool_calls"
+                new.append(choice(chunk.index, {"delta": {"tool_calls": [{"index": 0} | call]}}))
             if chunk.finish_reason or (chunk.logprobs and not new):
                 new.append(choice(chunk.index, nothing, chunk.finish_reason))
             if chunk.logprobs:
@@ -325,6 +359,8 @@ class Reply:
         for index, parts in sorted(self.parts.items()):
             text = "".join(part["text"] for part in parts if part["type"] == "text" or not self.is_chat)
             message = {"role": "assistant", "content": text, "refusal": None, "parts": parts}
+            if index in self.calls:
+                message |= {"content": text or None, "tool_calls": [self.calls[index]]}
             content = {"message": message} if self.is_chat else {"text": text}
             choices.append(choice(index, content, self.finish_reasons[index]))
             if self.logprobs is not None:
@@ -359,5 +395,5 @@ def event(data: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
-def choice(index: int, content: dict[str, Any], finish_reason: FinishReason | None = None) -> dict[str, Any]:
+def choice(index: int, content: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
     return {"index": index} | content | {"logprobs": None, "finish_reason": finish_reason}

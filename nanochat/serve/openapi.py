@@ -13,15 +13,17 @@ ERROR = {"type": "object", "required": ["error"], "properties": {"error": {
 
 
 def describe(
-    routes: Sequence[Route], bodies: Mapping[str, type[BaseModel]], models: Sequence[str], defaults: Sequence[str]
+    routes: Sequence[Route], bodies: Mapping[str, type[BaseModel] | dict], models: Sequence[str],
+    defaults: Sequence[str],
 ) -> dict[str, Any]:
     """
-    bodies: path → what its POST reads. models: their names. defaults: parameters of a request for which the server has
-    values of its own.
+    bodies: path → what its POST reads, as a class or as a schema. models: their names. defaults: parameters of a
+    request for which the server has values of its own.
     """
+    classes = [body for body in bodies.values() if not isinstance(body, dict)]
     refs, schemas = models_json_schema(
-        [(body, "validation") for body in bodies.values()], ref_template="#/components/schemas/{model}")
-    for body in bodies.values():
+        [(body, "validation") for body in classes], ref_template="#/components/schemas/{model}")
+    for body in classes:
         schema = schemas["$defs"][body.__name__]
         schema["properties"]["model"] = {"enum": models}
         accept_null(schema, defaults, issubclass(body, BaseRequest))
@@ -35,8 +37,12 @@ def describe(
                  for name in route.param_convertors]
         operation = {"parameters": names, "responses": answers}
         if method == "POST":
-            content = {"application/json": {"schema": refs[bodies[route.path], "validation"]}}
-            operation["requestBody"] = {"required": True, "content": content}
+            body = bodies[route.path]
+            if isinstance(body, dict):
+                schema = body | {"properties": body["properties"] | {"model": {"enum": models}}}
+            else:
+                schema = refs[body, "validation"]
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
         paths[route.path] = {method.lower(): operation}
     info = {"title": "nanochat", "version": "1"}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas["$defs"]}}

@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
 
 from nanochat.conversation import drop_oldest, render_prompt, render_text
+from nanochat.errors import UserError
 from nanochat.serve.openai_api import (
     ApiError,
     BaseRequest,
@@ -41,9 +42,12 @@ from nanochat.serve.openai_api import (
     Message,
     Reply,
     conversation_of,
+    json_object,
 )
 from nanochat.serve.openapi import describe
 from nanochat.serve.request_id import RequestId
+from nanochat.serve.responses import BODY, ResponsesReply, chat_fields
+from nanochat.serve.structured import compile_grammar
 from nanochat.serve.tokenization import DetokenizeRequest, TokenizeRequest, tokenizer_info
 from nanochat.serve.worker import Request, ServedModel, Worker, log_error
 
@@ -83,10 +87,11 @@ def create_app(
         Route("/v1", api.list_endpoints), Route("/v1/models", api.list_models), Route("/v1/models/{id}", api.one_model),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.complete, methods=["POST"]),
+        Route("/v1/responses", api.respond, methods=["POST"]),
         Route("/tokenize", api.tokenize, methods=["POST"]), Route("/detokenize", api.detokenize, methods=["POST"]),
         Route("/tokenizer_info", api.tokenizer_info),
     ]
-    bodies = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest,
+    bodies = {"/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest, "/v1/responses": BODY,
               "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
     described = JSONResponse(describe(routes, bodies, [*api.models], ["max_tokens", *api.defaults]))
     routes.append(Route("/openapi.json", described, methods=["GET"]))
@@ -180,13 +185,23 @@ class Api:
     # ---- Answers
 
     async def chat(self, http: HttpRequest) -> Response:
-        body = await read_body(http, self.limits.max_body_bytes)
+        return await self.answer_chat(http, await read_body(http, self.limits.max_body_bytes))
+
+    async def respond(self, http: HttpRequest) -> Response:
+        fields = json_object(await read_body(http, self.limits.max_body_bytes))
+        return await self.answer_chat(http, chat_fields(fields), partial(ResponsesReply, fields))
+
+    async def answer_chat(
+        self, http: HttpRequest, body: bytes | dict, make_reply: Callable[..., Reply] = Reply
+    ) -> Response:
         request = ChatRequest.parse(body, max_tokens=self.limits.max_new_tokens, **self.defaults)
         model = self.find(request.model)
+        if request.functions and not model.chats:
+            raise ApiError(400, f"{model.id} is a base model: it calls no functions", param="tools")
         request.max_tokens = request.max_completion_tokens or request.max_tokens
         most = min(request.max_tokens, self.limits.max_new_tokens, model.context // 4)
-        ids = self.render(model, request.messages, room=model.context - most)
-        return await self.answer(http, request, model, [ids], "messages")
+        ids = self.render(model, request.definitions() + request.messages, room=model.context - most)
+        return await self.answer(http, request, model, [ids], "messages", make_reply=make_reply)
 
     def render(self, model: ServedModel, messages: Sequence[Message], room: int) -> list[int]:
         """The tokens of a chat. room: for how many, where older exchanges are dropped to fit in."""
@@ -246,7 +261,7 @@ class Api:
 
     async def answer(
         self, http: HttpRequest, asked: BaseRequest, model: ServedModel, prompts: list[list[int]], param: str,
-        echo_from: Sequence[int] = (),
+        echo_from: Sequence[int] = (), make_reply: Callable[..., Reply] = Reply,
     ) -> Response:
         """Have a worker answer the prompts; return that as JSON or as a stream. A client that goes ends the work."""
         longest = max(map(len, prompts))
@@ -257,13 +272,18 @@ class Api:
         if asked.n > self.limits.max_n:
             raise ApiError(400, f"n={asked.n} is too much; at most {self.limits.max_n} answers are allowed", param="n")
         tools = isinstance(asked, ChatRequest) and model.chats
-        sampling = asked.sampling(self.limits.max_new_tokens, model.tokenizer, tools)
+        form = asked.form(model.tokenizer)
+        try:
+            grammar = await compile_grammar(form, model.tokenizer) if form else None
+        except UserError as error:
+            raise ApiError(400, str(error)) from None
+        sampling = asked.sampling(self.limits.max_new_tokens, model.tokenizer, tools, grammar)
         client = http.client.host if http.client else ""
         request = Request(prompts, sampling, asked.n, asked.stop, self.limits.timeout_s, client, echo_from)
         if request.size > model.max_choices:
             words = f"{request.size:,} answers at once; this server takes at most {model.max_choices}"
             raise ApiError(400, words, param=param)
-        reply = Reply(asked, model.id, model.step, model.tokenizer, sum(map(len, prompts)))
+        reply = make_reply(asked, model.id, model.step, model.tokenizer, sum(map(len, prompts)))
         worker = model.submit(request)
         request.watcher = asyncio.create_task(cancel_at_the_end(http, worker, request))
         chunks = self.chunks(model, request)

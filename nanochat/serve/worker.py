@@ -22,6 +22,7 @@ from functools import partial
 
 from nanochat.detokenizer import Delta, IncrementalDetokenizer, StopStrings
 from nanochat.engine import Answer, Engine, FinishReason
+from nanochat.errors import UserError
 from nanochat.kv_cache import Prefix
 from nanochat.logprobs import TokenLogprob
 from nanochat.prompt_cache import PIECE
@@ -230,10 +231,12 @@ class Worker:
 
     def fail(self, requests: set[Request], error: Exception) -> None:
         """End these requests. If the model cannot even read one token any more, that ends the worker."""
-        log_error("a request failed", error)
+        told = ApiError(400, str(error))
+        if not isinstance(error, UserError):
+            log_error("a request failed", error)
+            told = ApiError(500, "the model could not answer this request", "internal_error")
         for request in requests:
             self.drop(request)
-        told = ApiError(500, "the model could not answer this request", "internal_error")
         self.post(self.deliver, dict.fromkeys(requests, told))
         self.engine.model.extend(Prefix(), [self.engine.tokenizer.get_bos_token_id()])
 

@@ -1,0 +1,324 @@
+"""Answers of a prescribed form: judged by jsonschema, masks written out by hand, OpenAI's client with its helpers."""
+import asyncio
+import functools
+import json
+import re
+import sys
+import time
+from typing import Literal
+
+import openai
+import pytest
+import torch
+from pydantic import BaseModel, Field
+from test_chat_web import MARKER, Running, chat, prompt_of, writing_model
+from test_engine import SPECIAL, TOKENIZER, finish, random_model, random_prompts
+
+from nanochat.conversation import render_prompt
+from nanochat.detokenizer import to_parts
+from nanochat.engine import Engine
+from nanochat.errors import UserError
+from nanochat.sampling import SamplingParams
+from nanochat.serve.structured import MAX_BYTES, compile_grammar, json_of
+from nanochat.serve.tools import Function, read_call
+
+STOPS = [SPECIAL("<|assistant_end|>"), SPECIAL("<|bos|>")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library():
+    pytest.importorskip("llguidance")
+
+
+def grammar(expression: str):
+    return asyncio.run(compile_grammar(expression, TOKENIZER))
+
+
+def sampling(expression: str, max_tokens: int = 900, **settings) -> SamplingParams:
+    return SamplingParams(max_tokens, tools=False, grammar=grammar(expression), **settings)
+
+
+def strict(**properties) -> dict:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+SCHEMAS = {
+    "nested": strict(
+        who=strict(name={"type": "string", "maxLength": 12}, born=strict(year={"type": "integer"})),
+        at={"type": ["string", "null"], "maxLength": 3}),
+    "enum": {"enum": ["red", "北京", 7, None, {"a": [1.5]}, "a\"b"]},
+    "constants": strict(kind={"const": "dog"}, legs={"const": 4}),
+    "array": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 5},
+    "tuple": {"type": "array", "prefixItems": [{"type": "boolean"}, {"enum": ["x"]}], "items": False, "minItems": 2},
+    "unicode": strict(**{"名前": {"type": "string", "minLength": 2, "maxLength": 6}, "é": {"type": "boolean"}}),
+    "integers": {"type": "integer", "minimum": -7, "maximum": 123456},
+    "numbers": strict(a={"type": "number", "exclusiveMinimum": 0, "maximum": 2.5}, b={"type": "number"}),
+    "pattern": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3,5}$"},
+    "formats": strict(day={"type": "string", "format": "date"}, id={"type": "string", "format": "uuid"}),
+    "optional": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "null"}},
+                 "additionalProperties": False},
+    "extra": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
+              "additionalProperties": {"type": "boolean"}, "maxProperties": 3},
+    "union": {"anyOf": [{"type": "array", "items": {"type": "boolean"}, "maxItems": 2}, {"type": "null"},
+                        strict(x={"type": "number"})]},
+    "references": {"$defs": {"leaf": {"enum": [1, 2]}}, "type": "array", "items": {"$ref": "#/$defs/leaf"},
+                   "maxItems": 4},
+    "recursive": {"$defs": {"tree": strict(left={"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]})},
+                  "$ref": "#/$defs/tree"},
+    "string": {"type": "string"},
+    "anything": {},
+}
+
+
+@pytest.fixture(scope="module")
+def writer() -> Engine:
+    return Engine(writing_model(), TOKENIZER, max_batch=16)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_finished_answer_of_a_random_model_fits_its_schema(writer, name):
+    """Temperature 1: it would write noise. One that is cut off ends with "length"; a half answer never with "stop"."""
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft202012Validator(SCHEMAS[name])
+    answers = writer.generate([prompt_of(chat("?"))], sampling(json_of(SCHEMAS[name]), 300, seed=1), 16)
+    finished = [answer for answer in answers if answer.finish_reason == "stop"]
+    assert len(finished) >= 3, "nothing to judge"
+    for answer in finished:
+        [part] = to_parts(TOKENIZER, answer.tokens)
+        assert part["type"] == "text" and "\ufffd" not in part["text"] and answer.tokens[-1] in STOPS
+        assert [*validator.iter_errors(json.loads(part["text"]))] == [], part["text"]
+    for answer in set(answers) - set(finished):
+        assert answer.finish_reason == "length" and len(answer.tokens) == 300 and not set(STOPS) & set(answer.tokens)
+
+
+def test_only_what_begins_a_choice_is_drawn():
+    """
+    Greedy, against masks written out by hand over the plain model's logits: a token must go on with one of the texts,
+    and a stop token is allowed exactly when the text is one of them, although another goes on. (Where only one text can
+    follow, llguidance allows its canonical tokens alone: here these are the only ones.)
+    """
+    model, choices = random_model(), ["the", "the xyz", "then", "北京", "北", "th\n"]
+    texts = [choice.encode() for choice in choices]
+    prompts = random_prompts(5, 9, 2, 30, 17, 11)
+    engine = Engine(model, TOKENIZER, max_batch=4)
+    answers = engine.generate(prompts, sampling(" | ".join(map(json.dumps, choices)), temperature=0))
+    for prompt, answer in zip(prompts, answers):
+        written, tokens = b"", []
+        while not tokens or tokens[-1] not in STOPS:
+            allowed = [token for token in range(256 + 3) if written + TOKENIZER.decode_bytes([token]) in
+                       {text[:n] for text in texts for n in range(1, len(text) + 1)}]
+            allowed = [token for token in allowed if TOKENIZER.decode_bytes([token])] + STOPS * (written in texts)
+            logits = model(torch.tensor([prompt + tokens]))[0, -1]
+            tokens.append(max(allowed, key=lambda token: logits[token].item()))
+            written += b"" if tokens[-1] in STOPS else TOKENIZER.decode_bytes(tokens[-1:])
+        assert answer.tokens == tokens and written in texts and answer.finish_reason == "stop"
+    assert len({tuple(answer.tokens) for answer in answers}) > 1
+
+
+def test_others_in_the_batch_are_as_they_were():
+    """Rows without a grammar, greedy and sampled, beside rows with one: the same tokens as alone."""
+    model, prompts = random_model(), random_prompts(4, 20, 7, 12)
+    plain = [SamplingParams(30, temperature=t, seed=3, stop=(), tools=False) for t in (0, 1.0)] * 2
+    alone = [answer.tokens for answer in Engine(model, TOKENIZER).generate(prompts, plain)]
+    engine, formed = Engine(model, TOKENIZER), sampling(json_of({"type": "object"}), 50)
+    engine.add(prompts[0], formed, 3)
+    answers = [answer for prompt, its in zip(prompts, plain) for answer in engine.add(prompt, its)]
+    engine.add(prompts[1], formed, 3)
+    finish(engine)
+    assert [answer.tokens for answer in answers] == alone
+    seeded = sampling(json_of({"type": "array"}), 40, seed=5)
+    first, again = (engine.generate(prompts[:1], seeded, 2) for _ in range(2))
+    assert [a.tokens for a in first] == [a.tokens for a in again] and first[0].tokens != first[1].tokens
+
+
+@pytest.mark.parametrize("schema, words", [
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"), ({"not": {}}, "not"), ({"type": "huge"}, "huge"),
+    ({"$ref": "https://example.org/x"}, "example.org"), ({"type": "string", "pattern": "(?=a)b"}, "look-around|regex"),
+    ({"enum": ["x" * MAX_BYTES]}, "at most"), ({"type": "integer", "minimum": 2, "maximum": 1}, "Unsatisfiable"),
+    ({"properties": {"a": {"multipleOf": 9999}}}, "multipleOf"),
+])
+def test_what_a_schema_may_not_say(schema, words):
+    with pytest.raises(UserError, match=words):
+        grammar(json_of(schema))
+
+
+def test_no_schema_keeps_others_waiting():
+    """Small ones that explode: refused or compiled within seconds, and then no token takes long either."""
+    primes = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (7, 11, 13, 17, 19, 23)]}
+    patterns = "^(([a-z]{1,50}){1,50}){1,50}$", "^.*a.{30}$", "^((a|b|ab)*c?){500}$"
+    for schema in (primes, *({"type": "string", "pattern": pattern} for pattern in patterns)):
+        started = time.monotonic()
+        try:
+            engine = Engine(random_model(), TOKENIZER)
+            engine.generate(random_prompts(3), sampling(json_of(schema), 60))
+        except UserError:
+            pass
+        assert time.monotonic() - started < 10, schema
+
+
+def test_without_the_library_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UserError, match=r"\. \./setup\.sh structured"):
+        grammar(json_of({}))
+
+
+# ---- Through the server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    running = Running(tmp_path_factory.mktemp("structured"), {"sft": writing_model()}, "--source=sft")
+    yield running
+    running.process.kill()
+    running.process.wait()
+
+
+class Pet(BaseModel):
+    kind: Literal["dog", "cat"]
+    age: int = Field(ge=0, le=30)
+    friends: list[Literal["Zoë", "北"]] = Field(max_length=2)
+
+
+class GetWeather(BaseModel):
+    """Tells the weather."""
+    city: Literal["Paris", "北京"]
+    days: int = Field(ge=1, le=9)
+
+
+WARM = {"model": "tiny-sft", "temperature": 1}
+WEATHER = openai.pydantic_function_tool(GetWeather, name="get_weather")
+ARGUMENTS = re.compile(r'\{"city":"(Paris|北京)","days":[1-9]\}')
+
+
+def test_pydantic_models_are_parsed(server):
+    """The client's own helper makes the schema and reads the answer, whole and as a stream. JSON; choices."""
+    ask = WARM | {"messages": chat("?"), "response_format": Pet, "max_tokens": 400}
+    for seed in range(3):
+        [choice] = server.client.chat.completions.parse(**ask, seed=seed).choices
+        assert isinstance(choice.message.parsed, Pet) and choice.finish_reason == "stop"
+    with server.client.chat.completions.stream(**ask, seed=0) as stream:
+        assert any(event.type == "content.delta" for event in stream)
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Pet)
+    with pytest.raises(openai.LengthFinishReasonError):
+        server.client.chat.completions.parse(**ask | {"max_tokens": 5})
+    settings = WARM | {"messages": chat("?"), "n": 8}
+    whole = server.ask(**settings, response_format={"type": "json_object"}, max_tokens=300, seed=3)
+    ended = [choice.message.content for choice in whole.choices if choice.finish_reason == "stop"]
+    assert ended and all(isinstance(json.loads(content), dict) for content in ended)
+    for extra in ({"guided_choice": ["yes", "no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}):
+        chosen = {choice.message.content for choice in server.ask(**settings, extra_body=extra).choices}
+        continued = server.client.completions.create(**WARM, prompt="?", n=8, extra_body=extra)
+        assert chosen | {choice.text for choice in continued.choices} == {"yes", "no"}
+
+
+def test_functions_are_called_and_their_results_read(server):
+    """required and by name, whole and as a stream; what was called is sent back with the result, as clients do."""
+    messages = chat("How is the weather?")
+    other = {"type": "function", "function": {"name": "now"}}
+    ask = WARM | {"messages": messages, "tools": [WEATHER, other], "max_tokens": 200}
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    whole = server.client.chat.completions.create(**ask, tool_choice="required", seed=0, n=8)
+    for choice in whole.choices:
+        assert (choice.finish_reason, choice.message.content, len(choice.message.tool_calls)) == ("tool_calls", None, 1)
+    assert {choice.message.tool_calls[0].function.name for choice in whole.choices} == {"get_weather", "now"}
+    [choice] = server.client.chat.completions.parse(**ask, tool_choice=named, seed=1).choices
+    [call] = choice.message.tool_calls
+    assert isinstance(call.function.parsed_arguments, GetWeather) and ARGUMENTS.fullmatch(call.function.arguments)
+    with server.client.chat.completions.stream(**ask, tool_choice=named, seed=1) as stream:
+        for _ in stream:
+            pass
+        [streamed] = stream.get_final_completion().choices
+    assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+    assert streamed.finish_reason == "tool_calls"
+
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    plain = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
+    parts = [{"type": "python", "text": f'{{"name":"get_weather","arguments":{call.function.arguments}}}'},
+             {"type": "python_output", "text": "sunny"}]
+    turns = {"messages": [*messages, {"role": "assistant", "content": parts}]}
+    expected = len(render_prompt(TOKENIZER, turns, continue_last=True))
+    for message in (choice.message, plain, plain | {"content": []}):
+        again = ask | {"messages": [*messages, message, result], "max_tokens": 3}
+        assert server.client.chat.completions.create(**again, tool_choice="none").usage.prompt_tokens == expected
+    told = server.client.chat.completions.create(**ask | {"max_tokens": 3}).usage.prompt_tokens
+    assert told > len(prompt_of(messages)) + 200, "unless tool_choice is none the model reads the definitions"
+
+
+def test_a_model_may_call_a_function_of_its_own_accord():
+    """auto: what is written as a call is one, and ends the answer; other expressions are the calculator's."""
+    call, functions = '{"name": "now", "arguments": {"zone": "UTC"}}', [Function(name="now")]
+    assert read_call([{"type": "python", "text": call}], functions)["function"]["arguments"] == '{"zone": "UTC"}'
+    for parts in ([{"type": "text", "text": call}], [{"type": "python", "text": "12*3"}], [],
+                  [{"type": "python", "text": call}, {"type": "text", "text": "."}],
+                  [{"type": "python", "text": call.replace("now", "then")}], [{"type": "python", "text": call[:-2]}]):
+        assert read_call(parts, functions) is None
+    engine, start, end = Engine(random_model(), TOKENIZER), SPECIAL("<|python_start|>"), SPECIAL("<|python_end|>")
+    for expression, ends in ((call, True), ("12*3", False)):
+        [answer] = engine.add([1], SamplingParams(90, stop=(*STOPS, end)))
+        for token in (start, *TOKENIZER.encode(expression), end):
+            engine._advance(answer, token)
+        assert (answer.finish_reason == "stop") == ends == (not answer.output)
+
+
+def test_responses(server):
+    """What the client's helpers read, whole and as events, with a schema and with functions; what is refused."""
+    create = functools.partial(server.client.responses.create, model="tiny-sft")
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+             {"role": "assistant", "content": "Yes?"}, {"type": "message", "role": "user", "content": "Go on"}]
+    same = [{"role": "system", "content": "Be brief."}, *chat("Hi", "Yes?", "Go on")]
+    plain = server.ask(messages=same, max_tokens=20)
+    settings = {"instructions": "Be brief.", "input": items, "max_output_tokens": 20, "temperature": 0}
+    whole = create(**settings)
+    assert whole.output_text == plain.choices[0].message.content
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (plain.usage.prompt_tokens, 20)
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    events = list(create(**settings, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    kinds = [event.type.removeprefix("response.") for event in events if not event.type.endswith("delta")]
+    assert kinds == ["created", "in_progress", "output_item.added", "content_part.added", "output_text.done",
+                     "content_part.done", "output_item.done", "incomplete"]
+    assert events[-1].response.output_text == whole.output_text
+
+    parsed = server.client.responses.parse(**WARM, input="?", text_format=Pet)
+    assert isinstance(parsed.output_parsed, Pet) and parsed.status == "completed"
+    with server.client.responses.stream(**WARM, input="?", text_format=Pet) as stream:
+        assert any(event.type == "response.output_text.delta" for event in stream)
+        assert isinstance(stream.get_final_response().output_parsed, Pet)
+    ask = {"input": "?", "tools": [{"type": "function"} | WEATHER["function"]], "extra_body": {"seed": 1},
+           "tool_choice": {"type": "function", "name": "get_weather"}}
+    [call] = create(**ask).output
+    assert call.type == "function_call" and ARGUMENTS.fullmatch(call.arguments)
+    done = list(create(**ask, stream=True))[-1]
+    assert done.type == "response.completed" and done.response.output[0].arguments == call.arguments
+    history = [{"role": "user", "content": "?"}, call.model_dump(exclude_none=True),
+               {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+    assert create(input=history, max_output_tokens=3).usage.output_tokens <= 3
+    for words, wrong in (
+        ("previous_response_id is not", {"previous_response_id": "resp_1"}), ("background is not", {"background": True}),
+        ("conversation is not", {"conversation": "c"}), ("'item_reference' is", {"input": [{"type": "item_reference"}]}),
+        ("a text or a list of items", {"input": 5}), ("tools", {"tools": [{"type": "web_search"}]}),
+        ("content: expected", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            create(**{"input": "?"} | wrong)
+
+
+@pytest.mark.parametrize("words, settings", [
+    ("uniqueItems", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}}),
+    ("only one of", {"response_format": {"type": "json_object"}, "extra_body": {"guided_choice": ["a"]}}),
+    ("guided_choice.*at least 1", {"extra_body": {"guided_choice": []}}),
+    ("json_object", {"response_format": {"type": "xml"}}),
+    ("ignore_eos", {"extra_body": {"guided_choice": ["a"], "ignore_eos": True}}),
+    ("structured_outputs.regex", {"extra_body": {"structured_outputs": {"choice": ["a"], "regex": "a"}}}),
+    ("tool_choice: f is none of the tools: get_weather", {
+        "tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}),
+    ("tool_choice: required", {"tool_choice": "required"}), ("type", {"tools": [{"type": "custom"}]}),
+    ("a tool call needs", {"messages": [*chat("a"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]}),
+    ("content of a tool", {"messages": [*chat("a"), {"role": "tool", "content": None}]}),
+])
+def test_what_is_wrong_with_a_form_is_said(server, words, settings):
+    ask = {"model": "tiny-sft", "messages": chat(MARKER), "max_tokens": 3} | settings
+    with pytest.raises(openai.BadRequestError, match=words):
+        server.client.chat.completions.create(**ask)
+    assert server.log.read_text().count("\n") == 1, "the log has its first line, and no word of a user"
