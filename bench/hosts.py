@@ -65,24 +65,21 @@ def run(number: int, rate: str, folder: Path) -> dict:
     settings = RUN | {"depth": 4, "num_iterations": num_iterations, "model_tag": tag} | changes
     arguments = ["scripts.base_train", *(f"--{key}={value}" for key, value in settings.items())]
     log, metrics = folder / f"{tag}.log", base_dir() / "base_checkpoints" / tag / "metrics.jsonl"
-    half, first, deadline = num_iterations // 2, None, time.monotonic() + 240
+    half, sent, deadline = num_iterations // 2, {}, time.monotonic() + 240
     with Hosts(hosts, rate) as network:
         launchers = [network.launch(host, arguments, log, ranks) for host in range(hosts)]
         while any(launcher.poll() is None for launcher in launchers):
             if time.monotonic() > deadline:
                 raise SystemExit(f"no end within 240 s:\n{log.read_text()}")
-            text = metrics.read_text() if metrics.exists() else ""
-            if first is None and text.count("\n") > half:
-                first = (text.count("\n"), network.sent(hosts - 1))
-            elif first is not None and text.count("\n") < num_iterations:
-                last = (text.count("\n"), network.sent(hosts - 1))
+            done = metrics.read_text().count("\n") if metrics.exists() else 0
+            sent.setdefault(done, network.sent(hosts - 1))  # when a step has just been written down
             time.sleep(0.002)
     if any(launcher.returncode for launcher in launchers):
         raise SystemExit(log.read_text())
     records = [record for record in read_metrics(metrics) if "train/loss" in record]
     return {
         "losses": [record["train/loss"] for record in records],
-        "sent": (last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else 0.0,
+        "sent": (sent[num_iterations - 1] - sent[half]) / (num_iterations - 1 - half),
         "seconds": statistics.median(record["train/dt"] for record in records[half:]),
         "micro-steps": int(re.search(r"x (\d+) micro-step", log.read_text())[1]),
         "vocabulary": int(re.search(r"vocabulary ([\d,]+)", log.read_text())[1].replace(",", "")),
