@@ -47,7 +47,7 @@ def wait_for(happened: Callable[[], object], log: Path, seconds: float = 200) ->
 
 
 def of_rank(fault: str, folder: Path) -> list:
-    """Two ranks on this machine, one of them faulty: when the first line about it came, when torchrun ended, and how."""
+    """Two ranks on this machine, one of them faulty: the first line about it, when it came, when torchrun ended."""
     tag = fault.replace(" ", "-")
     log, trigger = folder / f"{tag}.log", folder / f"{tag}.now"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
@@ -99,7 +99,7 @@ def host(folder: Path) -> list[list]:
         at = step()
         gone = wait_for(lambda: rounds(1) and log.read_text().count("resuming from"), log)
         resumed = int(re.findall(r"resuming from .*step_(\d+)", log.read_text())[-1])
-        rows.append(["host1 is killed", f"host0 goes on alone, from step {resumed} (the kill came at {at})", f"{gone:.0f}"])
+        rows.append(["host1 is killed", f"host0 goes on alone, from step {resumed} (it came at {at})", f"{gone:.0f}"])
         wait_for(lambda: step() > at + 8, log)
         network.boot(1)
         second = network.launch(1, command, log, nodes="1:2")
@@ -124,7 +124,7 @@ def link(folder: Path) -> list[list]:
         network.cable(1, connected=True)
         lines = log.read_text().count("\nstep ")
         again = wait_for(lambda: log.read_text().count("\nstep ") > lines + 2, log)
-        rows.append(["link down for 15 s", "no error; the next step ends so long after the link is back", f"{again:.0f}"])
+        rows.append(["link down for 15 s", "no error; steps go on so long after it is back", f"{again:.0f}"])
         network.cable(1, connected=False)
         began = time.monotonic()
         for line in ("rank 1 on host1: silent", "rank 0 on host0 does not answer"):

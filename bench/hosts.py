@@ -12,12 +12,15 @@ from pathlib import Path
 
 from configurator import configure
 
+import torch
+
 from bench.harness import scratch_base, show
 from bench.network import RUN, Hosts, make_sums, why_not
 from nanochat.files import base_dir
 from nanochat.gpt import GPTConfig, config_from_depth
 from nanochat.metrics import read_metrics
 from nanochat.plan.memory import parameter_counts
+from nanochat.plan.traffic import collectives
 from nanochat.report import markdown_table
 
 rates = "100mbit,1gbit"     # of the links, as tc writes them
@@ -28,34 +31,29 @@ configure(globals())
 
 # hosts, ranks on each, settings
 LAYOUTS = [
-    (1, 1, {}), (1, 2, {"zero_stage": 1}),
+    (1, 1, {"zero_stage": 0}), (1, 2, {"zero_stage": 1}),
     (2, 1, {"zero_stage": 0}), (2, 1, {"zero_stage": 1}), (2, 1, {"zero_stage": 3}),
     (2, 2, {"zero_stage": 2}), (2, 2, {"zero_stage": 2, "shard_size": 2}), (2, 2, {"zero_stage": 3, "shard_size": 2}),
     (4, 1, {"zero_stage": 1}),
 ]
 
 
-def crossing(hosts: int, ranks: int, stage: int, shard_size: int, micro_steps: int, config: GPTConfig) -> float:
+def crossing(hosts: int, ranks: int, stage: int, shards: int, micro_steps: int, config: GPTConfig) -> float:
     """
-    Bytes that a host sends to the others in an optimizer step, in float32, with gloo: what is summed by shard goes
-    straight to its owner, all other collectives go round a ring in the order of ranks, which leaves each host once.
-    Muon's matrices travel to an owner and back.
+    Bytes that a host sends to the others in an optimizer step, in float32 with gloo. Shards are those of one host, or
+    of all ranks (stage 0: one, with a rank on each host). Where all ranks share a copy, an all-gather goes round a ring
+    in the order of ranks, which leaves each host once; what is reduced or redistributed goes straight to its owner.
     """
-    world, (adamw, muon) = hosts * ranks, parameter_counts(config)
-    whole = 4 * (adamw + muon)
-    if hosts == 1:
-        return 0.0
-    if stage == 0:
-        return 2 * (world - 1) / world * whole
-    if shard_size == ranks:  # only the sums of shards, over replicas: the ranks of a host hold the model once
-        return 2 * (hosts - 1) / hosts * whole
-    gathered = (world - 1) / world * whole
-    scattered = ranks * (world - ranks) / world * whole  # a rank sends to each rank of other hosts
-    matrices = 2 * ranks * (world - ranks) / world**2 * 4 * muon
-    if stage == 3:
-        head = 4 * config.padded_vocab_size * config.n_embd
-        return micro_steps * (scattered + (2 * whole - head) * (world - 1) / world) + matrices
-    return (scattered * (micro_steps if stage == 2 else 1)) + gathered + matrices
+    world, replicas, (adamw, muon) = hosts * ranks, hosts * ranks // shards, parameter_counts(config)
+    head, sent = config.padded_vocab_size * config.n_embd, 0.0
+    float32 = torch.float32, torch.float32
+    for c in collectives(stage, shards, replicas, micro_steps, *float32, adamw + muon, muon, head):
+        size = c.bytes * c.times * c.passes
+        if c.among == "replicas":
+            sent += ranks * size * (replicas - 1) / replicas
+        elif shards > ranks:
+            sent += size * ((world - 1) / world if c.kind == "all-gather" else ranks * (world - ranks) / world)
+    return sent
 
 
 def run(number: int, rate: str, folder: Path) -> dict:
@@ -101,8 +99,9 @@ with scratch_base():
             reference = reference or result["losses"]
             off = max(abs(a - b) for a, b in zip(reference, result["losses"], strict=True))
             config = config_from_depth(4, result["vocabulary"], 64, arch="classic")
-            expected = crossing(hosts, ranks, changes.get("zero_stage", 2), changes.get("shard_size", -1),
-                                result["micro-steps"], config)
+            stage = changes["zero_stage"]
+            shards = changes.get("shard_size", hosts * ranks) if stage else 1
+            expected = crossing(hosts, ranks, stage, shards, result["micro-steps"], config) if hosts > 1 else 0.0
             rows.append([rate, hosts, ranks, " ".join(f"{k}={v}" for k, v in changes.items()), f"{off:.1e}",
                          f"{result['sent'] / 1e6:.3f} / {expected / 1e6:.3f}", f"{result['seconds']:.3f}"])
             print(rows[-1], result["said"], flush=True)

@@ -20,8 +20,9 @@ from nanochat.corpus.make_dataset import make
 REPO = Path(__file__).parent.parent
 MTU = 9000  # bytes of a packet: headers are then 0.7% of what is sent
 TOOLS = ("ip", "tc", "unshare", "nsenter")
+# Settings of base_train for a small run
 RUN = {"data": "sums", "max_seq_len": 64, "device_batch_size": 2, "total_batch_size": 512, "arch": "classic",
-       "dtype": "float32", "compile": False, "device_type": "cpu", "eval_every": -1, "sample_every": -1}  # of base_train
+       "dtype": "float32", "compile": False, "device_type": "cpu", "eval_every": -1, "sample_every": -1}
 
 
 def make_sums(folder: Path) -> None:
@@ -41,8 +42,8 @@ def why_not() -> str | None:
         return f"hosts are namespaces of Linux, made with {', '.join(missing or TOOLS)} (packages iproute2, util-linux)"
     if os.geteuid() != 0:
         return "only root may make hosts"
-    refused = subprocess.run(["unshare", "--net", "--pid", "--fork", "ip", "link", "add", "name", "x", "type", "bridge"],
-                             capture_output=True, text=True)
+    command = ["unshare", "--net", "--pid", "--fork", "ip", "link", "add", "name", "x", "type", "bridge"]
+    refused = subprocess.run(command, capture_output=True, text=True)
     return f"this machine makes no namespaces with bridges: {refused.stderr.strip()}" if refused.returncode else None
 
 

@@ -190,7 +190,7 @@ class CheckpointWriter:
         print0(f"saved {step_dir(self.folder, step)}")
 
     def keep_apart(self, step: int, aside: Path, sums: list[dict]) -> None:
-        """On a host that does not share rank 0's disk: its files take their place there; resuming needs them together."""
+        """On a host that does not share rank 0's disk: its files take their place there. Resuming needs all of them."""
         if int(os.environ.get("LOCAL_RANK", 0)) == 0 and aside.exists():
             write_manifest(aside, sums)
             target = step_dir(self.folder, step)

@@ -4,8 +4,8 @@
 #     NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash runs/multi_node.sh scripts.base_train --data=fineweb-edu --depth=20 --resume=auto
 #     NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash runs/multi_node.sh scripts.base_train --data=fineweb-edu --depth=20 --resume=auto
 #
-#     NNODES              a range such as 1:4 lets the run go on with fewer machines, and more when they are back; it needs
-#                         --resume=auto and no NODE_RANK. The machine of MASTER_ADDR must stay.
+#     NNODES              a range such as 1:4 lets the run go on with fewer machines, and with more when they are back;
+#                         it needs --resume=auto and no NODE_RANK. The machine of MASTER_ADDR must stay.
 #     MASTER_ADDR         of the first node, as the others reach it; MASTER_PORT (29500) must be free there
 #     NPROC               ranks on this node; default: one for each GPU, or one
 #     NANOCHAT_BASE_DIR   on a file system that all nodes share: checkpoints are pieces from all ranks
@@ -18,7 +18,7 @@ cd "$(dirname "$0")/.."
 [ -n "${NANOCHAT_NO_VENV:-}" ] || [ ! -d .venv ] || PATH="$PWD/.venv/bin:$PATH"
 : "${NNODES:?set it to the number of machines}" "${MASTER_ADDR:?set it to the address of the first machine}"
 if [[ $NNODES == *:* ]]; then
-    # torch 2.13 would keep one store for all rounds, on a machine that may be gone, with the addresses of earlier ranks.
+    # torch 2.13 would keep one store for all rounds, with the addresses of earlier ranks, on a machine that may be gone.
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     meeting=(--rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:${MASTER_PORT:-29500}" --rdzv-id="${JOB_ID:-nanochat}")
 else

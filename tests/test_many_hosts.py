@@ -38,7 +38,8 @@ def test_a_silent_rank_is_named_and_ended(what, status, shown):
     if shown is None:
         assert done.stderr == ""
     else:
-        assert done.stderr.startswith("rank 3 on host1: silent for 1 s: its process was stopped") and shown in done.stderr
+        assert done.stderr.startswith("rank 3 on host1: silent for 1 s: its process was stopped")
+        assert shown in done.stderr
 
 
 CUT_OFF = """
