@@ -33,7 +33,7 @@ SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scr
 STAGES = tuple(SCRIPTS)
 MODEL_FILE = "model.safetensors"
 LEASE_SECONDS = 120  # for which a file server may keep the locks of a machine that has crashed
-UNSEEN = "it is not there on every node; NANOCHAT_BASE_DIR must be on a file system that all nodes share"
+APART = "every host needs all files, on a disk that all share or copied to each"
 
 
 def checkpoint_dir(source: str, model_tag: str) -> Path:
@@ -82,7 +82,7 @@ def problem_with(checkpoint: Path, training: bool = True) -> str | None:
 def damaged_file(checkpoint: Path, training: bool, part: int, parts: int) -> str | None:
     """The part of `problem_with` that this rank reads: every parts-th file, beginning with file `part`."""
     if not checkpoint.exists():
-        return f"{UNSEEN} (rank {os.environ.get('RANK', 0)} on {socket.gethostname()})"
+        return f"it is not there on {socket.gethostname()}; {APART}"
     try:
         sums = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not there, not UTF-8, not JSON
@@ -93,7 +93,7 @@ def damaged_file(checkpoint: Path, training: bool, part: int, parts: int) -> str
             if sha256(checkpoint / name) != sums[name]:
                 return f"{name} does not match its checksum"
         except FileNotFoundError:
-            return f"{name} is missing"
+            return f"{name} is missing on {socket.gethostname()}; {APART}"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
     return None
@@ -203,8 +203,8 @@ def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bo
 
 
 def restarted() -> bool:
-    """Whether torchrun, given --max-restarts, started this process again after a failure."""
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    """Whether torchrun, given --max-restarts, started rank 0 again after a failure. COLLECTIVE."""
+    count = from_rank0(os.environ.get, "TORCHELASTIC_RESTART_COUNT", "")  # a host that came later counts its own
     return count.isdecimal() and int(count) > 0
 
 

@@ -1,10 +1,12 @@
 """Ranks and devices: who this process is, what it computes on, what all ranks share, and how they end together."""
 import ctypes
 import errno
+import faulthandler
 import functools
 import gc
 import os
 import signal
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanochat import heartbeat
 from nanochat.compiling import set_compile
 from nanochat.errors import UserError, ending, first_line, tell_restarts
 
@@ -121,18 +124,30 @@ def join(backend: str, rank: int, world_size: int) -> None:
     # The flight recorder: when a collective hangs, every rank writes down which collectives it was in.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    faulthandler.enable()  # a crash in native code shows where each thread is
+    local_rank, ranks, node, nodes = (int(os.environ.get(key, default)) for key, default in (
+        ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), ("GROUP_RANK", 0), ("GROUP_WORLD_SIZE", 1)))
     # torchrun keeps its store over a restart, with the addresses of dead ranks: each attempt uses its own part of it.
+    # A store of rank 0 (elastic runs, where the hosts' counts of restarts differ) is new in each attempt.
     job_store, *_ = next(dist.rendezvous("env://", timeout=SETUP_TIMEOUT))
-    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", job_store)
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0) if kept else 0
+    store = dist.PrefixStore(f"attempt {attempt}", job_store)
+    first, host = rank - local_rank, socket.gethostname()
+    of_node = range(first, first + ranks)
+    store.set(f"process {rank}", str(os.getpid()))
+    if local_rank == 0:
+        store.set(f"host {node}", f"rank{f's {first} to {first + ranks - 1}' if ranks > 1 else f' {rank}'} on {host}")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=SETUP_TIMEOUT)
     # An error that the user has to mend would only happen again: its line ends every restart, on all nodes.
     if job_store.check(["user error"]):
         raise UserError(job_store.get("user error").decode())
     tell_restarts.append(functools.partial(job_store.set, "user error"))
-    store.set(f"process {rank}", str(os.getpid()))
-    first = rank - int(os.environ.get("LOCAL_RANK", 0))
-    of_node = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 0)))
     node_process_ids[:] = filter(is_alive, [int(store.get(f"process {other}")) for other in of_node])
+    hosts = [store.get(f"host {other}").decode() for other in (range(nodes) if rank == 0 else [0])]
+    print0(*hosts, sep=", ")
+    watching = store.clone() if nodes > 1 and local_rank == 0 else None
+    heartbeat.start(f"rank {rank} on {host}", hosts, ending, node, watching)
 
 
 def is_alive(process_id: int) -> bool:
@@ -220,11 +235,11 @@ def is_rank0() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def print0(*values: object) -> None:
+def print0(*values: object, sep: str = " ") -> None:
     """Print on rank 0, at once. A run continues when its terminal, or the reader of its pipe (`| tee`), is gone."""
     if is_rank0():
         try:
-            print(*values, flush=True)
+            print(*values, sep=sep, flush=True)
         except OSError as error:
             if error.errno not in (errno.EIO, errno.EPIPE):
                 raise

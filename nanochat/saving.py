@@ -5,6 +5,7 @@ Saving in the background: training waits until what it changes is copied to host
     background thread, rank 0      make the folder to fill
     background thread, every rank  write, sync and hash this rank's files
     background thread, rank 0      add meta.json, the tokenizer and the manifest; rename; remove old checkpoints
+    one rank of a host whose disk is its own: rename what is there, with the same manifest, which tells what is missing
 
 A save that fails is a warning while training goes on, and an error when it was the last. An error that ends the run on
 every rank, other than in mid-update, is followed by a save of the last whole step.
@@ -14,12 +15,12 @@ import json
 import os
 import re
 import shutil
+import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from errno import ENOENT
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -28,7 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanochat.checkpoint import MODEL_FILE, UNSEEN, claim, find_checkpoint, job, list_steps, step_dir
+from nanochat.checkpoint import MODEL_FILE, claim, find_checkpoint, job, list_steps, step_dir
 from nanochat.distributed import from_rank0, print0, set_timeout
 from nanochat.errors import UserError, last_acts, one_line
 from nanochat.files import recover_folder, sha256, sync, write_folder_aside
@@ -168,6 +169,7 @@ class CheckpointWriter:
                 aside = self.share(begin, step, stack)[0]
                 sums = self.share(write_files, aside, files)
                 self.share(publish, step, stack, aside, sums, meta)
+                self.share(self.keep_apart, step, aside, sums)
         except Exception as error:  # of any rank; or a rank has died
             self.failed, self.saved = (step, error), -1
 
@@ -186,6 +188,18 @@ class CheckpointWriter:
         for old in (*too_old, *by_time[:-KEPT_BY_TIME]):
             shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)  # what is in use (NFS) goes next time
         print0(f"saved {step_dir(self.folder, step)}")
+
+    def keep_apart(self, step: int, aside: Path, sums: list[dict]) -> None:
+        """On a host that does not share rank 0's disk: its files take their place there. Resuming needs all of them."""
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0 and aside.exists():
+            write_manifest(aside, sums)
+            target = step_dir(self.folder, step)
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(aside, target)
+            sync(target.parent)
+            aside.parent.rmdir()
+            print(f"warning: {target} has the files of {socket.gethostname()} only: its disk is not shared; to resume, "
+                  "copy the files of all hosts together", flush=True)
 
     def share(self, function: Callable | None, *args) -> list:
         """
@@ -281,8 +295,8 @@ def copy_to_host(sharding: Sharding, optimizers) -> Files:
 
 def write_files(aside: Path, files: Files) -> dict[str, str]:
     """Write files into the folder, to the disk; {file name: SHA-256}. OSError when the disk refuses."""
-    if not aside.exists():
-        raise FileNotFoundError(ENOENT, UNSEEN, str(aside))
+    if files:
+        aside.mkdir(parents=True, exist_ok=True)  # on a disk that is not rank 0's it is not there
     for name, (tensors, metadata) in files.items():
         write_tensors(aside / name, tensors, metadata)
         sync(aside / name)
@@ -304,6 +318,10 @@ def complete(aside: Path, sums: list[dict[str, str]], tokenizer: Tokenizer, meta
     """Add to the weights in a folder what makes it a checkpoint. sums: SHA-256 of the files that each rank wrote."""
     (aside / "meta.json").write_text(meta, encoding="utf-8")
     tokenizer.save(aside)
+    known = {name for part in sums for name in part}
+    write_manifest(aside, [*sums, {file.name: sha256(file) for file in aside.iterdir() if file.name not in known}])
+
+
+def write_manifest(aside: Path, sums: list[dict[str, str]]) -> None:
     known = {name: digest for part in sums for name, digest in part.items()}
-    known |= {file.name: sha256(file) for file in aside.iterdir() if file.name not in known}
     (aside / "manifest.json").write_text(json.dumps(known, indent=1, sort_keys=True), encoding="utf-8")

@@ -645,8 +645,26 @@ def find_apart(rank, world_size, folder):
 def test_a_folder_that_not_every_node_has_is_no_checkpoint(tmp_path):
     save(tmp_path / "0", 1, Rank())
     (printed, error), (_, error_of_rank_1) = run_on_ranks(2, find_apart, tmp_path)
-    assert "must be on a file system that all nodes share (rank 1 on " in printed
+    assert "it is not there on " in printed and "on a disk that all share" in printed
     assert all("no valid checkpoint" in said and "steps there: 1" in said for said in (error, error_of_rank_1))
+
+
+def test_hosts_with_disks_of_their_own_keep_their_parts_until_they_lie_together(tmp_path, capsys):
+    """Each host's manifest tells what is missing there; with all files on both disks the checkpoint is whole."""
+    group, disks = ranks(2, stage=1), [tmp_path / "0", tmp_path / "1"]
+    asides = [disk / ".step_000001.tmp-x" / "step_000001" for disk in disks]
+    sums = [write_files(aside, copy_to_host(rank, rank.optimizers)) for aside, rank in zip(asides, group)]
+    complete(asides[0], sums, TOKENIZER, json.dumps(META | {"step": 1}))
+    asides[0].rename(disks[0] / "step_000001")
+    for disk, aside in zip(disks, asides):  # on rank 0's there is nothing left to do
+        CheckpointWriter.keep_apart(SimpleNamespace(folder=disk), 1, aside, sums)
+    assert capsys.readouterr().out.count("has the files of ") == 1 and not list(disks[1].glob(".step*"))
+    first, second = (disk / "step_000001" for disk in disks)
+    assert "optimizer_rank_00001.safetensors is missing on " in problem_with(first)
+    assert "model.safetensors is missing on " in problem_with(second)
+    shutil.copy(second / "optimizer_rank_00001.safetensors", first)
+    shutil.copytree(first, second, dirs_exist_ok=True)
+    assert problem_with(first) is None and problem_with(second) is None
 
 
 PROGRAM = f"""

@@ -1,0 +1,108 @@
+"""Ranks that fall silent, and hosts: namespaces of Linux, made by bench/network.py where that is possible."""
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import REPO, make_sums
+from ranks import run_on_ranks
+from test_many_ranks import TINY, arguments, difference, losses, rows_by_step, script
+
+from bench.network import Hosts, why_not
+from nanochat.gpt import config_from_depth
+from nanochat.plan.memory import parameter_counts
+
+SILENT = """
+import ctypes, faulthandler, os, signal, sys, threading, time
+from nanochat import heartbeat
+heartbeat.BEAT, heartbeat.PATIENCE = 0.1, 10
+faulthandler.enable()
+ending = threading.Event()
+heartbeat.start("rank 3 on host1", ["rank 3 on host1"], ending)
+print("ready", flush=True)
+def keeps_the_lock():
+    ctypes.PyDLL(None).sleep(60)
+{"stops": lambda: os.kill(os.getpid(), signal.SIGSTOP), "keeps the lock": keeps_the_lock,
+ "lives": lambda: time.sleep(2)}[sys.argv[1]]()
+"""
+
+
+@pytest.mark.parametrize("what, status, shown", [
+    ("stops", -signal.SIGKILL, ""), ("keeps the lock", -signal.SIGABRT, "in keeps_the_lock"), ("lives", 0, None)])
+def test_a_silent_rank_is_named_and_ended(what, status, shown):
+    """By the process beside it; where a thread keeps the interpreter's lock, its line is shown."""
+    done = subprocess.run([sys.executable, "-c", SILENT, what], cwd=REPO, text=True, capture_output=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    if shown is None:
+        assert done.stderr == ""
+    else:
+        assert done.stderr.startswith("rank 3 on host1: silent for 1 s: its process was stopped")
+        assert shown in done.stderr
+
+
+CUT_OFF = """
+import sys, threading, time
+from nanochat import heartbeat
+heartbeat.BEAT, heartbeat.PATIENCE = 0.05, 10
+class Store(dict):
+    set = dict.__setitem__
+    def multi_get(self, keys):
+        if sys.argv[1] == "no answer":
+            time.sleep(60)
+        return [self.setdefault(key, "0") for key in keys]
+node = 1 if sys.argv[1] == "no answer" else 0
+heartbeat.start(f"rank {node}", ["rank 0 on a", "rank 1 on b"], threading.Event(), node, Store())
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("what, said", [
+    ("no beat", "rank 1 on b: silent for 0 s, cut off or stopped; this rank ends, too\n"),
+    ("no answer", "rank 1: silent for 0 s: rank 0 on a does not answer; it is ended now\n")])
+def test_a_host_that_is_cut_off_is_named_on_both_sides(what, said):
+    """Rank 0 misses the other host's count; there the store does not answer."""
+    done = subprocess.run([sys.executable, "-c", CUT_OFF, what], cwd=REPO, text=True, capture_output=True, timeout=50)
+    assert done.returncode != 0 and done.stderr == said
+
+
+RECORDED = """
+import json, os, sys
+from pathlib import Path
+from test_many_ranks import script
+rank = int(os.environ["RANK"])
+printed, rows = script(rank, int(os.environ["WORLD_SIZE"]), sys.argv[1:], "")
+Path(os.environ["RECORDS"], f"{rank}.json").write_text(json.dumps([printed, rows]))
+"""
+
+
+@pytest.mark.skipif(bool(why_not()), reason=f"no hosts: {why_not()}")
+def test_two_hosts_are_one(base_folder, tmp_path):
+    """
+    Two ranks on each of two hosts, whose link has 100 Mbit/s: the rows and losses of one rank. With shard_size=2 the
+    sums of the shards cross the link once per step, 4 bytes per parameter, and hardly anything else.
+    """
+    make_sums(base_folder)
+    settings = dict(num_iterations=6, device_type="cpu", arch="classic", depth=2)
+    (_, rows), = run_on_ranks(1, script, arguments("one", settings), "")
+    (tmp_path / "recorded.py").write_text(RECORDED)
+    environment = {"PYTHONPATH": f"{tmp_path}:{REPO / 'tests'}:{REPO}", "RECORDS": str(tmp_path)}
+    log, command = tmp_path / "log", ["recorded", *arguments("two", settings | {"shard_size": 2})]
+    with Hosts(2, "100mbit") as hosts:
+        launchers = [hosts.launch(number, command, log, ranks=2, **environment) for number in (0, 1)]
+        metrics, sent = base_folder / "base_checkpoints" / "two" / "metrics.jsonl", {}
+        deadline = time.monotonic() + 200
+        while any(launcher.poll() is None for launcher in launchers):
+            assert time.monotonic() < deadline, log.read_text()
+            steps = metrics.read_text().count("\n") if metrics.exists() else 0
+            sent.setdefault(steps, hosts.sent(1))
+            time.sleep(0.002)
+    assert [launcher.returncode for launcher in launchers] == [0, 0], log.read_text()
+    printed, recorded = zip(*(json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)))
+    assert "ranks 0 to 1 on host0, ranks 2 to 3 on host1\n" in printed[0] and not any(printed[1:])
+    recorded = [[[tuple(row) for row in part] for part in rank] for rank in recorded]
+    assert rows_by_step(recorded, 6) == rows_by_step([rows], 6)
+    assert difference(losses(base_folder, "one"), losses(base_folder, "two")) < 1e-4
+    expected = 4 * sum(parameter_counts(config_from_depth(2, 400, TINY["max_seq_len"], arch="classic")))
+    assert (sent[5] - sent[2]) / 3 == pytest.approx(expected, rel=0.03)
