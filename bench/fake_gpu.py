@@ -5,6 +5,7 @@ tensors are FakeTensors, which have shapes and no memory; its kernels are compil
 It takes torch's CUDA build, whose autograd asks the driver how many devices there are: a stand-in for libcuda.so.1
 answers, built with gcc and preloaded.
 """
+import atexit
 import ctypes
 import os
 import shutil
@@ -54,6 +55,7 @@ def enter() -> None:
                        "TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_COMPILE_THREADS": "1",
                        "TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
         os.execv(sys.executable, sys.orig_argv)
+    atexit.register(shutil.rmtree, os.environ["FAKE_GPU"], ignore_errors=True)
     pretend()
 
 
