@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bench.harness import bytes_sent
 from nanochat.gpt import GPT, GPTConfig
@@ -27,6 +28,23 @@ def storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
     """{address: bytes} of what tensors live in, each storage once; of sharded tensors, of what is here."""
     found = [(t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in tensors if t is not None]
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+
+
+def sent_in(name: str, args: tuple, rank: int, ranks: int) -> float:
+    """Bytes that a rank sends in a collective, as docs/collectives.md has them; args: those of PyTorch's operation."""
+    match name:
+        case "allreduce_":  # (tensors, group, …)
+            return 2 * (ranks - 1) / ranks * sum(tensor.nbytes for tensor in args[0])
+        case "_allgather_base_":  # (output, input, group, …)
+            return (ranks - 1) * args[1].nbytes
+        case "_reduce_scatter_base_":  # (output, input, group, …)
+            return (ranks - 1) * args[0].nbytes
+        case "alltoall_base_":  # (output, input, group, output sizes, input sizes, …): all but the part for itself
+            tensor, sizes = args[1], args[4]
+            return tensor.nbytes - (sizes[rank] * tensor.element_size() if sizes else tensor.nbytes / ranks)
+        case "barrier":
+            return 0.0
+    raise NotImplementedError(f"bytes that a rank sends in {name}")
 
 
 class Watch(TorchDispatchMode):
@@ -53,29 +71,14 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Callable, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            self.count(func._schema.name.removeprefix("c10d::"), *args)
+            name = func._schema.name.removeprefix("c10d::")
+            self.sent += sent_in(name, args, self.rank, self.ranks)
+            if name in ("allreduce_", "alltoall_base_"):  # gradients; in an all-gather there are none
+                self.look(*tree_leaves(args[0]), *(args[1:2] if name == "alltoall_base_" else ()))
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.cat.default and len(result) in {len(bucket.flat) for bucket in self.sharding.buckets}:
             self.look(result, *args[0])  # gradients laid end to end, for a moment beside those they are copied from
         return result
-
-    def count(self, name: str, *args) -> None:
-        match name:
-            case "allreduce_":  # (tensors, group, …)
-                (tensor,) = args[0]
-                self.sent += 2 * (self.ranks - 1) / self.ranks * tensor.nbytes
-                self.look(tensor)
-            case "_allgather_base_":  # (output, input, group, …)
-                self.sent += (self.ranks - 1) * args[1].nbytes
-            case "alltoall_base_":  # (output, input, group, output sizes, input sizes, …): all but the part for itself
-                received, tensor, sizes = args[0], args[1], args[4]
-                self.sent += tensor.nbytes
-                self.sent -= sizes[self.rank] * tensor.element_size() if sizes else tensor.nbytes / self.ranks
-                self.look(tensor, received)
-            case "barrier":
-                pass
-            case _:
-                raise NotImplementedError(f"bytes that a rank sends in {name}")
 
     def look(self, *tensors: Tensor) -> None:
         if self.in_micro_steps and self.params:

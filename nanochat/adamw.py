@@ -56,7 +56,7 @@ class DistAdamW:
         for group in self.param_groups:
             (beta1, beta2), lr, ok = group["betas"], group["lr"], stats.ok
             factors = (1 - lr * group["weight_decay"] * ok, (1 - beta1) * ok, (1 - beta2) * ok,
-                       lr * ok / bias_correction(beta1, step), bias_correction(beta2, step), ok.new_tensor(self.eps))
+                       lr * ok / bias_correction(beta1, step), bias_correction(beta2, step), ok.new_full((), self.eps))
             for shard in group["shards"]:
                 exp_avg, exp_avg_sq = (self.state[key][shard.name] for key in ("exp_avg", "exp_avg_sq"))
                 in_one_pass(adamw_update, shard.master, shard.grad, exp_avg, exp_avg_sq, *factors)

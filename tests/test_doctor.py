@@ -4,17 +4,15 @@ import resource
 import subprocess
 import sys
 import time
-import weakref
 
 import pytest
 import torch
 from conftest import ALL_PIECES, REPO, make_sums, run_module
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import nanochat.gpt
 import nanochat.loss
 import nanochat.plan.probes
+from bench.dry_step import LiveBytes
 from nanochat.errors import UserError
 from nanochat.gpt import GPTConfig, architecture, config_from_depth
 from nanochat.plan import limits
@@ -28,29 +26,6 @@ def failing_compiler(tmp_path) -> dict[str, str]:
     (tmp_path / "g++").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "g++").chmod(0o755)
     return {"CXX": str(tmp_path / "g++"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations made while it was on, and their peak; also of tensors without memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.known, self.now, self.peak = set(), 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for storage in (t.untyped_storage() for t in tree_leaves(result) if isinstance(t, torch.Tensor)):
-            if storage._cdata not in self.known | before:
-                self.known.add(storage._cdata)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def freed(self, key: int, count: int) -> None:
-        self.known.discard(key)
-        self.now -= count
 
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, blocks) -> torch.Tensor:
