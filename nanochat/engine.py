@@ -24,7 +24,7 @@ from nanochat.detokenizer import Delta, IncrementalDetokenizer
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.kv_cache import CachedModel, Prefix
-from nanochat.logprobs import TokenLogprob, prompt_logprobs, token_logprobs
+from nanochat.logprobs import TokenLogprob, token_logprobs
 from nanochat.prompt_cache import PIECE, PromptCache
 from nanochat.sampling import Grammar, History, SamplingParams, draw
 from nanochat.tokenizer import Tokenizer
@@ -41,6 +41,7 @@ def default_stop(tokenizer: Tokenizer) -> tuple[int, ...]:
 class Reading:
     """A prompt as far as it has been read, once for all answers to it."""
     prefix: Prefix = Prefix()
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens so far, if they are asked for
 
 
 @dataclass(eq=False)
@@ -89,7 +90,6 @@ class Engine:
         self.running: list[Answer] = []     # in the order of the cache's rows
         self.reading: list[Answer] = []     # each has a place, and gets a row when its prompt has been read
         self.waiting: dict[str, deque[Answer]] = {}     # by owner; the one who got a place last comes last
-        self.scoring: dict[str, deque[list[Answer]]] = {}   # likewise: log-probabilities of their prompt come first
         self.oldest_next = True             # whose piece is read next: of the prompt that came first, or of the shortest
 
     # ---- Requests
@@ -115,10 +115,7 @@ class Engine:
         answers = [
             Answer(prompt, sampling, owner, limit, random.Random(seed), grammar, reading=reading)
             for seed, grammar in zip(seeds, grammars)]
-        if sampling.prompt_logprobs is None:
-            self.waiting.setdefault(owner, deque()).extend(answers)
-        else:
-            self.scoring.setdefault(owner, deque()).append(list(answers))
+        self.waiting.setdefault(owner, deque()).extend(answers)
         return answers
 
     def fit(self, prompt: Sequence[int], sampling: SamplingParams, truncate: bool = False) -> list[int]:
@@ -150,15 +147,12 @@ class Engine:
             answers.remove(answer)
             if not answers:
                 del self.waiting[answer.owner]
-        for answers in self.scoring.get(answer.owner, ()):
-            if answer in answers:
-                answers.remove(answer)
         answer.reading = None
 
     @property
     def busy(self) -> bool:
         """Whether anything is running or waiting."""
-        return bool(self.running or self.reading or self.waiting or self.scoring)
+        return bool(self.running or self.reading or self.waiting)
 
     # ---- One token for everyone
 
@@ -172,48 +166,17 @@ class Engine:
         """
         assert max_prompt_tokens >= PIECE, "some prompts would never be read"
         failed: list[Answer] = []
-        rowless = self._score(failed)
         logits = [self.model.decode([answer.tokens[-1] for answer in self.running])] if self.running else []
         self._admit()
         logits += self._read(failed, max_prompt_tokens)
-        logits += rowless.values()
         if not logits:
             return failed
-        advanced = [*self.running, *rowless]
+        advanced = list(self.running)
         self._extend(advanced, torch.cat(logits))
-        for row in reversed(range(len(self.running))):
-            if self.running[row].finish_reason or self.running[row].error:
+        for row in reversed(range(len(advanced))):
+            if advanced[row].finish_reason or advanced[row].error:
                 self._free(row)
         return advanced + failed
-
-    def _score(self, failed: list[Answer]) -> dict[Answer, torch.Tensor]:
-        """
-        The log-probabilities of one prompt, if any are asked for, by a pass of the plain model. That also gives the one
-        token after it: answers that need no more are returned, with the logits for it, and never have a row.
-        """
-        if not self.scoring:
-            return {}
-        owner = next(iter(self.scoring))
-        queue = self.scoring.pop(owner)
-        answers = queue.popleft()
-        if queue:
-            self.scoring[owner] = queue
-        if not answers:  # they were removed
-            return {}
-        first = answers[0]
-        try:
-            logprobs, logits = prompt_logprobs(self.model.model, first.prompt, first.sampling.prompt_logprobs)
-        except Exception as error:
-            for answer in answers:
-                answer.error = error
-            failed += answers
-            return {}
-        for answer in answers:
-            answer.prompt_logprobs = logprobs
-        if first.limit <= 1:
-            return dict.fromkeys(answers, logits)
-        self.waiting.setdefault(owner, deque()).extend(answers)
-        return {}
 
     def _extend(self, answers: list[Answer], logits: torch.Tensor) -> None:
         """The next token of each answer, after these logits, (answers, V)."""
@@ -236,7 +199,7 @@ class Engine:
         while self.waiting and len(self.running) + len(self.reading) < self.max_batch:
             places = Counter(answer.owner for answer in self.running + self.reading)
             # Among equals the one whose prompt is read: each that waits takes memory.
-            owner = min(self.waiting, key=lambda owner: (places[owner], not self.waiting[owner][0].reading.prefix.length))
+            owner = min(self.waiting, key=lambda o: (places[o], not self.waiting[o][0].reading.prefix.length))
             answers = self.waiting.pop(owner)
             self.reading.append(answers.popleft())
             if answers:
@@ -261,7 +224,7 @@ class Engine:
                 if length:
                     self.oldest_next = not self.oldest_next
                     budget -= length
-                    answer.reading.prefix = self.prompt_cache.read(answer.reading.prefix, answer.prompt, answer.owner)
+                    self._read_piece(answer)
                 if answer.unread:
                     continue
                 self.model.insert(answer.reading.prefix)
@@ -276,12 +239,29 @@ class Engine:
                 logits.append(answer.reading.prefix.logits)
                 self.reading.remove(answer)
                 self.running.append(answer)
-                answer.cached, answer.reading = answer.reading.prefix.cached, None
+                answer.cached, answer.prompt_logprobs = answer.reading.prefix.cached, answer.reading.logprobs
+                answer.reading = None
         return logits
 
+    def _read_piece(self, answer: Answer) -> None:
+        """The next piece of an answer's prompt, and the log-probabilities of its tokens where they are asked for."""
+        reading, count, prompt = answer.reading, answer.sampling.prompt_logprobs, answer.prompt
+        start = reading.prefix.length
+        reading.prefix = self.prompt_cache.read(reading.prefix, prompt, answer.owner, every=count is not None)
+        if count is None:
+            return
+        if start == 0:
+            reading.logprobs.append(TokenLogprob(prompt[0], None, []))
+        logits, tokens = reading.prefix.logits, prompt[start + 1 : reading.prefix.length + 1]
+        if tokens:
+            reading.logprobs += token_logprobs(
+                logits[: len(tokens)], tokens, [count] * len(tokens), self.model.config.softcap)
+        reading.prefix = reading.prefix._replace(logits=logits[-1:])
+
     def _look_up(self, answer: Answer) -> None:
-        """Take what the prompt cache has of the answer's prompt."""
-        answer.reading.prefix = self.prompt_cache.look_up(answer.reading.prefix, answer.prompt, answer.owner)
+        """Take what the prompt cache has of the answer's prompt; it has no log-probabilities."""
+        if answer.sampling.prompt_logprobs is None:
+            answer.reading.prefix = self.prompt_cache.look_up(answer.reading.prefix, answer.prompt, answer.owner)
 
     def _advance(self, answer: Answer, drawn: int) -> None:
         """The answer's next token, if it may have one: what the tool has to say, or else what was drawn."""
@@ -370,5 +350,5 @@ class Engine:
 
     def clear(self) -> None:
         """End every answer now."""
-        self.running, self.reading, self.waiting, self.scoring = [], [], {}, {}
+        self.running, self.reading, self.waiting = [], [], {}
         self.model.clear()

@@ -62,8 +62,11 @@ class CachedModel:
         self.kv = self.model.lm_head.weight.new_empty(shape)
 
     @torch.inference_mode()
-    def extend(self, prefix: Prefix, tokens: list[int]) -> Prefix:
-        """Read the next tokens of a prompt of at most sequence_len, all at once; the cache does not change."""
+    def extend(self, prefix: Prefix, tokens: list[int], every: bool = False) -> Prefix:
+        """
+        Read the next tokens of a prompt of at most sequence_len, all at once; the cache does not change. every: keep the
+        logits after each of them, (T, vocab_size), not only after the last one.
+        """
         start, end = prefix.length, prefix.length + len(tokens)
         first = {window: max(start + 1 - window, 0) for window in self.windows}  # key that the first of them sees
         masks, kept = {}, []
@@ -81,7 +84,7 @@ class CachedModel:
             return y.view(q.size(1), -1, q.size(-1)).transpose(0, 1)  # (T, H, D)
 
         x = self.hidden(tokens, [prefix.last, *tokens[:-1]], slice(start, end), look)
-        return Prefix((*prefix.pieces, torch.stack(kept)), end, tokens[-1], prefix.cached, self.logits(x[-1:]))
+        return Prefix((*prefix.pieces, torch.stack(kept)), end, tokens[-1], prefix.cached, self.logits(x if every else x[-1:]))
 
     @torch.inference_mode()
     def insert(self, prefix: Prefix) -> None:

@@ -8,10 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanochat.gpt import GPT
 from nanochat.loss import cap
-
-CHUNK = 256     # positions of a prompt whose logits exist at once
 
 
 class TokenLogprob(NamedTuple):
@@ -36,19 +33,3 @@ def token_logprobs(
     both = torch.stack((ids.double(), values.double())).tolist()
     rows = [[(int(token), value) for token, value in zip(*row)] for row in zip(*both)]
     return [TokenLogprob(*own, top[:count]) for (own, *top), count in zip(rows, counts)]
-
-
-@torch.inference_mode()
-def prompt_logprobs(model: GPT, prompt: Sequence[int], count: int) -> tuple[list[TokenLogprob], Tensor]:
-    """The prompt's tokens, from one pass of the plain model, and the raw logits after the last one, (1, V) float32."""
-    hidden = model.hidden(torch.tensor([prompt], device=model.lm_head.weight.device))[0]    # (T, C)
-    read = [TokenLogprob(prompt[0], None, [])]
-
-    def logits(x: Tensor) -> Tensor:
-        return (x @ model.lm_head.weight.T)[:, : model.config.vocab_size].float()
-
-    for start in range(0, len(prompt) - 1, CHUNK):
-        tokens = prompt[start + 1 : start + 1 + CHUNK]
-        rows = hidden[start : start + len(tokens)]
-        read += token_logprobs(logits(rows), tokens, [count] * len(tokens), model.config.softcap)
-    return read, logits(hidden[-1:])

@@ -30,9 +30,9 @@ class PromptCache:
             prefix = Prefix((*prefix.pieces, piece), end, prompt[end - 1], prefix.cached + PIECE)
         return prefix
 
-    def read(self, prefix: Prefix, prompt: list[int], owner: str) -> Prefix:
-        """The prefix of this prompt with the next piece, which the model reads."""
-        prefix = self.model.extend(prefix, prompt[prefix.length : prefix.length + PIECE])
+    def read(self, prefix: Prefix, prompt: list[int], owner: str, every: bool) -> Prefix:
+        """The prefix of this prompt with the next piece, which the model reads. every: as in `extend`."""
+        prefix = self.model.extend(prefix, prompt[prefix.length : prefix.length + PIECE], every)
         self.keep(prompt[: prefix.length], owner, lambda start, end: prefix.pieces[start // PIECE])
         return prefix
 

@@ -14,7 +14,7 @@ import torch
 from nanochat.errors import UserError
 from nanochat.flops import datasheet_peak, peak_flops
 from nanochat.gpt import config_from_depth
-from nanochat.plan.machines import LINKS, Cluster, Layout, fastest_layout, fits, plan_step, shard_sizes
+from nanochat.plan.machines import LINKS, Cluster, Layout, fastest_layout, fits, plan_step
 from nanochat.plan.memory import GIB, parameter_counts, shaped, state_bytes, step_bytes
 from nanochat.report import markdown_table
 from nanochat.schedule import accumulation_steps, choose_batch_size

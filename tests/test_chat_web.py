@@ -731,10 +731,10 @@ import os, runpy, sys
 from nanochat.kv_cache import CachedModel
 extend = CachedModel.extend
 
-def fragile(self, prefix, tokens):
+def fragile(self, prefix, tokens, every=False):
     if os.path.exists(os.environ["NANOCHAT_BASE_DIR"] + "/broken"):
         raise RuntimeError("no memory")
-    return extend(self, prefix, tokens)
+    return extend(self, prefix, tokens, every)
 
 CachedModel.extend = fragile
 runpy.run_module("scripts.chat_web", run_name="__main__")
@@ -877,7 +877,7 @@ async def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeyp
         engine = make_engine()
         extend, decode = engine.model.extend, engine.model.decode
 
-        def fragile_extend(prefix, tokens):
+        def fragile_extend(prefix, tokens, every=False):
             if broken.is_set() or tokens[2:5] == list(b"bad"):
                 raise RuntimeError(f"no memory for {MARKER}")
             return extend(prefix, tokens)
@@ -920,7 +920,7 @@ async def test_others_write_on_between_the_prompts_that_are_read():
     def make_noting() -> Engine:
         engine = Engine(writing_model(), TOKENIZER, max_batch=8)
         extend, decode = engine.model.extend, engine.model.decode
-        engine.model.extend = lambda prefix, tokens: done.append(len(tokens)) or extend(prefix, tokens)
+        engine.model.extend = lambda prefix, tokens, _: done.append(len(tokens)) or extend(prefix, tokens)
         engine.model.decode = lambda tokens: done.append(0) or decode(tokens)
         return engine
 

@@ -16,7 +16,6 @@ from conftest import ALL_PIECES, REPO
 
 import nanochat.engine
 import nanochat.kv_cache
-import nanochat.logprobs
 import nanochat.prompt_cache
 from nanochat.conversation import render, render_prompt
 from nanochat.detokenizer import IncrementalDetokenizer, to_parts
@@ -94,7 +93,7 @@ def cut_prompts(monkeypatch, size: int) -> None:
 def noted_reading(engine: Engine) -> list[int]:
     """A list that gets the length of each piece of a prompt that the engine reads."""
     lengths, extend = [], engine.model.extend
-    engine.model.extend = lambda prefix, tokens: lengths.append(len(tokens)) or extend(prefix, tokens)
+    engine.model.extend = lambda prefix, tokens, _: lengths.append(len(tokens)) or extend(prefix, tokens)
     return lengths
 
 
@@ -324,7 +323,7 @@ def test_a_prompt_gives_its_memory_back(monkeypatch, ended):
             engine.remove(answer)
     elif ended == "refused":
         extend = engine.model.extend
-        engine.model.extend = lambda prefix, tokens: 1 / 0 if prefix.length == 24 else extend(prefix, tokens)
+        engine.model.extend = lambda prefix, tokens, _: 1 / 0 if prefix.length == 24 else extend(prefix, tokens)
     finish(engine)
     for answer in answers:
         answer.error = answer.error and answer.error.with_traceback(None)  # that holds the arguments of each call
@@ -485,7 +484,7 @@ def test_samples_do_not_depend_on_the_company(arch):
 def test_samples_of_one_prompt_share_its_reading_and_nothing_else(monkeypatch, arch):
     """More samples than rows: one prefill for all; first tokens differ; sample i is draw i of the seed in any order."""
     reads, extend = [], CachedModel.extend
-    monkeypatch.setattr(CachedModel, "extend", lambda *of: reads.append(of[-1]) or extend(*of))
+    monkeypatch.setattr(CachedModel, "extend", lambda *of: reads.append(of[2]) or extend(*of))
     model, prompts = random_model(sharpness=0.05, arch=arch), random_prompts(8, 12)
     samplings = [SamplingParams(6, temperature=1.0, seed=seed, stop=(), tools=False) for seed in (0, 1)]
     answers = Engine(model, TOKENIZER, max_batch=3).generate(prompts, samplings, num_samples=8)
@@ -537,18 +536,19 @@ def check_logprobs(model: GPT, tokens: list[int], logprobs: list, first: int, co
 @both
 def test_logprobs_are_the_plain_models(monkeypatch, arch):
     """
-    Of prompts longer than a chunk of logits and of sampled answers, whatever the sampling did, in company; also where
-    the answer has no token or one, for which no row is needed. Those who do not ask for them have none.
+    Of prompts of several pieces and of sampled answers, whatever the sampling did, in company and with a prompt cache,
+    which has no logits; also where the answer has no token. Those who do not ask for them have none.
     """
-    monkeypatch.setattr(nanochat.logprobs, "CHUNK", 7)
+    for module in (nanochat.engine, nanochat.prompt_cache):
+        monkeypatch.setattr(module, "PIECE", 7)
     model, prompts = random_model(sharpness=0.1, arch=arch), random_prompts(20, 1, 7, 8, 95, 30)
     samplings = [SamplingParams(length, 2.0, 20, 0.9, 1, (), False, 1.0, logprobs=k, prompt_logprobs=of_prompt)
                  for length, k, of_prompt in
                  ((9, 3, None), (12, 1, 1), (0, None, 2), (1, 5, 5), (1, 0, 1), (20, None, None))]
-    inserts, insert = [], CachedModel.insert
-    monkeypatch.setattr(CachedModel, "insert", lambda self, prefix: inserts.append(prefix) or insert(self, prefix))
-    answers = Engine(model, TOKENIZER, max_batch=3).generate(prompts, samplings, num_samples=2)
-    assert len(inserts) == 6 and [len(answer.tokens) for answer in answers[::2]] == [9, 12, 0, 1, 1, 20]
+    engine = Engine(model, TOKENIZER, 3, prompt_cache_bytes=2**30)
+    engine.generate(prompts)  # leaves all of them in the prompt cache
+    answers = engine.generate(prompts, samplings, num_samples=2)
+    assert [len(answer.tokens) for answer in answers[::2]] == [9, 12, 0, 1, 1, 20]
     for answer in answers:
         whole, sampling = answer.prompt + answer.tokens, answer.sampling
         assert answer.finish_reason == "length"
@@ -559,7 +559,7 @@ def test_logprobs_are_the_plain_models(monkeypatch, arch):
             else:
                 check_logprobs(model, whole[:end], found, first, count)
     alone = Engine(model, TOKENIZER).generate(prompts[3:4], dataclasses.replace(samplings[3], prompt_logprobs=None))
-    assert alone[0].tokens == answers[6].tokens, "the same draw with a row and without"
+    assert alone[0].tokens == answers[6].tokens, "the same draw with log-probabilities and without"
 
 
 def test_of_equal_logits_the_greedy_one_is_told_as_the_most_probable():
@@ -657,7 +657,7 @@ def test_a_prompt_that_cannot_be_read_costs_nobody_else_anything(monkeypatch):
     engine = Engine(model, TOKENIZER, max_batch=4)
     extend = engine.model.extend
 
-    def fragile(prefix, tokens):
+    def fragile(prefix, tokens, every):
         if tokens == prompts[1]:
             raise MemoryError("no room")
         return extend(prefix, tokens)

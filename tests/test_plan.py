@@ -9,7 +9,16 @@ from conftest import run_module
 from bench.links import hiding_tokens, messages
 from nanochat.gpt import GPTConfig, config_from_depth
 from nanochat.plan.machines import (
-    LINKS, Cluster, Layout, Link, fastest_layout, fits, largest_depth, orthogonalizing_flops, plan_step, shard_sizes,
+    LINKS,
+    Cluster,
+    Layout,
+    Link,
+    fastest_layout,
+    fits,
+    largest_depth,
+    orthogonalizing_flops,
+    plan_step,
+    shard_sizes,
 )
 from nanochat.plan.memory import GIB, shaped
 

@@ -15,7 +15,6 @@ from nanochat.gpt import GPTConfig
 from nanochat.plan.memory import needed_bytes, parameter_counts, shaped
 from nanochat.plan.traffic import Collective, collectives
 
-
 DEEPEST = 512   # that is looked at
 
 
