@@ -467,3 +467,12 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder, tmp_path):
     assert without.returncode == 0 and "Traceback" not in without.stderr, without.stderr
     assert without.stdout.count("CORE is left out: no CORE bundle in") == 1
     assert "CORE" not in json.loads(section.read_text())["results"]["base"]
+
+
+def test_lm_eval_scores_says_what_it_lacks(base_folder):
+    """The comparison with lm-eval needs real items and that package: without them it ends well, with a line for each."""
+    env = {"NANOCHAT_EVAL_DATA": str(base_folder)}
+    result = run_module("bench.lm_eval_scores", "--python=python-of-nobody", "--chat=arithmetic", env=env)
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    said = result.stdout.splitlines()
+    assert len(said) == 2 and "NANOCHAT_EVAL_DATA names the folder" in said[0] and "has no lm-eval" in said[1]

@@ -198,7 +198,6 @@ class BaseRequest(Body, Formed):
                 raise ApiError(400, words, "unsupported_parameter", name[:80])
         return self
 
-
     def told(self) -> dict[str, int | None]:
         """The log-probabilities that are asked for, as SamplingParams has it."""
         return {}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_BYTES = 2**16   # of a grammar
-# llguidance counts its work. With these limits a grammar of MAX_BYTES takes … s, a token … ms.
+# Of llguidance's work, which it counts: so that one answer's next token does not keep the others waiting.
 LIMITS = dict(
     initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=20_000,
     precompute_large_lexemes=False, verbose_errors=False)

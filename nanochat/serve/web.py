@@ -13,7 +13,6 @@ import hashlib
 import hmac
 import re
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,16 +34,8 @@ from starlette.types import Message as AsgiMessage
 from nanochat.conversation import drop_oldest, render_prompt, render_text
 from nanochat.errors import UserError
 from nanochat.serve.openai_api import (
-    ApiError,
-    BaseRequest,
-    ChatRequest,
-    Chunk,
-    CompletionRequest,
-    Message,
-    Reply,
-    conversation_of,
-    json_object,
-)
+    ApiError, BaseRequest, ChatRequest, Chunk, CompletionRequest, Message, Reply, conversation_of, json_object)
+from nanochat.serve.request_id import RequestId
 from nanochat.serve.responses import ResponsesReply, chat_fields
 from nanochat.serve.structured import compile_grammar
 from nanochat.serve.tokenization import DetokenizeRequest, TokenizeRequest, tokenizer_info
@@ -219,7 +210,7 @@ class Api:
         self.check_chars(request.prompt, "prompt")
         bos, vocab_size = [model.tokenizer.get_bos_token_id()], model.tokenizer.get_vocab_size()
         ids = [model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
-        added = [prompt[:1] != bos for prompt in ids]
+        added = [int(prompt[:1] != bos) for prompt in ids]
         ids = [bos * its_added + prompt for prompt, its_added in zip(ids, added)]
         if not all(0 <= token < vocab_size for prompt in ids for token in prompt):
             raise ApiError(400, f"the tokens of a prompt must be within 0 and {vocab_size - 1}", param="prompt")
@@ -355,26 +346,6 @@ async def show_error(http: HttpRequest, error: HTTPException) -> Response:
         words = {404: f"there is no {place} here; the interface begins with /v1", 405: f"{place} is not allowed here"}
         error = ApiError(error.status_code, words.get(error.status_code, error.detail), headers=error.headers)
     return JSONResponse(error.body(), error.status_code, error.headers)
-
-
-class RequestId:
-    """x-request-id on every response: the client's own, if it sent a plain one, or else a new one."""
-
-    def __init__(self, app: ASGIApp):
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        sent = Headers(scope=scope).get("x-request-id", "")
-        own = sent if re.fullmatch(r"[\w.:-]{1,128}", sent, re.ASCII) else f"req_{uuid.uuid4().hex}"
-
-        async def send_named(message: AsgiMessage) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", own.encode())]
-            await send(message)
-
-        await self.app(scope, receive, send_named)
 
 
 class Gate:
