@@ -6,7 +6,7 @@ the same items and item by item.
     NANOCHAT_EVAL_DATA=/folder python -m bench.lm_eval_scores --python=judge/bin/python --model_tag=d4
 
 /folder has the bundle, eval_bundle. The items of CORE become local task files: the same examples before each, cut to
-the model's context and divided where the repo divides them. Tokens, log-probabilities and accuracies are lm-eval's, through
+the model's context and divided where the repo divides them. Tokens, log-probabilities and accuracies are lm-eval's, by
 /tokenize and /v1/completions. Its own `acc` adds up log-probabilities where CORE takes their mean, so both rules are
 applied to both sides' numbers.
 """
@@ -90,16 +90,15 @@ def judge(stage: str, tasks: dict[str, dict], documents: dict[str, list[dict]], 
 # ---- CORE
 
 
-def document_of(tokenizer: Tokenizer, kind: str, rows: list, gold: int) -> tuple[dict, list[list[int]]]:
-    """An item as lm-eval reads it, and its rows' tokens; each row is a text up to the tokens that count, and they."""
+def document_of(tokenizer: Tokenizer, kind: str, rows: list, gold: int) -> dict:
+    """An item for lm-eval, from its rows: the text up to the tokens that count, and they. One of both are choices."""
     texts = []
     for tokens, counts in rows:
         start = counts.index(1.0)
         texts.append((tokenizer.decode(tokens[1:start]), tokenizer.decode(tokens[start:])))
     before, after = zip(*texts)
-    if kind == "schema":
-        return {"gold": gold, "choices": before, "text": after[0]}, [tokens for tokens, _ in rows]
-    return {"gold": gold, "choices": after, "text": before[0]}, [tokens for tokens, _ in rows]
+    choices, text = (before, after[0]) if kind == "schema" else (after, before[0])
+    return {"gold": gold, "choices": choices, "text": text, "answer": after[0]}
 
 
 def compare_core(task: CoreTask, model, tokenizer: Tokenizer, rows: list[list], logged: list[dict]) -> list[str]:
@@ -125,7 +124,7 @@ def compare_core(task: CoreTask, model, tokenizer: Tokenizer, rows: list[list], 
             ties += sorted(losses)[1] - sorted(losses)[0] < 1e-5
         right, different = right + their, different + (mine != their)
     items = len(golds)
-    sums = [f"{own_by_sum / items:.10f}", f"{by_sum / items:.10f}"] if not greedily else ["", f"{by_sum / items:.10f}"]
+    sums = ["" if greedily else f"{own_by_sum / items:.10f}", f"{by_sum / items:.10f}"]
     return [task.label, f"{items:,}", f"{score.accuracy:.10f}", f"{right / items:.10f}", *sums, str(different),
             str(ties), f"{furthest:.1e}" if furthest else ""]
 
@@ -137,14 +136,15 @@ def core_table() -> str:
     for label, task in tasks.items():
         items = load_items(task)
         rows[label] = rows_of(task, items, 0, len(items), tokenizer, context)
-        made = [document_of(tokenizer, task.kind, group, item.gold) for group, item in zip(rows[label], items)]
-        documents[label] = [document for document, _ in made]
-        texts = {"doc_to_text": "{{text}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{gold}}"}
+        pairs = zip(rows[label], items)
+        documents[label] = [document_of(tokenizer, task.kind, group, item.gold) for group, item in pairs]
+        # Names of fields, not templates, which would change texts. Where the text is a number, choices come before it.
+        fields = {"doc_to_text": "text", "doc_to_choice": "choices", "doc_to_target": "gold"}
         if task.kind == "schema":
-            texts |= {"doc_to_text": "{{gold}}", "doc_to_target": "{{text}}"}
+            fields |= {"doc_to_text": "gold", "doc_to_target": "text"}
         if task.kind == "language_modeling":
-            texts = {"doc_to_text": "{{text}}", "doc_to_target": "{{choices[0]}}"}
-        settings[label] = texts | {
+            fields = {"doc_to_text": "text", "doc_to_target": "answer"}
+        settings[label] = fields | {
             "output_type": "loglikelihood" if task.kind == "language_modeling" else "multiple_choice",
             "target_delimiter": "", "metric_list": [{"metric": "acc"}]}
     logged = judge("base", settings, documents, "--batch_size", str(batch_size))
@@ -163,7 +163,7 @@ def chat_table() -> str:
         conversations = [task[index] for index in range(len(task))]
         name = f"chat_{number}"
         documents = [{"text": one["messages"][0]["content"], "answer": ""} for one in conversations]
-        settings = {"output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": "{{answer}}",
+        settings = {"output_type": "generate_until", "doc_to_text": "text", "doc_to_target": "answer",
                     "generation_kwargs": {"until": [], "max_gen_toks": 256, "temperature": 0},
                     "metric_list": [{"metric": "exact_match"}]}
         [logged] = judge(source, {name: settings}, {name: documents}, "--apply_chat_template").values()

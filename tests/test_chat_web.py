@@ -265,7 +265,7 @@ def logprobs_of(choices: list, name: str) -> list:
 def test_logprobs_of_a_chat_are_those_of_its_content(server, engines):
     """
     The model's own, whatever the sampling: of every token of the text, none of the calculator's, none of the end and of
-    what a stop string cuts off. A stream says the same, each with its text.
+    what a stop string cuts off. A stream says the same, no later than the text.
     """
     model, prompt = engines["tiny-rl"].model.model, prompt_of(chat("?"))
     tokens = engines["tiny-rl"].generate([prompt])[0].tokens
@@ -285,8 +285,11 @@ def test_logprobs_of_a_chat_are_those_of_its_content(server, engines):
             assert one.token == (chr(tokens[place]) if tokens[place] < 128 else f"bytes:\\x{tokens[place]:02x}")
         chunks = [chunk.choices[0] for chunk in server.ask("?", **ask, **extra, stream=True)]
         assert logprobs_of(chunks, "content") == content
-        for chunk in chunks[:-1]:
-            assert chunk.logprobs or not chunk.delta.content
+        told = shown = b""
+        for chunk in chunks:
+            told += b"".join(bytes(one.bytes) for one in logprobs_of([chunk], "content"))
+            shown += (chunk.delta.content or "").encode()
+            assert told.startswith(shown), "never later than the text"
     assert server.ask("?", model="tiny-rl").choices[0].logprobs is None
     hot = server.ask("?", **ask | {"logit_bias": {"33": 5}, "frequency_penalty": 1, "model": "tiny-sft", "seed": 1,
                                    "temperature": 2, "max_tokens": 9}).choices[0]
@@ -321,7 +324,7 @@ def test_echo_tells_the_logprobs_of_prompt_and_answer(server, engines, max_token
                 assert told.tokens[i - first] in top and len(top) in (2, 3)
             echoed = list(zip(told.text_offset, names))[: len(ids[number // 2]) + 1 - first]
             known = [(at, name) for at, name in echoed if name in texts[number // 2]]
-            assert len(known) > 3 and all(choice.text[at:].startswith(name) for at, name in known)
+            assert len(known) >= 3 and all(choice.text[at:].startswith(name) for at, name in known)
             if number % 2 == 0:
                 same = [chunk for chunk in chunks if chunk.index == number // 2]
                 assert "".join(chunk.text for chunk in same) == choice.text
@@ -338,8 +341,8 @@ def test_penalties_biases_and_stop_tokens_are_the_engines(server, engines):
         ({"presence_penalty": 1.5, "frequency_penalty": -0.5}, {"presence_penalty": 1.5, "frequency_penalty": -0.5}),
         ({"logit_bias": {"65": 20, "66": -100}}, {"logit_bias": ((65, 20.0), (66, -100.0))}),
         ({"extra_body": {"repetition_penalty": 1.5, "min_p": 0.1}}, {"repetition_penalty": 1.5, "min_p": 0.1}),
-        ({"extra_body": {"stop_token_ids": list(range(128, 256))}},
-         {"stop": (SPECIAL("<|assistant_end|>"), SPECIAL("<|bos|>"), *range(128, 256))}),
+        ({"extra_body": {"stop_token_ids": list(range(128, 192))}},
+         {"stop": (SPECIAL("<|assistant_end|>"), SPECIAL("<|bos|>"), *range(128, 192))}),
     ):
         [expected] = engine.generate([prompt_of(chat(question))], SamplingParams(30, 1.2, 50, seed=5, **params))
         choice = server.ask(question, **settings, **asked).choices[0]
