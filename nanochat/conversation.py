@@ -129,7 +129,7 @@ def render_text(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
 def turns_of(messages: list[dict]) -> list[dict]:
     """
     Messages in any order as turns: what the assistant said in a row is one turn, and so is what system and user said; a
-    blank line is between two messages of a turn. The first turn may be the assistant's.
+    blank line is between two texts of a turn. The first turn may be the assistant's.
     """
     turns: list[dict] = []
     for message in messages:

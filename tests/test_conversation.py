@@ -68,7 +68,7 @@ PART = {"type": "python", "text": "1"}
     ([said("assistant", "Hi"), said("user", "A")], "<A>Hi</A><U>A</U><A>"),
     ([said("system", "S"), said("assistant", "Hi"), said("user", "A")], "<U>S</U><A>Hi</A><U>A</U><A>"),
     ([said("user", "A"), said("assistant", "It is")], "<U>A</U><A>It is"),
-    ([said("user", "A"), said("assistant", "B"), said("assistant", [PART])], "<U>A</U><A>B\n\n<P>1</P>"),
+    ([said("user", "A"), said("assistant", "B"), said("assistant", [PART])], "<U>A</U><A>B<P>1</P>"),
     ([said("assistant", "Once")], "<A>Once"), ([said("system", "S")], "<U>S</U><A>"),
 ])
 def test_what_clients_send_in_any_order(messages, expected):

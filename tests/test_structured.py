@@ -214,7 +214,7 @@ def test_pydantic_models_are_parsed(server):
 def test_functions_are_called_and_their_results_read(server):
     """required and by name, whole and as a stream; what was called is sent back with the result, as clients do."""
     messages = chat("How is the weather?")
-    other = {"type": "function", "function": {"name": "now"}}
+    other = {"type": "function", "function": {"name": "now", "strict": True}}
     ask = WARM | {"messages": messages, "tools": [WEATHER, other], "max_tokens": 200}
     named = {"type": "function", "function": {"name": "get_weather"}}
     whole = server.client.chat.completions.create(**ask, tool_choice="required", seed=0, n=8)
@@ -295,8 +295,8 @@ def test_responses(server):
                {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
     assert create(input=history, max_output_tokens=3).usage.output_tokens <= 3
     for words, wrong in (
-        ("previous_response_id is not", {"previous_response_id": "resp_1"}), ("background is not", {"background": True}),
-        ("conversation is not", {"conversation": "c"}), ("'item_reference' is", {"input": [{"type": "item_reference"}]}),
+        ("previous_response_id is not", {"previous_response_id": "resp_1"}), ("conversation is", {"conversation": "c"}),
+        ("background is not", {"background": True}), ("'item_reference' is", {"input": [{"type": "item_reference"}]}),
         ("a text or a list of items", {"input": 5}), ("tools", {"tools": [{"type": "web_search"}]}),
         ("content: expected", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
     ):

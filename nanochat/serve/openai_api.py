@@ -22,9 +22,9 @@ unless the client has sent that token itself, echo begins after it, and so the f
 Messages may come in any order: several of system and user in a row are one turn, the assistant may begin, and its
 message at the end is continued.
 
-response_format, tools and tool_choice are OpenAI's, choices vLLM's: nanochat/serve/structured.py and tools.py say how they
-work here, responses.py what is different in /v1/responses. While a form is prescribed, there is no calculator. An answer
-that max_tokens, the end of the context or a stop string ends before its form is complete does not fit it.
+response_format, tools and tool_choice are OpenAI's, structured_outputs and guided_choice vLLM's: structured.py and
+tools.py say how they work here, responses.py what /v1/responses takes. Where a form is prescribed, nothing is
+calculated. An answer that max_tokens, the context or a stop string ends before its form is complete does not fit it.
 
 Differences: max_tokens above the server's limit is the limit, and the end of the context ends an answer as well, both
 with finish_reason "length"; so does the server's time limit. usage counts every token that was written, also those of

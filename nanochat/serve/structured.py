@@ -6,6 +6,7 @@ extra "structured") makes grammars from JSON schemas and finds the tokens; what 
 written without blanks between its tokens: a model that may write blanks may write nothing else until max_tokens.
 """
 import asyncio
+import copy
 import functools
 import json
 import re
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_BYTES = 2**16   # of a grammar
-# llguidance counts its work. With these limits a grammar of MAX_BYTES takes … s, a token … ms.
+# Of llguidance's work, which it counts: so that one answer's next token does not keep the others waiting.
 LIMITS = dict(
     initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=20_000,
-    verbose_errors=False)
+    precompute_large_lexemes=False, verbose_errors=False)
 COMPILER = ThreadPoolExecutor(1, "grammars")    # a grammar waits for another one, tokens for none
 
 
@@ -45,7 +46,9 @@ class Grammar:
 
     def start(self) -> "Grammar":
         """A copy, for one more answer."""
-        return Grammar(self.matcher.deep_copy(), self.vocab_size)
+        other = copy.copy(self)
+        other.matcher = self.matcher.deep_copy()
+        return other
 
     def advance(self, token: int) -> None:
         """The answer has one token more, an allowed one. UserError when it takes too long to find the next ones."""
@@ -65,7 +68,7 @@ class JsonSchema(BaseModel):
 
 class ResponseFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema = JsonSchema()
+    json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(BaseModel, extra="forbid"):
@@ -83,6 +86,8 @@ class Formed(BaseModel):
         formats = self.response_format.type != "text", self.structured_outputs, self.guided_choice
         if sum(map(bool, formats)) > 1:
             raise ValueError("only one of response_format, structured_outputs and guided_choice can be met")
+        if self.response_format.type == "json_schema" and self.response_format.json_schema is None:
+            raise ValueError("response_format.json_schema is missing")
         return self
 
     def form(self, tokenizer: Tokenizer) -> str | None:
