@@ -34,7 +34,16 @@ from starlette.types import Message as AsgiMessage
 from nanochat.conversation import drop_oldest, render_prompt, render_text
 from nanochat.errors import UserError
 from nanochat.serve.openai_api import (
-    ApiError, BaseRequest, ChatRequest, Chunk, CompletionRequest, Message, Reply, conversation_of, json_object)
+    ApiError,
+    BaseRequest,
+    ChatRequest,
+    Chunk,
+    CompletionRequest,
+    Message,
+    Reply,
+    conversation_of,
+    json_object,
+)
 from nanochat.serve.openapi import describe
 from nanochat.serve.request_id import RequestId
 from nanochat.serve.responses import BODY, ResponsesReply, chat_fields
