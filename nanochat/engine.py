@@ -57,12 +57,13 @@ class Engine:
     Decodes up to max_batch sequences at once; others wait until one ends.
 
     Part of the weights are copied: after a training step, make a new one (milliseconds for a small model).
+    quantize: the matrices and the head become int8, and the model gives up its own.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, max_batch: int = 16):
+    def __init__(self, model: GPT, tokenizer: Tokenizer, max_batch: int = 16, quantize: Literal["", "int8"] = ""):
         assert max_batch >= 1
         assert tokenizer.get_vocab_size() == model.config.vocab_size, "a model and another one's tokenizer"
-        self.model, self.tokenizer, self.max_batch = CachedModel(model, max_batch), tokenizer, max_batch
+        self.model, self.tokenizer, self.max_batch = CachedModel(model, max_batch, quantize), tokenizer, max_batch
         self.context = model.config.sequence_len
         special = tokenizer.encode_special
         self.default_stop = special("<|assistant_end|>"), special("<|bos|>")

@@ -148,6 +148,36 @@ def test_bfloat16_stays_close_to_the_plain_model(arch):
 
 
 @both
+def test_int8_stays_close_to_the_model_of_rounded_weights(arch):
+    """
+    Teacher-forced, as with bfloat16, whose rounding the activations get: against the plain model whose every element is
+    the nearest of 253 steps of its row. The model has given its own matrices away, the engine answers all the same.
+    """
+    rounded, prompt = random_model(2, arch=arch), random_prompts(90)[0]
+    for name, role in rounded.roles().items():
+        if role in ("matrix", "head"):
+            weight = rounded.get_parameter(name).data
+            step = (weight.abs().amax(1, keepdim=True) / 126.5).bfloat16().float()
+            weight.copy_((weight / step).round() * step)
+    reference = rounded(torch.tensor([prompt]))[0]  # (T, V)
+    model = random_model(2, arch=arch)
+    size = sum(p.numel() for p in model.parameters())
+    engine = Engine(model, TOKENIZER, max_batch=2, quantize="int8")
+    assert size - sum(p.numel() for p in model.parameters()) == rounded.count_parameters("matrix", "head")
+    for start in (1, 40):
+        engine.model.insert(engine.model.prefill(prompt[:start]))
+    different = 0
+    for i in range(50):
+        chosen = cap(engine.model.decode([prompt[1 + i], prompt[40 + i]]), 15.0).argmax(-1).tolist()
+        for token, here in zip(chosen, (reference[1 + i], reference[40 + i])):
+            assert here[token] >= here.max() - 2**-5 * here.max().abs()
+            different += here.argmax().item() != token
+    assert different < 10, "near ties may fall either way, but most tokens are the same"
+    engine.clear()
+    assert len(engine.generate([prompt[:9]], GREEDY)[0].tokens) == 30
+
+
+@both
 def test_the_cache_grows_rarely_shrinks_and_is_dropped(monkeypatch, arch):
     """90 positions in units of 4: a growth in every step would be 80 of them."""
     growths, plain = [], nanochat.kv_cache.resized
