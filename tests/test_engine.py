@@ -539,9 +539,9 @@ def chat(*args: str, typed: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=REPO, input=typed, capture_output=True, text=True, timeout=300)
 
 
-def greedy_answer(model: GPT, prompt: list[int], tools: bool = True) -> list[dict]:
+def greedy_answer(model: GPT, prompt: list[int], tools: bool = True, quantize: str = "") -> list[dict]:
     """The parts of what `chat` should say."""
-    [answer] = Engine(model, TOKENIZER).generate([prompt], SamplingParams(8, temperature=0, tools=tools))
+    [answer] = Engine(model, TOKENIZER, quantize=quantize).generate([prompt], SamplingParams(8, temperature=0, tools=tools))
     return to_parts(TOKENIZER, answer.tokens)
 
 
@@ -575,7 +575,10 @@ def test_the_terminal(base_folder):
 
 
 def test_a_base_model_continues_a_text(base_folder):
-    """In the terminal, where it is the furthest stage: after <|bos|> come the words themselves, no turn of a chat."""
+    """
+    In the terminal, where it is the furthest stage: after <|bos|> come the words themselves, no turn of a chat. With
+    int8 weights the answer is that engine's.
+    """
     model = random_model()
     write_checkpoint(base_folder / "base_checkpoints" / "tiny", model)
     parts = greedy_answer(model, [SPECIAL("<|bos|>"), *TOKENIZER.encode("the sum is")], tools=False)
@@ -583,3 +586,6 @@ def test_a_base_model_continues_a_text(base_folder):
     one = chat("-p", "the sum is")
     assert (one.returncode, one.stdout) == (0, "".join(part["text"] for part in parts) + "\n")
     assert re.match("base model of step 1 .*continues a text", one.stderr)
+    quantized = chat("-p", "the sum is", "--quantize=int8")
+    parts = greedy_answer(model, [SPECIAL("<|bos|>"), *TOKENIZER.encode("the sum is")], False, "int8")
+    assert (quantized.returncode, quantized.stdout) == (0, "".join(part["text"] for part in parts) + "\n")
