@@ -5,11 +5,6 @@ from nanochat.gpt import GPTConfig
 from nanochat.plan.machines import Link
 from nanochat.plan.memory import parameter_counts, shaped
 
-# Seconds that a message takes at least: what NCCL itself reckons with for a step of a ring (src/graph/tuning.cc, hwLat,
-# Simple). Of TPUs none is published.
-LATENCIES = {"nvlink5": 3.4e-6, "nvlink4": 3.4e-6, "nvlink3": 3.4e-6, "pcie5": 5.7e-6, "pcie4": 5.7e-6,
-             "ndr": 14e-6, "hdr": 14e-6, "eth100": 14e-6, "eth10": 14e-6}
-
 
 def messages(config: GPTConfig, ranks: int) -> int:
     """One after the other in a step on stage 1: each unit is reduced and gathered once."""

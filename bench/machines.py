@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from bench.harness import on_ranks, show
-from bench.links import LATENCIES, hiding_tokens, messages
+from bench.links import hiding_tokens, messages
 from nanochat.flops import datasheet_peak, measured_matmul_flops
 from nanochat.gpt import GPTConfig, config_from_depth
-from nanochat.plan.machines import LINKS, Link, plan_step
+from nanochat.plan.machines import LINKS, Cluster, Layout, Link, plan_step
 from nanochat.plan.memory import parameter_counts
 from nanochat.report import markdown_table
 
@@ -42,28 +42,28 @@ def measure_link(rank: int, ranks: int) -> tuple[float, float, float]:
 
 
 def line(
-    link: Link, latency: float | None, config: GPTConfig, ranks: int, rate: float, dtype: torch.dtype,
-    batch_tokens: int, micro_steps: int,
+    link: Link, config: GPTConfig, ranks: int, rate: float, dtype: torch.dtype, batch_tokens: int, micro_steps: int
 ) -> list[str]:
-    """latency: seconds of a message; the others: as for `plan_step`."""
-    compute, send = plan_step(config, ranks, rate, link, dtype, batch_tokens, micro_steps)
-    milliseconds = [f"{1e3 * seconds:,.0f}" for seconds in (compute, *send[1:])]
-    latencies = "–" if latency is None else f"{1e3 * messages(config, ranks) * latency:.1f}"
-    return [link.name, *milliseconds, latencies,
+    """Of ranks that are joined by this link alone; the others: as for `plan_step`."""
+    cluster, rows = Cluster(ranks, ranks, link, link), batch_tokens // (ranks * micro_steps * config.sequence_len)
+    plans = [plan_step(config, cluster, Layout(stage, ranks, rows, micro_steps), rate, dtype, batch_tokens)
+             for stage in (1, 2, 3)]
+    milliseconds = [f"{1e3 * seconds:,.0f}" for seconds in (plans[0].compute, *(plan.sending for plan in plans))]
+    latency = f"{1e3 * messages(config, ranks) * link.latency:.1f}" if link.latency else "–"
+    return [link.name, *milliseconds, latency,
             *(f"{tokens:,.0f}" for tokens in hiding_tokens(config, ranks, rate, link, dtype))]
 
 
 peak, parts = datasheet_peak("H100"), []
 for depth in (20, 32):
     config = config_from_depth(depth, 65536, 2048)
-    lines = [line(link, LATENCIES.get(name), config, 8, 0.5 * peak, torch.bfloat16, 2**19, 4)
-             for name, link in LINKS.items()]
+    lines = [line(link, config, 8, 0.5 * peak, torch.bfloat16, 2**19, 4) for link in LINKS.values()]
     parts += [f"**Depth {depth}**, {sum(parameter_counts(config)) / 1e6:,.0f} million parameters, 8 ranks "
               f"of {peak / 1e12:,.0f} TFLOP/s at 50% MFU, bfloat16, 524,288 tokens in 4 micro-steps of "
               "16,384 tokens per rank:", markdown_table(COLUMNS, lines)]
 bandwidth, latency, rate = on_ranks(2, measure_link)
-here = Link("this machine, gloo over loopback", bandwidth)
-lines = [line(here, latency, config_from_depth(4, 8192, 512), 2, 0.6 * rate, torch.float32, 8192, 2)]
+here = Link("this machine, gloo over loopback", bandwidth, latency)
+lines = [line(here, config_from_depth(4, 8192, 512), 2, 0.6 * rate, torch.float32, 8192, 2)]
 parts += [f"**Measured**: two processes on one machine, {bandwidth / 1e9:.2f} GB/s and {1e6 * latency:,.0f} "
           f"µs a message, {rate / 1e9:,.0f} GFLOP/s in float32 per rank with one thread. Depth 4, vocabulary 8,192, "
           "8,192 tokens in 2 micro-steps of 2,048 per rank, at 60% of that rate:", markdown_table(COLUMNS, lines)]

@@ -15,7 +15,9 @@ from matplotlib.figure import Figure
 from bench.harness import DOCS, show
 from nanochat.files import write_aside
 from nanochat.gpt import config_from_depth
-from nanochat.plan.memory import FLOAT32, parameter_counts, sent_bytes, state_bytes
+from nanochat.plan.machines import LINKS, Cluster
+from nanochat.plan.memory import parameter_counts, state_bytes
+from nanochat.plan.traffic import collectives
 from nanochat.report import markdown_table
 
 write = False               # put tables and picture into docs
@@ -41,17 +43,16 @@ def at_64_ranks() -> str:
 
 
 def over_two_links() -> str:
-    """
-    Bytes per parameter that a rank sends in a step, on average. A ring through all ranks, host by host, leaves each
-    host at one rank: 1/PER_HOST of what is sent. Groups within a host send to another only the sums of their shards.
-    """
+    """Bytes per parameter that a rank sends in a step, on average, where all ranks share a copy and those of a host."""
     ranks, rows = HOSTS * PER_HOST, []
+    cluster = Cluster(ranks, PER_HOST, LINKS["nvlink4"], LINKS["ndr"])
     for stage in (1, 2, 3):
-        ring = sent_bytes(stage, ranks, MICRO_STEPS, torch.bfloat16, torch.float32, 1, 0, 0)
-        within = sent_bytes(stage, PER_HOST, MICRO_STEPS, torch.bfloat16, torch.float32, 1, 0, 0)
-        between = 2 * (HOSTS - 1) / HOSTS * FLOAT32 / PER_HOST  # an all-reduce of a shard's gradients, once a step
-        kept = [per_parameter(stage, n, torch.bfloat16, "adamw") for n in (ranks, PER_HOST)]
-        cells = (kept[0], ring * (1 - 1 / PER_HOST), ring / PER_HOST, kept[1], within, between)
+        cells = []
+        for shards in (ranks, PER_HOST):
+            groups = {"shards": (shards, 1), "replicas": (ranks // shards, shards)}
+            sent = collectives(stage, shards, ranks // shards, MICRO_STEPS, torch.bfloat16, torch.float32, 1, 0, 0)
+            levels = [[c.times * bytes for bytes in cluster.sent(*groups[c.among], c)] for c in sent]
+            cells += [per_parameter(stage, shards, torch.bfloat16, "adamw"), *map(sum, zip(*levels))]
         rows.append([stage, *(f"{cell:.2f}" for cell in cells)])
     groups = f"all {ranks} ranks", f"shard_size={PER_HOST}"
     columns = [f"{group}: {what}" for group in groups for what in ("keeps", "sends within", "between")]

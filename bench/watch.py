@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.harness import bytes_sent
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optimizers import setup_optimizers
-from nanochat.plan.memory import parameter_counts, sent_bytes, state_bytes
+from nanochat.plan.memory import parameter_counts, state_bytes
+from nanochat.plan.traffic import sent_bytes
 from nanochat.zero import Sharding
 
 STAGES, DTYPES, MICRO_STEPS = (0, 1, 2, 3), ("bfloat16", "float32"), (1, 4)

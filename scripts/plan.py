@@ -1,8 +1,9 @@
 """
-A run before it is paid for: what each rank keeps and sends, how long a step computes and how long it communicates,
-what all of it takes and costs. Formulas only: nothing is trained.
+A run before it is paid for: what each rank keeps and sends on each stage of ZeRO, how long a step computes, sends and
+waits, what all of it takes and costs. Formulas only: nothing is trained.
 
     python -m scripts.plan --depth=20 --gpus=8 --gpu=H100 --link=nvlink4
+    python -m scripts.plan --depth=32 --gpus=64 --gpus_per_node=8 --link=nvlink4 --between=ndr
 """
 import math
 
@@ -13,8 +14,8 @@ import torch
 from nanochat.errors import UserError
 from nanochat.flops import datasheet_peak, peak_flops
 from nanochat.gpt import config_from_depth
-from nanochat.plan.machines import LINKS, plan_step
-from nanochat.plan.memory import parameter_counts, shaped, state_bytes, step_bytes
+from nanochat.plan.machines import LINKS, Cluster, Layout, fastest_layout, fits, plan_step, shard_sizes
+from nanochat.plan.memory import GIB, parameter_counts, shaped, state_bytes, step_bytes
 from nanochat.report import markdown_table
 from nanochat.schedule import accumulation_steps, choose_batch_size
 
@@ -29,49 +30,76 @@ target_param_data_ratio = 10.5  # [>0] tokens to train on, per parameter of matr
 conversation_tokens = 0     # [0..] further tokens, of the stages after pretraining
 # ---- Machine
 gpus = 8                    # [1..] ranks
+gpus_per_node = 8           # [1..] of them on each host
 gpu = "H100"                # a name of the table in nanochat/flops.py; empty: the kind that is here
-mfu = 0.5                   # [0.0001..1] part of its bf16 peak that is assumed to be reached
-link = "nvlink4"            # of each GPU to the others: a name of the table in nanochat/plan/machines.py
+memory_gib = 80.0           # [>0] of each
+mfu = 0.5                   # [0.0001..1] part of its bf16 peak that forward and backward passes are assumed to reach
+link = "nvlink4"            # of each GPU to the others of its host: a name of the table in nanochat/plan/machines.py
+between = "ndr"             # of each GPU to other hosts
 price = 2.5                 # [0..] per GPU and hour, in whatever currency
 # ---- What to tell
 hours_only = False          # print the hours of pretraining, rounded up, and nothing else
 stages = True               # print the table of ZeRO's stages
 configure(globals())
-if link not in LINKS:
-    raise UserError(f"link={link} is not in the table; expected one of {', '.join(LINKS)}")
+for name, chosen in (("link", link), ("between", between)):
+    if chosen not in LINKS:
+        raise UserError(f"{name}={chosen} is not in the table; expected one of {', '.join(LINKS)}")
+if gpus > gpus_per_node and gpus % gpus_per_node:
+    raise UserError(f"gpus={gpus} must be a multiple of gpus_per_node={gpus_per_node}, or fewer")
 if not gpu and not torch.cuda.is_available():
     raise UserError("there is no GPU here; expected the name of one, such as --gpu=H100")
 
-config, at = config_from_depth(depth, vocab_size, max_seq_len, arch=arch), LINKS[link]
+config, dtype = config_from_depth(depth, vocab_size, max_seq_len, arch=arch), torch.bfloat16
+cluster = Cluster(gpus, min(gpus, gpus_per_node), LINKS[link], LINKS[between])
 adamw, muon = parameter_counts(config)
-computing = shaped(config).count_parameters("matrix", "head")
+computing, per_token = shaped(config).count_parameters("matrix", "head"), shaped(config).estimate_flops()
 if total_batch_size == -1:
     rows_unit = device_batch_size * max_seq_len * gpus
     total_batch_size = choose_batch_size(-1, target_param_data_ratio * computing, rows_unit)
 micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, gpus)
-rate = mfu * (datasheet_peak(gpu) if gpu else peak_flops(torch.device("cuda"), torch.bfloat16).flops)
-compute, send = plan_step(config, gpus, rate, at, torch.bfloat16, total_batch_size, micro_steps)
+peak = datasheet_peak(gpu) if gpu else peak_flops(torch.device("cuda"), dtype).flops
 steps = max(round(target_param_data_ratio * computing / total_batch_size), 1)
-hours = steps * compute / 3600
+hours = steps * total_batch_size * per_token / (gpus * mfu * peak) / 3600
 further = hours * conversation_tokens / (steps * total_batch_size)
 if hours_only:
     print(math.ceil(hours))
     raise SystemExit(0)
-print(f"depth {depth}: {adamw + muon:,} parameters, {shaped(config).estimate_flops():.3g} FLOPs per token; "
+print(f"depth {depth}: {adamw + muon:,} parameters, {per_token:.3g} FLOPs per token; "
       f"{steps:,} steps of {total_batch_size:,} tokens in {micro_steps} micro-step(s)")
 print(f"{gpus} x {gpu or 'GPU'} at {mfu:.0%} MFU: {hours:.2f} hours"
       + (f" of pretraining and {further:.2f} on {conversation_tokens:,} tokens of conversations" if further else "")
       + f" if all communication hides, {(hours + further) * gpus * price:,.0f} at {price:g} per GPU and hour")
 if not stages:
     raise SystemExit(0)
-print()
-rows = []
-for stage, seconds in enumerate(send):
-    kept = state_bytes(stage, gpus, torch.bfloat16, adamw, muon)
-    fullest = sum(step_bytes(config, device_batch_size, torch.bfloat16, "cuda", stage=stage, ranks=gpus))
-    gigabytes = (*kept, sum(kept), fullest, seconds * at.bandwidth)
-    rows.append([stage, *(f"{count / 1e9:.2f}" for count in gigabytes), f"{seconds:.3f}"])
-columns = ["stage", "parameters GB", "gradients GB", "optimizer GB", "together", "with activations",
-           "sent per step, GB", f"seconds on {at.name}"]
+
+
+def line(layout: Layout) -> list:
+    """A row of the table."""
+    sharing = layout.shards if layout.stage else gpus
+    kept = sum(state_bytes(layout.stage, sharing, dtype, adamw, muon))
+    fullest = sum(step_bytes(config, layout.rows, dtype, "cuda", stage=layout.stage, ranks=sharing))
+    step = plan_step(config, cluster, layout, mfu * peak, dtype, total_batch_size)
+    hours = steps * step.seconds / 3600
+    gigabytes = [f"{count / 1e9:.2f}" for count in (kept, fullest, step.within, step.between)]
+    seconds = [f"{number:.3f}" for number in (step.update, step.sending, step.exposed, step.seconds)]
+    fit = "yes" if fits(config, cluster, layout, dtype, memory_gib * GIB) else "no"
+    reached = total_batch_size * per_token / (gpus * step.seconds * peak)
+    return [layout.stage, layout.shards if layout.stage else "–", *gigabytes[:2], fit, *gigabytes[2:], *seconds,
+            f"{reached:.1%}", f"{hours:.2f}", f"{hours * gpus * price:,.0f}"]
+
+
+several = [(stage, shards) for stage in (1, 2, 3) for shards in {cluster.per_host: 0, gpus: 0}]
+rows = [line(Layout(stage, shards, device_batch_size, micro_steps)) for stage, shards in ((0, 1), *several)]
+columns = ["stage", "shard_size", "keeps, GB", "at most, GB", f"fits {memory_gib:g} GiB", "sends within a host, GB",
+           "to others, GB", "Muon, s", "sending, s", "waits, s", "step, s", "MFU", "hours", "cost"]
+print(f"\nA rank, {device_batch_size} rows at a time; over {cluster.within.name}"
+      + (f" within and {cluster.between.name} between hosts:\n" if gpus > gpus_per_node else ":\n"))
 print(markdown_table(columns, rows))
-print(f"\nof each rank; a step computes for {compute:.3f} s")
+best = fastest_layout(config, cluster, mfu * peak, dtype, total_batch_size, memory_gib * GIB)
+if best:
+    layout, step = best
+    print(f"\nthe fastest that fits: --zero_stage={layout.stage} --shard_size={layout.shards} "
+          f"--device_batch_size={layout.rows}{' --activation_checkpointing' * layout.checkpointing}, "
+          f"{step.seconds:.3f} s a step")
+else:
+    print("\nnothing fits: take more GPUs or a smaller depth")

@@ -17,20 +17,16 @@ from pathlib import Path
 from configurator import read_arguments, read_settings
 
 import pytest
-import torch
 from conftest import REPO, run_module
 from ranks import run_on_ranks
 from torch.distributed.run import get_args_parser
 
 from bench import harness
-from bench.links import hiding_tokens, messages
 from bench.naive import VARIANTS, distances
 from bench.scaling_fit import fit, read_series
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.errors import UserError
-from nanochat.gpt import config_from_depth
-from nanochat.plan.machines import LINKS, plan_step
 from nanochat.report import markdown_table
 
 PAGES = sorted([*REPO.glob("README*.md"), *REPO.glob("docs/*.md")])
@@ -291,20 +287,3 @@ def test_the_plot_reads_finished_runs(base_folder):
     assert (base_folder / "scaling" / "bowl.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match="series=none: no finished run"):
         read_series("none")
-
-
-def test_a_plan_is_what_the_pages_say():
-    """Depth 20 over NVLink 4 on eight ranks, from the formulas of docs/zero.md and docs/mfu.md with a pencil."""
-    config = config_from_depth(20, 65536, 2048)
-    parameters, matrices = 12 * 20 * 1280**2 + 2 * 65536 * 1280, 12 * 20 * 1280**2
-    per_token = 6 * (parameters - 65536 * 1280) + 12 * 20 * 1280 * 2048
-    link = LINKS["nvlink4"]
-    compute, send = plan_step(config, 8, 500e12, link, torch.bfloat16, 2**19, 4)
-    assert compute == pytest.approx(2**16 * per_token / 500e12)
-    for stage, elements in ((0, 2 * 4), (1, 4 + 2), (2, 4 * 4 + 2)):
-        sent = 7 / 8 * (elements * parameters + (2 * 2 * matrices / 8 if stage else 0))
-        assert send[stage] == pytest.approx(sent / 450e9), stage
-    hiding = hiding_tokens(config, 8, 500e12, link, torch.bfloat16)
-    for tokens, bytes_per_parameter in zip(hiding, (4, 4 + 2)):  # the backward pass takes as long as what it sends
-        assert 2 / 3 * tokens * per_token / 500e12 == pytest.approx(7 / 8 * bytes_per_parameter * parameters / 450e9)
-    assert messages(config, 8) == 2 * 22 * 7

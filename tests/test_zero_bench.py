@@ -8,7 +8,8 @@ from bench.watch import DTYPES, KEPT, STAGES, measure, measure_all
 from nanochat import zero
 from nanochat.compiling import set_compile
 from nanochat.gpt import GPTConfig, architecture
-from nanochat.plan.memory import sent_bytes, state_bytes
+from nanochat.plan.memory import state_bytes
+from nanochat.plan.traffic import sent_bytes
 
 # 10 units of 76,800 parameters. Three ranks divide neither a block nor 80 rows: slices and FSDP's rows have padding.
 CONFIG = GPTConfig(sequence_len=16, vocab_size=960, n_layer=8, n_embd=80, n_head=2, n_kv_head=2)

@@ -1,6 +1,6 @@
 """
-What a training run keeps and sends, in bytes per rank: the formulas. Beside measurements, docs/zero.md shows
-`state_bytes` and `sent_bytes`, docs/memory.md `step_bytes`.
+What a training run keeps, in bytes per rank: the formulas. Beside measurements, docs/zero.md shows `state_bytes`,
+docs/memory.md `step_bytes`.
 
 Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7; here with gradients accumulated in float32 and with Muon,
 which has one moment where AdamW has two. `ranks` share one copy of the sharded states (one shard group, no replicas).
@@ -44,28 +44,6 @@ def state_bytes(stage: int, ranks: int, dtype: torch.dtype, adamw: int, muon: in
     gradients = FLOAT32 * share if stage >= 2 else FLOAT32
     masters = FLOAT32 if stage < 3 and dtype != torch.float32 else 0
     return StateBytes(parameters * total, gradients * total, (masters * total + FLOAT32 * (2 * adamw + muon)) * share)
-
-
-def sent_bytes(
-    stage: int, ranks: int, micro_steps: int, dtype: torch.dtype, reduce_dtype: torch.dtype, total: int, muon: int,
-    head: int,
-) -> float:
-    """
-    What a rank sends in one optimizer step, on average over ranks. total: parameters of the model; muon: those in its
-    care; head: those of the last unit, which stage 3 keeps whole from its forward to its backward pass.
-
-    In elements, times (N − 1)/N, with A micro-steps: stages 0 and 1 send 2Ψ, stage 2 (A + 1)Ψ, stage 3 A(3Ψ − Ψ_head),
-    and stages 1 to 3 about 2Ψ_muon/N more, for matrices on their way to the rank that orthogonalises them, and back.
-    """
-    gradients, gathered = total * reduce_dtype.itemsize, total * dtype.itemsize
-    of_stage = [
-        2 * gradients,
-        gradients + gathered,
-        micro_steps * gradients + gathered,
-        micro_steps * (gradients + 2 * gathered - head * dtype.itemsize),
-    ]
-    matrices = 2 * muon / ranks * dtype.itemsize if stage > 0 else 0
-    return (of_stage[stage] + matrices) * (ranks - 1) / ranks
 
 
 # ---- A training step at its fullest moment
