@@ -5,7 +5,11 @@ Tokens per second of the engine on this machine: one sequence and many together,
 
 The weights are drawn, not trained: speed does not depend on them. Each figure is the best of several runs, prompts
 included. "uncached" is GPT.generate, which reads everything again for each token.
+
+MBU is the share of the memory's copy rate that a step would take to read what it has to read: every matrix and the head
+once, and each row's keys and values. It may pass 100% where a part of these stays in the processor's caches.
 """
+import copy
 import functools
 import time
 from collections.abc import Callable
@@ -28,6 +32,7 @@ device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 batch_size = 16             # [1..] sequences decoded together
 new_tokens = 256            # [1..496] written after each prompt of 16
 repeats = 5                 # [1..] of which the fastest counts
+copied_mb = 64              # [1..] size of the tensor whose copies tell the memory's rate
 configure(globals())
 
 *_, device = compute_init(device_type)
@@ -43,22 +48,48 @@ ways = {
 }
 
 
-def measure(name: str, rows: int, times: int, decode: Callable[[], object]) -> None:
-    """decode writes new_tokens for each row; they are on the host: nothing is left running."""
+def fastest(times: int, function: Callable[[], object]) -> float:
+    """Seconds; what the function makes is on the host, so that nothing is left running."""
     seconds = []
     for _ in range(times):
         start = time.perf_counter()
-        decode()
+        function()
         seconds.append(time.perf_counter() - start)
-    print(f"{dtype:9} batch {rows:3}  {name:24} {rows * new_tokens / min(seconds):8,.0f} tokens/s")
+    return min(seconds)
 
 
-threads = torch.get_num_threads()
-print(f"{arch}, depth {depth} on {device.type}, {threads} thread(s): {new_tokens} tokens, best of {repeats}")
+def copy_rate() -> float:
+    """Bytes read and written per second."""
+    tensor = torch.ones(copied_mb << 18, device=device)
+    other = torch.empty_like(tensor)
+    return 2 * tensor.nbytes / fastest(20, lambda: other.copy_(tensor)[-1].item())
+
+
+def step_bytes(rows: int, weight_bytes: int, cache_bytes: int) -> float:
+    """That a decoding step has to read, on average over the answer; weight_bytes, cache_bytes: of a number there."""
+    config = model.config
+    lengths = range(len(prompts[0]) + 1, len(prompts[0]) + new_tokens)
+    seen = sum(min(length, config.window(layer)) for layer in range(config.n_layer) for length in lengths)
+    kv = 2 * config.n_kv_head * config.head_dim * cache_bytes * seen / max(len(lengths), 1)
+    return model.count_parameters("matrix", "head") * weight_bytes + rows * kv
+
+
+def report(name: str, rows: int, seconds: float, share: str = "") -> None:
+    print(f"{kind:14} batch {rows:3}  {name:24} {rows * new_tokens / seconds:8,.0f} tokens/s {share}", flush=True)
+
+
+threads, rate = torch.get_num_threads(), copy_rate()
+print(f"{arch}, depth {depth} on {device.type}, {threads} thread(s): {new_tokens} tokens, best of {repeats}; "
+      f"memory copies {rate / 1e9:.1f} GB/s")
 for dtype in ("float32", "bfloat16"):
     model.to(getattr(torch, dtype))
-    measure("uncached, once", 1, 1, lambda: list(model.generate(prompts[0], new_tokens)))
-    engine = Engine(model, tokenizer, batch_size)
-    for rows in sorted({1, batch_size}):
-        for way, params in ways.items():
-            measure(way, rows, repeats, functools.partial(engine.generate, prompts[:rows], params))
+    kind = dtype
+    report("uncached, once", 1, fastest(1, lambda: list(model.generate(prompts[0], new_tokens))))
+    for quantize in ("", "int8") if device.type == "cpu" else ("",):
+        kind = f"{dtype} {quantize}"
+        engine = Engine(copy.deepcopy(model) if quantize else model, tokenizer, batch_size, quantize=quantize)
+        for rows in sorted({1, batch_size}):
+            sizes = step_bytes(rows, 1 if quantize else model.lm_head.weight.itemsize, model.lm_head.weight.itemsize)
+            for way, params in ways.items():
+                seconds = fastest(repeats, functools.partial(engine.generate, prompts[:rows], params))
+                report(way, rows, seconds, f"MBU {sizes * new_tokens / seconds / rate:4.0%}")

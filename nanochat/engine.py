@@ -76,12 +76,16 @@ class Engine:
 
     Part of the weights are copied: after a training step, make a new one (milliseconds for a small model).
     prompt_cache_bytes: how much is kept of the keys and values of prompts and answers, for prompts that begin alike.
+    quantize: the matrices and the head become int8, and the model gives up its own.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, max_batch: int = 16, prompt_cache_bytes: int = 0):
+    def __init__(
+        self, model: GPT, tokenizer: Tokenizer, max_batch: int = 16, prompt_cache_bytes: int = 0,
+        quantize: Literal["", "int8"] = "",
+    ):
         assert max_batch >= 1
         assert tokenizer.get_vocab_size() == model.config.vocab_size, "a model and another one's tokenizer"
-        self.model, self.tokenizer, self.max_batch = CachedModel(model, max_batch), tokenizer, max_batch
+        self.model, self.tokenizer, self.max_batch = CachedModel(model, max_batch, quantize), tokenizer, max_batch
         self.context, self.prompt_cache = model.config.sequence_len, PromptCache(self.model, prompt_cache_bytes)
         special = tokenizer.encode_special
         self.default_stop = default_stop(tokenizer)

@@ -8,8 +8,8 @@ removed, and is freed when all are.
 """
 import math
 from collections.abc import Callable
-from functools import cache, partial
-from typing import NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanochat.attention import visible
 from nanochat.gpt import GPT, norm, rotary_angles
+from nanochat.linear import linear
 
 CAPACITY_UNIT = 64  # positions; the capacity is a multiple of it
 
@@ -38,19 +39,25 @@ class CachedModel:
     embedding of the next one needs. There are at most max_rows.
     """
 
-    def __init__(self, model: GPT, max_rows: int):
+    def __init__(self, model: GPT, max_rows: int, quantize: Literal["", "int8"] = ""):
+        """quantize: keep the matrices and the head as int8 only. The model loses its own: it is not called any more."""
         self.model, self.config, self.max_rows = model, model.config, max_rows
+        prepared = partial(linear, quantize=quantize)
         with torch.inference_mode():
             self.layers = [
                 (block,
-                 linear(torch.cat((block.attn.c_q.weight, block.attn.c_k.weight, block.attn.c_v.weight))),
-                 linear(block.attn.c_proj.weight), linear(block.mlp.c_fc.weight), linear(block.mlp.c_proj.weight))
+                 prepared(torch.cat((block.attn.c_q.weight, block.attn.c_k.weight, block.attn.c_v.weight))),
+                 prepared(block.attn.c_proj.weight), prepared(block.mlp.c_fc.weight), prepared(block.mlp.c_proj.weight))
                 for block in model.transformer.h
             ]
-            self.head = linear(model.lm_head.weight)
+            self.head = prepared(model.lm_head.weight)
             config, device = self.config, model.lm_head.weight.device
             self.windows = {config.window(layer) for layer in range(config.n_layer)}
             self.angles = rotary_angles(config.sequence_len, config.head_dim, config.rope_theta, device)
+            if quantize:
+                for name, role in model.roles().items():
+                    if role in ("matrix", "head"):
+                        model.get_parameter(name).data = torch.empty(0, dtype=model.lm_head.weight.dtype, device=device)
         self.clear()
 
     def clear(self) -> None:
@@ -120,18 +127,20 @@ class CachedModel:
         self.reserve(rows, max(self.lengths) + 1)
         positions = torch.tensor(self.lengths, device=device)
         all_rows = torch.arange(rows, device=device)
-        # A whole rectangle of the cache: contiguous, which a CPU's bf16 products need (10 times slower otherwise), and
-        # of the same shape in every step until it grows. The masks hide what a row has not reached, or is beyond the
+        # A rectangle of the cache, up to the longest row's end; whole where it has to be contiguous: a CPU's bf16
+        # products are 2 to 10 times slower otherwise. The masks hide what a row has not reached, or is beyond the
         # window of its layer: that starts elsewhere in each row, so there is no smaller rectangle.
-        kv = self.kv[:, :, :rows].unbind()  # each (2, rows, H_kv, capacity, D)
-        keys = torch.arange(self.kv.size(4), device=device)
+        whole = self.kv.dtype != torch.float32 or device.type != "cpu"
+        end = self.kv.size(4) if whole else max(self.lengths) + 1
+        kv = self.kv[:, :, :rows, :, :end].unbind()  # each (2, rows, H_kv, end, D)
+        keys = torch.arange(end, device=device)
         masks = {}
         for window in self.windows:
             unseen = keys > positions[:, None]
             if window < self.config.sequence_len:
                 unseen |= keys <= positions[:, None] - window
             mask = torch.zeros(unseen.shape, device=device).masked_fill_(unseen, float("-inf"))
-            masks[window] = mask.repeat_interleave(self.config.n_kv_head, dim=0)[:, None]  # (rows * H_kv, 1, capacity)
+            masks[window] = mask.repeat_interleave(self.config.n_kv_head, dim=0)[:, None]  # (rows * H_kv, 1, end)
 
         def look(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kv[layer][:, all_rows, :, positions] = torch.stack((k, v), dim=1)
@@ -198,27 +207,3 @@ def attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     scores = torch.bmm(q.reshape(len(keys), -1, q.size(-1)), keys.mT)             # (N * H_kv, G, T)
     p = torch.add(mask, scores, alpha=q.size(-1) ** -0.5).softmax(-1)
     return torch.bmm(p.to(values.dtype), values).view(q.shape)
-
-
-def linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """
-    The function x → x weightᵀ of x (N, C). On a CPU the weight is laid out here, once, in the blocks that oneDNN reads;
-    F.linear repeats that in every call, which at 16 rows is half of its time.
-    """
-    if weight.device.type != "cpu" or not can_pack(weight.dtype):
-        return partial(F.linear, weight=weight)
-    return partial(packed_product, torch.ops.mkldnn._reorder_linear_weight(weight))
-
-
-def packed_product(packed: Tensor, x: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
-
-
-@cache
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether torch has these kernels for this CPU. They are not its public interface, so they are tried."""
-    x, weight = torch.ones(2, 32, dtype=dtype), torch.ones(64, 32, dtype=dtype)
-    try:
-        return torch.equal(packed_product(torch.ops.mkldnn._reorder_linear_weight(weight), x), x @ weight.T)
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return False

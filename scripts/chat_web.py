@@ -45,6 +45,7 @@ model_tag: str | None = None  # folder of its checkpoints; None: the only one th
 step: int | None = None     # of the checkpoint; None: the newest valid one
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
+quantize: Literal["", "int8"] = ""  # int8: weights of a quarter of the size, on a CPU only
 workers = 0                 # [0..] engines for each model, on the GPUs in turn; 0: one for each GPU, or one on a CPU
 # ---- Who may ask
 host = "127.0.0.1"          # address to listen on; 0.0.0.0: every network this machine is in
@@ -103,7 +104,7 @@ torch.set_num_threads(1)
 def make_engine(model: GPT, tokenizer: Tokenizer) -> Engine:
     """On the worker's thread."""
     torch.set_num_threads(threads)
-    return Engine(model, tokenizer, max_batch, prompt_cache_mb * 2**20)
+    return Engine(model, tokenizer, max_batch, prompt_cache_mb * 2**20, quantize)
 
 
 devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [device]

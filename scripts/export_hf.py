@@ -4,15 +4,18 @@ Export a model of any stage as a folder that Hugging Face's transformers loads a
     python -m scripts.export_hf --source=sft --output=my-model
 
 Weights, configuration, tokenizer, chat template, and a model card with the report's numbers; of a modern model its code
-as well, for trust_remote_code=True. scripts.import_hf is the way back, to the same bits.
+as well, for trust_remote_code=True. scripts.import_hf is the way back, to the same bits. --push=NAME/MODEL uploads the
+folder to the hub (HF_TOKEN, or `hf auth login`; HF_ENDPOINT for another one), where it is private until you change that.
 """
 from pathlib import Path
 from typing import Literal
 
 from configurator import configure
 
+import huggingface_hub
+
 from nanochat.checkpoint import find_model, read_meta
-from nanochat.errors import UserError
+from nanochat.errors import UserError, first_line
 from nanochat.files import recover_folder, write_folder_aside
 from nanochat.hf.card import model_card
 from nanochat.hf.model import FOLDER, export
@@ -25,6 +28,7 @@ step: int | None = None     # [0..] of the checkpoint; None: the newest valid on
 output = ""                 # where it goes
 overwrite = False           # replace an exported folder that is there
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: as in the model; float32: as the optimizers keep it
+push = ""                   # NAME/MODEL: upload the folder there as well, as a private model
 max_shard_gb = 5.0          # [>0] gigabytes of a file of weights; more are split
 config = configure(globals())
 
@@ -46,3 +50,12 @@ with write_folder_aside(folder) as aside:
     (aside / "README.md").write_text(model_card(source, checkpoint, meta, parameters), encoding="utf-8")
 size = sum(path.stat().st_size for path in folder.iterdir())
 print(f"wrote {folder}: {parameters:,} parameters, {size / 1e6:,.1f} MB; its README.md says how to use it")
+
+if push:
+    try:
+        api = huggingface_hub.HfApi()
+        name = api.create_repo(push, private=True, exist_ok=True).repo_id
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"{source}, step {meta['step']}")
+    except Exception as error:  # of httpx, of the hub's library, of xet
+        raise UserError(f"{folder} is complete, but was not uploaded to {push}: {first_line(error)}") from error
+    print(f"uploaded it to {api.endpoint}/{name}")

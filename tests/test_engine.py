@@ -172,6 +172,36 @@ def test_bfloat16_stays_close_to_the_plain_model(arch):
 
 
 @both
+def test_int8_stays_close_to_the_model_of_rounded_weights(arch):
+    """
+    Teacher-forced, as with bfloat16, whose rounding the activations get: against the plain model whose every element is
+    the nearest of 253 steps of its row. The model has given its own matrices away, the engine answers all the same.
+    """
+    rounded, prompt = random_model(2, arch=arch), random_prompts(90)[0]
+    for name, role in rounded.roles().items():
+        if role in ("matrix", "head"):
+            weight = rounded.get_parameter(name).data
+            step = (weight.abs().amax(1, keepdim=True) / 126.5).bfloat16().float()
+            weight.copy_((weight / step).round() * step)
+    reference = rounded(torch.tensor([prompt]))[0]  # (T, V)
+    model = random_model(2, arch=arch)
+    size = sum(p.numel() for p in model.parameters())
+    engine = Engine(model, TOKENIZER, max_batch=2, quantize="int8")
+    assert size - sum(p.numel() for p in model.parameters()) == rounded.count_parameters("matrix", "head")
+    for start in (1, 40):
+        engine.model.insert(engine.model.extend(Prefix(), prompt[:start]))
+    different = 0
+    for i in range(50):
+        chosen = cap(engine.model.decode([prompt[1 + i], prompt[40 + i]]), 15.0).argmax(-1).tolist()
+        for token, here in zip(chosen, (reference[1 + i], reference[40 + i])):
+            assert here[token] >= here.max() - 2**-5 * here.max().abs()
+            different += here.argmax().item() != token
+    assert different < 10, "near ties may fall either way, but most tokens are the same"
+    engine.clear()
+    assert len(engine.generate([prompt[:9]], GREEDY)[0].tokens) == 30
+
+
+@both
 def test_the_cache_grows_rarely_shrinks_and_is_dropped(monkeypatch, arch):
     """90 positions in units of 4: a growth in every step would be 80 of them."""
     growths, plain = [], nanochat.kv_cache.resized
@@ -799,9 +829,9 @@ def chat(*args: str, typed: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=REPO, input=typed, capture_output=True, text=True, timeout=300)
 
 
-def greedy_answer(model: GPT, prompt: list[int], tools: bool = True) -> list[dict]:
+def greedy_answer(model: GPT, prompt: list[int], tools: bool = True, quantize: str = "") -> list[dict]:
     """The parts of what `chat` should say."""
-    [answer] = Engine(model, TOKENIZER).generate([prompt], SamplingParams(8, temperature=0, tools=tools))
+    [answer] = Engine(model, TOKENIZER, quantize=quantize).generate([prompt], SamplingParams(8, temperature=0, tools=tools))
     return to_parts(TOKENIZER, answer.tokens)
 
 
@@ -835,7 +865,10 @@ def test_the_terminal(base_folder):
 
 
 def test_a_base_model_continues_a_text(base_folder):
-    """In the terminal, where it is the furthest stage: after <|bos|> come the words themselves, no turn of a chat."""
+    """
+    In the terminal, where it is the furthest stage: after <|bos|> come the words themselves, no turn of a chat. With
+    int8 weights the answer is that engine's.
+    """
     model = random_model()
     write_checkpoint(base_folder / "base_checkpoints" / "tiny", model)
     parts = greedy_answer(model, [SPECIAL("<|bos|>"), *TOKENIZER.encode("the sum is")], tools=False)
@@ -843,3 +876,6 @@ def test_a_base_model_continues_a_text(base_folder):
     one = chat("-p", "the sum is")
     assert (one.returncode, one.stdout) == (0, "".join(part["text"] for part in parts) + "\n")
     assert re.match("base model of step 1 .*continues a text", one.stderr)
+    quantized = chat("-p", "the sum is", "--quantize=int8")
+    parts = greedy_answer(model, [SPECIAL("<|bos|>"), *TOKENIZER.encode("the sum is")], False, "int8")
+    assert (quantized.returncode, quantized.stdout) == (0, "".join(part["text"] for part in parts) + "\n")

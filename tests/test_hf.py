@@ -12,6 +12,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiktoken
@@ -238,6 +239,36 @@ def test_a_checkpoint_of_before_the_pieces_is_exported_as_ever(tmp_path):
     assert {path.name: path.read_bytes() for path in new.iterdir()} == \
            {path.name: path.read_bytes() for path in old.iterdir()}
     assert not list(new.glob("*.py")) and "trust_remote_code" not in (new / "README.md").read_text()
+
+
+def test_an_export_is_uploaded_whole_to_a_private_model(tmp_path, monkeypatch):
+    """The hub's library is a stub here. What it refuses is one line, and the folder stays."""
+    calls = []
+
+    class Hub:
+        endpoint = "https://hub.example"
+
+        def create_repo(self, name, **settings):
+            calls.append((name, settings))
+            return SimpleNamespace(repo_id=name)
+
+        def upload_folder(self, repo_id, folder_path, commit_message):
+            calls.append((repo_id, {path.name for path in folder_path.iterdir()}, commit_message))
+            if repo_id == "me/denied":
+                raise OSError("403 Forbidden\nrequest 17")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    saved(random_model())
+    printed = run_script(0, 1, "scripts.export_hf", {"output": tmp_path / "out", "push": "me/tiny"})
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert calls == [("me/tiny", dict(private=True, exist_ok=True)), ("me/tiny", files, "sft, step 12")]
+    assert {"README.md", "config.json"} < files and printed.endswith("uploaded it to https://hub.example/me/tiny\n")
+    with pytest.raises(UserError, match="denied is complete, but was not uploaded to me/denied: .*403 Forbidden$"):
+        exported(tmp_path / "denied", push="me/denied")
+    assert (tmp_path / "denied" / "config.json").exists()
+    calls.clear()
+    exported(tmp_path / "not pushed")
+    assert not calls
 
 
 def test_pipelines_answer_and_continue_as_the_engine_does(hf, tmp_path):
