@@ -79,7 +79,7 @@ def host(folder: Path) -> list[list]:
     """Two hosts, --nnodes=1:2: one is killed, the other goes on, the first comes back."""
     steps, rows = 60, []
     settings = dict(num_iterations=steps, resume="auto")
-    log, metrics = folder / "host.log", base_dir() / "base_checkpoints" / "elastic" / "metrics.jsonl"
+    log = folder / "host.log"
     command = ["scripts.base_train", *arguments("elastic", **settings)]
 
     def step() -> int:

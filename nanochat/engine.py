@@ -94,7 +94,7 @@ class Engine:
         self.running: list[Answer] = []     # in the order of the cache's rows
         self.reading: list[Answer] = []     # each has a place, and gets a row when its prompt has been read
         self.waiting: dict[str, deque[Answer]] = {}     # by owner; the one who got a place last comes last
-        self.oldest_next = True             # whose piece is read next: of the prompt that came first, or of the shortest
+        self.oldest_next = True             # whose piece is read next: the oldest prompt's, or the shortest one's
 
     # ---- Requests
 

@@ -135,8 +135,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class RotatedNorm(torch.autograd.Function):
     """
-    norm(rotate(x)) for training. It is rounded once, and keeps only its result, as attention does. On a GPU each pass is
-    compiled into one kernel that reads and writes x's dtype; autograd's own backward pass sends float32 through memory.
+    norm(rotate(x)) for training. It is rounded once, and keeps only its result, as attention does. On a GPU each pass
+    is compiled into one kernel that reads and writes x's dtype; autograd's own backward pass sends float32 through
+    memory.
     """
 
     @staticmethod

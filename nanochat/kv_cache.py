@@ -29,7 +29,7 @@ class Prefix(NamedTuple):
     length: int = 0                  # tokens, the T of all pieces
     last: int = -1                   # the last token; −1: none
     cached: int = 0                  # tokens that were not read for this prompt: the prompt cache had them
-    logits: Tensor | None = None     # (1, vocab_size) after the last token, raw: before the softcap; None: it was cached
+    logits: Tensor | None = None     # (1, vocab_size) after the last token, before the softcap; None: it was cached
 
 
 class CachedModel:
@@ -71,8 +71,8 @@ class CachedModel:
     @torch.inference_mode()
     def extend(self, prefix: Prefix, tokens: list[int], every: bool = False) -> Prefix:
         """
-        Read the next tokens of a prompt of at most sequence_len, all at once; the cache does not change. every: keep the
-        logits after each of them, (T, vocab_size), not only after the last one.
+        Read the next tokens of a prompt of at most sequence_len, all at once; the cache does not change. every: keep
+        the logits after each of them, (T, vocab_size), not only after the last one.
         """
         start, end = prefix.length, prefix.length + len(tokens)
         first = {window: max(start + 1 - window, 0) for window in self.windows}  # key that the first of them sees
@@ -91,7 +91,8 @@ class CachedModel:
             return y.view(q.size(1), -1, q.size(-1)).transpose(0, 1)  # (T, H, D)
 
         x = self.hidden(tokens, [prefix.last, *tokens[:-1]], slice(start, end), look)
-        return Prefix((*prefix.pieces, torch.stack(kept)), end, tokens[-1], prefix.cached, self.logits(x if every else x[-1:]))
+        logits = self.logits(x if every else x[-1:])
+        return Prefix((*prefix.pieces, torch.stack(kept)), end, tokens[-1], prefix.cached, logits)
 
     @torch.inference_mode()
     def insert(self, prefix: Prefix) -> None:

@@ -2,8 +2,9 @@
 Keys and values of what was read before, so that the next turn of a conversation, or another question after the same
 beginning, does not read it again.
 
-They are kept in pieces, each under its owner and all tokens up to its end: equal beginnings are kept once. No owner finds
-another's: what is found shows in the usage and by the time that it saves, and would tell what the other one has asked.
+They are kept in pieces, each under its owner and all tokens up to its end: equal beginnings are kept once. No owner
+finds another's: what is found shows in the usage and by the time that it saves, and would tell what the other one has
+asked.
 """
 from collections.abc import Callable
 
@@ -37,7 +38,7 @@ class PromptCache:
         return prefix
 
     def keep(self, tokens: list[int], owner: str, piece: Callable[[int, int], Tensor]) -> None:
-        """These tokens were read or used now; piece(start, end) → their keys and values, for those that are not here."""
+        """These tokens were read or used now; piece(start, end) → their keys and values, if they are not here."""
         # From the end: a piece is of no use without those before it, which so stay longer.
         for start in reversed(range(0, len(tokens) + 1 - PIECE, PIECE)) if self.limit else ():
             key = owner, *tokens[: start + PIECE]

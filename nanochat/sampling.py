@@ -42,7 +42,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
     min_p: float = 0.0
-    logprobs: int | None = None         # tell log-probabilities, and of so many of the most probable tokens at each place
+    logprobs: int | None = None         # tell log-probabilities, and those of so many most probable tokens
     prompt_logprobs: int | None = None  # likewise of the prompt's tokens
     grammar: Grammar | None = None      # which tokens may come next; None: any. It excludes tools
 

@@ -56,14 +56,14 @@ allowed_hosts = ""          # a proxy's names, "chat.example.org, b.org": only t
 cors_origins = ""           # pages of other servers that may ask, "https://a.org, https://b.org"; empty: none
 # ---- Limits
 max_batch = 16              # [1..] answers written at once by each engine
-prompt_cache_mb = 512       # [0..] MiB of each engine for what was read before, of one address apart from others'; 0: off
+prompt_cache_mb = 512       # [0..] MiB of each engine for what was read before, by address; 0: off
 max_queue = 128             # [0..] answers that may wait, half of them one address's; beyond it: come again later (429)
 max_n = 8                   # [1..] answers to one prompt
 max_body_bytes = 2**20      # [1..] of a request
 max_messages = 200          # [1..] of a conversation
 max_chars = 200_000         # [1..] of its messages together
 max_new_tokens = 1024       # [1..] of an answer; clients that ask for more get this many
-truncate: Literal["", "oldest"] = ""  # oldest: what is too long for the model loses its first exchanges; empty: an error
+truncate: Literal["", "oldest"] = ""  # oldest: what is too long loses its first exchanges; empty: an error
 timeout_s = 300.0           # [>0] seconds from request to answer, which then ends with what it has
 drain_s = 5.0               # [0..] seconds after SIGTERM for the answers that are not complete
 # ---- Defaults of a request

@@ -4,8 +4,9 @@ Export a model of any stage as a folder that Hugging Face's transformers loads a
     python -m scripts.export_hf --source=sft --output=my-model
 
 Weights, configuration, tokenizer, chat template, and a model card with the report's numbers; of a modern model its code
-as well, for trust_remote_code=True. scripts.import_hf is the way back, to the same bits. --push=NAME/MODEL uploads the
-folder to the hub (HF_TOKEN, or `hf auth login`; HF_ENDPOINT for another one), where it is private until you change that.
+as well, for trust_remote_code=True. scripts.import_hf is the way back, to the same bits. --push=NAME/MODEL uploads
+the folder to the hub (HF_TOKEN, or `hf auth login`; HF_ENDPOINT for another one), where it is private until you
+change that.
 """
 from pathlib import Path
 from typing import Literal

@@ -712,7 +712,8 @@ def test_tokens_as_vllm_tells_them(server):
     info = server.http.get("/tokenizer_info").json()
     assert (info["bos_token"], info["eos_token"], info["model_max_length"]) == ("<|bos|>", "<|assistant_end|>", 2048)
     assert server.http.get("/tokenizer_info?model=tiny-rl").json()["model_max_length"] == 256
-    for path, body, words in (("/tokenize", {}, "a prompt or messages"), ("/detokenize", {"tokens": [268]}, "0 and 267"),
+    for path, body, words in (("/tokenize", {}, "a prompt or messages"),
+                              ("/detokenize", {"tokens": [268]}, "0 and 267"),
                               ("/tokenize", {"prompt": "x" * 50001}, "at most 50,000"),
                               ("/tokenize", {"prompt": "x", "model": "gpt"}, "no model 'gpt'")):
         assert words in post(path, **body)["error"]["message"]

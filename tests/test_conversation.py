@@ -92,7 +92,8 @@ def test_the_oldest_exchanges_are_dropped_and_no_more_than_needed():
 
     for room in range(length(talk) + 2):
         expected = next((cut for cut in cuts if length(cut) <= room), cuts[-1])
-        assert drop_oldest({"messages": talk}, lambda c: length(c["messages"]) <= room)["messages"] == expected
+        found = drop_oldest({"messages": talk}, lambda c, room=room: length(c["messages"]) <= room)
+        assert found["messages"] == expected
     assert drop_oldest({"messages": talk[:1]}, lambda c: False)["messages"] == talk[:1]
 
 

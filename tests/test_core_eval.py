@@ -481,7 +481,7 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder, tmp_path):
 
 
 def test_lm_eval_scores_says_what_it_lacks(base_folder):
-    """The comparison with lm-eval needs real items and that package: without them it ends well, with a line for each."""
+    """The comparison with lm-eval needs real items and that package: without them it ends well, with a line each."""
     env = {"NANOCHAT_EVAL_DATA": str(base_folder)}
     result = run_module("bench.lm_eval_scores", "--python=python-of-nobody", "--chat=arithmetic", env=env)
     assert result.returncode == 0 and not result.stderr, result.stderr

@@ -234,7 +234,8 @@ def test_the_cache_grows_rarely_shrinks_and_is_dropped(monkeypatch, arch):
 
 
 @pytest.mark.parametrize("arch, n_kv_head, piece", [
-    ("classic", 4, 8), ("classic", 2, 1), (ALL_PIECES, 2, 8), (ALL_PIECES, 1, 5), (ALL_PIECES, 4, 1), (ALL_PIECES, 4, 30),
+    ("classic", 4, 8), ("classic", 2, 1), (ALL_PIECES, 2, 8), (ALL_PIECES, 1, 5), (ALL_PIECES, 4, 1),
+    (ALL_PIECES, 4, 30),
 ])
 def test_turns_of_conversations_are_read_once_and_answered_as_by_the_plain_model(monkeypatch, arch, n_kv_head, piece):
     """
@@ -288,7 +289,7 @@ def test_what_was_read_of_another_prompt_is_the_same_to_the_bit(monkeypatch, arc
 
 
 def test_equal_beginnings_that_come_together_are_read_once(monkeypatch):
-    """A system prompt of 40 tokens and six questions: the first one that is read serves the others, and their samples."""
+    """A system prompt of 40 tokens and six questions: the first that is read serves the others, and their samples."""
     cut_prompts(monkeypatch, 8)
     model, (system, *questions) = random_model(sharpness=0.1), random_prompts(40, 6, 7, 8, 9, 10, 11)
     prompts = [system + question for question in questions]
@@ -831,7 +832,8 @@ def chat(*args: str, typed: str = "") -> subprocess.CompletedProcess:
 
 def greedy_answer(model: GPT, prompt: list[int], tools: bool = True, quantize: str = "") -> list[dict]:
     """The parts of what `chat` should say."""
-    [answer] = Engine(model, TOKENIZER, quantize=quantize).generate([prompt], SamplingParams(8, temperature=0, tools=tools))
+    engine = Engine(model, TOKENIZER, quantize=quantize)
+    [answer] = engine.generate([prompt], SamplingParams(8, temperature=0, tools=tools))
     return to_parts(TOKENIZER, answer.tokens)
 
 

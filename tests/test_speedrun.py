@@ -261,7 +261,8 @@ def rehearsed_steps(calls: list[str]) -> tuple[str, list[str]]:
 
 def test_nothing_is_downloaded_where_three_steps_fail(tmp_path):
     """As where they do not compile, or need more memory than was thought."""
-    stand_in(tmp_path, {"*device_count*": 8, "*--hours_only": 1, "*--batch_only*": 16, "*--num_iterations=3": "; exit 7"})
+    answers = {"*device_count*": 8, "*--hours_only": 1, "*--batch_only*": 16, "*--num_iterations=3": "; exit 7"}
+    stand_in(tmp_path, answers)
     for argument in ([], ["--rehearse"]):
         done = bash(tmp_path, "speedrun.sh", *argument, NANOCHAT_BASE_DIR=str(tmp_path / "base"))
         assert done.returncode == 7, done.stderr
