@@ -55,7 +55,7 @@ api_key = ""                # the key that /v1 asks for; NANOCHAT_API_KEY does n
 allowed_hosts = ""          # a proxy's names, "chat.example.org, b.org": only they and localhost are then answered
 cors_origins = ""           # pages of other servers that may ask, "https://a.org, https://b.org"; empty: none
 # ---- Limits
-max_batch = 16              # [1..] answers written at once by each engine
+max_batch = 16              # [1..] answers to one address that each engine writes at once; a newcomer has one more
 prompt_cache_mb = 512       # [0..] MiB of each engine for what was read before, by address; 0: off
 max_queue = 128             # [0..] answers that may wait, half of them one address's; beyond it: come again later (429)
 max_n = 8                   # [1..] answers to one prompt
@@ -104,7 +104,8 @@ torch.set_num_threads(1)
 def make_engine(model: GPT, tokenizer: Tokenizer) -> Engine:
     """On the worker's thread."""
     torch.set_num_threads(threads)
-    return Engine(model, tokenizer, max_batch, prompt_cache_mb * 2**20, quantize)
+    # One place more than an address may have: a newcomer need not wait for the end of another's answer.
+    return Engine(model, tokenizer, max_batch + 1, prompt_cache_mb * 2**20, quantize, max_batch)
 
 
 devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [device]

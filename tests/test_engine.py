@@ -671,6 +671,20 @@ def test_removing_what_is_not_there_and_what_waits():
     assert second.tokens == uncached(model, prompts[0], 30)
 
 
+def test_a_newcomer_finds_a_place_where_one_owner_may_not_have_all():
+    """Of three places two are the most for an owner: his third answer waits, another owner's begins at once."""
+    engine = Engine(random_model(), TOKENIZER, max_batch=3, max_per_owner=2)
+    first = [engine.add(prompt, GREEDY, owner="a")[0] for prompt in random_prompts(5, 5, 5)]
+    engine.step()
+    assert [len(answer.tokens) for answer in first] == [1, 1, 0]
+    newcomer = engine.add(first[0].prompt, GREEDY, owner="b")[0]
+    engine.step()
+    assert [len(answer.tokens) for answer in (*first, newcomer)] == [2, 2, 0, 1]
+    engine.remove(first[0])
+    engine.step()
+    assert [len(answer.tokens) for answer in (*first[1:], newcomer)] == [3, 1, 2]
+
+
 @pytest.mark.parametrize("rows, order", [(1, "aabaaa"), (2, "aaabaa")])
 def test_owners_take_turns(rows, order):
     """The owner with fewer rows is next, in turn where they have equally many: b does not wait for all that a asks."""
