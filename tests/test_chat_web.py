@@ -719,6 +719,16 @@ def test_tokens_as_vllm_tells_them(server):
         assert words in post(path, **body)["error"]["message"]
 
 
+def test_responses_do_not_wait_for_acknowledgements(server):
+    """On a connection that stays open: 44 ms each time if the body waited until the head was acknowledged."""
+    seconds = []
+    for _ in range(20):
+        started = time.monotonic()
+        server.http.post("/tokenize", json={"prompt": "x"})
+        seconds.append(time.monotonic() - started)
+    assert min(seconds) < 0.035
+
+
 def test_messages_in_any_order_are_read_as_turns(server, engines):
     """An answer that has begun is continued, and only what is new is said; usage tells the real prompt."""
     system, begun = {"role": "system", "content": "S"}, {"role": "assistant", "content": "Wel"}
