@@ -3,8 +3,8 @@ Seconds that a counted step would take on a GPU: an estimate from rates that are
 
 Nothing here was measured by this repo. A large product of 8192³ in bfloat16 runs at about 800 TFLOP/s on an H100 for
 some milliseconds, and a copy at 3.0 TB/s (both seen on one H100, torch 2.11). Under a training step's load the clock
-falls, hence 70% of the datasheet's peak. The rates of attention are read off figures of Shah et al. 2024
-(FlashAttention-3, arXiv:2407.08608) for head size 128, causal, 2,048 tokens.
+falls, hence 70% of the datasheet's peak. The rates of attention are guesses for head size 128, causal,
+2,048 tokens.
 """
 import math
 from typing import NamedTuple
