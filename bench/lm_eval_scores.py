@@ -161,7 +161,7 @@ def chat_table() -> str:
     lines = []
     for number, task in enumerate(make_tasks(chat, "test")):
         everything = [task[index] for index in range(len(task))]
-        single = [index for index, one in enumerate(everything) if len(one["messages"]) == 2]  # a task file has one text
+        single = [index for index, one in enumerate(everything) if len(one["messages"]) == 2]  # one text each
         conversations = [everything[index] for index in single]
         name = f"chat_{number}"
         documents = [{"text": one["messages"][0]["content"], "answer": ""} for one in conversations]
@@ -175,8 +175,9 @@ def chat_table() -> str:
         same = sum(answer_text(tokenizer, answer) == text for (answer,), text in zip(answers, theirs))
         correct = evaluate_task(task, model, tokenizer, 16)
         own = accuracy([correct[index] for index in single])
-        lines.append([task.name, f"{len(single):,} of {len(task):,}", f"{own:.10f}", f"{sum(right) / len(right):.10f}", f"{same:,}"])
-    return markdown_table(["task", "items of one question", "chat_eval", "lm-eval's answers", "answers that are the same"], lines)
+        scores = [f"{own:.10f}", f"{sum(right) / len(right):.10f}"]
+        lines.append([task.name, f"{len(single):,} of {len(task):,}", *scores, f"{same:,}"])
+    return markdown_table(["task", "items of one question", "chat_eval", "lm-eval's answers", "the same answer"], lines)
 
 
 if not bundle.is_dir() and core:
