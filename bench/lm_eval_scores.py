@@ -160,7 +160,9 @@ def core_table() -> str:
 def chat_table() -> str:
     lines = []
     for number, task in enumerate(make_tasks(chat, "test")):
-        conversations = [task[index] for index in range(len(task))]
+        everything = [task[index] for index in range(len(task))]
+        single = [index for index, one in enumerate(everything) if len(one["messages"]) == 2]  # one text each
+        conversations = [everything[index] for index in single]
         name = f"chat_{number}"
         documents = [{"text": one["messages"][0]["content"], "answer": ""} for one in conversations]
         settings = {"output_type": "generate_until", "doc_to_text": "text", "doc_to_target": "answer",
@@ -169,11 +171,13 @@ def chat_table() -> str:
         [logged] = judge(source, {name: settings}, {name: documents}, "--apply_chat_template").values()
         theirs = [sample["resps"][0][0] for sample in logged]
         right = [task.evaluate(one, text) for one, text in zip(conversations, theirs, strict=True)]
-        answers = generate_answers(model, tokenizer, conversations, range(len(task)), GREEDY, 1, 16)
+        answers = generate_answers(model, tokenizer, conversations, single, GREEDY, 1, 16)
         same = sum(answer_text(tokenizer, answer) == text for (answer,), text in zip(answers, theirs))
-        own = accuracy(evaluate_task(task, model, tokenizer, 16))
-        lines.append([task.name, f"{len(task):,}", f"{own:.10f}", f"{sum(right) / len(right):.10f}", f"{same:,}"])
-    return markdown_table(["task", "items", "chat_eval", "lm-eval's answers", "answers that are the same"], lines)
+        correct = evaluate_task(task, model, tokenizer, 16)
+        own = accuracy([correct[index] for index in single])
+        scores = [f"{own:.10f}", f"{sum(right) / len(right):.10f}"]
+        lines.append([task.name, f"{len(single):,} of {len(task):,}", *scores, f"{same:,}"])
+    return markdown_table(["task", "items of one question", "chat_eval", "lm-eval's answers", "the same answer"], lines)
 
 
 if not bundle.is_dir() and core:
