@@ -10,6 +10,7 @@ off. (A rank that dies is noticed by torchrun on its host, and by the lost conne
 
 A rank that is ended this way is a dead rank, of which everything else follows.
 """
+import contextlib
 import os
 import select
 import signal
@@ -39,7 +40,8 @@ def start(name: str, names: list[str], ending: threading.Event, node: int = 0, s
 def beat(guard: subprocess.Popen, names: list[str], ending: threading.Event, node: int, store) -> None:
     """The thread. Waiting for the store's answer is what the guard then reports as the reason."""
     def tell(why_silent: str) -> None:
-        os.write(guard.stdin.fileno(), f"{why_silent}\n".encode())
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):  # the guard was ended or stopped, not this rank
+            os.write(guard.stdin.fileno(), f"{why_silent}\n".encode())
 
     own, keys = f"beats of host {node}", [f"beats of host {other}" for other in range(len(names))]
     number, seen, missing = 0, [b""] * len(names), [0] * len(names)
@@ -57,9 +59,11 @@ def beat(guard: subprocess.Popen, names: list[str], ending: threading.Event, nod
                 if max(missing) >= PATIENCE:
                     end(f"{names[missing.index(max(missing))]}: silent for {BEAT * PATIENCE:.0f} s, cut off or stopped",
                         ending)
-    except Exception as error:  # of the store; or the guard is gone
+    except Exception as error:  # of the store
         ending.wait(4 * BEAT)  # the training thread may have noticed, too, and has more to do than this one
         end(f"heartbeat: {error}", ending)
+    finally:
+        guard.communicate()  # closes its pipe, so that it leaves: what a rank does last, such as a save, may take long
 
 
 def end(why: str, ending: threading.Event) -> None:
@@ -86,7 +90,7 @@ def guard(name: str, beat: float, patience: int) -> None:
             print(f"{name}: silent for {beat * patience:.0f} s: {why}; it is ended now", file=sys.stderr, flush=True)
             for number in (signal.SIGABRT, signal.SIGKILL):
                 os.kill(rank, number)
-                if select.select([0], [], [], 2)[0]:  # its end of the pipe is closed
+                if select.select([0], [], [], 2)[0] or os.getppid() != rank:  # the pipe is closed; a child may keep it
                     return
             return
 

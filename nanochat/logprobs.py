@@ -30,6 +30,6 @@ def token_logprobs(
     tops = logits.argmax(-1, keepdim=True) if most == 1 else logits.topk(most).indices  # (N, most)
     ids = torch.cat((torch.tensor(tokens, device=logits.device)[:, None], tops), 1)
     values = logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)
-    both = torch.stack((ids.double(), values.double())).tolist()
+    both = torch.stack((ids.float(), values)).tolist()  # exact below 2²⁴; Apple GPUs have no float64
     rows = [[(int(token), value) for token, value in zip(*row)] for row in zip(*both)]
     return [TokenLogprob(*own, top[:count]) for (own, *top), count in zip(rows, counts)]

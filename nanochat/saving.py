@@ -191,15 +191,22 @@ class CheckpointWriter:
 
     def keep_apart(self, step: int, aside: Path, sums: list[dict]) -> None:
         """On a host that does not share rank 0's disk: its files take their place there. Resuming needs all of them."""
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0 and aside.exists():
-            write_manifest(aside, sums)
-            target = step_dir(self.folder, step)
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(aside, target)
-            sync(target.parent)
-            aside.parent.rmdir()
-            print(f"warning: {target} has the files of {socket.gethostname()} only: its disk is not shared; to resume, "
-                  "copy the files of all hosts together", flush=True)
+        if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+            return
+        own, target = aside.with_name("own"), step_dir(self.folder, step)
+        try:
+            # On a shared disk it has its place by now, which a rename finds out from the file server; another question
+            # may be answered from this host's memory of how it was, and what follows would harm the checkpoint.
+            os.rename(aside, own)
+        except FileNotFoundError:
+            return
+        write_manifest(own, sums)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(own, target)
+        sync(target.parent)
+        own.parent.rmdir()
+        print(f"warning: {target} has the files of {socket.gethostname()} only: its disk is not shared; to resume, "
+              "copy the files of all hosts together", flush=True)
 
     def share(self, function: Callable | None, *args) -> list:
         """

@@ -15,8 +15,13 @@ from nanochat.gpt import config_from_depth
 from nanochat.plan.memory import parameter_counts
 
 SILENT = """
-import ctypes, faulthandler, os, signal, sys, threading, time
+import ctypes, faulthandler, os, signal, subprocess, sys, threading, time
 from nanochat import heartbeat
+class Guard(subprocess.Popen):
+    def __init__(self, *command, **settings):
+        super().__init__(*command, **settings)
+        Guard.last = self
+subprocess.Popen = Guard
 heartbeat.BEAT, heartbeat.PATIENCE = 0.1, 10
 faulthandler.enable()
 ending = threading.Event()
@@ -24,13 +29,21 @@ heartbeat.start("rank 3 on host1", ["rank 3 on host1"], ending)
 print("ready", flush=True)
 def keeps_the_lock():
     ctypes.PyDLL(None).sleep(60)
+def loses_its_guard():
+    Guard.last.kill()
+    time.sleep(2)
+def ends_slowly():
+    ending.set()
+    time.sleep(2)
+    assert Guard.last.returncode == 0
 {"stops": lambda: os.kill(os.getpid(), signal.SIGSTOP), "keeps the lock": keeps_the_lock,
- "lives": lambda: time.sleep(2)}[sys.argv[1]]()
+ "lives": lambda: time.sleep(2), "loses its guard": loses_its_guard, "ends slowly": ends_slowly}[sys.argv[1]]()
 """
 
 
 @pytest.mark.parametrize("what, status, shown", [
-    ("stops", -signal.SIGKILL, ""), ("keeps the lock", -signal.SIGABRT, "in keeps_the_lock"), ("lives", 0, None)])
+    ("stops", -signal.SIGKILL, ""), ("keeps the lock", -signal.SIGABRT, "in keeps_the_lock"), ("lives", 0, None),
+    ("loses its guard", 0, None), ("ends slowly", 0, None)])
 def test_a_silent_rank_is_named_and_ended(what, status, shown):
     """By the process beside it; where a thread keeps the interpreter's lock, its line is shown."""
     done = subprocess.run([sys.executable, "-c", SILENT, what], cwd=REPO, text=True, capture_output=True, timeout=60)

@@ -271,6 +271,8 @@ def test_responses(server):
     whole = create(**settings)
     assert whole.output_text == plain.choices[0].message.content
     assert (whole.usage.input_tokens, whole.usage.output_tokens) == (plain.usage.prompt_tokens, 20)
+    long = [create(input="a, b; " * 100, max_output_tokens=1).usage.input_tokens_details for _ in range(2)]
+    assert [details.cached_tokens > 0 for details in long] == [False, True]
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     events = list(create(**settings, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -299,6 +301,8 @@ def test_responses(server):
         ("background is not", {"background": True}), ("'item_reference' is", {"input": [{"type": "item_reference"}]}),
         ("a text or a list of items", {"input": 5}), ("tools", {"tools": [{"type": "web_search"}]}),
         ("content: expected", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
+        ("text.n is not", {"extra_body": {"text": {"n": 2}}}),
+        ("text.messages is", {"extra_body": {"text": {"messages": 5}}}),
     ):
         with pytest.raises(openai.BadRequestError, match=words):
             create(**{"input": "?"} | wrong)

@@ -52,7 +52,9 @@ def chat_fields(fields: dict[str, Any]) -> dict[str, Any]:
             chat["tool_choice"] = nested(value) if isinstance(value, dict) else value
         elif name == "text":
             require(isinstance(value, dict) and isinstance(value.get("format", {}), dict), name, "an object")
-            chat |= {key: its for key, its in value.items() if key != "format"}
+            if others := value.keys() - {"format", "verbosity"}:
+                raise unsupported(f"text.{min(others):.80}", "text")
+            chat["verbosity"] = value.get("verbosity")
             format = dict(value.get("format", {}))
             kind = {"type": format.pop("type", "text")}
             chat["response_format"] = kind | ({"json_schema": format} if format else {})
@@ -116,7 +118,7 @@ class ResponsesReply(Reply):
 
     def response(self, status: str, output: Sequence[dict] = ()) -> dict[str, Any]:
         usage = {
-            "input_tokens": self.prompt_tokens, "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens": self.prompt_tokens, "input_tokens_details": {"cached_tokens": self.cached_tokens},
             "output_tokens": self.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": self.prompt_tokens + self.completion_tokens}
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, FailFast, Field, model_validator
 from torch import Tensor
 
 from nanochat.engine import default_stop
@@ -62,6 +62,9 @@ class Grammar:
         return torch.from_numpy(np.unpackbits(bits, count=self.vocab_size, bitorder="little").view(bool))
 
 
+Choices = Annotated[list[str], Field(min_length=1), FailFast()]
+
+
 class JsonSchema(BaseModel):
     definition: dict[str, Any] = Field({}, alias="schema")
 
@@ -72,14 +75,14 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel, extra="forbid"):
-    choice: list[str] = Field(min_length=1)
+    choice: Choices
 
 
 class Formed(BaseModel):
     """The fields of a request that prescribe a form: OpenAI's; for lists of choices vLLM's, the newer and the older."""
     response_format: ResponseFormat = ResponseFormat(type="text")
     structured_outputs: StructuredOutputs | None = None
-    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_choice: Choices = []
 
     @model_validator(mode="after")
     def check_form(self) -> Self:

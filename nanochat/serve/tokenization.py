@@ -37,7 +37,7 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
 
     def answer(self, tokenizer: Tokenizer) -> dict[str, str]:
         if max(self.tokens, default=0) >= tokenizer.get_vocab_size():

@@ -107,13 +107,14 @@ def parts_with_calls(content: str | list | None, calls: Any) -> list:
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
     if parts and isinstance(parts[-1], dict) and parts[-1].get("type") == "python":
         parts = parts[:-1]  # a message of this server: its last part is the call
+    texts = []
     for call in calls if isinstance(calls, list) else [None]:
         function = call.get("function") if isinstance(call, dict) else None
         name, arguments = map(function.get, ("name", "arguments")) if isinstance(function, dict) else (None, None)
         if not isinstance(name, str) or not isinstance(arguments, str):
             raise ValueError('a tool call needs "function": {"name": a text, "arguments": JSON as a text}')
-        parts = [*parts, {"type": "python", "text": f'{{"name":"{name}","arguments":{arguments}}}'}]
-    return parts
+        texts.append(f'{{"name":"{name}","arguments":{arguments}}}')
+    return [*parts, *({"type": "python", "text": text} for text in texts)]
 
 
 def parts_of_result(content: Any) -> list:
