@@ -163,6 +163,7 @@ def draw_candidates(
         logits, ids = logits.sort(descending=True)
     # c · tanh(x / c) = 2c · σ(2x / c) − c: on a CPU a sigmoid takes a tenth of tanh's time, and softmax ignores the −c.
     scale = column([(2 * softcap if softcap else 1) / sampling.temperature for sampling in samplings])
+    scale.clamp_(min=1e-30)  # of an endless temperature: −∞, what a grammar forbids, times 0 would be NaN
     logits = (logits * (2 / softcap)).sigmoid_() if softcap else logits - logits.amax(-1, keepdim=True)
     p = (logits * scale).softmax(-1)  # (B, K)
     if kind == "all":

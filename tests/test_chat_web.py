@@ -329,8 +329,13 @@ def test_echo_tells_the_logprobs_of_prompt_and_answer(server, engines, max_token
             if number % 2 == 0:
                 same = [chunk for chunk in chunks if chunk.index == number // 2]
                 assert "".join(chunk.text for chunk in same) == choice.text
-                for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                for name in ("tokens", "text_offset"):
                     assert logprobs_of(same, name) == getattr(told, name)
+                # Another company in the batch changes the last digits of float32.
+                streamed, tops = (logprobs_of(same, name)[1 - first :] for name in ("token_logprobs", "top_logprobs"))
+                assert streamed == pytest.approx(told.token_logprobs[1 - first :], abs=1e-4)
+                for top, other in zip(tops, told.top_logprobs[1 - first :], strict=True):
+                    assert top == pytest.approx(other, abs=1e-4)
     [only] = server.client.completions.create(prompt=texts[0], **settings | {"logprobs": None, "stop": "t"}).choices
     assert only.text.startswith(texts[0]) and only.logprobs is None, "a stop string ends what is written, not the echo"
 

@@ -594,6 +594,14 @@ def test_logprobs_are_the_plain_models(monkeypatch, arch):
     assert alone[0].tokens == answers[6].tokens, "the same draw with log-probabilities and without"
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_an_endless_temperature_draws_nothing_that_is_forbidden(top_p):
+    """−∞ divided by it stays −∞: times the zero that 1e-300 is in float32 it would be NaN."""
+    logits = torch.full((1, 50), -math.inf)
+    logits[0, 7] = 1.0
+    assert draw(logits, [SamplingParams(4, 1e300, top_p=top_p)], [0.9], None, [History([1], [])]) == [7]
+
+
 def test_of_equal_logits_the_greedy_one_is_told_as_the_most_probable():
     logits = torch.zeros(2, 50)
     logits[:, [11, 40]] = 3.0
