@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from nanochat.errors import is_out_of_memory
 from nanochat.kv_cache import CachedModel, Prefix
 
 # Tokens of a prompt that are read at once. Every prompt is cut at the multiples of it: so a piece that was kept of one
@@ -44,7 +45,13 @@ class PromptCache:
             key = owner, *tokens[: start + PIECE]
             kept = self.pieces.pop(key, None)
             if kept is None:
-                kept = piece(start, start + PIECE)
+                try:
+                    kept = piece(start, start + PIECE)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    self.pieces, self.size = {}, 0  # answers need the memory more
+                    return
                 self.size += kept.nbytes
             self.pieces[key] = kept
         while self.size > self.limit:

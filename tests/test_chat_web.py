@@ -876,6 +876,16 @@ async def ask(client: httpx.AsyncClient, text: str, **changes) -> httpx.Response
 
 
 @run_async
+async def test_settings_that_no_engine_takes_are_named(capfd):
+    def refused() -> Engine:
+        raise UserError("quantize=int8 is for a CPU")
+
+    async with serving([refused]) as (_, model):
+        await until(lambda: model.dead)
+    assert "a worker has died: quantize=int8 is for a CPU" in capfd.readouterr().err
+
+
+@run_async
 async def test_two_workers_share_the_requests():
     async with serving([make_engine, make_engine]) as (client, model):
         alone = [(await ask(client, f"{i}")).json()["choices"] for i in range(6)]

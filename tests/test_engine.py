@@ -340,6 +340,20 @@ def test_the_prompt_cache_keeps_within_its_limit_what_was_used_last(monkeypatch)
         assert cache.size == len(cache.pieces) * piece <= limit
 
 
+def test_the_prompt_cache_gives_way_where_memory_is_short(monkeypatch):
+    """No answer fails because what it has read cannot be kept: it ends as without a cache, which is empty then."""
+    cut_prompts(monkeypatch, 8)
+    engine, [prompt] = Engine(random_model(), TOKENIZER, prompt_cache_bytes=10**8), random_prompts(20)
+
+    def no_memory(row: int, start: int, end: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(engine.model, "piece", no_memory)
+    [answer] = engine.generate([prompt], greedy(12))
+    assert answer.tokens == Engine(random_model(), TOKENIZER).generate([prompt], greedy(12))[0].tokens
+    assert not engine.prompt_cache.pieces and engine.prompt_cache.size == 0
+
+
 @pytest.mark.parametrize("ended", ["removed", "refused", "answered"])
 def test_a_prompt_gives_its_memory_back(monkeypatch, ended):
     """When it is cancelled in the middle, cannot be read, or has been answered; although the answers are still held."""

@@ -173,7 +173,8 @@ class Worker:
                 self.step()
         except BaseException as error:
             self.state = "dead"
-            log_error("a worker has died", error)
+            own = f": {error}" * isinstance(error, UserError)  # of the engine's settings: no user has asked yet
+            log_error(f"a worker has died{own}", error)
         self.post(self.end_all)
 
     def post(self, callback: Callable, *args) -> None:
