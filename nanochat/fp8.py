@@ -18,6 +18,8 @@ def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def check_fp8(device: torch.device, tokens: int) -> None:
     """UserError where a GPU has no such products, or cannot multiply this many tokens."""
+    if device.type == "mps":
+        raise UserError("fp8=True needs an H100 or newer; leave fp8 out")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
         raise UserError(f"fp8=True needs an H100 or newer; this is {torch.cuda.get_device_name(device)}: leave fp8 out")
     if tokens % MULTIPLE:

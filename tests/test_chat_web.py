@@ -386,6 +386,7 @@ def test_the_usage_says_what_was_read_before(server):
     ("functions is not supported", {"extra_body": {"functions": [{"name": "f"}]}}),
     ("top_logprobs without logprobs", {"top_logprobs": 3}), ("frequency_penalty: .*2", {"frequency_penalty": 2.5}),
     ("top_logprobs: .*20", {"top_logprobs": 21, "logprobs": True}), ("'268' is no token", {"logit_bias": {"268": 1}}),
+    ("stream_options: 1,025 entries", {"extra_body": {"stream_options": dict.fromkeys(map(str, range(1025)), "x")}}),
     ("'x' is no token", {"logit_bias": {"x": 1}}), ("modalities is not", {"modalities": ["audio"]}),
     (r"messages\[1\].role: .*'system', 'developer', 'user' or 'assistant'",
      {"messages": [*chat("?"), {"role": "function", "content": "1", "name": "f"}]}),

@@ -58,6 +58,7 @@ IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "parallel_tool_calls", "prediction",
 }
+MOST_ENTRIES = 1024     # of an object in a request
 # Values that ask for nothing, of parameters that are not supported. Any other parameter or value is refused.
 NEUTRAL: dict[str, tuple] = {
     "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "reasoning_effort": ("none",),
@@ -167,6 +168,10 @@ class Body(BaseModel):
     def parse(cls, body: bytes | dict[str, Any], **defaults: float) -> Self:
         """The request in a body. ApiError, 400, for anything that cannot be answered as it is meant."""
         fields = json_object(body) if isinstance(body, bytes) else body
+        for name, value in fields.items():
+            if isinstance(value, dict) and len(value) > MOST_ENTRIES:  # an error for each would hold up the event loop
+                words = f"{name:.80}: {len(value):,} entries; at most {MOST_ENTRIES:,} are allowed"
+                raise ApiError(400, words, param=name[:80])
         try:
             return cls.model_validate(defaults | {name: value for name, value in fields.items() if value is not None})
         except ValidationError as errors:
@@ -190,7 +195,7 @@ class BaseRequest(Body, Formed):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] = {}
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_ENTRIES)] = {}
     seed: int | None = None
     n: int = Field(1, ge=1)
     stop: Annotated[StopStrings, BeforeValidator(as_list, json_schema_input_type=StopString | StopStrings)] = []
