@@ -10,6 +10,7 @@ off. (A rank that dies is noticed by torchrun on its host, and by the lost conne
 
 A rank that is ended this way is a dead rank, of which everything else follows.
 """
+import atexit
 import contextlib
 import os
 import select
@@ -35,6 +36,13 @@ def start(name: str, names: list[str], ending: threading.Event, node: int = 0, s
         store.set(f"beats of host {node}", "0")
     work = threading.Thread(target=beat, args=(guard, names, ending, node, store), daemon=True, name="heartbeat")
     work.start()
+    atexit.register(finish, work, ending)
+
+
+def finish(work: threading.Thread, ending: threading.Event) -> None:
+    """Before the interpreter ends: a thread that is in the store's native code then would abort the process."""
+    ending.set()
+    work.join(10)
 
 
 def beat(guard: subprocess.Popen, names: list[str], ending: threading.Event, node: int, store) -> None:
@@ -48,8 +56,7 @@ def beat(guard: subprocess.Popen, names: list[str], ending: threading.Event, nod
     try:
         while not ending.is_set():
             tell(STOPPED)
-            ending.wait(BEAT)
-            if store is not None:
+            if not ending.wait(BEAT) and store is not None:
                 tell(f"{names[0]} does not answer")
                 number += 1
                 store.set(own, str(number))

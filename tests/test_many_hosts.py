@@ -80,6 +80,30 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(what, said):
     assert done.returncode != 0 and done.stderr == said
 
 
+ENDS = """
+import contextlib, threading, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from nanochat import heartbeat
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+class Slow:
+    set = store.set
+    def multi_get(self, keys):
+        with contextlib.suppress(Exception):
+            store.wait(["never set"], timedelta(seconds=0.4))   # native code, where the end finds the thread
+        return [b""] * len(keys)
+heartbeat.BEAT, heartbeat.PATIENCE = 0.01, 1000
+heartbeat.start("rank 0", ["rank 0 on a", "rank 1 on b"], threading.Event(), 0, Slow())
+time.sleep(0.6)
+"""
+
+
+def test_a_rank_that_asks_the_store_ends_well():
+    """Its thread may be in the store's native code; ended there, C++ would abort the process after a finished run."""
+    done = subprocess.run([sys.executable, "-c", ENDS], cwd=REPO, text=True, capture_output=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+
+
 RECORDED = """
 import json, os, sys
 from pathlib import Path
