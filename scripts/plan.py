@@ -88,7 +88,7 @@ def line(layout: Layout) -> list:
             f"{reached:.1%}", f"{hours:.2f}", f"{hours * gpus * price:,.0f}"]
 
 
-several = [(stage, shards) for stage in (1, 2, 3) for shards in {cluster.per_host: 0, gpus: 0}]
+several = [(stage, shards) for stage in (1, 2, 3) for shards in dict.fromkeys((cluster.per_host, gpus))]
 rows = [line(Layout(stage, shards, device_batch_size, micro_steps)) for stage, shards in ((0, 1), *several)]
 columns = ["stage", "shard_size", "keeps, GB", "at most, GB", f"fits {memory_gib:g} GiB", "sends within a host, GB",
            "to others, GB", "Muon, s", "sending, s", "waits, s", "step, s", "MFU", "hours", "cost"]

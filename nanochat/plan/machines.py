@@ -48,13 +48,17 @@ class Cluster(NamedTuple):
     within: Link
     between: Link
 
+    def on_a_host(self, size: int, stride: int) -> int:
+        """Ranks on one host of a group of `size`, every stride-th rank."""
+        return min(size, max(self.per_host // stride, 1))
+
     def sent(self, size: int, stride: int, collective: Collective) -> tuple[float, float]:
         """
         Bytes that a rank sends each time (within its host, to others), on average, in a group of every stride-th rank.
         A ring through the group, host by host, leaves each host at one rank; the owners of matrices are sent to
         directly.
         """
-        here = min(size, max(self.per_host // stride, 1))  # of the group on one host
+        here = self.on_a_host(size, stride)
         sent = collective.passes * collective.bytes * (size - 1) / size
         if here == size:
             return sent, 0.0
@@ -63,7 +67,7 @@ class Cluster(NamedTuple):
 
     def latency(self, size: int, stride: int, collective: Collective) -> float:
         """Seconds of the messages of one such collective: a tree between hosts for an all-reduce, else a ring."""
-        here = min(size, max(self.per_host // stride, 1))
+        here = self.on_a_host(size, stride)
         hosts = size // here
         if collective.kind == "all-to-all":  # all at once
             steps = int(here > 1), int(hosts > 1)
