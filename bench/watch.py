@@ -4,7 +4,7 @@ each collective sends. bench.zero makes tables of it.
 """
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -167,10 +167,10 @@ def measure(rank: int, ranks: int, config: GPTConfig, stage: int, dtype: str) ->
     return {"memory": memory, "peaks": watch.peaks, "sent": sent, "wire": wire}
 
 
-def measure_all(rank: int, ranks: int, config: GPTConfig) -> list[dict]:
-    """Every dtype and stage; of memory the fullest rank's, of traffic the mean over ranks, with the formulas'."""
+def measure_all(rank: int, ranks: int, config: GPTConfig, dtypes: Sequence[str] = DTYPES) -> list[dict]:
+    """Each dtype and stage; of memory the fullest rank's, of traffic the mean over ranks, with the formulas'."""
     results, (adamw, muon) = [], parameter_counts(config)
-    for name, stage in ((name, stage) for name in DTYPES for stage in STAGES):
+    for name, stage in ((name, stage) for name in dtypes for stage in STAGES):
         per_rank: list = [None] * ranks
         dist.all_gather_object(per_rank, measure(rank, ranks, config, stage, name))
         dtype, counts = getattr(torch, name), (adamw + muon, muon, config.padded_vocab_size * config.n_embd)

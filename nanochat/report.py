@@ -13,9 +13,11 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from nanochat.records import duration
 # Sections come in this order, then all others.
 STAGES = ("data", "tokenizer", "base_train", "base_eval", "mid_train", "chat_sft", "chat_rl", "chat_eval")
 COLUMNS = ("base", "mid", "sft", "rl")  # of the summary; then all others
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, also under Windows, and AMD's
 UNKNOWN = "unknown"  # in place of a data set's name
 
 
@@ -181,21 +184,28 @@ def settings_table(config: dict[str, Any]) -> str:
 
 # ---- Where and with what
 
-def provenance() -> dict[str, str]:
-    """Date, machine, software and commit of this moment."""
-    import torch  # here: it takes seconds, and tables need none of it
+def gpus() -> list[str]:
+    """The GPUs of this machine, such as "8 × NVIDIA H100 (80 GiB)"."""
+    if "torch" not in sys.modules and not any(map(os.path.exists, GPU_DRIVERS)):
+        return []
+    import torch  # here: it takes seconds, and all else of a report needs none of it
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = [torch.cuda.get_device_properties(index) for index in range(count)]
-    gpus = Counter(f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in devices)
-    machine = [f"{count} × {name}" for name, count in gpus.items()] + [f"{cpu_model()}, {os.cpu_count()} cores"]
+    found = Counter(f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in devices)
+    return [f"{count} × {name}" for name, count in found.items()]
+
+
+def provenance() -> dict[str, str]:
+    """Date, machine, software and commit of this moment."""
+    machine = [*gpus(), f"{cpu_model()}, {os.cpu_count()} cores"]
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         machine.append(f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB RAM")
     return {
         "Date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "Machine": ", ".join(machine),
         "Software": f"{platform.system()} {platform.release()}, "
-                    f"Python {platform.python_version()}, torch {torch.__version__}",
+                    f"Python {platform.python_version()}, torch {version('torch')}",
         "Commit": commit(Path(__file__).resolve().parent.parent),
     }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import REPO, run_module
 
 from nanochat import plots, report
@@ -309,3 +310,15 @@ def test_tables_need_no_torch():
     """Commands that only print a table start at once."""
     code = "import sys, nanochat.report; print(sys.modules.keys() & {'torch', 'numpy', 'matplotlib'})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO).stdout == "set()\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's name is asked of torch")
+def test_a_report_is_made_without_torch(base_folder):
+    """So are the sections of what computes nothing, a data set's and a tokenizer's, though they name its version."""
+    metrics = short_run(base_folder / "base_checkpoints" / "d4" / "metrics.jsonl")
+    code = ("import sys; from pathlib import Path; from nanochat import report; "
+            f"report.write_section('data', 'Data', 'Some text.', metrics=Path({str(metrics)!r}), data='world'); "
+            "print(report.generate().read_text(), 'torch' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
+    assert f"torch {torch.__version__}" in done.stdout and "(data.png)" in done.stdout, done.stderr
+    assert done.stdout.endswith(" False\n")
