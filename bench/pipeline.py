@@ -46,7 +46,7 @@ class Pass(NamedTuple):
 
 
 def limit_cpu(share: float) -> None:
-    """This process may compute for that share of a core's time, in every hundredth of a second. UserError if not root."""
+    """This process may compute for that share of a core's time, looked at every 10 ms. UserError if not root."""
     period, group = 10_000, GROUPS / f"nanochat-{os.getpid()}"  # µs
     quota = int(share * period)
     try:
@@ -127,9 +127,9 @@ for stages in (2, 4):
             drawn = axes[stages, micro_batches]
             for stage, of in enumerate(median):
                 for one in of:
-                    begin, middle, end = 1000 * one.begin, 500 * (one.begin + one.end), 1000 * one.end
-                    drawn.broken_barh([(begin, end - begin)], (-stage - 0.4, 0.8), color=COLORS[one.kind], edgecolor="white")
-                    drawn.text(middle, -stage, str(one.micro_batch + 1), ha="center", va="center", size=7)
+                    begin, length, color = 1000 * one.begin, 1000 * (one.end - one.begin), COLORS[one.kind]
+                    drawn.broken_barh([(begin, length)], (-stage - 0.4, 0.8), color=color, edgecolor="white")
+                    drawn.text(begin + length / 2, -stage, str(one.micro_batch + 1), ha="center", va="center", size=7)
             drawn.set(yticks=[-stage for stage in range(stages)], xlabel="ms",
                       yticklabels=[f"stage {stage}" for stage in range(stages)])
 handles = [Patch(facecolor=color, label=kind) for kind, color in COLORS.items()]
