@@ -37,9 +37,10 @@ from nanochat.flops import peak_flops
 from nanochat.fp8 import check_fp8, fp8_linear
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.loss_eval import evaluate_bpb, sample
-from nanochat.metrics import Metrics, duration, peak_memory, require_wandb
+from nanochat.metrics import Metrics, peak_memory, require_wandb
 from nanochat.optimizers import setup_optimizers
 from nanochat.pipeline import Pipeline
+from nanochat.records import duration
 from nanochat.report import settings_table, write_section
 from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter
