@@ -36,7 +36,8 @@ def measure_and_hoard(rank: int, ranks: int) -> dict[str, list[dict]]:
     set_compile(False, "cpu")
     if ranks == 3:
         return {"3 ranks": measure_all(rank, ranks, CONFIG)}
-    right = {"2 ranks": measure_all(rank, ranks, CONFIG, ["bfloat16"]), "modern": measure_all(rank, ranks, MODERN, ["bfloat16"])}
+    configs = {"2 ranks": CONFIG, "modern": MODERN}
+    right = {name: measure_all(rank, ranks, config, ["bfloat16"]) for name, config in configs.items()}
     return right | {"hoard": hoard(rank, ranks)}  # last: it leaves its wrong version behind
 
 
