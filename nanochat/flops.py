@@ -36,8 +36,8 @@ class Peak(NamedTuple):
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
     """
-    A GPU in the table counts as its datasheet's bf16 peak; everything else as the best of five 2048³ matrix products in
-    `dtype`, measured now: then MFU reads as the share of that rate.
+    A GPU in the table counts as its datasheet's bf16 peak; everything else as the best of up to five 2048³ matrix
+    products in `dtype`, measured now: then MFU reads as the share of that rate.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
@@ -49,11 +49,16 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
     return Peak(peak, f"measured {str(dtype).removeprefix('torch.')} matmul, {peak / 1e9:,.0f} GFLOP/s", measure)
 
 
-def measured_matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048) -> float:
-    """FLOP/s of A @ B, both size x size: the best of five after a warm-up."""
+def measured_matmul_flops(
+    device: torch.device, dtype: torch.dtype, size: int = 2048, patience: float = 0.3
+) -> float:
+    """
+    FLOP/s of A @ B, both size x size: the best of five after a warm-up, or of as many as begin within `patience`
+    seconds, at least one: a slow processor takes half a second for each, and a run waits for them.
+    """
     a, b = torch.randn(2, size, size, device=device).to(dtype)
-    seconds = []
-    for _ in range(6):
+    seconds, began = [], time.perf_counter()
+    while len(seconds) < 2 or len(seconds) < 6 and time.perf_counter() - began < patience:
         synchronize(device)
         start = time.perf_counter()
         a @ b

@@ -20,7 +20,7 @@ from nanochat.records import duration, read_metrics
 from nanochat.zero import StepStats
 
 EMA_DECAY = 0.9  # of the smoothed loss, per step
-MEASURE_EVERY = 120  # seconds at least between measurements of a peak that no datasheet states; each takes 1 or 2 s
+MEASURE_EVERY = 120  # seconds at least between measurements of a peak that no datasheet states; each takes up to 1 s
 
 
 def require_wandb(run: str) -> None:

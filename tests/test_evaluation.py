@@ -2,12 +2,14 @@
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import make_sums
 
+import nanochat.flops
 from nanochat.compiling import set_compile
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.corpus.make_dataset import make
@@ -175,6 +177,16 @@ def test_mfu_says_what_it_is_a_share_of(monkeypatch):
                            ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GeForce RTX 4090", 165.2e12)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak_flops(torch.device("cuda"), torch.bfloat16) == (expected, f"{name} datasheet", None)
+
+
+@pytest.mark.parametrize("seconds, products", [(0.01, 6), (1.0, 2)])
+def test_a_slow_processor_is_measured_by_fewer_products(monkeypatch, seconds, products):
+    """By a clock that says how long each takes: five after the warm-up, or one where that takes a second."""
+    clock, calls = itertools.count(0, seconds), []
+    monkeypatch.setattr(nanochat.flops, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(nanochat.flops, "synchronize", calls.append)
+    assert measured_matmul_flops(CPU, torch.float32, size=8) == pytest.approx(2 * 8**3 / seconds)
+    assert len(calls) == 2 * products, "before and after each"
 
 
 def test_mfu_on_a_cpu_is_at_most_what_it_says(tmp_path, monkeypatch, capsys):
