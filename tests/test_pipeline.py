@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, config_from_depth
-from nanochat.metrics import read_metrics
 from nanochat.pipeline import Pipeline, stage_layers
+from nanochat.records import read_metrics
 from nanochat.zero import Sharding
 
 STEPS = 8
