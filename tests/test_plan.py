@@ -16,11 +16,10 @@ from nanochat.plan.machines import (
     fastest_layout,
     fits,
     largest_depth,
-    orthogonalizing_flops,
     plan_step,
     shard_sizes,
 )
-from nanochat.plan.memory import GIB, shaped
+from nanochat.plan.memory import GIB, parts, shaped
 
 BF16, RATE, BATCH = torch.bfloat16, 500e12, 2**19
 CONFIG = config_from_depth(20, 65536, 2048)
@@ -88,8 +87,8 @@ def test_messages_of_rings_grow_with_ranks():
 def test_muons_products_are_shared_within_a_copy():
     """Newton–Schulz with a pencil: for m ≤ n five times 2m²n + 2m³ + 2m²n FLOPs; one owner for each matrix."""
     one = 5 * (4 + 2) * 1280**3, 5 * (4 * 4 + 2) * 1280**3
-    assert sorted(set(orthogonalizing_flops(CONFIG))) == list(one)
-    assert sum(orthogonalizing_flops(CONFIG)) == 20 * (4 * one[0] + 2 * one[1])
+    assert sorted(set(parts(CONFIG)[0].products)) == list(one)
+    assert sum(parts(CONFIG)[0].products) == 20 * (4 * one[0] + 2 * one[1])
     links = Link("", math.inf), Link("", math.inf)
     for shards, flops in ((8, 20 * (4 * one[0] + 2 * one[1]) / 8), (256, one[1])):
         plan = plan_step(CONFIG, Cluster(256, 8, *links), Layout(2, shards, 1, 1), RATE, BF16, BATCH)

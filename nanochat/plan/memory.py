@@ -14,6 +14,7 @@ import torch
 from nanochat.attention import BLOCKWISE_MAX_LENGTH, query_blocks
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.loss import chunk_rows
+from nanochat.pipeline import stage_layers, stream_count
 
 FLOAT32 = 4  # bytes: masters, moments and accumulated gradients, whatever the compute dtype
 GIB = 2**30
@@ -55,7 +56,7 @@ class StepBytes(NamedTuple):
     state: float        # parameters, gradients, masters and moments
     activations: float  # what the forward pass saves for the backward pass
     transient: float    # the largest of: logits in flight, a block's backward pass, the optimizers' temporaries
-    in_flight: float    # gradients and parameters on their way between ranks
+    in_flight: float    # gradients and parameters on their way between ranks, and buffers of a pipeline
     saving: float       # on a CPU: the copies of a checkpoint being written while training goes on
 
 
@@ -66,11 +67,37 @@ def shaped(config: GPTConfig) -> GPT:
         return GPT(config)
 
 
+class Part(NamedTuple):
+    """What a pipeline stage has of a model; with one stage, the model."""
+
+    layers: range
+    units: list[int]    # parameters of embedding, blocks and head, as far as it has them
+    adamw: int          # parameters in its care
+    muon: int
+    flops: int          # per token, forward and backward; of all parts: GPT.estimate_flops
+    products: list[int]     # FLOPs of orthogonalizing each matrix: five steps of three products
+
+
+@cache
+def parts(config: GPTConfig, pipeline_stages: int = 1) -> tuple[Part, ...]:
+    """What each pipeline stage has. UserError for more stages than layers."""
+    model, found = shaped(config), []
+    roles = {p: model.roles()[name] for name, p in model.named_parameters()}
+    for layers in stage_layers(config, pipeline_stages):
+        first, last = layers.start == 0, layers.stop == config.n_layer
+        units = [list(unit.parameters()) for unit in model.units()[layers.start + (not first) : layers.stop + 1 + last]]
+        shapes = [sorted(p.shape) for unit in units for p in unit if roles[p] == "matrix"]
+        muon, counts = sum(map(math.prod, shapes)), [sum(p.numel() for p in unit) for unit in units]
+        flops = 6 * (muon + last * counts[-1]) + 12 * config.n_embd * sum(map(config.window, layers))
+        products = [5 * (4 * m * m * n + 2 * m**3) for m, n in shapes]
+        found.append(Part(layers, counts, sum(counts) - muon, muon, flops, products))
+    return tuple(found)
+
+
 def parameter_counts(config: GPTConfig) -> tuple[int, int]:
     """(AdamW's, Muon's) parameters."""
-    model = shaped(config)
-    muon = model.count_parameters("matrix")
-    return sum(p.numel() for p in model.parameters()) - muon, muon
+    (model,) = parts(config)
+    return model.adamw, model.muon
 
 
 def block_bytes(
@@ -102,26 +129,40 @@ def block_bytes(
 
 def step_bytes(
     config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool = True,
-    checkpointing: bool = False, stage: int = 2, ranks: int = 1,
+    checkpointing: bool = False, stage: int = 2, ranks: int = 1, pipeline_stages: int = 1, micro_steps: int = 1,
 ) -> StepBytes:
     """
-    Of `rows` rows of config.sequence_len tokens per rank and micro-step. From reading what is saved and what is alive:
-    the sum is within a few percent of the tensors' (tests/test_doctor.py); what the allocator wastes and what the
-    process itself needs comes on top (`needed_bytes`).
+    Of `rows` rows of config.sequence_len tokens per rank and micro-step, on a rank of the pipeline stage that holds
+    most. From reading what is saved and what is alive: the sum is within a few percent of the tensors'
+    (tests/test_doctor.py); what the allocator wastes and what the process itself needs comes on top (`needed_bytes`).
     """
+    settings = config, rows, dtype, device_type, compiled, checkpointing, stage, ranks
+    every = [part_bytes(part, min(pipeline_stages - number, micro_steps), micro_steps, *settings)
+             for number, part in enumerate(parts(config, pipeline_stages))]
+    return max(every, key=sum)
+
+
+def part_bytes(
+    part: Part, kept: int, micro_steps: int, config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str,
+    compiled: bool, checkpointing: bool, stage: int, ranks: int,
+) -> StepBytes:
+    """Of a pipeline stage that keeps the activations of `kept` micro-batches of an optimizer step's micro_steps."""
     b, C, V, L = dtype.itemsize, config.n_embd, config.padded_vocab_size, config.n_layer
-    tokens, (adamw, muon) = rows * config.sequence_len, parameter_counts(config)
+    tokens, layers = rows * config.sequence_len, part.layers
+    first, last = layers.start == 0, layers.stop == L
     width, head = tokens * C * b, FLOAT32 * V * C  # a residual stream; the head's gradient in float32
-    state = state_bytes(stage, ranks, dtype, adamw, muon)
+    state = state_bytes(stage, ranks, dtype, part.adamw, part.muon)
     share = 1 if stage == 0 else ranks
 
-    blocks = [block_bytes(config, layer, rows, dtype, device_type, compiled) for layer in range(L)]
+    blocks = [block_bytes(config, layer, rows, dtype, device_type, compiled) for layer in layers]
     wide = FLOAT32 / b if device_type == "cpu" and not compiled else 1
     rotation = FLOAT32 * config.sequence_len * config.head_dim
     # Beside the blocks: the norms at both ends; bigram vectors; what the smear adds; the middle of the model where no
-    # block keeps its input.
-    ends = 2 * wide + bool(config.bigrams) + 2 * config.smear + (config.backout and not config.residual_scales)
-    activations = (L * width if checkpointing else sum(blocks)) + ends * width + rotation
+    # block keeps its input. A stage keeps what it sent on, too.
+    ends = (first + last) * wide + first * (bool(config.bigrams) + 2 * config.smear) + (not last)
+    ends += layers.stop > L // 2 and config.backout and not config.residual_scales
+    saved = (len(layers) * width if checkpointing else sum(blocks)) + ends * width + rotation
+    activations = kept * saved
 
     # The loss: gradients of its input and of the head, logits in flight, beside the chunk before if there is one; then
     # the same gradients, scaled.
@@ -129,18 +170,21 @@ def step_bytes(
     before = b * logits if tokens * V > logits else 0
     eager = (b + 4 * FLOAT32) * logits + before
     working = max(2 * b * logits + before, 2 * b * logits + b * V * C) if compiled else eager
-    loss = head + 2 * width + max(working, head + width)
+    loss = last * (head + 2 * width + max(working, head + width))
     backward = 12 * width + (max(blocks) if checkpointing else 0)
     # The optimizers: all updates of Muon, and of one shape what Newton-Schulz makes of it; AdamW's two temporaries.
-    units = [sum(p.numel() for p in unit.parameters()) for unit in shaped(config).units()]
-    shard = min(max(p.numel() for p in shaped(config).parameters()), max(units) / share)
-    optimizers = max((2.7 + (1 if share > 1 else 0)) * b * muon / share, 2 * FLOAT32 * shard) - activations
+    shard = min(max(p.numel() for p in shaped(config).parameters()), max(part.units) / share)
+    optimizers = max((2.7 + (1 if share > 1 else 0)) * b * part.muon / share, 2 * FLOAT32 * shard) - activations
     transient = max(loss, backward, optimizers)
 
-    three = max(sum(units[i : i + 3]) for i in range(L))  # two on their way, and one; on stage 2 each with a buffer
-    whole = FLOAT32 * max(units), FLOAT32 * three, 2 * FLOAT32 * three, (2 * FLOAT32 + b) * three
-    in_flight = 0 if ranks == 1 else whole[stage]
-    saving = b * (adamw + muon) + state.optimizer if device_type == "cpu" else 0
+    three = max(sum(part.units[i : i + 3]) for i in range(max(len(part.units) - 2, 1)))  # two on their way, and one
+    whole = FLOAT32 * max(part.units), FLOAT32 * three, 2 * FLOAT32 * three, (2 * FLOAT32 + b) * three  # 2: and buffers
+    # Gradients travel when the last micro-batch alone is kept. The schedule has a buffer for each micro-batch's streams
+    # and gradients; what the first block keeps is in one of them.
+    in_flight = 0 if ranks == 1 else max(whole[stage] - (kept - 1) * saved, 0)
+    received = 0 if first else micro_steps * stream_count(config, layers.start) - kept
+    in_flight += width * (received + (0 if last else micro_steps * stream_count(config, layers.stop)))
+    saving = b * sum(part.units) + state.optimizer if device_type == "cpu" else 0
     return StepBytes(sum(state), activations, transient, in_flight, saving)
 
 
