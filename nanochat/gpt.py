@@ -318,7 +318,7 @@ class Block(nn.Module):
         scales = self.scales.unbind()
         if self.residual_scales:
             x, scales = x * scales[0], scales[1:]
-        for scale, stream in zip(scales, streams, strict=True):
+        for scale, stream in zip(scales, streams):  # the middle is for the last block alone
             x = x + scale * stream
         return x
 
@@ -385,6 +385,10 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """tokens (B, T) → what the head reads, (B, T, C)."""
+        return norm(self.blocks(range(self.config.n_layer), tokens, self.embed(tokens))[0])
+
+    def blocks(self, layers: range, tokens: Tensor, streams: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The streams, each (B, T, C), after these of the blocks. tokens: (B, T)."""
         cos, sin = rotary_angles(tokens.size(1), self.config.head_dim, self.config.rope_theta, tokens.device)
 
         def run(layer: int, x: Tensor, streams: tuple[Tensor, ...]) -> Tensor:
@@ -393,20 +397,34 @@ class GPT(nn.Module):
                 return checkpoint(block, *arguments, use_reentrant=False)
             return block(*arguments)
 
-        return self.run_blocks(tokens, None, run)
+        return self.run_blocks(layers, streams, run)
 
-    def run_blocks(self, tokens: Tensor, previous: Tensor | None, run: Callable) -> Tensor:
-        """The embedding (previous: see there), then x = run(layer, x, streams) for each block, then the last norm."""
-        config = self.config
+    def embed(self, tokens: Tensor, previous: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The residual stream before the first block, then what blocks add to it again. previous: see Embedding."""
         x, bigram = self.transformer.wte(tokens, previous)
-        streams = ((x,) if config.residual_scales else ()) + (() if bigram is None else (bigram,))
-        for layer in range(config.n_layer):
-            if config.backout and layer == config.n_layer // 2:
-                middle = x
-            if config.backout and layer == config.n_layer - 1:
-                streams += (middle,)
-            x = run(layer, x, streams)
-        return norm(x)
+        return x, *((x,) if self.config.residual_scales else ()), *(() if bigram is None else (bigram,))
+
+    def run_blocks(self, layers: range, streams: tuple[Tensor, ...], run: Callable) -> tuple[Tensor, ...]:
+        """x, the first of the streams, becomes run(layer, x, other streams) in each of these blocks."""
+        x, *others = streams
+        for layer in layers:
+            if self.config.backout and layer == self.config.n_layer // 2:
+                others.append(x)
+            x = run(layer, x, tuple(others))
+        return x, *others
+
+    def keep(self, layers: range) -> None:
+        """Become the part of the model with these blocks, the first with the embedding, the last with the head."""
+        if layers.start > 0:
+            self.transformer.wte = nn.Identity()
+        if layers.stop < self.config.n_layer:
+            self.lm_head = nn.Identity()
+        for layer in set(range(self.config.n_layer)).difference(layers):
+            self.transformer.h[layer] = nn.Identity()  # the others keep their names
+
+    def own_blocks(self) -> list[Block]:
+        """All blocks, or those that `keep` has left."""
+        return [block for block in self.transformer.h if isinstance(block, Block)]
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, reduction: Literal["mean", "sum", "none"] = "mean",
@@ -419,22 +437,27 @@ class GPT(nn.Module):
         sum, see `negatives`. UserError when the first batch has ids beyond the vocabulary; in a later one the loss of
         such a target is infinite.
         """
+        self.check_first(tokens, targets)
+        return self.lm_head(self.hidden(tokens), targets, weights, reduction, softmax_share)
+
+    def check_first(self, tokens: Tensor, targets: Tensor | None) -> None:
+        """UserError where the first batch has ids beyond the vocabulary. Once: this waits for the device."""
         readable = type(tokens) is Tensor and not tokens.is_meta and not torch.compiler.is_compiling()
-        if not self.tokens_checked and readable:  # once: this waits for the device
+        if not self.tokens_checked and readable:
             largest = max(int(ids.max()) for ids in (tokens, targets) if ids is not None)
             if largest >= self.config.vocab_size:
                 known = f"this model knows 0 to {self.config.vocab_size - 1}"
                 raise UserError(f"the batch has token {largest}; {known}: use the tokenizer that it was made for")
             self.tokens_checked = True
-        return self.lm_head(self.hidden(tokens), targets, weights, reduction, softmax_share)
 
     def compile_blocks(self) -> None:
-        for block in self.transformer.h:
-            block.compile_body(self.lm_head.weight.device)
+        device = next(self.parameters()).device
+        for block in self.own_blocks():
+            block.compile_body(device)
 
     def multiply_by(self, linear: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Use this function of x and weight instead of F.linear for the products with the blocks' matrices."""
-        for block in self.transformer.h:
+        for block in self.own_blocks():
             block.attn.linear = block.mlp.linear = linear
 
     def units(self) -> list[nn.Module]:

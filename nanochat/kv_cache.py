@@ -168,7 +168,7 @@ class CachedModel:
             x = attn_proj(y).add_(x)  # not x += …: a later block may read x
             return x.add_(mlp_proj(F.relu(fc(norm(x))).square_()))
 
-        return self.model.run_blocks(tokens, before, run)
+        return norm(self.model.run_blocks(range(self.config.n_layer), self.model.embed(tokens, before), run)[0])
 
     def logits(self, x: Tensor) -> Tensor:
         return self.head(x)[:, : self.config.vocab_size].float()

@@ -62,7 +62,7 @@ def load_training_state(checkpoint: Path, sharding: Sharding, optimizers) -> Non
         saved = index_of(files)
         if problem := first_problem(next(mismatches(weights, saved, sharding, kept, optimizers), None)):
             raise UserError(f"{checkpoint} does not fit this run: {problem}")
-        for name in weights.keys() if sharding.stage < 3 else sharding.frozen:
+        for name in dict(sharding.model.named_parameters()) if sharding.stage < 3 else sharding.frozen:
             sharding.load_whole(name, weights.get_tensor(name))
         if sharding.stage == 3 and not sharding.masters_apart:
             for s in sharding.shards:
@@ -92,7 +92,7 @@ def mismatches(
     weights: safe_open, saved: dict[str, list[Part]], sharding: Sharding, kept: dict[str, Part], optimizers,
 ) -> Iterator[str]:
     """Every way in which a checkpoint does not fit what this rank keeps; all ranks together keep everything."""
-    here = {name: f"{tuple(p.shape)} {sharding.dtype}" for name, p in sharding.model.named_parameters()}
+    here = {name: f"{shape} {sharding.dtype}" for name, (_, shape) in sharding.homes.items()}
     slices = {name: weights.get_slice(name) for name in weights.keys()}
     there = {name: f"{tuple(s.get_shape())} {s[:0].dtype}" for name, s in slices.items()}
     for name in sorted(here.keys() | there.keys()):

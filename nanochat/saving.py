@@ -283,7 +283,7 @@ def save_weights(
 def copy_to_host(sharding: Sharding, optimizers) -> Files:
     """
     Copies of what this rank writes, also of what is in host memory already, as training changes it in place: the whole
-    model on rank 0, and in one replica each rank's shards. Waits for the device once per tensor. COLLECTIVE.
+    model on rank 0, and in one replica (of each stage of a pipeline) each rank's shards. Waits for the device once per tensor. COLLECTIVE.
     """
     def host_copy(tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu", copy=True).contiguous()
@@ -293,10 +293,11 @@ def copy_to_host(sharding: Sharding, optimizers) -> Files:
     if sharding.rank == 0:
         files[MODEL_FILE] = whole, {}
     if sharding.replica == 0:
-        kept = kept_state(sharding, optimizers) | (counters(optimizers) if sharding.shard_rank == 0 else {})
+        number = sharding.pipeline_stage * sharding.shard_count + sharding.shard_rank
+        kept = kept_state(sharding, optimizers) | (counters(optimizers) if number == 0 else {})
         ranges = {"pieces": json.dumps({name: (part.start, part.end) for name, part in kept.items()})}
         tensors = {name: host_copy(part.source) for name, part in kept.items()}
-        files[f"optimizer_rank_{sharding.shard_rank:05d}.safetensors"] = tensors, ranges
+        files[f"optimizer_rank_{number:05d}.safetensors"] = tensors, ranges
     return files
 
 

@@ -11,7 +11,8 @@ A unit is the embedding, a block or the head. Its gradients start to travel as s
 all of them. With one micro-step per optimizer step, stages 1 and 2 are the same.
 
 N is the number of ranks in a shard group, `shard_size`. Several groups are replicas: they keep the same and add up
-their gradients once per optimizer step. Stage 0 is stage 1 with groups of one rank. One rank sends nothing.
+their gradients once per optimizer step. Stage 0 is stage 1 with groups of one rank. One rank sends nothing. In a
+pipeline all this holds for the ranks of each of its stages, which keep other layers than those of the others.
 
 Optimizer state is float32: masters and moments. On stages 0 to 2 the masters are copies of this rank's part of the
 parameters, but with dtype float32 they are the parameters' own memory. Stage 3 is PyTorch's fully_shard: the masters
@@ -94,10 +95,10 @@ class Bucket:
         self.pending.clear()
 
 
-def require_same_weights(model: nn.Module) -> None:
+def require_same_weights(model: nn.Module, ranks: int) -> None:
     """
-    UserError on every rank where the parameters of some rank are not those of rank 0; it names the first such rank.
-    COLLECTIVE; waits for the device.
+    UserError on every rank where the parameters of some rank are not those of the first of its `ranks` neighbours; it
+    names the first such rank. COLLECTIVE; waits for the device.
     """
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = {
@@ -107,8 +108,9 @@ def require_same_weights(model: nn.Module) -> None:
     of_ranks: list[dict] = [{}] * dist.get_world_size()
     dist.all_gather_object(of_ranks, sums)
     for rank, theirs in enumerate(of_ranks):
-        if different := [name for name in of_ranks[0] | theirs if of_ranks[0].get(name) != theirs.get(name)]:
-            raise UserError(f"rank {rank} starts from other weights than rank 0 (the first is {different[0]}); "
+        expected = of_ranks[first := rank // ranks * ranks]
+        if different := [name for name in expected | theirs if expected.get(name) != theirs.get(name)]:
+            raise UserError(f"rank {rank} starts from other weights than rank {first} (the first is {different[0]}); "
                             "every rank must draw them from one seed, or load one checkpoint")
 
 
@@ -120,7 +122,8 @@ class Sharding:
 
     units: the modules whose parameters travel together, in the order of the forward pass. A rank may leave out units,
     or the body of a micro-step: their gradients are zero. On stage 3 every rank must run all units, in this order.
-    shard_size: ranks of a shard group, -1 for all. reduce_dtype: of gradients while they travel.
+    shard_size: ranks of a shard group, -1 for all. reduce_dtype: of gradients while they travel. pipeline_stages: the
+    ranks are cut into so many groups of neighbours, each with layers of its own; see nanochat.pipeline.
     UserError for ranks that start from different weights, and for a dtype without the range of float32. COLLECTIVE.
 
     There is no zero_grad. A parameter's gradient is released when it is sent (`Bucket.take_gradients`), or in
@@ -129,7 +132,7 @@ class Sharding:
 
     def __init__(
         self, model: nn.Module, units: list[nn.Module], device: torch.device, dtype: torch.dtype, stage: int,
-        shard_size: int = -1, reduce_dtype: torch.dtype = torch.float32,
+        shard_size: int = -1, reduce_dtype: torch.dtype = torch.float32, pipeline_stages: int = 1,
     ):
         self.model, self.model_class, self.device = model, type(model), device
         self.dtype, self.reduce_dtype, self.stage = dtype, reduce_dtype, stage
@@ -139,18 +142,23 @@ class Sharding:
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.shard_count = 1 if stage == 0 else shard_size if shard_size > 0 else self.world_size  # N of the table
-        if shard_size != -1 and (shard_size < 1 or stage == 0) or self.world_size % self.shard_count:
-            raise UserError(f"shard_size={shard_size} does not divide the {self.world_size} ranks, "
+        if pipeline_stages > 1 and stage > 1:
+            raise UserError(f"zero_stage={stage} with pipeline_stages={pipeline_stages}: a stage of a pipeline sums the "
+                            "gradients of all its micro-batches before it sends them; expected zero_stage 0 or 1")
+        self.pipeline_stages, self.ranks = pipeline_stages, self.world_size // pipeline_stages  # that have one gradient
+        self.pipeline_stage = self.rank // self.ranks
+        self.shard_count = 1 if stage == 0 else shard_size if shard_size > 0 else self.ranks  # N of the table
+        if shard_size != -1 and (shard_size < 1 or stage == 0) or self.ranks % self.shard_count:
+            raise UserError(f"shard_size={shard_size} does not divide the {self.ranks} ranks, "
                             "or shards nothing on stage 0; -1 is all ranks")
-        self.replicas = self.world_size // self.shard_count
-        self.replica, self.shard_rank = divmod(self.rank, self.shard_count)
-        self.mesh = self.shard_group = self.replica_group = None
+        self.replicas = self.ranks // self.shard_count
+        self.replica, self.shard_rank = divmod(self.rank % self.ranks, self.shard_count)
+        self.mesh = self.shard_group = self.replica_group = self.pipeline_group = None
         if dist.is_initialized():
-            shape = (self.replicas, self.shard_count)
-            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "shard"))
-            self.shard_group, self.replica_group = self.mesh.get_group("shard"), self.mesh.get_group("replica")
-            set_timeout(SETUP_TIMEOUT, self.shard_group, self.replica_group)
+            shape, names = (pipeline_stages, self.replicas, self.shard_count), ("pipeline", "replica", "shard")
+            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+            self.pipeline_group, self.replica_group, self.shard_group = map(self.mesh.get_group, names)
+            set_timeout(SETUP_TIMEOUT, *self.groups())
         self.masters_apart = dtype != torch.float32  # else a master is the parameter's own memory
         self.ranges: dict[str, list[ShardRange]] = {}  # of each trainable parameter, which rank keeps what
         self.shards: list[Shard] = []      # what this rank keeps
@@ -158,10 +166,16 @@ class Sharding:
         self.units: list[nn.Module] = []   # on stage 3, one module of each unit
         self.units_run = 0                 # on stage 3, of them in this micro-step
         self.last = False                  # the last micro-step of a step has begun
+        self.passes = 1                    # backward passes in this micro-step
         self.unsent: deque[Bucket] = deque()  # in this micro-step, in the order in which every rank sends
         self.in_flight: deque[tuple] = deque()  # (bucket, work, its output, its input, sent in the last micro-step)
         if self.world_size > 1 and dist.get_backend() != "fake":  # a dry run has no other ranks
-            require_same_weights(model)
+            require_same_weights(model, self.ranks)
+        self.homes = {name: (self.pipeline_stage, tuple(p.shape)) for name, p in model.named_parameters()}
+        if pipeline_stages > 1:  # of the whole model: the stage of the pipeline that has a parameter, and its shape
+            of_ranks: list[dict] = [{}] * self.world_size
+            dist.all_gather_object(of_ranks, self.homes)
+            self.homes = {name: home for homes in of_ranks for name, home in homes.items()}
         self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         for p in self.frozen.values():
             p.data = p.data.to(dtype)
@@ -174,12 +188,16 @@ class Sharding:
 
     # --- Setup
 
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All that this rank sends in, beside the group of all ranks."""
+        return [group for group in (self.shard_group, self.replica_group, self.pipeline_group) if group is not None]
+
     def add_bucket(self, modules: list[nn.Module], params: dict[str, Parameter]) -> None:
         bucket = Bucket(params, self.dtype, self.shard_count, self.shard_rank)
         self.buckets.append(bucket)
         self.shards += bucket.shards
         self.ranges |= bucket.ranges
-        if self.world_size > 1:
+        if self.ranks > 1:
             for module in modules:
                 module.register_forward_pre_hook(bucket.wait)
             for p in params.values():
@@ -192,7 +210,7 @@ class Sharding:
         for name, p in self.model.named_parameters():
             p.data = p.data if name in self.frozen else p.data.float()
         policy = MixedPrecisionPolicy(self.dtype, self.reduce_dtype, cast_forward_inputs=False)
-        mesh = self.mesh if self.replicas > 1 else self.mesh["shard"]
+        mesh = self.mesh["replica", "shard"] if self.replicas > 1 else self.mesh["shard"]
         settings = dict(mesh=mesh, mp_policy=policy, ignored_params=set(self.frozen.values()))
         for unit in units:  # the last unit's backward pass follows its forward pass: it stays whole in between
             fully_shard(unit, reshard_after_forward=last not in unit, **settings)
@@ -220,15 +238,16 @@ class Sharding:
     # --- Micro-steps
 
     @contextlib.contextmanager
-    def accumulate(self, last: bool) -> Iterator[None]:
+    def accumulate(self, last: bool, passes: int = 1) -> Iterator[None]:
         """
         Around forward and backward pass of a micro-step, equally often on every rank. Gradients travel during the
-        backward pass: in the last micro-step of a step, on stages 2 and 3 in every one. All ranks send buckets from the
+        backward pass (of several `passes`, during the last one of each unit): in the last micro-step of a step, on
+        stages 2 and 3 in every one. All ranks send buckets from the
         last unit to the first: a rank's backward pass may complete them in another order, but collectives that start in
         different orders on different ranks would mix units.
         """
-        self.last = last
-        if self.world_size > 1 and (last or self.stage == 2 and self.shard_count > 1):
+        self.last, self.passes = last, passes
+        if self.ranks > 1 and (last or self.stage == 2 and self.shard_count > 1):
             self.unsent.extend(reversed(self.buckets))
         if self.stage == 3 and self.replicas > 1:
             self.model.set_requires_all_reduce(last)
@@ -253,8 +272,8 @@ class Sharding:
     def gradient_computed(self, bucket: Bucket) -> None:
         """The backward pass calls this for each parameter. Sends all buckets that are complete and whose turn it is."""
         bucket.computed += 1
-        assert bucket.computed <= len(bucket.params), "one backward pass in a micro-step"
-        while self.unsent and self.unsent[0].computed == len(self.unsent[0].params):
+        assert bucket.computed <= self.passes * len(bucket.params), "one backward pass in a micro-step"
+        while self.unsent and self.unsent[0].computed == self.passes * len(self.unsent[0].params):
             self.send(self.unsent.popleft())
 
     def send(self, bucket: Bucket) -> None:
@@ -286,13 +305,13 @@ class Sharding:
             with self.accumulate(last=True):
                 pass
         self.last = False
-        for bucket in self.buckets if self.world_size > 1 else ():
+        for bucket in self.buckets if self.ranks > 1 else ():
             bucket.wait()
             for shard, grad in zip(bucket.shards, bucket.split(bucket.grad)):
                 shard.grad = grad
             bucket.grad = None
         params = dict(self.model.named_parameters())
-        for shard in self.shards if self.world_size == 1 or self.stage == 3 else ():
+        for shard in self.shards if self.ranks == 1 or self.stage == 3 else ():
             grad = params[shard.name].grad
             grad = grad.to_local() if self.stage == 3 and grad is not None else grad
             shard.grad = torch.zeros_like(shard.master) if grad is None else grad.reshape(-1)
@@ -313,7 +332,7 @@ class Sharding:
         stop, save: whether this rank asks all to end the run, to save a checkpoint.
         """
         self.collect_gradients()
-        # One shard group has the whole gradient; replicas count it again. Where clipping depends on the norm, it is
+        # The replicas of a shard group count its gradient again. Where clipping depends on the norm, it is
         # summed in float64: in float32 its last digits, and so the run, would depend on how the gradient is cut.
         exact = sum_dtype(self.device)
         norm_dtype = exact if grad_clip > 0 else torch.float32
@@ -360,13 +379,25 @@ class Sharding:
 
     @torch.no_grad()
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole parameter in the compute dtype), one at a time; every rank must iterate over all."""
+        """
+        (name, whole parameter in the compute dtype), one at a time, also those of other stages of a pipeline; every rank
+        must iterate over all.
+        """
         self.wait_for_params()
         for unit in self.units:  # on stage 3 the last one stays whole after a forward pass without a backward pass
             unit.reshard()
-        for name, p in self.model.named_parameters():
-            whole = self.stage < 3 or name in self.frozen
-            yield name, p.detach() if whole else p.detach().to(self.dtype).full_tensor()
+        own = dict(self.model.named_parameters())
+        for name, (pipeline_stage, shape) in self.homes.items():
+            if pipeline_stage != self.pipeline_stage:
+                whole = torch.empty(shape, dtype=self.dtype, device=self.device)
+            elif self.stage < 3 or name in self.frozen:
+                whole = own[name].detach()
+            else:
+                whole = own[name].detach().to(self.dtype).full_tensor()
+            if self.pipeline_stages > 1:
+                source = pipeline_stage * self.ranks + self.rank % self.ranks
+                dist.broadcast(whole, source, group=self.pipeline_group)
+            yield name, whole
 
     def load_whole(self, name: str, tensor: Tensor) -> None:
         """Copy a whole parameter in place (stages 0 to 2, and frozen ones); in float32 that is its master as well."""
@@ -376,10 +407,11 @@ class Sharding:
     def gather_model(self, everywhere: bool = False) -> nn.Module | None:
         """
         A model with whole parameters, which computes without other ranks: on rank 0 (None elsewhere), or everywhere.
-        On stages 0 to 2 it is the model itself; on stage 3 it is a copy, which the next step does not update.
+        On stages 0 to 2 it is the model itself; on stage 3 and in a pipeline it is a copy, which the next step does not
+        update.
         """
         wanted = everywhere or self.rank == 0
-        if self.stage < 3:
+        if self.stage < 3 and self.pipeline_stages == 1:
             self.wait_for_params()
             return self.model if wanted else None
         tensors = {name: tensor for name, tensor in self.whole_tensors() if wanted}  # every rank iterates over all

@@ -39,6 +39,7 @@ from nanochat.gpt import GPT, config_from_depth
 from nanochat.loss_eval import evaluate_bpb, sample
 from nanochat.metrics import Metrics, duration, peak_memory, require_wandb
 from nanochat.optimizers import setup_optimizers
+from nanochat.pipeline import Pipeline
 from nanochat.report import settings_table, write_section
 from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter
@@ -87,6 +88,7 @@ total_batch_size = 524288   # [-1, 1..] tokens per optimizer step, over all rank
 zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters
 shard_size = -1             # [-1, 1..] ranks N that share one copy; groups of so many are replicas; -1: all ranks
 reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients that are sent to other ranks
+pipeline_stages = 1         # [1..] groups of ranks with layers of their own; micro-steps go from one to the next
 # ---- Optimizers
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
@@ -132,6 +134,7 @@ with torch.device("meta"):
     model = GPT(model_config)
 parameters, flops_per_token = sum(p.numel() for p in model.parameters()), model.estimate_flops(softmax_share)
 computing = model.count_parameters("matrix", "head")  # the others are lookups
+pipeline = Pipeline(model, pipeline_stages, rank, world_size)  # from here `model` is this rank's stage; of one: all
 
 # ---- Where to start: rank 0 looks for checkpoints and decides for all ranks
 checkpoints = checkpoint_dir("base", model_tag or f"d{depth}")
@@ -147,9 +150,10 @@ if num_iterations < 1 and horizon <= 0:
     raise UserError("no horizon: set num_iterations, target_flops or target_param_data_ratio")
 chosen = total_batch_size == -1
 if chosen:
-    unit = device_batch_size * max_seq_len * world_size
+    unit = device_batch_size * max_seq_len * pipeline.ranks
     total_batch_size = meta["total_batch_size"] if meta else choose_batch_size(num_iterations, horizon, unit)
-grad_accum_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, world_size)
+grad_accum_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, pipeline.ranks)
+micro_batches, grad_accum_steps = pipeline.divide(grad_accum_steps)  # micro_batches are in flight at once; else 1
 num_iterations = choose_num_iterations(num_iterations, horizon, total_batch_size)
 scales = rate_scales(total_batch_size, num_iterations * total_batch_size) if chosen else (1.0, 1.0)
 if meta:  # a resumed run keeps the rates it had, and its batch
@@ -158,8 +162,8 @@ total_flops = num_iterations * total_batch_size * flops_per_token
 peak = peak_flops(device, model_dtype)
 print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head} heads, "
        f"vocabulary {model_config.vocab_size:,}, {parameters:,} parameters")
-print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {world_size} rank(s) "
-       f"x {grad_accum_steps} micro-step(s)")
+print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.ranks} rank(s) "
+       f"x {micro_batches * grad_accum_steps} micro-step(s){pipeline.describe()}")
 if tuple(scales) != (1.0, 1.0):
     print0(f"rates: all x {scales[0]:.4g} for this batch; weight decay x {scales[1]:.4g} for batch and horizon")
 print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {total_flops:.2e} FLOPs, "
@@ -173,11 +177,13 @@ model.activation_checkpointing = activation_checkpointing
 if fp8:
     check_fp8(device, device_batch_size * max_seq_len)
     model.multiply_by(fp8_linear)
-sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, getattr(torch, reduce_dtype))
+sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, getattr(torch, reduce_dtype),
+                    pipeline_stages)
 rates = unembedding_lr, embedding_lr, matrix_lr, weight_decay * scales[1]
 optimizers = setup_optimizers(model, sharding, *rates, muon_variant, lr_scale=scales[0])
 if compiling:
     model.compile_blocks()
+pipeline.connect(sharding, micro_batches, device_batch_size, softmax_share)
 
 # ---- Resume, exactly: weights, masters, moments, place in the data, smoothed loss
 start_step, data_state, metrics_state = 0, None, None
@@ -196,6 +202,7 @@ shape = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=
              device=device)
 train_loader = tokenizing_distributed_data_loader(
     data, "train", tokenizer, grad_accum_steps=grad_accum_steps, seed=seed, state=data_state, **shape
+    | dict(device_batch_size=micro_batches * device_batch_size, rank=pipeline.rank, world_size=pipeline.ranks)
 )
 eval_rows = max(min(eval_tokens, from_rank0(count_tokens, data, "val", tokenizer)) // max_seq_len, 1)
 eval_steps = math.ceil(eval_rows / (device_batch_size * world_size))
@@ -220,13 +227,14 @@ while True:
     # --- evaluation of the same parameters
     if any(map(due, (eval_every, core_metric_every, sample_every))):
         with metrics.paused():
+            evaluated = model if pipeline_stages == 1 else sharding.gather_model(everywhere=True)
             if due(eval_every):  # the same rows in every run, whatever its seed, batch and ranks
                 validation = tokenizing_distributed_data_loader(data, "val", tokenizer, num_rows=eval_rows, **shape)
-                metrics.log_validation(step, evaluate_bpb(model, validation, eval_steps, token_bytes))
+                metrics.log_validation(step, evaluate_bpb(evaluated, validation, eval_steps, token_bytes))
                 validation.close()
             if step > 0 and due(core_metric_every):
-                tokens_per_forward = device_batch_size * max_seq_len
-                core, scores = evaluate_core(model, tokenizer, core_tasks, core_metric_max_per_task, tokens_per_forward)
+                tokens_per_forward, most = device_batch_size * max_seq_len, core_metric_max_per_task
+                core, scores = evaluate_core(evaluated, tokenizer, core_tasks, most, tokens_per_forward)
                 name = core_name(scores)
                 metrics.log(step, {f"core/{name}": core} | {f"core/{score.label}": score.centered for score in scores})
                 print0(f"step {step:05d}/{num_iterations:05d} | {name} {core:.4f}")
@@ -236,6 +244,7 @@ while True:
                     for prompt, _ in PROMPTS if rank == 0 else ():
                         print0(f"  {prompt}{sample(whole_model, tokenizer, prompt, max_tokens=24)}")
                 del whole_model
+            del evaluated
     if last_step:
         break
 
@@ -253,14 +262,18 @@ while True:
     #             gradients, so there is no zero_grad
     step_loss = torch.zeros((), device=device)
     for micro_step in range(grad_accum_steps):
-        with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
-            loss = model(inputs, targets, softmax_share=softmax_share)  # mean over this micro-batch
-            (loss / grad_accum_steps).backward()
+        with sharding.accumulate(last=micro_step == grad_accum_steps - 1, passes=micro_batches):
+            if pipeline_stages > 1:
+                loss = pipeline.step(inputs, targets)  # forward and backward passes of all micro-batches, in turns
+            else:
+                loss = model(inputs, targets, softmax_share=softmax_share)  # mean over this micro-batch
+                (loss / grad_accum_steps).backward()
         step_loss += loss.detach() / grad_accum_steps
         inputs, targets, data_state = next(train_loader)  # read by a thread; the host does not wait for the copy
 
-    # Divides loss and gradients by the ranks here; in fine-tuning the count is the number of targets.
-    stats = sharding.reduce_and_clip(step_loss, grad_clip=grad_clip, stop=stop.asked, save=saver.time_is_up())
+    # Divides loss and gradients by the ranks that have a loss; in fine-tuning the count is the number of targets.
+    stats = sharding.reduce_and_clip(
+        step_loss, float(pipeline.is_last), grad_clip=grad_clip, stop=stop.asked, save=saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
     lrm = lr_multiplier(step, num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
     left = warmdown_left(step, num_iterations, warmdown_ratio)
@@ -272,7 +285,7 @@ while True:
     sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
     metrics.log_step(step, stats, lrm)
     if step == start_step:
-        after_first_step(sharding.shard_group, sharding.replica_group)  # all have compiled: shorter timeouts from here
+        after_first_step(*sharding.groups())  # all have compiled: shorter timeouts from here
     step += 1
 
 # ---- End

@@ -188,7 +188,7 @@ while True:
     print0(f"step {step:05d}/{num_iterations:05d} | reward {rewards['rl/reward']:.3f} | "
            f"{rewards['rl/tokens']:.1f} tokens an answer")
     if step == start_step:
-        after_first_step(sharding.shard_group, sharding.replica_group)  # all have compiled: shorter timeouts from here
+        after_first_step(*sharding.groups())  # all have compiled: shorter timeouts from here
     step += 1
 
 # ---- End

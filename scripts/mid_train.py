@@ -153,7 +153,7 @@ while True:
     sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
     metrics.log_step(step, stats, lrm)
     if step == start_step:
-        after_first_step(sharding.shard_group, sharding.replica_group)  # all have compiled: shorter timeouts from here
+        after_first_step(*sharding.groups())  # all have compiled: shorter timeouts from here
     step += 1
 
 # ---- End

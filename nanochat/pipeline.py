@@ -1,0 +1,123 @@
+"""
+A pipeline: the layers are cut into stages, each on ranks of its own, and the micro-batches of an optimizer step follow
+one another through them. Huang et al. 2019, arXiv:1811.06965.
+
+The schedule is PyTorch's 1F1B (Narayanan et al. 2019, arXiv:1806.03377): as soon as a stage can, it alternates one
+forward and one backward pass, so that stage s of P keeps the activations of at most P − s micro-batches. A stage waits
+while the first micro-batch comes and the last one goes, for (P − 1)/(m + P − 1) of the time with m micro-batches.
+
+Ranks [s · N/P, (s + 1) · N/P) are stage s: neighbours, since they send one another whole gradients, while rank r sends
+only the residual stream to rank r + N/P, and receives its gradient. All ranks of a pipeline read the same rows.
+"""
+import torch
+from torch import Tensor, nn
+
+from nanochat.errors import UserError
+from nanochat.gpt import GPT, GPTConfig, norm
+from nanochat.zero import Sharding
+
+
+def stage_layers(config: GPTConfig, stages: int) -> list[range]:
+    """
+    The layers of each stage, so that the one with the most FLOPs has as few as possible: the last stage, which has the
+    head, may have fewer layers. UserError for more stages than layers.
+    """
+    layers = config.n_layer
+    if not 1 <= stages <= layers:
+        raise UserError(f"pipeline_stages={stages} of a model with {layers} layers; expected 1 to {layers}")
+    if stages == 1:
+        return [range(layers)]
+    windows = sum(map(config.window, range(layers))) / layers
+    kv = config.n_kv_head * config.head_dim
+    block = config.n_embd * (10 * config.n_embd + 2 * kv + 2 * windows)  # a sixth of a token's FLOPs, as is the head
+    head = config.padded_vocab_size * config.n_embd
+    most = {last: max(-(-(layers - last) // (stages - 1)) * block, last * block + head)
+            for last in range(1, layers - stages + 2)}  # FLOPs of the largest stage, by layers of the last one
+    last = min(most, key=most.__getitem__)
+    few, more = divmod(layers - last, stages - 1)
+    sizes = [few + (stage < more) for stage in range(stages - 1)] + [last]
+    ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
+    return [range(end - size, end) for size, end in zip(sizes, ends)]
+
+
+class Pipeline:
+    """
+    Leaves of a model the layers of this rank's stage; with one stage that is all of it. Then, once the model has its
+    weights and a Sharding, `connect`; then `step`. UserError for stages that do not divide the ranks or the layers.
+    """
+
+    def __init__(self, model: GPT, stages: int, rank: int, world_size: int):
+        if stages < 1 or world_size % stages:
+            raise UserError(f"pipeline_stages={stages} does not divide the {world_size} rank(s)")
+        self.model, self.stages = model, stages
+        self.all_layers = stage_layers(model.config, stages)
+        self.ranks = world_size // stages           # of a stage: so many pipelines work side by side, on other rows
+        self.stage, self.rank = divmod(rank, self.ranks)
+        self.layers, self.is_last = self.all_layers[self.stage], self.stage == stages - 1
+        model.keep(self.layers)
+
+    def divide(self, micro_steps: int) -> tuple[int, int]:
+        """
+        (micro-batches of a micro-step, micro-steps of an optimizer step): a pipeline has them all in flight in one.
+        UserError for fewer than stages.
+        """
+        if self.stages == 1:
+            return 1, micro_steps
+        if micro_steps < self.stages:
+            raise UserError(f"{micro_steps} micro-step(s) cannot fill pipeline_stages={self.stages}; raise "
+                            "total_batch_size, lower device_batch_size, or use fewer stages")
+        return micro_steps, 1
+
+    def describe(self) -> str:
+        cuts = ", ".join(f"{layers.start}-{layers.stop - 1}" for layers in self.all_layers)
+        return f" in {self.stages} stages of layers {cuts}" if self.stages > 1 else ""
+
+    def connect(self, sharding: Sharding, micro_batches: int, rows: int, softmax_share: float = 1.0) -> None:
+        """Make the schedule of an optimizer step: micro_batches of `rows` rows each."""
+        if self.stages == 1:
+            return
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # takes seconds to import
+
+        config = self.model.config
+
+        def streams(layer: int) -> int:  # that enter a layer; the middle of the model is one from there on
+            return 1 + config.residual_scales + bool(config.bigrams) + (config.backout and layer > config.n_layer // 2)
+
+        def example(count: int) -> tuple[Tensor, ...]:  # of what travels, without memory
+            shape = rows, config.sequence_len, config.n_embd
+            return tuple(torch.empty(shape, dtype=sharding.dtype, device="meta", requires_grad=True) for _ in range(count))
+
+        def loss(hidden: Tensor, targets: Tensor) -> Tensor:
+            return self.model.lm_head(hidden, targets, None, "mean", softmax_share) / micro_batches
+
+        tokens = torch.empty(rows, config.sequence_len, dtype=torch.int64, device="meta")
+        received = example(streams(self.layers.start)) if self.stage else (tokens,)
+        sent = example(1 if self.is_last else streams(self.layers.stop))
+        part = PipelineStage(Part(self.model, self.layers), self.stage, self.stages, sharding.device, received, sent,
+                             group=sharding.pipeline_group)
+        self.schedule = Schedule1F1B(part, micro_batches, loss, scale_grads=False)
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """
+        Forward and backward passes of this rank's stage for all micro-batches. inputs, targets: (micro_batches · rows,
+        T). Returns the mean loss over them on the last stage, zero on the others.
+        """
+        self.model.check_first(inputs, targets)
+        losses: list[Tensor] = []
+        self.schedule.step(*(() if self.stage else (inputs,)), tokens=inputs, target=targets, losses=losses,
+                           return_outputs=False)
+        return torch.stack(losses).sum() if self.is_last else torch.zeros((), device=inputs.device)
+
+
+class Part(nn.Module):
+    """The layers of a stage: takes and returns streams of the model, each (B, T, C), at the last stage what the head
+    reads. The first stage begins with tokens, which all stages get, since some layers look up vectors of their own."""
+
+    def __init__(self, model: GPT, layers: range):
+        super().__init__()
+        self.model, self.layers = model, layers
+
+    def forward(self, *received: Tensor, tokens: Tensor) -> Tensor | tuple[Tensor, ...]:
+        streams = self.model.embed(tokens) if self.layers.start == 0 else received
+        streams = self.model.blocks(self.layers, tokens, streams)
+        return norm(streams[0]) if self.layers.stop == self.model.config.n_layer else streams
