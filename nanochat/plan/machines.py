@@ -178,13 +178,13 @@ def plan_step(
         within, between = within + both_ways * here, between + both_ways * (not here)
     schedule = passes(*(tuple(getattr(part, name) for part in planned) for name in ("forward", "backward")),
                       tuple(sending), micro_steps)
-    starts = [next(p.start for p in schedule if p.stage == stage) for stage in range(stages)]
-    ends = [max(p.end for p in schedule if p.stage == stage) for stage in range(stages)]
-    late = max(0.0, *(part.gathers - start for part, start in zip(planned, starts)))
-    after = max(end + part.reduces for part, end in zip(planned, ends)) - max(ends)
+    starts, ends = {p.stage: p.start for p in reversed(schedule)}, {p.stage: p.end for p in schedule}
+    late = max(0.0, *(part.gathers - starts[stage] for stage, part in enumerate(planned)))
+    last = max(ends.values())
+    after = max(ends[stage] + part.reduces for stage, part in enumerate(planned)) - last
     seconds = within / cluster.within.bandwidth + between / cluster.between.bandwidth
-    return StepPlan(compute, max(part.update for part in planned), late + after, max(ends) - compute, within, between,
-                    seconds)
+    update = max(part.update for part in planned)
+    return StepPlan(compute, update, late + after, last - compute, within, between, seconds)
 
 
 def fits(config: GPTConfig, cluster: Cluster, layout: Layout, dtype: torch.dtype, memory: float) -> bool:
@@ -204,10 +204,9 @@ def shard_sizes(cluster: Cluster, pipeline_stages: int = 1) -> list[int]:
 
 
 def pipelines(config: GPTConfig, cluster: Cluster) -> list[int]:
-    """Numbers of pipeline stages that are looked at: powers of two whose stages are whole hosts or share one evenly."""
-    sizes = ((stages, cluster.ranks // stages) for stages in (2**i for i in range(config.n_layer.bit_length()))
-             if cluster.ranks % stages == 0)
-    return [n for n, size in sizes if size % cluster.per_host == 0 or cluster.per_host % size == 0]
+    """Possible numbers of pipeline stages: each has a layer, and is whole hosts or an equal part of one."""
+    sizes = {n: cluster.ranks // n for n in range(1, config.n_layer + 1) if cluster.ranks % n == 0}
+    return [n for n, size in sizes.items() if size % cluster.per_host == 0 or cluster.per_host % size == 0]
 
 
 def layouts(config: GPTConfig, cluster: Cluster, batch_tokens: int) -> Iterator[list[Layout]]:
@@ -215,7 +214,8 @@ def layouts(config: GPTConfig, cluster: Cluster, batch_tokens: int) -> Iterator[
     for stages in pipelines(config, cluster):
         rows = batch_tokens * stages // (config.sequence_len * cluster.ranks)
         halves = [rows >> i for i in range(rows.bit_length()) if rows % 2**i == 0 and 2**i >= stages]
-        sharded = itertools.product((1, 2, 3) if stages == 1 else (1,), shard_sizes(cluster, stages))
+        zero = (1, 2, 3) if stages == 1 else (1,) if stages < cluster.ranks else ()
+        sharded = itertools.product(zero, shard_sizes(cluster, stages))
         for (stage, shards), again in itertools.product([(0, 1), *sharded], (False, True)):
             yield [Layout(stage, shards, half, rows // half, again, stages) for half in halves]
 

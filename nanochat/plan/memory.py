@@ -72,6 +72,7 @@ class Part(NamedTuple):
 
     layers: range
     units: list[int]    # parameters of embedding, blocks and head, as far as it has them
+    largest: int        # of a tensor
     adamw: int          # parameters in its care
     muon: int
     flops: int          # per token, forward and backward; of all parts: GPT.estimate_flops
@@ -82,7 +83,7 @@ class Part(NamedTuple):
 def parts(config: GPTConfig, pipeline_stages: int = 1) -> tuple[Part, ...]:
     """What each pipeline stage has. UserError for more stages than layers."""
     model, found = shaped(config), []
-    roles = {p: model.roles()[name] for name, p in model.named_parameters()}
+    roles = dict(zip(model.parameters(), model.roles().values(), strict=True))
     for layers in stage_layers(config, pipeline_stages):
         first, last = layers.start == 0, layers.stop == config.n_layer
         units = [list(unit.parameters()) for unit in model.units()[layers.start + (not first) : layers.stop + 1 + last]]
@@ -90,7 +91,8 @@ def parts(config: GPTConfig, pipeline_stages: int = 1) -> tuple[Part, ...]:
         muon, counts = sum(map(math.prod, shapes)), [sum(p.numel() for p in unit) for unit in units]
         flops = 6 * (muon + last * counts[-1]) + 12 * config.n_embd * sum(map(config.window, layers))
         products = [5 * (4 * m * m * n + 2 * m**3) for m, n in shapes]
-        found.append(Part(layers, counts, sum(counts) - muon, muon, flops, products))
+        largest = max(p.numel() for unit in units for p in unit)
+        found.append(Part(layers, counts, largest, sum(counts) - muon, muon, flops, products))
     return tuple(found)
 
 
@@ -173,7 +175,7 @@ def part_bytes(
     loss = last * (head + 2 * width + max(working, head + width))
     backward = 12 * width + (max(blocks) if checkpointing else 0)
     # The optimizers: all updates of Muon, and of one shape what Newton-Schulz makes of it; AdamW's two temporaries.
-    shard = min(max(p.numel() for p in shaped(config).parameters()), max(part.units) / share)
+    shard = min(part.largest, max(part.units) / share)
     optimizers = max((2.7 + (1 if share > 1 else 0)) * b * part.muon / share, 2 * FLOAT32 * shard) - activations
     transient = max(loss, backward, optimizers)
 

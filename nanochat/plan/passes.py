@@ -28,8 +28,9 @@ def passes(
     forward: Sequence[float], backward: Sequence[float], sending: Sequence[float], micro_batches: int
 ) -> list[Pass]:
     """
-    Seconds of a micro-batch's passes in each stage, and between each stage and the next, one way (tuples). A stage waits
-    until what it sent has arrived: torch sends and receives in one batch, between two passes.
+    Of so many micro-batches in an optimizer step. Arguments: seconds of a micro-batch's passes in each stage, and from
+    each stage to the next, one way (tuples). A stage waits until what it sent has arrived: torch sends and receives in
+    one batch, between two passes.
     """
     stages = len(forward)
     after, before = (*sending, 0.0), (0.0, *sending)
