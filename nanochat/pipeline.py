@@ -86,8 +86,8 @@ class Pipeline:
         config = self.model.config
 
         def example(count: int) -> tuple[Tensor, ...]:  # of what travels, without memory
-            shape = rows, config.sequence_len, config.n_embd
-            return tuple(torch.empty(shape, dtype=sharding.dtype, device="meta", requires_grad=True) for _ in range(count))
+            stream = torch.empty(rows, config.sequence_len, config.n_embd, dtype=sharding.dtype, device="meta")
+            return (stream.requires_grad_(),) * count
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
             return self.model.lm_head(hidden, targets, None, "mean", softmax_share) / micro_batches

@@ -283,7 +283,8 @@ def save_weights(
 def copy_to_host(sharding: Sharding, optimizers) -> Files:
     """
     Copies of what this rank writes, also of what is in host memory already, as training changes it in place: the whole
-    model on rank 0, and in one replica (of each stage of a pipeline) each rank's shards. Waits for the device once per tensor. COLLECTIVE.
+    model on rank 0, and in one replica (of each stage of a pipeline) each rank's shards. Waits for the device once per
+    tensor. COLLECTIVE.
     """
     def host_copy(tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu", copy=True).contiguous()

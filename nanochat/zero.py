@@ -143,8 +143,8 @@ class Sharding:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if pipeline_stages > 1 and stage > 1:
-            raise UserError(f"zero_stage={stage} with pipeline_stages={pipeline_stages}: a stage of a pipeline sums the "
-                            "gradients of all its micro-batches before it sends them; expected zero_stage 0 or 1")
+            raise UserError(f"zero_stage={stage} with pipeline_stages={pipeline_stages}: a pipeline sums the gradients of "
+                            "all micro-batches before it sends them; expected zero_stage 0 or 1")
         self.pipeline_stages, self.ranks = pipeline_stages, self.world_size // pipeline_stages  # that have one gradient
         self.pipeline_stage = self.rank // self.ranks
         self.shard_count = 1 if stage == 0 else shard_size if shard_size > 0 else self.ranks  # N of the table
@@ -380,8 +380,8 @@ class Sharding:
     @torch.no_grad()
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """
-        (name, whole parameter in the compute dtype), one at a time, also those of other stages of a pipeline; every rank
-        must iterate over all.
+        (name, whole parameter in the compute dtype), one at a time, those of other stages of a pipeline as well; every
+        rank must iterate over all.
         """
         self.wait_for_params()
         for unit in self.units:  # on stage 3 the last one stays whole after a forward pass without a backward pass

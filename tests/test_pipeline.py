@@ -1,0 +1,165 @@
+"""A pipeline against the same run without one: losses, checkpoints, bad steps; and its cut of the layers."""
+import contextlib
+import io
+import itertools
+
+import pytest
+import torch
+from conftest import ALL_PIECES, make_sums
+from ranks import run_as_main, run_on_ranks
+from safetensors.torch import load_file
+
+from nanochat.errors import UserError
+from nanochat.gpt import GPT, config_from_depth
+from nanochat.metrics import read_metrics
+from nanochat.pipeline import Pipeline, stage_layers
+from nanochat.zero import Sharding
+
+STEPS = 8
+SETTINGS = {"data": "sums", "depth": 4, "max_seq_len": 16, "device_batch_size": 1, "total_batch_size": 128,
+            "num_iterations": STEPS, "compile": False, "eval_tokens": 256, "sample_every": -1, "eval_every": 4,
+            "dtype": "float32", "device_type": "cpu", "zero_stage": 1, "matrix_lr": 0.01, "weight_decay": 0.1,
+            "grad_clip": 1.0}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A base folder with a small data set, its tokenizer and a run on one rank; each run has a tag of its own."""
+    folder = tmp_path_factory.mktemp("base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(folder))
+        make_sums(folder)
+        train(1, "plain")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def in_base(base, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
+
+
+def script(rank: int, world_size: int, args: list[str], bad_rank: int) -> str:
+    """Run scripts.base_train here; returns what it printed. On bad_rank the third step has a gradient of infinity."""
+    if rank == bad_rank:
+        from nanochat.zero import Sharding
+
+        collect, steps = Sharding.collect_gradients, itertools.count()
+
+        def spoilt(self):
+            collect(self)
+            if next(steps) == 2:
+                self.shards[0].grad[0] = float("inf")
+
+        Sharding.collect_gradients = spoilt
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run_as_main("scripts.base_train", args)
+    return printed.getvalue()
+
+
+def train(world_size: int, tag: str, bad_rank: int = -1, **settings) -> str:
+    args = [f"--{key}={value}" for key, value in (SETTINGS | settings | {"model_tag": tag}).items()]
+    return run_on_ranks(world_size, script, args, bad_rank)[0]
+
+
+def numbers(base, tag: str) -> list[tuple[float, ...]]:
+    """Loss and gradient norm of each step, then the validations."""
+    records = read_metrics(base / "base_checkpoints" / tag / "metrics.jsonl")
+    return [tuple(record[key] for key in ("train/loss", "train/grad_norm")) for record in records
+            if "train/loss" in record] + [(record["val/bpb"],) for record in records if "val/bpb" in record]
+
+
+def tensors(base, tag: str, step: int = STEPS) -> dict[str, torch.Tensor]:
+    """Of a checkpoint: the weights, and by name what optimizers keep, put together from the ranks' files."""
+    folder = base / "base_checkpoints" / tag / f"step_{step:06d}"
+    found = load_file(folder / "model.safetensors")
+    for path in sorted(folder.glob("optimizer_rank_*.safetensors")):
+        for name, part in load_file(path).items():
+            found[name] = torch.cat([found[name], part]) if name in found else part
+    return found
+
+
+def far(a: list[tuple], b: list[tuple]) -> float:
+    assert len(a) == len(b) == STEPS + 3
+    return max(abs(x - y) / max(abs(x), 1) for one, other in zip(a, b) for x, y in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("world_size, settings", [
+    (2, dict(pipeline_stages=2)),
+    (4, dict(pipeline_stages=4, activation_checkpointing=True)),
+    (4, dict(pipeline_stages=2)),
+    (4, dict(pipeline_stages=2, zero_stage=0)),
+    (4, dict(pipeline_stages=2, shard_size=1)),
+], ids=str)
+def test_a_pipeline_draws_the_curve_of_one_rank_and_saves_its_weights(base, world_size, settings):
+    plain = numbers(base, "plain")
+    tag = f"{world_size} {settings}".translate(str.maketrans("", "", " {}':,"))
+    printed = train(world_size, tag, **settings)
+    assert f"in {settings['pipeline_stages']} stages of layers 0-" in printed
+    assert plain[STEPS - 1][0] < plain[0][0] - 0.3, "a curve that falls"
+    assert far(plain, numbers(base, tag)) < 1e-5
+    expected, found = tensors(base, "plain"), tensors(base, tag)
+    assert expected.keys() == found.keys()
+    if world_size == settings["pipeline_stages"]:  # otherwise sums over ranks are taken in another order
+        assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
+
+
+def test_the_streams_of_every_piece_travel_through_a_pipeline(base):
+    """The embedding, bigram vectors and the middle of the model, which the last of four stages reads."""
+    pieces = dict(arch=ALL_PIECES, muon_variant="normuon")
+    train(1, "pieces", **pieces)
+    train(4, "pieces4", pipeline_stages=4, **pieces)
+    assert far(numbers(base, "pieces"), numbers(base, "pieces4")) < 1e-5
+
+
+def test_a_run_goes_on_with_another_number_of_stages(base):
+    """Each goes on from the checkpoint of two stages; one row at a time is one order of sums, so to the bit."""
+    train(2, "two", pipeline_stages=2, save_every=3)
+    for stages in (2, 4, 1):
+        train(stages, "two", pipeline_stages=stages, resume_from_step=3, overwrite=True)
+        assert numbers(base, "two") == numbers(base, "plain")
+        again = tensors(base, "two")
+        assert all(torch.equal(tensor, again[name]) for name, tensor in tensors(base, "plain").items())
+
+
+def test_a_step_that_is_bad_on_one_stage_is_skipped_on_all(base):
+    for tag, ranks, settings in (("bad", 1, {}), ("bad2", 2, dict(pipeline_stages=2))):
+        printed = train(ranks, tag, bad_rank=ranks - 1, **settings)
+        assert "step 00002: skipped on every rank" in printed
+    skipped = tensors(base, "bad2")
+    assert all(torch.equal(tensor, skipped[name]) for name, tensor in tensors(base, "bad").items())
+
+
+def test_layers_are_cut_so_that_the_largest_stage_is_least():
+    """Against every way to cut them, with the FLOPs that the model itself states."""
+    for depth, stages, vocab in ((4, 2, 256), (4, 4, 256), (7, 3, 20_000), (8, 2, 65_536), (6, 5, 65_536)):
+        config = config_from_depth(depth, vocab, 64)
+        with torch.device("meta"):
+            model = GPT(config)
+        windows = 12 * config.n_embd * sum(map(config.window, range(depth)))
+        block = (6 * model.count_parameters("matrix") + windows) / depth
+        head = 6 * model.count_parameters("head")
+        cuts = [(0, *inner, depth) for inner in itertools.combinations(range(1, depth), stages - 1)]
+        least = min(max(block * (b - a) + head * (b == depth) for a, b in itertools.pairwise(cut)) for cut in cuts)
+        chosen = stage_layers(config, stages)
+        assert [layer for layers in chosen for layer in layers] == list(range(depth)) and all(chosen)
+        assert max(block * len(layers) + head * (layers.stop == depth) for layers in chosen) == pytest.approx(least)
+
+
+@pytest.mark.parametrize("stages, ranks, micro_steps, message", [
+    (5, 5, 8, "pipeline_stages=5 of a model with 4 layers; expected 1 to 4"),
+    (3, 4, 8, "pipeline_stages=3 does not divide the 4 rank"),
+    (4, 4, 3, "3 micro-step(s) cannot fill pipeline_stages=4; raise total_batch_size, lower device_batch_size"),
+])
+def test_impossible_pipelines_are_refused(stages, ranks, micro_steps, message):
+    with torch.device("meta"):
+        model = GPT(config_from_depth(4, 256, 16))
+    with pytest.raises(UserError) as refused:
+        Pipeline(model, stages, 0, ranks).divide(micro_steps)
+    assert message in str(refused.value)
+
+
+def test_gradients_sharded_in_every_micro_step_are_refused():
+    model = GPT(config_from_depth(1, 256, 16))
+    with pytest.raises(UserError, match="zero_stage=2 with pipeline_stages=2: .* expected zero_stage 0 or 1"):
+        Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage=2, pipeline_stages=2)
