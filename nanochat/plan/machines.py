@@ -184,7 +184,7 @@ def plan_step(
     after = max(ends[stage] + part.reduces for stage, part in enumerate(planned)) - last
     seconds = within / cluster.within.bandwidth + between / cluster.between.bandwidth
     update = max(part.update for part in planned)
-    return StepPlan(compute, update, late + after, last - compute, within, between, seconds)
+    return StepPlan(compute, update, late + after, max(last - compute, 0.0), within, between, seconds)
 
 
 def fits(config: GPTConfig, cluster: Cluster, layout: Layout, dtype: torch.dtype, memory: float) -> bool:
