@@ -52,37 +52,38 @@ def profile_steps(rank: int, ranks: int, stage: int, pipeline_stages: int = 1) -
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     found, of_ranks = [], [[]] * ranks
     for _ in range(STEPS + 1):
-        dist.barrier()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            if pipeline_stages > 1:
-                with sharding.accumulate(last=True, passes=micro_batches):
-                    loss = pipeline.step(inputs, targets)
-            for micro_step in range(MICRO_STEPS if pipeline_stages == 1 else 0):
-                with sharding.accumulate(last=micro_step == MICRO_STEPS - 1):
-                    with record_function("forward"):
-                        loss = model(inputs, targets)
-                    with record_function("backward"):
-                        (loss / MICRO_STEPS).backward()
-            with record_function("update"):
-                stats = sharding.reduce_and_clip(loss, float(pipeline.is_last))
-                for optimizer in optimizers:
-                    optimizer.step(stats)
-                sharding.all_gather_params()
-            if pipeline_stages == 1:
-                with record_function("forward"), torch.no_grad():
-                    model(inputs, targets)
+            dist.barrier()  # the profiler did not start at once everywhere
+            with record_function("step"):
+                if pipeline_stages > 1:
+                    with sharding.accumulate(last=True, passes=micro_batches):
+                        loss = pipeline.step(inputs, targets)
+                for micro_step in range(MICRO_STEPS if pipeline_stages == 1 else 0):
+                    with sharding.accumulate(last=micro_step == MICRO_STEPS - 1):
+                        with record_function("forward"):
+                            loss = model(inputs, targets)
+                        with record_function("backward"):
+                            (loss / MICRO_STEPS).backward()
+                with record_function("update"):
+                    stats = sharding.reduce_and_clip(loss, float(pipeline.is_last))
+                    for optimizer in optimizers:
+                        optimizer.step(stats)
+                    sharding.all_gather_params()
+                if pipeline_stages == 1:
+                    with record_function("forward"), torch.no_grad():
+                        model(inputs, targets)
         found.append(spans_of(profiler.events()))
     dist.all_gather_object(of_ranks, found[1:])  # the first step allocates
     return of_ranks
 
 
 def spans_of(events) -> Spans:
-    first = {name: min(e.time_range.start for e in events if e.name == name) for name in ("forward", "update")}
+    first = {name: min(e.time_range.start for e in events if e.name == name) for name in ("step", "update")}
     spans: Spans = {name: [] for name in (*COMPUTES, *SENT, STREAMS)}
     for event in events:  # nanochat.distributed.reduce_scatter is an all-to-all on gloo
         after = "Muon's matrices" if event.time_range.start > first["update"] else "gradients"
         name = {"gloo:all_gather": "parameters", "gloo:all_to_all": after,
                 "gloo:send": STREAMS, "gloo:recv": STREAMS}.get(event.name, event.name)
-        if name in spans:
-            spans[name].append(((event.time_range.start - first["forward"]) / 1e3, event.time_range.elapsed_us() / 1e3))
+        if name in spans and event.time_range.start >= first["step"]:
+            spans[name].append(((event.time_range.start - first["step"]) / 1e3, event.time_range.elapsed_us() / 1e3))
     return spans
