@@ -1,6 +1,6 @@
 """
-From 8 GPUs to 8,192: the fastest layout of ZeRO and pipelines at each size, what a step then waits for, and the largest model that
-fits. Formulas of nanochat/plan/; the tables and the picture of docs/many_gpus.md.
+From 8 GPUs to 8,192: the fastest layout of ZeRO and pipelines at each size, what a step then waits for, and the largest
+model that fits. Formulas of nanochat/plan/; the tables and the picture of docs/many_gpus.md.
 
     python -m bench.many_gpus --write       # without --write they are only printed, and the picture is drawn here
 """
@@ -67,8 +67,8 @@ def table(depth: int, batch: int, found: dict[int, tuple[Layout, StepPlan, float
                      f"{largest}: {lost[largest] / step.seconds:.0%}"])
     head = (f"**Depth {depth}**, {sum(parameter_counts(config)) / 1e9:.1f} billion parameters, "
             f"{batch:,} tokens in a step:\n\n")
-    return head + markdown_table(["GPUs", "stage", "shard_size", "pipeline", "rows", "computes, ms", "Muon, ms", "waits, ms",
-                                  "bubble, ms", "MFU", "what costs most, of the step"], rows)
+    return head + markdown_table(["GPUs", "stage", "shard_size", "pipeline", "rows", "computes, ms", "Muon, ms",
+                                  "waits, ms", "bubble, ms", "MFU", "what costs most, of the step"], rows)
 
 
 def largest_models() -> str:

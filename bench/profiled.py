@@ -39,7 +39,8 @@ def profile_steps(rank: int, ranks: int, stage: int, pipeline_stages: int = 1) -
     model = GPT(config_from_depth(DEPTH, 4096, 256))
     pipeline = Pipeline(model, pipeline_stages, rank, ranks)
     model.init_weights(seed=0)
-    sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage, pipeline_stages=pipeline_stages)
+    cpu = torch.device("cpu")
+    sharding = Sharding(model, model.units(), cpu, torch.float32, stage, pipeline_stages=pipeline_stages)
     optimizers = setup_optimizers(model, sharding)
     micro_batches = 2 * MICRO_STEPS if pipeline_stages > 1 else 1
     pipeline.connect(sharding, micro_batches, ROWS)

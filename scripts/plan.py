@@ -54,7 +54,7 @@ if not gpu and not torch.cuda.is_available():
 config, dtype = config_from_depth(depth, vocab_size, max_seq_len, arch=arch), torch.bfloat16
 cluster = Cluster(gpus, min(gpus, gpus_per_node), LINKS[link], LINKS[between])
 if pipeline_stages not in (possible := pipelines(config, cluster)):
-    raise UserError(f"pipeline_stages={pipeline_stages} of {depth} layers on {gpus} GPUs, {gpus_per_node} on each host: "
+    raise UserError(f"pipeline_stages={pipeline_stages} of {depth} layers on {gpus} GPUs, {gpus_per_node} on a host: "
                     f"stages are whole hosts or equal parts of one; expected one of {', '.join(map(str, possible))}")
 adamw, muon = parameter_counts(config)
 computing, per_token = shaped(config).count_parameters("matrix", "head"), shaped(config).estimate_flops()

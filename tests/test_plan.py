@@ -91,6 +91,23 @@ def test_messages_of_rings_grow_with_ranks():
     assert plan.update == pytest.approx(2 * (1e-3 + 1e-2))                # matrices go to all owners at once, and back
 
 
+def test_gloo_sends_gradients_straight_to_their_owners_and_in_turns():
+    """
+    Two hosts of two ranks. Bytes: half of the gradients go to the other host, not one of four parts around a ring.
+    Seconds: of 22 messages on one connection the first two pass one after the other; on stage 3 all of them.
+    """
+    cluster = Cluster(4, 2, Link("none", math.inf), Link("link", 1e9), gloo=True)
+    plan = plan_step(CONFIG, cluster, Layout(1, 4, 8, 1), 1e30, torch.float32, BATCH)
+    sums, gathered, matrices = 4 * TOTAL / 2, 3 / 4 * 4 * TOTAL / 2, 2 * 4 * MATRICES / 4 / 2
+    assert plan.between == pytest.approx(sums + gathered + matrices)
+    assert plan.exposed == pytest.approx((sums * (1 + 1 / 22) + gathered) / 1e9)
+    assert plan.update == pytest.approx(matrices * (1 + 1 / 3) / 1e9)  # matrices of three shapes
+    pair = Cluster(2, 1, Link("none", math.inf), Link("link", 1e9), gloo=True)
+    plan = plan_step(CONFIG, pair, Layout(3, 2, 8, 1), 1e30, torch.float32, BATCH)
+    gathered = 4 * TOTAL / 2 + 4 * (TOTAL - EMBEDDING) / 2
+    assert plan.exposed == pytest.approx((2 * 4 * TOTAL / 2 + gathered * 3 / 2) / 1e9)  # the next unit is on its way
+
+
 def test_muons_products_are_shared_within_a_copy():
     """Newton–Schulz with a pencil: for m ≤ n five times 2m²n + 2m³ + 2m²n FLOPs; one owner for each matrix."""
     one = 5 * (4 + 2) * 1280**3, 5 * (4 * 4 + 2) * 1280**3

@@ -91,7 +91,7 @@ def test_a_pipeline_by_keyboard(page):
         page.keyboard.press("ArrowRight")
     assert max(n for k, n in kept if k == 0) == 2 and max(n for k, n in kept if k == 2) == 1  # lines have gaps
     assert names[-3:] == ["one small all-reduce", "AdamW", "Muon"]
-    drawn = page.locator("#time text").all_inner_texts()
+    drawn = page.locator("#time text").all_text_contents()
     assert [text for text in drawn if text.startswith("stage")] == ["stage 0", "stage 1"]
 
 
@@ -139,10 +139,16 @@ def test_what_happens_by_keyboard(page):
 
 def test_every_choice_can_be_shown(page):
     """Each option of each setting, moment by moment, without an error; eight of many ranks are drawn."""
-    for name in page.evaluate("Object.keys(CHOICES)"):
-        for option in page.evaluate(f"CHOICES[{json.dumps(name)}][1].map(String)"):
+    for begin in ({"stage": "2"}, {"stage": "1", "pipeline": "4", "microSteps": "8"}):
+        page.reload()
+        for name, option in begin.items():
             page.locator(f"select[name={name}]").select_option(option)
-            page.evaluate("() => { for (let i = 0; i < 20; i++) go(-1); for (let i = 0; i < 20; i++) go(1); }")
+        for name in page.evaluate("Object.keys(CHOICES)"):
+            before = page.locator(f"select[name={name}]").input_value()
+            for option in [*page.evaluate(f"CHOICES[{json.dumps(name)}][1].map(String)"), before]:
+                page.locator(f"select[name={name}]").select_option(option)
+                page.evaluate("() => { for (let i = 0; i < 20; i++) go(-1); for (let i = 0; i < 20; i++) go(1); }")
+    page.locator("select[name=pipeline]").select_option("1")
     page.locator("select[name=hosts]").select_option("8")
     page.locator("select[name=perHost]").select_option("8")
     drawn = page.locator("#ranks").text_content()

@@ -48,29 +48,43 @@ class Cluster(NamedTuple):
     per_host: int
     within: Link
     between: Link
+    gloo: bool = False  # instead of NCCL; see `direct`, `turns`, and plan_part
 
     def on_a_host(self, size: int, stride: int) -> int:
         """Ranks on one host of a group of `size`, every stride-th rank."""
         return min(size, max(self.per_host // stride, 1))
 
+    def direct(self, collective: Collective) -> bool:
+        """Whether each rank sends to each other one, instead of around a ring."""
+        return collective.kind == "all-to-all" or self.gloo and collective.kind == "reduce-scatter"
+
+    def turns(self, size: int, collective: Collective, at_once: int) -> float:
+        """
+        What a collective's seconds are multiplied with where `at_once` of them are on their way together. Gloo has one
+        connection for each pair of ranks: that a rank is ready to receive waits there behind what it sends, so that two
+        messages pass one after the other; of several, the first two do.
+        """
+        paired = self.direct(collective) or size == 2 and collective.kind == "all-gather"
+        return 1 + 1 / at_once if self.gloo and paired else 1
+
     def sent(self, size: int, stride: int, collective: Collective) -> tuple[float, float]:
         """
         Bytes that a rank sends each time (within its host, to others), on average, in a group of every stride-th rank.
-        A ring through the group, host by host, leaves each host at one rank; the owners of matrices are sent to
-        directly.
+        A ring through the group, host by host, leaves each host at one rank; the owners of matrices, and with gloo of
+        gradients, are sent to directly.
         """
         here = self.on_a_host(size, stride)
         sent = collective.passes * collective.bytes * (size - 1) / size
         if here == size:
             return sent, 0.0
-        away = (size - here) / (size - 1) if collective.kind == "all-to-all" else 1 / here
+        away = (size - here) / (size - 1) if self.direct(collective) else 1 / here
         return sent * (1 - away), sent * away
 
     def latency(self, size: int, stride: int, collective: Collective) -> float:
         """Seconds of the messages of one such collective: a tree between hosts for an all-reduce, else a ring."""
         here = self.on_a_host(size, stride)
         hosts = size // here
-        if collective.kind == "all-to-all":  # all at once
+        if self.direct(collective):  # all at once
             steps = int(here > 1), int(hosts > 1)
         elif collective.kind == "all-reduce":
             steps = here - 1, math.ceil(math.log2(hosts))
@@ -136,9 +150,15 @@ def plan_part(
     sent = collectives(layout.stage, shards, replicas, micro_steps, dtype, torch.float32, total, part.muon, head)
     groups = {"shards": (shards, 1), "replicas": (replicas, shards)}
 
+    def at_once(c: Collective) -> int:
+        if c.kind == "all-to-all":
+            return part.shapes
+        return len(part.units) if layout.stage < 3 else 1 if c.kind == "reduce-scatter" else 2  # fetched ahead: one
+
     def seconds(of: Iterable[Collective]) -> float:
         """Until they are done if nothing else goes on. Each unit has collectives of its own."""
-        both = [cluster.sent(*groups[c.among], c) for c in of]
+        turns = [cluster.turns(groups[c.among][0], c, at_once(c)) for c in of]
+        both = [[times * bytes for bytes in cluster.sent(*groups[c.among], c)] for times, c in zip(turns, of)]
         units = {c: 1 if c.kind == "all-to-all" else len(part.units) for c in of}
         messages = sum(cluster.latency(*groups[c.among], c) * units[c] for c in of)
         return max(sum(near for near, _ in both) / cluster.within.bandwidth,
@@ -146,9 +166,13 @@ def plan_part(
 
     def waits(behind: str) -> float:
         now, first = [c for c in sent if c.behind == behind], part.units[0] / total
+        # Gloo's gradients on stage 3 are waited for where they were computed: GlooReduceScatter in nanochat/zero.py.
+        waited_for = [c for c in now if cluster.gloo and layout.stage == 3 and c.kind == "reduce-scatter"]
+        now = [c for c in now if c not in waited_for]
         every = [c for c in now if c.times == micro_steps]
-        return sum(times * max(seconds(of) - passes[behind], first * seconds(of))
-                   for times, of in ((micro_steps - 1, every), (1, now)))
+        hidden = sum(times * max(seconds(of) - passes[behind], first * seconds(of))
+                     for times, of in ((micro_steps - 1, every), (1, now)))
+        return hidden + micro_steps * seconds(waited_for)
 
     levels = [[c.times * bytes for bytes in cluster.sent(*groups[c.among], c)] for c in sent]
     exchange = seconds([c for c in sent if c.kind == "all-to-all"])
@@ -242,12 +266,12 @@ def largest_depth(
 ) -> tuple[int, Layout]:
     """
     The deepest model that can be trained, one row at a time and activations computed twice, and how: stage 3 over all
-    ranks or the longest pipeline, stage 1 in each stage of it. Depth 0: none.
+    ranks, or a pipeline with stage 1 in each of its stages. Depth 0: none.
     """
     def fitting(depth: int) -> Layout | None:
         config = config_of(depth)
-        longest = max(pipelines(config, cluster))
-        tried = Layout(3, cluster.ranks, 1, 1, True), Layout(1, cluster.ranks // longest, 1, longest, True, longest)
+        tried = [Layout(1, cluster.ranks // n, 1, n, True, n) for n in pipelines(config, cluster)]
+        tried = [Layout(3, cluster.ranks, 1, 1, True), *tried]
         return next((layout for layout in tried if fits(config, cluster, layout, dtype, memory)), None)
 
     depth = bisect.bisect_left(range(1, DEEPEST), True, key=lambda depth: fitting(depth) is None)

@@ -76,6 +76,7 @@ class Part(NamedTuple):
     adamw: int          # parameters in its care
     muon: int
     flops: int          # per token, forward and backward; of all parts: GPT.estimate_flops
+    shapes: int         # of its matrices: Muon sends those of one shape together
     products: list[int]     # FLOPs of orthogonalizing each matrix: five steps of three products
 
 
@@ -87,12 +88,13 @@ def parts(config: GPTConfig, pipeline_stages: int = 1) -> tuple[Part, ...]:
     for layers in stage_layers(config, pipeline_stages):
         first, last = layers.start == 0, layers.stop == config.n_layer
         units = [list(unit.parameters()) for unit in model.units()[layers.start + (not first) : layers.stop + 1 + last]]
-        shapes = [sorted(p.shape) for unit in units for p in unit if roles[p] == "matrix"]
-        muon, counts = sum(map(math.prod, shapes)), [sum(p.numel() for p in unit) for unit in units]
+        matrices = [tuple(p.shape) for unit in units for p in unit if roles[p] == "matrix"]
+        muon, counts = sum(map(math.prod, matrices)), [sum(p.numel() for p in unit) for unit in units]
         flops = 6 * (muon + last * counts[-1]) + 12 * config.n_embd * sum(map(config.window, layers))
-        products = [5 * (4 * m * m * n + 2 * m**3) for m, n in shapes]
+        products = [5 * (4 * m * m * n + 2 * m**3) for m, n in map(sorted, matrices)]
         largest = max(p.numel() for unit in units for p in unit)
-        found.append(Part(layers, counts, largest, sum(counts) - muon, muon, flops, products))
+        found.append(Part(layers, counts, largest, sum(counts) - muon, muon, flops, len(set(matrices)),
+                          products))
     return tuple(found)
 
 
