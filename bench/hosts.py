@@ -21,9 +21,9 @@ from bench.harness import scratch_base, show
 from bench.network import MTU, RUN, Hosts, make_sums, why_not
 from nanochat.files import base_dir
 from nanochat.gpt import config_from_depth
-from nanochat.metrics import read_metrics
 from nanochat.plan.machines import Cluster, Layout, Link, StepPlan, plan_step
 from nanochat.plan.memory import parts
+from nanochat.records import read_metrics
 from nanochat.report import markdown_table
 
 rates = "100mbit,1gbit"     # of the links, as tc writes them

@@ -16,7 +16,7 @@ from nanochat.errors import UserError
 from nanochat.flops import datasheet_peak, peak_flops
 from nanochat.gpt import config_from_depth
 from nanochat.plan.machines import LINKS, Cluster, Layout, fastest_layout, fits, pipelines, plan_step
-from nanochat.plan.memory import GIB, parameter_counts, shaped, step_bytes
+from nanochat.plan.memory import GIB, parameter_counts, parts, shaped, state_bytes, step_bytes
 from nanochat.report import markdown_table
 from nanochat.schedule import accumulation_steps, choose_batch_size
 
@@ -85,11 +85,13 @@ if not stages:
 def line(layout: Layout) -> list:
     """A row of the table."""
     sharing = layout.shards if layout.stage else gpus // layout.pipeline_stages
-    kept = step_bytes(config, layout.rows, dtype, "cuda", stage=layout.stage, ranks=sharing,
-                      pipeline_stages=layout.pipeline_stages, micro_steps=layout.micro_steps)
+    fullest = sum(step_bytes(config, layout.rows, dtype, "cuda", stage=layout.stage, ranks=sharing,
+                             micro_steps=layout.micro_steps, pipeline_stages=layout.pipeline_stages))
     step = plan_step(config, cluster, layout, mfu * peak, dtype, total_batch_size)
     hours = steps * step.seconds / 3600
-    gigabytes = [f"{count / 1e9:.2f}" for count in (kept.state, sum(kept), step.within, step.between)]
+    part = max(parts(config, layout.pipeline_stages), key=lambda part: part.adamw + part.muon)
+    kept = sum(state_bytes(layout.stage, sharing, dtype, part.adamw, part.muon))
+    gigabytes = [f"{count / 1e9:.2f}" for count in (kept, fullest, step.within, step.between)]
     seconds = [f"{n:.3f}" for n in (step.update, step.sending, step.exposed, step.bubble, step.seconds)]
     fit = "yes" if fits(config, cluster, layout, dtype, memory_gib * GIB) else "no"
     reached = total_batch_size * per_token / (gpus * step.seconds * peak)

@@ -25,7 +25,7 @@ from nanochat.plan.machines import (
     plan_step,
     shard_sizes,
 )
-from nanochat.plan.memory import GIB, parts, shaped, state_bytes, step_bytes
+from nanochat.plan.memory import GIB, moments, parts, shaped, state_bytes, step_bytes
 from nanochat.plan.passes import passes
 
 BF16, RATE, BATCH = torch.bfloat16, 500e12, 2**19
@@ -241,13 +241,17 @@ def test_memory_of_a_pipeline():
     how = dict(stage=1, ranks=4)
     first, middle, last = (parts(CONFIG, 3)[i] for i in range(3))
     largest = step_bytes(*settings, **how, pipeline_stages=3, micro_steps=6)
-    alone = step_bytes(*settings, **how)
-    assert largest.state == pytest.approx(sum(state_bytes(1, 4, BF16, first.adamw, first.muon)))
+    alone = moments(*settings, **how)["loss"].activations
     width = 2 * 8 * 2048 * 1280
-    per_layer = (alone.activations - 2 * width - 4 * 2048 * 128) / 20  # beside the norms at both ends and the angles
+    per_layer = (alone - 2 * width - 4 * 2048 * 128) / 20  # beside the norms at both ends and the angles
+    buffers = 6 * width  # for gradients, one for each micro-batch
+    parameters, gradients, optimizer = state_bytes(1, 4, BF16, first.adamw, first.muon)
+    assert largest.kept == pytest.approx(parameters + optimizer + buffers) and largest.gradients == gradients
     kept = 3 * (len(first.layers) * per_layer + 2 * width + 4 * 2048 * 128)  # a norm, and what was sent on
     assert largest.activations == pytest.approx(kept, rel=1e-6)
-    assert largest.in_flight == 6 * width  # gradients, one for each micro-batch; what the group sends comes later
+    in_the_middle = moments(*settings, **how, micro_steps=6, pipeline=(1, 3))["update"]
+    parameters, _, optimizer = state_bytes(1, 4, BF16, middle.adamw, middle.muon)
+    assert in_the_middle.kept == pytest.approx(parameters + optimizer + (6 - 2 + 6) * width)  # 2 are inputs of a block
     assert len(first.layers) + len(middle.layers) + len(last.layers) == 20
 
 
