@@ -151,9 +151,8 @@ def moments(
         return StepBytes(kept, gradients, activations, temporary, saving)
 
     # The loss: gradients of its input and of the head, and logits, beside the chunk before if there is one. Then the
-    # same gradients, scaled. A block: temporaries of its backward pass, and its own gradients, twice while they are put
-    # end to end to be sent. The optimizers: all updates of Muon, and of one shape what Newton-Schulz makes of it;
-    # AdamW's two temporaries.
+    # same gradients, scaled. A block: temporaries of its backward pass, or its gradients as they are made and summed.
+    # The optimizers: all updates of Muon, and of one shape what Newton-Schulz makes of it; AdamW's two temporaries.
     logits = V * chunk_rows(tokens, V, device_type)
     before = b * logits if tokens * V > logits else 0
     fused = max(2 * b * logits + before, 2 * b * logits + b * V * C)
@@ -162,8 +161,8 @@ def moments(
              "backward, head": moment(L + 2, saved[L], 2 * head + 3 * width)}
     for layer in reversed(range(L)):
         again = blocks[layer] if checkpointing else 0
-        own = (FLOAT32 + (FLOAT32 if ranks > 1 else b)) * units[layer + 1]
-        found[f"backward, block {layer}"] = moment(layer + 2, saved[layer + 1], 12 * width + again + own)
+        temporary = max(12 * width + again, (b + FLOAT32) * units[layer + 1])
+        found[f"backward, block {layer}"] = moment(layer + 2, saved[layer + 1], temporary)
     shard = min(max(p.numel() for p in shaped(config).parameters()), max(units) / share)
     update = max((2.7 + (1 if share > 1 else 0)) * b * muon / share, 2 * FLOAT32 * shard)
     whole = FLOAT32 * (adamw + muon) / share
