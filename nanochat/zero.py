@@ -147,7 +147,7 @@ class Sharding:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if pipeline_stages > 1 and stage > 1:
-            raise UserError(f"zero_stage={stage} with pipeline_stages={pipeline_stages}: a pipeline sums the gradients of "
+            raise UserError(f"zero_stage={stage} with pipeline_stages={pipeline_stages}: a pipeline sums gradients of "
                             "all micro-batches before it sends them; expected zero_stage 0 or 1")
         self.pipeline_stages, self.ranks = pipeline_stages, self.world_size // pipeline_stages  # that have one gradient
         self.pipeline_stage = self.rank // self.ranks
