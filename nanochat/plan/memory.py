@@ -136,19 +136,18 @@ def gradient_bytes(
 ) -> float:
     """
     Of gradients when the backward pass has left units[done:] behind it; in the last micro-step of one or `several`. On
-    more ranks the last two units' travel whole (`zero.MAX_IN_FLIGHT`). On stage 2 those of the micro-step before still
-    do when the backward pass begins, and so do the parameters that stage 3 has gathered.
+    more ranks the last two units' travel whole (`zero.MAX_IN_FLIGHT`); on stage 2 those of the micro-step before still
+    do when the backward pass begins. On stage 3 one unit's do, and parameters count that have been gathered: of the
+    unit at hand and of the one before it, which is next.
     """
-    count = len(units)
     finished, everything = sum(units[done:]), sum(units)
     if ranks == 1 or stage == 0:
         return FLOAT32 * (everything if several else finished)
     summed = FLOAT32 / ranks * (everything if several and stage > 1 else finished)
     waiting = FLOAT32 * sum(units[:done]) if several and stage == 1 else 0  # for the last micro-step, whole
-    sent = [*range(done, count), *(range(2) if several and stage > 1 else ())][:2]
-    travelling = FLOAT32 * (1 + 1 / ranks) * sum(units[i] for i in sent)
-    gathered = itemsize * sum(units[max(done - 2, 0) : done]) if stage == 3 else 0
-    return summed + waiting + travelling * (2 if stage == 3 else 1) + gathered
+    sent = [*units[done:], *(units if several and stage == 2 else ())][: 1 if stage == 3 else 2]
+    gathered = units[max(done - 2, 0) : done] if done < len(units) else units[-1:]
+    return summed + waiting + FLOAT32 * (1 + 1 / ranks) * sum(sent) + (itemsize * sum(gathered) if stage == 3 else 0)
 
 
 def moments(
@@ -191,9 +190,8 @@ def moments(
         return StepBytes(kept, gradients, activations + (ahead - 1) * saved[L], temporary, saving)
 
     # The loss: gradients of its input and of the head, and logits, beside the chunk before if there is one. Then the
-    # same gradients, scaled. A block: temporaries of its backward pass, and its own gradients, twice while they are put
-    # end to end to be sent. The optimizers: all updates of Muon, and of one shape what Newton-Schulz makes of it;
-    # AdamW's two temporaries.
+    # same gradients, scaled. A block: temporaries of its backward pass, or its gradients before they are summed.
+    # The optimizers: all updates of Muon, and of one shape what Newton-Schulz makes of it; AdamW's two temporaries.
     logits = V * chunk_rows(tokens, V, device_type)
     before = b * logits if tokens * V > logits else 0
     fused = max(2 * b * logits + before, 2 * b * logits + b * V * C)
@@ -204,8 +202,8 @@ def moments(
     for layer in reversed(range(L)):
         again = blocks[layer] if checkpointing else 0
         unit = layer + first
-        own = (FLOAT32 + (FLOAT32 if ranks > 1 else b)) * units[unit]
-        found[f"backward, block {layers[layer]}"] = moment(unit + 1, saved[layer + 1], 12 * width + again + own)
+        temporary = max(12 * width + again, b * units[unit])
+        found[f"backward, block {layers[layer]}"] = moment(unit + 1, saved[layer + 1], temporary)
     shard = min(part.largest, max(units) / share)
     update = max((2.7 + (1 if share > 1 else 0)) * b * muon / share, 2 * FLOAT32 * shard)
     whole = FLOAT32 * (adamw + muon) / share
