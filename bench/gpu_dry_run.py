@@ -46,7 +46,7 @@ fake_gpu.enter()  # starts this process again
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402 (what follows is imported where Triton is)
 
 from bench.dry_step import PHASES, Count, dry_step  # noqa: E402
-from bench.kernels import compile_for_sm90, no_execution  # noqa: E402
+from bench.kernels import Graph, compile_for_sm90, no_execution  # noqa: E402
 from bench.roofline import MEMORY, estimate  # noqa: E402
 from nanochat.flops import datasheet_peak  # noqa: E402
 
@@ -54,7 +54,7 @@ if gpu not in MEMORY or not {link, between} <= LINKS.keys():
     raise UserError(f"gpu={gpu}, link={link}, between={between}: expected one of {', '.join(MEMORY)} and two of "
                     f"{', '.join(LINKS)}")
 warnings.filterwarnings("ignore", message=".*(data pointer of FakeTensor|Set timeout is now)")
-counted, sent, memory, steps, cubins = [], [], [], [], []  # rows of the tables
+counted, sent, memory, steps, passes, cubins = [], [], [], [], [], []  # rows of the tables
 running = [Count(0, 1)]  # the last one counts
 
 
@@ -72,13 +72,22 @@ def report(config: GPTConfig, count: Count, ran: int, micro_steps: int, tokens: 
         formula = sent_bytes(zero_stage, count.ranks, ran, torch.bfloat16, torch.float32, adamw + muon, muon, 0)
         sent.append([*name, ran, ", ".join(f"{n} {kind}" for kind, n in kinds.items()), f"{measured / 1e6:,.1f}",
                      f"{formula / 1e6:,.1f}", f"{formula / measured - 1:+.1%}"])
-    peak = sum(step_bytes(config, device_batch_size, torch.bfloat16, "cuda", stage=zero_stage, ranks=count.ranks))
+    peak = sum(step_bytes(config, device_batch_size, torch.bfloat16, "cuda", stage=zero_stage, ranks=count.ranks,
+                          micro_steps=ran))
     memory.append([*name, f"{count.peak / 1e9:.2f}", f"{peak / 1e9:.2f}", f"{peak / count.peak - 1:+.1%}"])
     parts = estimate(count, config, device_batch_size, ran, micro_steps, gpu, LINKS[link], LINKS[between])
     mfu = shaped(config).estimate_flops() * tokens / parts.step() / datasheet_peak(gpu)
     steps.append([*name, micro_steps, *(f"{1e3 * seconds:.1f}" for seconds in (*parts, parts.step())),
                   f"{tokens / parts.step():,.0f}", f"{mfu:.1%}"])
     print(f"depth {config.n_layer}, {count.ranks} rank(s): MFU {mfu:.1%}, estimated", flush=True)
+
+
+def largest_block(graphs: list[Graph], width: int) -> list[list]:
+    """Rows of the table of passes: of the kind of block that has the most, those of 1% of a residual stream and more."""
+    of_blocks = {"forward": [g for g in graphs if 4 <= g.products.total() < 8],
+                 "backward": [g for g in graphs if g.products.total() >= 8]}
+    return [[phase, name[:70], f"{moved / width:.2f}"] for phase, kinds in of_blocks.items()
+            for name, moved in max(kinds, key=lambda graph: graph.moved).passes if moved > 0.01 * width]
 
 
 for layers in (12, 20, 24) if depth == -1 else (depth,):
@@ -94,6 +103,7 @@ for layers in (12, 20, 24) if depth == -1 else (depth,):
             report(config, running[-1], ran, micro_steps, batch // ranks)
     if kernels and layers in (20, depth):
         cubins += [[k.name[:70], *k[1:]] for k in compile_for_sm90(graphs)]
+        passes += largest_block(graphs, 2 * device_batch_size * max_seq_len * config.n_embd)
     torch.compiler.reset()
 
 key = ["depth", "ranks"]
@@ -111,6 +121,8 @@ parts = [
                     "tok/s per GPU", "MFU"], steps),
 ]
 if cubins:
-    parts += [f"### Compiled for sm_90: every Triton kernel of depth {20 if depth == -1 else depth}",
+    parts += ["### Counted: passes of a block between its products, in bytes of a residual stream",
+              markdown_table(["", "kernel", "read and written"], passes, (0, 1)),
+              f"### Compiled for sm_90: every Triton kernel of depth {20 if depth == -1 else depth}",
               markdown_table(["kernel", "registers", "spills, bytes", "shared, bytes", "configurations"], cubins, (0,))]
 show("\n\n".join(parts), "gpus.md", "bench.gpu_dry_run", write)

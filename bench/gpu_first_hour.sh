@@ -4,7 +4,7 @@
 #     bash bench/gpu_first_hour.sh --rehearse      # the same commands in small, on a CPU: does everything run?
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-. ./setup.sh || exit 1
+. ./setup.sh dev || exit 1  # named: without it, it would read this script's arguments
 page="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}/gpu_first_hour.md"
 mkdir -p "$(dirname "$page")"
 machine=(nvidia-smi) small=() tiny=() prompts=() tests=(tests/test_gpt.py tests/test_optimizers.py)

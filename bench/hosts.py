@@ -4,9 +4,12 @@ docs/many_hosts.md. Needs root on Linux; the hosts are made by bench/network.py 
 
     python -m bench.hosts --write    # without --write they are only printed
 """
+import math
+import os
 import re
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,11 +18,11 @@ from configurator import configure
 import torch
 
 from bench.harness import scratch_base, show
-from bench.network import RUN, Hosts, make_sums, why_not
+from bench.network import MTU, RUN, Hosts, make_sums, why_not
 from nanochat.files import base_dir
-from nanochat.gpt import GPTConfig, config_from_depth
-from nanochat.plan.memory import parameter_counts
-from nanochat.plan.traffic import collectives
+from nanochat.gpt import config_from_depth
+from nanochat.plan.machines import Cluster, Layout, Link, StepPlan, plan_step
+from nanochat.plan.memory import parts
 from nanochat.records import read_metrics
 from nanochat.report import markdown_table
 
@@ -29,31 +32,44 @@ layouts = ""                # numbers of the lines to measure, such as 0,3; empt
 write = False               # put the tables into docs/many_hosts.md
 configure(globals())
 
+PAYLOAD = (MTU - 52) / (MTU + 14)   # of what a link sends: without headers of TCP, IP and Ethernet
 # hosts, ranks on each, settings
 LAYOUTS = [
     (1, 1, {"zero_stage": 0}), (1, 2, {"zero_stage": 1}),
     (2, 1, {"zero_stage": 0}), (2, 1, {"zero_stage": 1}), (2, 1, {"zero_stage": 3}),
     (2, 2, {"zero_stage": 2}), (2, 2, {"zero_stage": 2, "shard_size": 2}), (2, 2, {"zero_stage": 3, "shard_size": 2}),
-    (4, 1, {"zero_stage": 1}),
+    (4, 1, {"zero_stage": 0}), (4, 1, {"zero_stage": 1}),
 ]
 
 
-def crossing(hosts: int, ranks: int, stage: int, shards: int, micro_steps: int, config: GPTConfig) -> float:
+def predicted(result: dict, alone: dict, bits: float) -> StepPlan:
     """
-    Bytes that a host sends to the others in an optimizer step, in float32 with gloo. Shards are those of one host, or
-    of all ranks (stage 0: one, with a rank on each host). Where all ranks share a copy, an all-gather goes round a ring
-    in the order of ranks, which leaves each host once; what is reduced or redistributed goes straight to its owner.
+    The planner's step, in float32 with gloo. The ranks of a host share its link. A rank computes as fast as the run on
+    one host and one rank did, Muon's products included, or slower where ranks share a core.
     """
-    world, replicas, (adamw, muon) = hosts * ranks, hosts * ranks // shards, parameter_counts(config)
-    head, sent = config.padded_vocab_size * config.n_embd, 0.0
-    float32 = torch.float32, torch.float32
-    for c in collectives(stage, shards, replicas, micro_steps, *float32, adamw + muon, muon, head):
-        size = c.bytes * c.times * c.passes
-        if c.among == "replicas":
-            sent += ranks * size * (replicas - 1) / replicas
-        elif shards > ranks:
-            sent += size * ((world - 1) / world if c.kind == "all-gather" else ranks * (world - ranks) / world)
-    return sent
+    hosts, ranks, changes = result["layout"]
+    config = config_from_depth(4, result["vocabulary"], RUN["max_seq_len"], arch=RUN["arch"])
+    stage, batch, (model,) = changes["zero_stage"], RUN["total_batch_size"], parts(config)
+    shards = changes.get("shard_size", hosts * ranks) if stage else 1
+    rate = (batch * model.flops + sum(model.products)) / alone["seconds"] * min(1, os.cpu_count() / (hosts * ranks))
+    between = Link("limited", bits / 8 * PAYLOAD / ranks, alone["latency"])
+    cluster = Cluster(hosts * ranks, ranks, Link("the same host", math.inf), between, gloo=True)
+    layout = Layout(stage, shards, RUN["device_batch_size"], result["micro-steps"])
+    return plan_step(config, cluster, layout, rate, torch.float32, batch)
+
+
+def round_trip(rate: str) -> float:
+    """Half the seconds that a packet needs to another host and back, as the median of many."""
+    echo = "import socket; c = socket.create_server(('', 9)).accept()[0]; [c.sendall(c.recv(1)) for _ in range(200)]"
+    ask = ("import socket, statistics, time; time.sleep(1); c = socket.create_connection(('host0', 9)); found = []\n"
+           "for _ in range(200):\n"
+           "    t = time.perf_counter(); c.sendall(b'x'); c.recv(1); found.append(time.perf_counter() - t)\n"
+           "print(statistics.median(found) / 2)")
+    with Hosts(2, rate) as network, tempfile.NamedTemporaryFile("r") as log:
+        answering = network.start(0, [sys.executable, "-c", echo], Path(log.name))
+        network.start(1, [sys.executable, "-c", ask], Path(log.name)).wait()
+        answering.wait()
+        return float(log.read())
 
 
 def run(number: int, rate: str, folder: Path) -> dict:
@@ -76,7 +92,7 @@ def run(number: int, rate: str, folder: Path) -> dict:
         raise SystemExit(log.read_text())
     records = [record for record in read_metrics(metrics) if "train/loss" in record]
     return {
-        "losses": [record["train/loss"] for record in records],
+        "layout": LAYOUTS[number], "losses": [record["train/loss"] for record in records],
         "sent": (sent[num_iterations - 1] - sent[half]) / (num_iterations - 1 - half),
         "seconds": statistics.median(record["train/dt"] for record in records[half:]),
         "micro-steps": int(re.search(r"x (\d+) micro-step", log.read_text())[1]),
@@ -89,22 +105,22 @@ if reason := why_not():
     print(f"not measured: {reason}")
     sys.exit(0)
 chosen = [int(part) for part in layouts.split(",")] if layouts else range(len(LAYOUTS))
-rows, reference = [], None
+rows, alone = [], None
 with scratch_base():
     make_sums(base_dir() / "texts")
     for rate in rates.split(","):
-        for number in chosen:
+        bits = float(rate.removesuffix("mbit").removesuffix("gbit")) * (1e9 if rate.endswith("gbit") else 1e6)
+        for number in dict.fromkeys((0, *chosen)) if alone is None else chosen:
             hosts, ranks, changes = LAYOUTS[number]
             result = run(number, rate, base_dir())
-            reference = reference or result["losses"]
-            off = max(abs(a - b) for a, b in zip(reference, result["losses"], strict=True))
-            config = config_from_depth(4, result["vocabulary"], 64, arch="classic")
-            stage = changes["zero_stage"]
-            shards = changes.get("shard_size", hosts * ranks) if stage else 1
-            expected = crossing(hosts, ranks, stage, shards, result["micro-steps"], config) if hosts > 1 else 0.0
+            alone = alone or result | {"latency": round_trip(rate)}
+            off = max(abs(a - b) for a, b in zip(alone["losses"], result["losses"], strict=True))
+            plan, seconds = predicted(result, alone, bits), result["seconds"]
             rows.append([rate, hosts, ranks, " ".join(f"{k}={v}" for k, v in changes.items()), f"{off:.1e}",
-                         f"{result['sent'] / 1e6:.3f} / {expected / 1e6:.3f}", f"{result['seconds']:.3f}"])
-            print(rows[-1], result["said"], flush=True)
+                         f"{result['sent'] / 1e6:.3f} / {ranks * plan.between / 1e6:.3f}",
+                         f"{seconds:.3f} / {plan.seconds:.3f}", f"{plan.seconds / seconds - 1:+.0%}"])
+            print(rows[-1], plan, result["said"], flush=True)
+print(f"a packet takes {alone['latency'] * 1e6:.0f} µs to another host")
 columns = ["link", "hosts", "ranks on each", "settings", "largest difference of a loss",
-           "MB per step from a host, measured / formula", "seconds per step"]
+           "MB per step from a host, measured / formula", "seconds per step, measured / planned", "planned is off by"]
 show(markdown_table(columns, rows), "many_hosts.md", "bench.hosts", write)

@@ -1,6 +1,6 @@
 """
-From 8 GPUs to 8,192: the fastest layout of ZeRO at each size, what a step then waits for, and the largest model that
-fits. Formulas of nanochat/plan/; the tables and the picture of docs/many_gpus.md.
+From 8 GPUs to 8,192: the fastest layout of ZeRO and pipelines at each size, what a step then waits for, and the largest
+model that fits. Formulas of nanochat/plan/; the tables and the picture of docs/many_gpus.md.
 
     python -m bench.many_gpus --write       # without --write they are only printed, and the picture is drawn here
 """
@@ -54,31 +54,32 @@ def table(depth: int, batch: int, found: dict[int, tuple[Layout, StepPlan, float
     for gpus in SIZES:
         if gpus not in found:
             few = batch < gpus * LENGTH
-            rows.append([gpus, *["–"] * 7, f"the batch has {batch // LENGTH:,} rows" if few else "nothing fits"])
+            rows.append([gpus, *["–"] * 9, f"the batch has {batch // LENGTH:,} rows" if few else "nothing fits"])
             if few:
                 break
             continue
         layout, step, mfu = found[gpus]
-        lost = {"communication": step.exposed, "Muon": step.update}
+        lost = {"communication": step.exposed, "Muon": step.update, "bubble": step.bubble}
         largest = max(lost, key=lost.get)
-        seconds = [f"{1e3 * number:,.1f}" for number in (step.compute, step.update, step.exposed)]
+        seconds = [f"{1e3 * number:,.1f}" for number in (step.compute, step.update, step.exposed, step.bubble)]
         its_rows = f"{layout.rows}{' twice' * layout.checkpointing}"
-        rows.append([gpus, layout.stage, layout.shards, its_rows, *seconds, f"{mfu:.0%}",
+        rows.append([gpus, layout.stage, layout.shards, layout.pipeline_stages, its_rows, *seconds, f"{mfu:.0%}",
                      f"{largest}: {lost[largest] / step.seconds:.0%}"])
     head = (f"**Depth {depth}**, {sum(parameter_counts(config)) / 1e9:.1f} billion parameters, "
             f"{batch:,} tokens in a step:\n\n")
-    return head + markdown_table(["GPUs", "stage", "shard_size", "rows", "computes, ms", "Muon, ms", "waits, ms", "MFU",
-                                  "what costs most, of the step"], rows)
+    return head + markdown_table(["GPUs", "stage", "shard_size", "pipeline", "rows", "computes, ms", "Muon, ms",
+                                  "waits, ms", "bubble, ms", "MFU", "what costs most, of the step"], rows)
 
 
 def largest_models() -> str:
     rows = []
     for gpus in [1, *SIZES]:
         cluster = cluster_of(gpus)._replace(per_host=min(gpus, PER_HOST))
-        depth = largest_depth(config_of, cluster, torch.bfloat16, MEMORY)
+        depth, layout = largest_depth(config_of, cluster, torch.bfloat16, MEMORY)
         parameters = sum(parameter_counts(config_of(depth)))
-        rows.append([gpus, depth, f"{parameters / 1e9:,.1f}"])
-    return markdown_table(["GPUs", "largest depth", "billion parameters"], rows)
+        how = f"stage {layout.stage}" + f", {layout.pipeline_stages} in a pipeline" * (layout.pipeline_stages > 1)
+        rows.append([gpus, depth, f"{parameters / 1e9:,.1f}", how])
+    return markdown_table(["GPUs", "largest depth", "billion parameters", "how"], rows)
 
 
 def draw(path: Path, curves: list[tuple[int, str, dict]]) -> None:

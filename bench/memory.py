@@ -17,7 +17,7 @@ from bench.harness import scratch_base, show
 from nanochat.compiling import set_compile
 from nanochat.errors import UserError
 from nanochat.gpt import GPTConfig, config_from_depth
-from nanochat.plan.memory import needed_bytes, parameter_counts, state_bytes, step_bytes
+from nanochat.plan.memory import needed_bytes, step_bytes
 from nanochat.plan.probes import set_up_training, train_step
 from nanochat.report import markdown_table
 from nanochat.tokenizer import get_tokenizer
@@ -82,7 +82,7 @@ for arch, (depth, length, rows, dtype, compiled, checkpointing) in [
 ]:
     config, kind = config_from_depth(depth, 8192, length, arch=arch), getattr(torch, dtype)
     formula = step_bytes(config, rows, kind, "cpu", compiled, checkpointing)
-    predicted = state_bytes(2, 1, kind, *parameter_counts(config)).gradients + formula.activations + formula.transient
+    predicted = sum(formula) - formula.kept - formula.saving
     measured = peak_of_a_step(config, rows, kind, compiled, checkpointing)
     how = f"{arch}, {'compiled' if compiled else 'eager'}{', checkpointing' * checkpointing}"
     tensors.append([depth, length, rows, dtype, how, f"{measured / 1e6:,.1f}", f"{predicted / 1e6:,.1f}",

@@ -63,7 +63,7 @@ def softcapped_cross_entropy(
     targets: (N,) int64, negative where there is nothing to predict, and the loss of one in the padding is infinite;
     softcap: at most MAX_SOFTCAP; None or 0 for plain logits; weights: (N,) float32, what each target counts for;
     sampled: for each of B rows of N / B targets these instead of the vocabulary, besides the target; needs a softcap.
-    Gradients flow to x and head, in their dtypes (head's in float32 where its `grad_dtype` asks for that).
+    Gradients flow to x and head, in their dtypes (head's in its `grad_dtype`, float32 where that is None).
     """
     valid = (targets >= 0).float()
     weights = valid if weights is None else valid * weights
@@ -108,7 +108,7 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
             # Sums over chunks are kept in fp32, whatever the dtype of the products.
             compiled(add_to)(grad_head, grad.T @ (rows * scale).to(rows.dtype))
         ctx.save_for_backward(grad_x, grad_head)
-        ctx.head_dtype = head.dtype if head.grad_dtype is None else head.grad_dtype
+        ctx.head_dtype = head.grad_dtype or torch.float32
         return loss
 
     @staticmethod
@@ -149,7 +149,7 @@ class SampledCrossEntropy(SoftcappedCrossEntropy):
         # Targets come twice: added in a fixed order, as an embedding's.
         grad_head += torch.ops.aten.embedding_dense_backward(torch.cat(grad_own), targets, len(head), -1, False)
         ctx.save_for_backward(torch.cat(grad_x).to(x.dtype), grad_head)
-        ctx.head_dtype = head.dtype if head.grad_dtype is None else head.grad_dtype
+        ctx.head_dtype = head.grad_dtype or torch.float32
         return loss
 
 

@@ -41,6 +41,11 @@ def stage_layers(config: GPTConfig, stages: int) -> list[range]:
     return [range(end - size, end) for size, end in zip(sizes, ends)]
 
 
+def stream_count(config: GPTConfig, layer: int) -> int:
+    """How many tensors (B, T, C) enter a layer; the middle of the model is one from there on."""
+    return 1 + config.residual_scales + bool(config.bigrams) + (config.backout and layer > config.n_layer // 2)
+
+
 class Pipeline:
     """
     Leaves of a model the layers of this rank's stage; with one stage that is all of it. Then, once the model has its
@@ -82,9 +87,6 @@ class Pipeline:
 
         config = self.model.config
 
-        def streams(layer: int) -> int:  # that enter a layer; the middle of the model is one from there on
-            return 1 + config.residual_scales + bool(config.bigrams) + (config.backout and layer > config.n_layer // 2)
-
         def example(count: int) -> tuple[Tensor, ...]:  # of what travels, without memory
             stream = torch.empty(rows, config.sequence_len, config.n_embd, dtype=sharding.dtype, device="meta")
             return (stream.requires_grad_(),) * count
@@ -93,8 +95,8 @@ class Pipeline:
             return self.model.lm_head(hidden, targets, None, "mean", softmax_share) / micro_batches
 
         tokens = torch.empty(rows, config.sequence_len, dtype=torch.int64, device="meta")
-        received = example(streams(self.layers.start)) if self.stage else (tokens,)
-        sent = example(1 if self.is_last else streams(self.layers.stop))
+        received = example(stream_count(config, self.layers.start)) if self.stage else (tokens,)
+        sent = example(1 if self.is_last else stream_count(config, self.layers.stop))
         part = PipelineStage(Part(self.model, self.layers), self.stage, self.stages, sharding.device, received, sent,
                              group=sharding.pipeline_group)
         self.schedule = Schedule1F1B(part, micro_batches, loss, scale_grads=False)

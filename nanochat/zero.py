@@ -52,7 +52,9 @@ class Bucket:
     and the summed gradients of its own part.
     """
 
-    def __init__(self, params: dict[str, Parameter], dtype: torch.dtype, shard_count: int, shard_rank: int):
+    def __init__(
+        self, params: dict[str, Parameter], dtype: torch.dtype, shard_count: int, shard_rank: int, summed: bool
+    ):
         self.params = params
         self.part_size, self.ranges = equal_ranges({name: tuple(p.shape) for name, p in params.items()}, shard_count)
         weights = [p.data.flatten().float() for p in params.values()]  # masters are float32, whatever the model came in
@@ -64,7 +66,8 @@ class Bucket:
         offset = 0
         for p in params.values():
             p.data = self.flat[offset : offset + p.numel()].view(p.shape)
-            p.grad_dtype = torch.float32  # autograd sums micro-steps in float32, whatever the dtype of the products
+            # Autograd sums micro-steps in float32, whatever dtype products have. What is sent at once keeps its own.
+            p.grad_dtype = torch.float32 if summed else None
             offset += p.numel()
         kept = [(name, r) for name, ranges in self.ranges.items() for r in ranges if r.rank == shard_rank]
         self.sizes = [r.end - r.start for _, r in kept]
@@ -83,10 +86,11 @@ class Bucket:
     def take_gradients(self, dtype: torch.dtype) -> Tensor:
         """The whole gradients end to end, zero for parameters that took no part in the loss; all release theirs."""
         parts = [self.flat.new_zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in self.params.values()]
-        parts = [part.to(dtype) for part in (*parts, self.padding) if len(part)]
         for p in self.params.values():
             p.grad = None
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if len(parts) == 1 and not len(self.padding):
+            return parts[0].to(dtype)
+        return torch.cat([*parts, self.padding], out=self.flat.new_empty(len(self.flat), dtype=dtype))
 
     def wait(self, *_) -> None:
         """Until `flat` and `grad` are complete. As a hook: before each forward pass of the unit."""
@@ -193,7 +197,8 @@ class Sharding:
         return [group for group in (self.shard_group, self.replica_group, self.pipeline_group) if group is not None]
 
     def add_bucket(self, modules: list[nn.Module], params: dict[str, Parameter]) -> None:
-        bucket = Bucket(params, self.dtype, self.shard_count, self.shard_rank)
+        bucket = Bucket(
+            params, self.dtype, self.shard_count, self.shard_rank, self.stage < 2 or self.shard_count == 1)
         self.buckets.append(bucket)
         self.shards += bucket.shards
         self.ranges |= bucket.ranges

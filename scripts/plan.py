@@ -1,9 +1,10 @@
 """
-A run before it is paid for: what each rank keeps and sends on each stage of ZeRO, how long a step computes, sends and
-waits, what all of it takes and costs. Formulas only: nothing is trained.
+A run before it is paid for: what each rank keeps and sends on each stage of ZeRO and in a pipeline, how long a step
+computes, sends and waits, what all of it takes and costs. Formulas only: nothing is trained.
 
     python -m scripts.plan --depth=20 --gpus=8 --gpu=H100 --link=nvlink4
     python -m scripts.plan --depth=32 --gpus=64 --gpus_per_node=8 --link=nvlink4 --between=ndr
+    python -m scripts.plan --depth=48 --gpus=64 --pipeline_stages=4 --device_batch_size=1
 """
 import math
 
@@ -14,8 +15,8 @@ import torch
 from nanochat.errors import UserError
 from nanochat.flops import datasheet_peak, peak_flops
 from nanochat.gpt import config_from_depth
-from nanochat.plan.machines import LINKS, Cluster, Layout, fastest_layout, fits, plan_step
-from nanochat.plan.memory import GIB, parameter_counts, shaped, state_bytes, step_bytes
+from nanochat.plan.machines import LINKS, Cluster, Layout, fastest_layout, fits, pipelines, plan_step
+from nanochat.plan.memory import GIB, parameter_counts, parts, shaped, state_bytes, step_bytes
 from nanochat.report import markdown_table
 from nanochat.schedule import accumulation_steps, choose_batch_size
 
@@ -36,6 +37,7 @@ memory_gib = 80.0           # [>0] of each
 mfu = 0.5                   # [0.0001..1] part of its bf16 peak that forward and backward passes are assumed to reach
 link = "nvlink4"            # of each GPU to the others of its host: a name of the table in nanochat/plan/machines.py
 between = "ndr"             # of each GPU to other hosts
+pipeline_stages = 1         # [1..] groups of ranks with layers of their own; more than 1: beside the layouts without
 price = 2.5                 # [0..] per GPU and hour, in whatever currency
 # ---- What to tell
 hours_only = False          # print the hours of pretraining, rounded up, and nothing else
@@ -51,12 +53,19 @@ if not gpu and not torch.cuda.is_available():
 
 config, dtype = config_from_depth(depth, vocab_size, max_seq_len, arch=arch), torch.bfloat16
 cluster = Cluster(gpus, min(gpus, gpus_per_node), LINKS[link], LINKS[between])
+if pipeline_stages not in (possible := pipelines(config, cluster)):
+    raise UserError(f"pipeline_stages={pipeline_stages} of {depth} layers on {gpus} GPUs, {gpus_per_node} on a host: "
+                    f"stages are whole hosts or equal parts of one; expected one of {', '.join(map(str, possible))}")
 adamw, muon = parameter_counts(config)
 computing, per_token = shaped(config).count_parameters("matrix", "head"), shaped(config).estimate_flops()
 if total_batch_size == -1:
     rows_unit = device_batch_size * max_seq_len * gpus
     total_batch_size = choose_batch_size(-1, target_param_data_ratio * computing, rows_unit)
-micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, gpus)
+micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, gpus // pipeline_stages)
+if micro_steps < pipeline_stages:
+    raise UserError(f"pipeline_stages={pipeline_stages} wants as many micro-steps, there are {micro_steps}; try "
+                    f"total_batch_size={total_batch_size // micro_steps * pipeline_stages}, or device_batch_size="
+                    f"{max(device_batch_size * micro_steps // pipeline_stages, 1)}")
 peak = datasheet_peak(gpu) if gpu else peak_flops(torch.device("cuda"), dtype).flops
 steps = max(round(target_param_data_ratio * computing / total_batch_size), 1)
 hours = steps * total_batch_size * per_token / (gpus * mfu * peak) / 3600
@@ -75,30 +84,40 @@ if not stages:
 
 def line(layout: Layout) -> list:
     """A row of the table."""
-    sharing = layout.shards if layout.stage else gpus
-    kept = sum(state_bytes(layout.stage, sharing, dtype, adamw, muon))
-    fullest = sum(step_bytes(config, layout.rows, dtype, "cuda", stage=layout.stage, ranks=sharing))
+    sharing = layout.shards if layout.stage else gpus // layout.pipeline_stages
+    fullest = sum(step_bytes(config, layout.rows, dtype, "cuda", stage=layout.stage, ranks=sharing,
+                             micro_steps=layout.micro_steps, pipeline_stages=layout.pipeline_stages))
     step = plan_step(config, cluster, layout, mfu * peak, dtype, total_batch_size)
     hours = steps * step.seconds / 3600
+    part = max(parts(config, layout.pipeline_stages), key=lambda part: part.adamw + part.muon)
+    kept = sum(state_bytes(layout.stage, sharing, dtype, part.adamw, part.muon))
     gigabytes = [f"{count / 1e9:.2f}" for count in (kept, fullest, step.within, step.between)]
-    seconds = [f"{number:.3f}" for number in (step.update, step.sending, step.exposed, step.seconds)]
+    seconds = [f"{n:.3f}" for n in (step.update, step.sending, step.exposed, step.bubble, step.seconds)]
     fit = "yes" if fits(config, cluster, layout, dtype, memory_gib * GIB) else "no"
     reached = total_batch_size * per_token / (gpus * step.seconds * peak)
-    return [layout.stage, layout.shards if layout.stage else "–", *gigabytes[:2], fit, *gigabytes[2:], *seconds,
-            f"{reached:.1%}", f"{hours:.2f}", f"{hours * gpus * price:,.0f}"]
+    return [layout.stage, layout.shards if layout.stage else "–", layout.pipeline_stages, *gigabytes[:2], fit,
+            *gigabytes[2:], *seconds, f"{reached:.1%}", f"{hours:.2f}", f"{hours * gpus * price:,.0f}"]
 
 
-several = [(stage, shards) for stage in (1, 2, 3) for shards in dict.fromkeys((cluster.per_host, gpus))]
-rows = [line(Layout(stage, shards, device_batch_size, micro_steps)) for stage, shards in ((0, 1), *several)]
-columns = ["stage", "shard_size", "keeps, GB", "at most, GB", f"fits {memory_gib:g} GiB", "sends within a host, GB",
-           "to others, GB", "Muon, s", "sending, s", "waits, s", "step, s", "MFU", "hours", "cost"]
+rows = []
+for pipelined in dict.fromkeys((pipeline_stages,) if micro_steps % pipeline_stages else (1, pipeline_stages)):
+    ranks, micro_batches = gpus // pipelined, micro_steps * pipelined // pipeline_stages
+    groups = dict.fromkeys((min(cluster.per_host, ranks), ranks))
+    zero = (1, 2, 3) if pipelined == 1 else (1,) if ranks > 1 else ()
+    several = [(stage, shards) for stage in zero for shards in groups]
+    rows += [line(Layout(stage, shards, device_batch_size, micro_batches, pipeline_stages=pipelined))
+             for stage, shards in ((0, 1), *several)]
+columns = ["stage", "shard_size", "pipeline", "keeps, GB", "at most, GB", f"fits {memory_gib:g} GiB",
+           "sends within a host, GB", "to others, GB", "Muon, s", "sending, s", "waits, s", "bubble, s", "step, s",
+           "MFU", "hours", "cost"]
 print(f"\nA rank, {device_batch_size} rows at a time; over {cluster.within.name}"
       + (f" within and {cluster.between.name} between hosts:\n" if gpus > gpus_per_node else ":\n"))
 print(markdown_table(columns, rows))
 best = fastest_layout(config, cluster, mfu * peak, dtype, total_batch_size, memory_gib * GIB)
 if best:
     layout, step = best
-    print(f"\nthe fastest that fits: --zero_stage={layout.stage} --shard_size={layout.shards} "
+    print(f"\nthe fastest that fits: --zero_stage={layout.stage}{f' --shard_size={layout.shards}' * (layout.stage > 0)}"
+          f"{f' --pipeline_stages={layout.pipeline_stages}' * (layout.pipeline_stages > 1)} "
           f"--device_batch_size={layout.rows}{' --activation_checkpointing' * layout.checkpointing}, "
           f"{step.seconds:.3f} s a step")
 else:

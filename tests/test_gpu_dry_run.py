@@ -13,7 +13,7 @@ from bench.roofline import COPY_SHARE, MEMORY, PRODUCT_SHARE, START, product_sec
 from nanochat import adamw
 from nanochat.flops import datasheet_peak
 from nanochat.gpt import config_from_depth
-from nanochat.plan.memory import parameter_counts, step_bytes
+from nanochat.plan.memory import moments, parameter_counts, step_bytes
 from nanochat.plan.traffic import sent_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:Set timeout is now only")  # of a fake process group
@@ -91,6 +91,18 @@ def test_memory_of_a_step_is_that_of_the_formula(ranks, eight_ranks):
     count = eight_ranks if ranks == 8 else count_step(ranks)
     formula = step_bytes(CONFIG, ROWS, torch.bfloat16, "cuda", compiled=False, stage=2, ranks=ranks)
     assert count.peak == pytest.approx(sum(formula), rel=0.02)
+
+
+@pytest.mark.parametrize("ranks, stage, micro_steps", [
+    (1, 2, 1), (1, 2, 2), (8, 0, 2), (8, 1, 1), (8, 1, 2), (8, 2, 1), (8, 2, 2), (64, 2, 1)])
+def test_memory_of_each_moment_is_that_of_the_formula(ranks, stage, micro_steps):
+    """One short row, so that gradients and states are most of it: at the loss, at the update, at most."""
+    config, count = config_from_depth(4, 65536, 256, arch="modern"), Count(min(3, ranks - 1), ranks)
+    dry_step(count, config, 1, stage, micro_steps, META, compiled=False)
+    found = moments(config, 1, torch.bfloat16, "cuda", False, stage=stage, ranks=ranks, micro_steps=micro_steps)
+    assert sum(found["loss"]) == pytest.approx(count.peaks["forward"], rel=0.01)
+    assert sum(found["update"]) == pytest.approx(max(count.peaks[p] for p in ("reduce", "adamw", "muon")), rel=0.01)
+    assert max(map(sum, found.values())) == pytest.approx(count.peak, rel=0.01)
 
 
 def test_products_have_the_flops_that_mfu_counts(eight_ranks):

@@ -155,7 +155,7 @@ def test_the_defaults_of_pretraining_fit_into_80_gb():
     config = config_from_depth(depth, 65536, length, arch="modern")
     for ranks in (1, 8):
         assert needed_bytes(config, rows, torch.bfloat16, "cuda", True, ranks) < 79 * GIB
-    assert needed_bytes(config, 2 * rows, torch.bfloat16, "cuda", True) > 79 * GIB, "one GPU holds no more"
+    assert needed_bytes(config, 4 * rows, torch.bfloat16, "cuda", True) > 79 * GIB
 
 
 def test_segments_grow_unless_the_user_says_otherwise(monkeypatch):

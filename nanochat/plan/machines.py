@@ -5,14 +5,15 @@ waits. docs/machines.md, docs/many_gpus.md.
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from nanochat.gpt import GPTConfig
-from nanochat.plan.memory import needed_bytes, parameter_counts, shaped
+from nanochat.pipeline import stream_count
+from nanochat.plan.memory import Part, needed_bytes, parts
+from nanochat.plan.passes import passes
 from nanochat.plan.traffic import Collective, collectives
 
 DEEPEST = 512   # that is looked at
@@ -47,29 +48,43 @@ class Cluster(NamedTuple):
     per_host: int
     within: Link
     between: Link
+    gloo: bool = False  # instead of NCCL; see `direct`, `turns`, and plan_part
 
     def on_a_host(self, size: int, stride: int) -> int:
         """Ranks on one host of a group of `size`, every stride-th rank."""
         return min(size, max(self.per_host // stride, 1))
 
+    def direct(self, collective: Collective) -> bool:
+        """Whether each rank sends to each other one, instead of around a ring."""
+        return collective.kind == "all-to-all" or self.gloo and collective.kind == "reduce-scatter"
+
+    def turns(self, size: int, collective: Collective, at_once: int) -> float:
+        """
+        What a collective's seconds are multiplied with where `at_once` of them are on their way together. Gloo has one
+        connection for each pair of ranks: that a rank is ready to receive waits there behind what it sends, so that two
+        messages pass one after the other; of several, the first two do.
+        """
+        paired = self.direct(collective) or size == 2 and collective.kind == "all-gather"
+        return 1 + 1 / at_once if self.gloo and paired else 1
+
     def sent(self, size: int, stride: int, collective: Collective) -> tuple[float, float]:
         """
         Bytes that a rank sends each time (within its host, to others), on average, in a group of every stride-th rank.
-        A ring through the group, host by host, leaves each host at one rank; the owners of matrices are sent to
-        directly.
+        A ring through the group, host by host, leaves each host at one rank; the owners of matrices, and with gloo of
+        gradients, are sent to directly.
         """
         here = self.on_a_host(size, stride)
         sent = collective.passes * collective.bytes * (size - 1) / size
         if here == size:
             return sent, 0.0
-        away = (size - here) / (size - 1) if collective.kind == "all-to-all" else 1 / here
+        away = (size - here) / (size - 1) if self.direct(collective) else 1 / here
         return sent * (1 - away), sent * away
 
     def latency(self, size: int, stride: int, collective: Collective) -> float:
         """Seconds of the messages of one such collective: a tree between hosts for an all-reduce, else a ring."""
         here = self.on_a_host(size, stride)
         hosts = size // here
-        if collective.kind == "all-to-all":  # all at once
+        if self.direct(collective):  # all at once
             steps = int(here > 1), int(hosts > 1)
         elif collective.kind == "all-reduce":
             steps = here - 1, math.ceil(math.log2(hosts))
@@ -86,105 +101,178 @@ class Layout(NamedTuple):
     rows: int           # per rank and micro-step
     micro_steps: int
     checkpointing: bool = False     # activations are computed twice instead of kept
+    pipeline_stages: int = 1        # each on neighbouring ranks; with several, ZeRO's stage is 0 or 1
 
 
 class StepPlan(NamedTuple):
-    """An optimizer step of a rank."""
+    """An optimizer step of a rank, on average over the pipeline's stages; what it waits for is that of the slowest."""
 
     compute: float      # seconds of forward and backward passes
     update: float       # of Muon: its products, and matrices on their way to their owners and back
     exposed: float      # that the passes wait for gradients and parameters
+    bubble: float       # that they wait for other stages of the pipeline: where it fills, drains, sends, is uneven
     within: float       # bytes sent within the host
     between: float      # to other hosts
     sending: float      # seconds that takes, one after the other
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.update + self.exposed
+        return self.compute + self.update + self.exposed + self.bubble
 
 
-@cache
-def orthogonalizing_flops(config: GPTConfig) -> list[int]:
-    """Of each of Muon's matrices: five steps of three products (`nanochat.muon.orthogonalize`)."""
-    model = shaped(config)
-    shapes = [sorted(p.shape) for name, p in model.named_parameters() if model.roles()[name] == "matrix"]
-    return [5 * (4 * m * m * n + 2 * m**3) for m, n in shapes]
+class PartPlan(NamedTuple):
+    """Seconds of a rank of one pipeline stage, and the bytes that it sends to its group in an optimizer step."""
+
+    forward: float      # a micro-batch computes
+    backward: float
+    gathers: float      # passes wait for parameters, over the step
+    reduces: float      # and for gradients
+    update: float
+    within: float
+    between: float
 
 
-def plan_step(
-    config: GPTConfig, cluster: Cluster, layout: Layout, rate: float, dtype: torch.dtype, batch_tokens: int
-) -> StepPlan:
+def plan_part(
+    part: Part, config: GPTConfig, cluster: Cluster, layout: Layout, rate: float, dtype: torch.dtype, tokens: float
+) -> PartPlan:
     """
-    rate: FLOP/s that a rank achieves; batch_tokens: of a step over all ranks.
+    tokens: of a micro-batch of a rank.
 
     What is sent during a pass hides behind it; the pass waits for what takes longer than it, at least for what the
     first unit sends: its parameters are needed first, its gradients are complete last. Both links work at once. A third
     of the FLOPs are the forward pass's.
     """
-    stage, shards, _rows, micro_steps, again = layout
-    adamw, muon = parameter_counts(config)
-    total, units = adamw + muon, [sum(p.numel() for p in unit.parameters()) for unit in shaped(config).units()]
-    third = batch_tokens / cluster.ranks * shaped(config).estimate_flops() / rate / 3  # seconds of a forward pass
-    passes = {"forward": third, "backward": (2 + again) * third}
-    replicas = cluster.ranks // shards
+    micro_steps, shards, total = layout.micro_steps, layout.shards, sum(part.units)
+    third = tokens * part.flops / rate / 3
+    passes = {"forward": third, "backward": (2 + layout.checkpointing) * third}
+    replicas = cluster.ranks // layout.pipeline_stages // shards
     head = config.padded_vocab_size * config.n_embd
-    sent = collectives(stage, shards, replicas, micro_steps, dtype, torch.float32, total, muon, head)
+    sent = collectives(layout.stage, shards, replicas, micro_steps, dtype, torch.float32, total, part.muon, head)
     groups = {"shards": (shards, 1), "replicas": (replicas, shards)}
-    within = sum(c.times * cluster.sent(*groups[c.among], c)[0] for c in sent)
-    between = sum(c.times * cluster.sent(*groups[c.among], c)[1] for c in sent)
+
+    def at_once(c: Collective) -> int:
+        if c.kind == "all-to-all":
+            return part.shapes
+        return len(part.units) if layout.stage < 3 else 1 if c.kind == "reduce-scatter" else 2  # fetched ahead: one
 
     def seconds(of: Iterable[Collective]) -> float:
         """Until they are done if nothing else goes on. Each unit has collectives of its own."""
-        both = [cluster.sent(*groups[c.among], c) for c in of]
-        messages = sum(cluster.latency(*groups[c.among], c) * (1 if c.kind == "all-to-all" else len(units)) for c in of)
+        turns = [cluster.turns(groups[c.among][0], c, at_once(c)) for c in of]
+        both = [[times * bytes for bytes in cluster.sent(*groups[c.among], c)] for times, c in zip(turns, of)]
+        units = {c: 1 if c.kind == "all-to-all" else len(part.units) for c in of}
+        messages = sum(cluster.latency(*groups[c.among], c) * units[c] for c in of)
         return max(sum(near for near, _ in both) / cluster.within.bandwidth,
                    sum(far for _, far in both) / cluster.between.bandwidth) + messages
 
-    exposed, first = 0.0, units[0] / total
-    for behind, computing in passes.items():
-        window, now = computing / micro_steps, [c for c in sent if c.behind == behind]
+    def waits(behind: str) -> float:
+        now, first = [c for c in sent if c.behind == behind], part.units[0] / total
+        # Gloo's gradients on stage 3 are waited for where they were computed: GlooReduceScatter in nanochat/zero.py.
+        waited_for = [c for c in now if cluster.gloo and layout.stage == 3 and c.kind == "reduce-scatter"]
+        now = [c for c in now if c not in waited_for]
         every = [c for c in now if c.times == micro_steps]
-        for times, of in ((micro_steps - 1, every), (1, now)):
-            exposed += times * max(seconds(of) - window, first * seconds(of))
-    exchange, products = seconds([c for c in sent if c.kind == "all-to-all"]), orthogonalizing_flops(config)
-    matrices = max(sum(products) / shards, max(products)) / rate  # a matrix has one owner
-    sending = within / cluster.within.bandwidth + between / cluster.between.bandwidth
-    return StepPlan(sum(passes.values()), matrices + exchange, exposed, within, between, sending)
+        hidden = sum(times * max(seconds(of) - passes[behind], first * seconds(of))
+                     for times, of in ((micro_steps - 1, every), (1, now)))
+        return hidden + micro_steps * seconds(waited_for)
+
+    levels = [[c.times * bytes for bytes in cluster.sent(*groups[c.among], c)] for c in sent]
+    exchange = seconds([c for c in sent if c.kind == "all-to-all"])
+    matrices = max(sum(part.products) / shards, max(part.products)) / rate  # a matrix has one owner
+    return PartPlan(*passes.values(), waits("forward"), waits("backward"), matrices + exchange,
+                    sum(near for near, _ in levels), sum(far for _, far in levels))
+
+
+def plan_step(
+    config: GPTConfig, cluster: Cluster, layout: Layout, rate: float, dtype: torch.dtype, batch_tokens: int
+) -> StepPlan:
+    """rate: FLOP/s that a rank achieves; batch_tokens: of a step over all ranks."""
+    stages, micro_steps, model = layout.pipeline_stages, layout.micro_steps, parts(config, layout.pipeline_stages)
+    ranks = cluster.ranks // stages
+    tokens = batch_tokens / ranks / micro_steps
+    planned = [plan_part(part, config, cluster, layout, rate, dtype, tokens) for part in model]
+    compute = micro_steps * sum(part.forward + part.backward for part in planned) / stages
+    within, between = (sum(getattr(part, level) for part in planned) / stages for level in ("within", "between"))
+
+    sending = []    # seconds of a micro-batch from each stage to the next; its gradient comes back as fast
+    for number, part in enumerate(model[1:], start=1):
+        size = tokens * config.n_embd * dtype.itemsize * stream_count(config, part.layers.start)
+        here = number % cluster.on_a_host(stages, ranks) > 0
+        link = cluster.within if here else cluster.between
+        sending.append(size / link.bandwidth + link.latency)
+        both_ways = 2 * micro_steps * size / stages
+        within, between = within + both_ways * here, between + both_ways * (not here)
+    schedule = passes(*(tuple(getattr(part, name) for part in planned) for name in ("forward", "backward")),
+                      tuple(sending), micro_steps)
+    starts, ends = {p.stage: p.start for p in reversed(schedule)}, {p.stage: p.end for p in schedule}
+    late = max(0.0, *(part.gathers - starts[stage] for stage, part in enumerate(planned)))
+    last = max(ends.values())
+    after = max(ends[stage] + part.reduces for stage, part in enumerate(planned)) - last
+    seconds = within / cluster.within.bandwidth + between / cluster.between.bandwidth
+    update = max(part.update for part in planned)
+    return StepPlan(compute, update, late + after, max(last - compute, 0.0), within, between, seconds)
 
 
 def fits(config: GPTConfig, cluster: Cluster, layout: Layout, dtype: torch.dtype, memory: float) -> bool:
     """Whether a rank's training fits into so many bytes of a GPU, margins included."""
-    sharing = layout.shards if layout.stage else cluster.ranks
+    sharing = layout.shards if layout.stage else cluster.ranks // layout.pipeline_stages
     return memory >= needed_bytes(
-        config, layout.rows, dtype, "cuda", True, sharing, stage=layout.stage, checkpointing=layout.checkpointing)
+        config, layout.rows, dtype, "cuda", True, sharing, stage=layout.stage, checkpointing=layout.checkpointing,
+        pipeline_stages=layout.pipeline_stages, micro_steps=layout.micro_steps)
 
 
-def shard_sizes(cluster: Cluster) -> list[int]:
-    """Ranks that may share a copy: those of 1, 2, 4, … hosts, and all."""
-    hosts = math.ceil(cluster.ranks / cluster.per_host)
+def shard_sizes(cluster: Cluster, pipeline_stages: int = 1) -> list[int]:
+    """Ranks that may share a copy of a pipeline stage: those of 1, 2, 4, … hosts, and all of the stage."""
+    ranks = cluster.ranks // pipeline_stages
+    hosts = math.ceil(ranks / cluster.per_host)
     sizes = [cluster.per_host << i for i in range(hosts.bit_length()) if hosts % 2**i == 0]
-    return sorted({*sizes, cluster.ranks}) if hosts > 1 else [cluster.ranks]
+    return sorted({*sizes, ranks}) if hosts > 1 else [ranks]
+
+
+def pipelines(config: GPTConfig, cluster: Cluster) -> list[int]:
+    """Possible numbers of pipeline stages: each has a layer, and is whole hosts or an equal part of one."""
+    sizes = {n: cluster.ranks // n for n in range(1, config.n_layer + 1) if cluster.ranks % n == 0}
+    return [n for n, size in sizes.items() if size % cluster.per_host == 0 or cluster.per_host % size == 0]
+
+
+def layouts(config: GPTConfig, cluster: Cluster, batch_tokens: int) -> Iterator[list[Layout]]:
+    """All that are looked at; in each list the same with fewer and fewer rows at a time."""
+    for stages in pipelines(config, cluster):
+        rows = batch_tokens * stages // (config.sequence_len * cluster.ranks)
+        halves = [rows >> i for i in range(rows.bit_length()) if rows % 2**i == 0 and 2**i >= stages]
+        zero = (1, 2, 3) if stages == 1 else (1,) if stages < cluster.ranks else ()
+        sharded = itertools.product(zero, shard_sizes(cluster, stages))
+        for (stage, shards), again in itertools.product([(0, 1), *sharded], (False, True)):
+            yield [Layout(stage, shards, half, rows // half, again, stages) for half in halves]
 
 
 def fastest_layout(
     config: GPTConfig, cluster: Cluster, rate: float, dtype: torch.dtype, batch_tokens: int, memory: float
 ) -> tuple[Layout, StepPlan] | None:
-    """The layout of the fastest step among those that fit, at the largest rows of each; None: there is none."""
-    rows, found = batch_tokens // (config.sequence_len * cluster.ranks), []
-    halves = [rows >> i for i in range(rows.bit_length()) if rows % 2**i == 0]
-    stages = [(0, 1), *itertools.product((1, 2, 3), shard_sizes(cluster))]
-    for (stage, shards), again in itertools.product(stages, (False, True)):
-        trials = (Layout(stage, shards, half, rows // half, again) for half in halves)
-        fitting = next((trial for trial in trials if fits(config, cluster, trial, dtype, memory)), None)
-        if fitting:
-            found.append((fitting, plan_step(config, cluster, fitting, rate, dtype, batch_tokens)))
+    """
+    The layout of the fastest step among those that fit; None: there is none. Without a pipeline only the largest rows
+    of each are looked at: fewer send more often.
+    """
+    found = []
+    for trials in layouts(config, cluster, batch_tokens):
+        for trial in trials:
+            if fits(config, cluster, trial, dtype, memory):
+                found.append((trial, plan_step(config, cluster, trial, rate, dtype, batch_tokens)))
+                if trial.pipeline_stages == 1:
+                    break
     return min(found, key=lambda pair: pair[1].seconds, default=None)
 
 
 def largest_depth(
     config_of: Callable[[int], GPTConfig], cluster: Cluster, dtype: torch.dtype, memory: float
-) -> int:
-    """The deepest model that can be trained: stage 3 over all ranks, one row, activations computed twice; 0: none."""
-    layout = Layout(3, cluster.ranks, 1, 1, True)
-    return bisect.bisect_left(
-        range(1, DEEPEST), True, key=lambda depth: not fits(config_of(depth), cluster, layout, dtype, memory))
+) -> tuple[int, Layout]:
+    """
+    The deepest model that can be trained, one row at a time and activations computed twice, and how: stage 3 over all
+    ranks, or a pipeline with stage 1 in each of its stages. Depth 0: none.
+    """
+    def fitting(depth: int) -> Layout | None:
+        config = config_of(depth)
+        tried = [Layout(1, cluster.ranks // n, 1, n, True, n) for n in pipelines(config, cluster)]
+        tried = [Layout(3, cluster.ranks, 1, 1, True), *tried]
+        return next((layout for layout in tried if fits(config, cluster, layout, dtype, memory)), None)
+
+    depth = bisect.bisect_left(range(1, DEEPEST), True, key=lambda depth: fitting(depth) is None)
+    return depth, fitting(depth) if depth else None

@@ -14,6 +14,7 @@ import torch
 from nanochat.attention import BLOCKWISE_MAX_LENGTH, query_blocks
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.loss import chunk_rows
+from nanochat.pipeline import stage_layers, stream_count
 
 FLOAT32 = 4  # bytes: masters, moments and accumulated gradients, whatever the compute dtype
 GIB = 2**30
@@ -52,7 +53,7 @@ def state_bytes(stage: int, ranks: int, dtype: torch.dtype, adamw: int, muon: in
 class StepBytes(NamedTuple):
     """Bytes of the tensors that a rank holds on its device at a moment of a training step."""
 
-    kept: float         # parameters, masters and moments
+    kept: float         # parameters, masters and moments; buffers of a pipeline
     gradients: float    # summed so far, on their way between ranks, and stage 3's gathered parameters
     activations: float  # what the forward pass has saved and the backward pass still needs
     temporary: float    # of the loss, of a block's backward pass, or of the optimizers
@@ -66,11 +67,41 @@ def shaped(config: GPTConfig) -> GPT:
         return GPT(config)
 
 
+class Part(NamedTuple):
+    """What a pipeline stage has of a model; with one stage, the model."""
+
+    layers: range
+    units: list[int]    # parameters of embedding, blocks and head, as far as it has them
+    largest: int        # of a tensor
+    adamw: int          # parameters in its care
+    muon: int
+    flops: int          # per token, forward and backward; of all parts: GPT.estimate_flops
+    shapes: int         # of its matrices: Muon sends those of one shape together
+    products: list[int]     # FLOPs of orthogonalizing each matrix: five steps of three products
+
+
+@cache
+def parts(config: GPTConfig, pipeline_stages: int = 1) -> tuple[Part, ...]:
+    """What each pipeline stage has. UserError for more stages than layers."""
+    model, found = shaped(config), []
+    roles = dict(zip(model.parameters(), model.roles().values(), strict=True))
+    for layers in stage_layers(config, pipeline_stages):
+        first, last = layers.start == 0, layers.stop == config.n_layer
+        units = [list(unit.parameters()) for unit in model.units()[layers.start + (not first) : layers.stop + 1 + last]]
+        matrices = [tuple(p.shape) for unit in units for p in unit if roles[p] == "matrix"]
+        muon, counts = sum(map(math.prod, matrices)), [sum(p.numel() for p in unit) for unit in units]
+        flops = 6 * (muon + last * counts[-1]) + 12 * config.n_embd * sum(map(config.window, layers))
+        products = [5 * (4 * m * m * n + 2 * m**3) for m, n in map(sorted, matrices)]
+        largest = max(p.numel() for unit in units for p in unit)
+        found.append(Part(layers, counts, largest, sum(counts) - muon, muon, flops, len(set(matrices)),
+                          products))
+    return tuple(found)
+
+
 def parameter_counts(config: GPTConfig) -> tuple[int, int]:
     """(AdamW's, Muon's) parameters."""
-    model = shaped(config)
-    muon = model.count_parameters("matrix")
-    return sum(p.numel() for p in model.parameters()) - muon, muon
+    (model,) = parts(config)
+    return model.adamw, model.muon
 
 
 def block_bytes(
@@ -105,74 +136,84 @@ def gradient_bytes(
 ) -> float:
     """
     Of gradients when the backward pass has left units[done:] behind it; in the last micro-step of one or `several`. On
-    more ranks the last two units' travel whole (`zero.MAX_IN_FLIGHT`). On stage 2 those of the micro-step before still
-    do when the backward pass begins, and so do the parameters that stage 3 has gathered.
+    more ranks the last two units' travel whole (`zero.MAX_IN_FLIGHT`); on stage 2 those of the micro-step before still
+    do when the backward pass begins. On stage 3 one unit's do, and parameters count that have been gathered: of the
+    unit at hand and of the one before it, which is next.
     """
-    count = len(units)
     finished, everything = sum(units[done:]), sum(units)
     if ranks == 1 or stage == 0:
         return FLOAT32 * (everything if several else finished)
     summed = FLOAT32 / ranks * (everything if several and stage > 1 else finished)
     waiting = FLOAT32 * sum(units[:done]) if several and stage == 1 else 0  # for the last micro-step, whole
-    sent = [*range(done, count), *(range(2) if several and stage > 1 else ())][:2]
-    travelling = FLOAT32 * (1 + 1 / ranks) * sum(units[i] for i in sent)
-    gathered = itemsize * sum(units[max(done - 2, 0) : done]) if stage == 3 else 0
-    return summed + waiting + travelling * (2 if stage == 3 else 1) + gathered
+    sent = [*units[done:], *(units if several and stage == 2 else ())][: 1 if stage == 3 else 2]
+    gathered = units[max(done - 2, 0) : done] if done < len(units) else units[-1:]
+    return summed + waiting + FLOAT32 * (1 + 1 / ranks) * sum(sent) + (itemsize * sum(gathered) if stage == 3 else 0)
 
 
 def moments(
     config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool = True,
     checkpointing: bool = False, stage: int = 2, ranks: int = 1, micro_steps: int = 2,
+    pipeline: tuple[int, int] = (0, 1),
 ) -> dict[str, StepBytes]:
     """
     Of the last micro-step and of the update, in this order, those that can be the fullest: rows of config.sequence_len
     tokens per rank and micro-step. From reading what is saved and what is alive: within 2% of the tensors' bytes
     (tests/test_doctor.py, tests/test_gpu_dry_run.py); what the allocator wastes and what the process itself needs comes
-    on top (`needed_bytes`).
+    on top (`needed_bytes`). pipeline: (number of the rank's stage, stages). A stage that keeps several micro-batches is
+    fullest before the last one, whose gradients alone travel.
     """
-    b, C, V, L = dtype.itemsize, config.n_embd, config.padded_vocab_size, config.n_layer
-    tokens, (adamw, muon) = rows * config.sequence_len, parameter_counts(config)
+    number, stages = pipeline
+    part, ahead = parts(config, stages)[number], min(stages - number, micro_steps)
+    units, layers, first, last = part.units, part.layers, number == 0, number == stages - 1
+    b, C, V, L = dtype.itemsize, config.n_embd, config.padded_vocab_size, len(layers)
+    tokens, (adamw, muon) = rows * config.sequence_len, (part.adamw, part.muon)
     width, head = tokens * C * b, FLOAT32 * V * C  # a residual stream; the head's gradient in float32
-    units = [sum(p.numel() for p in unit.parameters()) for unit in shaped(config).units()]
     state = state_bytes(stage, ranks, dtype, adamw, muon)
-    kept, share = state.parameters + state.optimizer, 1 if stage == 0 else ranks
+    # PyTorch's schedule has a buffer for the streams and gradients of each micro-batch; what the first block keeps of
+    # its input is one of them.
+    received = 0 if first else micro_steps * stream_count(config, layers.start) - ahead
+    buffers = width * (received + (0 if last else micro_steps * stream_count(config, layers.stop)))
+    kept, share = state.parameters + state.optimizer + buffers, 1 if stage == 0 else ranks
     saving = b * (adamw + muon) + state.optimizer if device_type == "cpu" else 0
 
     # Beside what the blocks save: the norms at both ends; bigram vectors; what the smear adds; the middle of the model
-    # where no block keeps its input.
-    blocks = [block_bytes(config, layer, rows, dtype, device_type, compiled) for layer in range(L)]
+    # where no block keeps its input; what a stage sent to the next.
+    blocks = [block_bytes(config, layer, rows, dtype, device_type, compiled) for layer in layers]
     wide = FLOAT32 / b if device_type == "cpu" and not compiled else 1
-    ends = 2 * wide + bool(config.bigrams) + 2 * config.smear + (config.backout and not config.residual_scales)
+    ends = (first + last) * wide + first * (bool(config.bigrams) + 2 * config.smear) + (not last)
+    ends += config.backout and not config.residual_scales and layers.stop > config.n_layer // 2
     around = ends * width + FLOAT32 * config.sequence_len * config.head_dim
     saved = [around + (layer * width if checkpointing else sum(blocks[:layer])) for layer in range(L + 1)]
 
     def moment(done: int, activations: float, temporary: float) -> StepBytes:
-        gradients = gradient_bytes(units, done, stage, ranks, b, micro_steps > 1)
-        return StepBytes(kept, gradients, activations, temporary, saving)
+        gradients = FLOAT32 * sum(units) if ahead > 1 else gradient_bytes(units, done, stage, ranks, b, micro_steps > 1)
+        return StepBytes(kept, gradients, activations + (ahead - 1) * saved[L], temporary, saving)
 
     # The loss: gradients of its input and of the head, and logits, beside the chunk before if there is one. Then the
-    # same gradients, scaled. A block: temporaries of its backward pass, and its own gradients, twice while they are put
-    # end to end to be sent. The optimizers: all updates of Muon, and of one shape what Newton-Schulz makes of it;
-    # AdamW's two temporaries.
+    # same gradients, scaled. A block: temporaries of its backward pass, or its gradients before they are summed.
+    # The optimizers: all updates of Muon, and of one shape what Newton-Schulz makes of it; AdamW's two temporaries.
     logits = V * chunk_rows(tokens, V, device_type)
     before = b * logits if tokens * V > logits else 0
     fused = max(2 * b * logits + before, 2 * b * logits + b * V * C)
-    found = {"loss": moment(L + 2, saved[L], head + 2 * width
-                            + (fused if compiled else (b + 4 * FLOAT32) * logits + before)),
-             "backward, head": moment(L + 2, saved[L], 2 * head + 3 * width)}
+    found = {} if not last else {
+        "loss": moment(len(units), saved[L], head + 2 * width
+                       + (fused if compiled else (b + 4 * FLOAT32) * logits + before)),
+        "backward, head": moment(len(units), saved[L], 2 * head + 3 * width)}
     for layer in reversed(range(L)):
         again = blocks[layer] if checkpointing else 0
-        own = (FLOAT32 + (FLOAT32 if ranks > 1 else b)) * units[layer + 1]
-        found[f"backward, block {layer}"] = moment(layer + 2, saved[layer + 1], 12 * width + again + own)
-    shard = min(max(p.numel() for p in shaped(config).parameters()), max(units) / share)
+        unit = layer + first
+        temporary = max(12 * width + again, b * units[unit])
+        found[f"backward, block {layers[layer]}"] = moment(unit + 1, saved[layer + 1], temporary)
+    shard = min(part.largest, max(units) / share)
     update = max((2.7 + (1 if share > 1 else 0)) * b * muon / share, 2 * FLOAT32 * shard)
     whole = FLOAT32 * (adamw + muon) / share
     return found | {"update": StepBytes(kept, whole, 0, update, saving)}
 
 
-def step_bytes(*args, **settings) -> StepBytes:
-    """The fullest of `moments`, which has the same arguments."""
-    return max(moments(*args, **settings).values(), key=sum)
+def step_bytes(*args, pipeline_stages: int = 1, **settings) -> StepBytes:
+    """The fullest of `moments`, which has the same arguments, in the pipeline stage that has it."""
+    found = [moments(*args, pipeline=(number, pipeline_stages), **settings) for number in range(pipeline_stages)]
+    return max((moment for of_stage in found for moment in of_stage.values()), key=sum)
 
 
 # ---- A process on a device: the step, what the process itself needs, and what allocators waste
