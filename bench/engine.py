@@ -19,6 +19,7 @@ from configurator import configure
 
 import torch
 
+from nanochat.compiling import set_compile
 from nanochat.distributed import compute_init
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, config_from_depth
@@ -32,6 +33,7 @@ device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 batch_size = 16             # [1..] sequences decoded together
 new_tokens = 256            # [1..496] written after each prompt of 16
 repeats = 5                 # [1..] of which the fastest counts
+compile = True              # also the compiled step
 copied_mb = 64              # [1..] size of the tensor whose copies tell the memory's rate
 configure(globals())
 
@@ -75,7 +77,7 @@ def step_bytes(rows: int, weight_bytes: int, cache_bytes: int) -> float:
 
 
 def report(name: str, rows: int, seconds: float, share: str = "") -> None:
-    print(f"{kind:14} batch {rows:3}  {name:24} {rows * new_tokens / seconds:8,.0f} tokens/s {share}", flush=True)
+    print(f"{kind:17} batch {rows:3}  {name:24} {rows * new_tokens / seconds:8,.0f} tokens/s {share}", flush=True)
 
 
 threads, rate = torch.get_num_threads(), copy_rate()
@@ -85,11 +87,14 @@ for dtype in ("float32", "bfloat16"):
     model.to(getattr(torch, dtype))
     kind = dtype
     report("uncached, once", 1, fastest(1, lambda: list(model.generate(prompts[0], new_tokens))))
-    for quantize in ("", "int8") if device.type == "cpu" else ("",):
-        kind = f"{dtype} {quantize}"
-        engine = Engine(copy.deepcopy(model) if quantize else model, tokenizer, batch_size, quantize=quantize)
+    for way in ("", "compiled", "int8"):
+        if way == "int8" and device.type != "cpu" or way == "compiled" and not set_compile(compile, device.type):
+            continue
+        kind, quantize = f"{dtype} {way}", way if way == "int8" else ""
+        its_model = copy.deepcopy(model) if quantize else model
+        engine = Engine(its_model, tokenizer, batch_size, quantize=quantize, compile=way == "compiled")
         for rows in sorted({1, batch_size}):
             sizes = step_bytes(rows, 1 if quantize else model.lm_head.weight.itemsize, model.lm_head.weight.itemsize)
-            for way, params in ways.items():
+            for name, params in ways.items():
                 seconds = fastest(repeats, functools.partial(engine.generate, prompts[:rows], params))
-                report(way, rows, seconds, f"MBU {sizes * new_tokens / seconds / rate:4.0%}")
+                report(name, rows, seconds, f"MBU {sizes * new_tokens / seconds / rate:4.0%}")

@@ -39,10 +39,13 @@ class CachedModel:
     embedding of the next one needs. There are at most max_rows.
     """
 
-    def __init__(self, model: GPT, max_rows: int, quantize: Literal["", "int8"] = ""):
-        """quantize: keep the matrices and the head as int8 only. The model loses its own: it is not called any more."""
-        self.model, self.config, self.max_rows = model, model.config, max_rows
-        prepared = partial(linear, quantize=quantize)
+    def __init__(self, model: GPT, max_rows: int, quantize: Literal["", "int8"] = "", compile: bool = False):
+        """
+        quantize: keep the matrices and the head as int8 only. The model loses its own: it is not called any more.
+        compile: `step`, now, for all numbers of rows and positions (docs/server.md says what that takes and gives).
+        """
+        self.model, self.config, self.max_rows, self.is_compiled = model, model.config, max_rows, compile
+        prepared = partial(linear, quantize=quantize, pack=not compile)
         with torch.inference_mode():
             self.layers = [
                 (block,
@@ -59,6 +62,14 @@ class CachedModel:
                     if role in ("matrix", "head"):
                         model.get_parameter(name).data = torch.empty(0, dtype=model.lm_head.weight.dtype, device=device)
         self.clear()
+        if compile:
+            self.step = torch.compile(self.step, dynamic=False)
+            for rows in {1, min(5, max_rows)}:  # one row is code of its own; 5 is no other size here
+                prefix = self.extend(Prefix(), [0] * min(17, self.config.sequence_len - 1))
+                for _ in range(rows):
+                    self.insert(prefix)
+                self.decode([0] * rows)
+                self.clear()
 
     def clear(self) -> None:
         """Forget every sequence."""
@@ -90,7 +101,8 @@ class CachedModel:
             y = attend_one(q.transpose(0, 1).reshape(1, -1, q.size(-1)), keys, values, masks[window])
             return y.view(q.size(1), -1, q.size(-1)).transpose(0, 1)  # (T, H, D)
 
-        x = self.hidden(tokens, [prefix.last, *tokens[:-1]], slice(start, end), look)
+        ids = torch.tensor([tokens, [prefix.last, *tokens[:-1]]], device=self.kv.device)
+        x = self.hidden(*ids, slice(start, end), look)
         logits = self.logits(x if every else x[-1:])
         return Prefix((*prefix.pieces, torch.stack(kept)), end, tokens[-1], prefix.cached, logits)
 
@@ -126,39 +138,52 @@ class CachedModel:
         """Read one more token in every row; returns the raw logits after it, (rows, vocab_size) in float32."""
         rows, device = len(tokens), self.kv.device
         self.reserve(rows, max(self.lengths) + 1)
-        positions = torch.tensor(self.lengths, device=device)
-        all_rows = torch.arange(rows, device=device)
         # A rectangle of the cache, up to the longest row's end; whole where it has to be contiguous: a CPU's bf16
-        # products are 2 to 10 times slower otherwise. The masks hide what a row has not reached, or is beyond the
-        # window of its layer: that starts elsewhere in each row, so there is no smaller rectangle.
+        # products are 2 to 10 times slower otherwise.
         whole = self.kv.dtype != torch.float32 or device.type != "cpu"
-        end = self.kv.size(4) if whole else max(self.lengths) + 1
-        kv = self.kv[:, :, :rows, :, :end].unbind()  # each (2, rows, H_kv, end, D)
-        keys = torch.arange(end, device=device)
+        keys = torch.arange(self.kv.size(4) if whole else max(self.lengths) + 1, device=device)
+        kv = [part for layer in self.kv[:, :, :rows].unbind() for part in layer.unbind()]
+        now = torch.tensor([tokens, self.last, self.lengths], device=device)
+        if self.is_compiled:  # sizes that change
+            for tensor, *dims in (now, 1), (keys, 0), *((part, 0, 2) for part in kv):
+                torch._dynamo.maybe_mark_dynamic(tensor, dims)
+        logits = self.step(now, keys, kv)
+        self.lengths, self.last = [length + 1 for length in self.lengths], list(tokens)
+        return logits
+
+    def step(self, now: Tensor, keys: Tensor, kv: list[Tensor]) -> Tensor:
+        """
+        What `decode` computes. now (3, rows): the token of each row, the one before, and its position; keys (T,): the
+        positions to look at; kv: keys, then values of each layer, (rows, H_kv, capacity, D), to which it adds.
+        """
+        tokens, previous, positions = now.unbind()
+        all_rows = torch.arange(len(positions), device=now.device)
+        # The masks hide what a row has not reached, or is beyond the window of its layer: that starts elsewhere in each
+        # row, so there is no smaller rectangle.
         masks = {}
         for window in self.windows:
             unseen = keys > positions[:, None]
             if window < self.config.sequence_len:
                 unseen |= keys <= positions[:, None] - window
-            mask = torch.zeros(unseen.shape, device=device).masked_fill_(unseen, float("-inf"))
-            masks[window] = mask.repeat_interleave(self.config.n_kv_head, dim=0)[:, None]  # (rows * H_kv, 1, end)
+            mask = torch.zeros(unseen.shape, device=now.device).masked_fill_(unseen, float("-inf"))
+            masks[window] = mask.repeat_interleave(self.config.n_kv_head, dim=0)[:, None]  # (rows * H_kv, 1, T)
 
         def look(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            kv[layer][:, all_rows, :, positions] = torch.stack((k, v), dim=1)
-            return attend_one(q, kv[layer][0], kv[layer][1], masks[self.config.window(layer)])
+            both = kv[2 * layer : 2 * layer + 2]
+            for part, new in zip(both, (k, v)):
+                part[all_rows, :, positions] = new
+            seen = (part[:, :, : len(keys)] for part in both)
+            return attend_one(q, *seen, masks[self.config.window(layer)])
 
-        x = self.hidden(tokens, self.last, positions, look)
-        self.lengths, self.last = [length + 1 for length in self.lengths], list(tokens)
-        return self.logits(x)
+        return self.logits(self.hidden(tokens, previous, positions, look))
 
-    def hidden(self, ids: list[int], previous: list[int], positions: Tensor | slice, look: Callable) -> Tensor:
+    def hidden(self, tokens: Tensor, previous: Tensor, positions: Tensor | slice, look: Callable) -> Tensor:
         """
         The blocks of the model → (N, C), for N tokens of one sequence, or one of each of N sequences; previous: the
         token before each, −1 where there is none. What they see of other tokens is up to
         look(layer, q (N, H, D), k (N, H_kv, D), v) → (N, H, D).
         """
         cos, sin = (angle[positions] for angle in self.angles)
-        tokens, before = torch.tensor([ids, previous], device=self.kv.device).unbind()
 
         def run(layer: int, x: Tensor, streams: tuple[Tensor, ...]) -> Tensor:
             block, qkv, attn_proj, fc, mlp_proj = self.layers[layer]
@@ -168,7 +193,7 @@ class CachedModel:
             x = attn_proj(y).add_(x)  # not x += …: a later block may read x
             return x.add_(mlp_proj(F.relu(fc(norm(x))).square_()))
 
-        return norm(self.model.run_blocks(range(self.config.n_layer), self.model.embed(tokens, before), run)[0])
+        return norm(self.model.run_blocks(range(self.config.n_layer), self.model.embed(tokens, previous), run)[0])
 
     def logits(self, x: Tensor) -> Tensor:
         return self.head(x)[:, : self.config.vocab_size].float()

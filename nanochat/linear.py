@@ -9,28 +9,28 @@ from torch import Tensor
 
 from nanochat.errors import UserError
 
-FEW_ROWS = 2    # float32: up to so many the plain product reads memory faster than the packed one (docs/decisions.md)
 INT8_ROWS = 32  # the kernel of int8 is for few rows; for more, a prompt's, the weight is made once what it was
 
 
-def linear(weight: Tensor, quantize: Literal["", "int8"] = "") -> Callable[[Tensor], Tensor]:
+def linear(weight: Tensor, quantize: Literal["", "int8"] = "", pack: bool = True) -> Callable[[Tensor], Tensor]:
     """
     The function x → x weightᵀ of x (N, C), in x's dtype, for a weight (O, C) that stays as it is. On a CPU the weight
-    is laid out here, once, in the blocks that oneDNN reads; F.linear repeats that in every call, which at 16 rows is
-    half of its time. quantize: keep it as `quantized` makes it. UserError for that on another device.
+    is laid out here, once: float32 as (C, O), along which a product of few rows reads memory at its rate; bfloat16 in
+    the blocks that oneDNN reads, which F.linear makes in every call, unless pack is False: torch.compile cannot read
+    them. quantize: keep it as `quantized` makes it. UserError for that on another device.
     """
     if quantize:
         if weight.device.type != "cpu":
             raise UserError(f"quantize={quantize} is for a CPU, not for {weight.device.type}; leave it out")
         return partial(quantized_product, *quantized(weight))
-    if weight.device.type != "cpu" or not can_pack(weight.dtype):
+    if weight.device.type != "cpu":
         return partial(F.linear, weight=weight)
-    return partial(packed_product, weight, torch.ops.mkldnn._reorder_linear_weight(weight))
+    if weight.dtype == torch.float32 or not pack or not can_pack(weight.dtype):
+        return partial(torch.mm, mat2=weight.T.contiguous())
+    return partial(packed_product, torch.ops.mkldnn._reorder_linear_weight(weight))
 
 
-def packed_product(weight: Tensor, packed: Tensor, x: Tensor) -> Tensor:
-    if len(x) <= FEW_ROWS and x.dtype == torch.float32:
-        return F.linear(x, weight)
+def packed_product(packed: Tensor, x: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
 
 
@@ -39,7 +39,7 @@ def can_pack(dtype: torch.dtype) -> bool:
     """Whether torch has these kernels for this CPU. They are not its public interface, so they are tried."""
     x, weight = torch.ones(4, 32, dtype=dtype), torch.ones(64, 32, dtype=dtype)
     try:
-        return torch.equal(packed_product(weight, torch.ops.mkldnn._reorder_linear_weight(weight), x), x @ weight.T)
+        return torch.equal(packed_product(torch.ops.mkldnn._reorder_linear_weight(weight), x), x @ weight.T)
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
 

@@ -6,6 +6,7 @@ They are kept in pieces, each under its owner and all tokens up to its end: equa
 finds another's: what is found shows in the usage and by the time that it saves, and would tell what the other one has
 asked.
 """
+from collections import Counter
 from collections.abc import Callable
 
 from torch import Tensor
@@ -19,10 +20,14 @@ PIECE = 128
 
 
 class PromptCache:
-    """Pieces of at most `limit` bytes together. The ones that were not used for longest go first."""
+    """
+    Pieces of at most `limit` bytes together. The ones that were not used for longest go first; an owner that has more
+    than half of the limit makes room with its own.
+    """
 
     def __init__(self, model: CachedModel, limit: int):
-        self.model, self.limit, self.size = model, limit, 0
+        self.model, self.limit = model, limit
+        self.sizes: Counter[str] = Counter()    # bytes by owner
         self.pieces: dict[tuple, Tensor] = {}   # by (owner, *tokens); the next one to go comes first
 
     def look_up(self, prefix: Prefix, prompt: list[int], owner: str) -> Prefix:
@@ -50,9 +55,12 @@ class PromptCache:
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
-                    self.pieces, self.size = {}, 0  # answers need the memory more
+                    self.pieces, self.sizes = {}, Counter()  # answers need the memory more
                     return
-                self.size += kept.nbytes
+                self.sizes[owner] += kept.nbytes
             self.pieces[key] = kept
-        while self.size > self.limit:
-            self.size -= self.pieces.pop(next(iter(self.pieces))).nbytes
+        while self.sizes.total() > self.limit:
+            only_own = self.sizes[owner] > self.limit / 2
+            oldest = next(key for key in self.pieces if key[0] == owner or not only_own)
+            self.sizes[oldest[0]] -= self.pieces.pop(oldest).nbytes
+            self.sizes += Counter()     # owners without pieces are forgotten

@@ -29,6 +29,7 @@ import torch
 import uvicorn
 
 from nanochat.checkpoint import find_model, furthest_stage, load_checkpoint
+from nanochat.compiling import set_compile
 from nanochat.distributed import compute_dtype, compute_init, print0
 from nanochat.engine import Engine
 from nanochat.errors import UserError
@@ -46,6 +47,7 @@ step: int | None = None     # of the checkpoint; None: the newest valid one
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
 quantize: Literal["", "int8"] = ""  # int8: weights of a quarter of the size, on a CPU only
+compile = False             # the decoding step: faster answers, for a minute at the first start and 10 s later
 workers = 0                 # [0..] engines for each model, on the GPUs in turn; 0: one for each GPU, or one on a CPU
 # ---- Who may ask
 host = "127.0.0.1"          # address to listen on; 0.0.0.0: every network this machine is in
@@ -98,6 +100,7 @@ if sources == ["auto"]:
 if not api_key and host not in LOOPBACK:
     print0(f"warning: whoever can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 *_, device = compute_init(device_type)
+compile = set_compile(compile, device.type)
 # Engines share the cores. This thread computes alone: a team of its own would be one too many for libgomp, which then
 # has every team sleep between two operations instead of spinning; the engines would run at half their speed.
 threads = max(1, torch.get_num_threads() // max(1, workers))
@@ -108,7 +111,7 @@ def make_engine(model: GPT, tokenizer: Tokenizer) -> Engine:
     """On the worker's thread."""
     torch.set_num_threads(threads)
     # One place more than an address may have: a newcomer need not wait for the end of another's answer.
-    return Engine(model, tokenizer, max_batch + 1, prompt_cache_mb * 2**20, quantize, max_batch)
+    return Engine(model, tokenizer, max_batch + 1, prompt_cache_mb * 2**20, quantize, max_batch, compile)
 
 
 devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [device]

@@ -34,10 +34,12 @@ from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.prompt_cache import PIECE
 from nanochat.sampling import SamplingParams
+from nanochat.serve import tokenization
 from nanochat.serve.connections import MAX_CONNECTIONS, WAIT_SECONDS, ImpatientProtocol
 from nanochat.serve.openai_api import ApiError
 from nanochat.serve.web import Limits, create_app
 from nanochat.serve.worker import Request, ServedModel, Worker
+from nanochat.tokenizer import Tokenizer
 
 KEY = "a-secret"
 MARKER = "xyzzy"            # in what users write here, never in the log
@@ -391,6 +393,7 @@ def test_the_usage_says_what_was_read_before(server):
     (r"messages\[1\].role: .*'system', 'developer', 'user' or 'assistant'",
      {"messages": [*chat("?"), {"role": "function", "content": "1", "name": "f"}]}),
     ("no messages", {"messages": []}), ("messages; at most 9", {"messages": chat(*"0123456789")}),
+    ("^(?!.*role).*10 messages; at most 9", {"messages": [{"role": "none of them is read"}] * 10}),
     (r"content must be a text or a list", {"messages": chat(None)}),
     (r"messages\[0\].content\[0\].type: .*'text'", {"messages": chat([{"type": "image_url", "image_url": {}}])}),
     ("only the assistant's content may have parts", {"messages": chat([{"type": "python", "text": "1"}])}),
@@ -985,6 +988,21 @@ async def test_loading_and_limits_of_time():
         with pytest.raises(ApiError, match="within 0.5 s"):
             await anext(second.chunks())
         assert model.workers[0].load == 0 and (await ask(client, "late")).status_code == 200
+
+
+@run_async
+async def test_nobody_waits_while_tokens_are_named(monkeypatch):
+    """The names of half a million tokens take a third of a second: not on the event loop."""
+    threads = set()
+
+    def named(tokenizer: Tokenizer, token: int) -> str:
+        threads.add(threading.current_thread())
+        return "?"
+
+    monkeypatch.setattr(tokenization, "token_text", named)
+    async with serving([make_engine]) as (client, _):
+        told = (await client.post("/tokenize", json={"prompt": "abc", "return_token_strs": True})).json()
+    assert told["token_strs"] == ["?"] * told["count"] and threads and threading.current_thread() not in threads
 
 
 @run_async

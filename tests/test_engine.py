@@ -1,5 +1,6 @@
 """The engine against the plain model, which reads everything again for each token, and samplers written out by hand."""
 import dataclasses
+import functools
 import math
 import random
 import re
@@ -172,6 +173,22 @@ def test_bfloat16_stays_close_to_the_plain_model(arch):
 
 
 @both
+def test_two_compiled_steps_are_enough_for_all_rows_and_lengths(arch, monkeypatch):
+    """Of one row and of several: none is compiled while answers are written, and the answers are the plain model's."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch._dynamo.utils.counters["stats"]
+    model, prompts = random_model(arch=arch), random_prompts(3, 30, 17, 71, 9, 40, 2)
+    engine = Engine(model, TOKENIZER, max_batch=6, compile=True)
+    assert compiled["unique_graphs"] == 2
+    for together in (prompts, prompts[:2], prompts[2:3]):
+        for prompt, answer in zip(together, engine.generate(together, greedy(20))):
+            assert answer.tokens == uncached(model, prompt, 20)
+    assert compiled["unique_graphs"] == 2
+
+
+@both
 def test_int8_stays_close_to_the_model_of_rounded_weights(arch):
     """
     Teacher-forced, as with bfloat16, whose rounding the activations get: against the plain model whose every element is
@@ -323,7 +340,7 @@ def test_the_prompt_cache_keeps_within_its_limit_what_was_used_last(monkeypatch)
     def cached(prompt: list[int]) -> int:
         [answer] = engine.generate([prompt], greedy(1))
         kept = cache.pieces.values()
-        assert cache.size == sum(tensor.untyped_storage().nbytes() for tensor in kept) <= 10 * piece
+        assert cache.sizes.total() == sum(tensor.untyped_storage().nbytes() for tensor in kept) <= 10 * piece
         assert len({tensor.data_ptr() for tensor in kept}) == len(kept)
         return answer.cached
 
@@ -337,7 +354,27 @@ def test_the_prompt_cache_keeps_within_its_limit_what_was_used_last(monkeypatch)
         engine = Engine(model, TOKENIZER, prompt_cache_bytes=limit)
         cache = engine.prompt_cache
         assert [engine.generate([steady], greedy(1))[0].cached for _ in range(2)] == [0, found]
-        assert cache.size == len(cache.pieces) * piece <= limit
+        assert cache.sizes.total() == len(cache.pieces) * piece <= limit
+
+
+def test_one_owner_leaves_half_of_the_prompt_cache_to_others(monkeypatch):
+    """Ten pieces, four of them a visitor's: a flood of another one's prompts does not push them out."""
+    cut_prompts(monkeypatch, 8)
+    model, (visited, *flood) = random_model(), random_prompts(33, *[25] * 8)
+    engine = Engine(model, TOKENIZER, prompt_cache_bytes=10 * 3 * 2 * 64 * 8 * 4)  # layers, both, width, tokens, bytes
+
+    def cached(prompt: list[int], owner: str) -> int:
+        [answer] = engine.add(prompt, greedy(1), owner=owner)
+        finish(engine)
+        return answer.cached
+
+    assert cached(visited, "visitor") == 0
+    assert not any(cached(prompt, "flood") for prompt in flood)
+    assert cached(visited, "visitor") == 32
+    assert [cached(prompt, "flood") for prompt in reversed(flood)] == [24, 24, *[0] * 6], "what there is room for"
+    assert cached(visited, "visitor") == 32
+    assert not any(cached(visited, owner) for owner in "abcdefgh")
+    assert engine.prompt_cache.sizes.keys() == {"f", "g", "h"}, "nothing is kept of who has no piece"
 
 
 def test_the_prompt_cache_gives_way_where_memory_is_short(monkeypatch):
@@ -351,7 +388,7 @@ def test_the_prompt_cache_gives_way_where_memory_is_short(monkeypatch):
     monkeypatch.setattr(engine.model, "piece", no_memory)
     [answer] = engine.generate([prompt], greedy(12))
     assert answer.tokens == Engine(random_model(), TOKENIZER).generate([prompt], greedy(12))[0].tokens
-    assert not engine.prompt_cache.pieces and engine.prompt_cache.size == 0
+    assert not engine.prompt_cache.pieces and engine.prompt_cache.sizes.total() == 0
 
 
 @pytest.mark.parametrize("ended", ["removed", "refused", "answered"])

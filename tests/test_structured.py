@@ -19,8 +19,10 @@ from nanochat.detokenizer import to_parts
 from nanochat.engine import Engine
 from nanochat.errors import UserError
 from nanochat.sampling import SamplingParams
+from nanochat.serve import structured
 from nanochat.serve.structured import MAX_BYTES, compile_grammar, json_of
 from nanochat.serve.tools import Function, read_call
+from nanochat.tokenizer import Tokenizer
 
 STOPS = [SPECIAL("<|assistant_end|>"), SPECIAL("<|bos|>")]
 
@@ -36,6 +38,22 @@ def grammar(expression: str):
 
 def sampling(expression: str, max_tokens: int = 900, **settings) -> SamplingParams:
     return SamplingParams(max_tokens, tools=False, grammar=grammar(expression), **settings)
+
+
+def test_the_grammars_of_one_client_wait_for_each_other_not_others_for_them(monkeypatch):
+    compiled = []
+
+    def slow(expression: str, tokenizer: Tokenizer) -> None:
+        time.sleep(0.02)
+        compiled.append(expression)
+
+    async def ask() -> None:
+        asked = [("busy", "1"), ("busy", "2"), ("busy", "3"), ("busy", "4"), ("new", "5")]
+        await asyncio.gather(*(compile_grammar(expression, TOKENIZER, client) for client, expression in asked))
+
+    monkeypatch.setattr(structured, "compiled", slow)
+    asyncio.run(ask())
+    assert compiled == ["1", "5", "2", "3", "4"] and not structured.TURNS
 
 
 def strict(**properties) -> dict:

@@ -1,5 +1,5 @@
 """
-OpenAI's HTTP interface, as far as it is supported: what a request may say, and what an answer looks like.
+OpenAI's HTTP interface, as far as it is supported: what a request may say. replies.py has what an answer looks like.
 
 Extensions:
 
@@ -31,12 +31,7 @@ with finish_reason "length"; so does the server's time limit. usage counts every
 the calculator and the one that ends an answer. A parameter that would change the answer and is not supported is an
 error, unless it is set to what happens anyway.
 """
-import json
-import time
-import uuid
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
@@ -44,13 +39,11 @@ from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
 from nanochat.conversation import Conversation, check_conversation
-from nanochat.detokenizer import Delta, parts_of
-from nanochat.engine import FinishReason, default_stop
+from nanochat.engine import default_stop
 from nanochat.errors import UserError
 from nanochat.sampling import Grammar, SamplingParams
-from nanochat.serve.logprobs import PlacedLogprob, chat_logprobs, completion_logprobs
 from nanochat.serve.structured import Formed
-from nanochat.serve.tools import Function, WithTools, describe, parts_of_result, parts_with_calls, read_call
+from nanochat.serve.tools import Function, WithTools, describe, parts_of_result, parts_with_calls
 from nanochat.tokenizer import Tokenizer
 
 # Parameters that do not change an answer: they say who asks, how it is billed or kept.
@@ -165,9 +158,16 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     @classmethod
-    def parse(cls, body: bytes | dict[str, Any], **defaults: float) -> Self:
-        """The request in a body. ApiError, 400, for anything that cannot be answered as it is meant."""
+    def parse(cls, body: bytes | dict[str, Any], max_messages: int = 0, **defaults: float) -> Self:
+        """
+        The request in a body. ApiError, 400, for anything that cannot be answered as it is meant. More messages than
+        max_messages are refused before any of them is read.
+        """
         fields = json_object(body) if isinstance(body, bytes) else body
+        messages = fields.get("messages") if max_messages else None
+        if isinstance(messages, list) and len(messages) > max_messages:
+            words = f"{len(messages):,} messages; at most {max_messages:,} are allowed"
+            raise ApiError(400, words, "too_many_messages", "messages")
         for name, value in fields.items():
             if isinstance(value, dict) and len(value) > MOST_ENTRIES:  # an error for each would hold up the event loop
                 words = f"{name:.80}: {len(value):,} entries; at most {MOST_ENTRIES:,} are allowed"
@@ -296,109 +296,3 @@ class CompletionRequest(BaseRequest):
         # With max_tokens=0 the engine has only the prompt to read: for its log-probabilities, wanted or not.
         reads = self.echo and (self.logprobs is not None or not self.max_tokens)
         return {"logprobs": self.logprobs, "prompt_logprobs": (self.logprobs or 0) if reads else None}
-
-
-# ---- Answers
-
-
-@dataclass
-class Chunk:
-    """What was written of one choice since its last chunk."""
-    index: int                      # of the choice: n to the first prompt, then those to the second
-    deltas: list[Delta] = field(default_factory=list)
-    logprobs: list[PlacedLogprob] = field(default_factory=list)
-    tokens: int = 0                 # those without text count as well
-    cached: int = 0                 # tokens of its prompt that were not read again
-    finish_reason: FinishReason | Literal["tool_calls"] | None = None
-
-
-class Reply:
-    """The choices of one request in OpenAI's shapes: as one response, or as server-sent events."""
-
-    def __init__(self, asked: BaseRequest, model: str, step: int, tokenizer: Tokenizer, prompt_tokens: int):
-        self.is_chat = isinstance(asked, ChatRequest)
-        self.include_usage = bool(asked.stream_options.get("include_usage"))
-        self.kind, prefix = ("chat.completion", "chatcmpl-") if self.is_chat else ("text_completion", "cmpl-")
-        self.head = {
-            "id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model,
-            "system_fingerprint": f"step_{step}",
-        }
-        self.describe = partial(chat_logprobs if self.is_chat else completion_logprobs, tokenizer)
-        self.prompt_tokens, self.completion_tokens, self.cached_tokens = prompt_tokens, 0, 0
-        self.parts: dict[int, list[dict[str, str]]] = {}        # by choice
-        self.logprobs: dict[int, list[PlacedLogprob]] | None = {} if asked.told().get("logprobs") is not None else None
-        self.finish_reasons: dict[int, str | None] = {}
-        self.functions, self.calls = asked.functions, {}        # the calls by choice
-
-    def add(self, chunks: Sequence[Chunk]) -> list[dict[str, Any]]:
-        """Take these chunks in; returns the choices of the events that say what is new."""
-        choices, nothing = [], {"delta": {}} if self.is_chat else {"text": ""}
-        for chunk in chunks:
-            if self.is_chat and chunk.index not in self.parts:
-                choices.append(choice(chunk.index, {"delta": {"role": "assistant", "content": ""}}))
-            parts, new = self.parts.setdefault(chunk.index, []), []
-            for part in parts_of(chunk.deltas):
-                if not parts or parts[-1]["type"] != part["type"]:
-                    parts.append(part | {"text": ""})
-                parts[-1]["text"] += part["text"]
-                content = {"content": part["text"]} if part["type"] == "text" else {}
-                delta = {"delta": content | {"parts": [{"index": len(parts) - 1} | part]}}
-                new.append(choice(chunk.index, delta if self.is_chat else {"text": part["text"]}))
-            if chunk.finish_reason and (call := read_call(parts, self.functions)):
-                self.calls[chunk.index], chunk.finish_reason = call, "tool_calls"
-                new.append(choice(chunk.index, {"delta": {"tool_calls": [{"index": 0} | call]}}))
-            if chunk.finish_reason or (chunk.logprobs and not new):
-                new.append(choice(chunk.index, nothing, chunk.finish_reason))
-            if chunk.logprobs:
-                self.logprobs.setdefault(chunk.index, []).extend(chunk.logprobs)
-                new[0]["logprobs"] = self.describe(chunk.logprobs)
-            choices += new
-            self.finish_reasons[chunk.index] = chunk.finish_reason
-            self.completion_tokens += chunk.tokens
-            self.cached_tokens += chunk.cached
-        return choices
-
-    def whole(self) -> dict[str, Any]:
-        """All that was added, as one response."""
-        choices = []
-        for index, parts in sorted(self.parts.items()):
-            text = "".join(part["text"] for part in parts if part["type"] == "text" or not self.is_chat)
-            message = {"role": "assistant", "content": text, "refusal": None, "parts": parts}
-            if index in self.calls:
-                message |= {"content": text or None, "tool_calls": [self.calls[index]]}
-            content = {"message": message} if self.is_chat else {"text": text}
-            choices.append(choice(index, content, self.finish_reasons[index]))
-            if self.logprobs is not None:
-                choices[-1]["logprobs"] = self.describe(self.logprobs.get(index, []))
-        return self.head | {"object": self.kind, "choices": choices, "usage": self.usage()}
-
-    async def events(self, first: Sequence[Chunk], later: AsyncIterator[Sequence[Chunk]]) -> AsyncIterator[bytes]:
-        """As server-sent events. An error is an event as well, for which the official client raises APIError."""
-        head = self.head | {"object": "chat.completion.chunk" if self.is_chat else self.kind}
-        no_usage = {"usage": None} if self.include_usage else {}
-
-        def progress(chunks: Sequence[Chunk]) -> bytes:
-            return b"".join(event(head | {"choices": [one]} | no_usage) for one in self.add(chunks))
-
-        try:
-            yield progress(first)
-            async for chunks in later:
-                yield progress(chunks)
-            if self.include_usage:
-                yield event(head | {"choices": [], "usage": self.usage()})
-            yield b"data: [DONE]\n\n"
-        except ApiError as error:
-            yield event(error.body())
-
-    def usage(self) -> dict[str, Any]:
-        total = self.prompt_tokens + self.completion_tokens
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total,
-                "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
-
-
-def event(data: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
-
-
-def choice(index: int, content: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-    return {"index": index} | content | {"logprobs": None, "finish_reason": finish_reason}

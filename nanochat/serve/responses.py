@@ -10,7 +10,8 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from nanochat.serve.openai_api import ApiError, Chunk, Reply
+from nanochat.serve.openai_api import ApiError
+from nanochat.serve.replies import Chunk, Reply
 
 # Parameters that say the same in both interfaces, and those that have another name in chat.
 SAME = {"model", "temperature", "top_p", "stream", "user", "metadata", "store", "service_tier", "safety_identifier",

@@ -10,6 +10,7 @@ import copy
 import functools
 import json
 import re
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -31,6 +32,7 @@ LIMITS = dict(
     initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=20_000,
     precompute_large_lexemes=False, verbose_errors=False)
 COMPILER = ThreadPoolExecutor(1, "grammars")    # a grammar waits for another one, tokens for none
+TURNS: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # by client, while any waits
 
 
 class Grammar:
@@ -110,14 +112,18 @@ def json_of(schema: dict[str, Any]) -> str:
     return f"%json {json.dumps(schema | compact)}"
 
 
-async def compile_grammar(expression: str, tokenizer: Tokenizer) -> Grammar:
-    """In a thread of its own. UserError for what is wrong, too large or not supported, or if the library is missing."""
+async def compile_grammar(expression: str, tokenizer: Tokenizer, client: str = "") -> Grammar:
+    """
+    In a thread of its own, at most one for each client at a time: another client waits for one of them. UserError for
+    what is wrong, too large or not supported, or if the library is missing.
+    """
     if re.search(r'"multipleOf": [-\d]', expression):
         raise UserError("the form of the answer: multipleOf is not supported; leave it out")
     if len(expression) > MAX_BYTES:
         words = f"{len(expression):,} characters; at most {MAX_BYTES:,} are allowed"
         raise UserError(f"the form of the answer: {words}")
-    return await asyncio.get_running_loop().run_in_executor(COMPILER, compiled, expression, tokenizer)
+    async with TURNS.setdefault(client, asyncio.Lock()):
+        return await asyncio.get_running_loop().run_in_executor(COMPILER, compiled, expression, tokenizer)
 
 
 def compiled(expression: str, tokenizer: Tokenizer) -> Grammar:

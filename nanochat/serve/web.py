@@ -1,61 +1,48 @@
 """
 The chat server as a web application: the page, OpenAI's interface, health and metrics.
 
-The life of a request: `Gate` lets it in, `Api.chat` or `Api.complete` reads and checks it, `Api.answer` gives it to a
-worker (worker.py) and turns the chunks that come back into JSON or into server-sent events (openai_api.py).
+The life of a request: `Gate` lets it in (gate.py), `Api.chat` or `Api.complete` reads and checks it (openai_api.py),
+`Api.answer` gives it to a worker (worker.py) and turns the chunks that come back into JSON or into server-sent events
+(replies.py).
 
 Limits are checked before work is done. Nothing that a user writes gets into a log.
 """
 import asyncio
-import base64
 import contextlib
-import hashlib
-import hmac
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.types import Message as AsgiMessage
 
 from nanochat.conversation import drop_oldest, render_prompt, render_text
 from nanochat.errors import UserError
+from nanochat.serve.gate import Gate, read_body, show_error
+from nanochat.serve.metrics import Metrics
 from nanochat.serve.openai_api import (
     ApiError,
     BaseRequest,
     ChatRequest,
-    Chunk,
     CompletionRequest,
     Message,
-    Reply,
     conversation_of,
     json_object,
 )
 from nanochat.serve.openapi import describe
+from nanochat.serve.page import page
+from nanochat.serve.replies import Chunk, Reply
 from nanochat.serve.request_id import RequestId
 from nanochat.serve.responses import BODY, ResponsesReply, chat_fields
 from nanochat.serve.structured import compile_grammar
 from nanochat.serve.tokenization import DetokenizeRequest, TokenizeRequest, tokenizer_info
-from nanochat.serve.worker import Request, ServedModel, Worker, log_error
-
-PAGE = Path(__file__).with_name("ui.html")
-BODY_SECONDS = 30   # within which the body of a request must have come
-OPEN_PATHS = "/", "/health", "/metrics", "/openapi.json"    # everybody may read them
-SECONDS = 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120  # limits of the histograms' buckets
-SAFE = (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"), (b"cache-control", b"no-store")
+from nanochat.serve.worker import Request, ServedModel, Worker
 
 
 @dataclass(frozen=True)
@@ -116,29 +103,6 @@ def create_app(
         routes=routes, middleware=middleware, exception_handlers={HTTPException: show_error}, lifespan=lifespan)
 
 
-class Metrics:
-    """What Prometheus reads."""
-
-    def __init__(self, models: list[ServedModel]):
-        self.registry = CollectorRegistry()
-        self.responses = Counter(
-            "nanochat_requests", "Responses by path and status", ["path", "status"], registry=self.registry)
-        each = {"labelnames": ["model"], "registry": self.registry}
-        times = each | {"buckets": SECONDS}
-        self.first_token = Histogram("nanochat_time_to_first_token_seconds", "From request to first token", **times)
-        self.duration = Histogram("nanochat_request_seconds", "From request to the end of its answers", **times)
-        self.tokens = Counter("nanochat_tokens", "Tokens written", **each)
-        running = Gauge("nanochat_running", "Answers being written", **each)
-        waiting = Gauge("nanochat_queue_length", "Answers that wait for a place", **each)
-        for model in models:
-            self.tokens.labels(model.id)  # 0 before the first one
-            running.labels(model.id).set_function(lambda model=model: model.running)
-            waiting.labels(model.id).set_function(lambda model=model: model.waiting)
-
-    async def read(self, http: HttpRequest) -> Response:
-        return Response(generate_latest(self.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-
 class Api:
     """The endpoints that speak of models."""
 
@@ -194,7 +158,8 @@ class Api:
     async def answer_chat(
         self, http: HttpRequest, body: bytes | dict, make_reply: Callable[..., Reply] = Reply
     ) -> Response:
-        request = ChatRequest.parse(body, max_tokens=self.limits.max_new_tokens, **self.defaults)
+        request = ChatRequest.parse(
+            body, self.limits.max_messages, max_tokens=self.limits.max_new_tokens, **self.defaults)
         model = self.find(request.model)
         if request.functions and not model.chats:
             raise ApiError(400, f"{model.id} is a base model: it calls no functions", param="tools")
@@ -205,9 +170,6 @@ class Api:
 
     def render(self, model: ServedModel, messages: Sequence[Message], room: int) -> list[int]:
         """The tokens of a chat. room: for how many, where older exchanges are dropped to fit in."""
-        if len(messages) > self.limits.max_messages:
-            words = f"{len(messages):,} messages; at most {self.limits.max_messages:,} are allowed"
-            raise ApiError(400, words, "too_many_messages", "messages")
         conversation = conversation_of(messages)
         self.check_chars([part.text for message in messages for part in message.parts], "messages")
         render = partial(partial(render_prompt, continue_last=True) if model.chats else render_text, model.tokenizer)
@@ -233,14 +195,16 @@ class Api:
     # ---- Tokens
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        request = TokenizeRequest.parse(await read_body(http, self.limits.max_body_bytes))
+        body = await read_body(http, self.limits.max_body_bytes)
+        request = TokenizeRequest.parse(body, self.limits.max_messages)
         model = self.find(request.model)
         if request.prompt is None:
             ids = self.render(model, request.messages, model.context)
         else:
             self.check_chars([request.prompt], "prompt")
             ids = request.ids_of_prompt(model.tokenizer)
-        return JSONResponse(request.answer(model.tokenizer, ids, model.context))
+        # In a thread of its own: the names of half a million tokens take a third of a second.
+        return JSONResponse(await asyncio.to_thread(request.answer, model.tokenizer, ids, model.context))
 
     async def detokenize(self, http: HttpRequest) -> Response:
         request = DetokenizeRequest.parse(await read_body(http, self.limits.max_body_bytes))
@@ -272,13 +236,12 @@ class Api:
         if asked.n > self.limits.max_n:
             raise ApiError(400, f"n={asked.n} is too much; at most {self.limits.max_n} answers are allowed", param="n")
         tools = isinstance(asked, ChatRequest) and model.chats
-        form = asked.form(model.tokenizer)
+        client, form = http.client.host if http.client else "", asked.form(model.tokenizer)
         try:
-            grammar = await compile_grammar(form, model.tokenizer) if form else None
+            grammar = await compile_grammar(form, model.tokenizer, client) if form else None
         except UserError as error:
             raise ApiError(400, str(error)) from None
         sampling = asked.sampling(self.limits.max_new_tokens, model.tokenizer, tools, grammar)
-        client = http.client.host if http.client else ""
         request = Request(prompts, sampling, asked.n, asked.stop, self.limits.timeout_s, client, echo_from)
         if request.size > model.max_choices:
             words = f"{request.size:,} answers at once; this server takes at most {model.max_choices}"
@@ -304,108 +267,8 @@ class Api:
         self.metrics.duration.labels(model.id).observe(time.monotonic() - request.started)
 
 
-async def read_body(http: HttpRequest, limit: int) -> bytes:
-    """The body, hardly more than the limit of which is ever in memory. ApiError: it is too long, slow or not JSON."""
-    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # any page in a browser may post other kinds to any address, without asking first
-        raise ApiError(415, "the body must be JSON: Content-Type: application/json", "unsupported_media_type")
-    length, body = http.headers.get("content-length", ""), bytearray()
-    # The connection stays open: uvicorn drops what still comes, and a client that is cut off would lose the answer.
-    too_long = ApiError(413, f"the body is longer than {limit:,} bytes", "request_too_large")
-    if length.isdecimal() and int(length) > limit:
-        raise too_long
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in http.stream():
-                body += part
-                if len(body) > limit:
-                    raise too_long
-    except TimeoutError:
-        late = f"the body did not come within {BODY_SECONDS} s"
-        raise ApiError(408, late, headers={"Connection": "close"}) from None
-    except ClientDisconnect:
-        raise ApiError(400, "the body ended early") from None
-    return bytes(body)
-
-
 async def cancel_at_the_end(http: HttpRequest, worker: Worker, request: Request) -> None:
     """Cancel what is left of a request when its client has gone, or when the response is complete."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
     worker.cancel(request)
-
-
-async def page(http: HttpRequest) -> Response:
-    html = PAGE.read_text(encoding="utf-8")
-    return HTMLResponse(html, headers={"Content-Security-Policy": content_security_policy(html)})
-
-
-def content_security_policy(html: str) -> str:
-    """Of a page in one file: its own inline scripts and styles run, by their hash; it talks to this server only."""
-    def hashes(tag: str) -> str:
-        contents = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", html, re.DOTALL | re.IGNORECASE)
-        sums = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in contents]
-        return " ".join(f"'sha256-{checksum}'" for checksum in sums)
-
-    return (f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; img-src data:; "
-            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
-
-
-# ---- Errors, and what is around everything
-
-
-async def show_error(http: HttpRequest, error: HTTPException) -> Response:
-    if not isinstance(error, ApiError):  # the router's
-        place = f"{http.method} {http.scope['path']:.80}"
-        words = {404: f"there is no {place} here; the interface begins with /v1", 405: f"{place} is not allowed here"}
-        error = ApiError(error.status_code, words.get(error.status_code, error.detail), headers=error.headers)
-    return JSONResponse(error.body(), error.status_code, error.headers)
-
-
-class Gate:
-    """
-    Around everything: only those who may ask get in, responses are counted, and an unforeseen error is answered; the
-    log says where it happened, without words of users. paths: endpoint → path, the label of the counter.
-    """
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: dict, api_key: str, hosts: Sequence[str]):
-        self.app, self.metrics, self.paths, self.api_key, self.hosts = app, metrics, paths, api_key, hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        started = False
-
-        async def send_counted(message: AsgiMessage) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                path = self.paths.get(scope.get("endpoint"), "other")
-                self.metrics.responses.labels(path, str(message["status"])).inc()
-                message["headers"] = [*message["headers"], *SAFE]
-            await send(message)
-
-        http = HttpRequest(scope, receive)
-        try:
-            self.check(scope["path"], http.headers)
-            await self.app(scope, receive, send_counted)
-        except Exception as error:
-            if not isinstance(error, ApiError):
-                log_error("a request failed", error)
-                error = ApiError(500, "something went wrong inside the server", "internal_error")
-            if not started:
-                response = await show_error(http, error)
-                await response(scope, receive, send_counted)
-
-    def check(self, path: str, headers: Headers) -> None:
-        """ApiError for a wrong key or host. (A page on the web may point a name of its own at 127.0.0.1.)"""
-        host = re.sub(r":\d+$", "", headers.get("host", "").lower())
-        if self.hosts and host not in self.hosts:
-            names = ", ".join(self.hosts)
-            words = f"this server answers to {names} only; --allowed_hosts={host:.80} adds a name"
-            raise ApiError(421, words, "wrong_host")
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        same = hmac.compare_digest(key.strip().encode("latin-1"), self.api_key.encode())  # in constant time
-        if self.api_key and path not in OPEN_PATHS and not (same and scheme.lower() == "bearer"):
-            words = "this server asks for its key: Authorization: Bearer KEY"
-            raise ApiError(401, words, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

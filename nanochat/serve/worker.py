@@ -28,7 +28,8 @@ from nanochat.logprobs import TokenLogprob
 from nanochat.prompt_cache import PIECE
 from nanochat.sampling import SamplingParams
 from nanochat.serve.logprobs import HeldLogprobs
-from nanochat.serve.openai_api import ApiError, Chunk
+from nanochat.serve.openai_api import ApiError
+from nanochat.serve.replies import Chunk
 from nanochat.tokenizer import Tokenizer
 
 FLUSH_EVERY = 0.04    # seconds: 25 chunks a second look like writing, and cost a fraction of what 400 would
