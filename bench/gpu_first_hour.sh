@@ -7,23 +7,23 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . ./setup.sh dev || exit 1  # named: without it, it would read this script's arguments
 page="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}/gpu_first_hour.md"
 mkdir -p "$(dirname "$page")"
-machine=(nvidia-smi) small=() tiny=() prompts=() tests=(tests/test_gpt.py tests/test_optimizers.py)
+machine=(nvidia-smi) slow=1 small=() tiny=() prompts=() tests=(tests/test_gpt.py tests/test_optimizers.py)
 case "${1:-}" in
     "") export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" ;;
     --rehearse)
         small=(--device_type=cpu --max_seq_len=128 --device_batch_size=2 --vocab_size=512 --steps=3)
         tiny=(--device_type=cpu --max_seq_len=64 --vocab_size=512) prompts=(--vocab_size=512 --new_tokens=8 --repeats=1 --batch_size=2)
-        machine=(uname -a) tests=(tests/test_muon.py) ;;
+        machine=(uname -a) slow=3 tests=(tests/test_muon.py) ;;
     *) echo "error: $1: expected nothing or --rehearse" >&2; exit 1 ;;
 esac
 depth() { if [ ${#small[@]} -gt 0 ]; then echo --depth=2; else echo "--depth=$1"; fi; }
 failed=0
 
-# part TITLE LIMIT command …: its output, at most LIMIT seconds of it, as a section of the page.
+# part TITLE LIMIT command …: its output, at most LIMIT seconds of it (a CPU has three times as many), as a section of the page.
 part() {
     local title=$1 limit=$2 began=$SECONDS status=0; shift 2
     echo "=== $title"
-    output=$(timeout "$limit" "$@" 2>&1) || status=$?
+    output=$(timeout $((limit * slow)) "$@" 2>&1) || status=$?
     [ $status -eq 0 ] || failed=$((failed + 1))
     { echo; echo "## $title"; echo; echo "\`$*\`: $((SECONDS - began)) s$([ $status -eq 0 ] || echo ", FAILED with exit code $status")"
       echo; echo '```'; echo "$output" | tail -n 60; echo '```'; } | tee -a "$page"

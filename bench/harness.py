@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
+from torch.profiler import ProfilerActivity, profile
 
 from nanochat.checkpoint import checkpoint_dir
 from nanochat.errors import UserError
@@ -25,6 +26,15 @@ from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 DOCS = Path(__file__).parent.parent / "docs"
 END = "<!-- end of what it made -->"
+
+
+def peak_of(function: Callable[[], Any]) -> int:
+    """Bytes of a CPU's tensors at the fullest moment of function(), as PyTorch's allocator counts them, beyond before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        function()
+    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
 def put_into_page(page: str, command: str, text: str) -> None:

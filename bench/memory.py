@@ -11,9 +11,8 @@ import sys
 from configurator import configure
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from bench.harness import scratch_base, show
+from bench.harness import peak_of, scratch_base, show
 from nanochat.compiling import set_compile
 from nanochat.errors import UserError
 from nanochat.gpt import GPTConfig, config_from_depth
@@ -58,14 +57,7 @@ def peak_of_a_step(config: GPTConfig, rows: int, dtype: torch.dtype, compiled: b
     training[0].activation_checkpointing = checkpointing
     tokens = torch.randint(0, config.vocab_size, (rows, config.sequence_len + 1))
     train_step(*training, tokens, micro_steps=2)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        train_step(*training, tokens, micro_steps=2)
-    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
-    alive = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak
+    return peak_of(lambda: train_step(*training, tokens, micro_steps=2))
 
 
 processes, tensors = [], []

@@ -8,12 +8,14 @@ import torch
 from conftest import REPO
 from torch.overrides import TorchFunctionMode
 
-from bench.dry_step import PHASES, Count, Product, dry_step
+from bench.dry_step import PHASES, Count, Product, dry_step, one_rank_of
+from bench.harness import peak_of
 from bench.roofline import COPY_SHARE, MEMORY, PRODUCT_SHARE, START, product_seconds
 from nanochat import adamw
 from nanochat.flops import datasheet_peak
 from nanochat.gpt import config_from_depth
 from nanochat.plan.memory import moments, parameter_counts, step_bytes
+from nanochat.plan.probes import set_up_training
 from nanochat.plan.traffic import sent_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:Set timeout is now only")  # of a fake process group
@@ -103,6 +105,28 @@ def test_memory_of_each_moment_is_that_of_the_formula(ranks, stage, micro_steps)
     assert sum(found["loss"]) == pytest.approx(count.peaks["forward"], rel=0.01)
     assert sum(found["update"]) == pytest.approx(max(count.peaks[p] for p in ("reduce", "adamw", "muon")), rel=0.01)
     assert max(map(sum, found.values())) == pytest.approx(count.peak, rel=0.01)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_memory_of_stage_3_is_that_of_the_formula(micro_steps):
+    """On a CPU, as PyTorch's allocator counts it: fully_shard frees and fills storages behind the tensors' backs."""
+    config, tokens = config_from_depth(2, 8192, 256, arch="modern"), torch.randint(8192, (4, 256))
+
+    def micro_steps_of_a_step() -> None:
+        for micro_step in range(micro_steps):
+            with sharding.accumulate(last=micro_step == micro_steps - 1):
+                model(tokens, tokens).backward()
+        sharding.collect_gradients()
+        for shard in sharding.shards:
+            shard.grad = None
+
+    with one_rank_of(2, 1):
+        model, sharding, _ = set_up_training(config, torch.bfloat16, torch.device("cpu"), 3)
+        micro_steps_of_a_step()
+        measured = peak_of(micro_steps_of_a_step)
+    found = moments(config, 4, torch.bfloat16, "cpu", False, stage=3, ranks=2, micro_steps=micro_steps)
+    formula = max(sum(moment) - moment.kept - moment.saving for moment in found.values())
+    assert formula == pytest.approx(measured, rel=0.02)
 
 
 def test_products_have_the_flops_that_mfu_counts(eight_ranks):
