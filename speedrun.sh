@@ -11,7 +11,7 @@
 # newest checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")"
-chat=no rehearse=no full=no plan="" gpu="" memory="" words=""  # words: tasks that the tokenizer reads, too
+chat=no rehearse=no full=no plan="" gpu="" memory="" words="" shard_mb=8  # words: tasks that the tokenizer reads, too
 for argument in "$@"; do
     case $argument in
         --chat) chat=yes ;;
@@ -136,7 +136,7 @@ elif [ $rehearse = no ]; then
 fi
 if [ $rehearse = yes ]; then
     # Everything above in small, on all GPUs or the CPU: nothing is learnt. That compiling works has been seen by now.
-    data=tinyworld shards=2 vocab=1024 tag=rehearsal
+    data=tinyworld shards=2 shard_mb=1 vocab=1024 tag=rehearsal
     launch=(python -m)
     [ "$gpus" -le 1 ] || launch=(torchrun --standalone --nproc_per_node="$gpus" -m)
     tiny=(--num_iterations=2 --device_batch_size=1 --eval_every=-1 --save_every=1 --compile=False)
@@ -149,7 +149,7 @@ fi
 
 [ -z "$plan" ] || python() { show python "$@"; }
 stage "data: $data"
-python -m scripts.dataset --source="$data" --num_shards="$shards"
+python -m scripts.dataset --source="$data" --num_shards="$shards" --shard_mb=$shard_mb
 
 stage "tokenizer"
 once tokenizer-$data --needs data/$data/manifest.json --makes tokenizer/$data -- \

@@ -17,7 +17,7 @@ from bench import ablation_patches
 from nanochat.compiling import eagerly
 from nanochat.files import base_dir, write_text
 from nanochat.loss_eval import document_nats, first_documents
-from nanochat.metrics import read_metrics
+from nanochat.records import read_metrics
 from nanochat.saving import CheckpointWriter
 
 

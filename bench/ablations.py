@@ -29,7 +29,7 @@ from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.dataset import fingerprint
 from nanochat.errors import UserError, did_you_mean
 from nanochat.files import base_dir
-from nanochat.metrics import duration
+from nanochat.records import duration
 from nanochat.report import markdown_table
 
 # ---- What

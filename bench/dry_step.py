@@ -98,10 +98,11 @@ class Count(LiveBytes):
         self.moved: Counter = Counter()  # bytes that operations other than products read and write
         self.waits: list[str] = []       # where the host would wait for the device
         self.collectives: dict[str, list[Collective]] = defaultdict(list)
-        self.peak = self.now
+        self.peak, self.peaks = self.now, Counter()  # of the step; of each phase
 
     def __torch_dispatch__(self, func: Callable, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
         if not TracingContext.try_get():
             self.count(func, args, kwargs, result)
         return result

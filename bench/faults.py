@@ -20,7 +20,7 @@ from bench.faulty import FAULTS
 from bench.harness import scratch_base, show
 from bench.network import REPO, RUN, Hosts, make_sums, why_not
 from nanochat.files import base_dir
-from nanochat.metrics import read_metrics
+from nanochat.records import read_metrics
 from nanochat.report import markdown_table
 
 only = ""                   # one fault, or host, or link; empty: all

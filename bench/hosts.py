@@ -18,9 +18,9 @@ from bench.harness import scratch_base, show
 from bench.network import RUN, Hosts, make_sums, why_not
 from nanochat.files import base_dir
 from nanochat.gpt import GPTConfig, config_from_depth
-from nanochat.metrics import read_metrics
 from nanochat.plan.memory import parameter_counts
 from nanochat.plan.traffic import collectives
+from nanochat.records import read_metrics
 from nanochat.report import markdown_table
 
 rates = "100mbit,1gbit"     # of the links, as tc writes them

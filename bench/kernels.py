@@ -15,9 +15,9 @@ import triton
 from torch._inductor import config as inductor
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import NoneAsConstantBuffer
+from torch._inductor.ir import NoneAsConstantBuffer, ReinterpretView
 from torch._inductor.runtime import triton_helpers
-from torch._inductor.scheduler import ExternKernelSchedulerNode
+from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
 from bench.dry_step import PRODUCTS, Product, short
 
@@ -31,6 +31,7 @@ class Graph(NamedTuple):
     operations: Counter   # what it launches, by name
     products: Counter
     moved: int            # bytes that its own kernels read and write, products and attention not counted
+    passes: list[tuple[str, int]]  # of them each: its name, bytes
 
 
 class Kernel(NamedTuple):
@@ -42,7 +43,7 @@ class Kernel(NamedTuple):
 
 
 def read_graph(lowering: GraphLowering, code: str) -> Graph:
-    operations, products, moved = Counter(), Counter(), 0
+    operations, products, moved = Counter(), Counter(), []
     for node in lowering.scheduler.nodes:
         if isinstance(node, ExternKernelSchedulerNode):
             name = (getattr(node.node, "python_kernel_name", None) or type(node.node).__name__).split(".")[-1]
@@ -51,9 +52,12 @@ def read_graph(lowering: GraphLowering, code: str) -> Graph:
                 products[Product(stack[0] if stack else 1, m, k, n, short(node.node.inputs[-1].get_dtype()))] += 1
         else:
             name = "template" if node.is_template() else "kernel"
-            moved += 0 if node.is_template() else node.get_read_write_buffers_sizes()
+            moved += [] if isinstance(node, NopKernelSchedulerNode) else [
+                0 if node.is_template() else node.get_read_write_buffers_sizes()]
         operations[name] += 1
-    return Graph(code, operations, products, moved)
+    names = re.findall(r"^ +(triton_\w+)\.run\(", code, re.M)
+    assert len(names) == len(moved), "the code has one launch for each node of the graph, in their order"
+    return Graph(code, operations, products, sum(moved), list(zip(names, moved)))
 
 
 @contextlib.contextmanager
@@ -75,7 +79,8 @@ def no_execution(called: Callable[[Graph], None]) -> Iterator[list[Graph]]:
             given = dict(zip(lowering.graph_inputs, arguments))
             arguments.clear()
             lengths = {symbol: given[name] for name, symbol in symbols.items()}
-            results = [result(out, given, lengths) for out in lowering.graph_outputs]
+            buffers = dict(given)
+            results = [result(out, lowering, buffers, lengths) for out in lowering.graph_outputs]
             if symbols:  # of any length, and in one pass: what is given is read once, what changes is written once
                 written = [given[name] for name in lowering.mutated_inputs] + results
                 moved = sum(t.nbytes for t in (*given.values(), *written) if isinstance(t, torch.Tensor))
@@ -91,15 +96,22 @@ def no_execution(called: Callable[[Graph], None]) -> Iterator[list[Graph]]:
     GraphLowering.compile_to_module = original
 
 
-def result(out, given: dict, lengths: dict) -> torch.Tensor | None:
-    """What a graph returns for one of its outputs: nothing, an input, or a new tensor."""
+def result(out, graph: GraphLowering, buffers: dict[str, torch.Tensor], lengths: dict) -> torch.Tensor | None:
+    """What a graph returns for one of its outputs: nothing, or all or a view of a buffer: an input, or a new one."""
     if isinstance(out, NoneAsConstantBuffer):
         return None
-    if out.get_name() in given:
-        return given[out.get_name()]
-    sizes, strides = ([int(sympy.sympify(number).subs(lengths)) for number in numbers]
-                      for numbers in (out.get_size(), out.get_stride()))
-    return torch.empty_strided(sizes, strides, dtype=out.get_dtype(), device=out.get_device())
+
+    def numbers(expressions) -> list[int]:
+        return [int(sympy.sympify(number).subs(lengths)) for number in expressions]
+
+    name = out.get_name()
+    if name not in buffers:
+        made = graph.get_buffer(name)
+        buffers[name] = torch.empty_strided(
+            numbers(made.get_size()), numbers(made.get_stride()), dtype=made.get_dtype(), device=made.get_device())
+    if not isinstance(out, ReinterpretView):
+        return buffers[name]
+    return buffers[name].as_strided(*map(numbers, (out.layout.size, out.layout.stride)), *numbers([out.layout.offset]))
 
 
 def compile_for_sm90(graphs: list[Graph]) -> list[Kernel]:

@@ -9,7 +9,7 @@ from nanochat.checkpoint import list_steps, read_meta, step_dir
 from nanochat.errors import UserError
 from nanochat.files import base_dir
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.metrics import read_metrics
+from nanochat.records import read_metrics
 
 
 class Run(NamedTuple):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from nanochat.errors import UserError, first_line
+from nanochat.errors import UserError, first_line, is_rank0
 
 ONE_PASS = 2**16  # elements
 RECOMPILE_LIMIT = 64  # torch's is 8; kinds of blocks, lengths of conversations and their last chunks are more
@@ -54,7 +54,7 @@ def set_compile(wanted: bool, device_type: str) -> bool:
             if device_type == "cuda":
                 raise UserError("compiling fails; it takes a C compiler and Python's headers (sudo apt install gcc "
                                 f"python3-dev), or --compile=False at half the speed: {why}") from None
-            if os.environ.get("RANK", "0") == "0":
+            if is_rank0():
                 print(f"not compiling: {why}", flush=True)
     return switch.on
 

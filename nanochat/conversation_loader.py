@@ -16,8 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanochat.conversation import Conversation, render
-from nanochat.distributed import concatenate_parts, is_rank0, print0
-from nanochat.errors import UserError
+from nanochat.distributed import concatenate_parts, print0
+from nanochat.errors import UserError, is_rank0
 from nanochat.packing import WaitingItems
 from nanochat.tokenizer import Tokenizer
 

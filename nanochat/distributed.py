@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanochat import heartbeat
 from nanochat.compiling import set_compile
-from nanochat.errors import UserError, ending, first_line, tell_restarts
+from nanochat.errors import UserError, ending, first_line, is_rank0, tell_restarts
 
 # How long a rank waits for the others in a collective: at first rank 0 may be making data, or ranks may be compiling.
 SETUP_TIMEOUT, TRAINING_TIMEOUT = timedelta(minutes=60), timedelta(minutes=10)
@@ -229,10 +229,6 @@ class StopRequest:
                 os.write(1, f"{signal.Signals(number).name}: finishing this step, then saving{hint}\n".encode())
             except OSError:
                 discard_output()
-
-
-def is_rank0() -> bool:
-    return int(os.environ.get("RANK", 0)) == 0
 
 
 def print0(*values: object, sep: str = " ") -> None:

@@ -21,6 +21,10 @@ last_acts: list[Callable[[], None]] = []
 ending = threading.Event()  # once this process is about to exit: StopRequest.watch leaves it alone
 
 
+def is_rank0() -> bool:
+    return int(os.environ.get("RANK", 0)) == 0
+
+
 def first_line(error: Exception) -> str:
     """An error's first line, of bounded length: libraries tell long stories."""
     lines = str(error).strip().splitlines()

@@ -156,6 +156,24 @@ class RotatedNorm(torch.autograd.Function):
         return rotate(grad_rotated, cos, -sin).type_as(y), None, None
 
 
+class SquaredReLU(torch.autograd.Function):
+    """
+    relu(x)². It keeps only its result, which the product after it keeps anyway: relu(x) is its root, to the bit (a root
+    halves the relative rounding error of the square, and rounds it away).
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        y = F.relu(x).square()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return 2 * y.sqrt() * grad
+
+
 class Gate(nn.Linear):
     """Numbers in (0, 2), one for each output, from the first channels of x (…, C); they start at 1."""
 
@@ -227,11 +245,12 @@ class CausalSelfAttention(nn.Module):
 
     def heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The products (…) for all heads → q (…, H, D), k, v (…, H_kv, D)."""
-        sizes = self.n_head, self.n_kv_head
-        qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split((sum(sizes), self.n_kv_head), dim=-2)
+        heads, sizes = qkv.unflatten(-1, (-1, self.head_dim)), (self.n_head, self.n_kv_head)
         if torch.is_grad_enabled():
-            q, k = (RotatedNorm.apply(part, cos, sin) for part in qk.split(sizes, dim=-2))
+            q, k, v = heads.split((*sizes, self.n_kv_head), dim=-2)
+            q, k = RotatedNorm.apply(q, cos, sin), RotatedNorm.apply(k, cos, sin)
         else:  # fewer operations, which is what decoding is made of
+            qk, v = heads.split((sum(sizes), self.n_kv_head), dim=-2)
             q, k = norm(rotate(qk, cos, sin)).split(sizes, dim=-2)
         if self.qk_scale != 1:
             q, k = q * self.qk_scale, k * self.qk_scale
@@ -258,7 +277,7 @@ class MLP(nn.Module):
         self.linear = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(F.relu(self.linear(x, self.c_fc.weight)).square(), self.c_proj.weight)
+        return self.linear(SquaredReLU.apply(self.linear(x, self.c_fc.weight)), self.c_proj.weight)
 
 
 class Block(nn.Module):

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.distributed import is_rank0, print0
-from nanochat.errors import UserError
+from nanochat.distributed import print0
+from nanochat.errors import UserError, is_rank0
 from nanochat.files import write_text
 from nanochat.flops import Peak
+from nanochat.records import duration, read_metrics
 from nanochat.zero import StepStats
 
 EMA_DECAY = 0.9  # of the smoothed loss, per step
@@ -172,26 +173,3 @@ def peak_memory() -> float:
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_reserved() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
-
-
-def read_metrics(path: Path) -> list[dict]:
-    """
-    The records of a metrics.jsonl in order of steps. After a resume steps repeat: the later record of a step and kind
-    supersedes the earlier. A last line that a kill cut short is left out.
-    """
-    records: dict[tuple[int, str], dict] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # cut short by a kill; the resumed run wrote that step again on a line of its own
-        kind = next((name.partition("/")[0] for name in record if name != "step"), "")
-        records[record["step"], kind] = record
-    return [records[key] for key in sorted(records)]
-
-
-def duration(seconds: float) -> str:
-    """In words of the size of the time: "40s", "3.5m", "12.0h"."""
-    if seconds < 90:
-        return f"{seconds:.0f}s"
-    return f"{seconds / 60:.1f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"

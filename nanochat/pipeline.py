@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nanochat.errors import UserError
 from nanochat.gpt import GPT, GPTConfig, norm
+from nanochat.schedule import accumulation_steps
 from nanochat.zero import Sharding
 
 
@@ -56,16 +57,17 @@ class Pipeline:
         self.layers, self.is_last = self.all_layers[self.stage], self.stage == stages - 1
         model.keep(self.layers)
 
-    def divide(self, micro_steps: int) -> tuple[int, int]:
+    def accumulation_steps(self, total_batch_size: int, device_batch_size: int, max_seq_len: int) -> tuple[int, int]:
         """
         (micro-batches of a micro-step, micro-steps of an optimizer step): a pipeline has them all in flight in one.
-        UserError for fewer than stages.
+        UserError for a batch that does not divide, and for fewer micro-batches than stages.
         """
+        micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, self.ranks)
         if self.stages == 1:
             return 1, micro_steps
         if micro_steps < self.stages:
-            raise UserError(f"{micro_steps} micro-step(s) cannot fill pipeline_stages={self.stages}; raise "
-                            "total_batch_size, lower device_batch_size, or use fewer stages")
+            raise UserError(f"total_batch_size={total_batch_size} makes {micro_steps} micro-step(s), fewer than "
+                            f"pipeline_stages={self.stages}; raise it, lower device_batch_size, or use fewer stages")
         return micro_steps, 1
 
     def describe(self) -> str:

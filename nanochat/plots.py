@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nanochat.files import write_aside
-from nanochat.metrics import read_metrics
+from nanochat.records import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,8 +19,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from nanochat.errors import UserError, did_you_mean
+from nanochat.errors import UserError, did_you_mean, is_rank0
 from nanochat.files import base_dir, write_text
+from nanochat.records import duration
 
 # Sections come in this order, then all others.
 STAGES = ("data", "tokenizer", "base_train", "base_eval", "mid_train", "chat_sft", "chat_rl", "chat_eval")
@@ -41,8 +42,6 @@ def write_section(stage: str, title: str, body: str, results: dict[str, dict[str
     metrics: the run's metrics.jsonl, to plot.   floor: entropy of the corpus in bits per byte, drawn beside validation.
     data: the data set it is about, or that its model was trained on; None where that is unknown (an imported model).
     """
-    from nanochat.distributed import is_rank0  # imports torch, which takes seconds; tables need none
-
     assert re.fullmatch(r"\w[\w-]*", stage, re.ASCII), f"{stage!r} cannot name a file"
     if not is_rank0():
         return
@@ -74,8 +73,7 @@ def generate(model_tag: str = "", data: str = "") -> Path:
     model_tag, data: empty for the newest; before there is a model, a data set is reported on. UserError when there is
     nothing.
     """
-    from nanochat.metrics import duration  # these two import torch, numpy and matplotlib
-    from nanochat.plots import plot_section
+    from nanochat.plots import plot_section  # imports numpy and matplotlib; sections need neither
 
     folder = base_dir() / "report"
     models = newest_last((folder / "sections").glob("*/*/*.json"))

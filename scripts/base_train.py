@@ -37,14 +37,14 @@ from nanochat.flops import peak_flops
 from nanochat.fp8 import check_fp8, fp8_linear
 from nanochat.gpt import GPT, config_from_depth
 from nanochat.loss_eval import evaluate_bpb, sample
-from nanochat.metrics import Metrics, duration, peak_memory, require_wandb
+from nanochat.metrics import Metrics, peak_memory, require_wandb
 from nanochat.optimizers import setup_optimizers
 from nanochat.pipeline import Pipeline
+from nanochat.records import duration
 from nanochat.report import settings_table, write_section
 from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import (
-    accumulation_steps,
     apply_schedule,
     choose_batch_size,
     choose_num_iterations,
@@ -144,7 +144,7 @@ if meta and meta["tokenizer"] != tokenizer.fingerprint:
     raise UserError(f"{checkpoint} was trained with another tokenizer than the one of data {data!r}; "
                     "use that one, or another --model_tag")
 
-# ---- Batch and horizon
+# ---- Batch and horizon. A pipeline has several micro_batches in flight, in its one micro-step; otherwise it is one
 horizon = target_flops / flops_per_token if target_flops > 0 else target_param_data_ratio * computing  # tokens
 if num_iterations < 1 and horizon <= 0:
     raise UserError("no horizon: set num_iterations, target_flops or target_param_data_ratio")
@@ -152,8 +152,7 @@ chosen = total_batch_size == -1
 if chosen:
     unit = device_batch_size * max_seq_len * pipeline.ranks
     total_batch_size = meta["total_batch_size"] if meta else choose_batch_size(num_iterations, horizon, unit)
-grad_accum_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, pipeline.ranks)
-micro_batches, grad_accum_steps = pipeline.divide(grad_accum_steps)  # micro_batches are in flight at once; else 1
+micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len)
 num_iterations = choose_num_iterations(num_iterations, horizon, total_batch_size)
 scales = rate_scales(total_batch_size, num_iterations * total_batch_size) if chosen else (1.0, 1.0)
 if meta:  # a resumed run keeps the rates it had, and its batch
@@ -272,8 +271,7 @@ while True:
         inputs, targets, data_state = next(train_loader)  # read by a thread; the host does not wait for the copy
 
     # Divides loss and gradients by the ranks that have a loss; in fine-tuning the count is the number of targets.
-    stats = sharding.reduce_and_clip(
-        step_loss, float(pipeline.is_last), grad_clip=grad_clip, stop=stop.asked, save=saver.time_is_up())
+    stats = sharding.reduce_and_clip(step_loss, pipeline.is_last, grad_clip, stop=stop.asked, save=saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
     lrm = lr_multiplier(step, num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
     left = warmdown_left(step, num_iterations, warmdown_ratio)

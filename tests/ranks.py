@@ -2,18 +2,21 @@
 Other processes: a function on several ranks (joined by gloo, or by NCCL where there is a GPU for each), a script by
 itself, and a script under torchrun. They end in any case.
 """
+import atexit
 import faulthandler
+import gc
+import glob
 import importlib
 import multiprocessing
 import os
 import pickle
-import re
 import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -34,8 +37,8 @@ if str(REPO) not in sys.path:  # ranks import this file first, so they find what
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([
     "torch._dynamo", "torch.distributed.fsdp", "pytest", "pyarrow.parquet", "tiktoken", "tokenizers",
-    "safetensors.torch", "yaml", "requests", "nanochat.core_eval", "nanochat.report", "nanochat.resharding",
-    "nanochat.task_eval",
+    "safetensors.torch", "yaml", "requests", "torch.distributed.run", "nanochat.core_eval", "nanochat.report",
+    "nanochat.resharding", "nanochat.task_eval",
 ])
 
 CONSEQUENCES = 0.3  # seconds after the first failure in which other ranks may report: the cause can arrive later
@@ -131,6 +134,7 @@ def rank_main(
     environment: dict, timeout: float, folder: str, report: Connection,
 ) -> None:
     """The life of one rank: join, call, report, and stay until killed, so that no other rank loses a connection."""
+    gc.freeze()  # what was imported before the fork need not be searched for garbage in every process
     dump = open(Path(folder, str(rank)), "w")
     faulthandler.enable(dump)
     faulthandler.register(signal.SIGUSR1, dump)
@@ -195,17 +199,25 @@ def run_module(module: str, *args: str, env: dict | None = None, timeout: float 
 
 def module_main(module: str, args: Sequence[str], environment: dict, folder: str) -> None:
     """The life of a script in a process that was forked for it."""
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(Path(folder, name), os.O_CREAT | os.O_WRONLY), descriptor)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(REPO)
-    torch.set_num_threads(1)
+    begin(environment, Path(folder, "stdout"), Path(folder, "stderr"))
     try:
         run_as_main(module, args)
     except Exception as error:  # as Python does at the end; multiprocessing would not ask the script's hook
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
+
+
+def begin(environment: dict, stdout: Path, stderr: Path) -> None:
+    """What a process has that was started rather than forked: environment, folder, path, output and one thread."""
+    gc.freeze()
+    flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+    for descriptor, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, flags), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    os.chdir(REPO)
+    torch.set_num_threads(1)
 
 
 def run_as_main(module: str, args: Sequence[str]) -> None:
@@ -223,24 +235,68 @@ def torchrun(module: str, args: list[str], launcher: tuple[str, ...] = ()) -> li
     return [*launch, "-m", module, "--", *args]
 
 
-# As sitecustomize.py of the ranks: a signal from here could come too late on a busy machine.
-KILLER = """
-import glob, os, threading, time
+class ForkedRank(subprocess.Popen):
+    """A rank as torchrun starts it with Popen, but forked from torchrun's process, which has imported everything."""
 
-def kill():
-    while not glob.glob(os.environ["KILL_AT"]):
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others) -> None:
+        self.pid = os.fork()
+        self._child_created = True
+        if self.pid == 0:
+            try:
+                rank_of_torchrun(args, env)
+            finally:
+                os._exit(1)  # nothing of torchrun's goes on in here
+
+
+def rank_of_torchrun(command: Sequence[str], environment: dict) -> None:
+    """The life of a rank: `python -u -m module args…`, which ends as Python ends it."""
+    os.setsid()
+    atexit._clear()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    if environment["RANK"] in environment.get("KILL_RANKS", "") and environment["TORCHELASTIC_RESTART_COUNT"] == "0":
+        threading.Thread(target=kill, args=(environment["KILL_AT"], int(environment["KILL_BY"])), daemon=True).start()
+    status = 0
+    try:
+        run_as_main(command[3], command[4:])
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1 if end.code else 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(status)
+
+
+def kill(pattern: str, number: int) -> None:
+    """A signal from the test's process could come too late on a busy machine. SIGTERM goes to torchrun."""
+    while not glob.glob(pattern):
         time.sleep(0.001)
-    os.kill(os.getppid() if os.environ["KILL_BY"] == "15" else os.getpid(), int(os.environ["KILL_BY"]))
+    os.kill(os.getppid() if number == signal.SIGTERM else os.getpid(), number)
 
-if os.environ.get("RANK", "none") in os.environ["KILL_RANKS"] and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    threading.Thread(target=kill, daemon=True).start()
-"""
+
+def torchrun_main(command: Sequence[str], environment: dict, log: Path) -> None:
+    """The life of torchrun, and before it forks, that of its ranks."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    begin(environment, log, log)
+    subprocess_handler.Popen = ForkedRank
+    try:
+        run_as_main(command[2], command[3:])
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
 
 
 class Job:
     """
-    torchrun with two ranks of a script, its output in a file. kill: (ranks, pattern): the first process of each of
-    these ranks ("1", "01") gets SIGKILL, from its own thread, once a path matches; SIGTERM goes to torchrun instead.
+    torchrun with two ranks of a script, its output in a file; all are forked where the imports are done. kill: (ranks,
+    pattern): the first process of each of these ranks ("1", "01") gets SIGKILL, from its own thread, once a path
+    matches; SIGTERM goes to torchrun instead.
     """
 
     def __init__(self, log: Path, module: str, args: list[str], launcher: tuple[str, ...] = (),
@@ -248,21 +304,15 @@ class Job:
         self.log = log
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         if kill:
-            (log.parent / "sitecustomize.py").write_text(KILLER)
-            paths = [str(log.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment |= {"PYTHONPATH": os.pathsep.join(paths), "KILL_RANKS": kill[0], "KILL_AT": str(kill[1]),
-                            "KILL_BY": str(int(by))}
-        self.process = subprocess.Popen(torchrun(module, args, launcher), cwd=REPO, stdout=open(log, "w"),
-                                        stderr=subprocess.STDOUT, env=environment)
+            environment |= {"KILL_RANKS": kill[0], "KILL_AT": str(kill[1]), "KILL_BY": str(int(by))}
+        command = torchrun(module, args, launcher)
+        self.process = context.Process(target=torchrun_main, args=(command, environment, log), daemon=True)
+        self.process.start()
 
     def text(self) -> str:
         return self.log.read_text()
 
-    def wait_for(self, pattern: str, timeout: float = 300) -> None:
-        deadline = time.monotonic() + timeout
-        while not re.search(pattern, self.text()):
-            assert time.monotonic() < deadline and self.process.poll() is None, f"{pattern} never came:\n{self.text()}"
-            time.sleep(0.01)
-
     def end(self, timeout: float = 300) -> int:
-        return self.process.wait(timeout)
+        self.process.join(timeout)
+        assert self.process.exitcode is not None, f"not ended after {timeout} s:\n{self.text()}"
+        return self.process.exitcode

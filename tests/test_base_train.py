@@ -20,7 +20,7 @@ from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.corpus.tinyworld import entropy_floor
 from nanochat.dataset import dataset_dir
-from nanochat.metrics import read_metrics
+from nanochat.records import read_metrics
 
 TINY = ["--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128",
         "--compile=False", "--eval_tokens=512", "--sample_every=-1", "--eval_every=-1"]
@@ -70,14 +70,19 @@ def assert_same_run(base: Path, a: str, b: str, step: int):
     assert losses(base, a) == losses(base, b)
 
 
+SMALL_WORLD = "from nanochat.corpus import sources\nsources.TINYWORLD_BYTES = 2_000_000\n"
+RUN = "import runpy\nrunpy.run_module('scripts.base_train', run_name='__main__', alter_sys=True)"
+
+
 def test_an_empty_base_folder_is_enough(base_folder):
     """
     The first command of the script's docstring with two layers and eager (compiled runs come below): the embedded
-    corpus and a tokenizer are made first, then everything is there.
+    corpus (a twelfth of it) and a tokenizer are made first, then everything is there.
     """
-    result = run_module("scripts.base_train", "--depth=2", "--max_seq_len=512", "--device_batch_size=1",
-                        "--total_batch_size=512", "--num_iterations=20", "--eval_tokens=2048", "--compile=False",
-                        timeout=500, fresh=True)
+    settings = ["--depth=2", "--max_seq_len=512", "--device_batch_size=1", "--total_batch_size=512",
+                "--num_iterations=20", "--eval_tokens=2048", "--compile=False"]
+    result = subprocess.run([sys.executable, "-c", SMALL_WORLD + RUN, *settings], cwd=REPO, text=True,
+                            capture_output=True, timeout=500)
     assert result.returncode == 0, result.stderr
     assert "data set 'tinyworld' is not there yet, making it" in result.stdout
     assert "no tokenizer for 'tinyworld' yet, training one" in result.stdout
@@ -104,8 +109,8 @@ def test_an_empty_base_folder_is_enough(base_folder):
     assert re.search(r"\| peak memory, GiB \| \d[\d.]* \|", text)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dtype, arch", [("float32", ALL_PIECES), ("bfloat16", "classic")])
+@pytest.mark.parametrize("dtype, arch, compiled", [
+    ("float32", ALL_PIECES, False), ("bfloat16", "classic", False), ("bfloat16", ALL_PIECES, True)])
 def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, dtype, arch, compiled):
     """2N = N + stop + resume + N: parameters, masters, moments, and every loss in the log."""
     half, whole = (4, 8) if not compiled else (2, 4)
@@ -253,8 +258,7 @@ loss_eval.evaluate_bpb = evaluate
 
 def start_with(change, *args):
     """`start`, in a process that has done something else first."""
-    program = change + "import runpy\nrunpy.run_module('scripts.base_train', run_name='__main__', alter_sys=True)"
-    return start(*args, command=[sys.executable, "-c", program])
+    return start(*args, command=[sys.executable, "-c", change + RUN])
 
 
 def test_an_exception_in_the_middle_of_an_update_saves_nothing(base):

@@ -11,7 +11,7 @@ from conftest import make_sums, run_module
 from ranks import Job, run_as_main, run_on_ranks
 from safetensors.torch import load_file
 
-from nanochat.metrics import read_metrics
+from nanochat.records import read_metrics
 
 COMMON = {"compile": False, "dtype": "float32", "device_type": "cpu", "device_batch_size": 2, "model_tag": "tiny"}
 STAGES = {  # what each stage is run with; every one has several micro-steps on each of two ranks

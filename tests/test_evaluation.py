@@ -18,8 +18,9 @@ from nanochat.errors import UserError
 from nanochat.flops import Peak, measured_matmul_flops, peak_flops
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.loss_eval import document_nats, evaluate_bpb, first_documents, greedy_completes, sample
-from nanochat.metrics import Metrics, read_metrics
+from nanochat.metrics import Metrics
 from nanochat.optimizers import setup_optimizers
+from nanochat.records import read_metrics
 from nanochat.zero import Sharding, StepStats
 
 set_compile(False, "cpu")

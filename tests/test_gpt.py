@@ -16,7 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from nanochat.attention import attention, reference_attention, window_blocks
 from nanochat.compiling import switch
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, GPTConfig, RotatedNorm, architecture, config_from_depth, norm, rotary_angles, rotate
+from nanochat.gpt import (
+    GPT, GPTConfig, RotatedNorm, SquaredReLU, architecture, config_from_depth, norm, rotary_angles, rotate,
+)
 from nanochat.loss import CHUNK_LOGITS, MAX_SOFTCAP, negatives, softcapped_cross_entropy, token_losses
 from nanochat.zero import Sharding
 
@@ -281,7 +283,9 @@ def test_a_script_of_ones_own_calls_the_model_eagerly():
     """A new shape in each call: nothing is compiled, the compiler is not even imported."""
     script = '''
 import sys, torch
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import (
+    GPT, GPTConfig,
+)
 model = GPT(GPTConfig(32, 70, n_layer=1, n_embd=32, n_head=1, n_kv_head=1))
 model.init_weights(seed=0)
 for length in range(2, 14):
@@ -524,3 +528,17 @@ def test_the_fast_norm_of_rotated_heads_is_the_plain_one_and_its_gradient(dtype)
                                    results(plain, torch.float32)):
         error = (ours - exact).norm()
         assert error <= 3e-7 * exact.norm() if dtype == torch.float32 else error < (theirs - exact).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_squared_relu_keeps_its_result_only_and_has_the_gradient_of_autograd(dtype):
+    """To the bit: of all numbers of bfloat16 whose squares are neither 0, subnormal nor infinite, and their like."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).to(dtype)
+    x = torch.cat((x, x * 1.2345678, torch.randn(9, dtype=dtype)))
+    x, kept = x[(x < 0) | (x.square() > 1.2e-38) & (x < 1e19)].requires_grad_(), []
+    grad = torch.linspace(-3, 3, len(x)).to(dtype)
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: kept[-1]):
+        ours = SquaredReLU.apply(x)
+    theirs = x.relu().square()
+    assert len(x) > 40_000 and torch.equal(ours, theirs) and [k.data_ptr() for k in kept] == [ours.data_ptr()]
+    assert torch.equal(*(torch.autograd.grad(y, x, grad)[0] for y in (ours, theirs)))

@@ -19,7 +19,7 @@ from conftest import ALL_PIECES, REPO, broken_bundle, make_sums
 from ranks import Job, run_as_main, run_on_ranks, torchrun
 from safetensors.torch import load_file
 
-from nanochat.metrics import read_metrics
+from nanochat.records import read_metrics
 
 TINY = {"data": "sums", "depth": 1, "max_seq_len": 32, "device_batch_size": 4, "total_batch_size": 512,
         "num_iterations": 30, "compile": False, "eval_tokens": 512, "sample_every": -1, "eval_every": -1,

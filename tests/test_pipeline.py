@@ -146,16 +146,17 @@ def test_layers_are_cut_so_that_the_largest_stage_is_least():
         assert max(block * len(layers) + head * (layers.stop == depth) for layers in chosen) == pytest.approx(least)
 
 
-@pytest.mark.parametrize("stages, ranks, micro_steps, message", [
-    (5, 5, 8, "pipeline_stages=5 of a model with 4 layers; expected 1 to 4"),
-    (3, 4, 8, "pipeline_stages=3 does not divide the 4 rank"),
-    (4, 4, 3, "3 micro-step(s) cannot fill pipeline_stages=4; raise total_batch_size, lower device_batch_size"),
+@pytest.mark.parametrize("stages, ranks, tokens, message", [
+    (5, 5, 64, "pipeline_stages=5 of a model with 4 layers; expected 1 to 4"),
+    (3, 4, 64, "pipeline_stages=3 does not divide the 4 rank"),
+    (4, 4, 48, "total_batch_size=48 makes 3 micro-step(s), fewer than pipeline_stages=4; raise it, lower"),
+    (2, 4, 16, "total_batch_size=16 is not a multiple of device_batch_size * max_seq_len * world_size = 1 * 16 * 2"),
 ])
-def test_impossible_pipelines_are_refused(stages, ranks, micro_steps, message):
+def test_impossible_pipelines_are_refused(stages, ranks, tokens, message):
     with torch.device("meta"):
         model = GPT(config_from_depth(4, 256, 16))
     with pytest.raises(UserError) as refused:
-        Pipeline(model, stages, 0, ranks).divide(micro_steps)
+        Pipeline(model, stages, 0, ranks).accumulation_steps(tokens, 1, 16)
     assert message in str(refused.value)
 
 

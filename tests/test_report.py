@@ -15,7 +15,7 @@ from conftest import REPO, run_module
 
 from nanochat import plots, report
 from nanochat.errors import UserError
-from nanochat.metrics import read_metrics
+from nanochat.records import read_metrics
 
 write_section = functools.partial(report.write_section, data="world", model_tag="d4")
 SETTLED = 100.0  # tokens per second after the first step

@@ -46,16 +46,16 @@ def state_bytes(stage: int, ranks: int, dtype: torch.dtype, adamw: int, muon: in
     return StateBytes(parameters * total, gradients * total, (masters * total + FLOAT32 * (2 * adamw + muon)) * share)
 
 
-# ---- A training step at its fullest moment
+# ---- A training step, moment by moment
 
 
 class StepBytes(NamedTuple):
-    """Bytes that a rank holds on its device at the fullest moment of a training step; without the process itself."""
+    """Bytes of the tensors that a rank holds on its device at a moment of a training step."""
 
-    state: float        # parameters, gradients, masters and moments
-    activations: float  # what the forward pass saves for the backward pass
-    transient: float    # the largest of: logits in flight, a block's backward pass, the optimizers' temporaries
-    in_flight: float    # gradients and parameters on their way between ranks
+    kept: float         # parameters, masters and moments
+    gradients: float    # summed so far, on their way between ranks, and stage 3's gathered parameters
+    activations: float  # what the forward pass has saved and the backward pass still needs
+    temporary: float    # of the loss, of a block's backward pass, or of the optimizers
     saving: float       # on a CPU: the copies of a checkpoint being written while training goes on
 
 
@@ -78,16 +78,16 @@ def block_bytes(
 ) -> float:
     """
     What autograd saves of a block's forward pass. Per token, in elements of width C: the inputs of the two norms and
-    their results, 4; what attention reads and writes; rotated queries and keys where it reads copies of them; relu and
-    relu², 8; with residual scales the block's input, with gates of heads what they multiply; with value embeddings what
-    was looked up, and the values. Besides the concatenated matrix of queries, keys and values. Eager norms on a CPU
-    keep their inputs in float32.
+    their results, 4; what attention reads and writes; rotated queries and keys where it reads copies of them; relu², 4;
+    with residual scales the block's input, with gates of heads what they multiply; with value embeddings what was
+    looked up, and the values. Besides the concatenated matrix of queries, keys and values. Eager norms on a CPU keep
+    their inputs in float32.
     """
     b, T, C, kv_width = dtype.itemsize, config.sequence_len, config.n_embd, config.n_kv_head * config.head_dim
     tokens, heads, window = rows * T, config.n_head + config.n_kv_head, config.window(layer)
     values = shaped(config).transformer.h[layer].values is not None
     wide = FLOAT32 if device_type == "cpu" and not compiled else b
-    saved = tokens * (wide * 2 * C + b * 11 * C + FLOAT32 * (2 + heads)) + b * C * (C + 2 * kv_width)
+    saved = tokens * (wide * 2 * C + b * 7 * C + FLOAT32 * (2 + heads)) + b * C * (C + 2 * kv_width)
     saved += tokens * b * ((config.residual_scales + config.head_gates) * C + values * kv_width)
     saved += tokens * b * 2 * (config.head_gates * config.n_head + values * config.n_kv_head)
     whole = tokens * (C + 2 * kv_width)  # queries, keys and values of each head
@@ -100,48 +100,79 @@ def block_bytes(
     return saved + b * (whole + scores * rows * config.n_head)  # and the probabilities
 
 
-def step_bytes(
-    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool = True,
-    checkpointing: bool = False, stage: int = 2, ranks: int = 1,
-) -> StepBytes:
+def gradient_bytes(
+    units: list[int], done: int, stage: int, ranks: int, itemsize: int, several: bool
+) -> float:
     """
-    Of `rows` rows of config.sequence_len tokens per rank and micro-step. From reading what is saved and what is alive:
-    the sum is within a few percent of the tensors' (tests/test_doctor.py); what the allocator wastes and what the
-    process itself needs comes on top (`needed_bytes`).
+    Of gradients when the backward pass has left units[done:] behind it; in the last micro-step of one or `several`. On
+    more ranks the last two units' travel whole (`zero.MAX_IN_FLIGHT`). On stage 2 those of the micro-step before still
+    do when the backward pass begins, and so do the parameters that stage 3 has gathered.
+    """
+    count = len(units)
+    finished, everything = sum(units[done:]), sum(units)
+    if ranks == 1 or stage == 0:
+        return FLOAT32 * (everything if several else finished)
+    summed = FLOAT32 / ranks * (everything if several and stage > 1 else finished)
+    waiting = FLOAT32 * sum(units[:done]) if several and stage == 1 else 0  # for the last micro-step, whole
+    sent = [*range(done, count), *(range(2) if several and stage > 1 else ())][:2]
+    travelling = FLOAT32 * (1 + 1 / ranks) * sum(units[i] for i in sent)
+    gathered = itemsize * sum(units[max(done - 2, 0) : done]) if stage == 3 else 0
+    return summed + waiting + travelling * (2 if stage == 3 else 1) + gathered
+
+
+def moments(
+    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool = True,
+    checkpointing: bool = False, stage: int = 2, ranks: int = 1, micro_steps: int = 2,
+) -> dict[str, StepBytes]:
+    """
+    Of the last micro-step and of the update, in this order, those that can be the fullest: rows of config.sequence_len
+    tokens per rank and micro-step. From reading what is saved and what is alive: within 2% of the tensors' bytes
+    (tests/test_doctor.py, tests/test_gpu_dry_run.py); what the allocator wastes and what the process itself needs comes
+    on top (`needed_bytes`).
     """
     b, C, V, L = dtype.itemsize, config.n_embd, config.padded_vocab_size, config.n_layer
     tokens, (adamw, muon) = rows * config.sequence_len, parameter_counts(config)
     width, head = tokens * C * b, FLOAT32 * V * C  # a residual stream; the head's gradient in float32
+    units = [sum(p.numel() for p in unit.parameters()) for unit in shaped(config).units()]
     state = state_bytes(stage, ranks, dtype, adamw, muon)
-    share = 1 if stage == 0 else ranks
+    kept, share = state.parameters + state.optimizer, 1 if stage == 0 else ranks
+    saving = b * (adamw + muon) + state.optimizer if device_type == "cpu" else 0
 
+    # Beside what the blocks save: the norms at both ends; bigram vectors; what the smear adds; the middle of the model
+    # where no block keeps its input.
     blocks = [block_bytes(config, layer, rows, dtype, device_type, compiled) for layer in range(L)]
     wide = FLOAT32 / b if device_type == "cpu" and not compiled else 1
-    rotation = FLOAT32 * config.sequence_len * config.head_dim
-    # Beside the blocks: the norms at both ends; bigram vectors; what the smear adds; the middle of the model where no
-    # block keeps its input.
     ends = 2 * wide + bool(config.bigrams) + 2 * config.smear + (config.backout and not config.residual_scales)
-    activations = (L * width if checkpointing else sum(blocks)) + ends * width + rotation
+    around = ends * width + FLOAT32 * config.sequence_len * config.head_dim
+    saved = [around + (layer * width if checkpointing else sum(blocks[:layer])) for layer in range(L + 1)]
 
-    # The loss: gradients of its input and of the head, logits in flight, beside the chunk before if there is one; then
-    # the same gradients, scaled.
+    def moment(done: int, activations: float, temporary: float) -> StepBytes:
+        gradients = gradient_bytes(units, done, stage, ranks, b, micro_steps > 1)
+        return StepBytes(kept, gradients, activations, temporary, saving)
+
+    # The loss: gradients of its input and of the head, and logits, beside the chunk before if there is one. Then the
+    # same gradients, scaled. A block: temporaries of its backward pass, and its own gradients, twice while they are put
+    # end to end to be sent. The optimizers: all updates of Muon, and of one shape what Newton-Schulz makes of it;
+    # AdamW's two temporaries.
     logits = V * chunk_rows(tokens, V, device_type)
     before = b * logits if tokens * V > logits else 0
-    eager = (b + 4 * FLOAT32) * logits + before
-    working = max(2 * b * logits + before, 2 * b * logits + b * V * C) if compiled else eager
-    loss = head + 2 * width + max(working, head + width)
-    backward = 12 * width + (max(blocks) if checkpointing else 0)
-    # The optimizers: all updates of Muon, and of one shape what Newton-Schulz makes of it; AdamW's two temporaries.
-    units = [sum(p.numel() for p in unit.parameters()) for unit in shaped(config).units()]
+    fused = max(2 * b * logits + before, 2 * b * logits + b * V * C)
+    found = {"loss": moment(L + 2, saved[L], head + 2 * width
+                            + (fused if compiled else (b + 4 * FLOAT32) * logits + before)),
+             "backward, head": moment(L + 2, saved[L], 2 * head + 3 * width)}
+    for layer in reversed(range(L)):
+        again = blocks[layer] if checkpointing else 0
+        own = (FLOAT32 + (FLOAT32 if ranks > 1 else b)) * units[layer + 1]
+        found[f"backward, block {layer}"] = moment(layer + 2, saved[layer + 1], 12 * width + again + own)
     shard = min(max(p.numel() for p in shaped(config).parameters()), max(units) / share)
-    optimizers = max((2.7 + (1 if share > 1 else 0)) * b * muon / share, 2 * FLOAT32 * shard) - activations
-    transient = max(loss, backward, optimizers)
+    update = max((2.7 + (1 if share > 1 else 0)) * b * muon / share, 2 * FLOAT32 * shard)
+    whole = FLOAT32 * (adamw + muon) / share
+    return found | {"update": StepBytes(kept, whole, 0, update, saving)}
 
-    three = max(sum(units[i : i + 3]) for i in range(L))  # two on their way, and one; on stage 2 each with a buffer
-    whole = FLOAT32 * max(units), FLOAT32 * three, 2 * FLOAT32 * three, (2 * FLOAT32 + b) * three
-    in_flight = 0 if ranks == 1 else whole[stage]
-    saving = b * (adamw + muon) + state.optimizer if device_type == "cpu" else 0
-    return StepBytes(sum(state), activations, transient, in_flight, saving)
+
+def step_bytes(*args, **settings) -> StepBytes:
+    """The fullest of `moments`, which has the same arguments."""
+    return max(moments(*args, **settings).values(), key=sum)
 
 
 # ---- A process on a device: the step, what the process itself needs, and what allocators waste
