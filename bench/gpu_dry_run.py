@@ -83,7 +83,7 @@ def report(config: GPTConfig, count: Count, ran: int, micro_steps: int, tokens: 
 
 
 def largest_block(graphs: list[Graph], width: int) -> list[list]:
-    """Rows of the table of passes: of the kind of block that has the most, those of 1% of a residual stream and more."""
+    """Rows of the table of passes: of the kind of block with the most, those of at least 1% of a residual stream."""
     of_blocks = {"forward": [g for g in graphs if 4 <= g.products.total() < 8],
                  "backward": [g for g in graphs if g.products.total() >= 8]}
     return [[phase, name[:70], f"{moved / width:.2f}"] for phase, kinds in of_blocks.items()

@@ -29,7 +29,7 @@ END = "<!-- end of what it made -->"
 
 
 def peak_of(function: Callable[[], Any]) -> int:
-    """Bytes of a CPU's tensors at the fullest moment of function(), as PyTorch's allocator counts them, beyond before."""
+    """Bytes of a CPU's tensors at the fullest moment of function(), beyond those before, as PyTorch counts."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         function()
     events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -65,6 +65,7 @@ steps = recorded_steps() if record else None
 html = PAGE.read_text(encoding="utf-8")
 before = json.loads(DATA.search(html)[2])
 data = {"models": {depth: model_numbers(depth) for depth in DEPTHS},
-        "links": {name: link._asdict() for name, link in LINKS.items()}, "rate": datasheet_peak("H100") / 2, "length": LENGTH,
+        "links": {name: link._asdict() for name, link in LINKS.items()},
+        "rate": datasheet_peak("H100") / 2, "length": LENGTH,
         "recorded": steps or before.get("recorded", {"machine": "", "steps": {}})}
 write_text(PAGE, DATA.sub(lambda found: found[1] + json.dumps(data) + found[3], html))

@@ -17,7 +17,15 @@ from nanochat.attention import attention, reference_attention, window_blocks
 from nanochat.compiling import switch
 from nanochat.errors import UserError
 from nanochat.gpt import (
-    GPT, GPTConfig, RotatedNorm, SquaredReLU, architecture, config_from_depth, norm, rotary_angles, rotate,
+    GPT,
+    GPTConfig,
+    RotatedNorm,
+    SquaredReLU,
+    architecture,
+    config_from_depth,
+    norm,
+    rotary_angles,
+    rotate,
 )
 from nanochat.loss import CHUNK_LOGITS, MAX_SOFTCAP, negatives, softcapped_cross_entropy, token_losses
 from nanochat.zero import Sharding
