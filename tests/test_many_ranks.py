@@ -129,9 +129,9 @@ def undisturbed(base):
 
 def test_one_two_and_four_ranks_draw_the_same_curve_on_every_stage(base):
     """
-    The same tokens in every step, and losses within 1e-4 over 12 steps: float32 sums in another order. One of the runs
-    begins by removing another, which only one rank may do; one on stage 3 is evaluated on its way, and saved when rank
-    0's clock says so.
+    The same tokens in every step, and losses within 1e-5 over 12 steps: float32 sums in another order (a learning rate
+    that is off by a thousandth makes 8e-5). One of the runs begins by removing another, which only one rank may do; one
+    on stage 3 is evaluated on its way, and saved when rank 0's clock says so.
     """
     expected = rows_by_step(train(1, "1", num_iterations=12)[1], 12)
     train(1, "2-0", num_iterations=1)
@@ -145,7 +145,7 @@ def test_one_two_and_four_ranks_draw_the_same_curve_on_every_stage(base):
             assert printed.count("The capital of France is") == bool(also)
             assert (printed.count("saved ") > 10) == bool(also)
             assert rows_by_step(rows, 12) == expected, tag
-            assert difference(losses(base, tag), one) < 1e-4, tag
+            assert difference(losses(base, tag), one) < 1e-5, tag
 
 
 def test_bfloat16_differs_no_more_than_by_the_order_of_micro_steps(base):
