@@ -53,11 +53,11 @@ if [ "$gpus" -ge 1 ]; then
     launch=(torchrun --standalone --nproc_per_node=$ranks --max-restarts=3 --shutdown-timeout=300 -m)
     horizon=(--target_param_data_ratio=8 --total_batch_size=-1)
     planned() { python -m scripts.plan --vocab_size=$vocab --depth="$depth" "${horizon[@]}" --gpus=$ranks --gpu="$gpu" "$@"; }
-    # As many rows at a time as the memory holds, up to 32, and a step of mid-training has 256; where that is hardly one,
-    # activations are computed twice.
+    # As many rows at a time as the memory holds, up to 16 (no GPU has confirmed that more fit), and 256 over all ranks, which
+    # a step of mid-training has; where that is hardly one, activations are computed twice.
     fits() {
         python -m scripts.doctor --batch_only --vocab_size=$vocab --depth="$depth" --ranks=$ranks \
-            --max_rows=$((ranks > 8 ? 256 / ranks : 32)) ${memory:+--memory_gib=$memory} "$@"
+            --max_rows=$((ranks > 16 ? 256 / ranks : 16)) ${memory:+--memory_gib=$memory} "$@"
     }
     if [ ! -s "$answer" ]; then  # kept, so that a resumed run has the same model
         for depth in 24 20 16 12; do
