@@ -150,7 +150,7 @@ if num_iterations < 1 and horizon <= 0:
     raise UserError("no horizon: set num_iterations, target_flops or target_param_data_ratio")
 chosen = total_batch_size == -1
 if chosen:
-    unit = device_batch_size * max_seq_len * pipeline.ranks
+    unit = device_batch_size * max_seq_len * world_size  # with a pipeline at least a micro-batch for each stage
     total_batch_size = meta["total_batch_size"] if meta else choose_batch_size(num_iterations, horizon, unit)
 micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len)
 num_iterations = choose_num_iterations(num_iterations, horizon, total_batch_size)
