@@ -166,13 +166,13 @@ def plan_part(
 
     def waits(behind: str) -> float:
         now, first = [c for c in sent if c.behind == behind], part.units[0] / total
-        # Gloo's gradients on stage 3 are waited for where they were computed: GlooReduceScatter in nanochat/zero.py.
-        waited_for = [c for c in now if cluster.gloo and layout.stage == 3 and c.kind == "reduce-scatter"]
+        # With gloo fully_shard waits for gradients where they were computed: GlooReduceScatter in nanochat/zero.py.
+        waited_for = [c for c in now if cluster.gloo and layout.stage == 3 and c.kind != "all-gather"]
         now = [c for c in now if c not in waited_for]
         every = [c for c in now if c.times == micro_steps]
         hidden = sum(times * max(seconds(of) - passes[behind], first * seconds(of))
                      for times, of in ((micro_steps - 1, every), (1, now)))
-        return hidden + micro_steps * seconds(waited_for)
+        return hidden + sum(c.times * seconds([c]) for c in waited_for)
 
     levels = [[c.times * bytes for bytes in cluster.sent(*groups[c.among], c)] for c in sent]
     exchange = seconds([c for c in sent if c.kind == "all-to-all"])
