@@ -139,8 +139,8 @@ class CachedModel:
         rows, device = len(tokens), self.kv.device
         self.reserve(rows, max(self.lengths) + 1)
         # A rectangle of the cache, up to the longest row's end; whole where it has to be contiguous: a CPU's bf16
-        # products are 2 to 10 times slower otherwise.
-        whole = self.kv.dtype != torch.float32 or device.type != "cpu"
+        # products are 2 to 10 times slower otherwise, and compiled code would become one more when a row fills it.
+        whole = self.is_compiled or self.kv.dtype != torch.float32 or device.type != "cpu"
         keys = torch.arange(self.kv.size(4) if whole else max(self.lengths) + 1, device=device)
         kv = [part for layer in self.kv[:, :, :rows].unbind() for part in layer.unbind()]
         now = torch.tensor([tokens, self.last, self.lengths], device=device)
