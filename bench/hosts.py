@@ -39,6 +39,7 @@ LAYOUTS = [
     (2, 1, {"zero_stage": 0}), (2, 1, {"zero_stage": 1}), (2, 1, {"zero_stage": 3}),
     (2, 2, {"zero_stage": 2}), (2, 2, {"zero_stage": 2, "shard_size": 2}), (2, 2, {"zero_stage": 3, "shard_size": 2}),
     (4, 1, {"zero_stage": 0}), (4, 1, {"zero_stage": 1}),
+    (2, 1, {"zero_stage": 1, "pipeline_stages": 2}), (4, 1, {"zero_stage": 1, "pipeline_stages": 4}),
 ]
 
 
@@ -50,11 +51,12 @@ def predicted(result: dict, alone: dict, bits: float) -> StepPlan:
     hosts, ranks, changes = result["layout"]
     config = config_from_depth(4, result["vocabulary"], RUN["max_seq_len"], arch=RUN["arch"])
     stage, batch, (model,) = changes["zero_stage"], RUN["total_batch_size"], parts(config)
-    shards = changes.get("shard_size", hosts * ranks) if stage else 1
+    pipeline_stages = changes.get("pipeline_stages", 1)
+    shards = changes.get("shard_size", hosts * ranks // pipeline_stages) if stage else 1
     rate = (batch * model.flops + sum(model.products)) / alone["seconds"] * min(1, os.cpu_count() / (hosts * ranks))
     between = Link("limited", bits / 8 * PAYLOAD / ranks, alone["latency"])
     cluster = Cluster(hosts * ranks, ranks, Link("the same host", math.inf), between, gloo=True)
-    layout = Layout(stage, shards, RUN["device_batch_size"], result["micro-steps"])
+    layout = Layout(stage, shards, RUN["device_batch_size"], result["micro-steps"], pipeline_stages=pipeline_stages)
     return plan_step(config, cluster, layout, rate, torch.float32, batch)
 
 
@@ -86,7 +88,7 @@ def run(number: int, rate: str, folder: Path) -> dict:
             if time.monotonic() > deadline:
                 raise SystemExit(f"no end within 240 s:\n{log.read_text()}")
             done = metrics.read_text().count("\n") if metrics.exists() else 0
-            sent.setdefault(done, network.sent(hosts - 1))  # when a step has just been written down
+            sent.setdefault(done, sum(map(network.sent, range(hosts))) / hosts)  # a step has just been written down
             time.sleep(0.002)
     if any(launcher.returncode for launcher in launchers):
         raise SystemExit(log.read_text())

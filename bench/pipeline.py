@@ -78,7 +78,7 @@ def timed_steps(rank: int, ranks: int, micro_batches: int) -> list[list[list[Pas
     PipelineStage.forward_one_chunk = timed("forward", PipelineStage.forward_one_chunk)
     PipelineStage.backward_one_chunk = timed("backward", PipelineStage.backward_one_chunk)
     model = GPT(config_from_depth(DEPTH, 256, LENGTH))
-    pipeline = Pipeline(model, ranks, rank, ranks)
+    pipeline = Pipeline(model, ranks, 1, rank, ranks)
     model.init_weights(0)
     sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, 1, pipeline_stages=ranks)
     pipeline.connect(sharding, micro_batches, rows=1)

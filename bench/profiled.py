@@ -37,7 +37,7 @@ def profile_steps(rank: int, ranks: int, stage: int, pipeline_stages: int = 1) -
     """Of each rank, of each step and the forward pass after it. A pipeline has twice the micro-batches."""
     dist.Work.wait = recorded_wait
     model = GPT(config_from_depth(DEPTH, 4096, 256))
-    pipeline = Pipeline(model, pipeline_stages, rank, ranks)
+    pipeline = Pipeline(model, pipeline_stages, stage, rank, ranks)
     model.init_weights(seed=0)
     cpu = torch.device("cpu")
     sharding = Sharding(model, model.units(), cpu, torch.float32, stage, pipeline_stages=pipeline_stages)

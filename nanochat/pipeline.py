@@ -49,12 +49,17 @@ def stream_count(config: GPTConfig, layer: int) -> int:
 class Pipeline:
     """
     Leaves of a model the layers of this rank's stage; with one stage that is all of it. Then, once the model has its
-    weights and a Sharding, `connect`; then `step`. UserError for stages that do not divide the ranks or the layers.
+    weights and a Sharding, `connect`; then `step`. UserError for stages that do not divide the ranks, for more than
+    there are layers, and for a zero_stage that sends gradients in each backward pass.
     """
 
-    def __init__(self, model: GPT, stages: int, rank: int, world_size: int):
+    def __init__(self, model: GPT, stages: int, zero_stage: int, rank: int, world_size: int):
         if stages < 1 or world_size % stages:
-            raise UserError(f"pipeline_stages={stages} does not divide the {world_size} rank(s)")
+            divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+            raise UserError(f"pipeline_stages={stages} does not divide the {world_size} rank(s); expected {divisors}")
+        if stages > 1 and zero_stage > 1:
+            raise UserError(f"zero_stage={zero_stage} with pipeline_stages={stages}: a pipeline sums gradients of all "
+                            "micro-batches before it sends them; expected zero_stage 0 or 1")
         self.model, self.stages = model, stages
         self.all_layers = stage_layers(model.config, stages)
         self.ranks = world_size // stages           # of a stage: so many pipelines work side by side, on other rows

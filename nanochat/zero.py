@@ -146,9 +146,7 @@ class Sharding:
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        if pipeline_stages > 1 and stage > 1:
-            raise UserError(f"zero_stage={stage} with pipeline_stages={pipeline_stages}: a pipeline sums gradients of "
-                            "all micro-batches before it sends them; expected zero_stage 0 or 1")
+        assert pipeline_stages == 1 or stage <= 1, "nanochat.pipeline refuses it"
         self.pipeline_stages, self.ranks = pipeline_stages, self.world_size // pipeline_stages  # that have one gradient
         self.pipeline_stage = self.rank // self.ranks
         self.shard_count = 1 if stage == 0 else shard_size if shard_size > 0 else self.ranks  # N of the table
@@ -412,8 +410,8 @@ class Sharding:
     def gather_model(self, everywhere: bool = False) -> nn.Module | None:
         """
         A model with whole parameters, which computes without other ranks: on rank 0 (None elsewhere), or everywhere.
-        On stages 0 to 2 it is the model itself; on stage 3 and in a pipeline it is a copy, which the next step does not
-        update.
+        On stages 0 to 2 it is the model itself. On stage 3 it is a copy, which the next step does not update; in a
+        pipeline the layers of other stages are copies.
         """
         wanted = everywhere or self.rank == 0
         if self.stage < 3 and self.pipeline_stages == 1:

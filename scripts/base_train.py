@@ -134,7 +134,7 @@ with torch.device("meta"):
     model = GPT(model_config)
 parameters, flops_per_token = sum(p.numel() for p in model.parameters()), model.estimate_flops(softmax_share)
 computing = model.count_parameters("matrix", "head")  # the others are lookups
-pipeline = Pipeline(model, pipeline_stages, rank, world_size)  # from here `model` is this rank's stage; of one: all
+pipeline = Pipeline(model, pipeline_stages, zero_stage, rank, world_size)  # leaves `model` the layers of this rank
 
 # ---- Where to start: rank 0 looks for checkpoints and decides for all ranks
 checkpoints = checkpoint_dir("base", model_tag or f"d{depth}")
@@ -238,12 +238,11 @@ while True:
                 metrics.log(step, {f"core/{name}": core} | {f"core/{score.label}": score.centered for score in scores})
                 print0(f"step {step:05d}/{num_iterations:05d} | {name} {core:.4f}")
             if step > 0 and due(sample_every):
-                whole_model = sharding.gather_model()  # on rank 0; on stage 3 its parameters are gathered for this
+                whole_model = sharding.gather_model() if pipeline_stages == 1 else evaluated  # on stage 3 gathered
                 with eagerly():
                     for prompt, _ in PROMPTS if rank == 0 else ():
                         print0(f"  {prompt}{sample(whole_model, tokenizer, prompt, max_tokens=24)}")
-                del whole_model
-            del evaluated
+            evaluated = whole_model = None  # frees what was gathered
     if last_step:
         break
 
