@@ -85,6 +85,7 @@ class Rank:
         self.rank, self.world_size = replica * shards + rank, (replica + 1) * shards
         params = dict(self.model.named_parameters())
         shapes = {name: tuple(p.shape) for name, p in params.items()}
+        self.pipeline_stage, self.homes = 0, {name: (0, shape) for name, shape in shapes.items()}
         self.wholes = {f"master.{name}": p.detach().clone() for name, p in params.items()}
         self.model.to(dtype)
         by_rows = {name: row_ranges(shape, shards) for name, shape in shapes.items()}
