@@ -245,9 +245,9 @@ class Sharding:
         """
         Around forward and backward pass of a micro-step, equally often on every rank. Gradients travel during the
         backward pass (of several `passes`, during the last one of each unit): in the last micro-step of a step, on
-        stages 2 and 3 in every one. All ranks send buckets from the
-        last unit to the first: a rank's backward pass may complete them in another order, but collectives that start in
-        different orders on different ranks would mix units.
+        stages 2 and 3 in every one. All ranks send buckets from the last unit to the first: a rank's backward pass may
+        complete them in another order, but collectives that start in different orders on different ranks would mix
+        units.
         """
         self.last, self.passes = last, passes
         if self.ranks > 1 and (last or self.stage == 2 and self.shard_count > 1):
