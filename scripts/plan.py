@@ -3,7 +3,7 @@ A run before it is paid for: what each rank keeps and sends on each stage of ZeR
 computes, sends and waits, what all of it takes and costs. Formulas only: nothing is trained.
 
     python -m scripts.plan --depth=20 --gpus=8 --gpu=H100 --link=nvlink4
-    python -m scripts.plan --depth=32 --gpus=64 --gpus_per_node=8 --link=nvlink4 --between=ndr
+    python -m scripts.plan --depth=32 --gpus=64 --total_batch_size=-1 --gpus_per_node=8 --link=nvlink4 --between=ndr
     python -m scripts.plan --depth=48 --gpus=64 --pipeline_stages=4 --device_batch_size=1
 """
 import math
