@@ -28,7 +28,7 @@ from nanochat.distributed import keep_freed_memory
 from nanochat.files import base_dir
 from nanochat.gpt import GPTConfig, config_from_depth
 from nanochat.plan.machines import Cluster, Layout, Link, StepPlan, plan_step
-from nanochat.plan.memory import FLOAT32, parts
+from nanochat.plan.memory import parts
 from nanochat.plan.probes import set_up_training, train_step
 from nanochat.records import read_metrics
 from nanochat.report import markdown_table

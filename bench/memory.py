@@ -1,6 +1,7 @@
 """
 What a training step needs, measured beside the formulas of nanochat/plan/memory.py: the tensors, counted by PyTorch's
-allocator, on one rank and on several; and whole processes of base_train, whose largest resident memory the kernel notes.
+allocator, on one rank and on several; and whole processes of base_train, whose largest resident memory the kernel
+notes.
 
     python -m bench.memory --write     # puts the tables into docs/memory.md; Linux
 """
@@ -78,7 +79,8 @@ def peaks_on_ranks(
     pipeline = Pipeline(model, pipeline_stages, stage, rank, ranks)
     model.to_empty(device="cpu")
     model.init_weights(0)
-    sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage, pipeline_stages=pipeline_stages)
+    cpu = torch.device("cpu")
+    sharding = Sharding(model, model.units(), cpu, torch.float32, stage, pipeline_stages=pipeline_stages)
     training = model, sharding, setup_optimizers(model, sharding)
     pipeline.connect(sharding, micro_steps, rows)
     in_flight = micro_steps if pipeline_stages > 1 else 1
