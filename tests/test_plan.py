@@ -83,6 +83,15 @@ def test_what_does_not_hide_is_waited_for():
     assert exposed(math.inf, 1.0, ranks=8) == pytest.approx(22 * 2 * 3 - backward / 4)
 
 
+def test_replicas_sum_after_the_copy():
+    """The last three units' gradients are summed in the copy, then between replicas: no pass is left to hide that."""
+    cluster = Cluster(8, 4, Link("none", math.inf), Link("slow", 100e9))
+    plan = plan_step(CONFIG, cluster, Layout(2, 4, 8, 4), RATE, BF16, BATCH)
+    sums = 4 * TOTAL / 4 / 100e9
+    assert sums < BATCH / 8 / 4 * PER_TOKEN / RATE * 2 / 3, "behind the last backward pass"
+    assert plan.exposed == pytest.approx(sums * (EMBEDDING + 2 * BLOCK) / TOTAL)
+
+
 def test_messages_of_rings_grow_with_ranks():
     """A ring through 4 hosts with 2 ranks each: 4 messages within hosts and 4 between, for each of 22 units."""
     cluster = Cluster(8, 2, Link("near", math.inf, 1e-3), Link("far", math.inf, 1e-2))

@@ -15,6 +15,7 @@ from nanochat.pipeline import stream_count
 from nanochat.plan.memory import Part, needed_bytes, parts
 from nanochat.plan.passes import passes
 from nanochat.plan.traffic import Collective, collectives
+from nanochat.zero import MAX_IN_FLIGHT
 
 DEEPEST = 512   # that is looked at
 
@@ -171,8 +172,11 @@ def plan_part(
         waited_for = [c for c in now if cluster.gloo and layout.stage == 3 and c.kind != "all-gather"]
         now = [c for c in now if c not in waited_for]
         every = [c for c in now if c.times == micro_steps]
-        hidden = sum(times * max(seconds(of) - passes[behind], first * seconds(of))
-                     for times, of in ((micro_steps - 1, every), (1, now)))
+        # Replicas sum what has been summed within a copy: a unit's sum starts when two more units are computed.
+        again = [c for c in now if c.kind == "all-reduce" and shards > 1 and layout.stage < 3]
+        after = sum(part.units[: 1 + MAX_IN_FLIGHT]) / total * seconds(again)
+        hidden = sum(times * max(seconds(of) - passes[behind], first * seconds(of), last)
+                     for times, of, last in ((micro_steps - 1, every, 0.0), (1, now, after)))
         return hidden + sum(c.times * seconds([c]) for c in waited_for)
 
     levels = [[c.times * bytes for bytes in cluster.sent(*groups[c.among], c)] for c in sent]
