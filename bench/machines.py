@@ -59,8 +59,8 @@ for depth in (20, 32):
     config = config_from_depth(depth, 65536, 2048)
     lines = [line(link, config, 8, 0.5 * peak, torch.bfloat16, 2**19, 4) for link in LINKS.values()]
     parts += [f"**Depth {depth}**, {sum(parameter_counts(config)) / 1e6:,.0f} million parameters "
-              f"(classic, vocabulary 65,536), 8 ranks of {peak / 1e12:,.0f} TFLOP/s at 50% MFU, bfloat16, 524,288 tokens in 4 micro-steps of "
-              "16,384 tokens per rank:", markdown_table(COLUMNS, lines)]
+              f"(classic, vocabulary 65,536), 8 ranks of {peak / 1e12:,.0f} TFLOP/s at 50% MFU, bfloat16, "
+              "524,288 tokens in 4 micro-steps of 16,384 tokens per rank:", markdown_table(COLUMNS, lines)]
 bandwidth, latency, rate = on_ranks(2, measure_link)
 here = Link("this machine, gloo over loopback", bandwidth, latency)
 lines = [line(here, config_from_depth(4, 8192, 512), 2, 0.6 * rate, torch.float32, 8192, 2)]

@@ -26,7 +26,7 @@ class CustomJSON(Task):
         path, everything = argument.removesuffix(":all"), argument.endswith(":all")
         found = read_conversations(Path(path))
         if not found:
-            raise UserError(f"{path} is empty; expected a conversation on each line")
+            raise UserError(f"{path} has no conversation; expected one on each line")
         self.conversations = [conversation for conversation in found if everything or
                               split_of(json.dumps(conversation, sort_keys=True), TEST_SHARE) == split]
         if not self.conversations:
