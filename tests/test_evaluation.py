@@ -170,6 +170,14 @@ def test_the_log_is_complete_and_later_records_win(tmp_path, capsys):
     assert metrics.state["min_val_bpb"] == 1.5
 
 
+@pytest.mark.parametrize("start_step, told", [
+    (3, ""), (4, "nothing is left to train: the checkpoint is at step 4 of 4\n"),
+])
+def test_a_run_that_goes_on_from_its_end_says_that_nothing_is_left(tmp_path, capsys, start_step, told):
+    new_metrics(tmp_path, start_step)
+    assert capsys.readouterr().out == told
+
+
 def test_mfu_says_what_it_is_a_share_of(monkeypatch):
     peak = peak_flops(CPU, torch.float32)
     assert 1e9 < peak.flops < 1e14 and peak.source.startswith("measured float32 matmul") and peak.measure

@@ -237,7 +237,8 @@ def read_json(path: Path) -> dict:
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
     except FileNotFoundError:
-        raise UserError(f"there is no {path.name} in {path.parent}") from None
+        raise UserError(f"there is no {path.name} in {path.parent}; expected a folder that scripts.export_hf wrote, "
+                        "or a published nanochat checkpoint") from None
     except (OSError, ValueError) as error:  # not UTF-8, not JSON
         raise UserError(f"{path} cannot be read: {error}") from error
     return content
