@@ -25,7 +25,8 @@ def failing_compiler(tmp_path) -> dict[str, str]:
     """An environment in which the C++ compiler fails."""
     (tmp_path / "g++").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "g++").chmod(0o755)
-    return {"CXX": str(tmp_path / "g++"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CXX": str(tmp_path / "g++")}
+    return path | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
 
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, blocks) -> torch.Tensor:

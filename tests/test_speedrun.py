@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPO, run_module
+from conftest import REPO, run_module, warm_python
 from test_runs import problems
 
 from nanochat.tasks import SPEC, TASKS
@@ -325,8 +325,9 @@ def test_a_slow_machine_trains_a_smaller_model_unless_asked_for_all(tmp_path):
 
 def rehearse(until: str | None = None) -> str:
     """What `bash speedrun.sh --rehearse` prints; with `until` it and its processes are killed when a line says that."""
+    path = f"{Path(warm_python()).parent}:{ENV['PATH']}"
     process = subprocess.Popen(
-        ["bash", "speedrun.sh", "--rehearse"], cwd=REPO, env=os.environ | ENV, text=True,
+        ["bash", "speedrun.sh", "--rehearse"], cwd=REPO, env=os.environ | ENV | {"PATH": path}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )
     lines, deadline = [], time.monotonic() + 400
