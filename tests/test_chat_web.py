@@ -811,7 +811,7 @@ def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
 
 
 def test_no_engine_is_left_without_its_web_process():
-    """Even one that is loading: it ends with the pipe, not with the signals that a terminal or a service sends to all."""
+    """Even one that is loading: it ends with the pipe, not with the signals that a terminal or service sends to all."""
     process, connection = Worker(functools.partial(time.sleep, 1000)).launch()
     for number in (signal.SIGINT, signal.SIGTERM):
         process.send_signal(number)

@@ -22,9 +22,10 @@ from nanochat.errors import UserError
 from nanochat.sampling import SamplingParams
 from nanochat.serve import engine_process
 from nanochat.serve.engine_process import Request
-from nanochat.serve.grammars import MAX_BYTES, compile_grammar
+from nanochat.serve.grammars import MAX_BYTES, Grammar, compile_grammar
 from nanochat.serve.structured import json_of
 from nanochat.serve.tools import Function, read_call
+from nanochat.tokenizer import Tokenizer
 
 STOPS = [SPECIAL("<|assistant_end|>"), SPECIAL("<|bos|>")]
 
@@ -167,7 +168,7 @@ async def test_the_grammars_of_one_client_wait_for_each_other_not_others_for_the
     """And one whose client goes before it is compiled leaves nothing behind."""
     compiled = []
 
-    def slow(expression: str, tokenizer: Tokenizer) -> None:
+    def slow(expression: str, tokenizer: Tokenizer) -> Grammar:
         time.sleep(0.02)
         compiled.append(json.loads(expression))
         if expression != '"stays"':
