@@ -9,9 +9,9 @@ Serve chat models: a page to talk with them, and an interface that OpenAI's clie
     OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
         model="TAG-sft", messages=[{"role": "user", "content": "What is 12 * 3?"}])
 
-nanochat/serve/openai_api.py lists extensions and differences. SIGTERM ends the server when the requests that it has
-accepted are answered, after --drain_s at the latest; Ctrl-C ends it at once. So does the death of a model's last
-worker, with exit code 1, for a supervisor to start it again.
+nanochat/serve/openai_api.py lists extensions and differences. Each engine is a process: one for each GPU, or one on a
+CPU. SIGTERM ends the server when the requests that it has accepted are answered, after --drain_s at the latest; Ctrl-C
+ends it at once. So does the death of a model's last worker, with exit code 1, for a supervisor to start it again.
 """
 import asyncio
 import os
@@ -103,15 +103,14 @@ workers = workers or (torch.cuda.device_count() if device_type == "cuda" else 1)
 models = []
 for stage in sources:
     checkpoint = find_model(stage, model_tag, step)
-    meta, cache = read_meta(checkpoint), prompt_cache_mb * 2**20
-    engines = [partial(load_engine, checkpoint, device_type, i, workers, dtype, quantize, compile, max_batch, cache)
-               for i in range(workers)]
+    meta, load = read_meta(checkpoint), partial(
+        load_engine, checkpoint, device_type, dtype, quantize, compile, max_batch, prompt_cache_mb * 2**20, workers)
     trained_on = meta.get("config", {}).get("tasks") or meta.get("config", {}).get("task") or ""
     models.append(ServedModel(
         id=f"{checkpoint.parent.name}-{stage}", tokenizer=Tokenizer.load(checkpoint),
         context=meta["model_config"]["sequence_len"], step=meta["step"], created=int(checkpoint.stat().st_mtime),
-        max_batch=max_batch, max_queue=max_queue, workers=[*map(Worker, engines)], chats=stage != "base",
-        examples=example_questions(trained_on)))
+        max_batch=max_batch, max_queue=max_queue, workers=[Worker(partial(load, i)) for i in range(workers)],
+        chats=stage != "base", examples=example_questions(trained_on)))
 
 limits = Limits(
     max_body_bytes, max_messages, max_chars, max_new_tokens, max_n, timeout_s, temperature, top_k, truncate)

@@ -1,15 +1,14 @@
 """
-An engine in a process of its own: Python's lock is shared neither with the web nor with the engine of another GPU.
+An engine in a process of its own: it shares Python's lock neither with the web nor with another GPU's engine.
 
     web process (worker.py)                     this process
-    the make_engine           --- pipe --->
-    a Request                 --- pipe --->     engine.add
+    how to make the engine    --- pipe --->     the engine
+    a request                 --- pipe --->     engine.add
                                                 engine.step: one token for every choice, again and again
-    {id: chunks}              <-- pipe ----     every 40 ms: the text since the last chunks
-    its id, to cancel it       --- pipe --->     engine.remove
+    chunks                    <-- pipe ----     every 40 ms: the text since the last chunks
+    the id of a request       --- pipe --->     engine.remove
 
-The process ends when the pipe does, at once: so the web process need not end in any particular way. Its other ends are
-an error of the engine, after which it could answer nothing any more, and being killed.
+It ends with the pipe, so that it never outlives the web process, and after an error that is not one request's.
 """
 import itertools
 import math
@@ -269,10 +268,10 @@ class EngineProcess:
 
 
 def load_engine(
-    checkpoint: Path, device_type: str, number: int, workers: int, dtype: str, quantize: Literal["", "int8"],
-    compile: bool, max_batch: int, prompt_cache_bytes: int,
+    checkpoint: Path, device_type: str, dtype: str, quantize: Literal["", "int8"], compile: bool, max_batch: int,
+    prompt_cache_bytes: int, workers: int, number: int,
 ) -> Engine:
-    """The engine of worker `number` of so many: on its GPU, the first one again after the last, or on its cores."""
+    """The engine of worker `number` of so many, which take the GPUs in turn or share the cores."""
     os.environ["LOCAL_RANK"] = str(number % max(1, torch.cuda.device_count()))
     *_, device = compute_init(device_type)
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))

@@ -95,7 +95,6 @@ def create_app(
         yield
         for worker in workers:
             worker.stop()
-        for worker in workers:
             worker.thread.join(timeout=10)
 
     middleware = [Middleware(RequestId), *([cors] if cors_origins else []), gate]
