@@ -103,8 +103,9 @@ workers = workers or (torch.cuda.device_count() if device_type == "cuda" else 1)
 models = []
 for stage in sources:
     checkpoint = find_model(stage, model_tag, step)
-    meta, load = read_meta(checkpoint), partial(
+    load = partial(
         load_engine, checkpoint, device_type, dtype, quantize, compile, max_batch, prompt_cache_mb * 2**20, workers)
+    meta = read_meta(checkpoint)
     trained_on = meta.get("config", {}).get("tasks") or meta.get("config", {}).get("task") or ""
     models.append(ServedModel(
         id=f"{checkpoint.parent.name}-{stage}", tokenizer=Tokenizer.load(checkpoint),

@@ -1051,6 +1051,8 @@ async def test_loading_and_limits_of_time():
         health, early = await client.get("/health"), asyncio.create_task(ask(client, "early"))
         assert (health.status_code, health.json()["status"]) == (503, "loading")
         await until(lambda: model.waiting == 1)
+        model.submit(Request([[1]], SamplingParams())).cancel()
+        assert model.waiting == 1 and (await client.get("/health")).json()["status"] == "loading"
         loaded.set()
         assert (await early).status_code == 200
         long = (await ask(client, "long", max_tokens=2000, n=2)).json()

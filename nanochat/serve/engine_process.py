@@ -71,7 +71,7 @@ class Chunk:
     finish_reason: FinishReason | Literal["tool_calls"] | None = None
 
 
-# By the request's id. No chunks: it was accepted. Nothing at all: the engine is ready.
+# By the request's id. No chunks: its grammar has been compiled.
 Batch = dict[int, list[Chunk] | ApiError]
 
 
@@ -136,7 +136,7 @@ class EngineProcess:
         threading.Thread(target=self.listen, daemon=True, name="listen").start()
         try:
             self.engine = self.make_engine()
-            self.send({})
+            self.send({})   # it is there
             while True:
                 self.step()
         except Exception as error:

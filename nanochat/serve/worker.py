@@ -122,6 +122,8 @@ class Worker:
     def read(self) -> None:
         """The thread."""
         with contextlib.suppress(EOFError, OSError):
+            self.connection.recv()  # the engine is there
+            self.state = "ready"
             while True:
                 self.post(self.deliver, self.connection.recv())
         self.process.wait()
@@ -133,7 +135,6 @@ class Worker:
             self.loop.call_soon_threadsafe(callback, *args)
 
     def deliver(self, batch: Batch) -> None:
-        self.state = "ready"
         for id, item in batch.items():
             pending = self.pending.get(id)
             if pending is None:  # cancelled while this was on its way
