@@ -5,7 +5,6 @@ All conversations are rendered once, at the start, a share on each rank, and the
 every rank knows before the first step how many steps there are, and what each of them holds.
 """
 import hashlib
-import sys
 from array import array
 from collections.abc import Iterator, Sequence
 
@@ -13,12 +12,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm import tqdm
 
 from nanochat.conversation import Conversation, render
 from nanochat.distributed import concatenate_parts, print0
-from nanochat.errors import UserError, is_rank0
+from nanochat.errors import UserError
 from nanochat.packing import WaitingItems
+from nanochat.progress import progress
 from nanochat.tokenizer import Tokenizer
 
 BUFFER_CONVERSATIONS = 512  # what best fit chooses from; more fill rows better, and keep the shuffled order less
@@ -39,10 +38,8 @@ class RenderedConversations:
         count = len(conversations)
         share = range(count * rank // ranks, count * (rank + 1) // ranks)  # mixtures are shuffled: equal work
         name = "rendering" if ranks == 1 else f"rendering, rank 0 of {ranks}"
-        shown = tqdm(share, name, unit=" conversations", delay=5, disable=not is_rank0(),
-                     mininterval=0.5 if sys.stderr.isatty() else 15)
         tokens, trained, lengths, cuts = array("i"), bytearray(), [], []  # of the share; 5 bytes a token
-        for index in shown:
+        for index in progress(share, name, "conversations"):
             ids, mask, cut = render(tokenizer, conversations[index], max_tokens)
             if any(mask):
                 tokens.extend(ids)

@@ -23,6 +23,7 @@ from nanochat.distributed import all_reduce_sum, sum_dtype
 from nanochat.errors import UserError
 from nanochat.files import base_dir
 from nanochat.loss_eval import batches_by_length, padded, row_of, wrong_tokens
+from nanochat.progress import progress
 from nanochat.tokenizer import Tokenizer
 
 BLOCK = 32  # items that are tokenized and sorted together, on one rank whatever the number of ranks
@@ -182,7 +183,8 @@ def evaluate_core(
         items = items if max_per_task < 0 else items[:max_per_task]
         greedily, right, asked = task.kind == "language_modeling", 0, 0
         # Blocks are dealt out whole: what a forward pass holds does not depend on the ranks, nor do its last digits.
-        for first in range(0, len(items), BLOCK * world_size):
+        blocks = range(0, len(items), BLOCK * world_size)
+        for first in progress(blocks, f"CORE {len(counts) + 1}/{len(tasks)} {task.label}", "blocks"):
             start = min(first + BLOCK * rank, len(items))
             end = min(start + BLOCK, len(items))
             rows = rows_of(task, items, start, end, tokenizer, longest)

@@ -25,6 +25,7 @@ from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.kv_cache import CachedModel, Prefix
 from nanochat.logprobs import TokenLogprob, token_logprobs
+from nanochat.progress import progress
 from nanochat.prompt_cache import PIECE, PromptCache
 from nanochat.sampling import Grammar, History, SamplingParams, draw
 from nanochat.tokenizer import Tokenizer
@@ -331,8 +332,9 @@ class Engine:
         try:
             for prompt, its_sampling in zip(prompts, samplings, strict=True):
                 answers += self.add(prompt, its_sampling, num_samples, truncate)
-            for _ in self._until_done():
-                pass
+            with progress(None, "answering", "answers", len(answers)) as bar:
+                for answer in self._until_done():
+                    bar.update(answer.finish_reason is not None)
         finally:
             self.clear()
         return answers

@@ -10,6 +10,7 @@ from nanochat.conversation_loader import Row, tensors
 from nanochat.dataloader import TokenizedShards
 from nanochat.distributed import all_reduce_sum, sum_dtype
 from nanochat.errors import UserError
+from nanochat.progress import progress
 from nanochat.tokenizer import Tokenizer
 
 
@@ -24,7 +25,7 @@ def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) 
     device = next(model.parameters()).device
     bytes_of = torch.from_numpy(token_bytes).to(device)
     total = torch.zeros(2, dtype=sum_dtype(device), device=device)  # nats, bytes
-    for _, (inputs, targets, *_) in zip(range(steps), batches):
+    for _, (inputs, targets, *_) in zip(progress(range(steps), "bits per byte", "batches"), batches):
         nats, target_bytes = counted_nats(model, inputs, targets, bytes_of)
         total += torch.stack((nats.sum(), target_bytes.sum()))
     all_reduce_sum(total)
@@ -58,7 +59,7 @@ def document_nats(
             owners.append(number)
             rows.append(row_of([bos, *tokens[start : start + length]], 1))
     results = [(0.0, 0)] * len(documents)
-    for indices in batches_by_length(rows, tokens_per_forward):
+    for indices in progress(batches_by_length(rows, tokens_per_forward), "bits per byte", "batches"):
         of_rows = counted_nats(model, *padded([rows[i] for i in indices], device), bytes_of)
         for i, nats, count in zip(indices, *(values.tolist() for values in of_rows)):
             total_nats, total_count = results[owners[i]]

@@ -13,6 +13,7 @@ from nanochat.conversation_loader import tensors
 from nanochat.detokenizer import to_parts
 from nanochat.engine import Answer, Engine
 from nanochat.gpt import GPT
+from nanochat.progress import progress
 from nanochat.sampling import SamplingParams
 from nanochat.task import Task
 from nanochat.tokenizer import Tokenizer
@@ -76,7 +77,7 @@ def likeliest_letters(model: GPT, tokenizer: Tokenizer, conversations: Sequence[
     prompts = [ids if len(ids) <= limit else ids[:1] + ids[1 - limit :] for ids in prompts]  # the question comes last
     chosen = [""] * len(prompts)
     by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # similar lengths: little padding
-    for start in range(0, len(by_length), batch_size):
+    for start in progress(range(0, len(by_length), batch_size), "choosing", "batches"):
         indices = by_length[start : start + batch_size]
         rows = [(prompts[index], [0.0] * len(prompts[index])) for index in indices]
         tokens, _, _ = tensors(rows, len(rows[-1][0]), device)  # (B, T)

@@ -227,3 +227,14 @@ def test_auto_dtype_follows_the_hardware(monkeypatch):
         assert compute_dtype("auto", CPU) == expected
         assert compute_dtype("float32", CPU) == torch.float32
     assert compute_init("cpu") == (0, 1, CPU)
+
+
+@pytest.mark.parametrize("delay, rank, shown", [(0, 0, True), (0, 1, False), (60, 0, False)])
+def test_a_validation_that_takes_long_shows_how_far_it_is_on_rank_0(monkeypatch, capfd, delay, rank, shown):
+    monkeypatch.setattr("nanochat.progress.DELAY", delay)
+    monkeypatch.setenv("RANK", str(rank))
+    model = GPT(GPTConfig(sequence_len=8, vocab_size=V, n_layer=1, n_embd=32, n_head=1, n_kv_head=1))
+    model.init_weights(0)
+    batches = [(torch.full((1, 8), 40), torch.full((1, 8), 40))] * 3
+    evaluate_bpb(model, batches, 3, TOKENIZER.token_bytes())
+    assert ("bits per byte:   0%|          | 0/3" in capfd.readouterr().err) == shown

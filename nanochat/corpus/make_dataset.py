@@ -16,14 +16,13 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from tqdm import tqdm
-
 from nanochat.corpus import sources
 from nanochat.corpus.download import fetch_shard
 from nanochat.corpus.shards import build
 from nanochat.dataset import OFFLINE, REMOTE, dataset_dir, load_manifest, shard_texts
 from nanochat.errors import UserError, did_you_mean
 from nanochat.files import locked, recover_folder, write_folder_aside, write_text
+from nanochat.progress import progress
 
 # Finished, shuffled shard sets on the Hugging Face hub: repository and index of the last shard, which is validation.
 # They are kept as they come, so that their checksums can be verified; they are not deduplicated here.
@@ -111,7 +110,7 @@ def make_from_text(name: str, settings: dict, encoding: str) -> dict:
             print(f"already there, made with the same settings: {folder}")
             return manifest
     with write_folder_aside(folder) as aside:
-        watched = tqdm(documents, desc="reading", unit=" documents", disable=None)
+        watched = progress(documents, "reading", "documents")
         shards = build(aside, watched, seed, shard_bytes, num_shards, tally, source)
         more = {}
         if source == "tinyworld":  # the validation documents can be generated again, to count their entropy
@@ -135,10 +134,9 @@ def make_from_hub(name: str, source: str, num_shards: int, workers: int) -> dict
     if missing:
         print(f"{name}: {len(missing)} of {len(files)} shards to fetch from {repository}")
     stop = threading.Event()
-    interval = 0.5 if sys.stderr.isatty() else 15.0
     with (
         ThreadPoolExecutor(workers) as pool,
-        tqdm(total=len(missing), unit=" shards", mininterval=interval, disable=not missing) as bar,
+        progress(None, "fetching", "shards", len(missing)) as bar,
     ):
         jobs = [pool.submit(fetch_shard, repository, file, folder, stop) for file in missing]
         try:

@@ -1,0 +1,19 @@
+"""A bar for what takes long."""
+import sys
+from collections.abc import Iterable
+
+from tqdm import tqdm
+
+from nanochat.errors import is_rank0
+
+DELAY = 5  # seconds; what takes less shows nothing
+
+
+def progress(items: Iterable | None, what: str, unit: str, total: int | None = None) -> tqdm:
+    """
+    The items, or a bar to `update`, on stderr of rank 0: how many of the total, how fast, how long it will take. In a
+    terminal it moves twice a second; in a log it is said every 15 s.
+    """
+    interval = 0.5 if sys.stderr.isatty() else 15.0
+    return tqdm(items, what, total, unit=f" {unit}", delay=DELAY, mininterval=interval, miniters=1,
+                disable=not is_rank0(), leave=False)
