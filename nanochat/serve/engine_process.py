@@ -10,6 +10,7 @@ An engine in a process of its own: it shares Python's lock neither with the web 
 
 It ends with the pipe, so that it never outlives the web process, and after an error that is not one request's.
 """
+import contextlib
 import itertools
 import math
 import os
@@ -58,6 +59,11 @@ class Request:
     started: float = field(default_factory=time.monotonic)  # the system's clock: the same in every process
     id: int = field(default_factory=itertools.count().__next__)
     begun: bool = False                     # a token was written; only the engine's process knows
+
+    @property
+    def size(self) -> int:
+        """Choices in all."""
+        return len(self.prompts) * self.n
 
 
 @dataclass
@@ -157,10 +163,8 @@ class EngineProcess:
         os._exit(code)
 
     def send(self, batch: Batch) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the web process is gone: `listen` sees that, too
             self.connection.send(batch)
-        except OSError:  # the web process is gone: `listen` sees that, too
-            pass
 
     # ---- The engine's thread
 

@@ -239,12 +239,12 @@ class Api:
         tools = isinstance(asked, ChatRequest) and model.chats
         client, form = http.client.host if http.client else "", asked.form(model.tokenizer)
         sampling = asked.sampling(self.limits.max_new_tokens, model.tokenizer, tools, form)
-        if (size := len(prompts) * asked.n) > model.max_choices:
-            words = f"{size:,} answers at once; this server takes at most {model.max_choices}"
+        request = Request(prompts, sampling, form, asked.n, asked.stop, self.limits.timeout_s, client, echo_from)
+        if request.size > model.max_choices:
+            words = f"{request.size:,} answers at once; this server takes at most {model.max_choices}"
             raise ApiError(400, words, param=param)
         reply = make_reply(asked, model.id, model.step, model.tokenizer, sum(map(len, prompts)))
         async with self.turns.setdefault(client, asyncio.Lock()) if form else contextlib.nullcontext():
-            request = Request(prompts, sampling, form, asked.n, asked.stop, self.limits.timeout_s, client, echo_from)
             pending = model.submit(request)
             pending.watcher = asyncio.create_task(cancel_at_the_end(http, pending))
             if form:

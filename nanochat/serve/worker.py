@@ -35,7 +35,7 @@ class Pending:
 
     def __init__(self, request: Request, worker: "Worker"):
         self.request, self.worker = request, worker
-        self.size = self.open = len(request.prompts) * request.n    # open: choices that have not ended
+        self.open = request.size            # choices that have not ended
         self.writing: set[int] = set()      # those of which something has come
         self.first_token: float | None = None   # when it came
         self.accepted = asyncio.Event()     # or refused: its grammar has been compiled
@@ -179,10 +179,10 @@ class ServedModel:
         Give the request to the worker that has least to do. ApiError when that has too much (429) or none is there
         (503). Choices of one client may wait only while there is room for as many more: so others find room.
         """
-        worker, size = self.choose(request), len(request.prompts) * request.n
-        room = self.max_batch + self.max_queue - worker.load - size
-        own = sum(other.open for other in worker.pending.values() if other.request.client == request.client) + size
-        if own - self.max_batch > room or room < 0:
+        worker = self.choose(request)
+        room = self.max_batch + self.max_queue - worker.load - request.size
+        own = sum(other.open for other in worker.pending.values() if other.request.client == request.client)
+        if own + request.size - self.max_batch > room or room < 0:
             wait = str(min(max(math.ceil(worker.seconds / self.max_batch), 1), 60))  # one place becomes free, about
             message = f"too many requests are waiting; try again in {wait} s"
             raise ApiError(429, message, "rate_limit_exceeded", headers={"Retry-After": wait})
@@ -214,4 +214,4 @@ class ServedModel:
 
     @property
     def waiting(self) -> int:
-        return max(0, sum(worker.load for worker in self.workers) - self.running)
+        return sum(worker.load for worker in self.workers) - self.running
