@@ -790,7 +790,8 @@ def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
         first, second = server.workers()
         while server.http.get("/health").json()["status"] != "ok":  # the second one may still be loading
             time.sleep(0.05)
-        streams = [server.ask("Once", model="tiny-base", max_tokens=1000, n=2, stream=True) for _ in range(2)]
+        lengths = 2000, 300
+        streams = [server.ask("Once", model="tiny-base", max_tokens=length, n=2, stream=True) for length in lengths]
         for stream in streams:
             next(stream)
         os.kill(first, signal.SIGKILL)
