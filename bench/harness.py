@@ -79,9 +79,9 @@ def save_chat_model(depth: int, context: int, arch: str) -> Path:
 
 
 @contextlib.contextmanager
-def serving(*settings: str, checkout: str = ".") -> Iterator[int]:
+def serving(*settings: str, checkout: str = ".", workers: int = 1) -> Iterator[int]:
     """The port of a chat server that runs with these settings, of the version of this repo in that folder."""
-    command = [sys.executable, "-m", "scripts.chat_web", "--source=sft", "--port=0", "--workers=1", *settings]
+    command = [sys.executable, "-m", "scripts.chat_web", "--source=sft", "--port=0", f"--workers={workers}", *settings]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=checkout)
     try:
         yield int(re.match(r"http://[^:]+:(\d+) ", server.stdout.readline())[1])
