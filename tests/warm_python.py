@@ -40,7 +40,7 @@ socket.send_fds(server, [b"x"], [0, 1, 2])
 ignored = [number for number in numbers if signal.getsignal(number) is signal.SIG_IGN]
 request = [os.path.realpath(__file__), args, dict(os.environ), os.getcwd(), ignored]
 server.sendall(json.dumps(request).encode() + b"\n")
-for number in set(numbers) - set(ignored):
+for number in numbers:  # ignored ones as well: the fork may have a handler of its own
     signal.signal(number, lambda number, _: server.send(bytes([number])))
 status = int(server.makefile().readline() or 1)
 if status < 0:
