@@ -5,24 +5,31 @@ docs/many_hosts.md. Needs root on Linux; the hosts are made by bench/network.py 
     python -m bench.hosts --write    # without --write they are only printed
 """
 import math
+import multiprocessing
 import os
 import re
 import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from configurator import configure
 
 import torch
+import torch.distributed as dist
 
-from bench.harness import scratch_base, show
+from bench.harness import on_ranks, scratch_base, show
 from bench.network import MTU, RUN, Hosts, make_sums, why_not
+from nanochat.compiling import set_compile
+from nanochat.distributed import keep_freed_memory
 from nanochat.files import base_dir
-from nanochat.gpt import config_from_depth
+from nanochat.gpt import GPTConfig, config_from_depth
 from nanochat.plan.machines import Cluster, Layout, Link, StepPlan, plan_step
 from nanochat.plan.memory import parts
+from nanochat.plan.probes import set_up_training, train_step
 from nanochat.records import read_metrics
 from nanochat.report import markdown_table
 
@@ -43,21 +50,70 @@ LAYOUTS = [
 ]
 
 
-def predicted(result: dict, alone: dict, bits: float) -> StepPlan:
+class Machine(NamedTuple):
+    """What a rank does where so many compute at once and send nothing: they share cores, caches and memory."""
+
+    rate: float         # FLOP/s in forward and backward passes of device_batch_size rows
+    muon_rate: float    # of Muon's products in an update, in which there is more than products
+    copying: float      # seconds of a core for each byte that gloo sends: copies, headers, sums
+
+
+def seconds_of_steps(config: GPTConfig, seconds: float = 4.0) -> dict[int, float]:
+    """{micro-steps: median seconds of an optimizer step} of one rank."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    set_compile(False, "cpu")
+    training = set_up_training(config, torch.float32, torch.device("cpu"))
+    tokens = torch.randint(config.vocab_size, (RUN["device_batch_size"], config.sequence_len + 1))
+    times: dict[int, list[float]] = {1: [], 5: []}
+    end = time.perf_counter() + seconds
+    while len(times[5]) < 3 or time.perf_counter() < end:
+        for micro_steps, found in times.items():
+            began = time.perf_counter()
+            train_step(*training, tokens, micro_steps)
+            found.append(time.perf_counter() - began)
+    return {micro_steps: statistics.median(found[1:]) for micro_steps, found in times.items()}
+
+
+def seconds_per_byte(_rank: int, ranks: int, elements: int) -> float:
+    """Of an all-reduce within this machine, for each byte that a rank sends."""
+    tensor, times = torch.ones(elements), []
+    for _ in range(9):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(tensor)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) / (2 * tensor.nbytes * (ranks - 1) / ranks)
+
+
+def measure_machine(ranks: int, config: GPTConfig) -> Machine:
+    (model,) = parts(config)
+    with ProcessPoolExecutor(ranks, multiprocessing.get_context("fork")) as pool:
+        of_ranks = list(pool.map(seconds_of_steps, [config] * ranks))
+    one, five = (statistics.mean(times[micro_steps] for times in of_ranks) for micro_steps in (1, 5))
+    a_pass = (five - one) / 4
+    copying = on_ranks(ranks, seconds_per_byte, sum(model.units)) if ranks > 1 else 0.0
+    tokens = RUN["device_batch_size"] * config.sequence_len
+    return Machine(tokens * model.flops / a_pass, sum(model.products) / (one - a_pass), copying)
+
+
+def predicted(result: dict, machine: Machine, latency: float, bits: float) -> tuple[StepPlan, float]:
     """
-    The planner's step, in float32 with gloo. The ranks of a host share its link. A rank computes as fast as the run on
-    one host and one rank did, Muon's products included, or slower where ranks share a core.
+    The planner's step, in float32 with gloo, and its seconds with those in which the cores copy what is sent. The ranks
+    of a host share its link. Stages of a pipeline that wait leave their cores to the others.
     """
     hosts, ranks, changes = result["layout"]
-    config = config_from_depth(4, result["vocabulary"], RUN["max_seq_len"], arch=RUN["arch"])
-    stage, batch, (model,) = changes["zero_stage"], RUN["total_batch_size"], parts(config)
-    pipeline_stages = changes.get("pipeline_stages", 1)
-    shards = changes.get("shard_size", hosts * ranks // pipeline_stages) if stage else 1
-    rate = (batch * model.flops + sum(model.products)) / alone["seconds"] * min(1, os.cpu_count() / (hosts * ranks))
-    between = Link("limited", bits / 8 * PAYLOAD / ranks, alone["latency"])
+    config, stage, stages = result["config"], changes["zero_stage"], changes.get("pipeline_stages", 1)
+    shards = changes.get("shard_size", hosts * ranks // stages) if stage else 1
+    between = Link("limited", bits / 8 * PAYLOAD / ranks, latency)
     cluster = Cluster(hosts * ranks, ranks, Link("the same host", math.inf), between, gloo=True)
-    layout = Layout(stage, shards, RUN["device_batch_size"], result["micro-steps"], pipeline_stages=pipeline_stages)
-    return plan_step(config, cluster, layout, rate, torch.float32, batch)
+    steps = result["micro-steps"]
+    layout = Layout(stage, shards, RUN["device_batch_size"], steps, pipeline_stages=stages)
+    busy = hosts * ranks * steps / (steps + stages - 1)  # on average
+    share = hosts * ranks / max(busy, min(os.cpu_count(), hosts * ranks))
+    plan = plan_step(config, cluster, layout, machine.rate * share, torch.float32, RUN["total_batch_size"],
+                     machine.muon_rate)
+    return plan, plan.seconds + machine.copying * (plan.within + plan.between)
 
 
 def round_trip(rate: str) -> float:
@@ -81,24 +137,27 @@ def run(number: int, rate: str, folder: Path) -> dict:
     settings = RUN | {"depth": 4, "num_iterations": num_iterations, "model_tag": tag} | changes
     arguments = ["scripts.base_train", *(f"--{key}={value}" for key, value in settings.items())]
     log, metrics = folder / f"{tag}.log", base_dir() / "base_checkpoints" / tag / "metrics.jsonl"
-    half, sent, deadline = num_iterations // 2, {}, time.monotonic() + 240
+    half, sent, size, deadline = num_iterations // 2, {}, 0, time.monotonic() + 240
     with Hosts(hosts, rate) as network:
         launchers = [network.launch(host, arguments, log, ranks) for host in range(hosts)]
         while any(launcher.poll() is None for launcher in launchers):
             if time.monotonic() > deadline:
                 raise SystemExit(f"no end within 240 s:\n{log.read_text()}")
-            done = metrics.read_text().count("\n") if metrics.exists() else 0
-            sent.setdefault(done, sum(map(network.sent, range(hosts))) / hosts)  # a step has just been written down
+            if metrics.exists() and metrics.stat().st_size > size:  # a step has just been written down
+                size = metrics.stat().st_size
+                done = metrics.read_text().count("\n")
+                sent.setdefault(done, sum(map(network.sent, range(hosts))) / hosts)
             time.sleep(0.002)
     if any(launcher.returncode for launcher in launchers):
         raise SystemExit(log.read_text())
     records = [record for record in read_metrics(metrics) if "train/loss" in record]
+    vocabulary = int(re.search(r"vocabulary ([\d,]+)", log.read_text())[1].replace(",", ""))
     return {
         "layout": LAYOUTS[number], "losses": [record["train/loss"] for record in records],
         "sent": (sent[num_iterations - 1] - sent[half]) / (num_iterations - 1 - half),
         "seconds": statistics.median(record["train/dt"] for record in records[half:]),
         "micro-steps": int(re.search(r"x (\d+) micro-step", log.read_text())[1]),
-        "vocabulary": int(re.search(r"vocabulary ([\d,]+)", log.read_text())[1].replace(",", "")),
+        "config": config_from_depth(4, vocabulary, RUN["max_seq_len"], arch=RUN["arch"]),
         "said": re.findall(r"^rank.* on host.*$", log.read_text(), re.MULTILINE),
     }
 
@@ -115,14 +174,16 @@ with scratch_base():
         for number in dict.fromkeys((0, *chosen)) if alone is None else chosen:
             hosts, ranks, changes = LAYOUTS[number]
             result = run(number, rate, base_dir())
-            alone = alone or result | {"latency": round_trip(rate)}
+            if alone is None:
+                alone, latency = result, round_trip(rate)
             off = max(abs(a - b) for a, b in zip(alone["losses"], result["losses"], strict=True))
-            plan, seconds = predicted(result, alone, bits), result["seconds"]
+            machine = measure_machine(hosts * ranks, result["config"])  # at once: others slow it down by the minute
+            plan, planned = predicted(result, machine, latency, bits)
+            seconds = result["seconds"]
             rows.append([rate, hosts, ranks, " ".join(f"{k}={v}" for k, v in changes.items()), f"{off:.1e}",
                          f"{result['sent'] / 1e6:.3f} / {ranks * plan.between / 1e6:.3f}",
-                         f"{seconds:.3f} / {plan.seconds:.3f}", f"{plan.seconds / seconds - 1:+.0%}"])
-            print(rows[-1], plan, result["said"], flush=True)
-print(f"a packet takes {alone['latency'] * 1e6:.0f} µs to another host")
+                         f"{seconds:.3f} / {planned:.3f}", f"{planned / seconds - 1:+.0%}"])
+            print(rows[-1], plan, machine, result["said"], flush=True)
 columns = ["link", "hosts", "ranks on each", "settings", "largest difference of a loss",
            "MB per step from a host, measured / formula", "seconds per step, measured / planned", "planned is off by"]
 show(markdown_table(columns, rows), "many_hosts.md", "bench.hosts", write)

@@ -1,6 +1,7 @@
 """
 What a training step needs, measured beside the formulas of nanochat/plan/memory.py: the tensors, counted by PyTorch's
-allocator, and whole processes of base_train, whose largest resident memory the kernel notes.
+allocator, on one rank and on several; and whole processes of base_train, whose largest resident memory the kernel
+notes.
 
     python -m bench.memory --write     # puts the tables into docs/memory.md; Linux
 """
@@ -11,15 +12,19 @@ import sys
 from configurator import configure
 
 import torch
+import torch.distributed as dist
 
-from bench.harness import peak_of, scratch_base, show
+from bench.harness import on_ranks, peak_of, scratch_base, show
 from nanochat.compiling import set_compile
 from nanochat.errors import UserError
-from nanochat.gpt import GPTConfig, config_from_depth
-from nanochat.plan.memory import needed_bytes, step_bytes
+from nanochat.gpt import GPT, GPTConfig, config_from_depth
+from nanochat.optimizers import setup_optimizers
+from nanochat.pipeline import Pipeline
+from nanochat.plan.memory import moments, needed_bytes, step_bytes
 from nanochat.plan.probes import set_up_training, train_step
 from nanochat.report import markdown_table
 from nanochat.tokenizer import get_tokenizer
+from nanochat.zero import Sharding
 
 write = False               # into docs/memory.md; else the tables are only printed
 configure(globals())
@@ -31,6 +36,10 @@ TENSORS = (  # depth, T, rows, dtype, compiled, activation checkpointing; vocabu
 )
 MODERN = (
     (4, 256, 8, "float32", False, False), (4, 256, 8, "float32", True, False), (2, 512, 16, "bfloat16", True, False),
+)
+RANKS = (  # ranks, ZeRO's stage, pipeline stages, micro-steps; depth 4, T 256, 4 rows each, float32, eager, classic
+    *((2, stage, 1, micro_steps) for stage in range(4) for micro_steps in (1, 2)),
+    *((4, stage, 1, 2) for stage in range(4)), (2, 1, 2, 4), (4, 1, 2, 4), (4, 1, 4, 4), (4, 1, 4, 8),
 )
 PROCESSES = (8, False), (32, False), (8, True), (32, True)  # rows, compiled; depth 2, T 256
 
@@ -60,7 +69,34 @@ def peak_of_a_step(config: GPTConfig, rows: int, dtype: torch.dtype, compiled: b
     return peak_of(lambda: train_step(*training, tokens, micro_steps=2))
 
 
-processes, tensors = [], []
+def peaks_on_ranks(
+    rank: int, ranks: int, config: GPTConfig, rows: int, stage: int, pipeline_stages: int, micro_steps: int
+) -> list[int]:
+    """The same as `peak_of_a_step`, in float32 and eager, on each rank."""
+    set_compile(False, "cpu")
+    with torch.device("meta"):
+        model = GPT(config)
+    pipeline = Pipeline(model, pipeline_stages, stage, rank, ranks)
+    model.to_empty(device="cpu")
+    model.init_weights(0)
+    cpu = torch.device("cpu")
+    sharding = Sharding(model, model.units(), cpu, torch.float32, stage, pipeline_stages=pipeline_stages)
+    training = model, sharding, setup_optimizers(model, sharding)
+    pipeline.connect(sharding, micro_steps, rows)
+    in_flight = micro_steps if pipeline_stages > 1 else 1
+    tokens = torch.randint(config.vocab_size, (in_flight * rows, config.sequence_len + 1))
+
+    def step() -> None:
+        train_step(*training, tokens, micro_steps // in_flight, pipeline, in_flight)
+        sharding.wait_for_params()  # base_train leaves that to the next forward pass
+
+    step()
+    peaks = [0] * ranks
+    dist.all_gather_object(peaks, peak_of(step))
+    return peaks
+
+
+processes, tensors, of_ranks = [], [], []
 with scratch_base(vocab_size=8192):  # processes first: one that is started by a larger one begins as large
     config = config_from_depth(2, get_tokenizer("tinyworld").get_vocab_size(), 256, arch="modern")
     for rows, compiled in PROCESSES:
@@ -79,11 +115,24 @@ for arch, (depth, length, rows, dtype, compiled, checkpointing) in [
     how = f"{arch}, {'compiled' if compiled else 'eager'}{', checkpointing' * checkpointing}"
     tensors.append([depth, length, rows, dtype, how, f"{measured / 1e6:,.1f}", f"{predicted / 1e6:,.1f}",
                     f"{predicted / measured - 1:+.1%}"])
+config = config_from_depth(4, 8192, 256, arch="classic")
+for ranks, stage, stages, micro_steps in RANKS:
+    peaks = on_ranks(ranks, peaks_on_ranks, config, 4, stage, stages, micro_steps)
+    for number in range(stages):
+        measured = max(peaks[ranks // stages * number : ranks // stages * (number + 1)])
+        found = moments(config, 4, torch.float32, "cpu", False, stage=stage, ranks=ranks // stages,
+                        micro_steps=micro_steps, pipeline=(number, stages))
+        predicted = max(sum(moment) - moment.kept - moment.saving for moment in found.values())
+        of_ranks.append([ranks, stage, f"{number + 1} of {stages}", micro_steps, f"{measured / 1e6:,.1f}",
+                         f"{predicted / 1e6:,.1f}", f"{predicted / measured - 1:+.1%}"])
 show("\n\n".join([
     f"torch {torch.__version__}, one thread; MB are 10⁶ bytes.",
     "### Tensors: the fullest moment of a step, beyond what is there between two steps",
     markdown_table(["depth", "T", "rows", "dtype", "", "measured, MB", "formula, MB", "formula off by"],
                    tensors, (3, 4)),
+    "### The same on several ranks: the fullest rank of each pipeline stage; depth 4, T 256, 4 rows, classic, eager",
+    markdown_table(["ranks", "zero_stage", "pipeline stage", "micro-steps", "measured, MB", "formula, MB",
+                    "formula off by"], of_ranks, (0, 1, 2, 3)),
     "### Whole processes of base_train, depth 2, T 256, float32: largest resident memory",
     markdown_table(["rows", "", "measured, MB", "of them tensors, formula", "what the doctor asks for",
                     "measured / asked for"], processes, (1,)),

@@ -83,6 +83,15 @@ def test_what_does_not_hide_is_waited_for():
     assert exposed(math.inf, 1.0, ranks=8) == pytest.approx(22 * 2 * 3 - backward / 4)
 
 
+def test_replicas_sum_after_the_copy():
+    """The last three units' gradients are summed in the copy, then between replicas: no pass is left to hide that."""
+    cluster = Cluster(8, 4, Link("none", math.inf), Link("slow", 100e9))
+    plan = plan_step(CONFIG, cluster, Layout(2, 4, 8, 4), RATE, BF16, BATCH)
+    sums = 4 * TOTAL / 4 / 100e9
+    assert sums < BATCH / 8 / 4 * PER_TOKEN / RATE * 2 / 3, "behind the last backward pass"
+    assert plan.exposed == pytest.approx(sums * (EMBEDDING + 2 * BLOCK) / TOTAL)
+
+
 def test_messages_of_rings_grow_with_ranks():
     """A ring through 4 hosts with 2 ranks each: 4 messages within hosts and 4 between, for each of 22 units."""
     cluster = Cluster(8, 2, Link("near", math.inf, 1e-3), Link("far", math.inf, 1e-2))
@@ -117,6 +126,9 @@ def test_muons_products_are_shared_within_a_copy():
     for shards, flops in ((8, 20 * (4 * one[0] + 2 * one[1]) / 8), (256, one[1])):
         plan = plan_step(CONFIG, Cluster(256, 8, *links), Layout(2, shards, 1, 1), RATE, BF16, BATCH)
         assert plan.update == pytest.approx(flops / RATE), shards
+        plan = plan_step(CONFIG, Cluster(256, 8, *links), Layout(2, shards, 1, 1), RATE, BF16, BATCH, muon_rate=1e12)
+        assert plan.update == pytest.approx(flops / 1e12)
+        assert plan.compute == pytest.approx(BATCH / 256 * PER_TOKEN / RATE)
 
 
 def test_flops_are_megatrons():
@@ -249,6 +261,8 @@ def test_memory_of_a_pipeline():
     assert largest.kept == pytest.approx(parameters + optimizer + buffers) and largest.gradients == gradients
     kept = 3 * (len(first.layers) * per_layer + 2 * width + 4 * 2048 * 128)  # a norm, and what was sent on
     assert largest.activations == pytest.approx(kept, rel=1e-6)
+    few = step_bytes(*settings, **how, pipeline_stages=3, micro_steps=3)  # no backward pass before all are kept
+    assert few.gradients == 0 and few.activations == largest.activations
     in_the_middle = moments(*settings, **how, micro_steps=6, pipeline=(1, 3))["update"]
     parameters, _, optimizer = state_bytes(1, 4, BF16, middle.adamw, middle.muon)
     assert in_the_middle.kept == pytest.approx(parameters + optimizer + (6 - 2 + 6) * width)  # 2 are inputs of a block

@@ -15,6 +15,7 @@ from nanochat.pipeline import stream_count
 from nanochat.plan.memory import Part, needed_bytes, parts
 from nanochat.plan.passes import passes
 from nanochat.plan.traffic import Collective, collectives
+from nanochat.zero import MAX_IN_FLIGHT
 
 DEEPEST = 512   # that is looked at
 
@@ -133,7 +134,8 @@ class PartPlan(NamedTuple):
 
 
 def plan_part(
-    part: Part, config: GPTConfig, cluster: Cluster, layout: Layout, rate: float, dtype: torch.dtype, tokens: float
+    part: Part, config: GPTConfig, cluster: Cluster, layout: Layout, rate: float, muon_rate: float, dtype: torch.dtype,
+    tokens: float,
 ) -> PartPlan:
     """
     tokens: of a micro-batch of a rank.
@@ -170,25 +172,29 @@ def plan_part(
         waited_for = [c for c in now if cluster.gloo and layout.stage == 3 and c.kind != "all-gather"]
         now = [c for c in now if c not in waited_for]
         every = [c for c in now if c.times == micro_steps]
-        hidden = sum(times * max(seconds(of) - passes[behind], first * seconds(of))
-                     for times, of in ((micro_steps - 1, every), (1, now)))
+        # Replicas sum what has been summed within a copy: a unit's sum starts when two more units are computed.
+        again = [c for c in now if c.kind == "all-reduce" and shards > 1 and layout.stage < 3]
+        after = sum(part.units[: 1 + MAX_IN_FLIGHT]) / total * seconds(again)
+        hidden = sum(times * max(seconds(of) - passes[behind], first * seconds(of), last)
+                     for times, of, last in ((micro_steps - 1, every, 0.0), (1, now, after)))
         return hidden + sum(c.times * seconds([c]) for c in waited_for)
 
     levels = [[c.times * bytes for bytes in cluster.sent(*groups[c.among], c)] for c in sent]
     exchange = seconds([c for c in sent if c.kind == "all-to-all"])
-    matrices = max(sum(part.products) / shards, max(part.products)) / rate  # a matrix has one owner
+    matrices = max(sum(part.products) / shards, max(part.products)) / muon_rate  # a matrix has one owner
     return PartPlan(*passes.values(), waits("forward"), waits("backward"), matrices + exchange,
                     sum(near for near, _ in levels), sum(far for _, far in levels))
 
 
 def plan_step(
-    config: GPTConfig, cluster: Cluster, layout: Layout, rate: float, dtype: torch.dtype, batch_tokens: int
+    config: GPTConfig, cluster: Cluster, layout: Layout, rate: float, dtype: torch.dtype, batch_tokens: int,
+    muon_rate: float | None = None,
 ) -> StepPlan:
-    """rate: FLOP/s that a rank achieves; batch_tokens: of a step over all ranks."""
+    """rate: FLOP/s that a rank achieves; batch_tokens: of a step over all ranks; muon_rate: None: as in the passes."""
     stages, micro_steps, model = layout.pipeline_stages, layout.micro_steps, parts(config, layout.pipeline_stages)
     ranks = cluster.ranks // stages
     tokens = batch_tokens / ranks / micro_steps
-    planned = [plan_part(part, config, cluster, layout, rate, dtype, tokens) for part in model]
+    planned = [plan_part(part, config, cluster, layout, rate, muon_rate or rate, dtype, tokens) for part in model]
     compute = micro_steps * sum(part.forward + part.backward for part in planned) / stages
     within, between = (sum(getattr(part, level) for part in planned) / stages for level in ("within", "between"))
 

@@ -160,7 +160,7 @@ def moments(
     tokens per rank and micro-step. From reading what is saved and what is alive: within 2% of the tensors' bytes
     (tests/test_doctor.py, tests/test_gpu_dry_run.py); what the allocator wastes and what the process itself needs comes
     on top (`needed_bytes`). pipeline: (number of the rank's stage, stages). A stage that keeps several micro-batches is
-    fullest before the last one, whose gradients alone travel.
+    fullest before the last one, whose gradients alone travel: as soon as it keeps them.
     """
     number, stages = pipeline
     part, ahead = parts(config, stages)[number], min(stages - number, micro_steps)
@@ -186,7 +186,10 @@ def moments(
     saved = [around + (layer * width if checkpointing else sum(blocks[:layer])) for layer in range(L + 1)]
 
     def moment(done: int, activations: float, temporary: float) -> StepBytes:
-        gradients = FLOAT32 * sum(units) if ahead > 1 else gradient_bytes(units, done, stage, ranks, b, micro_steps > 1)
+        gradients = gradient_bytes(units, done, stage, ranks, b, micro_steps > 1)
+        if ahead > 1:  # at the first backward pass nothing is summed, at the second one micro-batch less is kept
+            less = saved[L] if ahead == micro_steps else 0
+            gradients = max(FLOAT32 * sum(units) - less, FLOAT32 * sum(units[done:]))
         return StepBytes(kept, gradients, activations + (ahead - 1) * saved[L], temporary, saving)
 
     # The loss: gradients of its input and of the head, and logits, beside the chunk before if there is one. Then the

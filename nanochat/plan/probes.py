@@ -31,6 +31,7 @@ from nanochat.flops import synchronize
 from nanochat.gpt import GPT, Block, GPTConfig, architecture, rotary_angles
 from nanochat.loss import cap, softcapped_cross_entropy
 from nanochat.optimizers import setup_optimizers
+from nanochat.pipeline import Pipeline
 from nanochat.plan.memory import step_bytes
 from nanochat.zero import Sharding
 
@@ -163,14 +164,20 @@ def set_up_training(
     return model, sharding, setup_optimizers(model, sharding)
 
 
-def train_step(model: GPT, sharding: Sharding, optimizers: Iterable, tokens: Tensor, micro_steps: int) -> None:
+def train_step(
+    model: GPT, sharding: Sharding, optimizers: Iterable, tokens: Tensor, micro_steps: int,
+    pipeline: Pipeline | None = None, micro_batches: int = 1,
+) -> None:
     """An optimizer step as in base_train; tokens: (rows, T + 1), those of every micro-step."""
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     for micro_step in range(micro_steps):
-        with sharding.accumulate(last=micro_step == micro_steps - 1):
-            loss = model(inputs, targets)
-            (loss / micro_steps).backward()
-    stats = sharding.reduce_and_clip(loss)
+        with sharding.accumulate(last=micro_step == micro_steps - 1, passes=micro_batches):
+            if micro_batches > 1:
+                loss = pipeline.step(inputs, targets)
+            else:
+                loss = model(inputs, targets)
+                (loss / micro_steps).backward()
+    stats = sharding.reduce_and_clip(loss, pipeline.is_last if pipeline else 1.0)
     for optimizer in optimizers:
         optimizer.step(stats)
     sharding.all_gather_params()
