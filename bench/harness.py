@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from nanochat.checkpoint import checkpoint_dir
 from nanochat.errors import UserError
 from nanochat.files import write_text
-from nanochat.gpt import GPT, config_from_depth
+from nanochat.gpt import GPT
+from nanochat.gpt_config import config_from_depth
 from nanochat.saving import save_weights
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 

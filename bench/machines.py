@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bench.harness import on_ranks, show
 from bench.links import hiding_tokens, messages
 from nanochat.flops import datasheet_peak, measured_matmul_flops
-from nanochat.gpt import GPTConfig, config_from_depth
+from nanochat.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.machines import LINKS, Cluster, Layout, Link, plan_step
 from nanochat.plan.memory import parameter_counts
 from nanochat.report import markdown_table

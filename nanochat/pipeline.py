@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, GPTConfig, norm
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
+from nanochat.layers import norm
 from nanochat.schedule import accumulation_steps
 from nanochat.zero import Sharding
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from conftest import REPO, make_sums, run_module, warm_python
 
-import nanochat.gpt
 import nanochat.loss
 import nanochat.schedule
 from bench import ablation_patches
 from bench.ablation_table import at_equal_time, change, slope, verdict
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 from nanochat.zero import Sharding
 
 TINY = ("--series=added --only=half_batch,warmdown --data=sums --depth=1 --max_seq_len=48 "

@@ -34,7 +34,8 @@ from nanochat.detokenizer import Delta, StopStrings, to_parts
 from nanochat.distributed import is_alive
 from nanochat.engine import Answer, Engine
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 from nanochat.prompt_cache import PIECE
 from nanochat.sampling import SamplingParams
 from nanochat.serve import tokenization

@@ -21,7 +21,8 @@ from nanochat.conversation import render, render_prompt
 from nanochat.detokenizer import IncrementalDetokenizer, to_parts
 from nanochat.engine import Answer, Engine
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, GPTConfig, architecture
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig, architecture
 from nanochat.kv_cache import CachedModel, Prefix
 from nanochat.logprobs import token_logprobs
 from nanochat.loss import cap

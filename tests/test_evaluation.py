@@ -18,7 +18,8 @@ from nanochat.dataset import iter_texts
 from nanochat.distributed import compute_dtype, compute_init
 from nanochat.errors import UserError
 from nanochat.flops import Peak, measured_matmul_flops, peak_flops
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 from nanochat.loss_eval import document_nats, evaluate_bpb, first_documents, greedy_completes, sample
 from nanochat.metrics import Metrics
 from nanochat.optimizers import setup_optimizers

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 from nanochat import attention, compiling, distributed
 from nanochat.errors import UserError
-from nanochat.gpt import config_from_depth
+from nanochat.gpt_config import config_from_depth
 from nanochat.plan.memory import GIB, needed_bytes
 
 TOOLS = ("bash", "sh", "cat", "cksum", "id", "dirname", "grep", "mv", "uname")

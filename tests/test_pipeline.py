@@ -10,7 +10,8 @@ from ranks import run_as_main, run_on_ranks
 from safetensors.torch import load_file
 
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, config_from_depth
+from nanochat.gpt import GPT
+from nanochat.gpt_config import config_from_depth
 from nanochat.pipeline import Pipeline, stage_layers
 from nanochat.records import read_metrics
 

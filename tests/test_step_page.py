@@ -8,7 +8,7 @@ import torch
 from conftest import REPO
 
 from nanochat.flops import datasheet_peak
-from nanochat.gpt import config_from_depth
+from nanochat.gpt_config import config_from_depth
 from nanochat.plan.machines import LINKS, Cluster, Layout, plan_step
 from nanochat.plan.memory import parts, state_bytes
 

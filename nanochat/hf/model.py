@@ -23,8 +23,10 @@ from torch import Tensor
 
 from nanochat.checkpoint import MODEL_FILE
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, NORM_EPS, GPTConfig
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 from nanochat.hf.tokenizer import from_hf, write_tokenizer
+from nanochat.layers import NORM_EPS
 from nanochat.resharding import index_of
 from nanochat.saving import write_tensors
 from nanochat.tokenizer import Tokenizer
