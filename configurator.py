@@ -22,6 +22,7 @@ answers a mistyped setting, and --help, at once.
 """
 import ast
 import contextlib
+import functools
 import io
 import os
 import re
@@ -119,6 +120,7 @@ def read_settings(script_globals: dict[str, Any]) -> tuple[dict[str, Setting], s
     return settings, ast.get_docstring(tree) or ""
 
 
+@functools.cache  # a script's are read before torch is imported, and when it configures itself
 def read_comments(source: str) -> tuple[dict[int, str], list[tuple[int, str]]]:
     """The comments that end a line of code, by line number; and the section headings with their line numbers."""
     comments, headings = {}, []

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.watch import sent_in
-from nanochat import gpt, loss, zero
+from nanochat import gpt, layers, loss, zero
 from nanochat.attention import attention
-from nanochat.gpt import GPTConfig
+from nanochat.gpt_config import GPTConfig
 from nanochat.optimizers import setup_optimizers
 from nanochat.zero import Sharding
 
@@ -165,10 +165,10 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, window: int, blocks) -> Ten
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """A GPU's attention; on the meta device a GPU's chunks of logits; a mesh of real numbers among fake tensors."""
-    gpt.attention, zero.init_device_mesh = fused_attention, real_mesh
+    layers.attention, zero.init_device_mesh = fused_attention, real_mesh
     loss.CHUNK_LOGITS["meta"] = loss.CHUNK_LOGITS["cuda"]
     yield
-    gpt.attention, zero.init_device_mesh = attention, init_device_mesh
+    layers.attention, zero.init_device_mesh = attention, init_device_mesh
     del loss.CHUNK_LOGITS["meta"]
 
 

@@ -22,7 +22,8 @@ import torch
 from nanochat.compiling import set_compile
 from nanochat.distributed import compute_init
 from nanochat.engine import Engine
-from nanochat.gpt import GPT, config_from_depth
+from nanochat.gpt import GPT
+from nanochat.gpt_config import config_from_depth
 from nanochat.sampling import SamplingParams
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 

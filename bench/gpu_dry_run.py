@@ -20,7 +20,7 @@ from bench import fake_gpu
 from bench.harness import show
 from nanochat import compiling
 from nanochat.errors import UserError
-from nanochat.gpt import GPTConfig, config_from_depth
+from nanochat.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.machines import LINKS
 from nanochat.plan.memory import parameter_counts, shaped, step_bytes
 from nanochat.plan.traffic import sent_bytes

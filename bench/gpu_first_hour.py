@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from nanochat.distributed import compute_cleanup, set_up
 from nanochat.engine import Engine
 from nanochat.flops import peak_flops, synchronize
-from nanochat.gpt import config_from_depth
+from nanochat.gpt_config import config_from_depth
 from nanochat.metrics import peak_memory
 from nanochat.plan.probes import set_up_training, train_step
 from nanochat.report import markdown_table

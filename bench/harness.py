@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from nanochat.checkpoint import checkpoint_dir
 from nanochat.errors import UserError
 from nanochat.files import write_text
-from nanochat.gpt import GPT, config_from_depth
+from nanochat.gpt import GPT
+from nanochat.gpt_config import config_from_depth
 from nanochat.saving import save_weights
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
@@ -79,9 +80,9 @@ def save_chat_model(depth: int, context: int, arch: str) -> Path:
 
 
 @contextlib.contextmanager
-def serving(*settings: str, checkout: str = ".") -> Iterator[int]:
+def serving(*settings: str, checkout: str = ".", workers: int = 1) -> Iterator[int]:
     """The port of a chat server that runs with these settings, of the version of this repo in that folder."""
-    command = [sys.executable, "-m", "scripts.chat_web", "--source=sft", "--port=0", "--workers=1", *settings]
+    command = [sys.executable, "-m", "scripts.chat_web", "--source=sft", "--port=0", f"--workers={workers}", *settings]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=checkout)
     try:
         yield int(re.match(r"http://[^:]+:(\d+) ", server.stdout.readline())[1])

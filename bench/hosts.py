@@ -26,7 +26,7 @@ from bench.network import MTU, RUN, Hosts, make_sums, why_not
 from nanochat.compiling import set_compile
 from nanochat.distributed import keep_freed_memory
 from nanochat.files import base_dir
-from nanochat.gpt import GPTConfig, config_from_depth
+from nanochat.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.machines import Cluster, Layout, Link, StepPlan, plan_step
 from nanochat.plan.memory import parts
 from nanochat.plan.probes import set_up_training, train_step

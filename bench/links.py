@@ -1,7 +1,7 @@
 """What a link means for the smallest micro-batches and for many messages: columns of docs/machines.md."""
 import torch
 
-from nanochat.gpt import GPTConfig
+from nanochat.gpt_config import GPTConfig
 from nanochat.plan.machines import Link
 from nanochat.plan.memory import parameter_counts, shaped
 

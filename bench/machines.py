@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bench.harness import on_ranks, show
 from bench.links import hiding_tokens, messages
 from nanochat.flops import datasheet_peak, measured_matmul_flops
-from nanochat.gpt import GPTConfig, config_from_depth
+from nanochat.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.machines import LINKS, Cluster, Layout, Link, plan_step
 from nanochat.plan.memory import parameter_counts
 from nanochat.report import markdown_table
@@ -58,9 +58,9 @@ peak, parts = datasheet_peak("H100"), []
 for depth in (20, 32):
     config = config_from_depth(depth, 65536, 2048)
     lines = [line(link, config, 8, 0.5 * peak, torch.bfloat16, 2**19, 4) for link in LINKS.values()]
-    parts += [f"**Depth {depth}**, {sum(parameter_counts(config)) / 1e6:,.0f} million parameters, 8 ranks "
-              f"of {peak / 1e12:,.0f} TFLOP/s at 50% MFU, bfloat16, 524,288 tokens in 4 micro-steps of "
-              "16,384 tokens per rank:", markdown_table(COLUMNS, lines)]
+    parts += [f"**Depth {depth}**, {sum(parameter_counts(config)) / 1e6:,.0f} million parameters "
+              f"(classic, vocabulary 65,536), 8 ranks of {peak / 1e12:,.0f} TFLOP/s at 50% MFU, bfloat16, "
+              "524,288 tokens in 4 micro-steps of 16,384 tokens per rank:", markdown_table(COLUMNS, lines)]
 bandwidth, latency, rate = on_ranks(2, measure_link)
 here = Link("this machine, gloo over loopback", bandwidth, latency)
 lines = [line(here, config_from_depth(4, 8192, 512), 2, 0.6 * rate, torch.float32, 8192, 2)]

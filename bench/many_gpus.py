@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from bench.harness import DOCS, show
 from nanochat.files import write_aside
 from nanochat.flops import datasheet_peak
-from nanochat.gpt import GPTConfig, config_from_depth
+from nanochat.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.machines import LINKS, Cluster, Layout, StepPlan, fastest_layout, largest_depth
 from nanochat.plan.memory import GIB, parameter_counts, shaped
 from nanochat.report import markdown_table

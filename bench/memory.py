@@ -17,7 +17,8 @@ import torch.distributed as dist
 from bench.harness import on_ranks, peak_of, scratch_base, show
 from nanochat.compiling import set_compile
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, GPTConfig, config_from_depth
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig, config_from_depth
 from nanochat.optimizers import setup_optimizers
 from nanochat.pipeline import Pipeline
 from nanochat.plan.memory import moments, needed_bytes, step_bytes

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.harness import show
 from nanochat.compiling import set_compile
 from nanochat.flops import measured_matmul_flops
-from nanochat.gpt import config_from_depth
+from nanochat.gpt_config import config_from_depth
 from nanochat.plan.memory import parameter_counts
 from nanochat.plan.probes import set_up_training
 from nanochat.report import markdown_table

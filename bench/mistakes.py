@@ -4,7 +4,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.corpus.tinyworld import document
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 
 CONFIG = GPTConfig(sequence_len=64, vocab_size=256, n_layer=2, n_embd=64, n_head=2, n_kv_head=2)
 RANKS, MICRO_STEPS, ROWS, STEPS = 2, 4, 2, 100  # ROWS: of one rank in one micro-step

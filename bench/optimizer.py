@@ -15,7 +15,8 @@ import torch
 from bench.harness import scratch_base, show
 from nanochat.adamw import DistAdamW
 from nanochat.dataloader import tokenizing_distributed_data_loader
-from nanochat.gpt import GPT, config_from_depth
+from nanochat.gpt import GPT
+from nanochat.gpt_config import config_from_depth
 from nanochat.loss_eval import evaluate_bpb
 from nanochat.optimizers import setup_optimizers
 from nanochat.report import markdown_table

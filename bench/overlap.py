@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bench.harness import bytes_sent, enter_own_network, on_ranks
-from nanochat.gpt import config_from_depth
+from nanochat.gpt_config import config_from_depth
 from nanochat.plan.probes import set_up_training
 
 depth = 8                   # [1..] layers; the width (64 per layer) and the heads follow from it

@@ -24,7 +24,8 @@ from torch.distributed.pipelining import PipelineStage
 from bench.harness import DOCS, on_ranks, show
 from nanochat.errors import UserError
 from nanochat.files import write_aside
-from nanochat.gpt import GPT, config_from_depth
+from nanochat.gpt import GPT
+from nanochat.gpt_config import config_from_depth
 from nanochat.pipeline import Pipeline
 from nanochat.report import markdown_table
 from nanochat.zero import Sharding

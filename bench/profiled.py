@@ -3,7 +3,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from nanochat.gpt import GPT, config_from_depth
+from nanochat.gpt import GPT
+from nanochat.gpt_config import config_from_depth
 from nanochat.optimizers import setup_optimizers
 from nanochat.pipeline import Pipeline
 from nanochat.zero import Sharding

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from bench.dry_step import PHASES, Collective, Count, Product
 from nanochat.flops import datasheet_peak
-from nanochat.gpt import GPTConfig
+from nanochat.gpt_config import GPTConfig
 from nanochat.plan.machines import Link
 
 MEMORY = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s, NVIDIA's datasheets

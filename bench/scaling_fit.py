@@ -8,7 +8,8 @@ import torch
 from nanochat.checkpoint import list_steps, read_meta, step_dir
 from nanochat.errors import UserError
 from nanochat.files import base_dir
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 from nanochat.records import read_metrics
 
 

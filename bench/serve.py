@@ -2,10 +2,12 @@
 How much of the engine's speed reaches the clients of the chat server: as many streams at once as the engine has places.
 
     python -m bench.serve
+    python -m bench.serve --checkouts="., ../before" --workers=2    # against another version of this repo
 
 The same requests are answered by the engine alone, in this process, and by the server, in one of its own, whose clients
 are this process; in turns, since a machine's speed changes. The weights are drawn, not trained.
 """
+import contextlib
 import http.client
 import json
 import re
@@ -25,6 +27,8 @@ from nanochat.distributed import compute_dtype, compute_init
 from nanochat.engine import Engine
 from nanochat.sampling import SamplingParams
 
+checkouts = "."             # folders with versions of this repo, whose servers are measured in turns
+workers = 1                 # [1..] of each server, which share the cores
 depth = 4                   # [1..] layers; width and heads follow from it
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
@@ -63,21 +67,25 @@ def ask_server(port: int) -> tuple[int, float]:
         return sum(pool.map(one, range(requests))), time.perf_counter() - start
 
 
-with scratch_base():
+with scratch_base(), contextlib.ExitStack() as servers:
     model, tokenizer, _ = load_checkpoint(save_chat_model(depth, 512, "classic"), device)
     engine = Engine(model.eval().to(compute_dtype(dtype, device)), tokenizer, streams)
-    limits = f"--max_batch={streams}", f"--max_new_tokens={new_tokens}"
-    with serving(f"--dtype={dtype}", f"--device_type={device.type}", *limits) as port:
-        print(f"depth {depth} on {device.type}, {torch.get_num_threads()} thread(s), {streams} streams, "
-              f"{requests} answers of up to {new_tokens} tokens")
-        rates = []
-        for turn in range(repeats + 1):
-            counted, seconds = ask_engine(engine)
-            reached, server_seconds = ask_server(port)
+    settings = (f"--dtype={dtype}", f"--device_type={device.type}", f"--max_batch={streams}",
+                f"--max_new_tokens={new_tokens}")
+    ports = {checkout.strip(): servers.enter_context(serving(*settings, checkout=checkout.strip(), workers=workers))
+             for checkout in checkouts.split(",")}
+    print(f"depth {depth} on {device.type}, {torch.get_num_threads()} thread(s), {workers} worker(s), "
+          f"{streams} streams, {requests} answers of up to {new_tokens} tokens")
+    rates = {"engine alone": [], **{checkout: [] for checkout in ports}}
+    for turn in range(repeats + 1):
+        counted, seconds = ask_engine(engine)
+        found = [counted / seconds]
+        for port in ports.values():
+            reached, seconds = ask_server(port)
             assert abs(counted - reached) <= 0.02 * counted, (counted, reached)  # rounding may let two of them part
-            alone, through = counted / seconds, reached / server_seconds
-            if turn:  # the first one warms up
-                rates.append((alone, through, through / alone))
-                print("engine alone {:8,.0f} tokens/s, the clients {:8,.0f} tokens/s: {:6.1%}".format(*rates[-1]))
-        alone, through, ratio = map(median, zip(*rates))
-        print(f"medians: engine alone {alone:8,.0f} tokens/s, the clients {through:8,.0f} tokens/s: {ratio:6.1%}")
+            found.append(reached / seconds)
+        if turn:  # the first one warms up
+            for name, rate in zip(rates, found):
+                rates[name].append(rate)
+            print(*(f"{name} {rate:8,.0f} tokens/s {rate / found[0]:6.1%};" for name, rate in zip(rates, found)))
+    print("medians:", *(f"{name} {median(its):8,.0f} tokens/s;" for name, its in rates.items()))

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from bench.harness import DOCS, show
 from nanochat.files import write_aside
-from nanochat.gpt import config_from_depth
+from nanochat.gpt_config import config_from_depth
 from nanochat.plan.machines import LINKS, Cluster
 from nanochat.plan.memory import parameter_counts, state_bytes
 from nanochat.plan.traffic import collectives

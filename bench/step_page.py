@@ -14,7 +14,7 @@ from bench.harness import DOCS, on_ranks
 from bench.profiled import DEPTH, MICRO_STEPS, ROWS, Spans, profile_steps
 from nanochat.files import write_text
 from nanochat.flops import datasheet_peak
-from nanochat.gpt import GPTConfig, config_from_depth
+from nanochat.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.machines import LINKS
 from nanochat.plan.memory import Part, parts
 

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.harness import bytes_sent
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 from nanochat.optimizers import setup_optimizers
 from nanochat.plan.memory import parameter_counts, state_bytes
 from nanochat.plan.traffic import sent_bytes

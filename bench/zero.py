@@ -12,7 +12,7 @@ import torch
 
 from bench.harness import enter_own_network, on_ranks, show
 from bench.watch import DTYPES, KEPT, MICRO_STEPS, measure_all
-from nanochat.gpt import GPTConfig
+from nanochat.gpt_config import GPTConfig
 from nanochat.plan.memory import parameter_counts
 from nanochat.report import markdown_table
 

@@ -26,7 +26,8 @@ from safetensors.torch import load_file
 from nanochat.distributed import from_rank0, print0
 from nanochat.errors import UserError, did_you_mean
 from nanochat.files import base_dir, locked, previous, recover_folder, sha256
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 from nanochat.tokenizer import Tokenizer
 
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}

@@ -49,7 +49,8 @@ def set_up(device_type: str, dtype: str, compile: bool, deterministic: bool = Fa
     rank, world_size, device = compute_init(device_type)
     setup = Setup(rank, world_size, device, compute_dtype(dtype, device), set_compile(compile, device.type))
     name = str(setup.dtype).removeprefix("torch.")
-    print0(f"{world_size} rank(s) on {device.type}, {name}, {'compiled' if setup.compiling else 'eager'}")
+    how = "compiled (the first time that takes a minute or so)" if setup.compiling else "eager"
+    print0(f"{world_size} rank(s) on {device.type}, {name}, {how}")
     return setup
 
 

@@ -73,6 +73,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return by_name or any(text in str(error) for text in texts)
 
 
+def log_error(what: str, error: BaseException) -> None:
+    """On stderr: where an error came from, without its message, which may quote what somebody wrote."""
+    trace = "".join(traceback.format_tb(error.__traceback__))
+    print(f"{what}: {type(error).__name__}\n{trace}", file=sys.stderr, end="", flush=True)
+
+
 def install_one_line_errors(config: dict | None = None) -> None:
     """
     An uncaught error that `one_line` knows ends the process with that line and exit code 1. NANOCHAT_TRACEBACK=1 shows

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.attention import visible
-from nanochat.gpt import GPT, norm, rotary_angles
+from nanochat.gpt import GPT
+from nanochat.layers import norm, rotary_angles
 from nanochat.linear import linear
 
 CAPACITY_UNIT = 64  # positions; the capacity is a multiple of it

@@ -62,6 +62,8 @@ class Metrics:
         self.clock = time.perf_counter()
         self.session_steps, self.session_seconds = 0, 0.0
         self.wandb = None
+        if start_step >= num_iterations:
+            print0(f"nothing is left to train: the checkpoint is at step {start_step} of {num_iterations}")
         if is_rank0():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             records = read_metrics(self.path) if self.path.exists() else []

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, GPTConfig, norm
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
+from nanochat.layers import norm
 from nanochat.schedule import accumulation_steps
 from nanochat.zero import Sharding
 
@@ -56,7 +58,8 @@ class Pipeline:
     def __init__(self, model: GPT, stages: int, zero_stage: int, rank: int, world_size: int):
         if stages < 1 or world_size % stages:
             divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-            raise UserError(f"pipeline_stages={stages} does not divide the {world_size} rank(s); expected {divisors}")
+            raise UserError(f"pipeline_stages={stages} does not divide the {world_size} rank(s); expected {divisors}, "
+                            "or more ranks: torchrun --nproc_per_node=…")
         if stages > 1 and zero_stage > 1:
             raise UserError(f"zero_stage={zero_stage} with pipeline_stages={stages}: a pipeline sums gradients of all "
                             "micro-batches before it sends them; expected zero_stage 0 or 1")

@@ -33,7 +33,7 @@ from nanochat.checkpoint import MODEL_FILE, claim, find_checkpoint, job, list_st
 from nanochat.distributed import from_rank0, print0, set_timeout
 from nanochat.errors import UserError, last_acts, one_line
 from nanochat.files import recover_folder, sha256, sync, write_folder_aside
-from nanochat.gpt import GPTConfig
+from nanochat.gpt_config import GPTConfig
 from nanochat.metrics import Metrics
 from nanochat.resharding import counters, kept_state
 from nanochat.tokenizer import Tokenizer

@@ -95,7 +95,7 @@ class Tokenizer:
         except (ValueError, KeyError, TypeError):  # not UTF-8, not JSON, not base64; a part missing or of another kind
             damaged = True
         if damaged:
-            raise UserError(f"{path} is damaged: delete it and train again: python -m scripts.tok_train")
+            raise UserError(f"{path} is damaged: delete it and train it again: python -m scripts.tok_train --data=…")
         return tokenizer
 
     def encode(

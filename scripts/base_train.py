@@ -35,7 +35,8 @@ from nanochat.distributed import (
 from nanochat.errors import UserError
 from nanochat.flops import peak_flops
 from nanochat.fp8 import check_fp8, fp8_linear
-from nanochat.gpt import GPT, config_from_depth
+from nanochat.gpt import GPT
+from nanochat.gpt_config import config_from_depth
 from nanochat.loss_eval import evaluate_bpb, sample
 from nanochat.metrics import Metrics, peak_memory, require_wandb
 from nanochat.optimizers import setup_optimizers

@@ -9,9 +9,9 @@ Serve chat models: a page to talk with them, and an interface that OpenAI's clie
     OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
         model="TAG-sft", messages=[{"role": "user", "content": "What is 12 * 3?"}])
 
-nanochat/serve/openai_api.py lists extensions and differences. SIGTERM ends the server when the requests that it has
-accepted are answered, after --drain_s at the latest; Ctrl-C ends it at once. So does the death of a model's last
-worker, with exit code 1, for a supervisor to start it again.
+nanochat/serve/openai_api.py lists extensions and differences. Each engine is a process: one for each GPU, or one on a
+CPU. SIGTERM ends the server when the requests that it has accepted are answered, after --drain_s at the latest; Ctrl-C
+ends it at once. So does the death of a model's last worker, with exit code 1, for a supervisor to start it again.
 """
 import asyncio
 import os
@@ -28,13 +28,11 @@ from configurator import configure  # isort: split
 import torch
 import uvicorn
 
-from nanochat.checkpoint import find_model, furthest_stage, load_checkpoint
-from nanochat.compiling import set_compile
-from nanochat.distributed import compute_dtype, compute_init, print0
-from nanochat.engine import Engine
+from nanochat.checkpoint import find_model, furthest_stage, read_meta
+from nanochat.distributed import choose_device_type, print0
 from nanochat.errors import UserError
-from nanochat.gpt import GPT
 from nanochat.serve.connections import ImpatientProtocol
+from nanochat.serve.engine_process import load_engine
 from nanochat.serve.web import Limits, create_app
 from nanochat.serve.worker import ServedModel, Worker
 from nanochat.tasks import example_questions
@@ -48,7 +46,7 @@ device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
 quantize: Literal["", "int8"] = ""  # int8: weights of a quarter of the size, on a CPU only
 compile = False             # the decoding step: faster answers, for a minute at the first start and 10 s later
-workers = 0                 # [0..] engines for each model, on the GPUs in turn; 0: one for each GPU, or one on a CPU
+workers = 0                 # [0..] processes for each model, on the GPUs in turn; 0: one for each GPU, or one on a CPU
 # ---- Who may ask
 host = "127.0.0.1"          # address to listen on; 0.0.0.0: every network this machine is in
 port = 8000                 # [0..65535] 0: any that is free
@@ -99,35 +97,21 @@ if sources == ["auto"]:
     print0(f"the furthest stage of training is {sources[0]}{about}")
 if not api_key and host not in LOOPBACK:
     print0(f"warning: whoever can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
-*_, device = compute_init(device_type)
-compile = set_compile(compile, device.type)
-# Engines share the cores. This thread computes alone: a team of its own would be one too many for libgomp, which then
-# has every team sleep between two operations instead of spinning; the engines would run at half their speed.
-threads = max(1, torch.get_num_threads() // max(1, workers))
-torch.set_num_threads(1)
-
-
-def make_engine(model: GPT, tokenizer: Tokenizer) -> Engine:
-    """On the worker's thread."""
-    torch.set_num_threads(threads)
-    # One place more than an address may have: a newcomer need not wait for the end of another's answer.
-    return Engine(model, tokenizer, max_batch + 1, prompt_cache_mb * 2**20, quantize, max_batch, compile)
-
-
-devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [device]
+# Each engine is a process of its own, which loads the model; this one answers the web, and touches no GPU.
+device_type = choose_device_type(device_type)
+workers = workers or (torch.cuda.device_count() if device_type == "cuda" else 1)
 models = []
 for stage in sources:
     checkpoint = find_model(stage, model_tag, step)
-    its_workers = []
-    for i in range(workers or len(devices)):
-        model, tokenizer, meta = load_checkpoint(checkpoint, devices[i % len(devices)])
-        model = model.eval().to(compute_dtype(dtype, device))
-        its_workers.append(Worker(partial(make_engine, model, tokenizer)))
+    load = partial(
+        load_engine, checkpoint, device_type, dtype, quantize, compile, max_batch, prompt_cache_mb * 2**20, workers)
+    meta = read_meta(checkpoint)
     trained_on = meta.get("config", {}).get("tasks") or meta.get("config", {}).get("task") or ""
     models.append(ServedModel(
-        id=f"{checkpoint.parent.name}-{stage}", tokenizer=tokenizer, context=model.config.sequence_len,
-        step=meta["step"], created=int(checkpoint.stat().st_mtime), max_batch=max_batch, max_queue=max_queue,
-        workers=its_workers, chats=stage != "base", examples=example_questions(trained_on)))
+        id=f"{checkpoint.parent.name}-{stage}", tokenizer=Tokenizer.load(checkpoint),
+        context=meta["model_config"]["sequence_len"], step=meta["step"], created=int(checkpoint.stat().st_mtime),
+        max_batch=max_batch, max_queue=max_queue, workers=[Worker(partial(load, i)) for i in range(workers)],
+        chats=stage != "base", examples=example_questions(trained_on)))
 
 limits = Limits(
     max_body_bytes, max_messages, max_chars, max_new_tokens, max_n, timeout_s, temperature, top_k, truncate)

@@ -26,7 +26,7 @@ from nanochat.dataset import how_to_make
 from nanochat.distributed import choose_device_type, compute_dtype
 from nanochat.errors import UserError
 from nanochat.files import base_dir
-from nanochat.gpt import GPTConfig, config_from_depth
+from nanochat.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.limits import memory_limits
 from nanochat.plan.memory import GIB, largest_rows, needed_bytes, parameter_counts
 from nanochat.plan.probes import probe, rows_that_train, try_steps

@@ -14,7 +14,7 @@ import torch
 
 from nanochat.errors import UserError
 from nanochat.flops import datasheet_peak, peak_flops
-from nanochat.gpt import config_from_depth
+from nanochat.gpt_config import config_from_depth
 from nanochat.plan.machines import LINKS, Cluster, Layout, fastest_layout, fits, pipelines, plan_step
 from nanochat.plan.memory import GIB, parameter_counts, parts, shaped, state_bytes, step_bytes
 from nanochat.report import markdown_table

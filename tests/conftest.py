@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import REPO, run_module  # first: it makes the repo importable
+from ranks import REPO  # first: it makes the repo importable
+from warm_python import run_module, warm_python
 
 # isort: split
 from nanochat.compiling import set_compile
@@ -14,11 +15,12 @@ from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.tokenizer import Tokenizer
 
-__all__ = ["REPO", "run_module", "base_folder", "make_sums", "broken_bundle", "ALL_PIECES"]
+__all__ = ["REPO", "run_module", "warm_python", "base_folder", "make_sums", "broken_bundle", "ALL_PIECES"]
 ALL_PIECES = ("classic,rope_theta=1e5,qk_scale=1.2,short_windows=True,value_embeddings=True,bigrams=5,smear=True,"
               "residual_scales=True,backout=True,head_gates=True,embedding_std=0.8,fc_scale=0.4")  # base_train's --arch
-LONG = ["test_many_ranks", "test_base_train", "test_doctor", "test_speedrun", "test_chat_web", "test_chat_training",
-        "test_zero", "test_tasks", "test_engine", "test_ui", "test_zero_bench"]
+LONG = ["test_many_ranks", "test_base_train", "test_chat_web", "test_doctor", "test_speedrun", "test_zero",
+        "test_pipeline", "test_chat_training", "test_tasks", "test_engine", "test_ui", "test_zero_bench",
+        "test_many_hosts", "test_gpt", "test_step_page"]
 
 
 def pytest_addoption(parser):

@@ -1,6 +1,6 @@
 """
-Other processes: a function on several ranks (joined by gloo, or by NCCL where there is a GPU for each), a script by
-itself, and a script under torchrun. They end in any case.
+Other processes: a function on several ranks (joined by gloo, or by NCCL where there is a GPU for each), and a script
+under torchrun; a script by itself is in warm_python.py. They end in any case.
 """
 import atexit
 import faulthandler
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,12 @@ if str(REPO) not in sys.path:  # ranks import this file first, so they find what
 # ends with this process.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([
-    "torch._dynamo", "torch.distributed.fsdp", "pytest", "pyarrow.parquet", "tiktoken", "tokenizers",
-    "safetensors.torch", "yaml", "requests", "torch.distributed.run", "nanochat.core_eval", "nanochat.report",
-    "nanochat.resharding", "nanochat.task_eval",
+    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "pytest", "pyarrow.parquet", "tiktoken",
+    "tokenizers", "safetensors.torch", "yaml", "requests", "torch.distributed.run", "nanochat.core_eval",
+    "nanochat.report", "nanochat.resharding", "nanochat.task_eval", "nanochat.corpus.eval_bundle",
+    "nanochat.corpus.learn_tokenizer", "nanochat.corpus.make_dataset", "nanochat.finetuning", "nanochat.metrics",
+    "nanochat.optimizers", "nanochat.pipeline", "nanochat.rollouts", "nanochat.saving", "nanochat.schedule",
+    "nanochat.tasks", "nanochat.plan.machines", "nanochat.plan.probes",
 ])
 
 CONSEQUENCES = 0.3  # seconds after the first failure in which other ranks may report: the cause can arrive later
@@ -173,40 +176,6 @@ def portable(error: BaseException) -> BaseException | None:
         return None
 
 
-def run_module(module: str, *args: str, env: dict | None = None, timeout: float = 300,
-               fresh: bool = False) -> subprocess.CompletedProcess:
-    """
-    `python -m module args…` in a process of its own, from the repo's root, with the test's environment.
-
-    Forked, like a rank, where the imports are done: a tenth of a second instead of two. `fresh` really starts Python.
-    """
-    environment = os.environ | (env or {})
-    if fresh:
-        return subprocess.run([sys.executable, "-m", module, *args], cwd=REPO, env=environment, timeout=timeout,
-                              text=True, capture_output=True)
-    with tempfile.TemporaryDirectory() as folder:
-        process = context.Process(target=module_main, args=(module, args, environment, folder))
-        process.start()
-        process.join(timeout)
-        status = process.exitcode
-        process.kill()
-        process.join()
-        out, err = (text(Path(folder, name)) for name in ("stdout", "stderr"))
-    if status is None:
-        raise subprocess.TimeoutExpired([module, *args], timeout, out, err)
-    return subprocess.CompletedProcess([module, *args], status, out, err)
-
-
-def module_main(module: str, args: Sequence[str], environment: dict, folder: str) -> None:
-    """The life of a script in a process that was forked for it."""
-    begin(environment, Path(folder, "stdout"), Path(folder, "stderr"))
-    try:
-        run_as_main(module, args)
-    except Exception as error:  # as Python does at the end; multiprocessing would not ask the script's hook
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(1)
-
-
 def begin(environment: dict, stdout: Path, stderr: Path) -> None:
     """What a process has that was started rather than forked: environment, folder, path, output and one thread."""
     gc.freeze()
@@ -249,26 +218,37 @@ class ForkedRank(subprocess.Popen):
 
 
 def rank_of_torchrun(command: Sequence[str], environment: dict) -> None:
-    """The life of a rank: `python -u -m module args…`, which ends as Python ends it."""
+    """The life of a rank: `python -u -m module args…`."""
     os.setsid()
-    atexit._clear()
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.clear()
-    os.environ.update(environment)
     if environment["RANK"] in environment.get("KILL_RANKS", "") and environment["TORCHELASTIC_RESTART_COUNT"] == "0":
         threading.Thread(target=kill, args=(environment["KILL_AT"], int(environment["KILL_BY"])), daemon=True).start()
+    like_python(environment, [], lambda: run_as_main(command[3], command[4:]))
+
+
+def like_python(environment: dict, ignored: Sequence[int], run: Callable[[], None]) -> NoReturn:
+    """The life of a process that was forked rather than started, with the signals that Python has, and its ends."""
+    gc.freeze()
+    atexit._clear()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in ignored else signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
     status = 0
     try:
-        run_as_main(command[3], command[4:])
+        run()
     except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
         status = end.code if isinstance(end.code, int) else 1 if end.code else 0
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
-        status = 1
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     atexit._run_exitfuncs()
     sys.stdout.flush(), sys.stderr.flush()
+    if status == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(status)
 
 

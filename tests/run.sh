@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . ./setup.sh dev
 python -m ruff check .
-# One process per core, one thread each: threads that share a core with another test's only get in each other's way.
+# One process more than the two cores this is made for, as tests also wait for servers and signals; one thread each:
+# threads that share a core with another test's only get in each other's way.
 export OMP_NUM_THREADS=1
-python -m pytest -n 2 --dist=loadfile --no-loadscope-reorder --durations=10 "$@"
+python -m pytest -n 3 --dist=loadfile --no-loadscope-reorder --durations=10 "$@"

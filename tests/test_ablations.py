@@ -4,18 +4,17 @@ import math
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import REPO, make_sums, run_module
+from conftest import REPO, make_sums, run_module, warm_python
 
-import nanochat.gpt
 import nanochat.loss
 import nanochat.schedule
 from bench import ablation_patches
 from bench.ablation_table import at_equal_time, change, slope, verdict
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 from nanochat.zero import Sharding
 
 TINY = ("--series=added --only=half_batch,warmdown --data=sums --depth=1 --max_seq_len=48 "
@@ -27,7 +26,7 @@ COMMON = "--common=--compile=False --dtype=float32"
 def test_a_series_that_was_stopped_goes_on(base_folder, tmp_path):
     """Stopped after its first result: that is not made again. A run that fails is told, and stops no other."""
     make_sums(base_folder)
-    command = [sys.executable, "-m", "bench.ablations", *TINY, COMMON, "--jobs=1"]
+    command = [warm_python(), "-m", "bench.ablations", *TINY, COMMON, "--jobs=1"]
     started = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
     assert "bits per byte" in started.stdout.readline()
     started.send_signal(signal.SIGTERM)

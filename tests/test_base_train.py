@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALL_PIECES, REPO, broken_bundle, make_sums, run_module
+from conftest import ALL_PIECES, REPO, broken_bundle, make_sums, run_module, warm_python
 from safetensors.torch import load_file
 
 from nanochat.corpus.learn_tokenizer import train_tokenizer
@@ -166,7 +166,7 @@ def test_killed_and_resumed_matches_an_undisturbed_run(base):
     assert train("--model_tag=undisturbed", *args).returncode == 0
     for _ in range(5):  # a kill that comes too late means nothing
         process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.base_train", *arguments(*args, "--model_tag=killed", "--overwrite")],
+            [warm_python(), "-m", "scripts.base_train", *arguments(*args, "--model_tag=killed", "--overwrite")],
             cwd=REPO, stdout=subprocess.PIPE, text=True,
         )
         for line in process.stdout:
@@ -256,14 +256,14 @@ loss_eval.evaluate_bpb = evaluate
 """
 
 
-def start_with(change, *args):
+def start_with(change, *args, python=sys.executable):
     """`start`, in a process that has done something else first."""
-    return start(*args, command=[sys.executable, "-c", change + RUN])
+    return start(*args, command=[python, "-c", change + RUN])
 
 
 def test_an_exception_in_the_middle_of_an_update_saves_nothing(base):
     """AdamW has taken the step, Muon has not: such weights are those of no step."""
-    broken = start_with(BROKEN_UPDATE, "--num_iterations=6", "--save_every=3")
+    broken = start_with(BROKEN_UPDATE, "--num_iterations=6", "--save_every=3", python=warm_python())
     printed, errors = broken.communicate(timeout=100)
     assert broken.returncode == 1 and "ArithmeticError: between the two optimizers" in errors
     assert "step 00003/" in printed and "before the run ends" not in printed

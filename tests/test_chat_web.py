@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import httpx
 import openai
@@ -26,19 +28,22 @@ from starlette.responses import Response
 from test_engine import SPECIAL, TOKENIZER, V, draw_weights, write_checkpoint
 
 import nanochat.serve.connections
-import nanochat.serve.worker
+import nanochat.serve.engine_process
 from nanochat.conversation import render_prompt
 from nanochat.detokenizer import Delta, StopStrings, to_parts
+from nanochat.distributed import is_alive
 from nanochat.engine import Answer, Engine
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 from nanochat.prompt_cache import PIECE
 from nanochat.sampling import SamplingParams
 from nanochat.serve import tokenization
+from nanochat.serve.api_error import ApiError
 from nanochat.serve.connections import MAX_CONNECTIONS, WAIT_SECONDS, ImpatientProtocol
-from nanochat.serve.openai_api import ApiError
+from nanochat.serve.engine_process import EngineProcess, Request
 from nanochat.serve.web import Limits, create_app
-from nanochat.serve.worker import Request, ServedModel, Worker
+from nanochat.serve.worker import ServedModel, Worker
 from nanochat.tokenizer import Tokenizer
 
 KEY = "a-secret"
@@ -98,11 +103,11 @@ def streamed(chunks) -> str:
 
 
 class Running:
-    def __init__(self, folder, models: dict[str, GPT], *args: str, start: tuple[str, ...] = ("-m", "scripts.chat_web")):
+    def __init__(self, folder, models: dict[str, GPT], *args: str):
         for stage, model in models.items():
             write_checkpoint(folder / f"{stage}_checkpoints" / "tiny", model)
         self.log = folder / "log"
-        command = [sys.executable, *start, "--port=0", "--device_type=cpu", "--dtype=float32", *args]
+        command = [sys.executable, "-m", "scripts.chat_web", "--port=0", "--device_type=cpu", "--dtype=float32", *args]
         env = os.environ | {"NANOCHAT_BASE_DIR": str(folder), "NANOCHAT_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(command, cwd=REPO, env=env, stdout=log, stderr=subprocess.STDOUT)
@@ -113,6 +118,16 @@ class Running:
         self.url, self.port = found[1], int(found[2])
         self.http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=300)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
+
+    def workers(self) -> list[int]:
+        """The processes of its engines, the first one first."""
+        found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout
+        return sorted(map(int, found.split()))
+
+    def signal_all(self, number: int) -> None:
+        """As a terminal or a service manager does."""
+        for process in (*self.workers(), self.process.pid):
+            os.kill(process, number)
 
     def ask(self, *contents, model: str = "tiny-sft", client: openai.OpenAI | None = None, **settings):
         """Greedy unless told otherwise. contents: of the messages, the user's first; none: they are a setting."""
@@ -749,28 +764,14 @@ def test_messages_in_any_order_are_read_as_turns(server, engines):
     assert answer.usage.prompt_tokens == len(prompt)
 
 
-FRAGILE = """
-import os, runpy, sys
-from nanochat.kv_cache import CachedModel
-extend = CachedModel.extend
-
-def fragile(self, prefix, tokens, every=False):
-    if os.path.exists(os.environ["NANOCHAT_BASE_DIR"] + "/broken"):
-        raise RuntimeError("no memory")
-    return extend(self, prefix, tokens, every)
-
-CachedModel.extend = fragile
-runpy.run_module("scripts.chat_web", run_name="__main__")
-"""
-
-
-def test_a_base_model_behind_a_proxy_until_its_worker_dies(tmp_path):
+def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
     """
     The furthest stage there is, which is said; messages are one text to continue. The proxy's name is answered to, no
-    other. When the model can read nothing any more, the process ends with a line and code 1 instead of answering 503.
+    other. When one of two workers is killed, its stream ends with an error and the other's goes on; when the second one
+    is, the process ends with a line and code 1 instead of answering 503.
     """
     model = writing_model()
-    server = Running(tmp_path, {"base": model}, "--allowed_hosts=Chat.example.org", start=("-c", FRAGILE))
+    server = Running(tmp_path, {"base": model}, "--allowed_hosts=Chat.example.org", "--workers=2", "--max_batch=2")
     try:
         assert "the furthest stage of training is base, a base model" in server.log.read_text()
         [listed] = server.client.models.list()
@@ -787,16 +788,39 @@ def test_a_base_model_behind_a_proxy_until_its_worker_dies(tmp_path):
             assert response.status_code == (200 if name in names else 421)
         assert "--allowed_hosts=evil.example" in response.json()["error"]["message"]
 
-        (tmp_path / "broken").touch()
-        with pytest.raises(openai.InternalServerError):
-            server.ask("Once", **ask)
+        first, second = server.workers()
+        while server.http.get("/health").json()["status"] != "ok":  # the second one may still be loading
+            time.sleep(0.05)
+        lengths = 2000, 300
+        streams = [server.ask("Once", model="tiny-base", max_tokens=length, n=2, stream=True) for length in lengths]
+        for stream in streams:
+            next(stream)
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="worker has died"):
+            list(streams[0])
+        assert list(streams[1])[-1].choices[0].finish_reason == "length"
+        health = server.http.get("/health")
+        assert health.status_code == 200 and sorted(health.json()["models"]["tiny-base"]) == ["dead", "ready"]
+        assert health.json()["status"] == "degraded" and server.ask("Once", **ask).usage.completion_tokens == 20
+        os.kill(second, signal.SIGKILL)
         assert server.process.wait(timeout=60) == 1
-        log = server.log.read_text()
-        assert log.endswith("error: the worker of tiny-base has died; the error is above\n")
-        assert "a worker has died: RuntimeError" in log and MARKER not in log and "no memory" not in log
+        _, _, *log = server.log.read_text().splitlines()
+        killed = [f"a worker has died: process {worker} was ended by SIGKILL" for worker in (first, second)]
+        assert log == [*killed, "error: the worker of tiny-base has died; the error is above"]
     finally:
         server.process.kill()
         server.process.wait()
+
+
+def test_no_engine_is_left_without_its_web_process():
+    """Even one that is loading: it ends with the pipe, not with the signals that a terminal or service sends to all."""
+    process, connection = Worker(functools.partial(time.sleep, 1000)).launch()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process.send_signal(number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)
+    connection.close()
+    assert process.wait(timeout=60) == 0
 
 
 def test_zy_sigterm_lets_answers_end_for_a_while(server):
@@ -808,7 +832,8 @@ def test_zy_sigterm_lets_answers_end_for_a_while(server):
         beginning = streamed([next(short)])
         waiting = pool.submit(server.ask, MARKER, max_tokens=2000, n=MOST - PLACES)
         server.wait_until("nanochat_queue_length", MOST - PLACES)
-        server.process.send_signal(signal.SIGTERM)
+        workers = server.workers()
+        server.signal_all(signal.SIGTERM)
         started = time.monotonic()
         assert beginning + streamed(short) == whole
         with pytest.raises(openai.APIConnectionError):
@@ -819,24 +844,25 @@ def test_zy_sigterm_lets_answers_end_for_a_while(server):
         assert time.monotonic() - started > DRAIN_SECONDS - 1
         with pytest.raises(openai.InternalServerError, match="stopping"):
             waiting.result()
-    check_end(server)
+    check_end(server, workers)
 
 
 def test_zz_ctrl_c_ends_it_with_streams_open(server):
     """At once, and the streams end with an error."""
-    stream = server.ask(MARKER, max_tokens=2000, n=8, stream=True)
+    stream, workers = server.ask(MARKER, max_tokens=2000, n=8, stream=True), server.workers()
     with pytest.raises(openai.APIError, match="stopping"):
         for number, _ in enumerate(stream):
             if number == 8:
-                server.process.send_signal(signal.SIGINT)
+                server.signal_all(signal.SIGINT)
                 started = time.monotonic()
     assert time.monotonic() - started < DRAIN_SECONDS - 1
-    check_end(server)
+    check_end(server, workers)
 
 
-def check_end(server: Running) -> None:
-    """With code 0 and nothing in the log but the line with the address."""
+def check_end(server: Running, workers: list[int]) -> None:
+    """With code 0, without its engines, and nothing in the log but the line with the address."""
     assert server.process.wait(timeout=200) == 0
+    assert len(workers) == 2 and not any(map(is_alive, workers))
     log = server.log.read_text()
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+ serves tiny-sft, tiny-rl; Ctrl-C ends it\n", log), log
 
@@ -859,10 +885,42 @@ def test_settings_that_cannot_be(monkeypatch, words, args):
 # ---- The application in this process
 
 
+class EngineThread(EngineProcess):
+    """The engine's process as a thread of this one, where a test has its hands on the engine. The pipe is a pipe."""
+
+    def __init__(self, connection: Connection, make_engine):
+        super().__init__(connection, make_engine)
+        self.pid, self.returncode = 0, None
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def serve(self) -> None:
+        with contextlib.suppress(SystemExit):
+            self.run()
+        with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as pipe:
+            pipe.shutdown(socket.SHUT_RDWR)
+
+    def end(self, code: int) -> None:
+        self.returncode = code
+        self.inbox.put(sys.exit)
+
+    def kill(self) -> None:
+        self.end(0)
+
+    def wait(self) -> None:
+        self.thread.join()
+
+
+class NearWorker(Worker):
+    def launch(self):
+        ours, theirs = Pipe()
+        return EngineThread(theirs, self.make_engine), ours
+
+
 @contextlib.asynccontextmanager
 async def serving(make_engines, origins=(), max_queue: int = 8, **limits):
     """A client of an application with a writing model, and the model."""
-    workers = [Worker(make_engine) for make_engine in make_engines]
+    workers = [NearWorker(make_engine) for make_engine in make_engines]
     model = ServedModel("tiny-sft", TOKENIZER, 2048, 1, 0, 2, max_queue, workers)
     app = create_app([model], dataclasses.replace(LIMITS, **limits), cors_origins=origins)
     async with app.router.lifespan_context(app):
@@ -901,10 +959,31 @@ async def test_two_workers_share_the_requests():
 
 
 @run_async
+async def test_a_conversation_goes_back_to_the_worker_that_has_read_it():
+    """Also when both are idle; not when that one has no place."""
+    def make_caching() -> Engine:
+        return Engine(writing_model(), TOKENIZER, max_batch=2, prompt_cache_bytes=2**20)
+
+    async with serving([make_caching, make_caching]) as (client, model):
+        async def cached(**settings) -> int:
+            usage = (await ask(client, "?" * PIECE, **settings)).json()["usage"]
+            return usage["prompt_tokens_details"]["cached_tokens"]
+
+        busy = asyncio.create_task(ask(client, "x", max_tokens=300))
+        await until(lambda: model.workers[0].load)
+        assert await cached(max_tokens=1) == 0 and model.workers[0].load == 1, "the second worker has read it"
+        await busy
+        full = asyncio.create_task(cached(n=2, max_tokens=300))
+        await until(lambda: model.workers[1].load == 2)
+        assert await cached(max_tokens=1) == 0, "the first one has not"
+        assert await full == await cached(max_tokens=1) == PIECE
+
+
+@run_async
 async def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeypatch):
     """A prompt that cannot be read; a step that fails for all who are in it; a model that can read nothing any more."""
     broken = threading.Event()
-    monkeypatch.setattr(nanochat.serve.worker, "FLUSH_EVERY", 1000.0)
+    monkeypatch.setattr(nanochat.serve.engine_process, "FLUSH_EVERY", 1000.0)
 
     def make_fragile() -> Engine:
         engine = make_engine()
@@ -974,15 +1053,16 @@ async def test_loading_and_limits_of_time():
         health, early = await client.get("/health"), asyncio.create_task(ask(client, "early"))
         assert (health.status_code, health.json()["status"]) == (503, "loading")
         await until(lambda: model.waiting == 1)
+        model.submit(Request([[1]], SamplingParams())).cancel()
+        assert model.waiting == 1 and (await client.get("/health")).json()["status"] == "loading"
         loaded.set()
         assert (await early).status_code == 200
         long = (await ask(client, "long", max_tokens=2000, n=2)).json()
         assert [choice["finish_reason"] for choice in long["choices"]] == ["length"] * 2
         assert 2 < long["usage"]["completion_tokens"] < 4000
         prompts, sampling = [prompt_of(chat("long"))], SamplingParams(2000, temperature=0)
-        first, second = (Request(prompts, sampling, n=2, seconds=0.5) for _ in range(2))
-        model.submit(first)
-        model.submit(second)  # whose time is over at once with that of those before it
+        # The time of the second one is over at once with that of those before it.
+        first, second = [model.submit(Request(prompts, sampling, n=2, seconds=0.5)) for _ in range(2)]
         reasons = [chunk.finish_reason async for chunks in first.chunks() for chunk in chunks]
         assert [reason for reason in reasons if reason] == ["length"] * 2
         with pytest.raises(ApiError, match="within 0.5 s"):

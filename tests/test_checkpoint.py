@@ -41,7 +41,8 @@ from nanochat.compiling import set_compile
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.errors import UserError
 from nanochat.files import previous, write_folder_aside
-from nanochat.gpt import GPT, config_from_depth
+from nanochat.gpt import GPT
+from nanochat.gpt_config import config_from_depth
 from nanochat.partition import Shard, equal_ranges, row_ranges
 from nanochat.resharding import load_training_state
 from nanochat.saving import CheckpointWriter, complete, copy_to_host, write_files, write_tensors

@@ -24,7 +24,8 @@ from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.learn_tokenizer import learn_tokenizer, train_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 from nanochat.tokenizer import Tokenizer
 from nanochat.zero import Sharding
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from ranks import REPO, run_module
+from conftest import REPO, run_module
 
 from nanochat import dataset
 from nanochat.corpus import sources

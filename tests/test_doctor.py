@@ -9,12 +9,12 @@ import pytest
 import torch
 from conftest import ALL_PIECES, REPO, make_sums, run_module
 
-import nanochat.gpt
+import nanochat.layers
 import nanochat.loss
 import nanochat.plan.probes
 from bench.dry_step import LiveBytes
 from nanochat.errors import UserError
-from nanochat.gpt import GPTConfig, architecture, config_from_depth
+from nanochat.gpt_config import GPTConfig, architecture, config_from_depth
 from nanochat.plan import limits
 from nanochat.plan.memory import GIB, largest_rows, moments, needed_bytes, parameter_counts, step_bytes
 from nanochat.plan.probes import PROBES, probe, rows_that_train, set_up_training, train_step
@@ -25,7 +25,8 @@ def failing_compiler(tmp_path) -> dict[str, str]:
     """An environment in which the C++ compiler fails."""
     (tmp_path / "g++").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "g++").chmod(0o755)
-    return {"CXX": str(tmp_path / "g++"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CXX": str(tmp_path / "g++")}
+    return path | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
 
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, blocks) -> torch.Tensor:
@@ -60,7 +61,7 @@ def test_the_formula_is_the_bytes_of_the_tensors(monkeypatch, config, rows, devi
     keep float32 in bfloat16 as well: that much is added, and the rest is within 2%.
     """
     if device == "meta":
-        monkeypatch.setattr(nanochat.gpt, "attention", flash)
+        monkeypatch.setattr(nanochat.layers, "attention", flash)
         monkeypatch.setitem(nanochat.loss.CHUNK_LOGITS, "meta", nanochat.loss.CHUNK_LOGITS["cuda"])
     kind, place = getattr(torch, dtype), "cpu" if device == "cpu" else "cuda"
     training = set_up_training(config, kind, torch.device(device))
@@ -119,7 +120,7 @@ def test_the_recommended_rows_train_under_a_limit_and_twice_as_many_do_not(base_
     limit = int(1.02 * needed_bytes(config, 32, torch.float32, "cpu", compiled))
     model = ["--depth=2", "--max_seq_len=256", "--dtype=float32", f"--compile={compiled}", "--arch=classic"]
     formula = ["-m", "scripts.doctor", *model, f"--vocab_size={vocab_size}", "--batch_only", "--max_rows=64"]
-    imports = "import torch; from nanochat.gpt import GPTConfig; from nanochat.plan import probes"
+    imports = "import torch; from nanochat.gpt_config import GPTConfig; from nanochat.plan import probes"
     trial = f"print(probes.rows_that_train(64, {config}, torch.float32, 'cpu', {compiled}))"
     for asking in (formula, ["-c", f"{imports}; {trial}"]):
         asked = limited(limit, *asking)
@@ -177,7 +178,7 @@ def test_wrong_kernels_are_found(monkeypatch):
     """Attention that looks one key ahead, a loss without its softcap: far outside of what is allowed."""
     device, probes = torch.device("cpu"), nanochat.plan.probes
     assert all(PROBES[name](device, torch.float32) < 1e-4 for name in ("attention", "loss"))
-    ahead = nanochat.gpt.attention
+    ahead = nanochat.layers.attention
     monkeypatch.setattr(probes, "attention", lambda q, k, v, window: ahead(q, k.roll(-1, 2), v, window))
     assert PROBES["attention"](device, torch.float32) > 0.1
     loss = nanochat.loss.softcapped_cross_entropy

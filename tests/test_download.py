@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from ranks import REPO, run_module
+from conftest import REPO, run_module
 
 from nanochat import dataset
 from nanochat.corpus import download, make_dataset

@@ -5,7 +5,6 @@ import math
 import random
 import re
 import subprocess
-import sys
 import weakref
 from collections import Counter
 
@@ -13,7 +12,7 @@ from configurator import Setting, read_arguments
 
 import pytest
 import torch
-from conftest import ALL_PIECES, REPO
+from conftest import ALL_PIECES, REPO, warm_python
 
 import nanochat.engine
 import nanochat.kv_cache
@@ -22,7 +21,8 @@ from nanochat.conversation import render, render_prompt
 from nanochat.detokenizer import IncrementalDetokenizer, to_parts
 from nanochat.engine import Answer, Engine
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, GPTConfig, architecture
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig, architecture
 from nanochat.kv_cache import CachedModel, Prefix
 from nanochat.logprobs import token_logprobs
 from nanochat.loss import cap
@@ -900,7 +900,7 @@ def write_checkpoint(folder, model: GPT, tokenizer: Tokenizer = TOKENIZER, **met
 
 def chat(*args: str, typed: str = "") -> subprocess.CompletedProcess:
     settings = "--device_type=cpu", "--dtype=float32", "--temperature=0", "--max_new_tokens=8"
-    command = [sys.executable, "-m", "scripts.chat_cli", *settings, *args]
+    command = [warm_python(), "-m", "scripts.chat_cli", *settings, *args]
     return subprocess.run(command, cwd=REPO, input=typed, capture_output=True, text=True, timeout=300)
 
 

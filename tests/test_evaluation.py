@@ -18,7 +18,8 @@ from nanochat.dataset import iter_texts
 from nanochat.distributed import compute_dtype, compute_init
 from nanochat.errors import UserError
 from nanochat.flops import Peak, measured_matmul_flops, peak_flops
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 from nanochat.loss_eval import document_nats, evaluate_bpb, first_documents, greedy_completes, sample
 from nanochat.metrics import Metrics
 from nanochat.optimizers import setup_optimizers
@@ -168,6 +169,14 @@ def test_the_log_is_complete_and_later_records_win(tmp_path, capsys):
         ema, weights = 0.9 * ema + 0.1 * loss, 0.9 * weights + 0.1
     assert f"step 00002/00004 ( 75.0%) | loss {ema / weights:.4f} | lrm 0.50" in capsys.readouterr().out
     assert metrics.state["min_val_bpb"] == 1.5
+
+
+@pytest.mark.parametrize("start_step, told", [
+    (3, ""), (4, "nothing is left to train: the checkpoint is at step 4 of 4\n"),
+])
+def test_a_run_that_goes_on_from_its_end_says_that_nothing_is_left(tmp_path, capsys, start_step, told):
+    new_metrics(tmp_path, start_step)
+    assert capsys.readouterr().out == told
 
 
 def test_mfu_says_what_it_is_a_share_of(monkeypatch):

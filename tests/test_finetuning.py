@@ -15,7 +15,8 @@ from nanochat.compiling import set_compile
 from nanochat.conversation import render
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 from nanochat.tokenizer import Tokenizer
 from nanochat.zero import Sharding
 

@@ -16,17 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from nanochat.attention import attention, reference_attention, window_blocks
 from nanochat.compiling import switch
 from nanochat.errors import UserError
-from nanochat.gpt import (
-    GPT,
-    GPTConfig,
-    RotatedNorm,
-    SquaredReLU,
-    architecture,
-    config_from_depth,
-    norm,
-    rotary_angles,
-    rotate,
-)
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig, architecture, config_from_depth
+from nanochat.layers import RotatedNorm, SquaredReLU, norm, rotary_angles, rotate
 from nanochat.loss import CHUNK_LOGITS, MAX_SOFTCAP, negatives, softcapped_cross_entropy, token_losses
 from nanochat.zero import Sharding
 
@@ -291,9 +283,8 @@ def test_a_script_of_ones_own_calls_the_model_eagerly():
     """A new shape in each call: nothing is compiled, the compiler is not even imported."""
     script = '''
 import sys, torch
-from nanochat.gpt import (
-    GPT, GPTConfig,
-)
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 model = GPT(GPTConfig(32, 70, n_layer=1, n_embd=32, n_head=1, n_kv_head=1))
 model.init_weights(seed=0)
 for length in range(2, 14):

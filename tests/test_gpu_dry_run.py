@@ -13,7 +13,7 @@ from bench.harness import peak_of
 from bench.roofline import COPY_SHARE, MEMORY, PRODUCT_SHARE, START, product_seconds
 from nanochat import adamw
 from nanochat.flops import datasheet_peak
-from nanochat.gpt import config_from_depth
+from nanochat.gpt_config import config_from_depth
 from nanochat.plan.memory import moments, parameter_counts, step_bytes
 from nanochat.plan.probes import set_up_training
 from nanochat.plan.traffic import sent_bytes

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO, run_module
+from conftest import REPO, run_module, warm_python
 from test_speedrun import bash, copy_scripts, write_python
 from torch._dynamo.testing import CompileCounter
 
 from nanochat import attention, compiling, distributed
 from nanochat.errors import UserError
-from nanochat.gpt import config_from_depth
+from nanochat.gpt_config import config_from_depth
 from nanochat.plan.memory import GIB, needed_bytes
 
 TOOLS = ("bash", "sh", "cat", "cksum", "id", "dirname", "grep", "mv", "uname")
@@ -98,7 +98,7 @@ def test_a_newer_python_is_found_or_named(tmp_path, programs, asked):
 def as_a_gpu_node(change: str, *args: str) -> subprocess.CompletedProcess:
     """scripts.doctor in a process whose torch was changed before."""
     program = f"import torch, runpy\n{change}\nrunpy.run_module('scripts.doctor', run_name='__main__', alter_sys=True)"
-    return subprocess.run([sys.executable, "-c", program, *args], cwd=REPO, text=True, capture_output=True, timeout=200)
+    return subprocess.run([warm_python(), "-c", program, *args], cwd=REPO, text=True, capture_output=True, timeout=200)
 
 
 def test_gpus_that_are_counted_but_not_available_are_an_error():

@@ -26,7 +26,8 @@ from nanochat.conversation import render, render_prompt
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.engine import Engine
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, GPTConfig, architecture
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig, architecture
 from nanochat.hf.model import CONFIG, Imported, fit
 from nanochat.hf.tokenizer import GUARD, PROBES, SEAM, to_hf
 from nanochat.optimizers import setup_optimizers

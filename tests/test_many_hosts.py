@@ -11,7 +11,7 @@ from ranks import run_on_ranks
 from test_many_ranks import TINY, arguments, difference, losses, rows_by_step, script
 
 from bench.network import Hosts, why_not
-from nanochat.gpt import config_from_depth
+from nanochat.gpt_config import config_from_depth
 from nanochat.plan.memory import parameter_counts
 
 SILENT = """

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALL_PIECES, REPO, broken_bundle, make_sums
+from conftest import ALL_PIECES, REPO, broken_bundle, make_sums, warm_python
 from ranks import Job, run_as_main, run_on_ranks, torchrun
 from safetensors.torch import load_file
 
@@ -315,7 +315,7 @@ def test_what_the_user_has_to_mend_is_not_tried_again(base, tmp_path):
 
 def test_ctrl_c_in_one_process_saves_too(base, tmp_path):
     """And under nohup, where SIGHUP is ignored, a lost connection changes nothing."""
-    command = [sys.executable, "-m", "scripts.base_train", *arguments("alone", dict(num_iterations=2000))]
+    command = [warm_python(), "-m", "scripts.base_train", *arguments("alone", dict(num_iterations=2000))]
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                env=os.environ | {"OMP_NUM_THREADS": "1"},
                                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))

@@ -5,7 +5,8 @@ from torch import nn
 from torch.nn import Parameter
 
 from nanochat.adamw import DistAdamW
-from nanochat.gpt import GPT, config_from_depth
+from nanochat.gpt import GPT
+from nanochat.gpt_config import config_from_depth
 from nanochat.muon import DistMuon, orthogonalize
 from nanochat.optimizers import setup_optimizers
 from nanochat.zero import Sharding

@@ -10,7 +10,8 @@ from ranks import run_as_main, run_on_ranks
 from safetensors.torch import load_file
 
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, config_from_depth
+from nanochat.gpt import GPT
+from nanochat.gpt_config import config_from_depth
 from nanochat.pipeline import Pipeline, stage_layers
 from nanochat.records import read_metrics
 
@@ -150,7 +151,7 @@ def test_layers_are_cut_so_that_the_largest_stage_is_least():
 @pytest.mark.parametrize("stages, zero_stage, ranks, tokens, message", [
     (2, 2, 2, 64, "zero_stage=2 with pipeline_stages=2: "),
     (5, 1, 5, 64, "pipeline_stages=5 of a model with 4 layers; expected 1 to 4"),
-    (3, 1, 4, 64, "pipeline_stages=3 does not divide the 4 rank(s); expected 1, 2, 4"),
+    (3, 1, 4, 64, "pipeline_stages=3 does not divide the 4 rank(s); expected 1, 2, 4, or more ranks: torchrun"),
     (4, 1, 4, 48, "total_batch_size=48 makes 3 micro-step(s), fewer than pipeline_stages=4; raise it, lower"),
     (2, 1, 4, 16, "total_batch_size=16 is not a multiple of device_batch_size * max_seq_len * world_size = 1 * 16 * 2"),
 ])

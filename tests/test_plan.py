@@ -12,7 +12,7 @@ from conftest import run_module
 
 from bench.links import hiding_tokens, messages
 from nanochat.errors import UserError
-from nanochat.gpt import GPTConfig, config_from_depth
+from nanochat.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.machines import (
     LINKS,
     Cluster,

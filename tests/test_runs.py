@@ -10,14 +10,13 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 from configurator import read_arguments, read_settings
 
 import pytest
-from conftest import REPO, run_module
+from conftest import REPO, run_module, warm_python
 from ranks import run_on_ranks
 from torch.distributed.run import get_args_parser
 
@@ -203,7 +202,7 @@ def test_two_nodes_train_and_save_before_the_time_limit(tmp_path, base_folder):
     environment = os.environ | {
         "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_SUBMIT_DIR": str(REPO), "SCONTROL_LOG": str(tmp_path / "scontrol"),
-        "PATH": f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{tmp_path / 'bin'}:{Path(warm_python()).parent}:{os.environ['PATH']}",
         "NANOCHAT_NO_VENV": "1", "NPROC": "1", "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo" if "lo" in dict(socket.if_nameindex()).values() else "lo0",
     }

@@ -10,7 +10,8 @@ from nanochat.adamw import DistAdamW
 from nanochat.checkpoint import checkpoint_dir, find_checkpoint
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, config_from_depth
+from nanochat.gpt import GPT
+from nanochat.gpt_config import config_from_depth
 from nanochat.optimizers import setup_optimizers
 from nanochat.partition import partition
 from nanochat.resharding import load_training_state

@@ -8,12 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPO, run_module
+from conftest import REPO, run_module, warm_python
 from test_runs import problems
 
 from nanochat.tasks import SPEC, TASKS
 
-ENV = {"NANOCHAT_NO_VENV": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+def no_venv() -> dict[str, str]:
+    """The settings with which speedrun.sh takes the Python on the PATH."""
+    return {"NANOCHAT_NO_VENV": "1", "PATH": f"{Path(warm_python()).parent}:{os.environ['PATH']}"}
 
 
 def once(name: str, command: str, **paths: str) -> tuple[int, str, str]:
@@ -285,7 +288,7 @@ def test_gpus_get_the_largest_depth_that_fits(tmp_path):
 
 def test_a_plan_shows_the_commands_for_gpus_that_are_not_here(base_folder):
     """Eight H100: the commands in order, with settings that exist; hours by hand; and nothing is run or left."""
-    shown = bash(REPO, "speedrun.sh", "--plan=8,H100,80", **ENV)
+    shown = bash(REPO, "speedrun.sh", "--plan=8,H100,80", **no_venv())
     assert shown.returncode == 0 and not any(base_folder.iterdir()), shown.stderr
     assert problems(shown.stdout, REPO) == []
     commands = re.findall(r"^(?:python|torchrun .*--nproc_per_node=8 .*?) -m scripts\.(\w+) ", shown.stdout, re.M)
@@ -326,7 +329,7 @@ def test_a_slow_machine_trains_a_smaller_model_unless_asked_for_all(tmp_path):
 def rehearse(until: str | None = None) -> str:
     """What `bash speedrun.sh --rehearse` prints; with `until` it and its processes are killed when a line says that."""
     process = subprocess.Popen(
-        ["bash", "speedrun.sh", "--rehearse"], cwd=REPO, env=os.environ | ENV, text=True,
+        ["bash", "speedrun.sh", "--rehearse"], cwd=REPO, env=os.environ | no_venv(), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )
     lines, deadline = [], time.monotonic() + 400
@@ -376,6 +379,6 @@ def test_a_killed_speedrun_does_no_finished_stage_again(base_folder):
 
 
 def test_unknown_arguments_are_refused():
-    refused = bash(REPO, "speedrun.sh", "--chatt", **ENV)
+    refused = bash(REPO, "speedrun.sh", "--chatt", **no_venv())
     assert refused.returncode == 2
     assert refused.stderr == "error: --chatt is unknown; expected --chat, --full, --rehearse or --plan=8,H100,80\n"

@@ -7,11 +7,12 @@ import sys
 import time
 from typing import Literal
 
+import httpx
 import openai
 import pytest
 import torch
 from pydantic import BaseModel, Field
-from test_chat_web import MARKER, Running, chat, prompt_of, writing_model
+from test_chat_web import MARKER, Running, chat, make_engine, prompt_of, run_async, serving, writing_model
 from test_engine import SPECIAL, TOKENIZER, finish, random_model, random_prompts
 
 from nanochat.conversation import render_prompt
@@ -19,8 +20,10 @@ from nanochat.detokenizer import to_parts
 from nanochat.engine import Engine
 from nanochat.errors import UserError
 from nanochat.sampling import SamplingParams
-from nanochat.serve import structured
-from nanochat.serve.structured import MAX_BYTES, compile_grammar, json_of
+from nanochat.serve import engine_process
+from nanochat.serve.engine_process import Request
+from nanochat.serve.grammars import MAX_BYTES, Grammar, compile_grammar
+from nanochat.serve.structured import json_of
 from nanochat.serve.tools import Function, read_call
 from nanochat.tokenizer import Tokenizer
 
@@ -32,28 +35,8 @@ def library():
     pytest.importorskip("llguidance")
 
 
-def grammar(expression: str):
-    return asyncio.run(compile_grammar(expression, TOKENIZER))
-
-
 def sampling(expression: str, max_tokens: int = 900, **settings) -> SamplingParams:
-    return SamplingParams(max_tokens, tools=False, grammar=grammar(expression), **settings)
-
-
-def test_the_grammars_of_one_client_wait_for_each_other_not_others_for_them(monkeypatch):
-    compiled = []
-
-    def slow(expression: str, tokenizer: Tokenizer) -> None:
-        time.sleep(0.02)
-        compiled.append(expression)
-
-    async def ask() -> None:
-        asked = [("busy", "1"), ("busy", "2"), ("busy", "3"), ("busy", "4"), ("new", "5")]
-        await asyncio.gather(*(compile_grammar(expression, TOKENIZER, client) for client, expression in asked))
-
-    monkeypatch.setattr(structured, "compiled", slow)
-    asyncio.run(ask())
-    assert compiled == ["1", "5", "2", "3", "4"] and not structured.TURNS
+    return SamplingParams(max_tokens, tools=False, grammar=compile_grammar(expression, TOKENIZER), **settings)
 
 
 def strict(**properties) -> dict:
@@ -157,7 +140,7 @@ def test_others_in_the_batch_are_as_they_were():
 ])
 def test_what_a_schema_may_not_say(schema, words):
     with pytest.raises(UserError, match=words):
-        grammar(json_of(schema))
+        compile_grammar(json_of(schema), TOKENIZER)
 
 
 def test_no_schema_keeps_others_waiting():
@@ -177,7 +160,39 @@ def test_no_schema_keeps_others_waiting():
 def test_without_the_library_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UserError, match=r"\. \./setup\.sh structured"):
-        grammar(json_of({}))
+        compile_grammar(json_of({}), TOKENIZER)
+
+
+@run_async
+async def test_the_grammars_of_one_client_wait_for_each_other_not_others_for_them(monkeypatch):
+    """And one whose client goes before it is compiled leaves nothing behind."""
+    compiled = []
+
+    def slow(expression: str, tokenizer: Tokenizer) -> Grammar:
+        time.sleep(0.02)
+        compiled.append(json.loads(expression))
+        if expression != '"stays"':
+            raise UserError("enough of that")
+        return compile_grammar(expression, tokenizer)
+
+    async def ask(address: str, choice: str) -> httpx.Response:
+        transport = httpx.ASGITransport(app, client=(address, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            body = {"model": "tiny-sft", "messages": chat("?"), "guided_choice": [choice]}
+            return await client.post("/v1/chat/completions", json=body)
+
+    monkeypatch.setattr(engine_process, "compile_grammar", slow)
+    async with serving([make_engine]) as (client, model):
+        app, [worker] = client._transport.app, model.workers
+        asked = [("busy", "1"), ("busy", "2"), ("busy", "3"), ("busy", "4"), ("new", "5")]
+        answers = await asyncio.gather(*(ask(*one) for one in asked))
+        assert compiled == ["1", "5", "2", "3", "4"]
+        assert {(answer.status_code, answer.json()["error"]["message"]) for answer in answers} == {
+            (400, "enough of that")}
+        gone = model.submit(Request([[1]], SamplingParams(9, tools=False), form='"stays"'))
+        gone.cancel()
+        assert (await ask("new", "6")).status_code == 400 and compiled[-2:] == ["stays", "6"]
+        assert (worker.load, worker.process.compiling, worker.process.choices) == (0, set(), {})
 
 
 # ---- Through the server

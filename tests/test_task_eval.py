@@ -8,7 +8,8 @@ import torch
 from ranks import run_on_ranks
 
 from nanochat.conversation import render_prompt
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 from nanochat.rollouts import describe_change, sample_rollouts
 from nanochat.sampling import SamplingParams
 from nanochat.task import Task

@@ -804,8 +804,9 @@ def test_files_that_cannot_be_used_say_why(tmp_path):
         make_task(f"json:{tmp_path}", "train")
     with pytest.raises(UserError, match="no conversation for the test split.*:all takes all"):
         make_task(f"json:{own_file(tmp_path, [GOOD])}", "test")
-    with pytest.raises(UserError, match="no conversation"):
-        make_task(f"json:{own_file(tmp_path, [''])}:all", "train")
+    for empty in ("", ":all"):
+        with pytest.raises(UserError, match="has no conversation; expected one on each line"):
+            make_task(f"json:{own_file(tmp_path, [''])}{empty}", "train")
 
 
 # ---- Specs, and data that is not there ------------------------------------------------------------------------------

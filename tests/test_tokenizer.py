@@ -288,7 +288,7 @@ def test_a_damaged_file_is_never_used(tokenizer):
                    json.dumps(document | {"merges": document["merges"][1:]}), json.dumps(document | {"merges": 3}),
                    json.dumps(document | {"pattern": "("}), json.dumps(document | {"fingerprint": ""})):
         path.write_text(damage)
-        with pytest.raises(UserError, match="is damaged.*tok_train"):
+        with pytest.raises(UserError, match="is damaged.*tok_train --data="):
             get_tokenizer("x")
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="is damaged"):

@@ -18,7 +18,8 @@ import torch
 from conftest import REPO
 from test_engine import write_checkpoint
 
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 from nanochat.tasks import make_task
 from nanochat.tokenizer import Tokenizer
 

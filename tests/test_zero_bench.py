@@ -7,7 +7,7 @@ from ranks import run_on_ranks
 from bench.watch import DTYPES, KEPT, STAGES, measure, measure_all
 from nanochat import zero
 from nanochat.compiling import set_compile
-from nanochat.gpt import GPTConfig, architecture
+from nanochat.gpt_config import GPTConfig, architecture
 from nanochat.plan.memory import state_bytes
 from nanochat.plan.traffic import sent_bytes
 

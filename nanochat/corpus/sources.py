@@ -92,7 +92,8 @@ def hf_documents(name: str, config: str, field: str, seed: int, text_bytes: int)
     except (UserError, GeneratorExit):
         raise
     except Exception as error:  # the package raises all kinds: no such set, no network, wrong config, damaged file
-        raise UserError(f"hf:{name}: {type(error).__name__}: {first_line(error)}") from error
+        raise UserError(f"hf:{name}: {type(error).__name__}: {first_line(error)}; check the name and the network "
+                        "(HF_ENDPOINT=… names a mirror)") from error
 
 
 # ---- Files of one's own

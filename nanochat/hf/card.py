@@ -3,7 +3,7 @@ from pathlib import Path
 
 from nanochat.checkpoint import list_steps
 from nanochat.files import base_dir
-from nanochat.gpt import GPTConfig
+from nanochat.gpt_config import GPTConfig
 from nanochat.hf.model import is_modern
 from nanochat.report import cell, markdown_table, read_section, sorted_sections
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanochat.errors import UserError
-from nanochat.gpt import LOGIT_SOFTCAP, GPTConfig
+from nanochat.gpt_config import LOGIT_SOFTCAP, GPTConfig
 from nanochat.hf.model import CONFIG, Imported, read_json, to_own_config
 from nanochat.hf.tokenizer import from_hf, from_ranks
 from nanochat.tokenizer import Tokenizer

@@ -23,8 +23,10 @@ from torch import Tensor
 
 from nanochat.checkpoint import MODEL_FILE
 from nanochat.errors import UserError
-from nanochat.gpt import GPT, NORM_EPS, GPTConfig
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 from nanochat.hf.tokenizer import from_hf, write_tokenizer
+from nanochat.layers import NORM_EPS
 from nanochat.resharding import index_of
 from nanochat.saving import write_tensors
 from nanochat.tokenizer import Tokenizer
@@ -237,7 +239,8 @@ def read_json(path: Path) -> dict:
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
     except FileNotFoundError:
-        raise UserError(f"there is no {path.name} in {path.parent}") from None
+        raise UserError(f"there is no {path.name} in {path.parent}; expected a folder that scripts.export_hf wrote, "
+                        "or a published nanochat checkpoint") from None
     except (OSError, ValueError) as error:  # not UTF-8, not JSON
         raise UserError(f"{path} cannot be read: {error}") from error
     return content

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.gpt import GPTConfig
+from nanochat.gpt_config import GPTConfig
 from nanochat.pipeline import stream_count
 from nanochat.plan.memory import Part, needed_bytes, parts
 from nanochat.plan.passes import passes

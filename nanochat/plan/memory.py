@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from nanochat.attention import BLOCKWISE_MAX_LENGTH, query_blocks
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig
 from nanochat.loss import chunk_rows
 from nanochat.pipeline import stage_layers, stream_count
 

@@ -28,7 +28,9 @@ from nanochat.compiling import set_compile
 from nanochat.distributed import all_gather_single, compute_cleanup, compute_init, reduce_scatter
 from nanochat.errors import UserError, install_one_line_errors
 from nanochat.flops import synchronize
-from nanochat.gpt import GPT, Block, GPTConfig, architecture, rotary_angles
+from nanochat.gpt import GPT
+from nanochat.gpt_config import GPTConfig, architecture
+from nanochat.layers import Block, rotary_angles
 from nanochat.loss import cap, softcapped_cross_entropy
 from nanochat.optimizers import setup_optimizers
 from nanochat.pipeline import Pipeline

@@ -12,9 +12,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
 
+from nanochat.errors import log_error
+from nanochat.serve.api_error import ApiError
 from nanochat.serve.metrics import Metrics
-from nanochat.serve.openai_api import ApiError
-from nanochat.serve.worker import log_error
 
 BODY_SECONDS = 30   # within which the body of a request must have come
 OPEN_PATHS = "/", "/health", "/metrics", "/openapi.json"    # everybody may read them

@@ -36,12 +36,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import from_json
-from starlette.exceptions import HTTPException
 
 from nanochat.conversation import Conversation, check_conversation
 from nanochat.engine import default_stop
 from nanochat.errors import UserError
-from nanochat.sampling import Grammar, SamplingParams
+from nanochat.sampling import SamplingParams
+from nanochat.serve.api_error import ApiError
 from nanochat.serve.structured import Formed
 from nanochat.serve.tools import Function, WithTools, describe, parts_of_result, parts_with_calls
 from nanochat.tokenizer import Tokenizer
@@ -59,22 +59,6 @@ NEUTRAL: dict[str, tuple] = {
     "use_beam_search": (False,), "length_penalty": (1,), "min_tokens": (0,), "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,), "spaces_between_special_tokens": (True,),
 }
-
-
-class ApiError(HTTPException):
-    """What a client is told instead of an answer. The official client raises another exception class per status."""
-
-    def __init__(
-        self, status: int, message: str, code: str | None = None, param: str | None = None,
-        headers: dict[str, str] | None = None,
-    ):
-        super().__init__(status, message, headers)
-        self.code, self.param = code, param
-
-    def body(self) -> dict[str, Any]:
-        status = self.status_code
-        kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
 
 # ---- Requests
@@ -221,11 +205,9 @@ class BaseRequest(Body, Formed):
         """Of the caller's own, which may be called."""
         return []
 
-    def sampling(
-        self, most_tokens: int, tokenizer: Tokenizer, tools: bool, grammar: Grammar | None
-    ) -> SamplingParams:
-        """As the engine has it. most_tokens: the server's limit."""
-        if grammar and self.ignore_eos:
+    def sampling(self, most_tokens: int, tokenizer: Tokenizer, tools: bool, form: str | None) -> SamplingParams:
+        """As the engine has it, but for the form's grammar. most_tokens: the server's limit."""
+        if form and self.ignore_eos:
             raise ApiError(400, "ignore_eos: an answer of a prescribed form ends where that does", param="ignore_eos")
         stop = [*(() if self.ignore_eos else default_stop(tokenizer)), *self.stop_token_ids]
         if self.functions:  # a call ends the answer, as do expressions that the calculator cannot read
@@ -238,9 +220,9 @@ class BaseRequest(Body, Formed):
             bias.append((int(token), value))
         return SamplingParams(
             min(self.max_tokens, most_tokens), self.temperature, max(self.top_k, 0), self.top_p, self.seed,
-            tuple(stop), tools and grammar is None,
+            tuple(stop), tools and form is None,
             self.presence_penalty, self.frequency_penalty, self.repetition_penalty, tuple(bias), self.min_p,
-            grammar=grammar, **self.told())
+            **self.told())
 
 
 class ChatRequest(WithTools, BaseRequest):

@@ -3,27 +3,16 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from nanochat.detokenizer import Delta, parts_of
-from nanochat.engine import FinishReason
+from nanochat.detokenizer import parts_of
+from nanochat.serve.api_error import ApiError
+from nanochat.serve.engine_process import Chunk
 from nanochat.serve.logprobs import PlacedLogprob, chat_logprobs, completion_logprobs
-from nanochat.serve.openai_api import ApiError, BaseRequest, ChatRequest
+from nanochat.serve.openai_api import BaseRequest, ChatRequest
 from nanochat.serve.tools import read_call
 from nanochat.tokenizer import Tokenizer
-
-
-@dataclass
-class Chunk:
-    """What was written of one choice since its last chunk."""
-    index: int                      # of the choice: n to the first prompt, then those to the second
-    deltas: list[Delta] = field(default_factory=list)
-    logprobs: list[PlacedLogprob] = field(default_factory=list)
-    tokens: int = 0                 # those without text count as well
-    cached: int = 0                 # tokens of its prompt that were not read again
-    finish_reason: FinishReason | Literal["tool_calls"] | None = None
 
 
 class Reply:

@@ -10,8 +10,9 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from nanochat.serve.openai_api import ApiError
-from nanochat.serve.replies import Chunk, Reply
+from nanochat.serve.api_error import ApiError
+from nanochat.serve.engine_process import Chunk
+from nanochat.serve.replies import Reply
 
 # Parameters that say the same in both interfaces, and those that have another name in chat.
 SAME = {"model", "temperature", "top_p", "stream", "user", "metadata", "store", "service_tier", "safety_identifier",

@@ -4,8 +4,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import FailFast, Field, model_validator
 
 from nanochat.engine import default_stop
+from nanochat.serve.api_error import ApiError
 from nanochat.serve.logprobs import token_text
-from nanochat.serve.openai_api import ApiError, Body, Message
+from nanochat.serve.openai_api import Body, Message
 from nanochat.tokenizer import Tokenizer
 
 

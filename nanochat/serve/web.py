@@ -10,6 +10,7 @@ Limits are checked before work is done. Nothing that a user writes gets into a l
 import asyncio
 import contextlib
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +24,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from nanochat.conversation import drop_oldest, render_prompt, render_text
-from nanochat.errors import UserError
+from nanochat.serve.api_error import ApiError
+from nanochat.serve.engine_process import Chunk, Request
 from nanochat.serve.gate import Gate, read_body, show_error
 from nanochat.serve.metrics import Metrics
 from nanochat.serve.openai_api import (
-    ApiError,
     BaseRequest,
     ChatRequest,
     CompletionRequest,
@@ -37,12 +38,11 @@ from nanochat.serve.openai_api import (
 )
 from nanochat.serve.openapi import describe
 from nanochat.serve.page import page
-from nanochat.serve.replies import Chunk, Reply
+from nanochat.serve.replies import Reply
 from nanochat.serve.request_id import RequestId
 from nanochat.serve.responses import BODY, ResponsesReply, chat_fields
-from nanochat.serve.structured import compile_grammar
 from nanochat.serve.tokenization import DetokenizeRequest, TokenizeRequest, tokenizer_info
-from nanochat.serve.worker import Request, ServedModel, Worker
+from nanochat.serve.worker import Pending, ServedModel
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,6 @@ def create_app(
         yield
         for worker in workers:
             worker.stop()
-        for worker in workers:
             worker.thread.join(timeout=10)
 
     middleware = [Middleware(RequestId), *([cors] if cors_origins else []), gate]
@@ -109,6 +108,8 @@ class Api:
     def __init__(self, models: list[ServedModel], limits: Limits, metrics: Metrics):
         self.models, self.limits, self.metrics = {model.id: model for model in models}, limits, metrics
         self.defaults = {"temperature": limits.temperature, "top_k": limits.top_k}
+        # By client, while its grammar is compiled: a client has one compiled at a time, others wait for one of them.
+        self.turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     # ---- What there is
 
@@ -237,19 +238,18 @@ class Api:
             raise ApiError(400, f"n={asked.n} is too much; at most {self.limits.max_n} answers are allowed", param="n")
         tools = isinstance(asked, ChatRequest) and model.chats
         client, form = http.client.host if http.client else "", asked.form(model.tokenizer)
-        try:
-            grammar = await compile_grammar(form, model.tokenizer, client) if form else None
-        except UserError as error:
-            raise ApiError(400, str(error)) from None
-        sampling = asked.sampling(self.limits.max_new_tokens, model.tokenizer, tools, grammar)
-        request = Request(prompts, sampling, asked.n, asked.stop, self.limits.timeout_s, client, echo_from)
+        sampling = asked.sampling(self.limits.max_new_tokens, model.tokenizer, tools, form)
+        request = Request(prompts, sampling, form, asked.n, asked.stop, self.limits.timeout_s, client, echo_from)
         if request.size > model.max_choices:
             words = f"{request.size:,} answers at once; this server takes at most {model.max_choices}"
             raise ApiError(400, words, param=param)
         reply = make_reply(asked, model.id, model.step, model.tokenizer, sum(map(len, prompts)))
-        worker = model.submit(request)
-        request.watcher = asyncio.create_task(cancel_at_the_end(http, worker, request))
-        chunks = self.chunks(model, request)
+        async with self.turns.setdefault(client, asyncio.Lock()) if form else contextlib.nullcontext():
+            pending = model.submit(request)
+            pending.watcher = asyncio.create_task(cancel_at_the_end(http, pending))
+            if form:
+                await pending.accepted.wait()
+        chunks = self.chunks(model, pending)
         if not asked.stream:
             async for several in chunks:
                 reply.add(several)
@@ -258,17 +258,18 @@ class Api:
         events = reply.events(first, chunks)
         return StreamingResponse(events, headers={"X-Accel-Buffering": "no"}, media_type="text/event-stream")
 
-    async def chunks(self, model: ServedModel, request: Request) -> AsyncIterator[list[Chunk]]:
-        async for several in request.chunks():
+    async def chunks(self, model: ServedModel, pending: Pending) -> AsyncIterator[list[Chunk]]:
+        async for several in pending.chunks():
             self.metrics.tokens.labels(model.id).inc(sum(chunk.tokens for chunk in several))
             yield several
-        if request.first_token is not None:
-            self.metrics.first_token.labels(model.id).observe(request.first_token - request.started)
-        self.metrics.duration.labels(model.id).observe(time.monotonic() - request.started)
+        started = pending.request.started
+        if pending.first_token is not None:
+            self.metrics.first_token.labels(model.id).observe(pending.first_token - started)
+        self.metrics.duration.labels(model.id).observe(time.monotonic() - started)
 
 
-async def cancel_at_the_end(http: HttpRequest, worker: Worker, request: Request) -> None:
+async def cancel_at_the_end(http: HttpRequest, pending: Pending) -> None:
     """Cancel what is left of a request when its client has gone, or when the response is complete."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
-    worker.cancel(request)
+    pending.cancel()

@@ -24,7 +24,10 @@ class CustomJSON(Task):
 
     def __init__(self, argument: str, split: str) -> None:
         path, everything = argument.removesuffix(":all"), argument.endswith(":all")
-        self.conversations = [conversation for conversation in read_conversations(Path(path)) if everything or
+        found = read_conversations(Path(path))
+        if not found:
+            raise UserError(f"{path} has no conversation; expected one on each line")
+        self.conversations = [conversation for conversation in found if everything or
                               split_of(json.dumps(conversation, sort_keys=True), TEST_SHARE) == split]
         if not self.conversations:
             raise UserError(f"{path} has no conversation for the {split} split (one in {TEST_SHARE} is for test); "
