@@ -16,4 +16,4 @@ def progress(items: Iterable | None, what: str, unit: str, total: int | None = N
     """
     interval = 0.5 if sys.stderr.isatty() else 15.0
     return tqdm(items, what, total, unit=f" {unit}", delay=DELAY, mininterval=interval, miniters=1,
-                disable=not is_rank0(), leave=False)
+                disable=not is_rank0())

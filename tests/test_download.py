@@ -149,8 +149,9 @@ def fetched(server) -> set[str]:
 
 # ---- Data sets from the hub
 
-def test_shards_come_verified_and_the_manifest_fits(hub, capfd):
+def test_shards_come_verified_and_the_manifest_fits(hub, capfd, monkeypatch):
     """A cut connection goes on where it broke; a 503 and wrong bytes are tried again."""
+    monkeypatch.setattr("nanochat.progress.DELAY", 0)
     hub.faults = {shard(0): ["cut", "cut"], shard(1): ["503"], shard(9): ["wrong"]}
     manifest = make_dataset.make("climbmix", num_shards=3)
     wanted = [0, 1, 2, 9]

@@ -119,7 +119,7 @@ class Recorded(Sequence):
 def render_share(rank: int, world_size: int, count: int) -> tuple[list[int], list, tuple]:
     """(indices that this rank read, what its progress bar counts, everything that is known afterwards)"""
     distributed.PIECE_BYTES, bars = 100, []
-    loader_module.tqdm = lambda share, name, **_: bars.append((name, len(share))) or share
+    loader_module.progress = lambda share, name, unit: bars.append((name, len(share))) or share
     source = Recorded(count)
     rendered = RenderedConversations(source, TOKENIZER, LONGEST)
     content = [rendered.read([i]) for i in range(len(rendered))]
