@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,17 @@ def serving(*settings: str, checkout: str = ".", workers: int = 1) -> Iterator[i
     finally:
         server.terminate()
         server.wait()
+
+
+def all_reduce_seconds(numbers: int, times: int) -> list[float]:
+    """Of so many all-reduces of so many float32 numbers. COLLECTIVE."""
+    tensor, found = torch.ones(numbers), []
+    for _ in range(times):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(tensor)
+        found.append(time.perf_counter() - start)
+    return found
 
 
 def on_ranks(ranks: int, function: Callable, *args: Any) -> Any:

@@ -19,9 +19,8 @@ from typing import NamedTuple
 from configurator import configure
 
 import torch
-import torch.distributed as dist
 
-from bench.harness import on_ranks, scratch_base, show
+from bench.harness import all_reduce_seconds, on_ranks, scratch_base, show
 from bench.network import MTU, RUN, Hosts, make_sums, why_not
 from nanochat.compiling import set_compile
 from nanochat.distributed import keep_freed_memory
@@ -77,13 +76,7 @@ def seconds_of_steps(config: GPTConfig, seconds: float = 4.0) -> dict[int, float
 
 def seconds_per_byte(_rank: int, ranks: int, elements: int) -> float:
     """Of an all-reduce within this machine, for each byte that a rank sends."""
-    tensor, times = torch.ones(elements), []
-    for _ in range(9):
-        dist.barrier()
-        began = time.perf_counter()
-        dist.all_reduce(tensor)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times) / (2 * tensor.nbytes * (ranks - 1) / ranks)
+    return statistics.median(all_reduce_seconds(elements, 9)) / (2 * 4 * elements * (ranks - 1) / ranks)
 
 
 def measure_machine(ranks: int, config: GPTConfig) -> Machine:

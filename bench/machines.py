@@ -4,14 +4,12 @@ docs/machines.md.
 
     python -m bench.machines --write    # without --write they are only printed
 """
-import time
 
 from configurator import configure
 
 import torch
-import torch.distributed as dist
 
-from bench.harness import on_ranks, show
+from bench.harness import all_reduce_seconds, on_ranks, show
 from bench.links import hiding_tokens, messages
 from nanochat.flops import datasheet_peak, measured_matmul_flops
 from nanochat.gpt_config import GPTConfig, config_from_depth
@@ -28,15 +26,7 @@ COLUMNS = ["link", "computes, ms", "sends, ms: stage 1", "stage 2", "stage 3", "
 
 def measure_link(rank: int, ranks: int) -> tuple[float, float, float]:
     """Between two ranks here, by gloo: bytes/s of an all-reduce of 64 MB, seconds of a message; a rank's FLOP/s."""
-    seconds = {}
-    for numbers in (2**24, 1):
-        tensor, times = torch.zeros(numbers), []
-        for _ in range(6):
-            dist.barrier()
-            start = time.perf_counter()
-            dist.all_reduce(tensor)
-            times.append(time.perf_counter() - start)
-        seconds[numbers] = min(times)
+    seconds = {numbers: min(all_reduce_seconds(numbers, 6)) for numbers in (2**24, 1)}
     # With two ranks an all-reduce sends the tensor once, in two messages.
     return 4 * 2**24 / seconds[2**24], seconds[1] / 2, measured_matmul_flops(torch.device("cpu"), torch.float32)
 
