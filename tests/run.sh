@@ -7,4 +7,5 @@ python -m ruff check .
 # One process more than the two cores this is made for, as tests also wait for servers and signals; one thread each:
 # threads that share a core with another test's only get in each other's way.
 export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE  # which images set: every script that is started would compile the repo again
 python -m pytest -n 3 --dist=loadfile --no-loadscope-reorder --durations=10 "$@"
