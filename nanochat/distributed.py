@@ -275,6 +275,20 @@ def from_rank0(function, *args):
     return result[0]
 
 
+def require_same(what: str, values: dict[str, object], advice: str, ranks: int | None = None) -> None:
+    """
+    UserError on every rank where the values of some rank are not those of the first of its group of so many neighbours
+    (None: of rank 0): "rank 1 {what} than rank 0 (the first is {name of the value}); {advice}". COLLECTIVE.
+    """
+    of_ranks: list[dict] = [values] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(of_ranks) > 1:
+        dist.all_gather_object(of_ranks, values)
+    for rank, theirs in enumerate(of_ranks):
+        expected = of_ranks[first := rank // ranks * ranks if ranks else 0]
+        if different := [name for name in expected | theirs if expected.get(name) != theirs.get(name)]:
+            raise UserError(f"rank {rank} {what} than rank {first} (the first is {different[0]}); {advice}")
+
+
 def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None):
     """
     Start output = this rank's chunk of the sum of all ranks' inputs; returns the work to `wait()` for.

@@ -32,7 +32,7 @@ from torch import Tensor
 from nanochat.checkpoint import MODEL_FILE, claim, find_checkpoint, job, list_steps, step_dir
 from nanochat.distributed import from_rank0, print0, set_timeout
 from nanochat.errors import UserError, last_acts, one_line
-from nanochat.files import recover_folder, sha256, sync, write_folder_aside
+from nanochat.files import recover_folder, sha256, sync, write_folder_aside, write_text
 from nanochat.gpt_config import GPTConfig
 from nanochat.metrics import Metrics
 from nanochat.resharding import counters, kept_state
@@ -168,8 +168,8 @@ class CheckpointWriter:
             with contextlib.ExitStack() as stack:  # rank 0's has the folder to fill, and publishes it when it closes
                 aside = self.share(begin, step, stack)[0]
                 sums = self.share(write_files, aside, files)
-                self.share(publish, step, stack, aside, sums, meta)
-                self.share(self.keep_apart, step, aside, sums)
+                manifest, too_old = self.share(publish, step, stack, aside, sums, meta)[0]
+                self.share(self.keep_apart, step, aside, manifest, too_old)
         except Exception as error:  # of any rank; or a rank has died
             self.failed, self.saved = (step, error), -1
 
@@ -177,20 +177,26 @@ class CheckpointWriter:
         self.lock = claim(self.folder, self.lock)
         return stack.enter_context(write_folder_aside(step_dir(self.folder, step)))
 
-    def publish(self, step: int, stack: contextlib.ExitStack, aside: Path, sums: list[dict], meta: str) -> None:
-        """Make the filled folder a checkpoint, then remove those that are too old."""
-        complete(aside, sums, self.tokenizer, meta)
+    def publish(
+        self, step: int, stack: contextlib.ExitStack, aside: Path, sums: list[dict], meta: str
+    ) -> tuple[str, list[int]]:
+        """Make the filled folder a checkpoint, then remove those that are too old. Returns its manifest, and those."""
+        manifest = complete(aside, sums, self.tokenizer, meta)
         self.lock = claim(self.folder, self.lock)
         stack.close()
         steps = [there for there in list_steps(self.folder) if there <= step]
         by_time = [there for there in self.by_time if there in steps]  # a save can have failed
-        too_old = steps[: -self.keep_last] if self.keep_last > 0 else []
-        for old in (*too_old, *by_time[:-KEPT_BY_TIME]):
+        too_old = [*(steps[: -self.keep_last] if self.keep_last > 0 else []), *by_time[:-KEPT_BY_TIME]]
+        for old in too_old:
             shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)  # what is in use (NFS) goes next time
         print0(f"saved {step_dir(self.folder, step)}")
+        return manifest, too_old
 
-    def keep_apart(self, step: int, aside: Path, sums: list[dict]) -> None:
-        """On a host that does not share rank 0's disk: its files take their place there. Resuming needs all of them."""
+    def keep_apart(self, step: int, aside: Path, manifest: str, too_old: list[int]) -> None:
+        """
+        On a host that does not share rank 0's disk: its files take their place there, and what is too old goes, with
+        what killed saves left. Resuming needs the files of all hosts.
+        """
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             return
         own, target = aside.with_name("own"), step_dir(self.folder, step)
@@ -200,11 +206,12 @@ class CheckpointWriter:
             os.rename(aside, own)
         except FileNotFoundError:
             return
-        write_manifest(own, sums)
+        write_text(own / "manifest.json", manifest)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(own, target)
         sync(target.parent)
-        own.parent.rmdir()
+        for left in (*self.folder.glob(".step_*"), *(step_dir(self.folder, old) for old in too_old)):
+            shutil.rmtree(left, ignore_errors=True)
         print(f"warning: {target} has the files of {socket.gethostname()} only: its disk is not shared; to resume, "
               "copy the files of all hosts together", flush=True)
 
@@ -323,14 +330,15 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     path.chmod(0o644)  # safetensors makes files private; a checkpoint is as readable as what it was trained on
 
 
-def complete(aside: Path, sums: list[dict[str, str]], tokenizer: Tokenizer, meta: str) -> None:
-    """Add to the weights in a folder what makes it a checkpoint. sums: SHA-256 of the files that each rank wrote."""
+def complete(aside: Path, sums: list[dict[str, str]], tokenizer: Tokenizer, meta: str) -> str:
+    """
+    Add to the weights in a folder what makes it a checkpoint; returns the manifest. sums: SHA-256 of the files that each
+    rank wrote.
+    """
     (aside / "meta.json").write_text(meta, encoding="utf-8")
     tokenizer.save(aside)
-    known = {name for part in sums for name in part}
-    write_manifest(aside, [*sums, {file.name: sha256(file) for file in aside.iterdir() if file.name not in known}])
-
-
-def write_manifest(aside: Path, sums: list[dict[str, str]]) -> None:
     known = {name: digest for part in sums for name, digest in part.items()}
-    (aside / "manifest.json").write_text(json.dumps(known, indent=1, sort_keys=True), encoding="utf-8")
+    known |= {file.name: sha256(file) for file in aside.iterdir() if file.name not in known}
+    manifest = json.dumps(known, indent=1, sort_keys=True)
+    (aside / "manifest.json").write_text(manifest, encoding="utf-8")
+    return manifest

@@ -639,34 +639,49 @@ def test_a_save_after_an_exception_that_never_ends_ends_the_process(tmp_path):
 
 
 def find_apart(rank, world_size, folder):
-    """Rank 1 is on a node that has another disk. Returns what was printed and raised."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(UserError) as raised:
-        find_checkpoint(folder / str(rank))
-    return printed.getvalue(), str(raised.value)
+    """Rank 1 is on a node that has another disk. Returns what was printed and raised, before it has a checkpoint too."""
+    raised = []
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for _ in range(2):
+            with pytest.raises(UserError) as error:
+                find_checkpoint(folder / str(rank))
+            raised.append(str(error.value))
+            if rank == 1:
+                save_all(folder / "1", 1, [Rank(seed=1)])
+            torch.distributed.barrier()
+    return printed.getvalue(), raised
 
 
 def test_a_folder_that_not_every_node_has_is_no_checkpoint(tmp_path):
+    """Nor one that is whole on both, but not the same: ranks would go on from different weights."""
     save(tmp_path / "0", 1, Rank())
-    (printed, error), (_, error_of_rank_1) = run_on_ranks(2, find_apart, tmp_path)
+    (printed, errors), (_, errors_of_rank_1) = run_on_ranks(2, find_apart, tmp_path)
     assert "it is not there on " in printed and "on a disk that all share" in printed
-    assert all("no valid checkpoint" in said and "steps there: 1" in said for said in (error, error_of_rank_1))
+    for missing, other in (errors, errors_of_rank_1):
+        assert "no valid checkpoint" in missing and "steps there: 1" in missing
+        assert other.startswith("rank 1 has another checkpoint than rank 0 (the first is ")
 
 
 def test_hosts_with_disks_of_their_own_keep_their_parts_until_they_lie_together(tmp_path, capsys, monkeypatch):
-    """Each host's manifest tells what is missing there; with all files on both disks the checkpoint is whole."""
+    """
+    Each host's manifest tells what is missing there; with all files on both disks the checkpoint is whole. What is too
+    old goes from both.
+    """
     group, disks = ranks(2, stage=1), [tmp_path / "0", tmp_path / "1"]
     asides = [disk / ".step_000001.tmp-x" / "step_000001" for disk in disks]
     sums = [write_files(aside, copy_to_host(rank, rank.optimizers)) for aside, rank in zip(asides, group)]
-    complete(asides[0], sums, TOKENIZER, json.dumps(META | {"step": 1}))
+    manifest = complete(asides[0], sums, TOKENIZER, json.dumps(META | {"step": 1}))
     asides[0].rename(disks[0] / "step_000001")
+    for left in ("step_000000", ".step_000000.tmp-killed"):
+        (disks[1] / left).mkdir()
     with monkeypatch.context() as patched:
         patched.setattr(Path, "exists", lambda path: True)  # as NFS may say, from a client's memory
         for disk, aside in zip(disks, asides):  # on rank 0's there is nothing left to do
-            CheckpointWriter.keep_apart(SimpleNamespace(folder=disk), 1, aside, sums)
-    assert capsys.readouterr().out.count("has the files of ") == 1 and not list(disks[1].glob(".step*"))
+            CheckpointWriter.keep_apart(SimpleNamespace(folder=disk), 1, aside, manifest, [0])
+    assert capsys.readouterr().out.count("has the files of ") == 1 and os.listdir(disks[1]) == ["step_000001"]
     first, second = (disk / "step_000001" for disk in disks)
     assert "optimizer_rank_00001.safetensors is missing on " in problem_with(first)
-    assert "model.safetensors is missing on " in problem_with(second)
+    assert "meta.json is missing on " in problem_with(second)
     shutil.copy(second / "optimizer_rank_00001.safetensors", first)
     shutil.copytree(first, second, dirs_exist_ok=True)
     assert problem_with(first) is None and problem_with(second) is None
