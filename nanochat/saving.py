@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanochat.checkpoint import MODEL_FILE, claim, find_checkpoint, job, list_steps, step_dir
+from nanochat.checkpoint import MODEL_FILE, claim, find_checkpoint, job, list_steps, read_meta, step_dir
 from nanochat.distributed import from_rank0, print0, set_timeout
 from nanochat.errors import UserError, last_acts, one_line
 from nanochat.files import recover_folder, sha256, sync, write_folder_aside, write_text
@@ -60,11 +60,11 @@ class CheckpointWriter:
         self.folder, self.sharding, self.optimizers = folder, sharding, optimizers
         self.tokenizer, self.keep_last, self.save_minutes = tokenizer, keep_last, save_minutes
         self.lock: TextIO | None = None
-        from_rank0(self.take_folder, start_step, overwrite)
+        # Steps that `save_minutes` alone asked for, also of the run that goes on.
+        self.by_time: list[int] = from_rank0(self.take_folder, start_step, overwrite)
         last_acts.append(self.rescue)
         self.began = time.monotonic()     # the newest save, or the run
         self.saved = start_step           # the step of the newest save; -1: it failed
-        self.by_time: list[int] = []      # steps that `save_minutes` alone asked for
         self.whole: tuple[int, Metrics, dict] | None = None  # what `stand_by` was told, until `begin_update`
         self.thread: threading.Thread | None = None
         self.failed: tuple[int, Exception] | None = None  # step and reason, the same on every rank
@@ -72,14 +72,19 @@ class CheckpointWriter:
         several = dist.is_initialized() and dist.get_world_size() > 1
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if several else None
 
-    def take_folder(self, start_step: int, overwrite: bool) -> None:
-        """Rank 0: claim the folder, and remove from it what killed saves left and what the run may overwrite."""
+    def take_folder(self, start_step: int, overwrite: bool) -> list[int]:
+        """
+        Rank 0: claim the folder, and remove from it what killed saves left and what the run may overwrite. Returns
+        `by_time` as it was at start_step.
+        """
         self.lock = claim(self.folder)
         for left in self.folder.glob(".step_*"):
             recover_folder(self.folder / left.name.split(".")[1])
         for step in list_steps(self.folder) if overwrite else ():
             if step > start_step or start_step == 0:
                 shutil.rmtree(step_dir(self.folder, step))
+        begin = step_dir(self.folder, start_step)
+        return read_meta(begin).get("by_time", []) if begin.exists() else []
 
     # --- for the training loop
 
@@ -106,7 +111,7 @@ class CheckpointWriter:
             metrics.save_requested = False
             if step > self.saved:
                 self.by_time += [] if asked_for else [step]
-                self.save(step, meta | {"metrics_state": metrics.state})
+                self.save(step, meta | {"metrics_state": metrics.state, "by_time": self.by_time})
 
     def begin_update(self) -> None:
         """Parameters change from here to the next `stand_by`: an exception in between saves nothing."""

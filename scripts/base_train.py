@@ -126,7 +126,7 @@ rank0_first(ensure_dataset, data)
 tokenizer = rank0_first(ensure_tokenizer, data)
 require_same("has other data", {data: fingerprint(data), "their tokenizer": tokenizer.fingerprint}, "copy rank 0's")
 token_bytes = tokenizer.token_bytes()
-if core_metric_every > 0 and (reason := from_rank0(why_no_bundle)):
+if core_metric_every > 0 and (reason := why_no_bundle()):
     raise UserError(f"core_metric_every={core_metric_every}, but there is {reason}")
 core_tasks = load_tasks(bundle_dir()) if core_metric_every > 0 else []
 

@@ -476,6 +476,12 @@ def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(folder,
             writer.join()
     writer.wait()
     assert list_steps(folder) == [2, 6, 8, 10], "one that the disk refused is none of the two"
+    writer = rank.writer(folder, start_step=10)
+    writer.stand_by(11, METRICS, META)
+    METRICS.save_requested = True
+    writer.checkpoint(asked_for=False)
+    writer.wait()
+    assert list_steps(folder) == [2, 6, 10, 11], "a run that goes on knows of them"
     other = Rank(rank=1, shards=2).writer(tmp_path / "other", save_minutes=1e-9)
     assert not other.time_is_up(), "rank 0's clock decides"
     assert not rank.writer(tmp_path / "never", save_minutes=-1).time_is_up()
