@@ -250,12 +250,16 @@ def discard_output() -> None:
 
 
 def rank0_first(function, *args):
-    """Call on rank 0 first, then on the others: what it makes (data, a tokenizer) is there for them. COLLECTIVE."""
-    if not is_rank0() and dist.is_initialized():
-        dist.barrier()
-    result = function(*args)
-    if is_rank0() and dist.is_initialized():
-        dist.barrier()
+    """
+    Call on rank 0, then on the first rank of each host, whose disk may be its own, then on the others: what it makes
+    (data, a tokenizer) is there for them. COLLECTIVE.
+    """
+    own_turn = 0 if is_rank0() else 1 if os.environ.get("LOCAL_RANK", "0") == "0" else 2
+    for turn in range(3):
+        if turn == own_turn:
+            result = function(*args)
+        if dist.is_initialized():
+            dist.barrier()
     return result
 
 

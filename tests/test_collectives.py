@@ -8,6 +8,9 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from ranks import run_on_ranks  # makes the repo importable where this file is run by itself
 from torch import Tensor
 
-from nanochat.distributed import all_gather_single, reduce_scatter, reduce_scatter_single
+from nanochat.distributed import all_gather_single, from_rank0, rank0_first, reduce_scatter, reduce_scatter_single
 
 PRIVATE_NETWORK = ["unshare", "--net", "--map-root-user"]  # in which no other process sends
 ELEMENTS = 1_048_572  # 4 MB of float32, divisible by 2, 3 and 4
@@ -72,7 +75,24 @@ def reduce_scatter_within_groups(rank: int, world_size: int) -> None:
     assert torch.equal(part, tensors[members].sum(0)[position * 10 : position * 10 + 10])
 
 
-@pytest.mark.parametrize(("ranks", "check"), [(3, collectives_equal_arithmetic), (4, reduce_scatter_within_groups)])
+def one_makes_it_on_each_disk(rank: int, world_size: int) -> None:
+    """Two hosts of two ranks, with a disk each and with one for both."""
+    os.environ["LOCAL_RANK"] = str(rank % 2)
+
+    def make(file: Path) -> bool:
+        there = file.exists()
+        time.sleep(0.1)
+        file.touch()
+        return not there
+
+    for disks, made in (([0, 0, 1, 1], [True, False, True, False]), ([0, 0, 0, 0], [True, False, False, False])):
+        folder = from_rank0(tempfile.mkdtemp)
+        assert rank0_first(make, Path(folder, str(disks[rank]))) == made[rank]
+
+
+@pytest.mark.parametrize(("ranks", "check"), [
+    (3, collectives_equal_arithmetic), (4, reduce_scatter_within_groups), (4, one_makes_it_on_each_disk),
+])
 def test_collectives_equal_sums_and_concatenations(ranks, check):
     run_on_ranks(ranks, check)
 
