@@ -47,7 +47,8 @@ def set_up(device_type: str, dtype: str, compile: bool, deterministic: bool = Fa
     if deterministic:
         be_deterministic()
     rank, world_size, device = compute_init(device_type)
-    setup = Setup(rank, world_size, device, compute_dtype(dtype, device), set_compile(compile, device.type))
+    model_dtype = from_rank0(compute_dtype, dtype, device)  # hosts may have other processors
+    setup = Setup(rank, world_size, device, model_dtype, set_compile(compile, device.type))
     name = str(setup.dtype).removeprefix("torch.")
     how = "compiled (the first time that takes a minute or so)" if setup.compiling else "eager"
     print0(f"{world_size} rank(s) on {device.type}, {name}, {how}")
