@@ -337,8 +337,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 def complete(aside: Path, sums: list[dict[str, str]], tokenizer: Tokenizer, meta: str) -> str:
     """
-    Add to the weights in a folder what makes it a checkpoint; returns the manifest. sums: SHA-256 of the files that each
-    rank wrote.
+    Add to the weights in a folder what makes it a checkpoint. sums: SHA-256 of the files that each rank wrote. Returns
+    the manifest.
     """
     (aside / "meta.json").write_text(meta, encoding="utf-8")
     tokenizer.save(aside)

@@ -645,7 +645,7 @@ def test_a_save_after_an_exception_that_never_ends_ends_the_process(tmp_path):
 
 
 def find_apart(rank, world_size, folder):
-    """Rank 1 is on a node that has another disk. Returns what was printed and raised, before it has a checkpoint too."""
+    """Rank 1 is on a node that has another disk. Returns what was printed and raised, then what with one there too."""
     raised = []
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         for _ in range(2):
