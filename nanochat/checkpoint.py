@@ -120,7 +120,7 @@ def find_checkpoint(folder: Path, step: int | None = None, training: bool = True
             path = step_dir(folder, candidate)
             problem = problem_with(path, training)
             if problem is None:
-                require_same("has another checkpoint", {f"{path}": sha256(path / "manifest.json")}, APART)
+                require_same("has another checkpoint", {path.name: sha256(path / "manifest.json")}, APART)
                 return path
             print0(f"warning: {path}: {problem}")
     tags = [] if steps else from_rank0(list_tags, folder.parent)

@@ -171,7 +171,7 @@ class CheckpointWriter:
         begin, publish = (self.begin, self.publish) if self.sharding.rank == 0 else (None, None)
         try:
             with contextlib.ExitStack() as stack:  # rank 0's has the folder to fill, and publishes it when it closes
-                aside = self.share(begin, step, stack)[0]
+                aside = self.folder / self.share(begin, step, stack)[0]  # hosts may have it elsewhere
                 sums = self.share(write_files, aside, files)
                 manifest, too_old = self.share(publish, step, stack, aside, sums, meta)[0]
                 self.share(self.keep_apart, step, aside, manifest, too_old)
@@ -180,7 +180,8 @@ class CheckpointWriter:
 
     def begin(self, step: int, stack: contextlib.ExitStack) -> Path:
         self.lock = claim(self.folder, self.lock)
-        return stack.enter_context(write_folder_aside(step_dir(self.folder, step)))
+        aside = stack.enter_context(write_folder_aside(step_dir(self.folder, step)))
+        return Path(*aside.parts[-2:])  # within the folder
 
     def publish(
         self, step: int, stack: contextlib.ExitStack, aside: Path, sums: list[dict], meta: str

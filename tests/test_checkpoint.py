@@ -668,24 +668,35 @@ def test_a_folder_that_not_every_node_has_is_no_checkpoint(tmp_path):
         assert other.startswith("rank 1 has another checkpoint than rank 0 (the first is ")
 
 
-def test_hosts_with_disks_of_their_own_keep_their_parts_until_they_lie_together(tmp_path, capsys, monkeypatch):
+def save_apart(rank, world_size, disks):
+    """Each rank is on a host with a disk of its own, under another name. Returns what was printed."""
+    keep_apart = CheckpointWriter.keep_apart
+
+    def as_nfs_may_answer(*args):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Path, "exists", lambda path: True)  # from a client's memory
+            keep_apart(*args)
+
+    CheckpointWriter.keep_apart = as_nfs_may_answer
+    os.environ["LOCAL_RANK"] = "0"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        writer = Rank(rank=rank, shards=2, stage=1).writer(disks / str(rank), keep_last=1)
+        for step in (1, 2):
+            writer.save(step, META)
+        writer.wait()
+    return printed.getvalue()
+
+
+def test_hosts_with_disks_of_their_own_keep_their_parts_until_they_lie_together(tmp_path):
     """
     Each host's manifest tells what is missing there; with all files on both disks the checkpoint is whole. What is too
-    old goes from both.
+    old goes from both, and what killed saves left.
     """
-    group, disks = ranks(2, stage=1), [tmp_path / "0", tmp_path / "1"]
-    asides = [disk / ".step_000001.tmp-x" / "step_000001" for disk in disks]
-    sums = [write_files(aside, copy_to_host(rank, rank.optimizers)) for aside, rank in zip(asides, group)]
-    manifest = complete(asides[0], sums, TOKENIZER, json.dumps(META | {"step": 1}))
-    asides[0].rename(disks[0] / "step_000001")
-    for left in ("step_000000", ".step_000000.tmp-killed"):
-        (disks[1] / left).mkdir()
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "exists", lambda path: True)  # as NFS may say, from a client's memory
-        for disk, aside in zip(disks, asides):  # on rank 0's there is nothing left to do
-            CheckpointWriter.keep_apart(SimpleNamespace(folder=disk), 1, aside, manifest, [0])
-    assert capsys.readouterr().out.count("has the files of ") == 1 and os.listdir(disks[1]) == ["step_000001"]
-    first, second = (disk / "step_000001" for disk in disks)
+    (tmp_path / "1" / ".step_000009.tmp-killed").mkdir(parents=True)
+    of_rank_0, of_rank_1 = run_on_ranks(2, save_apart, tmp_path)
+    assert of_rank_1.count("has the files of ") == 2 and "has the files of" not in of_rank_0
+    assert [sorted(os.listdir(tmp_path / disk)) for disk in "01"] == [["step_000002"]] * 2
+    first, second = (tmp_path / disk / "step_000002" for disk in "01")
     assert "optimizer_rank_00001.safetensors is missing on " in problem_with(first)
     assert "meta.json is missing on " in problem_with(second)
     shutil.copy(second / "optimizer_rank_00001.safetensors", first)
