@@ -250,12 +250,17 @@ def discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
+def on_first_of_host() -> bool:
+    """Whether this is the rank of its host that does there what is done once on each disk."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
 def rank0_first(function, *args):
     """
     Call on rank 0, then on the first rank of each host, whose disk may be its own, then on the others: what it makes
     (data, a tokenizer) is there for them. COLLECTIVE.
     """
-    own_turn = 0 if is_rank0() else 1 if os.environ.get("LOCAL_RANK", "0") == "0" else 2
+    own_turn = 0 if is_rank0() else 1 if on_first_of_host() else 2
     for turn in range(3):
         if turn == own_turn:
             result = function(*args)

@@ -4,8 +4,9 @@ Saving in the background: training waits until what it changes is copied to host
     main thread, every rank        wait for the save before; copy what this rank writes
     background thread, rank 0      make the folder to fill
     background thread, every rank  write, sync and hash this rank's files
-    background thread, rank 0      add meta.json, the tokenizer and the manifest; rename; remove old checkpoints
+    background thread, rank 0      add meta.json, the tokenizer and the manifest; rename
     one rank of a host whose disk is its own: rename what is there, with the same manifest, which tells what is missing
+    one rank of each host          remove old checkpoints, when the new one is on every disk
 
 A save that fails is a warning while training goes on, and an error when it was the last. An error that ends the run on
 every rank, other than in mid-update, is followed by a save of the last whole step.
@@ -30,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanochat.checkpoint import MODEL_FILE, claim, find_checkpoint, job, list_steps, read_meta, step_dir
-from nanochat.distributed import from_rank0, print0, set_timeout
+from nanochat.distributed import from_rank0, on_first_of_host, print0, set_timeout
 from nanochat.errors import UserError, last_acts, one_line
 from nanochat.files import recover_folder, sha256, sync, write_folder_aside, write_text
 from nanochat.gpt_config import GPTConfig
@@ -174,7 +175,9 @@ class CheckpointWriter:
                 aside = self.folder / self.share(begin, step, stack)[0]  # hosts may have it elsewhere
                 sums = self.share(write_files, aside, files)
                 manifest, too_old = self.share(publish, step, stack, aside, sums, meta)[0]
-                self.share(self.keep_apart, step, aside, manifest, too_old)
+                self.share(self.keep_apart, step, aside, manifest)
+                for old in too_old if on_first_of_host() else ():
+                    shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)  # in use (NFS): goes next time
         except Exception as error:  # of any rank; or a rank has died
             self.failed, self.saved = (step, error), -1
 
@@ -186,24 +189,22 @@ class CheckpointWriter:
     def publish(
         self, step: int, stack: contextlib.ExitStack, aside: Path, sums: list[dict], meta: str
     ) -> tuple[str, list[int]]:
-        """Make the filled folder a checkpoint, then remove those that are too old. Returns its manifest, and those."""
+        """Make the filled folder a checkpoint. Returns its manifest, and the steps that are too old then."""
         manifest = complete(aside, sums, self.tokenizer, meta)
         self.lock = claim(self.folder, self.lock)
         stack.close()
         steps = [there for there in list_steps(self.folder) if there <= step]
         by_time = [there for there in self.by_time if there in steps]  # a save can have failed
-        too_old = [*(steps[: -self.keep_last] if self.keep_last > 0 else []), *by_time[:-KEPT_BY_TIME]]
-        for old in too_old:
-            shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)  # what is in use (NFS) goes next time
+        too_old = steps[: -self.keep_last] if self.keep_last > 0 else []
         print0(f"saved {step_dir(self.folder, step)}")
-        return manifest, too_old
+        return manifest, [*too_old, *by_time[:-KEPT_BY_TIME]]
 
-    def keep_apart(self, step: int, aside: Path, manifest: str, too_old: list[int]) -> None:
+    def keep_apart(self, step: int, aside: Path, manifest: str) -> None:
         """
-        On a host that does not share rank 0's disk: its files take their place there, and what is too old goes, with
-        what killed saves left. Resuming needs the files of all hosts.
+        On a host that does not share rank 0's disk: its files take their place there, and what killed saves left goes.
+        Resuming needs the files of all hosts.
         """
-        if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+        if not on_first_of_host():
             return
         own, target = aside.with_name("own"), step_dir(self.folder, step)
         try:
@@ -216,7 +217,7 @@ class CheckpointWriter:
         shutil.rmtree(target, ignore_errors=True)
         os.replace(own, target)
         sync(target.parent)
-        for left in (*self.folder.glob(".step_*"), *(step_dir(self.folder, old) for old in too_old)):
+        for left in self.folder.glob(".step_*"):
             shutil.rmtree(left, ignore_errors=True)
         print(f"warning: {target} has the files of {socket.gethostname()} only: its disk is not shared; to resume, "
               "copy the files of all hosts together", flush=True)

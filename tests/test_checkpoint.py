@@ -673,6 +673,7 @@ def save_apart(rank, world_size, disks):
     keep_apart = CheckpointWriter.keep_apart
 
     def as_nfs_may_answer(*args):
+        assert list_steps(disks / "0")[0] == 1, "the old one stays until the new one is on both"
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Path, "exists", lambda path: True)  # from a client's memory
             keep_apart(*args)
