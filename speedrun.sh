@@ -144,7 +144,7 @@ if [ $rehearse = yes ]; then
     mid=(--tasks="tinyworld[:99], arithmetic[:99]" --total_batch_size=512 "${tiny[@]}")
     sft=(--tasks="tinyworld[:99], spellingbee[:99]" --target_examples_per_step=2 --eval_metrics_every=-1 "${tiny[@]}")
     rl=(--task=arithmetic:easy --examples_per_step=1 --num_samples=2 --max_new_tokens=4 "${tiny[@]}")
-    tasks="arithmetic[:8]" problems=8 core=0 eval_tokens=256
+    tasks="arithmetic[:4]" problems=4 core=0 eval_tokens=256
 fi
 
 [ -z "$plan" ] || python() { show python "$@"; }

@@ -9,7 +9,7 @@ from nanochat.errors import UserError
 from nanochat.loss import MAX_SOFTCAP, VOCAB_MULTIPLE
 
 LOGIT_SOFTCAP = 15.0
-HEAD_DIM = 128            # of the one-number family
+LAYER_WIDTH, HEAD_DIM = 64, 128  # of the one-number family
 ARCHITECTURES = {         # named sets of pieces
     "classic": {},
     "modern": dict(short_windows=True, value_embeddings=True, smear=True, embedding_std=0.8, fc_scale=0.4),
@@ -88,7 +88,7 @@ def config_from_depth(
     arch: str = "classic",
 ) -> GPTConfig:
     """The one-number family: width 64 per layer, rounded up to whole heads of 128; arch: as `architecture` takes it."""
-    n_head = math.ceil(depth * 64 / HEAD_DIM)
+    n_head = math.ceil(depth * LAYER_WIDTH / HEAD_DIM)
     if n_head % kv_group:
         divisors = ", ".join(str(n) for n in range(1, n_head + 1) if n_head % n == 0)
         heads = f"the {n_head} heads of depth {depth}"

@@ -190,10 +190,16 @@ def begin(environment: dict, stdout: Path, stderr: Path) -> None:
 
 
 def run_as_main(module: str, args: Sequence[str]) -> None:
-    """The module as this process's `__main__`. The machine's speed, the unit of the MFU, is not measured."""
+    """
+    The module as this process's `__main__`. The machine's speed, the unit of the MFU, is not measured. A test may name
+    a function of its module in the environment, CHANGE, that is called before.
+    """
     from nanochat import flops
 
     flops.measured_matmul_flops = lambda *_: 1e11
+    if change := os.environ.get("CHANGE"):
+        test, _, name = change.rpartition(".")
+        getattr(importlib.import_module(test), name)()
     sys.argv = [module, *args]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -12,15 +12,16 @@ from ranks import Job, run_as_main, run_on_ranks
 from safetensors.torch import load_file
 
 from nanochat.records import read_metrics
+from nanochat.task import Task
 
 COMMON = {"compile": False, "dtype": "float32", "device_type": "cpu", "device_batch_size": 2, "model_tag": "tiny"}
 STAGES = {  # what each stage is run with; every one has several micro-steps on each of two ranks
     "mid": ("scripts.mid_train", {"tasks": "json:{chats}", "total_batch_size": 1024, "eval_every": 4,
                                   "eval_tokens": 256, "zero_stage": 2}),
-    "sft": ("scripts.chat_sft", {"tasks": "json:{chats}, spellingbee:spell[:20]", "target_examples_per_step": 7,
+    "sft": ("scripts.chat_sft", {"tasks": "json:{chats}, arithmetic:easy[:20]", "target_examples_per_step": 7,
                                  "eval_every": 4, "eval_steps": 1, "eval_metrics_every": 4,
                                  "eval_metrics_max_problems": 3, "zero_stage": 3}),
-    "rl": ("scripts.chat_rl", {"task": "spellingbee:spell[:40]", "examples_per_step": 3, "num_samples": 3,
+    "rl": ("scripts.chat_rl", {"task": "arithmetic:easy[:40]", "examples_per_step": 3, "num_samples": 3,
                                "max_new_tokens": 6, "eval_every": 4, "eval_examples": 3, "eval_samples": 2,
                                "zero_stage": 2}),
 }
@@ -31,6 +32,14 @@ def run_script(rank: int, world_size: int, module: str, args: list[str]) -> str:
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):  # an early end is no error
         run_as_main(module, args)
     return printed.getvalue()
+
+
+def reward_lengths() -> None:
+    """Rewards that a model which can do nothing gets, too: for about half of its answers."""
+    def reward(self, conversation: dict, answer: str) -> float:
+        return len(answer) % 2
+
+    Task.reward = reward
 
 
 def arguments(settings: dict) -> list[str]:
@@ -64,15 +73,16 @@ def stage_arguments(base: Path, stage: str, **settings) -> tuple[str, list[str]]
     module, own = STAGES[stage]
     chats = base / "chats.jsonl"
     own = {key: value.format(chats=chats) if isinstance(value, str) else value for key, value in own.items()}
-    return module, arguments(own | {"num_iterations": 14, "save_every": 2} | settings)
+    return module, arguments(own | {"num_iterations": 10, "save_every": 2} | settings)
 
 
 @pytest.mark.parametrize("stage", ["mid", "sft", "rl"])
-def test_a_stage_killed_on_two_ranks_goes_on_exactly(base, tmp_path, stage):
+def test_a_stage_killed_on_two_ranks_goes_on_exactly(base, tmp_path, monkeypatch, stage):
     """
     SIGKILL of one rank in mid-step under torchrun --max-restarts: weights, masters, moments and the log end as those of
     a run that nobody disturbed.
     """
+    monkeypatch.setenv("CHANGE", f"{__name__}.{reward_lengths.__name__}")
     module, args = stage_arguments(base, stage, **({} if stage == "mid" else {"source": "base"}))
     run_on_ranks(2, run_script, module, args)
     folder, undisturbed = base / f"{stage}_checkpoints" / "tiny", tmp_path / "undisturbed"
@@ -80,14 +90,16 @@ def test_a_stage_killed_on_two_ranks_goes_on_exactly(base, tmp_path, stage):
     job = Job(tmp_path / "log", module, args, ("--max-restarts=1",), kill=("1", folder / "step_000004"))
     assert job.end() == 0, job.text()
     assert "resuming from" in job.text(), job.text()
-    for file in (undisturbed / "step_000014").glob("*.safetensors"):
-        expected, got = load_file(file), load_file(folder / "step_000014" / file.name)
+    for file in (undisturbed / "step_000010").glob("*.safetensors"):
+        expected, got = load_file(file), load_file(folder / "step_000010" / file.name)
         assert expected.keys() == got.keys()
         assert [name for name, t in expected.items() if not torch.equal(t, got[name])] == []
     timing = ("train/dt", "train/tok_per_sec", "train/mfu", "train/mfu_at_most")
     logs = [[{k: v for k, v in record.items() if k not in timing} for record in read_metrics(path / "metrics.jsonl")]
             for path in (undisturbed, folder)]
-    assert logs[0] == logs[1] and any("train/loss" in record for record in logs[0])
+    assert logs[0] == logs[1]
+    norms = [record["train/grad_norm"] for record in logs[0] if "train/grad_norm" in record]
+    assert sum(norm > 0.001 for norm in norms) > 5, norms
     section = base / "report" / "sections" / "sums" / "tiny" / f"{module.removeprefix('scripts.')}.json"
     assert section.exists(), "of this model, and of the data that its base model was trained on"
 

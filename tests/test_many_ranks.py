@@ -26,6 +26,7 @@ TINY = {"data": "sums", "depth": 1, "max_seq_len": 32, "device_batch_size": 4, "
         "num_iterations": 30, "compile": False, "eval_tokens": 512, "sample_every": -1, "eval_every": -1,
         "dtype": "float32", "grad_clip": 1.0, "weight_decay": 0.1,
         "device_type": "cuda" if torch.cuda.device_count() >= 4 else "cpu"}
+STEPS = 28  # of runs that are killed: enough that a signal comes in time on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +122,10 @@ def rows_by_step(ranks: list[list[list[tuple]]], steps: int) -> list[list[tuple]
 
 @pytest.fixture(scope="module")
 def undisturbed(base):
-    """Two ranks, stage 2, forty steps: what interrupted runs are compared with."""
+    """Two ranks, stage 2, so many steps: what interrupted runs are compared with."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(base))
-        train(2, "undisturbed", num_iterations=40, save_every=4)
+        train(2, "undisturbed", num_iterations=STEPS, save_every=4)
     return "undisturbed"
 
 
@@ -208,7 +209,7 @@ def test_a_bad_step_is_nobodys_update_and_many_stop_the_run(base):
     assert all(t.isfinite().all() for t in tensors(base, "nan", 8).values() if t.is_floating_point())
     message = r"not finite in 3 steps in a row, up to step \d+; the last good checkpoint is .*step_0000"
     with pytest.raises(Exception, match=message):
-        train(2, "nans", "nan from step 7 on", num_iterations=40, save_every=2, max_bad_steps=3)
+        train(2, "nans", "nan from step 7 on", num_iterations=STEPS, save_every=2, max_bad_steps=3)
 
 
 def with_a_disk_of_its_own(rank: int, world_size: int, disks: Path) -> None:
@@ -235,50 +236,50 @@ def start_job(log: Path, tag: str, launcher: tuple[str, ...] = (), kill: tuple[s
 def test_a_killed_rank_ends_the_job_and_torchrun_brings_it_back(base, tmp_path, undisturbed):
     """SIGKILL of rank 1 in mid-step: with --max-restarts the same command ends, and matches the undisturbed run."""
     job = start_job(tmp_path / "log", "killed", ("--max-restarts=1",), ("1", folder(base, "killed") / "step_000012"),
-                    num_iterations=40, save_every=4)
+                    num_iterations=STEPS, save_every=4)
     assert job.end() == 0, job.text()
-    assert re.search(r"resuming from .*step_0000(12|16|20|24|28|32|36)", job.text())
-    assert_same_checkpoint(base, undisturbed, "killed", 40)
+    assert re.search(r"resuming from .*step_0000(12|16|20|24)", job.text())
+    assert_same_checkpoint(base, undisturbed, "killed", STEPS)
     assert losses(base, undisturbed) == losses(base, "killed")
 
 
 def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, undisturbed):
     """SIGKILL of both ranks when a save has begun; then the newest checkpoint is damaged, named and passed over."""
-    job = start_job(tmp_path / "log", "saving", kill=("01", folder(base, "saving") / ".step_0000[1-4]*/*"),
-                    num_iterations=40, save_every=4)
+    job = start_job(tmp_path / "log", "saving", kill=("01", folder(base, "saving") / ".step_0000[12]*/*"),
+                    num_iterations=STEPS, save_every=4)
     assert job.end() != 0 and "SIGKILL" in job.text(), job.text()
     newest = max(folder(base, "saving").glob("step_*"))
     shard = newest / "optimizer_rank_00001.safetensors"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    printed, _ = train(2, "saving", resume="auto", num_iterations=40, save_every=4)
+    printed, _ = train(2, "saving", resume="auto", num_iterations=STEPS, save_every=4)
     assert f"warning: {newest}: optimizer_rank_00001.safetensors does not match its checksum" in printed
     assert "resuming from" in printed and not list(folder(base, "saving").glob(".step*"))
-    assert_same_checkpoint(base, undisturbed, "saving", 40)
+    assert_same_checkpoint(base, undisturbed, "saving", STEPS)
 
 
 def test_an_evaluation_that_fails_on_all_ranks_costs_no_step(base, tmp_path, undisturbed):
     """At step 6, where no save is due; the error is told once, and the resumed run is the undisturbed one."""
     broken_bundle(base)
-    job = start_job(tmp_path / "log", "failed", num_iterations=40, core_metric_every=6)
+    job = start_job(tmp_path / "log", "failed", num_iterations=STEPS, core_metric_every=6)
     assert job.end() == 1 and job.text().count("error: ") == 1 and "broken.jsonl:1" in job.text(), job.text()
     assert [path.name for path in folder(base, "failed").glob("step_*")] == ["step_000006"]
-    train(2, "failed", resume="auto", num_iterations=40)
-    assert_same_checkpoint(base, undisturbed, "failed", 40)
+    train(2, "failed", resume="auto", num_iterations=STEPS)
+    assert_same_checkpoint(base, undisturbed, "failed", STEPS)
     assert losses(base, undisturbed) == losses(base, "failed")
 
 
 def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturbed):
     """To the launcher, as schedulers do: every worker exits 0 with a checkpoint of the step it was in."""
     job = start_job(tmp_path / "log", "stopped", kill=("0", folder(base, "stopped") / "step_000010"), by=signal.SIGTERM,
-                    num_iterations=40, save_every=10)
+                    num_iterations=STEPS, save_every=10)
     job.end()  # torchrun's own status is 1
     step = int(re.search(r"stopped after step (\d+); --resume=auto continues", job.text())[1])
-    assert 10 < step < 40 and "exitcode" not in job.text(), job.text()
+    assert 10 < step < STEPS and "exitcode" not in job.text(), job.text()
     assert max(folder(base, "stopped").glob("step_*")).name == f"step_{step:06d}"
-    train(2, "stopped", resume="auto", num_iterations=40, save_every=-1)
-    assert_same_checkpoint(base, undisturbed, "stopped", 40)
+    train(2, "stopped", resume="auto", num_iterations=STEPS, save_every=-1)
+    assert_same_checkpoint(base, undisturbed, "stopped", STEPS)
     assert losses(base, undisturbed) == losses(base, "stopped")
 
 
@@ -290,7 +291,7 @@ def run_until_hung_up(tag: str) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as in a terminal, also where these tests run under nohup
         fcntl.ioctl(theirs, termios.TIOCSCTTY)
 
-    command = torchrun("scripts.base_train", arguments(tag, dict(num_iterations=40, save_every=-1, sample_every=1)))
+    command = torchrun("scripts.base_train", arguments(tag, dict(num_iterations=STEPS, save_every=-1, sample_every=1)))
     env = {name: value for name, value in os.environ.items() if name != "PET_SIGNALS_TO_HANDLE"}  # of nohup, as well
     job = subprocess.Popen(command, cwd=REPO, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
                            env=env | {"OMP_NUM_THREADS": "1"}, preexec_fn=in_a_terminal)
@@ -309,12 +310,12 @@ def test_a_lost_connection_saves_and_ends(base, undisturbed):
         tag = f"hung-up-{attempt}"
         run_until_hung_up(tag)
         [saved] = folder(base, tag).glob("step_*")
-        if saved.name != "step_000040":
+        if saved.name != f"step_{STEPS:06d}":
             break
-    assert "step_000002" < saved.name < "step_000040"
-    printed, _ = train(2, tag, resume="auto", num_iterations=40, save_every=-1)
+    assert "step_000002" < saved.name < f"step_{STEPS:06d}"
+    printed, _ = train(2, tag, resume="auto", num_iterations=STEPS, save_every=-1)
     assert f"resuming from {saved}" in printed
-    assert_same_checkpoint(base, undisturbed, tag, 40)
+    assert_same_checkpoint(base, undisturbed, tag, STEPS)
     assert losses(base, undisturbed) == losses(base, tag)
 
 

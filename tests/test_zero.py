@@ -19,7 +19,7 @@ from nanochat.zero import Sharding
 
 CPU = torch.device("cpu")
 ROWS = 120      # rows of a batch: they divide by 1, 2, 3, 4 and 5 ranks and by 2 micro-steps
-MICRO_STEPS, STEPS = 2, 6
+MICRO_STEPS, STEPS, BAD = 2, 4, 2
 LR, DECAY = 0.02, 0.1
 MOMENTUM = [0.85 + 0.01 * step for step in range(STEPS)]
 
@@ -78,7 +78,7 @@ def row_gradients(step: int, dyadic: bool) -> dict[str, Tensor]:
 def sharded_run(
     rank: int, world_size: int, stage: int, dtype=torch.float32, dyadic=False, shard_size=-1, bad=None, grad_clip=0.0
 ) -> dict:
-    """Six steps. Returns the whole parameters, norms and losses of every step, and which were applied."""
+    """STEPS steps. Returns the whole parameters, norms and losses of every step, and which were applied."""
     device = device_of(rank, world_size)
     model = Model().to(device)
     sharding = Sharding(model, list(model.parts), device, dtype, stage, shard_size)
@@ -171,7 +171,7 @@ def all_stages(rank: int, world_size: int) -> dict:
         if world_size == 5:  # the cut is right if exact sums are; what else there is, is shown by two and three
             continue
         results[stage, "random"] = run()
-        results[stage, "clipped and bad"] = run(bad=(4, world_size - 1, 0), grad_clip=0.5)
+        results[stage, "clipped and bad"] = run(bad=(BAD, world_size - 1, 0), grad_clip=0.5)
     return results
 
 
@@ -191,7 +191,7 @@ def test_every_stage_equals_the_unsharded_optimizer(world_size, one_rank):
     """
     ranks = run_on_ranks(world_size, all_stages) if world_size > 1 else [one_rank]
     exact, random, norms = plain_run(dyadic=True)[0], *plain_run()
-    clipped_and_skipped = plain_run(grad_clip=0.5, skip=4)[0]
+    clipped_and_skipped = plain_run(grad_clip=0.5, skip=BAD)[0]
     for key, first in ranks[0].items():
         for other in ranks[1:]:
             assert all(torch.equal(t, other[key]["whole"][name]) for name, t in first["whole"].items()), key
@@ -208,7 +208,7 @@ def test_every_stage_equals_the_unsharded_optimizer(world_size, one_rank):
         for optimizer, limit in (("adamw", 2e-7), ("muon", 2e-6)):
             ours, expected = ({name: tensors[name] for name in NAMES[optimizer]} for tensors in (whole, reference))
             assert largest_difference(ours, expected) <= limit, f"stage {stage}, {kind} gradients, {optimizer}"
-        assert run["applied"] == [kind != "clipped and bad" or step != 4 for step in range(STEPS)]
+        assert run["applied"] == [kind != "clipped and bad" or step != BAD for step in range(STEPS)]
         for got, norm, applied in zip(run["norms"], norms, run["applied"]):
             assert not applied or got == pytest.approx(norm, rel=1e-6)  # of the averaged gradient, before clipping
         if kind == "random":
@@ -217,8 +217,8 @@ def test_every_stage_equals_the_unsharded_optimizer(world_size, one_rank):
 
 def test_clipping_and_bad_steps_matter_here():
     """The reference differs from one without the one or the other by far more than the tolerances above."""
-    both, norms = plain_run(grad_clip=0.5, skip=4)
-    assert min(norms) > 0.5 and largest_difference(both, plain_run(skip=4)[0]) > 1e-3
+    both, norms = plain_run(grad_clip=0.5, skip=BAD)
+    assert min(norms) > 0.5 and largest_difference(both, plain_run(skip=BAD)[0]) > 1e-3
     assert largest_difference(both, plain_run(grad_clip=0.5)[0]) > 1e-3
 
 

@@ -16,6 +16,7 @@ Results are whole and not negative.
 import ast
 import itertools
 import re
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -98,13 +99,15 @@ class Arithmetic(Task):
 
     def __init__(self, argument: str, split: str) -> None:
         self.name = f"Arithmetic {argument}".rstrip()
-        self.problems = problems(argument, split)
+        self.size, (self.drawn, self.others) = SIZES[split], problems(argument, split)
 
     def __len__(self) -> int:
-        return len(self.problems)
+        return self.size
 
     def conversation(self, index: int) -> Conversation:
-        question, expression, result = self.problems[index]
+        while index >= len(self.drawn):
+            self.drawn.append(next(self.others))
+        question, expression, result = self.drawn[index]
         answer = f"The answer is {result}."
         return single_turn(question, with_tool(expression, f"{result}", answer) if expression else answer)
 
@@ -113,14 +116,19 @@ class Arithmetic(Task):
 
 
 @cache
-def problems(level: str, split: str) -> tuple[Problem, ...]:
-    """The distinct problems of a split, in a fixed order; level "": all levels in turn."""
-    found: dict[str, Problem] = {}
+def problems(level: str, split: str) -> tuple[list[Problem], Iterator[Problem]]:
+    """The distinct problems of a split, in a fixed order: those that have been drawn, and the others, when wanted."""
+    return [], distinct_problems(level, split)
+
+
+def distinct_problems(level: str, split: str) -> Iterator[Problem]:
+    """Without end; level "": all levels in turn."""
+    questions = set()
     for number in itertools.count():
-        if len(found) == SIZES[split]:
-            return tuple(found.values())
-        if problem := draw_problem(level or LEVELS[number % len(LEVELS)], number, split):
-            found.setdefault(problem.question, problem)
+        problem = draw_problem(level or LEVELS[number % len(LEVELS)], number, split)
+        if problem and problem.question not in questions:
+            questions.add(problem.question)
+            yield problem
 
 
 def draw_problem(level: str, number: int, split: str) -> Problem | None:
