@@ -28,6 +28,7 @@ from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 DOCS = Path(__file__).parent.parent / "docs"
 END = "<!-- end of what it made -->"
+GROUPS = Path("/sys/fs/cgroup/cpu" if Path("/sys/fs/cgroup/cpu").is_dir() else "/sys/fs/cgroup")  # version 1 or 2
 
 
 def peak_of(function: Callable[[], Any]) -> int:
@@ -90,6 +91,29 @@ def serving(*settings: str, checkout: str = ".", workers: int = 1) -> Iterator[i
     finally:
         server.terminate()
         server.wait()
+
+
+def limit_cpu(share: float) -> None:
+    """This process may compute for that share of a core's time, looked at every 10 ms. UserError if not root."""
+    group, period = GROUPS / f"nanochat-{socket.gethostname()}-{os.getpid()}", 10_000  # µs
+    quota = int(share * period)
+    try:
+        group.mkdir(exist_ok=True)
+        if GROUPS.name == "cpu":
+            (group / "cpu.cfs_period_us").write_text(str(period))
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
+        else:
+            (group / "cpu.max").write_text(f"{quota} {period}")
+        (group / "cgroup.procs").write_text("0")
+    except OSError as error:
+        raise UserError(f"{error}; a core for each rank is needed, or root and control groups") from None
+
+
+def remove_limits() -> None:
+    """The control groups of processes that have ended."""
+    for group in GROUPS.glob("nanochat-*"):
+        with contextlib.suppress(OSError):  # somebody's who goes on
+            group.rmdir()
 
 
 def all_reduce_seconds(numbers: int, times: int) -> list[float]:

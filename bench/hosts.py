@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from configurator import configure
 
 import torch
 
-from bench.harness import all_reduce_seconds, on_ranks, scratch_base, show
+from bench.harness import limit_cpu, remove_limits, scratch_base, show
 from bench.network import MTU, RUN, Hosts, make_sums, why_not
 from nanochat.compiling import set_compile
 from nanochat.distributed import keep_freed_memory
@@ -38,6 +39,8 @@ layouts = ""                # numbers of the lines to measure, such as 0,3; empt
 write = False               # put the tables into docs/many_hosts.md
 configure(globals())
 
+# Of a core, that each rank may compute in any row: with fewer cores than ranks, one that waits makes no other faster.
+SHARE = min(0.9 * os.cpu_count() / 4, 1.0)
 PAYLOAD = (MTU - 52) / (MTU + 14)   # of what a link sends: without headers of TCP, IP and Ethernet
 # hosts, ranks on each, settings
 LAYOUTS = [
@@ -50,15 +53,16 @@ LAYOUTS = [
 
 
 class Machine(NamedTuple):
-    """What a rank does where so many compute at once and send nothing: they share cores, caches and memory."""
+    """What a rank does with its share of a core, where so many compute at once and send nothing."""
 
     rate: float         # FLOP/s in forward and backward passes of device_batch_size rows
     muon_rate: float    # of Muon's products in an update, in which there is more than products
-    copying: float      # seconds of a core for each byte that gloo sends: copies, headers, sums
+    copying: float      # seconds for each byte that gloo sends: copies, headers, sums
 
 
 def seconds_of_steps(config: GPTConfig, seconds: float = 4.0) -> dict[int, float]:
     """{micro-steps: median seconds of an optimizer step} of one rank."""
+    limit_cpu(SHARE)
     torch.set_num_threads(1)
     keep_freed_memory()
     set_compile(False, "cpu")
@@ -74,38 +78,49 @@ def seconds_of_steps(config: GPTConfig, seconds: float = 4.0) -> dict[int, float
     return {micro_steps: statistics.median(found[1:]) for micro_steps, found in times.items()}
 
 
-def seconds_per_byte(_rank: int, ranks: int, elements: int) -> float:
-    """Of an all-reduce within this machine, for each byte that a rank sends."""
-    return statistics.median(all_reduce_seconds(elements, 9)) / (2 * 4 * elements * (ranks - 1) / ranks)
-
-
-def measure_machine(ranks: int, config: GPTConfig) -> Machine:
+def measure_machine(hosts: int, ranks: int, config: GPTConfig, log: Path) -> Machine:
+    """So many ranks on each host. Their links are not limited while the costs of sending are measured."""
     (model,) = parts(config)
-    with ProcessPoolExecutor(ranks, multiprocessing.get_context("fork")) as pool:
-        of_ranks = list(pool.map(seconds_of_steps, [config] * ranks))
+    with ProcessPoolExecutor(hosts * ranks, multiprocessing.get_context("fork")) as pool:
+        of_ranks = list(pool.map(seconds_of_steps, [config] * hosts * ranks))
     one, five = (statistics.mean(times[micro_steps] for times in of_ranks) for micro_steps in (1, 5))
     a_pass = (five - one) / 4
-    copying = on_ranks(ranks, seconds_per_byte, sum(model.units)) if ranks > 1 else 0.0
+    launch_and_wait(hosts, ranks, "", ["bench.all_reduce", str(sum(model.units))], log)
+    copying = float(re.search(r"seconds per byte: (\S+)", log.read_text())[1])
     tokens = RUN["device_batch_size"] * config.sequence_len
     return Machine(tokens * model.flops / a_pass, sum(model.products) / (one - a_pass), copying)
+
+
+def launch_and_wait(
+    hosts: int, ranks: int, rate: str, command: list[str], log: Path,
+    meanwhile: Callable[[Hosts], None] | None = None,
+) -> None:
+    """A module of this repo on hosts, each rank with its share of a core. SystemExit with what it said if it fails."""
+    deadline = time.monotonic() + 400
+    with Hosts(hosts, rate) as network:
+        launchers = [network.launch(host, ["bench.limited", str(SHARE), *command], log, ranks) for host in range(hosts)]
+        while any(launcher.poll() is None for launcher in launchers):
+            if time.monotonic() > deadline:
+                raise SystemExit(f"no end within 400 s:\n{log.read_text()}")
+            if meanwhile:
+                meanwhile(network)
+            time.sleep(0.002)
+    if any(launcher.returncode for launcher in launchers):
+        raise SystemExit(log.read_text())
 
 
 def predicted(result: dict, machine: Machine, latency: float, bits: float) -> tuple[StepPlan, float]:
     """
     The planner's step, in float32 with gloo, and its seconds with those in which the cores copy what is sent. The ranks
-    of a host share its link. Stages of a pipeline that wait leave their cores to the others.
+    of a host share its link.
     """
     hosts, ranks, changes = result["layout"]
     config, stage, stages = result["config"], changes["zero_stage"], changes.get("pipeline_stages", 1)
     shards = changes.get("shard_size", hosts * ranks // stages) if stage else 1
     between = Link("limited", bits / 8 * PAYLOAD / ranks, latency)
     cluster = Cluster(hosts * ranks, ranks, Link("the same host", math.inf), between, gloo=True)
-    steps = result["micro-steps"]
-    layout = Layout(stage, shards, RUN["device_batch_size"], steps, pipeline_stages=stages)
-    busy = hosts * ranks * steps / (steps + stages - 1)  # on average
-    share = hosts * ranks / max(busy, min(os.cpu_count(), hosts * ranks))
-    plan = plan_step(config, cluster, layout, machine.rate * share, torch.float32, RUN["total_batch_size"],
-                     machine.muon_rate)
+    layout = Layout(stage, shards, RUN["device_batch_size"], result["micro-steps"], pipeline_stages=stages)
+    plan = plan_step(config, cluster, layout, machine.rate, torch.float32, RUN["total_batch_size"], machine.muon_rate)
     return plan, plan.seconds + machine.copying * (plan.within + plan.between)
 
 
@@ -130,19 +145,14 @@ def run(number: int, rate: str, folder: Path) -> dict:
     settings = RUN | {"depth": 4, "num_iterations": num_iterations, "model_tag": tag} | changes
     arguments = ["scripts.base_train", *(f"--{key}={value}" for key, value in settings.items())]
     log, metrics = folder / f"{tag}.log", base_dir() / "base_checkpoints" / tag / "metrics.jsonl"
-    half, sent, size, deadline = num_iterations // 2, {}, 0, time.monotonic() + 240
-    with Hosts(hosts, rate) as network:
-        launchers = [network.launch(host, arguments, log, ranks) for host in range(hosts)]
-        while any(launcher.poll() is None for launcher in launchers):
-            if time.monotonic() > deadline:
-                raise SystemExit(f"no end within 240 s:\n{log.read_text()}")
-            if metrics.exists() and metrics.stat().st_size > size:  # a step has just been written down
-                size = metrics.stat().st_size
-                done = metrics.read_text().count("\n")
-                sent.setdefault(done, sum(map(network.sent, range(hosts))) / hosts)
-            time.sleep(0.002)
-    if any(launcher.returncode for launcher in launchers):
-        raise SystemExit(log.read_text())
+    half, sent = num_iterations // 2, {}
+
+    def note_bytes(network: Hosts) -> None:
+        done = metrics.read_text().count("\n") if metrics.exists() else 0
+        if done not in sent:  # a step has just been written down
+            sent[done] = sum(map(network.sent, range(hosts))) / hosts
+
+    launch_and_wait(hosts, ranks, rate, arguments, log, note_bytes)
     records = [record for record in read_metrics(metrics) if "train/loss" in record]
     vocabulary = int(re.search(r"vocabulary ([\d,]+)", log.read_text())[1].replace(",", ""))
     return {
@@ -170,7 +180,9 @@ with scratch_base():
             if alone is None:
                 alone, latency = result, round_trip(rate)
             off = max(abs(a - b) for a, b in zip(alone["losses"], result["losses"], strict=True))
-            machine = measure_machine(hosts * ranks, result["config"])  # at once: others slow it down by the minute
+            # At once: others slow this machine down by the minute.
+            machine = measure_machine(hosts, ranks, result["config"], base_dir() / f"{rate}-{number}-sending.log")
+            remove_limits()
             plan, planned = predicted(result, machine, latency, bits)
             seconds = result["seconds"]
             rows.append([rate, hosts, ranks, " ".join(f"{k}={v}" for k, v in changes.items()), f"{off:.1e}",

@@ -49,8 +49,8 @@ def why_not() -> str | None:
 
 class Hosts(contextlib.AbstractContextManager):
     """
-    `count` hosts, host0 (10.0.0.1) and so on, on one switch; each sends and receives at `rate` (of tc: "100mbit").
-    They know each other's names, and nothing else.
+    `count` hosts, host0 (10.0.0.1) and so on, on one switch; each sends and receives at `rate` (of tc: "100mbit"), or
+    as fast as this machine can (""). They know each other's names, and nothing else.
     """
 
     def __init__(self, count: int, rate: str):
@@ -91,16 +91,20 @@ class Hosts(contextlib.AbstractContextManager):
         """Run a command in a host's network only: a process id in it is one of this machine."""
         subprocess.run(["nsenter", f"--target={self.first_process(name)}", "--net", "sh", "-ec", command], check=True)
 
+    def limit(self, device: str) -> str:
+        """The command that limits what leaves a device."""
+        return f"tc qdisc add dev {device} root tbf rate {self.rate} burst 128kb latency 200ms" if self.rate else "true"
+
     # --- for measurements
 
     def boot(self, number: int) -> None:
         """Start a host, at first or after `kill`."""
-        name, limit = self.names[number], f"root tbf rate {self.rate} burst 128kb latency 200ms"
+        name = self.names[number]
         self.start_life(name)
         ends = f"ip link add {name} mtu {MTU} type veth peer name eth0 mtu {MTU} netns {self.first_process(name)}"
-        self.inside("switch", f"{ends}; tc qdisc add dev {name} {limit}; ip link set {name} master switch up")
-        self.inside(name, f"tc qdisc add dev eth0 {limit}; ip addr add {self.addresses[number]}/24 dev eth0; "
-                          "ip link set eth0 up")
+        self.inside("switch", f"{ends}; ip link set {name} master switch up; {self.limit(name)}")
+        self.inside(name, f"ip addr add {self.addresses[number]}/24 dev eth0; ip link set eth0 up; "
+                          f"{self.limit('eth0')}")
 
     def kill(self, number: int) -> None:
         """SIGKILL to all processes of a host at once, as the kernel does when the first one dies."""

@@ -21,8 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch.distributed.pipelining import PipelineStage
 
-from bench.harness import DOCS, on_ranks, show
-from nanochat.errors import UserError
+from bench.harness import DOCS, limit_cpu, on_ranks, remove_limits, show
 from nanochat.files import write_aside
 from nanochat.gpt import GPT
 from nanochat.gpt_config import config_from_depth
@@ -35,7 +34,6 @@ configure(globals())
 
 DEPTH, LENGTH, STEPS = 8, 128, 4            # a row of so many tokens per micro-batch; the first step allocates
 DRAWN = {(2, 8), (4, 8)}                    # (stages, micro-batches)
-GROUPS = next(path for path in map(Path, ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup")) if path.is_dir())  # version 1 or 2
 COLORS = {"forward": "#9ecae1", "backward": "#4292c6"}
 
 
@@ -44,22 +42,6 @@ class Pass(NamedTuple):
     micro_batch: int
     begin: float        # seconds
     end: float
-
-
-def limit_cpu(share: float) -> None:
-    """This process may compute for that share of a core's time, looked at every 10 ms. UserError if not root."""
-    period, group = 10_000, GROUPS / f"nanochat-{os.getpid()}"  # µs
-    quota = int(share * period)
-    try:
-        group.mkdir()
-        if GROUPS.name == "cpu":
-            (group / "cpu.cfs_period_us").write_text(str(period))
-            (group / "cpu.cfs_quota_us").write_text(str(quota))
-        else:
-            (group / "cpu.max").write_text(f"{quota} {period}")
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-    except OSError as error:
-        raise UserError(f"{error}; a core for each rank is needed, or root and control groups") from None
 
 
 def timed_steps(rank: int, ranks: int, micro_batches: int) -> list[list[list[Pass]]]:
@@ -117,8 +99,7 @@ axes = dict(zip(sorted(DRAWN), figure.subplots(len(DRAWN), height_ratios=[2, 4])
 for stages in (2, 4):
     for micro_batches in (4, 8, 16):
         steps = on_ranks(stages, timed_steps, micro_batches)
-        for group in GROUPS.glob("nanochat-*"):
-            group.rmdir()
+        remove_limits()
         formula, measured = (stages - 1) / (micro_batches + stages - 1), sorted(map(bubble, steps))
         median = steps[[bubble(step) for step in steps].index(statistics.median_low(measured))]
         lines.append([stages, micro_batches, f"{formula:.1%}", f"{statistics.median(measured):.1%}",
