@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from nanochat.distributed import from_rank0, print0
+from nanochat.distributed import from_rank0, print0, require_same
 from nanochat.errors import UserError, did_you_mean
 from nanochat.files import base_dir, locked, previous, recover_folder, sha256
 from nanochat.gpt import GPT
@@ -120,6 +120,7 @@ def find_checkpoint(folder: Path, step: int | None = None, training: bool = True
             path = step_dir(folder, candidate)
             problem = problem_with(path, training)
             if problem is None:
+                require_same("has another checkpoint", {path.name: sha256(path / "manifest.json")}, APART)
                 return path
             print0(f"warning: {path}: {problem}")
     tags = [] if steps else from_rank0(list_tags, folder.parent)

@@ -47,7 +47,8 @@ def set_up(device_type: str, dtype: str, compile: bool, deterministic: bool = Fa
     if deterministic:
         be_deterministic()
     rank, world_size, device = compute_init(device_type)
-    setup = Setup(rank, world_size, device, compute_dtype(dtype, device), set_compile(compile, device.type))
+    model_dtype = from_rank0(compute_dtype, dtype, device)  # hosts may have other processors
+    setup = Setup(rank, world_size, device, model_dtype, set_compile(compile, device.type))
     name = str(setup.dtype).removeprefix("torch.")
     how = "compiled (the first time that takes a minute or so)" if setup.compiling else "eager"
     print0(f"{world_size} rank(s) on {device.type}, {name}, {how}")
@@ -249,13 +250,22 @@ def discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
+def on_first_of_host() -> bool:
+    """Whether this is the rank of its host that does there what is done once on each disk."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
 def rank0_first(function, *args):
-    """Call on rank 0 first, then on the others: what it makes (data, a tokenizer) is there for them. COLLECTIVE."""
-    if not is_rank0() and dist.is_initialized():
-        dist.barrier()
-    result = function(*args)
-    if is_rank0() and dist.is_initialized():
-        dist.barrier()
+    """
+    Call on rank 0, then on the first rank of each host, whose disk may be its own, then on the others: what it makes
+    (data, a tokenizer) is there for them. COLLECTIVE.
+    """
+    own_turn = 0 if is_rank0() else 1 if on_first_of_host() else 2
+    for turn in range(3):
+        if turn == own_turn:
+            result = function(*args)
+        if dist.is_initialized():
+            dist.barrier()
     return result
 
 
@@ -273,6 +283,20 @@ def from_rank0(function, *args):
     if isinstance(result[0], UserError):
         raise result[0]
     return result[0]
+
+
+def require_same(what: str, values: dict[str, object], advice: str, ranks: int | None = None) -> None:
+    """
+    UserError on every rank where the values of some rank are not those of the first of its group of so many neighbours
+    (None: of rank 0): "rank 1 {what} than rank 0 (the first is {name of the value}); {advice}". COLLECTIVE.
+    """
+    of_ranks: list[dict] = [values] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(of_ranks) > 1:
+        dist.all_gather_object(of_ranks, values)
+    for rank, theirs in enumerate(of_ranks):
+        expected = of_ranks[first := rank // ranks * ranks if ranks else 0]
+        if different := [name for name in expected | theirs if expected.get(name) != theirs.get(name)]:
+            raise UserError(f"rank {rank} {what} than rank {first} (the first is {different[0]}); {advice}")
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None):

@@ -18,7 +18,7 @@ from nanochat.checkpoint import (
     model_dir,
     restarted,
 )
-from nanochat.distributed import from_rank0, print0
+from nanochat.distributed import from_rank0, print0, require_same
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.optimizers import setup_optimizers
@@ -90,7 +90,11 @@ def describe_origin(checkpoint: Path) -> str:
 
 
 def require_same_data(meta: dict | None, data_state: dict) -> None:
-    """UserError where an interrupted run would go on from another model, or with other rows, than it began with."""
+    """
+    UserError where an interrupted run would go on from another model, or with other rows, than it began with, and where
+    a rank would train on others than rank 0. COLLECTIVE.
+    """
+    require_same("has other data", data_state, "copy rank 0's")
     for key, value in data_state.items():
         before = value if meta is None else meta["data_state"].get(key)
         if before != value:

@@ -4,8 +4,9 @@ Saving in the background: training waits until what it changes is copied to host
     main thread, every rank        wait for the save before; copy what this rank writes
     background thread, rank 0      make the folder to fill
     background thread, every rank  write, sync and hash this rank's files
-    background thread, rank 0      add meta.json, the tokenizer and the manifest; rename; remove old checkpoints
+    background thread, rank 0      add meta.json, the tokenizer and the manifest; rename
     one rank of a host whose disk is its own: rename what is there, with the same manifest, which tells what is missing
+    one rank of each host          remove old checkpoints, when the new one is on every disk
 
 A save that fails is a warning while training goes on, and an error when it was the last. An error that ends the run on
 every rank, other than in mid-update, is followed by a save of the last whole step.
@@ -29,10 +30,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanochat.checkpoint import MODEL_FILE, claim, find_checkpoint, job, list_steps, step_dir
-from nanochat.distributed import from_rank0, print0, set_timeout
+from nanochat.checkpoint import MODEL_FILE, claim, find_checkpoint, job, list_steps, read_meta, step_dir
+from nanochat.distributed import from_rank0, on_first_of_host, print0, set_timeout
 from nanochat.errors import UserError, last_acts, one_line
-from nanochat.files import recover_folder, sha256, sync, write_folder_aside
+from nanochat.files import recover_folder, sha256, sync, write_folder_aside, write_text
 from nanochat.gpt_config import GPTConfig
 from nanochat.metrics import Metrics
 from nanochat.resharding import counters, kept_state
@@ -60,11 +61,11 @@ class CheckpointWriter:
         self.folder, self.sharding, self.optimizers = folder, sharding, optimizers
         self.tokenizer, self.keep_last, self.save_minutes = tokenizer, keep_last, save_minutes
         self.lock: TextIO | None = None
-        from_rank0(self.take_folder, start_step, overwrite)
+        # Steps that `save_minutes` alone asked for, also of the run that goes on.
+        self.by_time: list[int] = from_rank0(self.take_folder, start_step, overwrite)
         last_acts.append(self.rescue)
         self.began = time.monotonic()     # the newest save, or the run
         self.saved = start_step           # the step of the newest save; -1: it failed
-        self.by_time: list[int] = []      # steps that `save_minutes` alone asked for
         self.whole: tuple[int, Metrics, dict] | None = None  # what `stand_by` was told, until `begin_update`
         self.thread: threading.Thread | None = None
         self.failed: tuple[int, Exception] | None = None  # step and reason, the same on every rank
@@ -72,14 +73,19 @@ class CheckpointWriter:
         several = dist.is_initialized() and dist.get_world_size() > 1
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if several else None
 
-    def take_folder(self, start_step: int, overwrite: bool) -> None:
-        """Rank 0: claim the folder, and remove from it what killed saves left and what the run may overwrite."""
+    def take_folder(self, start_step: int, overwrite: bool) -> list[int]:
+        """
+        Rank 0: claim the folder, and remove from it what killed saves left and what the run may overwrite. Returns
+        `by_time` as it was at start_step.
+        """
         self.lock = claim(self.folder)
         for left in self.folder.glob(".step_*"):
             recover_folder(self.folder / left.name.split(".")[1])
         for step in list_steps(self.folder) if overwrite else ():
             if step > start_step or start_step == 0:
                 shutil.rmtree(step_dir(self.folder, step))
+        begin = step_dir(self.folder, start_step)
+        return read_meta(begin).get("by_time", []) if begin.exists() else []
 
     # --- for the training loop
 
@@ -106,7 +112,7 @@ class CheckpointWriter:
             metrics.save_requested = False
             if step > self.saved:
                 self.by_time += [] if asked_for else [step]
-                self.save(step, meta | {"metrics_state": metrics.state})
+                self.save(step, meta | {"metrics_state": metrics.state, "by_time": self.by_time})
 
     def begin_update(self) -> None:
         """Parameters change from here to the next `stand_by`: an exception in between saves nothing."""
@@ -166,32 +172,39 @@ class CheckpointWriter:
         begin, publish = (self.begin, self.publish) if self.sharding.rank == 0 else (None, None)
         try:
             with contextlib.ExitStack() as stack:  # rank 0's has the folder to fill, and publishes it when it closes
-                aside = self.share(begin, step, stack)[0]
+                aside = self.folder / self.share(begin, step, stack)[0]  # hosts may have it elsewhere
                 sums = self.share(write_files, aside, files)
-                self.share(publish, step, stack, aside, sums, meta)
-                self.share(self.keep_apart, step, aside, sums)
+                manifest, too_old = self.share(publish, step, stack, aside, sums, meta)[0]
+                self.share(self.keep_apart, step, aside, manifest)
+                for old in too_old if on_first_of_host() else ():
+                    shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)  # in use (NFS): goes next time
         except Exception as error:  # of any rank; or a rank has died
             self.failed, self.saved = (step, error), -1
 
     def begin(self, step: int, stack: contextlib.ExitStack) -> Path:
         self.lock = claim(self.folder, self.lock)
-        return stack.enter_context(write_folder_aside(step_dir(self.folder, step)))
+        aside = stack.enter_context(write_folder_aside(step_dir(self.folder, step)))
+        return Path(*aside.parts[-2:])  # within the folder
 
-    def publish(self, step: int, stack: contextlib.ExitStack, aside: Path, sums: list[dict], meta: str) -> None:
-        """Make the filled folder a checkpoint, then remove those that are too old."""
-        complete(aside, sums, self.tokenizer, meta)
+    def publish(
+        self, step: int, stack: contextlib.ExitStack, aside: Path, sums: list[dict], meta: str
+    ) -> tuple[str, list[int]]:
+        """Make the filled folder a checkpoint. Returns its manifest, and the steps that are too old then."""
+        manifest = complete(aside, sums, self.tokenizer, meta)
         self.lock = claim(self.folder, self.lock)
         stack.close()
         steps = [there for there in list_steps(self.folder) if there <= step]
         by_time = [there for there in self.by_time if there in steps]  # a save can have failed
         too_old = steps[: -self.keep_last] if self.keep_last > 0 else []
-        for old in (*too_old, *by_time[:-KEPT_BY_TIME]):
-            shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)  # what is in use (NFS) goes next time
         print0(f"saved {step_dir(self.folder, step)}")
+        return manifest, [*too_old, *by_time[:-KEPT_BY_TIME]]
 
-    def keep_apart(self, step: int, aside: Path, sums: list[dict]) -> None:
-        """On a host that does not share rank 0's disk: its files take their place there. Resuming needs all of them."""
-        if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+    def keep_apart(self, step: int, aside: Path, manifest: str) -> None:
+        """
+        On a host that does not share rank 0's disk: its files take their place there, and what killed saves left goes.
+        Resuming needs the files of all hosts.
+        """
+        if not on_first_of_host():
             return
         own, target = aside.with_name("own"), step_dir(self.folder, step)
         try:
@@ -200,11 +213,12 @@ class CheckpointWriter:
             os.rename(aside, own)
         except FileNotFoundError:
             return
-        write_manifest(own, sums)
+        write_text(own / "manifest.json", manifest)
         shutil.rmtree(target, ignore_errors=True)
         os.replace(own, target)
         sync(target.parent)
-        own.parent.rmdir()
+        for left in self.folder.glob(".step_*"):
+            shutil.rmtree(left, ignore_errors=True)
         print(f"warning: {target} has the files of {socket.gethostname()} only: its disk is not shared; to resume, "
               "copy the files of all hosts together", flush=True)
 
@@ -323,14 +337,15 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     path.chmod(0o644)  # safetensors makes files private; a checkpoint is as readable as what it was trained on
 
 
-def complete(aside: Path, sums: list[dict[str, str]], tokenizer: Tokenizer, meta: str) -> None:
-    """Add to the weights in a folder what makes it a checkpoint. sums: SHA-256 of the files that each rank wrote."""
+def complete(aside: Path, sums: list[dict[str, str]], tokenizer: Tokenizer, meta: str) -> str:
+    """
+    Add to the weights in a folder what makes it a checkpoint. sums: SHA-256 of the files that each rank wrote. Returns
+    the manifest.
+    """
     (aside / "meta.json").write_text(meta, encoding="utf-8")
     tokenizer.save(aside)
-    known = {name for part in sums for name in part}
-    write_manifest(aside, [*sums, {file.name: sha256(file) for file in aside.iterdir() if file.name not in known}])
-
-
-def write_manifest(aside: Path, sums: list[dict[str, str]]) -> None:
     known = {name: digest for part in sums for name, digest in part.items()}
-    (aside / "manifest.json").write_text(json.dumps(known, indent=1, sort_keys=True), encoding="utf-8")
+    known |= {file.name: sha256(file) for file in aside.iterdir() if file.name not in known}
+    manifest = json.dumps(known, indent=1, sort_keys=True)
+    (aside / "manifest.json").write_text(manifest, encoding="utf-8")
+    return manifest

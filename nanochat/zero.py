@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
 from nanochat.compiling import in_one_pass
-from nanochat.distributed import SETUP_TIMEOUT, all_gather_single, reduce_scatter, set_timeout, sum_dtype
+from nanochat.distributed import SETUP_TIMEOUT, all_gather_single, reduce_scatter, require_same, set_timeout, sum_dtype
 from nanochat.errors import UserError
 from nanochat.partition import Shard, ShardRange, equal_ranges, partition, row_ranges
 
@@ -99,23 +99,13 @@ class Bucket:
         self.pending.clear()
 
 
-def require_same_weights(model: nn.Module, ranks: int) -> None:
-    """
-    UserError on every rank where the parameters of some rank are not those of the first of its `ranks` neighbours; it
-    names the first such rank. COLLECTIVE; waits for the device.
-    """
+def sums_of_bits(model: nn.Module) -> dict[str, int]:
+    """A number for the weights of each parameter. Waits for the device."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = {
+    return {
         name: p.detach().flatten().view(bits[p.itemsize]).sum(dtype=torch.int64).item()
         for name, p in model.named_parameters()
     }
-    of_ranks: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, sums)
-    for rank, theirs in enumerate(of_ranks):
-        expected = of_ranks[first := rank // ranks * ranks]
-        if different := [name for name in expected | theirs if expected.get(name) != theirs.get(name)]:
-            raise UserError(f"rank {rank} starts from other weights than rank {first} (the first is {different[0]}); "
-                            "every rank must draw them from one seed, or load one checkpoint")
 
 
 class Sharding:
@@ -172,7 +162,8 @@ class Sharding:
         self.unsent: deque[Bucket] = deque()  # in this micro-step, in the order in which every rank sends
         self.in_flight: deque[tuple] = deque()  # (bucket, work, its output, its input, sent in the last micro-step)
         if self.world_size > 1 and dist.get_backend() != "fake":  # a dry run has no other ranks
-            require_same_weights(model, self.ranks)
+            require_same("starts from other weights", sums_of_bits(model),
+                         "every rank must draw them from one seed, or load one checkpoint", self.ranks)
         self.homes = {name: (self.pipeline_stage, tuple(p.shape)) for name, p in model.named_parameters()}
         if pipeline_stages > 1:  # of the whole model: the stage of the pipeline that has a parameter, and its shape
             of_ranks: list[dict] = [{}] * self.world_size
@@ -230,6 +221,8 @@ class Sharding:
             if self.device.type == "cpu" and self.shard_count > 1:
                 unit.set_custom_reduce_scatter(GlooReduceScatter())
         self.model._set_unshard_async_op(self.device.type == "cpu")
+        # Now, or it takes the first module that runs for the whole model: in CORE that is the embedding.
+        self.model._get_fsdp_state()._lazy_init()
         for name, p in self.model.named_parameters():
             if name not in self.frozen:
                 self.ranges[name] = row_ranges(tuple(p.shape), self.shard_count)

@@ -19,7 +19,7 @@ from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.tinyworld import PROMPTS, held_out_questions, validation_documents
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
-from nanochat.distributed import all_reduce_sum, compute_cleanup, compute_init, from_rank0, print0, sum_dtype
+from nanochat.distributed import all_reduce_sum, compute_cleanup, compute_init, print0, sum_dtype
 from nanochat.errors import UserError
 from nanochat.loss_eval import document_nats, evaluate_bpb, first_documents, greedy_completes, sample
 from nanochat.report import cell, markdown_table, write_section
@@ -75,7 +75,7 @@ if made is None:
 
 # --- CORE: tasks that any model of English can try, above guessing
 tables = []
-if core_metric_max_per_task and (reason := from_rank0(why_no_bundle)):
+if core_metric_max_per_task and (reason := why_no_bundle()):
     print0(f"CORE is left out: {reason}")
 elif core_metric_max_per_task:
     core, scores = evaluate_core(model, tokenizer, load_tasks(bundle_dir()), core_metric_max_per_task,

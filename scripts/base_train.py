@@ -23,6 +23,7 @@ from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
 from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
+from nanochat.dataset import fingerprint
 from nanochat.distributed import (
     StopRequest,
     after_first_step,
@@ -30,6 +31,7 @@ from nanochat.distributed import (
     from_rank0,
     print0,
     rank0_first,
+    require_same,
     set_up,
 )
 from nanochat.errors import UserError
@@ -112,7 +114,7 @@ sample_every = 2000         # [-1..] steps between samples, also after the last 
 # ---- Checkpoints
 save_every = -1             # [-1..] steps between checkpoints, also after the last step; -1: only then, and by time
 save_minutes = 30.0         # [-1..] minutes between further checkpoints, of which the newest two are kept; -1: none
-keep_last = -1              # [-1..] checkpoints kept; -1: all
+keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())
@@ -122,8 +124,9 @@ require_wandb(run)
 rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile, deterministic)
 rank0_first(ensure_dataset, data)
 tokenizer = rank0_first(ensure_tokenizer, data)
+require_same("has other data", {data: fingerprint(data), "their tokenizer": tokenizer.fingerprint}, "copy rank 0's")
 token_bytes = tokenizer.token_bytes()
-if core_metric_every > 0 and (reason := from_rank0(why_no_bundle)):
+if core_metric_every > 0 and (reason := why_no_bundle()):
     raise UserError(f"core_metric_every={core_metric_every}, but there is {reason}")
 core_tasks = load_tasks(bundle_dir()) if core_metric_every > 0 else []
 

@@ -67,7 +67,7 @@ eval_tokens = 10485760      # [1..] tokens of a validation, at most one pass ove
 # ---- Checkpoints
 save_every = -1             # [-1..] steps between checkpoints, also after the last step; -1: only then, and by time
 save_minutes = 30.0         # [-1..] minutes between further checkpoints, of which the newest two are kept; -1: none
-keep_last = -1              # [-1..] checkpoints kept; -1: all
+keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())

@@ -476,6 +476,12 @@ def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(folder,
             writer.join()
     writer.wait()
     assert list_steps(folder) == [2, 6, 8, 10], "one that the disk refused is none of the two"
+    writer = rank.writer(folder, start_step=10)
+    writer.stand_by(11, METRICS, META)
+    METRICS.save_requested = True
+    writer.checkpoint(asked_for=False)
+    writer.wait()
+    assert list_steps(folder) == [2, 6, 10, 11], "a run that goes on knows of them"
     other = Rank(rank=1, shards=2).writer(tmp_path / "other", save_minutes=1e-9)
     assert not other.time_is_up(), "rank 0's clock decides"
     assert not rank.writer(tmp_path / "never", save_minutes=-1).time_is_up()
@@ -639,34 +645,61 @@ def test_a_save_after_an_exception_that_never_ends_ends_the_process(tmp_path):
 
 
 def find_apart(rank, world_size, folder):
-    """Rank 1 is on a node that has another disk. Returns what was printed and raised."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed, pytest.raises(UserError) as raised:
-        find_checkpoint(folder / str(rank))
-    return printed.getvalue(), str(raised.value)
+    """Rank 1 is on a node that has another disk. Returns what was printed and raised, then what with one there too."""
+    raised = []
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for _ in range(2):
+            with pytest.raises(UserError) as error:
+                find_checkpoint(folder / str(rank))
+            raised.append(str(error.value))
+            if rank == 1:
+                save_all(folder / "1", 1, [Rank(seed=1)])
+            torch.distributed.barrier()
+    return printed.getvalue(), raised
 
 
 def test_a_folder_that_not_every_node_has_is_no_checkpoint(tmp_path):
+    """Nor one that is whole on both, but not the same: ranks would go on from different weights."""
     save(tmp_path / "0", 1, Rank())
-    (printed, error), (_, error_of_rank_1) = run_on_ranks(2, find_apart, tmp_path)
+    (printed, errors), (_, errors_of_rank_1) = run_on_ranks(2, find_apart, tmp_path)
     assert "it is not there on " in printed and "on a disk that all share" in printed
-    assert all("no valid checkpoint" in said and "steps there: 1" in said for said in (error, error_of_rank_1))
+    for missing, other in (errors, errors_of_rank_1):
+        assert "no valid checkpoint" in missing and "steps there: 1" in missing
+        assert other.startswith("rank 1 has another checkpoint than rank 0 (the first is ")
 
 
-def test_hosts_with_disks_of_their_own_keep_their_parts_until_they_lie_together(tmp_path, capsys, monkeypatch):
-    """Each host's manifest tells what is missing there; with all files on both disks the checkpoint is whole."""
-    group, disks = ranks(2, stage=1), [tmp_path / "0", tmp_path / "1"]
-    asides = [disk / ".step_000001.tmp-x" / "step_000001" for disk in disks]
-    sums = [write_files(aside, copy_to_host(rank, rank.optimizers)) for aside, rank in zip(asides, group)]
-    complete(asides[0], sums, TOKENIZER, json.dumps(META | {"step": 1}))
-    asides[0].rename(disks[0] / "step_000001")
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "exists", lambda path: True)  # as NFS may say, from a client's memory
-        for disk, aside in zip(disks, asides):  # on rank 0's there is nothing left to do
-            CheckpointWriter.keep_apart(SimpleNamespace(folder=disk), 1, aside, sums)
-    assert capsys.readouterr().out.count("has the files of ") == 1 and not list(disks[1].glob(".step*"))
-    first, second = (disk / "step_000001" for disk in disks)
+def save_apart(rank, world_size, disks):
+    """Each rank is on a host with a disk of its own, under another name. Returns what was printed."""
+    keep_apart = CheckpointWriter.keep_apart
+
+    def as_nfs_may_answer(*args):
+        assert list_steps(disks / "0")[0] == 1, "the old one stays until the new one is on both"
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Path, "exists", lambda path: True)  # from a client's memory
+            keep_apart(*args)
+
+    CheckpointWriter.keep_apart = as_nfs_may_answer
+    os.environ["LOCAL_RANK"] = "0"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        writer = Rank(rank=rank, shards=2, stage=1).writer(disks / str(rank), keep_last=1)
+        for step in (1, 2):
+            writer.save(step, META)
+        writer.wait()
+    return printed.getvalue()
+
+
+def test_hosts_with_disks_of_their_own_keep_their_parts_until_they_lie_together(tmp_path):
+    """
+    Each host's manifest tells what is missing there; with all files on both disks the checkpoint is whole. What is too
+    old goes from both, and what killed saves left.
+    """
+    (tmp_path / "1" / ".step_000009.tmp-killed").mkdir(parents=True)
+    of_rank_0, of_rank_1 = run_on_ranks(2, save_apart, tmp_path)
+    assert of_rank_1.count("has the files of ") == 2 and "has the files of" not in of_rank_0
+    assert [sorted(os.listdir(tmp_path / disk)) for disk in "01"] == [["step_000002"]] * 2
+    first, second = (tmp_path / disk / "step_000002" for disk in "01")
     assert "optimizer_rank_00001.safetensors is missing on " in problem_with(first)
-    assert "model.safetensors is missing on " in problem_with(second)
+    assert "meta.json is missing on " in problem_with(second)
     shutil.copy(second / "optimizer_rank_00001.safetensors", first)
     shutil.copytree(first, second, dirs_exist_ok=True)
     assert problem_with(first) is None and problem_with(second) is None

@@ -8,6 +8,8 @@ import socket
 import struct
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +17,11 @@ import torch.distributed as dist
 from ranks import run_on_ranks  # makes the repo importable where this file is run by itself
 from torch import Tensor
 
-from nanochat.distributed import all_gather_single, reduce_scatter, reduce_scatter_single
+from nanochat import distributed
+from nanochat.distributed import all_gather_single, rank0_first, reduce_scatter, reduce_scatter_single
+from nanochat.errors import UserError
+from nanochat.files import base_dir
+from nanochat.finetuning import require_same_data
 
 PRIVATE_NETWORK = ["unshare", "--net", "--map-root-user"]  # in which no other process sends
 ELEMENTS = 1_048_572  # 4 MB of float32, divisible by 2, 3 and 4
@@ -72,8 +78,37 @@ def reduce_scatter_within_groups(rank: int, world_size: int) -> None:
     assert torch.equal(part, tensors[members].sum(0)[position * 10 : position * 10 + 10])
 
 
-@pytest.mark.parametrize(("ranks", "check"), [(3, collectives_equal_arithmetic), (4, reduce_scatter_within_groups)])
-def test_collectives_equal_sums_and_concatenations(ranks, check):
+def one_makes_it_on_each_disk(rank: int, world_size: int) -> None:
+    """Two hosts of two ranks, with a disk each and with one for both."""
+    os.environ["LOCAL_RANK"] = str(rank % 2)
+
+    def make(file: Path) -> bool:
+        there = file.exists()
+        time.sleep(0.1)
+        file.touch()
+        return not there
+
+    base_dir().mkdir(exist_ok=True)
+    for disks, made in (([0, 0, 1, 1], [True, False, True, False]), ([2, 2, 2, 2], [True, False, False, False])):
+        assert rank0_first(make, base_dir() / str(disks[rank])) == made[rank]
+
+
+def all_compute_in_one_dtype(rank: int, world_size: int) -> None:
+    """Where bfloat16 is fast on the processor of one host only, too."""
+    distributed.compute_dtype = lambda *_: torch.bfloat16 if rank else torch.float32
+    assert distributed.set_up("cpu", "auto", compile=False).dtype == torch.float32
+
+
+def all_train_on_the_same(rank: int, world_size: int) -> None:
+    with pytest.raises(UserError, match=r"rank 1 has other data than rank 0 \(the first is problems\)"):
+        require_same_data(None, {"task": "gsm8k", "problems": 7 + rank})
+
+
+@pytest.mark.parametrize(("ranks", "check"), [
+    (3, collectives_equal_arithmetic), (4, reduce_scatter_within_groups), (4, one_makes_it_on_each_disk),
+    (2, all_compute_in_one_dtype), (2, all_train_on_the_same),
+])
+def test_ranks_compute_together(ranks, check):
     run_on_ranks(ranks, check)
 
 

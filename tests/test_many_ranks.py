@@ -19,6 +19,7 @@ from conftest import ALL_PIECES, REPO, broken_bundle, make_sums, warm_python
 from ranks import Job, run_as_main, run_on_ranks, torchrun
 from safetensors.torch import load_file
 
+from nanochat.errors import UserError
 from nanochat.records import read_metrics
 
 TINY = {"data": "sums", "depth": 1, "max_seq_len": 32, "device_batch_size": 4, "total_batch_size": 512,
@@ -209,6 +210,20 @@ def test_a_bad_step_is_nobodys_update_and_many_stop_the_run(base):
     message = r"not finite in 3 steps in a row, up to step \d+; the last good checkpoint is .*step_0000"
     with pytest.raises(Exception, match=message):
         train(2, "nans", "nan from step 7 on", num_iterations=STEPS, save_every=2, max_bad_steps=3)
+
+
+def with_a_disk_of_its_own(rank: int, world_size: int, disks: Path) -> None:
+    os.environ["NANOCHAT_BASE_DIR"] = str(disks / str(rank))
+    script(rank, world_size, arguments("apart", {}), "")
+
+
+def test_hosts_that_have_other_data_are_refused(tmp_path, monkeypatch):
+    """They would train on other rows, in tokens that mean something else."""
+    for host, text in enumerate(("Document {i} says {twice}.", "{less} has document {i}.")):
+        monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / str(host)))
+        make_sums(tmp_path / str(host), 50, text)
+    with pytest.raises(UserError, match=r"rank 1 has other data than rank 0 \(the first is sums\)"):
+        run_on_ranks(2, with_a_disk_of_its_own, tmp_path)
 
 
 # ---- Real kills, under torchrun

@@ -3,8 +3,10 @@ import zipfile
 import zlib
 from pathlib import Path
 
+from nanochat.checkpoint import first_problem
 from nanochat.core_eval import bundle_dir
 from nanochat.corpus.download import fetch
+from nanochat.distributed import from_rank0
 from nanochat.errors import UserError
 from nanochat.files import base_dir, locked, recover_folder, write_aside
 
@@ -12,7 +14,15 @@ URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 
 
 def why_no_bundle(url: str = URL) -> str | None:
-    """None when the bundle is there, downloaded now if it has to be; else one line that says why it is not."""
+    """
+    None when the bundle is there on every disk, downloaded now if it has to be; else one line that says why it is not,
+    the same on every rank. COLLECTIVE.
+    """
+    return from_rank0(make_bundle, url) or first_problem(make_bundle(url))  # others would fail as slowly as rank 0
+
+
+def make_bundle(url: str) -> str | None:
+    """`why_no_bundle` on the disk of this rank."""
     folder, archive = bundle_dir(), base_dir() / "eval_bundle.zip"
     try:
         with locked(base_dir() / ".eval_bundle.lock"):
