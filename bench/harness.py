@@ -93,10 +93,12 @@ def serving(*settings: str, checkout: str = ".", workers: int = 1) -> Iterator[i
         server.wait()
 
 
-def limit_cpu(share: float) -> None:
-    """This process may compute for that share of a core's time, looked at every 10 ms. UserError if not root."""
-    group, period = GROUPS / f"nanochat-{socket.gethostname()}-{os.getpid()}", 10_000  # µs
-    quota = int(share * period)
+def limit_cpu(share: float, period: int = 10_000) -> None:
+    """
+    This process may compute for that share of a core's time, looked at every `period` µs. Linux wants a share of at
+    least 1,000 µs. UserError if not root.
+    """
+    group, quota = GROUPS / f"nanochat-{socket.gethostname()}-{os.getpid()}", int(share * period)
     try:
         group.mkdir(exist_ok=True)
         if GROUPS.name == "cpu":

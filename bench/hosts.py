@@ -41,6 +41,7 @@ configure(globals())
 
 # Of a core, that each rank may compute in any row: with fewer cores than ranks, one that waits makes no other faster.
 SHARE = min(0.9 * os.cpu_count() / 4, 1.0)
+PERIOD = math.ceil(1080 / SHARE)    # µs in which it may; a message waits for its receiver's next: as short as it can be
 PAYLOAD = (MTU - 52) / (MTU + 14)   # of what a link sends: without headers of TCP, IP and Ethernet
 # hosts, ranks on each, settings
 LAYOUTS = [
@@ -62,7 +63,7 @@ class Machine(NamedTuple):
 
 def seconds_of_steps(config: GPTConfig, seconds: float = 4.0) -> dict[int, float]:
     """{micro-steps: median seconds of an optimizer step} of one rank."""
-    limit_cpu(SHARE)
+    limit_cpu(SHARE, PERIOD)
     torch.set_num_threads(1)
     keep_freed_memory()
     set_compile(False, "cpu")
@@ -96,9 +97,9 @@ def launch_and_wait(
     meanwhile: Callable[[Hosts], None] | None = None,
 ) -> None:
     """A module of this repo on hosts, each rank with its share of a core. SystemExit with what it said if it fails."""
-    deadline = time.monotonic() + 400
+    deadline, command = time.monotonic() + 400, ["bench.limited", str(SHARE), str(PERIOD), *command]
     with Hosts(hosts, rate) as network:
-        launchers = [network.launch(host, ["bench.limited", str(SHARE), *command], log, ranks) for host in range(hosts)]
+        launchers = [network.launch(host, command, log, ranks) for host in range(hosts)]
         while any(launcher.poll() is None for launcher in launchers):
             if time.monotonic() > deadline:
                 raise SystemExit(f"no end within 400 s:\n{log.read_text()}")
