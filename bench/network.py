@@ -47,6 +47,12 @@ def why_not() -> str | None:
     return f"this machine makes no namespaces with bridges: {refused.stderr.strip()}" if refused.returncode else None
 
 
+def sent_by_host(process: int | str = "self") -> int:
+    """Bytes that this process's host has sent to others since it was started, headers included."""
+    lines = Path(f"/proc/{process}/net/dev").read_text().splitlines()
+    return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
+
+
 class Hosts(contextlib.AbstractContextManager):
     """
     `count` hosts, host0 (10.0.0.1) and so on, on one switch; each sends and receives at `rate` (of tc: "100mbit"), or
@@ -114,9 +120,7 @@ class Hosts(contextlib.AbstractContextManager):
         self.inside("switch", f"ip link set {self.names[number]} {'up' if connected else 'down'}")
 
     def sent(self, number: int) -> int:
-        """Bytes that a host has sent to others since it was started, headers included."""
-        lines = Path(f"/proc/{self.first_process(self.names[number])}/net/dev").read_text().splitlines()
-        return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
+        return sent_by_host(self.first_process(self.names[number]))
 
     def start(self, number: int, command: list[str], log: Path, **environment: str) -> subprocess.Popen:
         """Start a command on a host, in the repo's root; what it prints is added to the file `log`."""
