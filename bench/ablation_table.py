@@ -25,9 +25,9 @@ def change(pairs: Pairs) -> Change:
     return Change(statistics.fmean(means), math.sqrt(sum(squares)) / len(squares))
 
 
-def slope(halves: Pairs) -> float:
-    """d bits per byte / d ln(tokens) of a baseline, from (bits per byte at half the tokens, at all of them)."""
-    return change(halves).mean / math.log(2)
+def slope(lengths: Pairs, part: float) -> float:
+    """d bits per byte / d ln(tokens) of a baseline, from (bits per byte at that part of the tokens, at all of them)."""
+    return change(lengths).mean / -math.log(part)
 
 
 def at_equal_time(change: Change, slope: float, ratio: float) -> Change:

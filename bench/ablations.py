@@ -49,6 +49,7 @@ total_batch_size = 4096     # [1..] tokens per step
 tokens = 614_400            # [1..] of each run
 minutes = 0.0               # [0..] of each run instead, by the ms that --times has measured
 share = 1.0                 # [>0] of the baseline's tokens or minutes that a candidate gets
+shorter = 0.5               # [0..1] of the baseline's tokens: its runs that show what time is worth; 0: none, no slope
 eval_tokens = 100_000       # [1..] of the first validation documents
 # ---- How
 jobs = 2                    # [0..] runs at a time; they share the cores; 0: only the table of what has a result
@@ -206,14 +207,14 @@ if minutes and (missing := [name for name in pairs if name not in ratios]):
     raise UserError(f"minutes={minutes}, but there are no ms of {', '.join(missing)}: run this with --times first")
 
 # ---- The runs: seed by seed, so that a series that is not finished has whole pairs
+title = "classic" if base == classic else "modern"
 baseline_tokens = minutes * 6e4 / base_ms * total_batch_size if minutes else tokens
 planned: dict[tuple[str, str, int], Run] = {}
 for seed in range(seeds):
     for corpus in corpora:
-        for name, words, part in (("baseline", base, 1.0), ("half", base, 0.5), *(
+        for name, words, part in (("baseline", base, 1.0), *([("shorter", base, shorter)] if shorter else []), *(
                 (name, words, share / ratios[name] if minutes else share) for name, words in pairs.items())):
-            title = f"{'classic' if base == classic else 'modern'}{'-half' * (name == 'half')}"
-            run_name = title if name in ("baseline", "half") else f"{series}-{name}"
+            run_name = title if name in ("baseline", "shorter") else f"{series}-{name}"
             planned[name, corpus, seed] = Run(run_name, words, corpus, part * baseline_tokens, seed)
 perform(list(planned.values()), jobs)
 
@@ -228,13 +229,12 @@ def paired(first: str, second: str) -> dict[str, list[tuple[float, float]]]:
     return {corpus: values for corpus, values in both.items() if values}
 
 
-halves = paired("half", "baseline")
-if not halves:
+if not (of_base := paired("baseline", "baseline")):
     raise UserError("no baseline has a result; the runs' logs say why")
-per_ln = slope(halves)
-title, each = "classic" if base == classic else "modern", corpora * (len(corpora) > 1)
+per_ln = slope(lengths, shorter) if (lengths := paired("shorter", "baseline")) else None
+each = corpora * (len(corpora) > 1)
 columns = ["candidate", "bits per byte", *each, f"ms for {total_batch_size:,} tokens", "at equal time", "so it is"]
-bpb = {corpus: statistics.fmean(second for _, second in values) for corpus, values in halves.items()}
+bpb = {corpus: statistics.fmean(second for _, second in values) for corpus, values in of_base.items()}
 lines = [[f"**{title}**", f"{statistics.fmean(bpb.values()):.4f}",
           *(f"{bpb.get(corpus, 0):.4f}" for corpus in each),
           f"{base_ms:,.0f}" if base_ms else "?", "", ""]]
@@ -242,19 +242,21 @@ for name in pairs:
     if not (found := paired("baseline", name)):
         lines.append([name, "failed" if jobs else "not run", *[""] * (len(columns) - 2)])
         continue
-    difference = change(found)
-    ratio, equal = ratios.get(name), difference
-    if ratio and not minutes:
+    equal = difference = change(found)
+    ratio = ratios.get(name)
+    timed = ratio and (minutes or per_ln)
+    if timed and not minutes:
         equal = at_equal_time(difference, per_ln, share * ratio)
     of_each = [shown(change({corpus: found[corpus]})) if corpus in found else "" for corpus in each]
     lines.append([name, shown(difference), *of_each,
-                  f"{ratio * base_ms:,.0f}" if ratio else "?", shown(equal) if ratio else "?",
-                  verdict(equal) + " at equal tokens" * (not ratio)])
+                  f"{ratio * base_ms:,.0f}" if ratio else "?", shown(equal) if timed else "?",
+                  verdict(equal) + " at equal tokens" * (not timed)])
 length = f"{minutes:g} minutes" if minutes else f"{tokens:,} tokens"
 length += f" (a candidate {share:g} of it)" * (share != 1)
-equal = f"computed from the baseline's {per_ln:+.4f} bits per byte per ln(tokens), from runs of half the tokens"
+equal = "trained" if minutes else "unknown without shorter runs" if per_ln is None else (
+    f"computed from the baseline's {per_ln:+.4f} bits per byte per ln(tokens), by runs of {shorter:.3g} of the tokens")
 note = (f"Depth {depth}, {length}, {seeds} seeds, {', '.join(corpora)}; baseline `{base}`. Mean ± standard error of "
         "the paired difference; ms measured side by side, on half of the cores each; equal time is "
-        f"{'trained' if minutes else equal}.")
+        f"{equal}.")
 settings = [argument for argument in sys.argv[1:] if not argument.startswith(("--write", "--jobs"))]
 show(f"{markdown_table(columns, lines)}\n\n{note}", "ablations.md", f"bench.ablations {shlex.join(settings)}", write)
