@@ -255,8 +255,8 @@ length = f"{minutes:g} minutes" if minutes else f"{tokens:,} tokens"
 length += f" (a candidate {share:g} of it)" * (share != 1)
 equal = "trained" if minutes else "unknown without shorter runs" if per_ln is None else (
     f"computed from the baseline's {per_ln:+.4f} bits per byte per ln(tokens), by runs of {shorter:.3g} of the tokens")
-note = (f"Depth {depth}, {length}, {seeds} seeds, {', '.join(corpora)}; baseline `{base}`. Mean ± standard error of "
-        "the paired difference; ms measured side by side, on half of the cores each; equal time is "
+note = (f"Depth {depth}, {length}, {seeds} seed{'s' * (seeds > 1)}, {', '.join(corpora)}; baseline `{base}`. Mean ± "
+        "standard error of the paired difference; ms measured side by side, on half of the cores each; equal time is "
         f"{equal}.")
 settings = [argument for argument in sys.argv[1:] if not argument.startswith(("--write", "--jobs"))]
 show(f"{markdown_table(columns, lines)}\n\n{note}", "ablations.md", f"bench.ablations {shlex.join(settings)}", write)

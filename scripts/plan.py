@@ -77,7 +77,7 @@ print(f"depth {depth}: {adamw + muon:,} parameters, {per_token:.3g} FLOPs per to
       f"{steps:,} steps of {total_batch_size:,} tokens in {micro_steps} micro-step(s)")
 print(f"{gpus} x {gpu or 'GPU'} at {mfu:.0%} MFU: {hours:.2f} hours"
       + (f" of pretraining and {further:.2f} on {conversation_tokens:,} tokens of conversations" if further else "")
-      + f" if all communication hides, {(hours + further) * gpus * price:,.0f} at {price:g} per GPU and hour")
+      + f" if all communication hides; cost {(hours + further) * gpus * price:,.0f}, at {price:g} per GPU and hour")
 if not stages:
     raise SystemExit(0)
 
