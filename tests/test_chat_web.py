@@ -1062,7 +1062,8 @@ async def test_loading_and_limits_of_time():
         assert 2 < long["usage"]["completion_tokens"] < 4000
         prompts, sampling = [prompt_of(chat("long"))], SamplingParams(2000, temperature=0)
         # The time of the second one is over at once with that of those before it.
-        first, second = [model.submit(Request(prompts, sampling, n=2, seconds=0.5)) for _ in range(2)]
+        both = dict(n=2, seconds=0.5, started=time.monotonic())
+        first, second = [model.submit(Request(prompts, sampling, **both)) for _ in range(2)]
         reasons = [chunk.finish_reason async for chunks in first.chunks() for chunk in chunks]
         assert [reason for reason in reasons if reason] == ["length"] * 2
         with pytest.raises(ApiError, match="within 0.5 s"):
