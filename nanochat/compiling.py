@@ -23,6 +23,13 @@ def compiled(function: Callable) -> Callable:
     return with_compiler(function) if switch.on else function
 
 
+def of_any_length(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, for which a function is compiled once for all lengths of dimension 0: on a CPU as fast as for one."""
+    if switch.on and tensor.device.type == "cpu":
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor
+
+
 def in_one_pass(function: Callable, flat: torch.Tensor, *others: torch.Tensor | float):
     """
     function(flat, *others), elementwise over long flat tensors: compiled, it reads and writes memory once instead of

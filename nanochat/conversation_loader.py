@@ -21,7 +21,7 @@ from nanochat.progress import progress
 from nanochat.tokenizer import Tokenizer
 
 BUFFER_CONVERSATIONS = 512  # what best fit chooses from; more fill rows better, and keep the shuffled order less
-SHORTEST_PADDED = 64        # rows are padded to this times a power of two: each length is compiled once
+SHORTEST_PADDED = 32        # or three quarters: rows are padded to few lengths, as each is compiled once
 
 Row = tuple[list[int], list[float]]  # tokens, and the weight of each of them as a target
 
@@ -120,11 +120,11 @@ def tensors(rows: Sequence[Row], length: int, device: torch.device) -> tuple[Ten
 
 
 def padded_length(longest: int, max_seq_len: int) -> int:
-    """The next of few lengths that holds rows of so many tokens."""
-    length = SHORTEST_PADDED
-    while length < longest - 1:  # the last token is only a target
-        length *= 2
-    return min(length, max_seq_len)
+    """The next power of two, or three quarters of one, that holds rows of so many tokens."""
+    needed, power = longest - 1, SHORTEST_PADDED  # the last token is only a target
+    while power < needed:
+        power *= 2
+    return min(power if power * 3 // 4 < needed else power * 3 // 4, max_seq_len)
 
 
 def conversation_loader(

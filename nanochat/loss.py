@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.compiling import compiled
+from nanochat.compiling import compiled, of_any_length
 
 VOCAB_MULTIPLE = 64  # columns of the logits are padded to it: whole tiles in the largest matrix product
 MAX_SOFTCAP = 64  # exp(softcap), summed over any vocabulary, stays far below float32's largest number
@@ -68,6 +68,10 @@ def softcapped_cross_entropy(
     valid = (targets >= 0).float()
     weights = valid if weights is None else valid * weights
     if sampled is None:
+        if x.device.type == "cpu":  # on a GPU the host would have to wait until it knows how many there are
+            counted = weights.nonzero()[:, 0]
+            if len(counted) < len(x):  # what counts for nothing needs no logits
+                x, targets, weights = (part.index_select(0, counted) for part in (x, targets, weights))
         return SoftcappedCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap)
     assert softcap, "the exponentials of a sampled softmax are not shifted"
     return SampledCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap, sampled)
@@ -94,7 +98,7 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         real, targets = real_columns(head, vocab_size), targets.clamp(min=0)
         grad_x, grad_head, start = torch.empty_like(x), torch.zeros_like(head, dtype=torch.float32), 0
         for rows, row_targets, row_weights in chunks(head.size(0), x, targets, weights):
-            logits = rows @ head.T
+            logits = of_any_length(rows @ head.T)
             total, shift, grad = compiled(exponentials_and_gradient)(logits, real, softcap)
             logit = logits.gather(1, row_targets[:, None])[:, 0]
             losses, target_grad = losses_and_target_gradient(logit, total, shift, real[row_targets], softcap)

@@ -1,4 +1,5 @@
 """The model against its definition written out in float64, and against torch's own counters."""
+import functools
 import math
 import re
 import subprocess
@@ -200,6 +201,37 @@ def test_loss_and_gradients_equal_autograds(monkeypatch, compiled):
         each = token_losses(x, head, targets, 50, 15.0)
         torch.testing.assert_close(each.double(), expected_each, rtol=1e-6, atol=2e-6)
         assert torch.all(each[::5] == 0)
+
+
+def test_only_rows_with_a_target_are_multiplied_with_the_head():
+    """
+    Counted by torch: three products of the rows that have one, or whose target counts for something. Without any: no
+    loss, and gradients that are there, of zero.
+    """
+    x, head, targets, _ = drawn(x_scale=3)
+    for kept in (25, 20, 13, 0):
+        targets[targets.argsort()[: 32 - kept]] = -1
+        for given, weights in ((targets, None), (targets.clamp(min=0), torch.where(targets < 0, 0.0, 2.0))):
+            x_, head_ = x.clone().requires_grad_(), head.clone().requires_grad_()
+            with FlopCounterMode(display=False) as flops:
+                loss = softcapped_cross_entropy(x_, head_, given, 50, 15.0, weights)
+                loss.backward()
+            assert flops.get_total_flops() == 3 * 2 * kept * 64 * 24
+            assert torch.equal(x_.grad.any(1), targets >= 0) and bool(head_.grad.any()) == (loss > 0) == (kept > 0)
+
+
+def test_the_loss_is_compiled_once_for_any_number_of_targets(monkeypatch):
+    from torch._dynamo.testing import CompileCounter
+
+    monkeypatch.setattr(switch, "on", True)
+    counter = CompileCounter()
+    compiler = functools.cache(partial(torch.compile, dynamic=False, backend=counter))
+    monkeypatch.setattr("nanochat.compiling.with_compiler", compiler)
+    x, head, targets, _ = drawn(x_scale=3)
+    for kept in (25, 20, 13):
+        targets[targets.argsort()[: 32 - kept]] = -1
+        softcapped_cross_entropy(x, head, targets, 50, 15.0)
+        assert counter.frame_count == 2, "exponentials_and_gradient and add_to"
 
 
 @pytest.mark.parametrize("compiled", [False, True])
