@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from nanochat.errors import UserError, first_line, is_rank0
 
@@ -23,11 +24,18 @@ def compiled(function: Callable) -> Callable:
     return with_compiler(function) if switch.on else function
 
 
-def of_any_length(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, for which a function is compiled once for all lengths of dimension 0: on a CPU as fast as for one."""
-    if switch.on and tensor.device.type == "cpu":
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return tensor
+def of_any_length(function: Callable) -> Callable:
+    """
+    A compiled function of tensors (…, T, C), which on a CPU is compiled once for every T: there it is as fast as one
+    that knows T, whose compilation takes longer than many steps of a small model.
+    """
+    def call(*arguments):
+        for part in tree_leaves(arguments) if switch.on else ():
+            if isinstance(part, torch.Tensor) and part.dim() > 1 and part.device.type == "cpu":
+                torch._dynamo.maybe_mark_dynamic(part, part.dim() - 2)
+        return function(*arguments)
+
+    return call
 
 
 def in_one_pass(function: Callable, flat: torch.Tensor, *others: torch.Tensor | float):

@@ -21,7 +21,7 @@ from nanochat.progress import progress
 from nanochat.tokenizer import Tokenizer
 
 BUFFER_CONVERSATIONS = 512  # what best fit chooses from; more fill rows better, and keep the shuffled order less
-SHORTEST_PADDED = 32        # or three quarters: rows are padded to few lengths, as each is compiled once
+SHORTEST_PADDED = 32        # or three quarters: rows are padded to few lengths, as a GPU compiles each of them
 
 Row = tuple[list[int], list[float]]  # tokens, and the weight of each of them as a target
 

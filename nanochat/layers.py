@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.attention import attention, window_blocks
+from nanochat.compiling import of_any_length
 from nanochat.gpt_config import GPTConfig
 
 NORM_EPS = 1.1920929e-07  # float32 machine epsilon, in every dtype
@@ -227,7 +228,7 @@ class Block(nn.Module):
         tables.
         """
         for name in ("before", "after") if device.type == "cpu" else ("body",):
-            setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
+            setattr(self, name, of_any_length(torch.compile(getattr(self, name), dynamic=False)))
 
     def mix(self, x: Tensor, streams: tuple[Tensor, ...]) -> Tensor:
         """Add the streams (x0, bigram vectors, the middle of the model; as far as there are), each times a scalar."""

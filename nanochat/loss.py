@@ -98,8 +98,8 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         real, targets = real_columns(head, vocab_size), targets.clamp(min=0)
         grad_x, grad_head, start = torch.empty_like(x), torch.zeros_like(head, dtype=torch.float32), 0
         for rows, row_targets, row_weights in chunks(head.size(0), x, targets, weights):
-            logits = of_any_length(rows @ head.T)
-            total, shift, grad = compiled(exponentials_and_gradient)(logits, real, softcap)
+            logits = rows @ head.T
+            total, shift, grad = of_any_length(compiled(exponentials_and_gradient))(logits, real, softcap)
             logit = logits.gather(1, row_targets[:, None])[:, 0]
             losses, target_grad = losses_and_target_gradient(logit, total, shift, real[row_targets], softcap)
             # Not scatter_, which on a CPU makes a float32 copy of the logits.

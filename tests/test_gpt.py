@@ -220,20 +220,6 @@ def test_only_rows_with_a_target_are_multiplied_with_the_head():
             assert torch.equal(x_.grad.any(1), targets >= 0) and bool(head_.grad.any()) == (loss > 0) == (kept > 0)
 
 
-def test_the_loss_is_compiled_once_for_any_number_of_targets(monkeypatch):
-    from torch._dynamo.testing import CompileCounter
-
-    monkeypatch.setattr(switch, "on", True)
-    counter = CompileCounter()
-    compiler = functools.cache(partial(torch.compile, dynamic=False, backend=counter))
-    monkeypatch.setattr("nanochat.compiling.with_compiler", compiler)
-    x, head, targets, _ = drawn(x_scale=3)
-    for kept in (25, 20, 13):
-        targets[targets.argsort()[: 32 - kept]] = -1
-        softcapped_cross_entropy(x, head, targets, 50, 15.0)
-        assert counter.frame_count == 2, "exponentials_and_gradient and add_to"
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_sampled_softmax_equals_autograds(monkeypatch, compiled):
     """Against autograd in float64 on its formula: the target once, each other token as often as it stands for."""
@@ -297,18 +283,27 @@ def test_logits_of_any_size_without_a_softcap():
     assert torch.all(head_.grad[50:] == 0), "padded rows get no gradient"
 
 
-def test_all_blocks_of_a_model_share_compiled_code_on_a_cpu(monkeypatch):
-    """Two graphs, before and after attention: windows and value tables, whose kinds alternate, are outside of them."""
+def test_all_blocks_lengths_and_numbers_of_targets_share_compiled_code_on_a_cpu(monkeypatch):
+    """
+    Two graphs, before and after attention: windows and value tables, whose kinds alternate, are outside of them. The
+    loss has two more, for exponentials and for the head's gradient.
+    """
     from torch._dynamo.testing import CompileCounter
 
     model, counter = small_model(arch="modern", n_layer=6), CompileCounter()
-    tokens = torch.randint(70, (2, 32), generator=torch.Generator().manual_seed(0))
-    expected = model(tokens, tokens)
     monkeypatch.setattr("torch.compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr("nanochat.compiling.with_compiler", functools.cache(partial(torch.compile, dynamic=False)))
+    tokens = torch.randint(70, (2, 32), generator=torch.Generator().manual_seed(0))
+    cases = [(tokens[:, :length], tokens[:, :length].where(tokens[0, :length] < most, -1))
+             for length, most in ((32, 70), (32, 60), (24, 70), (17, 30), (2, 70))]
+    expected = [model(*case).item() for case in cases]
     model.compile_blocks()
-    loss = model(tokens, tokens)
-    loss.backward()
-    assert counter.frame_count == 2 and loss.item() == expected.item()
+    monkeypatch.setattr(switch, "on", True)
+    for case, loss in zip(cases, expected):
+        model.zero_grad()
+        assert model(*case).item() == loss
+        model(*case).backward()
+        assert counter.frame_count == 4
 
 
 def test_a_script_of_ones_own_calls_the_model_eagerly():
