@@ -100,7 +100,7 @@ class Run(NamedTuple):
     data: str
     tokens: float
     seed: int
-    turn: str = ""  # of --times: whose turn
+    beside: str = ""  # of --times: the candidate's words, as a baseline is slower beside one candidate than another
 
 
 def key_of(run: Run) -> dict:
@@ -117,9 +117,9 @@ def key_of(run: Run) -> dict:
             flags["arch"] += f",{word}"
     flags |= {"data": run.data, "seed": run.seed,
               "num_iterations": max(round(run.tokens / int(flags["total_batch_size"])), 1)}
-    timed = {"turn": f"{run.turn}, beside the other on {os.cpu_count()} cores"} if run.turn else {}
+    timed = {"beside": f"{run.beside}, on {os.cpu_count()} cores"} if run.beside else {}
     return timed | {"flags": [f"--{name}={value}" for name, value in flags.items()], "patches": patches,
-                    "eval_tokens": 0 if run.turn else eval_tokens, "texts": texts[run.data]}
+                    "eval_tokens": 0 if run.beside else eval_tokens, "texts": texts[run.data]}
 
 
 def path_of(run: Run):
@@ -171,7 +171,7 @@ def perform(runs: list[Run], jobs: int) -> None:
 
 def turns(name: str, base: str, words: str) -> list[tuple[Run, Run]]:
     """Rounds of a pair's short runs; a round's two run at the same time, so that both meet the same disturbances."""
-    of_pair = ((Run(f"times-{name}-{side}", each, corpora[0], TIMED_STEPS * total_batch_size, turn, name)
+    of_pair = ((Run(f"times-{name}-{side}", each, corpora[0], TIMED_STEPS * total_batch_size, turn, words)
                 for side, each in (("baseline", base), ("candidate", words))) for turn in range(seeds))
     return [tuple(runs) for runs in of_pair]
 
