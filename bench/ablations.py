@@ -100,7 +100,7 @@ class Run(NamedTuple):
     data: str
     tokens: float
     seed: int
-    beside: str = ""  # of --times: the candidate's words, as a baseline is slower beside one candidate than another
+    beside: str = ""  # of --times: the other's words, beside which it ran
 
 
 def key_of(run: Run) -> dict:
@@ -171,8 +171,9 @@ def perform(runs: list[Run], jobs: int) -> None:
 
 def turns(name: str, base: str, words: str) -> list[tuple[Run, Run]]:
     """Rounds of a pair's short runs; a round's two run at the same time, so that both meet the same disturbances."""
-    of_pair = ((Run(f"times-{name}-{side}", each, corpora[0], TIMED_STEPS * total_batch_size, turn, words)
-                for side, each in (("baseline", base), ("candidate", words))) for turn in range(seeds))
+    sides = ("baseline", base, words), ("candidate", words, base)
+    of_pair = ((Run(f"times-{name}-{side}", own, corpora[0], TIMED_STEPS * total_batch_size, turn, other)
+                for side, own, other in sides) for turn in range(seeds))
     return [tuple(runs) for runs in of_pair]
 
 

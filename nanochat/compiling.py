@@ -26,8 +26,8 @@ def compiled(function: Callable) -> Callable:
 
 def of_any_length(function: Callable) -> Callable:
     """
-    A compiled function of tensors (…, T, C), which on a CPU is compiled once for every T: there it is as fast as one
-    that knows T, whose compilation takes longer than many steps of a small model.
+    A compiled function of tensors (…, T, C). On a CPU it is compiled once for all T together (but 0 and 1): as fast as
+    code that knows T, and to compile that takes longer than many steps of a small model.
     """
     def call(*arguments):
         for part in tree_leaves(arguments) if switch.on else ():

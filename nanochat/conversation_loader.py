@@ -5,6 +5,7 @@ All conversations are rendered once, at the start, a share on each rank, and the
 every rank knows before the first step how many steps there are, and what each of them holds.
 """
 import hashlib
+import math
 from array import array
 from collections.abc import Iterator, Sequence
 
@@ -21,7 +22,8 @@ from nanochat.progress import progress
 from nanochat.tokenizer import Tokenizer
 
 BUFFER_CONVERSATIONS = 512  # what best fit chooses from; more fill rows better, and keep the shuffled order less
-SHORTEST_PADDED = 32        # or three quarters: rows are padded to few lengths, as a GPU compiles each of them
+SHORTEST_PADDED = 64        # a GPU compiles each length once: rows are padded to this times a power of two
+CPU_MULTIPLE = 8            # a CPU compiles for all lengths: rows are padded to a multiple of this
 
 Row = tuple[list[int], list[float]]  # tokens, and the weight of each of them as a target
 
@@ -119,12 +121,15 @@ def tensors(rows: Sequence[Row], length: int, device: torch.device) -> tuple[Ten
     return tuple((part.pin_memory() if pinned else part).to(device, non_blocking=pinned) for part in parts)
 
 
-def padded_length(longest: int, max_seq_len: int) -> int:
-    """The next power of two, or three quarters of one, that holds rows of so many tokens."""
-    needed, power = longest - 1, SHORTEST_PADDED  # the last token is only a target
-    while power < needed:
-        power *= 2
-    return min(power if power * 3 // 4 < needed else power * 3 // 4, max_seq_len)
+def padded_length(longest: int, max_seq_len: int, device: torch.device) -> int:
+    """What rows of at most so many tokens are padded to: see above."""
+    needed = max(longest - 1, 1)  # the last token is only a target
+    if device.type == "cpu":
+        return min(math.ceil(needed / CPU_MULTIPLE) * CPU_MULTIPLE, max_seq_len)
+    length = SHORTEST_PADDED
+    while length < needed:
+        length *= 2
+    return min(length, max_seq_len)
 
 
 def conversation_loader(
@@ -135,10 +140,10 @@ def conversation_loader(
     """
     Yields (inputs, targets), (B, T) int64, of each micro-step of this rank, from the first of start_step on; step s has
     the rows [s · rows_per_step, (s + 1) · rows_per_step), the longest first, and micro-batch m · world_size + rank of
-    them is this rank's. T is max_seq_len, or with `pad` the next of few lengths that holds the rows. Past the last row
+    them is this rank's. T is max_seq_len, or with `pad` what `padded_length` says. Past the last row
     come empty ones, whose loss is zero: rows_per_step need not divide anything, and after the last step all are empty.
     """
-    step, unit = start_step, device_batch_size * world_size
+    step, unit, device = start_step, device_batch_size * world_size, torch.device(device)
     while True:
         of_step = rows[step * rows_per_step : (step + 1) * rows_per_step]
         # Rows of similar lengths together: little padding, and no rank waits for another.
@@ -147,6 +152,6 @@ def conversation_loader(
             of_ranks = of_step[start : start + unit]
             batch = [conversations.read(row) for row in of_ranks[rank * device_batch_size :][:device_batch_size]]
             longest = conversations.row_length(of_ranks[0]) if of_ranks else 0
-            length = padded_length(longest, max_seq_len) if pad else max_seq_len
-            yield tensors(batch + [([], [])] * (device_batch_size - len(batch)), length, torch.device(device))[:2]
+            length = padded_length(longest, max_seq_len, device) if pad else max_seq_len
+            yield tensors(batch + [([], [])] * (device_batch_size - len(batch)), length, device)[:2]
         step += 1

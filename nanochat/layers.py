@@ -227,8 +227,12 @@ class Block(nn.Module):
         is what comes before and after attention: that is as fast by itself, and would make kinds of windows and value
         tables.
         """
-        for name in ("before", "after") if device.type == "cpu" else ("body",):
-            setattr(self, name, of_any_length(torch.compile(getattr(self, name), dynamic=False)))
+        if device.type == "cpu":
+            self.before, self.after = (
+                of_any_length(torch.compile(part, dynamic=False)) for part in (self.before, self.after)
+            )
+        else:
+            self.body = torch.compile(self.body, dynamic=False)
 
     def mix(self, x: Tensor, streams: tuple[Tensor, ...]) -> Tensor:
         """Add the streams (x0, bigram vectors, the middle of the model; as far as there are), each times a scalar."""

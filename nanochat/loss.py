@@ -82,7 +82,7 @@ def token_losses(x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, soft
     real, losses = real_columns(head, vocab_size), []
     for rows, row_targets in chunks(head.size(0), x, targets):
         logits = rows @ head.T
-        total, shift, _ = compiled(exponentials_and_gradient)(logits, real, softcap)
+        total, shift, _ = of_any_length(compiled(exponentials_and_gradient))(logits, real, softcap)
         row_targets = row_targets.clamp(min=0)
         logit = logits.gather(1, row_targets[:, None])[:, 0]
         losses.append(losses_and_target_gradient(logit, total, shift, real[row_targets], softcap)[0])
@@ -97,7 +97,7 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         real, targets = real_columns(head, vocab_size), targets.clamp(min=0)
         grad_x, grad_head, start = torch.empty_like(x), torch.zeros_like(head, dtype=torch.float32), 0
-        for rows, row_targets, row_weights in chunks(head.size(0), x, targets, weights):
+        for rows, row_targets, row_weights in chunks(head.size(0), x, targets, weights) if len(x) else ():
             logits = rows @ head.T
             total, shift, grad = of_any_length(compiled(exponentials_and_gradient))(logits, real, softcap)
             logit = logits.gather(1, row_targets[:, None])[:, 0]

@@ -166,7 +166,7 @@ while True:
     for micro_step in range(grad_accum_steps):
         batch = [(r.ids, r.weights()) for r in rollouts[micro_step * device_batch_size :][:device_batch_size]]
         batch += [([], [])] * (device_batch_size - len(batch))
-        length = padded_length(max(len(ids) for ids, _ in batch), model.config.sequence_len)
+        length = padded_length(max(len(ids) for ids, _ in batch), model.config.sequence_len, device)
         inputs, targets, weights = tensors(batch, length, device)
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
             loss = model(inputs, targets, reduction="sum", weights=weights)

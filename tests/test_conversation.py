@@ -173,19 +173,20 @@ def test_the_rows_of_a_step_do_not_depend_on_ranks_or_micro_batches(pad):
     assert steps(2, 3, start_step=2) == expected[2:], "as after a resume"
 
 
-def test_rows_are_padded_to_few_lengths():
-    """Of n tokens n − 1 are inputs: at most a third more than those, one of two lengths for each doubling."""
-    lengths = [padded_length(longest, 200) for longest in range(1, 202)]
-    assert sorted(set(lengths)) == [24, 32, 48, 64, 96, 128, 192, 200]
-    for inputs, length in enumerate(lengths):
-        assert length == next(n for n in (24, 32, 48, 64, 96, 128, 192, 200) if n >= inputs)
+def test_rows_are_padded_to_few_lengths_on_a_gpu_and_hardly_on_a_cpu():
+    """Of n tokens n − 1 are inputs; never more than max_seq_len."""
+    of_cpu, of_gpu = ([padded_length(longest, 200, torch.device(device)) for longest in range(202)]
+                      for device in ("cpu", "cuda"))
+    assert sorted(set(of_gpu)) == [64, 128, 200] and set(of_cpu) == set(range(8, 201, 8))
+    assert all(max(longest - 1, 1) <= cpu <= gpu for longest, (cpu, gpu) in enumerate(zip(of_cpu, of_gpu)))
+    assert all(cpu < longest - 1 + 8 for longest, cpu in enumerate(of_cpu) if longest > 1)
 
 
 def test_targets_are_one_ahead_and_padding_has_none():
     rendered = RenderedConversations(some(3)[:1], TOKENIZER, 129)
     inputs, targets = next(conversation_loader(rendered, [[0]], 1, device_batch_size=2, max_seq_len=128, pad=True))
     ids, mask, _ = render(TOKENIZER, some(1)[0])
-    assert inputs.shape == targets.shape == (2, 24)
+    assert inputs.shape == targets.shape == (2, 8)
     assert inputs[0, : len(ids) - 1].tolist() == ids[:-1]
     assert targets[0, : len(ids) - 1].tolist() == [i if m else -1 for i, m in zip(ids[1:], mask[1:])]
     assert torch.all(targets[0, len(ids) - 1 :] == -1) and torch.all(targets[1] == -1)

@@ -20,7 +20,14 @@ from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.gpt_config import GPTConfig, architecture, config_from_depth
 from nanochat.layers import RotatedNorm, SquaredReLU, norm, rotary_angles, rotate
-from nanochat.loss import CHUNK_LOGITS, MAX_SOFTCAP, negatives, softcapped_cross_entropy, token_losses
+from nanochat.loss import (
+    CHUNK_LOGITS,
+    MAX_SOFTCAP,
+    SoftcappedCrossEntropy,
+    negatives,
+    softcapped_cross_entropy,
+    token_losses,
+)
 from nanochat.zero import Sharding
 
 ALONE = ["rope_theta=100", "qk_scale=1.5", "short_windows=True", "value_embeddings=True", "bigrams=5",
@@ -191,13 +198,16 @@ def test_loss_and_gradients_equal_autograds(monkeypatch, compiled):
         monkeypatch.setitem(CHUNK_LOGITS, "cpu", chunk_logits)
         expected = expected_each.sum() if weights is None else expected_each @ weights.double()
         grad_x, grad_head = torch.autograd.grad(expected / 3, (x64, head64), retain_graph=True)
-        x_, head_ = x.clone().requires_grad_(), head.clone().requires_grad_()
-        loss = softcapped_cross_entropy(x_, head_, targets, 50, 15.0, weights)
-        (loss / 3).backward()
-        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
-        torch.testing.assert_close(x_.grad.double(), grad_x, atol=2e-6, rtol=1e-5)
-        torch.testing.assert_close(head_.grad.double(), grad_head, atol=5e-6, rtol=1e-5)
-        assert torch.all(head_.grad[50:] == 0), "padded rows get no gradient"
+        counted = (targets >= 0) * (torch.ones(32) if weights is None else weights)
+        for all_rows in (False, True):  # on a GPU rows without a target come along
+            x_, head_ = x.clone().requires_grad_(), head.clone().requires_grad_()
+            loss = (SoftcappedCrossEntropy.apply(x_, head_, targets, counted, 50, 15.0) if all_rows else
+                    softcapped_cross_entropy(x_, head_, targets, 50, 15.0, weights))
+            (loss / 3).backward()
+            torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+            torch.testing.assert_close(x_.grad.double(), grad_x, atol=2e-6, rtol=1e-5)
+            torch.testing.assert_close(head_.grad.double(), grad_head, atol=5e-6, rtol=1e-5)
+            assert torch.all(head_.grad[50:] == 0), "padded rows get no gradient"
         each = token_losses(x, head, targets, 50, 15.0)
         torch.testing.assert_close(each.double(), expected_each, rtol=1e-6, atol=2e-6)
         assert torch.all(each[::5] == 0)
@@ -294,16 +304,19 @@ def test_all_blocks_lengths_and_numbers_of_targets_share_compiled_code_on_a_cpu(
     monkeypatch.setattr("torch.compile", partial(torch.compile, backend=counter))
     monkeypatch.setattr("nanochat.compiling.with_compiler", functools.cache(partial(torch.compile, dynamic=False)))
     tokens = torch.randint(70, (2, 32), generator=torch.Generator().manual_seed(0))
-    cases = [(tokens[:, :length], tokens[:, :length].where(tokens[0, :length] < most, -1))
-             for length, most in ((32, 70), (32, 60), (24, 70), (17, 30), (2, 70))]
+    cases = [(tokens[:, :length], tokens[:, :length].where(tokens[0, :length] < most, -1), "sum")
+             for length, most in ((32, 70), (32, 60), (24, 70), (17, 30), (32, 0), (2, 70))]
     expected = [model(*case).item() for case in cases]
     model.compile_blocks()
     monkeypatch.setattr(switch, "on", True)
     for case, loss in zip(cases, expected):
-        model.zero_grad()
         assert model(*case).item() == loss
         model(*case).backward()
         assert counter.frame_count == 4
+    with torch.no_grad():
+        for case, loss in zip(cases, expected):
+            assert model(*case[:2], "none").sum().item() == pytest.approx(loss)
+            assert counter.frame_count == 6, "before and after once more, without gradients"
 
 
 def test_a_script_of_ones_own_calls_the_model_eagerly():
