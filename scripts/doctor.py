@@ -36,7 +36,7 @@ from nanochat.report import markdown_table
 depth = -1                  # [-1, 1..] layers; -1: a table of the usual ones
 arch = "modern"             # pieces of the model, as base_train takes them
 max_seq_len = 2048          # [1..] tokens per row
-vocab_size = -1             # [-1, 1..] -1: 32,768 for a GPU, 8,192 for a CPU, as in speedrun.sh
+vocab_size = -1             # [-1, 1..] -1: 32,768 for a GPU, as in speedrun.sh; 8,192 for a CPU
 kv_group = 1                # [1..] query heads per key head
 # ---- Training
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
