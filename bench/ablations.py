@@ -6,6 +6,7 @@ docs/ablations.md. A series that was stopped goes on where it was: what has a re
     python -m bench.ablations --series=removed --only=smear        # taken from modern; `more`: added to modern
     python -m bench.ablations --series=added --times               # ms per step, on an otherwise idle machine
     python -m bench.ablations --series=sets --minutes=10           # equal time, by these ms: after --times
+    python -m bench.ablations --series=sets --minutes=10 --alone   # of the whole machine: after --times --alone
     python -m bench.ablations --series=added --write               # and the table into the page
 """
 import hashlib
@@ -53,6 +54,7 @@ shorter = 0.5               # [0..1] of the baseline's tokens: its runs that sho
 eval_tokens = 100_000       # [1..] of the first validation documents
 # ---- How
 jobs = 2                    # [0..] runs at a time; they share the cores; 0: only the table of what has a result
+alone = False               # instead one run at a time on all cores, those of --times in turns
 times = False               # measure ms per step, each pair side by side on half of the cores, instead of training
 write = False               # put the table into docs/ablations.md
 configure(globals())
@@ -100,7 +102,7 @@ class Run(NamedTuple):
     data: str
     tokens: float
     seed: int
-    beside: str = ""  # of --times: the other's words, beside which it ran
+    beside: str = ""  # of --times: the other's words, beside which it ran, or in turns with it
 
 
 def key_of(run: Run) -> dict:
@@ -117,7 +119,8 @@ def key_of(run: Run) -> dict:
             flags["arch"] += f",{word}"
     flags |= {"data": run.data, "seed": run.seed,
               "num_iterations": max(round(run.tokens / int(flags["total_batch_size"])), 1)}
-    timed = {"beside": f"{run.beside}, on {os.cpu_count()} cores"} if run.beside else {}
+    where = f"{run.beside}, on {os.cpu_count()} cores"
+    timed = {"in turns with" if alone else "beside": where} if run.beside else {}
     return timed | {"flags": [f"--{name}={value}" for name, value in flags.items()], "patches": patches,
                     "eval_tokens": 0 if run.beside else eval_tokens, "texts": texts[run.data]}
 
@@ -170,7 +173,7 @@ def perform(runs: list[Run], jobs: int) -> None:
 
 
 def turns(name: str, base: str, words: str) -> list[tuple[Run, Run]]:
-    """Rounds of a pair's short runs; a round's two run at the same time, so that both meet the same disturbances."""
+    """Rounds of a pair's short runs, which meet the same disturbances: at the same time, or with `alone` in turns."""
     sides = ("baseline", base, words), ("candidate", words, base)
     of_pair = ((Run(f"times-{name}-{side}", own, corpora[0], TIMED_STEPS * total_batch_size, turn, other)
                 for side, own, other in sides) for turn in range(seeds))
@@ -192,10 +195,10 @@ for corpus in corpora:  # here once, not in every run
     ensure_dataset(corpus)
     texts[corpus] = [fingerprint(corpus)[:12], ensure_tokenizer(corpus).fingerprint[:12]]
 
-# ---- Times: a candidate's ms are its ratio to the baseline's beside it, the median of the rounds
+# ---- Times: a candidate's ms are its ratio to the baseline's of the same round, the median of the rounds
 for of_all in zip(*(turns(name, base, words) for name, words in pairs.items())) if times else ():
     for both in of_all:
-        perform(list(both), jobs=2)
+        perform(list(both), jobs=1 if alone else 2)
 rounds = {name: [(a["ms"], b["ms"]) for a, b in (map(result, both) for both in turns(name, base, words)) if a and b]
           for name, words in pairs.items()}
 ratios = {name: statistics.median(b / a for a, b in of_pair) for name, of_pair in rounds.items() if of_pair}
@@ -217,7 +220,7 @@ for seed in range(seeds):
                 (name, words, share / ratios[name] if minutes else share) for name, words in pairs.items())):
             run_name = title if name in ("baseline", "shorter") else f"{series}-{name}"
             planned[name, corpus, seed] = Run(run_name, words, corpus, part * baseline_tokens, seed)
-perform(list(planned.values()), jobs)
+perform(list(planned.values()), min(jobs, 1) if alone else jobs)
 
 # ---- The table
 results = {where: found for where, run in planned.items() if (found := result(run))}
@@ -257,7 +260,7 @@ length += f" (a candidate {share:g} of it)" * (share != 1)
 equal = "trained" if minutes else "unknown without shorter runs" if per_ln is None else (
     f"computed from the baseline's {per_ln:+.4f} bits per byte per ln(tokens), by runs of {shorter:.3g} of the tokens")
 note = (f"Depth {depth}, {length}, {seeds} seed{'s' * (seeds > 1)}, {', '.join(corpora)}; baseline `{base}`. Mean ± "
-        "standard error of the paired difference; ms measured side by side, on half of the cores each; equal time is "
-        f"{equal}.")
+        "standard error of the paired difference; ms measured "
+        f"{'in turns, on all cores' if alone else 'side by side, on half of the cores each'}; equal time is {equal}.")
 settings = [argument for argument in sys.argv[1:] if not argument.startswith(("--write", "--jobs"))]
 show(f"{markdown_table(columns, lines)}\n\n{note}", "ablations.md", f"bench.ablations {shlex.join(settings)}", write)
