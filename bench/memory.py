@@ -12,10 +12,10 @@ import sys
 from configurator import configure
 
 import torch
-import torch.distributed as dist
 
 from bench.harness import on_ranks, peak_of, scratch_base, show
 from nanochat.compiling import set_compile
+from nanochat.distributed import gather_objects
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.gpt_config import GPTConfig, config_from_depth
@@ -92,9 +92,7 @@ def peaks_on_ranks(
         sharding.wait_for_params()  # base_train leaves that to the next forward pass
 
     step()
-    peaks = [0] * ranks
-    dist.all_gather_object(peaks, peak_of(step))
-    return peaks
+    return gather_objects(peak_of(step))
 
 
 processes, tensors, of_ranks = [], [], []

@@ -22,6 +22,7 @@ from matplotlib.patches import Patch
 from torch.distributed.pipelining import PipelineStage
 
 from bench.harness import DOCS, limit_cpu, on_ranks, remove_limits, show
+from nanochat.distributed import gather_objects
 from nanochat.files import write_aside
 from nanochat.gpt import GPT
 from nanochat.gpt_config import config_from_depth
@@ -73,8 +74,7 @@ def timed_steps(rank: int, ranks: int, micro_batches: int) -> list[list[list[Pas
         with sharding.accumulate(last=True, passes=micro_batches):
             pipeline.step(tokens[:, :-1], tokens[:, 1:])
         sharding.collect_gradients()
-        of_ranks: list[list[Pass]] = [[]] * ranks
-        dist.all_gather_object(of_ranks, passes)
+        of_ranks = gather_objects(passes)
         first = min(one.begin for one in of_ranks[0])
         found.append([[one._replace(begin=one.begin - first, end=one.end - first) for one in of] for of in of_ranks])
     return found[1:]

@@ -3,6 +3,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from nanochat.distributed import gather_objects
 from nanochat.gpt import GPT
 from nanochat.gpt_config import config_from_depth
 from nanochat.optimizers import setup_optimizers
@@ -52,7 +53,7 @@ def profile_steps(rank: int, ranks: int, stage: int, pipeline_stages: int = 1) -
     generator = torch.Generator().manual_seed(pipeline.rank)
     tokens = torch.randint(4096, (ROWS * micro_batches, 257), generator=generator)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    found, of_ranks = [], [[]] * ranks
+    found = []
     for _ in range(STEPS + 1):
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             dist.barrier()  # the profiler did not start at once everywhere
@@ -75,8 +76,7 @@ def profile_steps(rank: int, ranks: int, stage: int, pipeline_stages: int = 1) -
                     with record_function("forward"), torch.no_grad():
                         model(inputs, targets)
         found.append(spans_of(profiler.events()))
-    dist.all_gather_object(of_ranks, found[1:])  # the first step allocates
-    return of_ranks
+    return gather_objects(found[1:])  # the first step allocates
 
 
 def spans_of(events) -> Spans:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.harness import bytes_sent
+from nanochat.distributed import gather_objects
 from nanochat.gpt import GPT
 from nanochat.gpt_config import GPTConfig
 from nanochat.optimizers import setup_optimizers
@@ -172,8 +173,7 @@ def measure_all(rank: int, ranks: int, config: GPTConfig, dtypes: Sequence[str] 
     """Each dtype and stage; of memory the fullest rank's, of traffic the mean over ranks, with the formulas'."""
     results, (adamw, muon) = [], parameter_counts(config)
     for name, stage in ((name, stage) for name in dtypes for stage in STAGES):
-        per_rank: list = [None] * ranks
-        dist.all_gather_object(per_rank, measure(rank, ranks, config, stage, name))
+        per_rank = gather_objects(measure(rank, ranks, config, stage, name))
         dtype, counts = getattr(torch, name), (adamw + muon, muon, config.padded_vocab_size * config.n_embd)
         fullest = {key: {part: max(r[key][part] for r in per_rank) for part in per_rank[0][key]}
                    for key in ("memory", "peaks")}

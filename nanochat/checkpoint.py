@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from nanochat.distributed import from_rank0, print0, require_same
+from nanochat.distributed import from_rank0, gather_objects, print0, require_same
 from nanochat.errors import UserError, did_you_mean
 from nanochat.files import base_dir, locked, previous, recover_folder, sha256
 from nanochat.gpt import GPT
@@ -102,11 +102,7 @@ def damaged_file(checkpoint: Path, training: bool, part: int, parts: int) -> str
 
 def first_problem(problem: str | None) -> str | None:
     """The problem of the first rank that has one, on every rank. COLLECTIVE."""
-    if not dist.is_initialized():
-        return problem
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return next(filter(None, problems), None)
+    return next(filter(None, gather_objects(problem)), None)
 
 
 def find_checkpoint(folder: Path, step: int | None = None, training: bool = True) -> Path:

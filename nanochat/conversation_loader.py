@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.conversation import Conversation, render
-from nanochat.distributed import concatenate_parts, print0
+from nanochat.distributed import concatenate_parts, print0, rank_and_size
 from nanochat.errors import UserError
 from nanochat.packing import WaitingItems
 from nanochat.progress import progress
@@ -36,7 +35,7 @@ class RenderedConversations:
 
     def __init__(self, conversations: Sequence[Conversation], tokenizer: Tokenizer, max_tokens: int,
                  what: str = "training"):
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, ranks = rank_and_size()
         count = len(conversations)
         share = range(count * rank // ranks, count * (rank + 1) // ranks)  # mixtures are shuffled: equal work
         name = "rendering" if ranks == 1 else f"rendering, rank 0 of {ranks}"
@@ -122,7 +121,10 @@ def tensors(rows: Sequence[Row], length: int, device: torch.device) -> tuple[Ten
 
 
 def padded_length(longest: int, max_seq_len: int, device: torch.device) -> int:
-    """What rows of at most so many tokens are padded to: see above."""
+    """
+    What rows of at most so many tokens are padded to: on a CPU a multiple of CPU_MULTIPLE, else SHORTEST_PADDED times a
+    power of two; at most max_seq_len.
+    """
     needed = max(longest - 1, 1)  # the last token is only a target
     if device.type == "cpu":
         return min(math.ceil(needed / CPU_MULTIPLE) * CPU_MULTIPLE, max_seq_len)
@@ -140,8 +142,8 @@ def conversation_loader(
     """
     Yields (inputs, targets), (B, T) int64, of each micro-step of this rank, from the first of start_step on; step s has
     the rows [s · rows_per_step, (s + 1) · rows_per_step), the longest first, and micro-batch m · world_size + rank of
-    them is this rank's. T is max_seq_len, or with `pad` what `padded_length` says. Past the last row
-    come empty ones, whose loss is zero: rows_per_step need not divide anything, and after the last step all are empty.
+    them is this rank's. T is max_seq_len, or with `pad` what `padded_length` says. Past the last row come empty ones,
+    whose loss is zero: rows_per_step need not divide anything, and after the last step all are empty.
     """
     step, unit, device = start_step, device_batch_size * world_size, torch.device(device)
     while True:

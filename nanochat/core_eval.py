@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from nanochat.compiling import eagerly
 from nanochat.conversation_loader import Row
-from nanochat.distributed import all_reduce_sum, sum_dtype
+from nanochat.distributed import all_reduce_sum, rank_and_size, sum_dtype
 from nanochat.errors import UserError
 from nanochat.files import base_dir
 from nanochat.loss_eval import batches_by_length, padded, row_of, wrong_tokens
@@ -174,7 +174,7 @@ def evaluate_core(
     max_per_task: items of each task at most (-1: all). tokens_per_forward: rows times length, padding included; a row
     that is longer goes alone, and none is longer than the model's own.
     """
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world_size = rank_and_size()
     device, longest = next(model.parameters()).device, model.config.sequence_len + 1
     counts, items_there = [], []  # [right answers, items] of each task on this rank; items of each task
     for task in tasks:

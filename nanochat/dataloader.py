@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.dataset import dataset_dir, fingerprint, load_manifest, shard_paths, shard_texts
+from nanochat.dataset import dataset_dir, fingerprint, shard_texts, split_shards
 from nanochat.errors import UserError
 from nanochat.files import locked, write_aside
 from nanochat.packing import WaitingItems
@@ -29,11 +29,10 @@ Piece = tuple[int, int, int]  # (shard, start, end): these tokens of a shard
 class TokenizedShards:
     """The shards of a split as token arrays: every document is <|bos|> and its tokens, one after the other."""
 
-    def __init__(self, data: str, split: str, tokenizer: Tokenizer, num_threads: int = 8):
-        self.data, self.split, self.tokenizer, self.num_threads = data, split, tokenizer, num_threads
-        self.paths = shard_paths(data, split)
-        shards = load_manifest(data)["shards"]
-        self.entries = shards[:-1] if split == "train" else shards[-1:]
+    def __init__(self, data: str, split: str, tokenizer: Tokenizer):
+        self.data, self.split, self.tokenizer = data, split, tokenizer
+        self.entries = split_shards(data, split)
+        self.paths = [dataset_dir(data) / entry["file"] for entry in self.entries]
         self.bos = tokenizer.get_bos_token_id()
         self.background = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self.pending: dict[int, Future[tuple[np.ndarray, np.ndarray]]] = {}
@@ -75,8 +74,7 @@ class TokenizedShards:
         texts, parts = list(shard_texts(self.paths[shard])), []
         for start in range(0, len(texts), ENCODE_BATCH):
             batch = texts[start : start + ENCODE_BATCH]
-            rows = self.tokenizer.encode(batch, prepend=self.bos, num_threads=self.num_threads)
-            parts += [np.array(ids, dtype=dtype) for ids in rows]
+            parts += [np.array(ids, dtype=dtype) for ids in self.tokenizer.encode(batch, prepend=self.bos)]
         return np.concatenate(parts)
 
 

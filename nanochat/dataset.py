@@ -62,11 +62,15 @@ def how_to_make(name: str, manifest: dict) -> str:
     return f"python -m scripts.dataset --source={source if source == '…' else shlex.quote(source)}" + "".join(options)
 
 
-def shard_paths(name: str, split: str) -> list[Path]:
-    """The shards of a split: `train` is all but the last, `val` the last."""
+def split_shards(name: str, split: str) -> list[dict]:
+    """What the manifest says of the shards of a split: `train` is all but the last, `val` the last."""
     assert split in ("train", "val"), split
-    paths = [dataset_dir(name) / shard["file"] for shard in load_manifest(name)["shards"]]
-    return paths[:-1] if split == "train" else paths[-1:]
+    shards = load_manifest(name)["shards"]
+    return shards[:-1] if split == "train" else shards[-1:]
+
+
+def shard_paths(name: str, split: str) -> list[Path]:
+    return [dataset_dir(name) / shard["file"] for shard in split_shards(name, split)]
 
 
 def shard_texts(path: Path) -> Iterator[str]:

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from nanochat import heartbeat
 from nanochat.compiling import set_compile
 from nanochat.errors import UserError, ending, first_line, is_rank0, tell_restarts
 
+T = TypeVar("T")
 # How long a rank waits for the others in a collective: at first rank 0 may be making data, or ranks may be compiling.
 SETUP_TIMEOUT, TRAINING_TIMEOUT = timedelta(minutes=60), timedelta(minutes=10)
 PIECE_BYTES = 2**26  # that concatenate_parts sends at once
@@ -285,14 +286,25 @@ def from_rank0(function, *args):
     return result[0]
 
 
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank, and how many ranks there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def gather_objects(value: T) -> list[T]:
+    """The value of each rank, in the order of ranks, on every rank. COLLECTIVE."""
+    values = [value] * rank_and_size()[1]
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 def require_same(what: str, values: dict[str, object], advice: str, ranks: int | None = None) -> None:
     """
     UserError on every rank where the values of some rank are not those of the first of its group of so many neighbours
     (None: of rank 0): "rank 1 {what} than rank 0 (the first is {name of the value}); {advice}". COLLECTIVE.
     """
-    of_ranks: list[dict] = [values] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if len(of_ranks) > 1:
-        dist.all_gather_object(of_ranks, values)
+    of_ranks = gather_objects(values)
     for rank, theirs in enumerate(of_ranks):
         expected = of_ranks[first := rank // ranks * ranks if ranks else 0]
         if different := [name for name in expected | theirs if expected.get(name) != theirs.get(name)]:
@@ -336,8 +348,7 @@ def concatenate_parts(part: np.ndarray) -> np.ndarray:
     """
     if not dist.is_initialized():
         return part
-    sizes: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(sizes, len(part))
+    sizes = gather_objects(len(part))
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     whole = np.empty(sum(sizes), part.dtype)
     for rank, own in enumerate(np.split(whole, np.cumsum(sizes)[:-1])):  # views of each rank's range

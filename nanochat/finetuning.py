@@ -42,7 +42,8 @@ def begin_stage(
 ) -> tuple[GPT, Tokenizer, Sharding, tuple, Start]:
     """
     (model, tokenizer, sharding, optimizers, start) of a stage ("mid", "sft", "rl"), ready to train. config: the
-    settings of its script, of which this takes the sections Model, Sharding and Optimizers, and those about resuming.
+    settings of its script, of which this takes the sections Model, Sharding and Optimizers, activation_checkpointing,
+    dry_run, and those about resuming.
     Weights of the stage before are taken in the dtype they were saved in; an interrupted run goes on with its masters
     and moments. COLLECTIVE.
     """

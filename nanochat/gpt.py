@@ -32,7 +32,8 @@ class Head(nn.Linear):
         self.vocab_size, self.softcap = config.vocab_size, config.softcap
 
     def forward(
-        self, x: Tensor, targets: Tensor | None, weights: Tensor | None, reduction: str, softmax_share: float = 1.0
+        self, x: Tensor, targets: Tensor | None = None, weights: Tensor | None = None, reduction: str = "mean",
+        softmax_share: float = 1.0,
     ) -> Tensor:
         if targets is None:
             return cap((x @ self.weight.T)[..., : self.vocab_size], self.softcap)

@@ -30,7 +30,7 @@ class Prefix(NamedTuple):
     length: int = 0                  # tokens, the T of all pieces
     last: int = -1                   # the last token; −1: none
     cached: int = 0                  # tokens that were not read for this prompt: the prompt cache had them
-    logits: Tensor | None = None     # (1, vocab_size) after the last token, before the softcap; None: it was cached
+    logits: Tensor | None = None     # (1, vocab_size) after the last token, or (T, …) after each; None: it was cached
 
 
 class CachedModel:
@@ -227,10 +227,11 @@ def resized(kv: Tensor, rows: int, capacity: int) -> Tensor:
 
 def attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """
-    One query per row against that row's keys: q (N, H, D); keys, values (N, H_kv, T, D); mask (N * H_kv, 1, T), 0 or
-    −inf, float32. Returns (N, H, D). Two plain products, like `blockwise_attention`; scores and softmax in float32.
+    Queries of each row against that row's keys: q (N, H, D), a token of each of N rows, or (1, H · T, D), T tokens of
+    one row, head by head; keys, values (N, H_kv, K, D); mask (N · H_kv, 1, K) or (G · T, K), 0 or −inf, float32.
+    Returns q's shape. Two plain products, like `blockwise_attention`; scores and softmax in float32.
     """
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-    scores = torch.bmm(q.reshape(len(keys), -1, q.size(-1)), keys.mT)             # (N * H_kv, G, T)
+    scores = torch.bmm(q.reshape(len(keys), -1, q.size(-1)), keys.mT)             # (N · H_kv, queries, K)
     p = torch.add(mask, scores, alpha=q.size(-1) ** -0.5).softmax(-1)
     return torch.bmm(p.to(values.dtype), values).view(q.shape)

@@ -102,7 +102,7 @@ def wrong_tokens(model, inputs: Tensor, targets: Tensor) -> Tensor:
     have a target: the logits of all positions could be gigabytes.
     """
     counts = targets >= 0
-    logits = model.lm_head(model.hidden(inputs)[counts], None, None, "mean")  # (targets, vocab_size)
+    logits = model.lm_head(model.hidden(inputs)[counts])  # (targets, vocab_size)
     wrong = torch.zeros_like(targets)
     wrong[counts] = (logits.argmax(-1) != targets[counts]).long()
     return wrong.sum(1)

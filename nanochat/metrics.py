@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.distributed import print0
+from nanochat.distributed import print0, rank_and_size
 from nanochat.errors import UserError, is_rank0
 from nanochat.files import write_text
 from nanochat.flops import Peak
@@ -51,7 +50,7 @@ class Metrics:
                  total_batch_size: int, flops_per_token: int, peak: Peak, state: dict | None = None):
         self.path = folder / "metrics.jsonl"
         self.num_iterations, self.total_batch_size = num_iterations, total_batch_size
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.world_size = rank_and_size()[1]
         # A rate measured beside other processes is too low: the best one of the run counts.
         self.peak_flops, self.measure = peak.flops * self.world_size, peak.measure
         self.flops_per_token = flops_per_token

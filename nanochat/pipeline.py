@@ -100,7 +100,7 @@ class Pipeline:
             return (stream.requires_grad_(),) * count
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
-            return self.model.lm_head(hidden, targets, None, "mean", softmax_share) / micro_batches
+            return self.model.lm_head(hidden, targets, softmax_share=softmax_share) / micro_batches
 
         tokens = torch.empty(rows, config.sequence_len, dtype=torch.int64, device="meta")
         received = example(stream_count(config, self.layers.start)) if self.stage else (tokens,)

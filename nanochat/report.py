@@ -25,9 +25,10 @@ from nanochat.errors import UserError, did_you_mean, is_rank0
 from nanochat.files import base_dir, write_text
 from nanochat.records import duration
 
-# Sections come in this order, then all others.
-STAGES = ("data", "tokenizer", "base_train", "base_eval", "mid_train", "chat_sft", "chat_rl", "chat_eval")
 COLUMNS = ("base", "mid", "sft", "rl")  # of the summary; then all others
+# Sections come in this order, then all others.
+STAGES = ("data", "tokenizer", "base_train", "base_eval", "mid_train", "chat_sft", "chat_rl",
+          *(f"chat_eval_{column}" for column in COLUMNS))
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # NVIDIA's, also under Windows, and AMD's
 UNKNOWN = "unknown"  # in place of a data set's name
 

@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanochat.checkpoint import MODEL_FILE, claim, find_checkpoint, job, list_steps, read_meta, step_dir
-from nanochat.distributed import from_rank0, on_first_of_host, print0, set_timeout
+from nanochat.distributed import from_rank0, on_first_of_host, print0, rank_and_size, set_timeout
 from nanochat.errors import UserError, last_acts, one_line
 from nanochat.files import recover_folder, sha256, sync, write_folder_aside, write_text
 from nanochat.gpt_config import GPTConfig
@@ -70,8 +70,7 @@ class CheckpointWriter:
         self.thread: threading.Thread | None = None
         self.failed: tuple[int, Exception] | None = None  # step and reason, the same on every rank
         # A group for the thread alone: in a shared one its messages would mix with those of the main thread.
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if several else None
+        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if rank_and_size()[1] > 1 else None
 
     def take_folder(self, start_step: int, overwrite: bool) -> list[int]:
         """

@@ -5,12 +5,12 @@ from dataclasses import replace
 from statistics import fmean
 
 import torch
-import torch.distributed as dist
 
 from nanochat.compiling import eagerly
 from nanochat.conversation import render_prompt
 from nanochat.conversation_loader import tensors
 from nanochat.detokenizer import to_parts
+from nanochat.distributed import gather_objects, rank_and_size
 from nanochat.engine import Answer, Engine
 from nanochat.gpt import GPT
 from nanochat.progress import progress
@@ -30,7 +30,7 @@ def evaluate_task(
     Whether each sample of each of the first max_problems problems (-1: all) is correct, on every rank the same list.
     model: whole on this rank. batch_size: problems, or sequences, at a time. COLLECTIVE.
     """
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world_size = rank_and_size()
     count = len(task) if max_problems < 0 else min(max_problems, len(task))
     indices = range(rank, count, world_size)
     conversations = [task[index] for index in indices]
@@ -41,10 +41,7 @@ def evaluate_task(
         answers = [[answer_text(tokenizer, answer) for answer in of_problem] for of_problem in samples]
     correct = [[task.evaluate(conversation, answer) for answer in of_problem]
                for conversation, of_problem in zip(conversations, answers)]
-    if world_size == 1:
-        return correct
-    of_ranks: list = [None] * world_size
-    dist.all_gather_object(of_ranks, correct)
+    of_ranks = gather_objects(correct)
     return [of_ranks[index % world_size][index // world_size] for index in range(count)]
 
 

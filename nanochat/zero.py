@@ -30,7 +30,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
 from nanochat.compiling import in_one_pass
-from nanochat.distributed import SETUP_TIMEOUT, all_gather_single, reduce_scatter, require_same, set_timeout, sum_dtype
+from nanochat.distributed import (
+    SETUP_TIMEOUT,
+    all_gather_single,
+    gather_objects,
+    rank_and_size,
+    reduce_scatter,
+    require_same,
+    set_timeout,
+    sum_dtype,
+)
 from nanochat.errors import UserError
 from nanochat.partition import Shard, ShardRange, equal_ranges, partition, row_ranges
 
@@ -135,7 +144,7 @@ class Sharding:
         if stage == 3 and not dist.is_initialized():  # fully_shard needs a process group, even for one rank
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.world_size = rank_and_size()
         assert pipeline_stages == 1 or stage <= 1, "nanochat.pipeline refuses it"
         self.pipeline_stages, self.ranks = pipeline_stages, self.world_size // pipeline_stages  # that have one gradient
         self.pipeline_stage = self.rank // self.ranks
@@ -166,9 +175,7 @@ class Sharding:
                          "every rank must draw them from one seed, or load one checkpoint", self.ranks)
         self.homes = {name: (self.pipeline_stage, tuple(p.shape)) for name, p in model.named_parameters()}
         if pipeline_stages > 1:  # of the whole model: the stage of the pipeline that has a parameter, and its shape
-            of_ranks: list[dict] = [{}] * self.world_size
-            dist.all_gather_object(of_ranks, self.homes)
-            self.homes = {name: home for homes in of_ranks for name, home in homes.items()}
+            self.homes = {name: home for homes in gather_objects(self.homes) for name, home in homes.items()}
         self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         for p in self.frozen.values():
             p.data = p.data.to(dtype)

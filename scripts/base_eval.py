@@ -14,7 +14,6 @@ from configurator import configure
 import torch
 
 from nanochat.checkpoint import find_model, load_checkpoint
-from nanochat.compiling import set_compile
 from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.tinyworld import PROMPTS, held_out_questions, validation_documents
@@ -34,20 +33,19 @@ device_batch_size = 16      # [1..] rows per rank at a time; halve it when memor
 eval_tokens = 10485760      # [1..] tokens of each split, at most one pass over validation
 core_metric_max_per_task = 500  # [-1..] items of each task of CORE, whose bundle is downloaded; -1: all, 0: no CORE
 sample_tokens = 32          # [1..] tokens of each sample
-config = configure(globals())
+configure(globals())
 
 rank, world_size, device = compute_init(device_type)
-set_compile(False, device.type)  # shapes change from batch to batch
 checkpoint = find_model("base", model_tag, step)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)
-model.eval()
 trained_on, token_bytes, max_seq_len = meta.get("data"), tokenizer.token_bytes(), model.config.sequence_len
 data = data or trained_on
 if data is None:
     raise UserError(f"{checkpoint} was imported, and does not say what it was trained on; "
                     "set --data to what to measure it on")
 name = f"step {meta['step']} of {checkpoint.parent.name}, " + (f"trained on {trained_on}" if trained_on else "imported")
-name += f", measured on {data}" * (data != trained_on)
+elsewhere = f", measured on {data}" * (data != trained_on)
+name += elsewhere
 print0(f"model: {name}")
 
 # --- bits per byte on both splits, as in training: rows packed with documents
@@ -58,9 +56,9 @@ for split, title in (("train", "training"), ("val", "validation")):
     loader = tokenizing_distributed_data_loader(
         data, split, tokenizer, num_rows=eval_rows, device_batch_size=device_batch_size, max_seq_len=max_seq_len,
         rank=rank, world_size=world_size, device=device)
-    results[f"{title} bits per byte"] = evaluate_bpb(model, loader, eval_steps, token_bytes)
+    bpb = results[f"{title} bits per byte{elsewhere}"] = evaluate_bpb(model, loader, eval_steps, token_bytes)
     loader.close()
-    print0(f"{title}: {results[f'{title} bits per byte']:.4f} bits per byte")
+    print0(f"{title}: {bpb:.4f} bits per byte")
 
 # --- and of whole documents, read in windows after <|bos|>: no byte is left out where a loader would cut
 made = validation_documents(data)  # None for data that are not the embedded world's, which has a table of its own below
@@ -70,7 +68,7 @@ if made is None:
     sums = torch.tensor(scored, dtype=sum_dtype(device), device=device).view(-1, 2).sum(0)
     all_reduce_sum(sums)
     nats, size = sums.tolist()
-    results["bits per byte of validation documents"] = nats / math.log(2) / size
+    results[f"bits per byte of validation documents{elsewhere}"] = nats / math.log(2) / size
     print0(f"validation documents: {nats / math.log(2) / size:.4f} bits per byte of {size:,.0f} bytes")
 
 # --- CORE: tasks that any model of English can try, above guessing
@@ -118,14 +116,13 @@ if made is not None and rank == 0:
     tables.append(markdown_table(["topic", "bits per byte", "floor", "excess", "held-out questions"], rows))
     print0(tables[-1])
     results |= {  # of the last row, all documents
-        "bits per byte of validation documents": bpb, "their floor": floor,
+        f"bits per byte of validation documents{elsewhere}": bpb, "their floor": floor,
         "excess over the floor": f"{bpb - floor:.4f} ({bpb / floor - 1:.1%})",
         "held-out questions": f"{sum(right) / len(right):.1%}",
     }
     print0(f"excess over the floor: {results['excess over the floor']} bits per byte; "
            f"held-out questions: {results['held-out questions']}")
 
-if rank == 0:
-    write_section("base_eval", "Base model: evaluation", "\n\n".join([f"Model: {name}.", *tables]), {"base": results},
-                  data=trained_on, model_tag=checkpoint.parent.name)
+write_section("base_eval", "Base model: evaluation", "\n\n".join([f"Model: {name}.", *tables]), {"base": results},
+              data=trained_on, model_tag=checkpoint.parent.name)
 compute_cleanup()

@@ -34,7 +34,7 @@ top_k = 50                  # [0..] only the k most probable tokens; 0: all
 max_new_tokens = 256        # [1..] of an answer
 seed: int | None = None     # None: another answer every time
 prompt_cache_mb = 512       # [0..] MiB for what was read before of the conversation; 0: every turn reads it anew
-config = configure(globals())
+configure(globals())
 
 HELP = """\
 /clear    begin a new conversation (or /new)

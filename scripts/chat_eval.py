@@ -10,10 +10,9 @@ from typing import Literal
 from configurator import configure
 
 from nanochat.checkpoint import find_model, load_checkpoint
-from nanochat.compiling import set_compile
 from nanochat.distributed import compute_cleanup, compute_init, print0
 from nanochat.errors import UserError
-from nanochat.report import write_section
+from nanochat.report import markdown_table, write_section
 from nanochat.sampling import SamplingParams
 from nanochat.task_eval import accuracy, centred, evaluate_task, name_of_mean, pass_at
 from nanochat.tasks import make_tasks
@@ -32,23 +31,19 @@ max_new_tokens = 256        # [1..] tokens of an answer
 temperature = 0.0           # [0..] of the answers; 0: always the likeliest token
 top_k = 50                  # [0..] draw from the k likeliest tokens only; 0: from all
 seed = 0                    # of the draws
-config = configure(globals())
+configure(globals())
 
 if num_samples > 1 and temperature == 0:
     raise UserError(f"num_samples={num_samples} with temperature=0 would all be the same; set a temperature")
 *_, device = compute_init(device_type)
-set_compile(False, device.type)  # shapes change from batch to batch
 measured = [task for task in make_tasks(tasks, "test") if task.eval_type]
 if not measured:
     raise UserError(f"tasks={tasks} has nothing that can be measured, only what can be trained on")
 checkpoint = find_model(source, model_tag, step)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)
-model.eval()
 print0(f"model: {checkpoint}")
 
-results, scores = {}, []
-lines = [f"Model: step {meta['step']} of {checkpoint.parent.name}.", "",
-         "| task | problems | right | guessing |", "|---|---:|---:|---:|"]
+results, scores, rows = {}, [], []
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed)
 for task in measured:
     correct = evaluate_task(task, model, tokenizer, batch_size, max_problems, sampling, num_samples)
@@ -56,12 +51,14 @@ for task in measured:
     scores.append(centred(accuracy(correct), task.baseline))
     passed = f", pass@{num_samples} {pass_at(correct, num_samples):.1%}" if len(correct[0]) > 1 else ""
     print0(f"{task.name:42} {accuracy(correct):6.1%} of {len(correct):,} problems{passed}")
-    lines.append(f"| {task.name} | {len(correct):,} | {accuracy(correct):.1%} | {task.baseline:.1%} |")
+    rows.append([task.name, f"{len(correct):,}", f"{accuracy(correct):.1%}", f"{task.baseline:.1%}"])
 
 # The mean over tasks of how far the way from guessing to perfect the model has come.
 mean = name_of_mean(tasks, max_problems, len(measured))
 results[mean] = sum(scores) / len(scores)
 print0(f"{mean:42} {results[mean]:6.3f}")
-write_section(f"chat_eval_{source}", f"Chat evaluation: {source}", "\n".join(lines), {source: results},
+body = f"Model: step {meta['step']} of {checkpoint.parent.name}.\n\n"
+body += markdown_table(["task", "problems", "right", "guessing"], rows)
+write_section(f"chat_eval_{source}", f"Chat evaluation: {source}", body, {source: results},
               data=meta.get("data"), model_tag=checkpoint.parent.name)
 compute_cleanup()

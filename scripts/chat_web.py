@@ -69,7 +69,7 @@ drain_s = 5.0               # [0..] seconds after SIGTERM for the answers that a
 # ---- Defaults of a request
 temperature = 0.6           # [0..] 0: always the most probable token
 top_k = 50                  # [0..] only the k most probable tokens; 0: all
-config = configure(globals())
+configure(globals())
 
 LOOPBACK = "127.0.0.1", "::1", "localhost"
 

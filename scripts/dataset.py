@@ -14,6 +14,7 @@ from configurator import configure
 
 from nanochat import dataset  # `verify` below is a setting
 from nanochat.corpus.make_dataset import default_name, make
+from nanochat.report import markdown_table, write_section
 
 # ---- Data
 source = "tinyworld"   # tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file
@@ -36,12 +37,8 @@ if verify:
     print(f"every checksum is right: {dataset.dataset_dir(name)}")
 else:
     manifest = make(**{key: value for key, value in config.items() if key != "verify"})
-
-    from nanochat.report import write_section  # imports torch: only the command can afford it
-
     shards = manifest["shards"]
-    lines = [f"| {s['file']} | {s['rows']:,} | {s['text_bytes']:,} | `{s['sha256'][:16]}` |" for s in shards[-5:]]
-    write_section("data", "Data", "\n".join([
-        f"`{manifest['source']}`: {len(shards)} shards, the last of them for validation; the last five:", "",
-        "| shard | documents | bytes of text | SHA-256 |", "|---|---|---|---|", *lines,
-    ]), data=manifest["name"])
+    rows = [[s["file"], f"{s['rows']:,}", f"{s['text_bytes']:,}", f"`{s['sha256'][:16]}`"] for s in shards[-5:]]
+    table = markdown_table(["shard", "documents", "bytes of text", "SHA-256"], rows, words=(0, 3))
+    which = f"`{manifest['source']}`: {len(shards)} shards, the last of them for validation; the last five:"
+    write_section("data", "Data", f"{which}\n\n{table}", data=manifest["name"])

@@ -31,11 +31,12 @@ overwrite = False           # replace an exported folder that is there
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: as in the model; float32: as the optimizers keep it
 push = ""                   # NAME/MODEL: upload the folder there as well, as a private model
 max_shard_gb = 5.0          # [>0] gigabytes of a file of weights; more are split
-config = configure(globals())
+configure(globals())
 
 if not output:
     raise UserError("say where the folder is to be, such as --output=my-model")
 folder = Path(output).expanduser().resolve()
+recover_folder(folder)  # what a killed export left
 there = [folder] if folder.is_file() else list(folder.glob("*"))
 if others := sorted(path.name for path in there if not FOLDER.fullmatch(path.name)):  # never removed
     raise UserError(f"{folder} is no exported model alone: it has {', '.join(others[:3])}; choose another --output")
@@ -45,7 +46,6 @@ if there and not overwrite:
 checkpoint = find_model(source, model_tag, step, training=dtype == "float32")
 meta = read_meta(checkpoint)
 print(f"exporting {checkpoint}")
-recover_folder(folder)  # what a killed export left
 with write_folder_aside(folder) as aside:
     parameters = export(checkpoint, meta, dtype, int(max_shard_gb * 1e9), aside)
     (aside / "README.md").write_text(model_card(source, checkpoint, meta, parameters), encoding="utf-8")

@@ -19,7 +19,7 @@ data = "tinyworld"          # data source whose tokenizer is compared, and whose
 num_documents = 1000        # [1..] documents of the validation split
 # ---- The others
 download_timeout = 20.0     # [>0] seconds to wait for another tokenizer's vocabulary; without a network it stays out
-config = configure(globals())
+configure(globals())
 
 PROSE = """
 The lighthouse keeper had two clocks, and they never agreed. One had come with the house, a tall thing of black oak

@@ -476,10 +476,14 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder, tmp_path):
     assert results["validation bits per byte"] == pytest.approx(last, rel=1e-6)
     assert "| schema_with_examples | 10 |" in body and "Model: step 3 of d1" in body
     shutil.rmtree(base_folder / "eval_bundle")
-    without = run("base_eval")
+    make(str(tmp_path / "texts"), "others")
+    without = run("base_eval", "--data=others")
     assert without.returncode == 0 and "Traceback" not in without.stderr, without.stderr
     assert without.stdout.count("CORE is left out: no CORE bundle in") == 1
-    assert "CORE" not in json.loads(section.read_text())["results"]["base"]
+    results = json.loads(section.read_text())["results"]["base"]
+    assert "CORE" not in results, "nor that of the run before"
+    measures = "training bits per byte", "validation bits per byte", "bits per byte of validation documents"
+    assert list(results) == [f"{measure}, measured on others" for measure in measures], "the card would not say so"
 
 
 def test_lm_eval_scores_says_what_it_lacks(base_folder):

@@ -57,7 +57,8 @@ def images(path: Path) -> list[Path]:
 
 
 def test_sections_come_in_the_order_of_the_pipeline_and_others_by_name():
-    order = "data tokenizer base_train base_eval mid_train chat_sft chat_rl chat_eval ablation zoo".split()
+    order = """data tokenizer base_train base_eval mid_train chat_sft chat_rl chat_eval_mid chat_eval_sft chat_eval_rl
+               ablation zoo""".split()
     for stage in order[::-2] + order[::2]:
         write_section(stage, stage.upper(), f"Body of {stage}.")
     text = report.generate().read_text()

@@ -89,7 +89,7 @@ def hf_documents(name: str, config: str, field: str, seed: int, text_bytes: int)
             yield text, text
             if text_bytes >= 0 and left <= 0:
                 return
-    except (UserError, GeneratorExit):
+    except UserError:
         raise
     except Exception as error:  # the package raises all kinds: no such set, no network, wrong config, damaged file
         raise UserError(f"hf:{name}: {type(error).__name__}: {first_line(error)}; check the name and the network "

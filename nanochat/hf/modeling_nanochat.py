@@ -63,6 +63,6 @@ class NanoChatModernForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("attention_mask has zeros between ones; only either end of a row can be padding")
         x = self.gpt.hidden(input_ids.gather(1, moved))
         x = x.gather(1, ((place - padding) % T)[..., None].expand_as(x))
-        logits = self.gpt.lm_head(x[:, -logits_to_keep:], None, None, "mean")
+        logits = self.gpt.lm_head(x[:, -logits_to_keep:])
         loss = None if labels is None else self.loss_function(logits, labels, logits.size(-1))
         return CausalLMOutput(loss=loss, logits=logits)

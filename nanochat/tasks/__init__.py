@@ -109,7 +109,7 @@ def parse(spec: str, split: str) -> tuple[Task, int]:
         options = [option for option in arguments if option]
         expected = f"expected one of {', '.join(options)}" if options else "it takes no argument"
         raise UserError(f"task {name!r} has no {argument!r}; {expected}{did_you_mean(argument, options)}")
-    task = make(argument or (arguments or ("",))[0], split)
+    task = make(argument or arguments[0], split)
     if found["start"] is not None:
         part = task[int(found["start"] or 0):int(found["stop"] or len(task))]
         if not len(part):
