@@ -30,6 +30,7 @@ from nanochat.prompt_cache import PIECE, PromptCache
 from nanochat.sampling import Grammar, History, SamplingParams, draw
 from nanochat.tokenizer import Tokenizer
 
+MOST_TOGETHER = 512  # tokens of several short prompts that are read in one pass
 FinishReason = Literal["stop", "length"]  # a stop token; max_tokens or the end of the context
 
 
@@ -164,19 +165,20 @@ class Engine:
 
     # ---- One token for everyone
 
-    def step(self, max_prompt_tokens: float = math.inf) -> list[Answer]:
+    def step(self, max_prompt_tokens: float = math.inf, ahead: bool = False) -> list[Answer]:
         """
         One more token for each running answer and for those that get a row now; returns these answers. Those that
         end leave. What goes wrong with one prompt is the error of its own answers; after an exception only `clear`
         helps.
 
         max_prompt_tokens: at most so many tokens of prompts are read, for which all who are running have to wait.
+        ahead: with a short prompt those of waiting answers are read, where owners need not take turns.
         """
         assert max_prompt_tokens >= PIECE, "some prompts would never be read"
         failed: list[Answer] = []
         logits = [self.model.decode([answer.tokens[-1] for answer in self.running])] if self.running else []
         self._admit()
-        logits += self._read(failed, max_prompt_tokens)
+        logits += self._read(failed, max_prompt_tokens, ahead)
         if not logits:
             return failed
         advanced = list(self.running)
@@ -216,7 +218,7 @@ class Engine:
                 self.waiting[owner] = answers
             self._look_up(self.reading[-1])
 
-    def _read(self, failed: list[Answer], budget: float) -> list[torch.Tensor]:
+    def _read(self, failed: list[Answer], budget: float, ahead: bool) -> list[torch.Tensor]:
         """
         Read so many tokens of prompts, a piece at a time; answers whose prompt is complete get a row. Returns the
         logits after these prompts, (1, V) each.
@@ -233,8 +235,7 @@ class Engine:
             try:
                 if length:
                     self.oldest_next = not self.oldest_next
-                    budget -= length
-                    self._read_piece(answer)
+                    budget -= self._read_together(answer, budget, ahead) or self._read_piece(answer)
                 if answer.unread:
                     continue
                 self.model.insert(answer.reading.prefix)
@@ -253,13 +254,41 @@ class Engine:
                 answer.reading = None
         return logits
 
-    def _read_piece(self, answer: Answer) -> None:
-        """The next piece of an answer's prompt, and the log-probabilities of its tokens where they are asked for."""
+    def _read_together(self, answer: Answer, budget: float, ahead: bool) -> int:
+        """
+        Read an answer's whole short prompt and those of others in one pass, which takes hardly longer. Returns how many
+        tokens; 0 if there is none to go with it, or one of them could not be read.
+        """
+        together, left = {}, min(budget, MOST_TOGETHER)
+        for other in (answer, *self.reading, *(self.waiting.get(answer.owner, ()) if ahead else ())):
+            whole = not other.reading.prefix.length and len(other.prompt) < PIECE  # nor is anything of it cached
+            if whole and other.sampling.prompt_logprobs is None and other.reading not in together:
+                if (left := left - len(other.prompt)) < 0:
+                    break
+                together[other.reading] = other.prompt
+            elif not together:
+                return 0
+        if len(together) == 1:
+            return 0
+        try:
+            prefixes = self.model.extend_all([(Prefix(), prompt) for prompt in together.values()])
+        except Exception:  # whose fault it is will be seen when each is read alone
+            return 0
+        for reading, prefix in zip(together, prefixes):
+            reading.prefix = prefix
+        return sum(map(len, together.values()))
+
+    def _read_piece(self, answer: Answer) -> int:
+        """
+        The next piece of an answer's prompt, and the log-probabilities of its tokens where they are asked for. Returns
+        how many tokens it has.
+        """
         reading, count, prompt = answer.reading, answer.sampling.prompt_logprobs, answer.prompt
         start = reading.prefix.length
         reading.prefix = self.prompt_cache.read(reading.prefix, prompt, answer.owner, every=count is not None)
+        read = reading.prefix.length - start
         if count is None:
-            return
+            return read
         if start == 0:
             reading.logprobs.append(TokenLogprob(prompt[0], None, []))
         logits, tokens = reading.prefix.logits, prompt[start + 1 : reading.prefix.length + 1]
@@ -267,6 +296,7 @@ class Engine:
             reading.logprobs += token_logprobs(
                 logits[: len(tokens)], tokens, [count] * len(tokens), self.model.config.softcap)
         reading.prefix = reading.prefix._replace(logits=logits[-1:])
+        return read
 
     def _look_up(self, answer: Answer) -> None:
         """Take what the prompt cache has of the answer's prompt; it has no log-probabilities."""
@@ -354,7 +384,7 @@ class Engine:
     def _until_done(self) -> Iterator[Answer]:
         """Each answer with each of its tokens, until all have ended or one has an error, which is raised."""
         while self.busy:
-            for answer in self.step():
+            for answer in self.step(ahead=True):
                 if answer.error:
                     raise answer.error
                 yield answer

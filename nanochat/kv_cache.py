@@ -80,32 +80,45 @@ class CachedModel:
         shape = self.config.n_layer, 2, 0, self.config.n_kv_head, 0, self.config.head_dim
         self.kv = self.model.lm_head.weight.new_empty(shape)
 
-    @torch.inference_mode()
     def extend(self, prefix: Prefix, tokens: list[int], every: bool = False) -> Prefix:
         """
         Read the next tokens of a prompt of at most sequence_len, all at once; the cache does not change. every: keep
         the logits after each of them, (T, vocab_size), not only after the last one.
         """
-        start, end = prefix.length, prefix.length + len(tokens)
-        first = {window: max(start + 1 - window, 0) for window in self.windows}  # key that the first of them sees
+        return self.extend_all([(prefix, tokens)], every)[0]
+
+    @torch.inference_mode()
+    def extend_all(self, parts: list[tuple[Prefix, list[int]]], every: bool = False) -> list[Prefix]:
+        """`extend` for several prompts in one pass. They lie end to end, T tokens together, and none sees another."""
+        lengths = [len(tokens) for _, tokens in parts]
+        spans = [(prefix.length, prefix.length + length) for (prefix, _), length in zip(parts, lengths)]
+        # The key that the first token of each part sees.
+        first = {window: [max(start + 1 - window, 0) for start, _ in spans] for window in self.windows}
         masks, kept = {}, []
         for window in self.windows:
-            unseen = ~visible(start, end, first[window], window, self.kv.device)
+            seen = [visible(*span, key, window, self.kv.device) for span, key in zip(spans, first[window])]
+            unseen = ~torch.block_diag(*seen).bool()
             mask = torch.zeros(unseen.shape, device=self.kv.device).masked_fill_(unseen, float("-inf"))
             masks[window] = mask.repeat(self.config.n_head // self.config.n_kv_head, 1)  # (G * T, keys)
 
         def look(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kept.append(torch.stack((k, v)).transpose(1, 2))  # (2, H_kv, T, D)
-            window = self.config.window(layer)
-            whole = torch.cat([*(piece[layer] for piece in prefix.pieces), kept[-1]], dim=2)
-            keys, values = whole[:, None, :, first[window] :].contiguous()  # (1, H_kv, keys, D) each
+            window, whole = self.config.window(layer), []
+            for (prefix, _), own, key in zip(parts, kept[-1].split(lengths, dim=2), first[window]):
+                whole.append(torch.cat([*(piece[layer] for piece in prefix.pieces), own], dim=2)[:, :, key:])
+            keys, values = torch.cat(whole, dim=2)[:, None]  # (1, H_kv, keys, D) each
             y = attend_one(q.transpose(0, 1).reshape(1, -1, q.size(-1)), keys, values, masks[window])
             return y.view(q.size(1), -1, q.size(-1)).transpose(0, 1)  # (T, H, D)
 
-        ids = torch.tensor([tokens, [prefix.last, *tokens[:-1]]], device=self.kv.device)
-        x = self.hidden(*ids, slice(start, end), look)
-        logits = self.logits(x if every else x[-1:])
-        return Prefix((*prefix.pieces, torch.stack(kept)), end, tokens[-1], prefix.cached, logits)
+        ids = [id for _, tokens in parts for id in tokens]
+        previous = [id for prefix, tokens in parts for id in (prefix.last, *tokens[:-1])]
+        positions = [position for span in spans for position in range(*span)]
+        x = self.hidden(*torch.tensor([ids, previous, positions], device=self.kv.device), look)
+        x = x if every else torch.stack([of_part[-1] for of_part in x.split(lengths)])
+        logits = self.logits(x).split(lengths if every else 1)
+        pieces = torch.stack(kept).split(lengths, dim=3)  # (n_layer, 2, H_kv, length, D) each
+        return [Prefix((*prefix.pieces, piece), end, tokens[-1], prefix.cached, after)
+                for (prefix, tokens), (_, end), piece, after in zip(parts, spans, pieces, logits)]
 
     @torch.inference_mode()
     def insert(self, prefix: Prefix) -> None:
@@ -178,10 +191,10 @@ class CachedModel:
 
         return self.logits(self.hidden(tokens, previous, positions, look))
 
-    def hidden(self, tokens: Tensor, previous: Tensor, positions: Tensor | slice, look: Callable) -> Tensor:
+    def hidden(self, tokens: Tensor, previous: Tensor, positions: Tensor, look: Callable) -> Tensor:
         """
-        The blocks of the model → (N, C), for N tokens of one sequence, or one of each of N sequences; previous: the
-        token before each, −1 where there is none. What they see of other tokens is up to
+        The blocks of the model → (N, C), for N tokens of any sequences; previous: the token before each, −1 where there
+        is none. What they see of other tokens is up to
         look(layer, q (N, H, D), k (N, H_kv, D), v) → (N, H, D).
         """
         cos, sin = (angle[positions] for angle in self.angles)

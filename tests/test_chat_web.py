@@ -988,19 +988,19 @@ async def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeyp
 
     def make_fragile() -> Engine:
         engine = make_engine()
-        extend, decode = engine.model.extend, engine.model.decode
+        extend_all, decode = engine.model.extend_all, engine.model.decode
 
-        def fragile_extend(prefix, tokens, every=False):
-            if broken.is_set() or tokens[2:5] == list(b"bad"):
+        def fragile_extend_all(parts, every=False):
+            if broken.is_set() or any(tokens[2:5] == list(b"bad") for _, tokens in parts):
                 raise RuntimeError(f"no memory for {MARKER}")
-            return extend(prefix, tokens)
+            return extend_all(parts, every)
 
         def fragile_decode(tokens):
             if engine.running[0].sampling.max_tokens == 13:
                 raise RuntimeError(MARKER)
             return decode(tokens)
 
-        engine.model.extend, engine.model.decode = fragile_extend, fragile_decode
+        engine.model.extend_all, engine.model.decode = fragile_extend_all, fragile_decode
         return engine
 
     async with serving([make_fragile]) as (client, model):

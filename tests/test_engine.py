@@ -93,8 +93,9 @@ def cut_prompts(monkeypatch, size: int) -> None:
 
 def noted_reading(engine: Engine) -> list[int]:
     """A list that gets the length of each piece of a prompt that the engine reads."""
-    lengths, extend = [], engine.model.extend
-    engine.model.extend = lambda prefix, tokens, _: lengths.append(len(tokens)) or extend(prefix, tokens)
+    lengths, extend_all = [], engine.model.extend_all
+    engine.model.extend_all = lambda parts, every=False: (
+        lengths.extend(len(tokens) for _, tokens in parts) or extend_all(parts, every))
     return lengths
 
 
@@ -186,6 +187,33 @@ def test_two_compiled_steps_are_enough_for_all_rows_and_lengths(arch, monkeypatc
         for prompt, answer in zip(together, engine.generate(together, greedy(20))):
             assert answer.tokens == uncached(model, prompt, 20)
     assert compiled["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("arch, n_kv_head", [("classic", 1), (ALL_PIECES, 2)])
+def test_short_prompts_are_read_together(monkeypatch, arch, n_kv_head):
+    """
+    In `generate` also those that still wait; step by step only those that have a place, and no more than asked for. A
+    prompt that is not short, or of which log-probabilities are asked for, is read alone.
+    """
+    cut_prompts(monkeypatch, 32)
+    monkeypatch.setattr(nanochat.engine, "MOST_TOGETHER", 40)
+    model, prompts = random_model(n_kv_head, arch=arch), random_prompts(7, 12, 20, 5, 31, 40, 3, 9)
+    expected = [uncached(model, prompt, 8) for prompt in prompts]
+    engine, passes = Engine(model, TOKENIZER, max_batch=2), []
+    extend_all = engine.model.extend_all
+    engine.model.extend_all = lambda parts, every=False: (
+        passes.append([len(tokens) for _, tokens in parts]) or extend_all(parts, every))
+    assert [answer.tokens for answer in engine.generate(prompts, greedy(8))] == expected
+    assert passes == [[7, 12, 20], [5, 31, 3], [32], [8], [9]]
+    passes.clear()
+    told = dataclasses.replace(greedy(8), prompt_logprobs=0)
+    answers = [engine.add(prompt, greedy(8))[0] for prompt in prompts] + engine.add(prompts[0], told)
+    while engine.busy:
+        before = len(passes)
+        engine.step(32)
+        assert sum(map(sum, passes[before:])) <= 32
+    assert [answer.tokens for answer in answers] == [*expected, expected[0]]
+    assert passes[0] == [7, 12] and [7] in passes and max(map(len, passes)) == 2, "two places"
 
 
 @both
@@ -566,12 +594,11 @@ def test_samples_do_not_depend_on_the_company(arch):
 @both
 def test_samples_of_one_prompt_share_its_reading_and_nothing_else(monkeypatch, arch):
     """More samples than rows: one prefill for all; first tokens differ; sample i is draw i of the seed in any order."""
-    reads, extend = [], CachedModel.extend
-    monkeypatch.setattr(CachedModel, "extend", lambda *of: reads.append(of[2]) or extend(*of))
     model, prompts = random_model(sharpness=0.05, arch=arch), random_prompts(8, 12)
     samplings = [SamplingParams(6, temperature=1.0, seed=seed, stop=(), tools=False) for seed in (0, 1)]
-    answers = Engine(model, TOKENIZER, max_batch=3).generate(prompts, samplings, num_samples=8)
-    assert reads == prompts and [answer.prompt for answer in answers] == [prompts[0]] * 8 + [prompts[1]] * 8
+    engine = Engine(model, TOKENIZER, max_batch=3)
+    reads, answers = noted_reading(engine), engine.generate(prompts, samplings, num_samples=8)
+    assert reads == [8, 12] and [answer.prompt for answer in answers] == [prompts[0]] * 8 + [prompts[1]] * 8
     for group in (answers[:8], answers[8:]):
         tokens = [tuple(answer.tokens) for answer in group]
         assert len({first for first, *_ in tokens}) > 4 and len(set(tokens)) == 8
@@ -760,14 +787,14 @@ def test_a_prompt_that_cannot_be_read_costs_nobody_else_anything(monkeypatch):
     """Its samples are gone, all others get the tokens of the plain model. A single caller sees why."""
     model, prompts = random_model(), random_prompts(4, 6, 9)
     engine = Engine(model, TOKENIZER, max_batch=4)
-    extend = engine.model.extend
+    extend_all = engine.model.extend_all
 
-    def fragile(prefix, tokens, every):
-        if tokens == prompts[1]:
+    def fragile(parts, every=False):
+        if any(tokens == prompts[1] for _, tokens in parts):
             raise MemoryError("no room")
-        return extend(prefix, tokens)
+        return extend_all(parts, every)
 
-    monkeypatch.setattr(engine.model, "extend", fragile)
+    monkeypatch.setattr(engine.model, "extend_all", fragile)
     [first] = engine.add(prompts[0], GREEDY)
     engine.step()
     bad, [last] = engine.add(prompts[1], GREEDY, num_samples=2), engine.add(prompts[2], GREEDY)
