@@ -97,7 +97,7 @@ class CachedModel:
         masks, kept = {}, []
         for window in self.windows:
             seen = [visible(*span, key, window, self.kv.device) for span, key in zip(spans, first[window])]
-            unseen = ~torch.block_diag(*seen).bool()
+            unseen = ~torch.block_diag(*seen)
             mask = torch.zeros(unseen.shape, device=self.kv.device).masked_fill_(unseen, float("-inf"))
             masks[window] = mask.repeat(self.config.n_head // self.config.n_kv_head, 1)  # (G * T, keys)
 
