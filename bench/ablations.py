@@ -119,8 +119,8 @@ def key_of(run: Run) -> dict:
             flags["arch"] += f",{word}"
     flags |= {"data": run.data, "seed": run.seed,
               "num_iterations": max(round(run.tokens / int(flags["total_batch_size"])), 1)}
-    where = f"{run.beside}, on {os.cpu_count()} cores"
-    timed = {"in turns with" if alone else "beside": where} if run.beside else {}
+    of_round = "in turns with" if alone else "beside"
+    timed = {of_round: f"{run.beside}, on {os.cpu_count()} cores"} if run.beside else {}
     return timed | {"flags": [f"--{name}={value}" for name, value in flags.items()], "patches": patches,
                     "eval_tokens": 0 if run.beside else eval_tokens, "texts": texts[run.data]}
 

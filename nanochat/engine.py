@@ -235,7 +235,10 @@ class Engine:
             try:
                 if length:
                     self.oldest_next = not self.oldest_next
-                    budget -= self._read_together(answer, budget, ahead) or self._read_piece(answer)
+                    together = self._read_together(answer, budget, ahead)
+                    if not together:
+                        self._read_piece(answer)
+                    budget -= together or length
                 if answer.unread:
                     continue
                 self.model.insert(answer.reading.prefix)
@@ -278,17 +281,13 @@ class Engine:
             reading.prefix = prefix
         return sum(map(len, together.values()))
 
-    def _read_piece(self, answer: Answer) -> int:
-        """
-        The next piece of an answer's prompt, and the log-probabilities of its tokens where they are asked for. Returns
-        how many tokens it has.
-        """
+    def _read_piece(self, answer: Answer) -> None:
+        """The next piece of an answer's prompt, and the log-probabilities of its tokens where they are asked for."""
         reading, count, prompt = answer.reading, answer.sampling.prompt_logprobs, answer.prompt
         start = reading.prefix.length
         reading.prefix = self.prompt_cache.read(reading.prefix, prompt, answer.owner, every=count is not None)
-        read = reading.prefix.length - start
         if count is None:
-            return read
+            return
         if start == 0:
             reading.logprobs.append(TokenLogprob(prompt[0], None, []))
         logits, tokens = reading.prefix.logits, prompt[start + 1 : reading.prefix.length + 1]
@@ -296,7 +295,6 @@ class Engine:
             reading.logprobs += token_logprobs(
                 logits[: len(tokens)], tokens, [count] * len(tokens), self.model.config.softcap)
         reading.prefix = reading.prefix._replace(logits=logits[-1:])
-        return read
 
     def _look_up(self, answer: Answer) -> None:
         """Take what the prompt cache has of the answer's prompt; it has no log-probabilities."""
