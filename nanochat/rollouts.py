@@ -45,9 +45,9 @@ def sample_rollouts(
 
 
 def rollout_stats(rollouts: list[Rollout], device: torch.device) -> tuple[dict[str, float], int]:
-    """(mean reward and sampled tokens of an answer, tokens of all prompts and answers), over all ranks. COLLECTIVE."""
+    """(mean reward and sampled tokens of an answer, tokens that were trained on), over all ranks. COLLECTIVE."""
     sums = [sum(r.reward for r in rollouts), sum(sum(r.sampled) for r in rollouts), len(rollouts),
-            sum(len(r.ids) for r in rollouts)]
+            sum(len(r.ids) for r in rollouts if r.advantage)]
     totals = torch.tensor(sums, dtype=sum_dtype(device), device=device)
     all_reduce_sum(totals)
     reward, sampled, count, tokens = totals.tolist()

@@ -18,7 +18,7 @@ from configurator import configure  # first: it checks the command line before t
 import torch
 
 from nanochat.conversation_loader import order, padded_length, tensors
-from nanochat.distributed import StopRequest, after_first_step, compute_cleanup, print0, set_up
+from nanochat.distributed import StopRequest, after_first_step, compute_cleanup, gather_objects, print0, set_up
 from nanochat.errors import UserError
 from nanochat.finetuning import begin_stage, require_same_data
 from nanochat.flops import peak_flops
@@ -102,10 +102,7 @@ num_iterations = all_steps if num_iterations == -1 else min(num_iterations, all_
 data_state = {"origin": origin, "task": task, "problems": len(problems), "seed": seed,
               "examples_per_step": examples_per_step, "eval_examples": eval_examples, "eval_samples": eval_samples}
 require_same_data(meta, data_state)
-samples_per_rank = math.ceil(examples_per_step / world_size) * num_samples  # of the rank with the most problems
-grad_accum_steps = math.ceil(samples_per_rank / device_batch_size)          # nothing is dropped: the last is filled up
-print0(f"{num_iterations:,} steps of {examples_per_step} problems x {num_samples} samples, in {grad_accum_steps} "
-       f"micro-step(s) on each of {world_size} rank(s)")
+print0(f"{num_iterations:,} steps of {examples_per_step} problems x {num_samples} samples, on {world_size} rank(s)")
 
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed)
 
@@ -157,18 +154,21 @@ while True:
     if last_step:
         break
 
-    # --- samples: each rank answers its problems of this step
+    # --- samples: each rank answers its problems of this step. One whose samples are all right, or all wrong, has no
+    # advantages, so no gradient: it is not trained on. Of the others the longest come first: little padding.
     rollouts = rollouts_of(step)
+    trained_on = sorted((r for r in rollouts if r.advantage), key=lambda r: len(r.ids), reverse=True)
+    micro_steps = max(1, *gather_objects(math.ceil(len(trained_on) / device_batch_size)))  # as many on every rank
 
     # --- one optimizer step, as in base_train: -sum of advantage * log p over the sampled tokens of all ranks, which
     # reduce_and_clip divides by their number
     step_loss = torch.zeros((), device=device)
-    for micro_step in range(grad_accum_steps):
-        batch = [(r.ids, r.weights()) for r in rollouts[micro_step * device_batch_size :][:device_batch_size]]
+    for micro_step in range(micro_steps):
+        batch = [(r.ids, r.weights()) for r in trained_on[micro_step * device_batch_size :][:device_batch_size]]
         batch += [([], [])] * (device_batch_size - len(batch))
         length = padded_length(max(len(ids) for ids, _ in batch), model.config.sequence_len, device)
         inputs, targets, weights = tensors(batch, length, device)
-        with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
+        with sharding.accumulate(last=micro_step == micro_steps - 1):
             loss = model(inputs, targets, reduction="sum", weights=weights)
             loss.backward()
         step_loss += loss.detach()

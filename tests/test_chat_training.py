@@ -2,6 +2,7 @@
 import contextlib
 import io
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -11,8 +12,15 @@ from conftest import make_sums, run_module
 from ranks import Job, run_as_main, run_on_ranks
 from safetensors.torch import load_file
 
+from nanochat.checkpoint import find_model, load_checkpoint
+from nanochat.conversation_loader import order
+from nanochat.gpt import GPT
 from nanochat.records import read_metrics
+from nanochat.rollouts import sample_rollouts
+from nanochat.sampling import SamplingParams
 from nanochat.task import Task
+from nanochat.task_eval import seed_with
+from nanochat.tasks import make_task
 
 COMMON = {"compile": False, "dtype": "float32", "device_type": "cpu", "device_batch_size": 2, "model_tag": "tiny"}
 STAGES = {  # what each stage is run with; every one has several micro-steps on each of two ranks
@@ -176,6 +184,55 @@ def test_a_dry_run_shows_samples_and_changes_nothing(base):
     printed = run_on_ranks(1, run_script, module, args)[0]
     assert printed.count("--- reward") == 9 and "<|assistant_start|>" in printed
     assert {path: path.stat().st_mtime_ns for path in base.rglob("*")} == before
+
+
+def first_rl_steps(rank: int, world_size: int, args: list[str]) -> tuple[str, list]:
+    """What chat_rl prints, and the shapes that the model was called with."""
+    reward_lengths()
+    shapes, forward = [], GPT.forward
+
+    def recorded(self, inputs: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        shapes.append(tuple(inputs.shape))
+        return forward(self, inputs, *args, **kwargs)
+
+    GPT.forward = recorded
+    return run_script(rank, world_size, "scripts.chat_rl", args), shapes
+
+
+@pytest.mark.parametrize("world_size,device_batch_size", [(1, 4), (2, 1), (3, 64)])
+def test_a_step_of_rl_is_the_policy_gradient_over_all_samples(base, monkeypatch, world_size, device_batch_size):
+    """
+    Loss and gradient are those of -sum of advantage * log p / sampled tokens, written here in float64 over every
+    sample; the model itself only sees those with an advantage.
+    """
+    monkeypatch.setattr(Task, "reward", Task.reward)
+    settings = {"source": "base", "num_iterations": 1, "examples_per_step": 5, "eval_every": -1, "overwrite": True}
+    _, args = stage_arguments(base, "rl", device_batch_size=device_batch_size, **settings)
+    found = run_on_ranks(world_size, first_rl_steps, args)
+    (record,) = (r for r in read_metrics(base / "rl_checkpoints" / "tiny" / "metrics.jsonl") if "train/loss" in r)
+
+    reward_lengths()
+    model, tokenizer, _ = load_checkpoint(find_model("base", "tiny"), torch.device("cpu"))
+    rollouts = sample_rollouts(make_task("arithmetic:easy[:40]", "train"), order(40, 0, 0)[:5], model, tokenizer, 3,
+                               seed_with(SamplingParams(6, 1.0, 0, seed=0), 0), 64)
+    groups = [[r.reward for r in rollouts[i : i + 3]] for i in range(0, 15, 3)]
+    trained_on = 3 * sum(len(set(rewards)) > 1 for rewards in groups)
+    assert 0 < trained_on < 15, "both kinds are there"
+    model, loss = model.double(), 0.0
+    for r in rollouts:
+        ids = torch.tensor([r.ids])
+        logits = 15 * torch.tanh(model.hidden(ids[:, :-1]) @ model.lm_head.weight[:350].T / 15)
+        log_p = logits.log_softmax(-1)[0, range(len(r.ids) - 1), r.ids[1:]]
+        loss -= r.advantage * log_p[torch.tensor(r.sampled[1:])].sum()
+    loss = loss / sum(sum(r.sampled) for r in rollouts)
+    loss.backward()
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
+    assert record["train/loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert record["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    rows = [sum(shape[0] for shape in shapes) for _, shapes in found]
+    assert len(set(rows)) == 1, "as many micro-steps on every rank"
+    if world_size == 1:
+        assert rows[0] == math.ceil(trained_on / device_batch_size) * device_batch_size
 
 
 @pytest.mark.parametrize("module,settings,message", [
