@@ -38,9 +38,10 @@ if [ -n "$plan" ]; then  # GPUs that are not here: commands are shown, not run
     once() { while [ "$1" != -- ]; do shift; done; show "${@:2}"; }
 else
     stage "doctor"
-    # Kernels are tried when it is first run here.
-    python -m scripts.doctor --kernels="$([ -e "$NANOCHAT_BASE_DIR/once" ] && echo False || echo True)" || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
     gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+    # Kernels are tried when it is first run here; on a CPU only before a rehearsal: there the first step tells as much.
+    { [ -e "$NANOCHAT_BASE_DIR/once" ] || [ "$gpus$rehearse" = 0no ]; } && kernels=False || kernels=True
+    python -m scripts.doctor --kernels=$kernels || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
 fi
 if [ "$gpus" -ge 1 ]; then
     # The recipe of 2026, explained in docs/recipe.md. Of these depths the largest that fits, and that is pretrained within
@@ -85,7 +86,8 @@ if [ "$gpus" -ge 1 ]; then
          --init_lr_frac=0.8 --warmdown_ratio=0.5 --device_batch_size="$rows" --total_batch_size=524288 --save_every=200 "${keep[@]}")
     sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:$data[:600], tinyworld:identity" --device_batch_size=$few --save_every=200 "${keep[@]}")
     rl=(--task=gsm8k --device_batch_size=$few --save_every=20 "${keep[@]}")
-    tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, words:$data[:256], spellingbee[:256], tinyworld:identity" problems=-1 core=-1 eval_tokens=10485760
+    judged=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, words:$data[:256], spellingbee[:256], tinyworld:identity" --max_problems=-1)
+    core=-1 eval_tokens=10485760
     # Before anything is downloaded, three steps of the same shapes on the same ranks, with validation, samples and a
     # checkpoint: whether it compiles, fits, is fast, and can be saved. On Python's library, which has text enough for the
     # vocabulary, in a base folder of its own; of two micro-steps, as in the second the memory also holds the first one's sum.
@@ -123,16 +125,17 @@ elif [ $rehearse = no ]; then
     read -r depth < "$answer"
     tag=assistant-d$depth launch=(python -m)
     model=(--depth=$depth --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=600
-           --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=65536 --save_every=100 --keep_last=2)
+           --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=32768 --save_every=100 --keep_last=2)
     mid=(--tasks="tinyworld*2, tinyworld:turns, arithmetic[:5000], spellingbee[:6000], words:$data[:8000], pydoc, run[:10000]"
-         --device_batch_size=16 --total_batch_size=4096 --eval_every=200 --eval_tokens=65536 --save_every=100 --keep_last=2)
+         --device_batch_size=16 --total_batch_size=4096 --eval_every=200 --eval_tokens=32768 --save_every=100 --keep_last=2)
     sft=(--tasks="tinyworld[:2000], arithmetic[5000:6500], spellingbee[9000:11000], words:$data[8000:9500], pydoc[:2000], run[10000:14000]"
          --device_batch_size=16 --target_examples_per_step=64 --init_lr_frac=0.3 --eval_every=100 --eval_steps=5 --eval_metrics_every=-1
          --save_every=100 --keep_last=2)
-    rl=(--task=run --num_iterations=40 --init_lr_frac=0.15 --num_samples=8 --max_new_tokens=80 --device_batch_size=32
+    rl=(--task="run[14000:]" --num_iterations=40 --init_lr_frac=0.15 --num_samples=8 --max_new_tokens=80 --device_batch_size=16
         --eval_every=40 --eval_examples=1000 --eval_samples=1 --save_every=10 --keep_last=2)
-    tasks="tinyworld:facts, tinyworld:identity, arithmetic, spellingbee, words:$data, pydoc:known, pydoc, run"
-    problems=600 core=0 eval_tokens=10485760
+    judged=(--tasks="tinyworld:facts, tinyworld:identity, arithmetic, spellingbee, words:$data, pydoc:known, pydoc, run"
+            --max_problems=600 --batch_size=64)
+    core=0 eval_tokens=65536
 fi
 if [ $rehearse = yes ]; then
     # Everything above in small, on all GPUs or the CPU: nothing is learnt. That compiling works has been seen by now.
@@ -144,7 +147,7 @@ if [ $rehearse = yes ]; then
     mid=(--tasks="tinyworld[:99], arithmetic[:99]" --total_batch_size=512 "${tiny[@]}")
     sft=(--tasks="tinyworld[:99], spellingbee[:99]" --target_examples_per_step=2 --eval_metrics_every=-1 "${tiny[@]}")
     rl=(--task=arithmetic:easy --examples_per_step=1 --num_samples=2 --max_new_tokens=4 "${tiny[@]}")
-    tasks="arithmetic[:4]" problems=4 core=0 eval_tokens=256
+    judged=(--tasks="arithmetic[:4]" --max_problems=4) core=0 eval_tokens=256
 fi
 
 [ -z "$plan" ] || python() { show python "$@"; }
@@ -171,7 +174,7 @@ train() {  # NAME SCRIPT SETTINGS…
     before=$1
     stage "evaluation: $1"
     once chat_eval-$1-$tag --needs $1_checkpoints/$tag --makes report/sections/$data/$tag/chat_eval_$1.json -- \
-        "${launch[@]}" scripts.chat_eval --source=$1 --model_tag="$tag" --tasks="$tasks" --max_problems="$problems"
+        "${launch[@]}" scripts.chat_eval --source=$1 --model_tag="$tag" "${judged[@]}"
 }
 stage "mid-training"
 train mid mid_train "${mid[@]}"

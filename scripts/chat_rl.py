@@ -149,7 +149,7 @@ while True:
             before = correct if step == 0 else before
             passed = {f"pass@{k}": pass_at(correct, k) for k in sorted({1, eval_samples})}
             metrics.log(step, {f"eval/{name}": value for name, value in passed.items()})
-            print0(f"step {step:05d}/{num_iterations:05d} | held-out {task}: "
+            print0(f"step {step:05d}/{num_iterations:05d} | held-out {held_out.name}: "
                    + ", ".join(f"{name} {value:.1%}" for name, value in passed.items()))
     if last_step:
         break
@@ -201,9 +201,10 @@ else:
     results = {"training minutes": metrics.state["elapsed"] / 60, "peak memory, GiB": peak_memory()}
     if eval_every > 0 and before:
         change = describe_change(before, correct)
-        print0(f"held-out {task}: {change}")
-        body = f"Held-out {task}: {change}.\n\n{body}"
-        results |= {f"pass@1 of {task}, before": pass_at(before, 1), f"pass@1 of {task}, after": pass_at(correct, 1)}
+        print0(f"held-out {held_out.name}: {change}")
+        body = f"Held-out {held_out.name}: {change}.\n\n{body}"
+        results |= {f"pass@1 of {held_out.name}, {when}": pass_at(found, 1)
+                    for when, found in (("before", before), ("after", correct))}
     write_section("chat_rl", "Reinforcement learning", body, {"rl": results}, metrics.path, data=data,
                   model_tag=checkpoints.name)
 compute_cleanup()

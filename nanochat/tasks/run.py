@@ -4,13 +4,15 @@ What a short Python program prints: needs no download, and what is asked in the 
     run:tool    "What does this print?\\n\\nx = 14\\nx = x + 23\\nprint(x)" - [14 + 23 = 37] "It prints 37"
     run         half of the answers with the calculator, half without: "It prints 37"
 
-A generator makes the programs; what they print and calculate is known because they are run, all at once (execution.py).
+A generator makes the programs; what they print and calculate is known because they are run, a thousand at a time
+(execution.py), when the first of these is wanted.
 `run` is for reinforcement learning: a model that imitates the examples leaves the calculator out half of the time, and
 is then more often wrong; rewards tell it which of the two ways to go. No program is on both sides; what a test program
 calculates also occurs in training programs of another shape, half of the time.
 """
 import itertools
 import json
+from collections.abc import Iterator
 from functools import cache
 
 from nanochat.conversation import Conversation
@@ -21,6 +23,7 @@ from nanochat.tasks.common import single_turn, split_of, with_tool
 from nanochat.tasks.execution import run_python
 
 SIZES = {"train": 20_000, "test": 1_000}
+RUN_TOGETHER = 1_000  # programs in one process
 QUESTIONS = (
     "What does this print?", "What does this program print?", "What is the output of this program?",
     "What will this print?", "Tell me what this prints.", "What comes out of this program?", "What is printed here?")
@@ -98,13 +101,13 @@ class Run(Task):
     def __init__(self, argument: str, split: str) -> None:
         self.always = argument == "tool"
         self.name = f"Run {argument}".rstrip()
-        self.programs = programs(split)
+        self.split = split
 
     def __len__(self) -> int:
-        return len(self.programs)
+        return SIZES[self.split]
 
     def conversation(self, index: int) -> Conversation:
-        source, output, calls = self.programs[index]
+        source, output, calls = programs(self.split, index // RUN_TOGETHER)[index % RUN_TOGETHER]
         rng = StableRandom(f"run: {source}")
         question, lines = f"{rng.choice(QUESTIONS)}\n\n{source}", output.rstrip("\n")
         answer = f"It prints:\n{lines}" if "\n" in lines else f"It prints {lines}"
@@ -118,19 +121,32 @@ class Run(Task):
 
 
 @cache
-def programs(split: str) -> tuple[tuple[str, str, list[tuple[str, str]]], ...]:
-    """(source, output, calls of the calculator) of the distinct programs of a split, in a fixed order."""
-    sources: dict[str, None] = {}
-    for number in itertools.count():
-        if len(sources) == SIZES[split]:
-            break
-        source, key = draw_program(number)
-        if split_of(f"run:{key}") == split:
-            sources[source] = None
-    result = run_python(RUNNER.format(sources=json.dumps(list(sources))), timeout=60, max_output_bytes=2**24)
+def programs(split: str, batch: int) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """(source, output, calls of the calculator) of a batch of the distinct programs of a split, in a fixed order."""
+    begin, end = batch * RUN_TOGETHER, (batch + 1) * RUN_TOGETHER
+    sources, others = drawn(split)
+    sources.extend(itertools.islice(others, max(end - len(sources), 0)))
+    wanted = sources[begin:end]
+    result = run_python(RUNNER.format(sources=json.dumps(wanted)), timeout=60, max_output_bytes=2**24)
     if not result.ok:
         raise UserError(f"task run: its programs could not be run: {result.error}")
-    return tuple((source, *ran) for source, ran in zip(sources, json.loads(result.stdout)))
+    return [(source, *ran) for source, ran in zip(wanted, json.loads(result.stdout), strict=True)]
+
+
+@cache
+def drawn(split: str) -> tuple[list[str], Iterator[str]]:
+    """The programs of a split that have been drawn, and the others, when wanted."""
+    return [], distinct_sources(split)
+
+
+def distinct_sources(split: str) -> Iterator[str]:
+    """Without end."""
+    seen = set()
+    for number in itertools.count():
+        source, key = draw_program(number)
+        if split_of(f"run:{key}") == split and source not in seen:
+            seen.add(source)
+            yield source
 
 
 def draw_program(number: int) -> tuple[str, str]:
