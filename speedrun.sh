@@ -38,9 +38,10 @@ if [ -n "$plan" ]; then  # GPUs that are not here: commands are shown, not run
     once() { while [ "$1" != -- ]; do shift; done; show "${@:2}"; }
 else
     stage "doctor"
-    gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-    # Kernels are tried when it is first run here; on a CPU only before a rehearsal: there the first step tells as much.
-    { [ -e "$NANOCHAT_BASE_DIR/once" ] || [ "$gpus$rehearse" = 0no ]; } && kernels=False || kernels=True
+    gpus=$(python -c 'import torch; print(torch.cuda.device_count())') || true
+    # Whether kernels are right is looked at on the first run; on a CPU, where it takes half a minute, before a rehearsal only.
+    kernels=True
+    [ ! -e "$NANOCHAT_BASE_DIR/once" ] && [ "$gpus$rehearse" != 0no ] || kernels=False
     python -m scripts.doctor --kernels=$kernels || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
 fi
 if [ "$gpus" -ge 1 ]; then

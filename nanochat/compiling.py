@@ -62,7 +62,8 @@ def set_compile(wanted: bool, device_type: str) -> bool:
         # What the processor can do, torch has asked it; by default it compiles three large programs to try it as well.
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-        # A process finds our autograd functions, too, in torch's cache; what they compute is part of the key.
+        # A process need not trace graphs with our autograd functions anew, either: what they do is in the key of the
+        # cache, as long as that is operations of torch.
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
         try:
             compiled(probe)(torch.zeros(64, device=device_type))

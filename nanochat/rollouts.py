@@ -3,9 +3,6 @@ import math
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-import torch
-
-from nanochat.distributed import all_reduce_sum, sum_dtype
 from nanochat.gpt import GPT
 from nanochat.sampling import SamplingParams
 from nanochat.task import Task
@@ -44,14 +41,10 @@ def sample_rollouts(
     return rollouts
 
 
-def rollout_stats(rollouts: list[Rollout], device: torch.device) -> tuple[dict[str, float], int]:
-    """(mean reward and sampled tokens of an answer, tokens that were trained on), over all ranks. COLLECTIVE."""
-    sums = [sum(r.reward for r in rollouts), sum(sum(r.sampled) for r in rollouts), len(rollouts),
-            sum(len(r.ids) for r in rollouts if r.advantage)]
-    totals = torch.tensor(sums, dtype=sum_dtype(device), device=device)
-    all_reduce_sum(totals)
-    reward, sampled, count, tokens = totals.tolist()
-    return {"rl/reward": reward / count, "rl/tokens": sampled / count}, int(tokens)
+def rollout_stats(rollouts: list[Rollout]) -> dict[str, float]:
+    """Mean reward, mean number of sampled tokens, and the part that has an advantage."""
+    return {"rl/reward": fmean(r.reward for r in rollouts), "rl/tokens": fmean(sum(r.sampled) for r in rollouts),
+            "rl/trained_on": fmean(r.advantage != 0 for r in rollouts)}
 
 
 def describe_change(before: list[list[bool]], after: list[list[bool]]) -> str:

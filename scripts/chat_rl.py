@@ -103,6 +103,7 @@ data_state = {"origin": origin, "task": task, "problems": len(problems), "seed":
               "examples_per_step": examples_per_step, "eval_examples": eval_examples, "eval_samples": eval_samples}
 require_same_data(meta, data_state)
 print0(f"{num_iterations:,} steps of {examples_per_step} problems x {num_samples} samples, on {world_size} rank(s)")
+rows_per_micro_step = device_batch_size * world_size
 
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed)
 
@@ -154,26 +155,28 @@ while True:
     if last_step:
         break
 
-    # --- samples: each rank answers its problems of this step. One whose samples are all right, or all wrong, has no
-    # advantages, so no gradient: it is not trained on. Of the others the longest come first: little padding.
-    rollouts = rollouts_of(step)
+    # --- samples: each rank answers its problems of this step, and gets the answers of all. Where a problem's answers
+    # are rewarded alike there is no advantage, so no gradient: only the others are trained on. They are dealt out anew,
+    # the longest first: little padding, and no rank waits for another.
+    rollouts = [rollout for of_rank in gather_objects(rollouts_of(step)) for rollout in of_rank]
     trained_on = sorted((r for r in rollouts if r.advantage), key=lambda r: len(r.ids), reverse=True)
-    micro_steps = max(1, *gather_objects(math.ceil(len(trained_on) / device_batch_size)))  # as many on every rank
+    micro_steps = max(math.ceil(len(trained_on) / rows_per_micro_step), 1)  # a pass of empty rows, if there are none
 
     # --- one optimizer step, as in base_train: -sum of advantage * log p over the sampled tokens of all ranks, which
     # reduce_and_clip divides by their number
     step_loss = torch.zeros((), device=device)
     for micro_step in range(micro_steps):
-        batch = [(r.ids, r.weights()) for r in trained_on[micro_step * device_batch_size :][:device_batch_size]]
+        of_ranks = trained_on[micro_step * rows_per_micro_step :][:rows_per_micro_step]
+        batch = [(r.ids, r.weights()) for r in of_ranks[rank * device_batch_size :][:device_batch_size]]
         batch += [([], [])] * (device_batch_size - len(batch))
-        length = padded_length(max(len(ids) for ids, _ in batch), model.config.sequence_len, device)
+        length = padded_length(len(of_ranks[0].ids) if of_ranks else 0, model.config.sequence_len, device)
         inputs, targets, weights = tensors(batch, length, device)
         with sharding.accumulate(last=micro_step == micro_steps - 1):
             loss = model(inputs, targets, reduction="sum", weights=weights)
             loss.backward()
         step_loss += loss.detach()
 
-    sampled_tokens = float(sum(sum(r.sampled) for r in rollouts))
+    sampled_tokens = sum(sum(r.sampled) for r in rollouts) / world_size  # whose sum over the ranks is that of all
     stats = sharding.reduce_and_clip(step_loss, sampled_tokens, grad_clip, stop.asked, saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before
     lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
@@ -182,11 +185,11 @@ while True:
     for optimizer in optimizers:
         optimizer.step(stats)
     sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
-    rewards, step_tokens = rollout_stats(rollouts, device)
-    metrics.log_step(step, stats, lrm, step_tokens)  # its time is that of sampling and training
+    rewards = rollout_stats(rollouts)
+    metrics.log_step(step, stats, lrm, sum(len(r.ids) for r in trained_on))  # its time is that of sampling and training
     metrics.log(step, rewards)
     print0(f"step {step:05d}/{num_iterations:05d} | reward {rewards['rl/reward']:.3f} | "
-           f"{rewards['rl/tokens']:.1f} tokens an answer")
+           f"{rewards['rl/tokens']:.1f} tokens an answer | {rewards['rl/trained_on']:.0%} trained on")
     if step == start_step:
         after_first_step(*sharding.groups())  # all have compiled: shorter timeouts from here
     step += 1

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from nanochat.task_eval import seed_with
 from nanochat.tasks import make_task
 
 COMMON = {"compile": False, "dtype": "float32", "device_type": "cpu", "device_batch_size": 2, "model_tag": "tiny"}
-STAGES = {  # what each stage is run with; every one has several micro-steps on each of two ranks
+STAGES = {  # what each stage is run with; every one has several micro-steps on each of two ranks, RL mostly
     "mid": ("scripts.mid_train", {"tasks": "json:{chats}", "total_batch_size": 1024, "eval_every": 4,
                                   "eval_tokens": 256, "zero_stage": 2}),
     "sft": ("scripts.chat_sft", {"tasks": "json:{chats}, arithmetic:easy[:20]", "target_examples_per_step": 7,
@@ -186,53 +187,60 @@ def test_a_dry_run_shows_samples_and_changes_nothing(base):
     assert {path: path.stat().st_mtime_ns for path in base.rglob("*")} == before
 
 
-def first_rl_steps(rank: int, world_size: int, args: list[str]) -> tuple[str, list]:
-    """What chat_rl prints, and the shapes that the model was called with."""
+def rows_of_an_rl_step(rank: int, world_size: int, args: list[str]) -> list[int]:
+    """How many rows each micro-step had on this rank."""
     reward_lengths()
-    shapes, forward = [], GPT.forward
+    rows, forward = [], GPT.forward
 
-    def recorded(self, inputs: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        shapes.append(tuple(inputs.shape))
-        return forward(self, inputs, *args, **kwargs)
+    def recorded(self, inputs: torch.Tensor, *others, **kwargs) -> torch.Tensor:
+        rows.append(len(inputs))
+        return forward(self, inputs, *others, **kwargs)
 
     GPT.forward = recorded
-    return run_script(rank, world_size, "scripts.chat_rl", args), shapes
+    run_script(rank, world_size, "scripts.chat_rl", args)
+    return rows
 
 
-@pytest.mark.parametrize("world_size,device_batch_size", [(1, 4), (2, 1), (3, 64)])
-def test_a_step_of_rl_is_the_policy_gradient_over_all_samples(base, monkeypatch, world_size, device_batch_size):
+@pytest.mark.parametrize("world_size,device_batch_size,stage,problems", [
+    (1, 4, 0, 5), (2, 1, 3, 5), (3, 64, 2, 5),
+    (2, 4, 3, 1),  # nothing to train on
+])
+def test_a_step_of_rl_is_the_policy_gradient_over_all_samples(
+    base, monkeypatch, world_size, device_batch_size, stage, problems
+):
     """
-    Loss and gradient are those of -sum of advantage * log p / sampled tokens, written here in float64 over every
-    sample; the model itself only sees those with an advantage.
+    Loss and gradient are those of -sum of (reward - mean reward of the problem) * log p / sampled tokens, written here
+    in float64 over every sample; the model itself only sees those that are not rewarded as their problem's mean.
     """
-    monkeypatch.setattr(Task, "reward", Task.reward)
-    settings = {"source": "base", "num_iterations": 1, "examples_per_step": 5, "eval_every": -1, "overwrite": True}
-    _, args = stage_arguments(base, "rl", device_batch_size=device_batch_size, **settings)
-    found = run_on_ranks(world_size, first_rl_steps, args)
+    monkeypatch.setattr(Task, "reward", Task.reward)  # is put back after this test
+    settings = {"source": "base", "num_iterations": 1, "examples_per_step": problems, "eval_every": -1,
+                "device_batch_size": device_batch_size, "zero_stage": stage, "task": "arithmetic:easy[:40]"}
+    if problems == 1:
+        settings["task"] = "arithmetic:easy[19:20]"
+    rows = run_on_ranks(world_size, rows_of_an_rl_step, stage_arguments(base, "rl", **settings)[1])
     (record,) = (r for r in read_metrics(base / "rl_checkpoints" / "tiny" / "metrics.jsonl") if "train/loss" in r)
 
     reward_lengths()
     model, tokenizer, _ = load_checkpoint(find_model("base", "tiny"), torch.device("cpu"))
-    rollouts = sample_rollouts(make_task("arithmetic:easy[:40]", "train"), order(40, 0, 0)[:5], model, tokenizer, 3,
+    task = make_task(settings["task"], "train")
+    rollouts = sample_rollouts(task, order(len(task), 0, 0)[:problems], model, tokenizer, 3,
                                seed_with(SamplingParams(6, 1.0, 0, seed=0), 0), 64)
-    groups = [[r.reward for r in rollouts[i : i + 3]] for i in range(0, 15, 3)]
-    trained_on = 3 * sum(len(set(rewards)) > 1 for rewards in groups)
-    assert 0 < trained_on < 15, "both kinds are there"
-    model, loss = model.double(), 0.0
-    for r in rollouts:
+    model, loss, trained_on = model.double(), 0.0, 0
+    for number, r in enumerate(rollouts):
+        group = rollouts[number // 3 * 3 :][:3]
+        advantage = r.reward - fmean(other.reward for other in group)
+        trained_on += len({other.reward for other in group}) > 1  # of three rewards of 0 or 1 none is their mean, then
         ids = torch.tensor([r.ids])
         logits = 15 * torch.tanh(model.hidden(ids[:, :-1]) @ model.lm_head.weight[:350].T / 15)
         log_p = logits.log_softmax(-1)[0, range(len(r.ids) - 1), r.ids[1:]]
-        loss -= r.advantage * log_p[torch.tensor(r.sampled[1:])].sum()
+        loss -= advantage * log_p[torch.tensor(r.sampled[1:])].sum()
     loss = loss / sum(sum(r.sampled) for r in rollouts)
     loss.backward()
     norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
+    assert (0 < trained_on < len(rollouts)) == (problems > 1), "both kinds are there, or nothing to train on"
     assert record["train/loss"] == pytest.approx(loss.item(), abs=1e-6)
     assert record["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
-    rows = [sum(shape[0] for shape in shapes) for _, shapes in found]
-    assert len(set(rows)) == 1, "as many micro-steps on every rank"
-    if world_size == 1:
-        assert rows[0] == math.ceil(trained_on / device_batch_size) * device_batch_size
+    assert rows == [[device_batch_size] * max(math.ceil(trained_on / device_batch_size / world_size), 1)] * world_size
 
 
 @pytest.mark.parametrize("module,settings,message", [

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanochat.attention import attention, reference_attention, window_blocks
-from nanochat.compiling import switch
+from nanochat.compiling import set_compile, switch
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.gpt_config import GPTConfig, architecture, config_from_depth
@@ -32,6 +32,7 @@ from nanochat.zero import Sharding
 
 ALONE = ["rope_theta=100", "qk_scale=1.5", "short_windows=True", "value_embeddings=True", "bigrams=5",
          "residual_scales=True", "smear=True", "backout=True", "head_gates=True"]  # each piece of the forward pass
+TORCH_COMPILE = torch.compile
 
 
 def small_model(
@@ -317,6 +318,43 @@ def test_all_blocks_lengths_and_numbers_of_targets_share_compiled_code_on_a_cpu(
         for case, loss in zip(cases, expected):
             assert model(*case[:2], "none").sum().item() == pytest.approx(loss)
             assert counter.frame_count == 6, "before and after once more, without gradients"
+
+
+def cache_keys(monkeypatch) -> list[str]:
+    """Of the graphs of a model of one block, as torch makes them; an error where it would keep none."""
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCachePickler, check_cacheable
+
+    keys = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
+        for part in graph.modules():  # with the bodies of autograd functions
+            if isinstance(part, torch.fx.GraphModule):
+                check_cacheable(part)
+        keys.append(AOTAutogradCachePickler(graph).get_hash(graph))
+        return graph
+
+    torch._dynamo.reset()
+    monkeypatch.setattr("torch.compile", partial(TORCH_COMPILE, backend=backend))
+    monkeypatch.setattr("nanochat.compiling.with_compiler", partial(TORCH_COMPILE, backend=backend, dynamic=False))
+    monkeypatch.setattr(switch, "on", False)  # and again after the test
+    assert set_compile(True, "cpu")
+    model, tokens = small_model(arch="modern", n_layer=1), torch.zeros(2, 16, dtype=torch.int64)
+    model.compile_blocks()
+    model(tokens, tokens).backward()
+    return keys
+
+
+def test_torch_finds_compiled_code_again_and_what_autograd_functions_do_is_in_its_key(monkeypatch):
+    """By default each process would trace what contains an autograd function anew."""
+    keys = cache_keys(monkeypatch)
+    assert len(keys) >= 3 and cache_keys(monkeypatch) == keys
+
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 3
+
+    monkeypatch.setattr(SquaredReLU, "backward", staticmethod(backward))
+    changed = [key != before for key, before in zip(cache_keys(monkeypatch), keys, strict=True)]
+    assert sum(changed) == 1, "that of what comes after attention"
 
 
 def test_a_script_of_ones_own_calls_the_model_eagerly():

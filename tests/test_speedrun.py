@@ -326,6 +326,15 @@ def test_a_slow_machine_trains_a_smaller_model_unless_asked_for_all(tmp_path):
     assert chosen(tmp_path / "other", 3000, "--full")[0] == "4"
 
 
+@pytest.mark.parametrize("gpus, argument, kernels", [
+    (0, "--full", False), (0, "--rehearse", True), (1, "--chat", True),
+])
+def test_kernels_are_compared_first_but_for_a_real_run_on_a_cpu(tmp_path, gpus, argument, kernels):
+    stand_in(tmp_path, {"*device_count*": gpus, "*--hours_only": 1, "*--batch_only*": 16})
+    _, (doctor, *_) = speedrun(tmp_path, argument)
+    assert doctor == f"-m scripts.doctor --kernels={kernels}"
+
+
 def rehearse(until: str | None = None) -> str:
     """What `bash speedrun.sh --rehearse` prints; with `until` it and its processes are killed when a line says that."""
     process = subprocess.Popen(

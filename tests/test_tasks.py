@@ -23,9 +23,10 @@ from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.corpus.tinyworld import facts
 from nanochat.errors import UserError
 from nanochat.task import Task, reference
-from nanochat.tasks import Mixture, example_questions, make_mixture, make_task, make_tasks, spellingbee
+from nanochat.tasks import Mixture, example_questions, make_mixture, make_task, make_tasks, run, spellingbee
 from nanochat.tasks import tinyworld as world
 from nanochat.tasks.common import last_number, shuffled, single_turn, split_of
+from nanochat.tasks.execution import Result
 from nanochat.tasks.gsm8k import answer_parts, final_number
 from nanochat.tokenizer import get_tokenizer
 
@@ -322,6 +323,26 @@ def test_what_a_program_prints_is_what_python_prints_and_the_calls_are_what_it_c
                 assert [int(output) for _, output in values] == list(itertools.accumulate(numbers))
             called[bool(values), bool(loop)] += 1
     assert called[True, True] > 10 and called[True, False] > 500 and called[False, False] > 500
+
+
+def test_programs_are_drawn_and_run_when_they_are_wanted_the_same_in_any_order(monkeypatch):
+    numbers, found = (4321, 0, 4999, 1234, -1), []
+    for order in (numbers, sorted(numbers)):
+        for cached in (run.programs, run.drawn):
+            cached.cache_clear()
+        task = make_task("run", "train")
+        found.append({number: asked(task[number]) for number in order})
+        assert run.programs.cache_info().misses == 4, "four batches of twenty"
+    assert found[0] == found[1]
+    sources = run.drawn("train")[0]
+    assert len(set(sources)) == len(sources) == len(task)
+
+    monkeypatch.setattr(run, "run_python", lambda *args, **kwargs: Result(False, "", "", "no processes", ()))
+    run.programs.cache_clear()
+    with pytest.raises(UserError, match="could not be run: no processes"):
+        make_task("run", "train")
+    assert example_questions("run") == [], "nothing to suggest, and no error"
+    run.programs.cache_clear()
 
 
 def test_half_of_the_programs_are_calculated_in_the_head_and_no_name_makes_a_program_another():

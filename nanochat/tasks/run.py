@@ -102,6 +102,7 @@ class Run(Task):
         self.always = argument == "tool"
         self.name = f"Run {argument}".rstrip()
         self.split = split
+        programs(split, 0)  # where no program can be run, that is said at once
 
     def __len__(self) -> int:
         return SIZES[self.split]
@@ -135,12 +136,12 @@ def programs(split: str, batch: int) -> list[tuple[str, str, list[tuple[str, str
 
 @cache
 def drawn(split: str) -> tuple[list[str], Iterator[str]]:
-    """The programs of a split that have been drawn, and the others, when wanted."""
+    """The programs of a split that have been drawn, and what draws the others, for one thread at a time."""
     return [], distinct_sources(split)
 
 
 def distinct_sources(split: str) -> Iterator[str]:
-    """Without end."""
+    """The programs of a split in a fixed order, each once, without end."""
     seen = set()
     for number in itertools.count():
         source, key = draw_program(number)
