@@ -106,10 +106,10 @@ if [ "$gpus" -ge 1 ]; then
 elif [ $rehearse = no ]; then
     # The embedded world, and Python's own documentation: nothing to download, and a model small enough for minutes on two cores.
     data=tinyworld shards=-1 vocab=4096 words="pydoc, run" depth=4 answer=$NANOCHAT_BASE_DIR/once/depth-assistant
-    # All stages together take about as long as 2,400 training steps of the base model, and three minutes more.
+    # All stages together take about as long as 1,700 training steps of the base model, and three minutes more.
     estimate() {
         local ms
-        ms=$(python -m scripts.doctor --time_only --depth=$depth --max_seq_len=256 --vocab_size=$vocab) && minutes=$((3 + ms * 2400 / 60000))
+        ms=$(python -m scripts.doctor --time_only --depth=$depth --max_seq_len=256 --vocab_size=$vocab) && minutes=$((3 + ms * 1700 / 60000))
     }
     mkdir -p "${answer%/*}"
     [ $full = no ] || echo 4 > "$answer"
@@ -125,7 +125,7 @@ elif [ $rehearse = no ]; then
     fi
     read -r depth < "$answer"
     tag=assistant-d$depth launch=(python -m)
-    model=(--depth=$depth --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=600
+    model=(--depth=$depth --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=500
            --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=32768 --save_every=100 --keep_last=2)
     mid=(--tasks="tinyworld*2, tinyworld:turns, arithmetic[:5000], spellingbee[:6000], words:$data[:8000], pydoc, run[:10000]"
          --device_batch_size=16 --total_batch_size=4096 --eval_every=200 --eval_tokens=32768 --save_every=100 --keep_last=2)
