@@ -237,7 +237,7 @@ def test_a_step_of_rl_is_the_policy_gradient_over_all_samples(
     loss = loss / sum(sum(r.sampled) for r in rollouts)
     loss.backward()
     norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
-    assert (0 < trained_on < len(rollouts)) == (problems > 1), "both kinds are there, or nothing to train on"
+    assert 0 < trained_on < len(rollouts) if problems > 1 else trained_on == 0, "both kinds, or nothing at all"
     assert record["train/loss"] == pytest.approx(loss.item(), abs=1e-6)
     assert record["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert rows == [[device_batch_size] * max(math.ceil(trained_on / device_batch_size / world_size), 1)] * world_size
