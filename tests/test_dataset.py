@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -194,7 +195,7 @@ def test_a_text_without_any_blank_is_cut_between_characters(inputs):
 
 
 def test_invalid_utf8_is_counted_and_replaced(inputs):
-    (inputs / "a.txt").write_bytes(b"good \xff\xfe bad\n\n" + "Zürich".encode("latin-1") + b"\n\n" + b"x" * 100)
+    (inputs / "a.txt").write_bytes(b"good \xff\xfe bad\n\n" + "Zürich".encode("latin-1") + b"\n\n" + b"x" * 400)
     lines = (b'{"text": "caf\xe9"}', b'{"text": "half \\ud800 pair"}', b'{"text": "whole \\ud83d\\ude00"}')
     (inputs / "b.jsonl").write_bytes(b"\n".join(lines))
     # Arrow's own checks would not let such a column be written; other writers do not check.
@@ -247,6 +248,26 @@ def test_damaged_utf8_is_not_read_in_the_encoding_that_is_named(inputs, capsys, 
         make(str(inputs), encoding=encoding)
 
 
+WESTERN = ["Les élèves travaillent très bien à l'école. Où est-ce que tu vas après le déjeuner?",
+           "Não há razão para não ir à praça amanhã. A avó disse que o pão é bom.",
+           "El niño comió mañana. ¿Cómo está usted? Está en el jardín con la señora Núñez.",
+           "Die Mädchen möchten über die Brücke gehen, weil es schön ist. Straße und Fuß."]
+
+
+@pytest.mark.parametrize("line", [*WESTERN, "Árvíztűrő tükörfúrógép. A gyerekek az iskola előtt játszanak."])
+def test_western_text_is_not_taken_for_that_of_the_neighbours(inputs, line):
+    """Short or long. Where two encodings may be meant, both are named, each with words that it would give."""
+    encoding = "cp1252" if line in WESTERN else "cp1250"
+    for lines in (1, 500):
+        (inputs / "a.txt").write_bytes("\n".join(f"{i} {line}" for i in range(lines)).encode(encoding))
+        with pytest.raises(UserError, match=r"a.txt is not utf-8: .* characters cannot be read; perhaps") as refused:
+            make(str(inputs))
+        found = re.findall(r"(\w+) \(“(.*?)”\): --encoding=\1(?:; or |$)", str(refused.value))
+        assert ("cp1252", encoding) in [(found[0][0], name) for name, _ in found]
+        words = dict(found)[encoding].split()
+        assert len(words) >= 4 and set(words) <= set(re.findall(r"[\w¿]+", line))
+
+
 def test_an_encoding_that_refuses_a_file_at_once_is_said_without_a_count(inputs):
     (inputs / "a.txt").write_bytes("\n".join(texts(20)).encode("utf-16-le"))  # without the mark
     with pytest.raises(UserError, match="a.txt cannot be read as utf-16; "):
@@ -269,15 +290,24 @@ def test_a_few_bad_bytes_are_replaced_and_said_and_a_few_in_each_of_many_files_s
     (inputs / "long.txt").write_bytes(b"\n".join(text.encode() for text in texts(900)) + b"caf\xe9" * 10)
     make(str(inputs))
     assert f"warning: characters replaced in {inputs}/long.txt (10)" in capsys.readouterr().out
-    for i in range(60):
-        (inputs / f"{i}.txt").write_bytes(f"Le {i}e café à côté de l'église.".encode("latin-1"))
-    found = rf"310 of [\d,]+ characters in {inputs} cannot be read; perhaps it is .*: --encoding="
+    for i in range(200):
+        (inputs / f"{i}.txt").write_bytes(f"Le {i}e café est ici.".encode("latin-1"))
+    found = rf"210 of [\d,]+ characters in {inputs} cannot be read; perhaps it is .*: --encoding="
     with pytest.raises(UserError, match=rf"{inputs}/0.txt is not utf-8: {found}"):
         make(str(inputs))
     column = pa.Array.from_buffers(pa.string(), 1, pa.array([CHINESE.encode("gbk")], pa.binary()).buffers())
     pq.write_table(pa.table({"text": column}), inputs.parent / "c.parquet")
     with pytest.raises(UserError, match="c.parquet is not utf-8: .* write it anew"):
         make(str(inputs.parent / "c.parquet"))
+
+
+def test_a_short_note_may_have_one_bad_byte_but_not_one_in_eight(inputs):
+    (inputs / "b.txt").write_text("another note")
+    (inputs / "a.txt").write_bytes(b"caf\xe9 " + b"x" * 60)
+    assert make(str(inputs))["invalid"] == 1
+    (inputs / "a.txt").write_bytes(b"caf\xe9 " * 8 + b"x" * 22)
+    with pytest.raises(UserError, match="8 of 62 characters cannot be read"):
+        make(str(inputs))
 
 
 def test_json_and_csv_are_read(inputs):
