@@ -19,10 +19,11 @@ from pathlib import Path
 from nanochat.corpus import sources
 from nanochat.corpus.download import fetch_shard
 from nanochat.corpus.shards import build
-from nanochat.dataset import OFFLINE, REMOTE, dataset_dir, load_manifest, shard_texts
+from nanochat.dataset import OFFLINE, REMOTE, dataset_dir, fingerprint, load_manifest, shard_texts
 from nanochat.errors import UserError, did_you_mean
 from nanochat.files import locked, recover_folder, write_folder_aside, write_text
 from nanochat.progress import progress
+from nanochat.records import models_trained_with
 
 # Finished, shuffled shard sets on the Hugging Face hub: repository and index of the last shard, which is validation.
 # They are kept as they come, so that their checksums can be verified; they are not deduplicated here.
@@ -103,15 +104,20 @@ def make_from_text(name: str, settings: dict, encoding: str) -> dict:
         own = True
         settings = settings | {"encoding": encoding}
         documents = sources.own_documents(Path(source), field, tally, encoding)
-    folder = dataset_dir(name)
+    folder, there = dataset_dir(name), None
     with contextlib.suppress(UserError):  # not there, or not whole
-        manifest = load_manifest(name)
-        if not own and manifest.get("settings") == settings:
-            print(f"already there, made with the same settings: {folder}")
-            return manifest
+        there = load_manifest(name)
+    if there and not own and there.get("settings") == settings:
+        print(f"already there, made with the same settings: {folder}")
+        return there
     with write_folder_aside(folder) as aside:
         watched = progress(documents, "reading", "documents")
         shards = build(aside, watched, seed, shard_bytes, num_shards, tally, source)
+        if there and there["shards"] != shards and (models := models_trained_with(fingerprint(name))):
+            documents_now = sum(shard["rows"] for shard in shards)
+            raise UserError(f"data set {name!r} would change (it has {there['documents']:,} documents, now there are "
+                            f"{documents_now:,}), and {models} could not be resumed without it; choose another name "
+                            f"with --name=…, or delete {folder}")
         more = {}
         if source == "tinyworld":  # the validation documents can be generated again, to count their entropy
             index_of = {text: index for index, (text, _) in enumerate(documents)}
