@@ -194,7 +194,7 @@ def tokenizing_distributed_data_loader(
             problem = f"{key} was {state[key]} when the checkpoint was saved and is {value} now"
             if key == "data":
                 problem = (f"data set {data!r} is not what the checkpoint was trained on: another one, or made "
-                           "again from other text; give it that text, or begin anew with another --model_tag")
+                           "again from other text; restore the text that it had, or set another --model_tag")
             raise UserError(f"cannot continue exactly: {problem}")
     planner = RowPlanner(shards, max_seq_len + 1, seed, state)
     pinned = torch.device(device).type == "cuda"

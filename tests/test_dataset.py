@@ -703,6 +703,14 @@ def test_importing_prints_and_touches_nothing(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not (tmp_path / "base").exists()
 
 
+@pytest.mark.parametrize("name", ["dataset", "report"])
+def test_the_command_that_other_projects_have_is_answered_with_the_one_here(name):
+    command = [sys.executable, "-m", f"nanochat.{name}", "-n", "8"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(rf"error: the command is python -m scripts\.{name}( --\S+=\S+)*\n", done.stderr)
+
+
 def test_the_command(inputs):
     write_jsonl(inputs / "a.jsonl", texts(300) + texts(5), field="body")
     done = command(f"--source={inputs}", "--name=mine", "--field=body")
