@@ -8,6 +8,7 @@ last, a killed process leaves nothing that looks like a data set, and the same c
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import sys
 import threading
@@ -55,12 +56,16 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
     folder, started = dataset_dir(name), time.monotonic()
     settings = {"source": source, "num_shards": num_shards, "seed": seed, "field": field, "shard_mb": shard_mb}
     try:
-        with locked(folder.with_name(f".{name}.lock")):
+        with locked(folder.with_name(f".{name}.lock")) as lock:
             recover_folder(folder)
-            if source in REMOTE:
-                manifest = make_from_hub(name, source, num_shards, workers)
-            else:
-                manifest = make_from_text(name, settings, encoding)
+            try:
+                if source in REMOTE:
+                    manifest = make_from_hub(name, source, num_shards, workers)
+                else:
+                    manifest = make_from_text(name, settings, encoding)
+            finally:
+                if not folder.exists():  # a source that failed leaves nothing
+                    os.remove(lock.name)
     except OSError as error:  # whatever cannot be read is a UserError already: this is about the disk we write to
         where = f" ({error.filename})" if error.filename else ""
         raise UserError(
