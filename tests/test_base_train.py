@@ -84,7 +84,7 @@ def test_an_empty_base_folder_is_enough(base_folder):
     result = subprocess.run([sys.executable, "-c", SMALL_WORLD + RUN, *settings], cwd=REPO, text=True,
                             capture_output=True, timeout=500)
     assert result.returncode == 0, result.stderr
-    assert "data set 'tinyworld' is not there yet, making it" in result.stdout
+    assert "making data set 'tinyworld' in" in result.stdout
     assert "no tokenizer for 'tinyworld' yet, training one" in result.stdout
     assert "The capital of France is" in result.stdout and "of measured" not in result.stderr
     assert "rates:" not in result.stdout, "a batch that is given leaves the rates as they are"

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import select
 import shlex
 import shutil
 import signal
@@ -25,7 +26,7 @@ from nanochat import dataset
 from nanochat.corpus import sources
 from nanochat.corpus.make_dataset import ensure_dataset, make
 from nanochat.errors import UserError
-from nanochat.files import previous
+from nanochat.files import locked, previous
 
 LANGUAGES = ["Grüße aus Köln, schöne Straße.", "Привет, как дела?", "今日はいい天気ですね。", "مرحبا بالعالم",
              "नमस्ते दुनिया", "😀👩‍👩‍👧"]
@@ -685,7 +686,7 @@ def test_shards_that_hold_no_text_are_refused(tmp_path):
 
 def test_ensure_makes_tinyworld_once(capsys):
     ensure_dataset("tinyworld")
-    assert capsys.readouterr().out.startswith("data set 'tinyworld' is not there yet, making it in")
+    assert capsys.readouterr().out.startswith("making data set 'tinyworld' in ")
     stamp = files_of("tinyworld")[0].stat()
     ensure_dataset("tinyworld")
     make("tinyworld")
@@ -769,6 +770,17 @@ def test_a_kill_between_the_two_renames_is_mended_by_the_command_that_makes_it(i
     with pytest.raises(UserError):
         make(str(inputs), name="mine")
     assert dataset.fingerprint("mine") == before
+
+
+def test_a_build_says_at_once_what_it_makes(inputs, base):
+    """Into a pipe, and before it may begin: another process makes the same."""
+    write_jsonl(inputs / "a.jsonl", texts(20))
+    command = [sys.executable, "-m", "scripts.dataset", f"--source={inputs}", "--name=mine"]
+    with locked(base / "data" / ".mine.lock"):
+        process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
+        said = select.select([process.stdout], [], [], 60)[0] and process.stdout.readline()
+    assert "mine: 20 documents" in process.communicate(timeout=300)[0]
+    assert said == f"making data set 'mine' in {base}/data/mine\n"
 
 
 def test_two_builds_at_once_are_one(inputs):

@@ -54,6 +54,7 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
     name = name or default_name(source)
     check_name(name, source)
     folder, started = dataset_dir(name), time.monotonic()
+    print(f"making data set {name!r} in {folder}", flush=True)  # it can take minutes
     settings = {"source": source, "num_shards": num_shards, "seed": seed, "field": field, "shard_mb": shard_mb}
     try:
         with locked(folder.with_name(f".{name}.lock")) as lock:
@@ -94,7 +95,7 @@ def make_from_text(name: str, settings: dict, encoding: str) -> dict:
     tally: Counter = Counter()
     own = False
     if source == "tinyworld":
-        documents = list(sources.tinyworld_documents(seed, enough))
+        documents = sources.tinyworld_documents(seed, enough)
         # A sample stands for the generator: when that changes, the corpus is made anew.
         sample = "".join(text for text, _ in sources.tinyworld_documents(seed, 20_000))
         settings = settings | {"sample": hashlib.sha256(sample.encode()).hexdigest()}
@@ -116,8 +117,10 @@ def make_from_text(name: str, settings: dict, encoding: str) -> dict:
         print(f"already there, made with the same settings: {folder}")
         return there
     with write_folder_aside(folder) as aside:
-        watched = progress(documents, "reading", "documents")
-        shards = build(aside, watched, seed, shard_bytes, num_shards, tally, source)
+        documents = progress(documents, "reading", "documents")
+        if source == "tinyworld":
+            documents = list(documents)
+        shards = build(aside, documents, seed, shard_bytes, num_shards, tally, source)
         if there and there["shards"] != shards and (models := models_trained_with(fingerprint(name))):
             documents_now = sum(shard["rows"] for shard in shards)
             raise UserError(f"data set {name!r} would change (it has {there['documents']:,} documents, now there are "
@@ -211,6 +214,5 @@ def split_hf(source: str) -> tuple[str, str]:
 def ensure_dataset(name: str) -> None:
     """Make `tinyworld` or `python` if it is not there; any other data set has to be there, as in `load_manifest`."""
     if name in OFFLINE and not (dataset_dir(name) / "manifest.json").exists():
-        print(f"data set {name!r} is not there yet, making it in {dataset_dir(name)}")
         make(name)
     load_manifest(name)
