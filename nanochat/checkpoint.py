@@ -120,7 +120,11 @@ def find_checkpoint(folder: Path, step: int | None = None, training: bool = True
                 return path
             print0(f"warning: {path}: {problem}")
     tags = [] if steps else from_rank0(list_tags, folder.parent)
-    have = ", ".join(map(str, steps)) or "; ".join(["none", *(f"there is a model {tag}" for tag in tags)])
+    models = [f"a model {tag}" for tag in tags]
+    if not steps and not tags:
+        found = [(stage, tag) for stage in STAGES for tag in from_rank0(list_tags, checkpoint_dir(stage, ""))]
+        models = [f"a model {tag} of stage {stage}" for stage, tag in found]
+    have = ", ".join(map(str, steps)) or "; ".join(["none", *(f"there is {model}" for model in models)])
     advice = "; remove them to start anew" if steps and step is None else ""
     of_step = "" if step is None else f" of step {step}"
     raise UserError(f"no valid checkpoint{of_step} in {folder} (steps there: {have}{advice})"
