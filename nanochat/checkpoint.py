@@ -158,13 +158,14 @@ def furthest_stage(model_tag: str | None = None) -> str:
 
 
 def load_checkpoint(checkpoint: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict]:
-    """(model, tokenizer, meta) of a verified checkpoint, in the dtype it was saved in."""
+    """(model, tokenizer, meta) of a verified checkpoint, in the dtype it was saved in; on "meta" without weights."""
     meta, tokenizer = read_meta(checkpoint), Tokenizer.load(checkpoint)
     if tokenizer.fingerprint != meta["tokenizer"]:
         raise UserError(f"{checkpoint}: the tokenizer there is not the one the model was trained with")
     with torch.device("meta"):
         model = GPT(GPTConfig(**meta["model_config"]))
-    model.load_state_dict(load_file(checkpoint / MODEL_FILE, device=str(device)), assign=True)
+    if device.type != "meta":
+        model.load_state_dict(load_file(checkpoint / MODEL_FILE, device=str(device)), assign=True)
     return model, tokenizer, meta
 
 

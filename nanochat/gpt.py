@@ -59,31 +59,35 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
+        """Draw all weights in place."""
+        for name, p in self.named_parameters():
+            p.copy_(self.draw(name, seed))
+
+    def draw(self, name: str, seed: int) -> Tensor:
         """
-        Draw every weight in float32 from a generator of its own (seed, name): it starts the same whatever else the
-        model has, on every rank and for every sharding.
+        The first weights of a parameter, float32 on the CPU, from a generator of its own (seed, name): they are the
+        same whatever else the model has, on every rank and for every sharding.
         """
         config = self.config
         bound = math.sqrt(3 / config.n_embd)  # uniform with standard deviation 1/√width
-        for name, p in self.named_parameters():
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a CPU's reads 32 bits
-            weights = torch.empty(p.shape)
-            match name.removesuffix(".weight").split(".")[-1]:
-                case "wte":
-                    weights.normal_(0, config.embedding_std, generator=generator)
-                case "lm_head":
-                    weights.normal_(0, 0.001, generator=generator)
-                case "c_q" | "c_k" | "c_v" | "values":
-                    weights.uniform_(-bound, bound, generator=generator)
-                case "c_fc":
-                    weights.uniform_(-bound * config.fc_scale, bound * config.fc_scale, generator=generator)
-                case "c_proj" | "bigram" | "smear" | "smear_scale" | "value_gate" | "head_gate":
-                    weights.zero_()
-                case "scales":
-                    weights.copy_(torch.tensor(self.get_submodule(name.removesuffix(".scales")).first_scales))
-                case _:
-                    raise AssertionError(f"no initialisation for {name}")
-            p.copy_(weights)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a CPU's reads 32 bits
+        weights = torch.empty(self.get_parameter(name).shape)
+        match name.removesuffix(".weight").split(".")[-1]:
+            case "wte":
+                weights.normal_(0, config.embedding_std, generator=generator)
+            case "lm_head":
+                weights.normal_(0, 0.001, generator=generator)
+            case "c_q" | "c_k" | "c_v" | "values":
+                weights.uniform_(-bound, bound, generator=generator)
+            case "c_fc":
+                weights.uniform_(-bound * config.fc_scale, bound * config.fc_scale, generator=generator)
+            case "c_proj" | "bigram" | "smear" | "smear_scale" | "value_gate" | "head_gate":
+                weights.zero_()
+            case "scales":
+                weights.copy_(torch.tensor(self.get_submodule(name.removesuffix(".scales")).first_scales))
+            case _:
+                raise AssertionError(f"no initialisation for {name}")
+        return weights
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """tokens (B, T) → what the head reads, (B, T, C)."""
@@ -190,7 +194,7 @@ class GPT(nn.Module):
         computing = self.count_parameters("matrix") + round(softmax_share * self.count_parameters("head"))
         return 6 * computing + 12 * self.config.n_embd * windows
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode: on stage 3 training goes on with the memory that units are gathered into
     def generate(self, tokens: list[int], max_tokens: int):
         """
         Yields up to max_tokens further tokens, each the most likely one after a full pass over all before it: slow,

@@ -9,6 +9,8 @@ while the first micro-batch comes and the last one goes, for (P − 1)/(m + P �
 Ranks [s · N/P, (s + 1) · N/P) are stage s: neighbours, since they send one another whole gradients, while rank r sends
 only the residual stream to rank r + N/P, and receives its gradient. All ranks of a pipeline read the same rows.
 """
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -108,6 +110,34 @@ class Pipeline:
         part = PipelineStage(Part(self.model, self.layers), self.stage, self.stages, sharding.device, received, sent,
                              group=sharding.pipeline_group)
         self.schedule = Schedule1F1B(part, micro_batches, loss, scale_grads=False)
+
+    def whole_model(self, sharding: Sharding) -> GPT:
+        """
+        A model for evaluations, which all ranks must run together: the pipeline stage that keeps a unit sends its
+        weights to the others just before the unit runs, and they are freed after it. With one stage: the model itself.
+        """
+        if self.stages == 1:
+            return self.model
+        sharding.wait_for_params()
+        with torch.device("meta"):
+            model = GPT(self.model.config)
+        names = {p: name for name, p in model.named_parameters()}
+
+        def fill(of_unit: list[str], weights: Callable[[str], Tensor]) -> None:
+            for name in of_unit:
+                module, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(module), leaf, nn.Parameter(weights(name), requires_grad=False))
+
+        def nothing(name: str) -> Tensor:  # of the right shape, but in the memory of one element
+            shape = sharding.homes[name][1]
+            return torch.empty((), dtype=sharding.dtype, device=sharding.device).expand(shape)
+
+        for unit in model.units():
+            of_unit = [names[p] for p in unit.parameters()]
+            fill(of_unit, nothing)
+            unit.register_forward_pre_hook(lambda *_, of_unit=of_unit: fill(of_unit, sharding.whole_tensor))
+            unit.register_forward_hook(lambda *_, of_unit=of_unit: fill(of_unit, nothing))
+        return model
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """

@@ -173,15 +173,14 @@ print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} to
        f"{duration(total_flops / (peak.flops * world_size))} at the peak of {peak.flops / 1e12:,.2f} TFLOP/s per rank "
        f"({peak.source})")
 
-# ---- Weights: drawn in float32, the same on every rank; then each rank keeps of them what its stage asks for
-model.to_empty(device=device)
-model.init_weights(seed)
+# ---- Weights: drawn in float32, the same on every rank, one unit (embedding, block, head) at a time. Each rank keeps
+# its part of a unit, as zero_stage says, before the next one is drawn: the whole model need not fit on a device
 model.activation_checkpointing = activation_checkpointing
 if fp8:
     check_fp8(device, device_batch_size * max_seq_len)
     model.multiply_by(fp8_linear)
 sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, getattr(torch, reduce_dtype),
-                    pipeline_stages)
+                    pipeline_stages, weights=lambda name: model.draw(name, seed))
 rates = unembedding_lr, embedding_lr, matrix_lr, weight_decay * scales[1]
 optimizers = setup_optimizers(model, sharding, *rates, muon_variant, lr_scale=scales[0])
 if compiling:
@@ -230,7 +229,7 @@ while True:
     # --- evaluation of the same parameters
     if any(map(due, (eval_every, core_metric_every, sample_every))):
         with metrics.paused():
-            evaluated = model if pipeline_stages == 1 else sharding.gather_model(everywhere=True)
+            evaluated = pipeline.whole_model(sharding)
             if due(eval_every):  # the same rows in every run, whatever its seed, batch and ranks
                 validation = tokenizing_distributed_data_loader(data, "val", tokenizer, num_rows=eval_rows, **shape)
                 metrics.log_validation(step, evaluate_bpb(evaluated, validation, eval_steps, token_bytes))
@@ -242,11 +241,9 @@ while True:
                 metrics.log(step, {f"core/{name}": core} | {f"core/{score.label}": score.centered for score in scores})
                 print0(f"step {step:05d}/{num_iterations:05d} | {name} {core:.4f}")
             if step > 0 and due(sample_every):
-                whole_model = sharding.gather_model() if pipeline_stages == 1 else evaluated  # on stage 3 gathered
                 with eagerly():
-                    for prompt, _ in PROMPTS if rank == 0 else ():
-                        print0(f"  {prompt}{sample(whole_model, tokenizer, prompt, max_tokens=24)}")
-            evaluated = whole_model = None  # frees what was gathered
+                    for prompt, _ in PROMPTS:  # on all ranks: with stage 3 or a pipeline they gather each unit together
+                        print0(f"  {prompt}{sample(evaluated, tokenizer, prompt, max_tokens=24)}")
     if last_step:
         break
 

@@ -111,7 +111,7 @@ sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed)
 def rollouts_of(step: int) -> list[Rollout]:
     """This rank's answers to its problems of a step."""
     of_step = schedule[step * examples_per_step : (step + 1) * examples_per_step]
-    whole_model = sharding.gather_model(everywhere=True)  # on stage 3 its parameters are gathered for this
+    whole_model = sharding.gather_model()  # on stage 3 its parameters are gathered for this
     return sample_rollouts(problems, of_step[rank::world_size], whole_model, tokenizer, num_samples,
                            seed_with(sampling, step), sampling_batch_size)
 
@@ -143,7 +143,7 @@ while True:
         break
     if due(eval_every):
         with metrics.paused():
-            whole_model = sharding.gather_model(everywhere=True)
+            whole_model = sharding.gather_model()
             correct = evaluate_task(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling,
                                     eval_samples)
             del whole_model

@@ -132,7 +132,7 @@ while True:
                 steps = math.ceil(len(held_out_rows) / eval_rows_at_once)
                 metrics.log_validation(step, evaluate_bpb(model, validation, steps, tokenizer.token_bytes()))
             if step > 0 and due(eval_metrics_every):
-                whole_model = sharding.gather_model(everywhere=True)  # on stage 3 its parameters are gathered for this
+                whole_model = sharding.gather_model()  # on stage 3 its parameters are gathered for this
                 scores = {
                     task.name: accuracy(
                         evaluate_task(task, whole_model, tokenizer, device_batch_size, eval_metrics_max_problems)
