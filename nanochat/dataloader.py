@@ -22,6 +22,7 @@ from nanochat.tokenizer import Tokenizer
 
 BUFFER_DOCUMENTS = 512  # what best fit chooses from; more leaves fewer cuts, and makes the state larger
 ENCODE_BATCH = 1024     # documents handed to the tokenizer's threads at a time
+OPEN_SHARDS = 64        # token files open at a time, each a file descriptor; macOS gives a process 256
 
 Piece = tuple[int, int, int]  # (shard, start, end): these tokens of a shard
 
@@ -36,7 +37,7 @@ class TokenizedShards:
         self.bos = tokenizer.get_bos_token_id()
         self.background = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self.pending: dict[int, Future[tuple[np.ndarray, np.ndarray]]] = {}
-        self.opened: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.opened: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # the last one used is the last one here
 
     def prefetch(self, shard: int) -> None:
         """Start to tokenize a shard in the background."""
@@ -47,9 +48,12 @@ class TokenizedShards:
         """
         (tokens,) uint16 or uint32, and (documents + 1,) offsets into them: document i is [offsets[i], offsets[i + 1]).
         """
-        if shard not in self.opened:
-            self.prefetch(shard)
+        self.prefetch(shard)
+        if shard in self.pending:
             self.opened[shard] = self.pending.pop(shard).result()
+        self.opened[shard] = self.opened.pop(shard)  # now the last
+        if len(self.opened) > OPEN_SHARDS:
+            del self.opened[next(iter(self.opened))]
         return self.opened[shard]
 
     def open(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
