@@ -241,3 +241,12 @@ def count_tokens(data: str, split: str, tokenizer: Tokenizer) -> int:
     """Tokens of a split, <|bos|> included. Tokenizes what is not tokenized yet: meant for validation."""
     shards = TokenizedShards(data, split, tokenizer)
     return sum(len(shards.load(shard)[0]) for shard in range(len(shards.paths)))
+
+
+def validation_rows(data: str, tokenizer: Tokenizer, eval_tokens: int, max_seq_len: int) -> int:
+    """
+    Rows that have eval_tokens targets, as far as one pass over the validation split goes: a row of max_seq_len targets
+    reads one token more. At least one row.
+    """
+    one_pass = count_tokens(data, "val", tokenizer) // (max_seq_len + 1)
+    return max(min(eval_tokens // max_seq_len, one_pass), 1)

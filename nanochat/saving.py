@@ -144,7 +144,8 @@ class CheckpointWriter:
     def save(self, step: int, meta: dict) -> None:
         """
         Begin to save folder/step_NNNNNN; what is saved may change as soon as this returns. meta must be JSON; step,
-        launchers and model are added to it. A kill at any moment costs nothing older. UserError once another run has the folder.
+        launchers and model are added to it. A kill at any moment costs nothing older. UserError once another run has
+        the folder.
         """
         self.join()
         if self.failed and isinstance(self.failed[1], UserError):

@@ -22,7 +22,7 @@ from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
-from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
+from nanochat.dataloader import tokenizing_distributed_data_loader, validation_rows
 from nanochat.dataset import fingerprint
 from nanochat.distributed import (
     StopRequest,
@@ -207,7 +207,7 @@ train_loader = tokenizing_distributed_data_loader(
     data, "train", tokenizer, grad_accum_steps=grad_accum_steps, seed=seed, state=data_state, **shape
     | dict(device_batch_size=micro_batches * device_batch_size, rank=pipeline.rank, world_size=pipeline.ranks)
 )
-eval_rows = max(min(eval_tokens, from_rank0(count_tokens, data, "val", tokenizer)) // max_seq_len, 1)
+eval_rows = from_rank0(validation_rows, data, tokenizer, eval_tokens, max_seq_len)
 eval_steps = math.ceil(eval_rows / (device_batch_size * world_size))
 inputs, targets, data_state = next(train_loader)  # data_state: where the step of these rows begins
 

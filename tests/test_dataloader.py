@@ -20,6 +20,7 @@ from nanochat.dataloader import (
     count_tokens,
     prefetched,
     tokenizing_distributed_data_loader,
+    validation_rows,
 )
 from nanochat.dataset import dataset_dir, shard_paths
 from nanochat.errors import UserError
@@ -147,6 +148,15 @@ def test_validation_is_pinned_and_wraps(source):
     assert not train_texts & set(documents(source, "val"))
 
 
+def test_a_validation_is_at_most_one_pass(source):
+    """A row of T targets is T + 1 tokens of the split."""
+    total = sum(len(ids) + 1 for ids in documents(source, "val"))
+    one_pass = validation_rows(*source, 10**9, T)
+    assert one_pass * (T + 1) <= total < (one_pass + 1) * (T + 1) and total // T > one_pass
+    assert [validation_rows(*source, tokens, T) for tokens in (1, 3 * T, 4 * T - 1)] == [1, 3, 3]
+    assert validation_rows(*source, 10**9, 10**6) == 1
+
+
 def test_the_first_rows_are_the_same_for_any_batch_and_ranks(source):
     """Of seven rows all targets count, and of those that fill the last batch none does."""
     expected = [next(rows)[:2] for rows in [loader(source, split="val", device_batch_size=1)] for _ in range(7)]
@@ -179,7 +189,7 @@ def test_the_token_cache_is_made_once_and_belongs_to_data_and_tokenizer(source, 
 
 
 def test_more_shards_than_files_may_be_open(tmp_path):
-    """All are counted and read; a process gets 1,024 descriptors on Linux and 256 on macOS, here 160 more than it has."""
+    """A process gets 1,024 descriptors on Linux and 256 on macOS, here 160 more than it has."""
     folder = tmp_path / "many"
     folder.mkdir()
     texts = [f"{i} and {i} are {2 * i}. " * 20 for i in range(600)]
