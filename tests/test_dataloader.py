@@ -113,6 +113,18 @@ def test_rows_of_a_step_do_not_depend_on_ranks_or_micro_steps(source):
     assert not torch.equal(alone[0], steps_of(source, 1, 1, 12, device_batch_size=1, seed=1)[0])
 
 
+def test_ranks_that_do_not_divide_a_step_share_its_rows(source):
+    """Four micro-batches on three ranks: in the last micro-step two have targets that count for nothing."""
+    alone = loader(source, device_batch_size=8)
+    ranks = [loader(source, rank=rank, world_size=3, grad_accum_steps=2, rows_per_step=8) for rank in range(3)]
+    for _ in range(30):
+        batches = [next(rank)[:2] for _ in range(2) for rank in ranks]
+        inputs, targets, _ = next(alone)
+        assert torch.equal(torch.cat([batch[0] for batch in batches[:4]]), inputs)
+        assert torch.equal(torch.cat([batch[1] for batch in batches[:4]]), targets)
+        assert all((batch[1] == -1).all() for batch in batches[4:])
+
+
 @pytest.mark.parametrize("stop", [0, 1, 7, 40])
 def test_resuming_continues_with_the_very_next_rows(source, stop):
     """At any step, into later epochs, on another number of ranks: the state of a step yields that step again."""
