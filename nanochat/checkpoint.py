@@ -11,6 +11,7 @@ Checkpoints: a folder per step, whole or absent, checked when it is read, and lo
 nanochat.saving writes them, nanochat.resharding loads the state of training. Functions marked COLLECTIVE are called by
 every rank, and raise on all or none.
 """
+import contextlib
 import json
 import os
 import re
@@ -176,14 +177,15 @@ def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bo
     """
     The checkpoint a run continues from, or None to start anew. UserError where checkpoints would have to go, those of
     another run or newer ones than the step to go back to, unless `overwrite` says so. Nothing is removed here.
-    A job that its launcher started again after a failure continues from the newest checkpoint that it has itself
-    written, whatever its settings say; without one it begins as they say. COLLECTIVE.
+    What torchrun started again, after a failure or with other hosts, continues from the newest checkpoint that it has
+    itself written, whatever its settings say; without one it begins as they say. COLLECTIVE.
     """
     from_rank0(recover_steps, folder)
     steps = from_rank0(list_steps, folder)
-    if steps and restarted():
+    own = launchers()
+    if from_rank0(has_written, own, folder):
         newest = find_checkpoint(folder)
-        if read_meta(newest)["job"] == from_rank0(job):
+        if wrote(own, read_meta(newest)):
             return newest
     if resume_from_step < 0 and not (steps and resume == "auto"):
         if steps and not overwrite:
@@ -201,16 +203,33 @@ def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bo
     return checkpoint
 
 
-def restarted() -> bool:
-    """Whether torchrun, given --max-restarts, started rank 0 again after a failure. COLLECTIVE."""
-    count = from_rank0(os.environ.get, "TORCHELASTIC_RESTART_COUNT", "")  # a host that came later counts its own
-    return count.isdecimal() and int(count) > 0
+def launcher() -> str:
+    """
+    The torchrun that has started this process, "" without one: its host and the folder of its logs, which has a random
+    name. It stays the same when ranks are started again; torchrun's count of restarts does not tell, as it leaves out
+    those for hosts that come and go, nor does its run id, which a later run may have as well.
+    """
+    logs, _, _ = os.environ.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/attempt_")
+    return f"{socket.gethostname()} {logs}" if logs else ""
 
 
-def job() -> str:
-    """What tells this job from others, and stays the same when torchrun restarts it: torchrun's id, or its process."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return run_id if run_id != "none" else f"{socket.gethostname()} {os.getppid()}"
+def launchers() -> list[str]:
+    """Those of all ranks. Of an elastic run some stay when hosts come and go. COLLECTIVE."""
+    return sorted(set(gather_objects(launcher())) - {""})
+
+
+def wrote(launchers: list[str], meta: dict) -> bool:
+    """Whether a checkpoint is from ranks that one of these launchers started."""
+    return not set(launchers).isdisjoint(meta.get("launchers", []))
+
+
+def has_written(launchers: list[str], folder: Path) -> bool:
+    """Whether the folder has a checkpoint of these launchers, damaged or not."""
+    for step in list_steps(folder):
+        with contextlib.suppress(OSError, ValueError):  # meta.json is damaged
+            if wrote(launchers, read_meta(step_dir(folder, step))):
+                return True
+    return False
 
 
 def changed_settings(before: dict, now: dict) -> str:
@@ -221,7 +240,7 @@ def changed_settings(before: dict, now: dict) -> str:
 
 
 def lock_path(folder: Path) -> Path:
-    """Locked by the process that writes checkpoints into the folder; it has its host, process and job as text."""
+    """Locked by the process that writes checkpoints into the folder; it has its host, process and launcher as text."""
     return folder.with_name(f".{folder.name}.lock")
 
 
@@ -233,7 +252,7 @@ def claim(folder: Path, lock: TextIO | None = None, sign: bool = True) -> TextIO
     keep it for a while after that host has crashed. Where locks do not work, the text in the file is compared.
     """
     path, deadline = lock_path(folder), time.monotonic() + LEASE_SECONDS
-    me = f"host {socket.gethostname()}, process {os.getpid()}, job {job()}"
+    me = f"host {socket.gethostname()}, process {os.getpid()}, launcher {launcher() or 'none'}"
     if lock and path.exists():  # else somebody has removed it with the folder
         holder = path.read_text(encoding="utf-8")
         if holder != me:

@@ -13,11 +13,11 @@ from nanochat.checkpoint import (
     checkpoint_dir,
     choose_start,
     find_checkpoint,
-    job,
+    launchers,
     list_steps,
     load_checkpoint,
     model_dir,
-    restarted,
+    wrote,
 )
 from nanochat.distributed import from_rank0, print0, require_same
 from nanochat.errors import UserError
@@ -81,7 +81,7 @@ def origin_of_resumed(meta: dict, source: Path, step: int | None) -> str:
     What the run would begin with now, for `require_same_data` to compare: what it did begin with where that is gone,
     and after a restart in the middle, which has no reason to stop if the source has been trained on. COLLECTIVE.
     """
-    if restarted() and meta["job"] == from_rank0(job) or not from_rank0(list_steps, source):
+    if wrote(launchers(), meta) or not from_rank0(list_steps, source):
         return meta["data_state"]["origin"]
     return from_rank0(describe_origin, find_checkpoint(source, step, training=False))
 

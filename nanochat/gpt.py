@@ -42,7 +42,7 @@ class Head(nn.Linear):
             return token_losses(*arguments).view(targets.shape)
         sampled = negatives(targets, self.vocab_size, softmax_share)
         loss = softcapped_cross_entropy(*arguments, None if weights is None else weights.flatten(), sampled)
-        return loss / (targets >= 0).sum() if reduction == "mean" else loss
+        return loss / (targets >= 0).sum().clamp(min=1) if reduction == "mean" else loss
 
 
 class GPT(nn.Module):

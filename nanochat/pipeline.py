@@ -72,12 +72,16 @@ class Pipeline:
         self.layers, self.is_last = self.all_layers[self.stage], self.stage == stages - 1
         model.keep(self.layers)
 
-    def accumulation_steps(self, total_batch_size: int, device_batch_size: int, max_seq_len: int) -> tuple[int, int]:
+    def accumulation_steps(
+        self, total_batch_size: int, device_batch_size: int, max_seq_len: int, uneven: bool = False
+    ) -> tuple[int, int]:
         """
         (micro-batches of a micro-step, micro-steps of an optimizer step): a pipeline has them all in flight in one.
-        UserError for a batch that does not divide, and for fewer micro-batches than stages.
+        UserError for a batch that does not divide (unless `uneven`, without a pipeline), and for fewer micro-batches
+        than stages.
         """
-        micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, self.ranks)
+        uneven = uneven and self.stages == 1
+        micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, self.ranks, uneven)
         if self.stages == 1:
             return 1, micro_steps
         if micro_steps < self.stages:

@@ -22,13 +22,14 @@ from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
-from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
+from nanochat.dataloader import tokenizing_distributed_data_loader, validation_rows
 from nanochat.dataset import fingerprint
 from nanochat.distributed import (
     StopRequest,
     after_first_step,
     compute_cleanup,
     from_rank0,
+    hosts_may_change,
     print0,
     rank0_first,
     require_same,
@@ -156,7 +157,10 @@ chosen = total_batch_size == -1
 if chosen:
     unit = device_batch_size * max_seq_len * world_size  # with a pipeline at least a micro-batch for each stage
     total_batch_size = meta["total_batch_size"] if meta else choose_batch_size(num_iterations, horizon, unit)
-micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len)
+uneven = meta is not None or hosts_may_change()  # some ranks may have no rows in the last micro-step
+micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len, uneven)
+# Micro-steps with rows, on average over the ranks: grad_accum_steps, or less where the ranks do not divide the batch
+filled_steps = total_batch_size / (micro_batches * device_batch_size * max_seq_len * pipeline.ranks)
 num_iterations = choose_num_iterations(num_iterations, horizon, total_batch_size)
 scales = rate_scales(total_batch_size, num_iterations * total_batch_size) if chosen else (1.0, 1.0)
 if meta:  # a resumed run keeps the rates it had, and its batch
@@ -167,6 +171,9 @@ print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head
        f"vocabulary {model_config.vocab_size:,}, {parameters:,} parameters")
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.ranks} rank(s) "
        f"x {micro_batches * grad_accum_steps} micro-step(s){pipeline.describe()}")
+if filled_steps < grad_accum_steps:
+    empty = 1 - filled_steps / grad_accum_steps
+    print0(f"warning: {pipeline.ranks} rank(s) do not divide the batch: {empty:.0%} of their micro-steps are empty")
 if tuple(scales) != (1.0, 1.0):
     print0(f"rates: all x {scales[0]:.4g} for this batch; weight decay x {scales[1]:.4g} for batch and horizon")
 print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {total_flops:.2e} FLOPs, "
@@ -203,10 +210,11 @@ metrics = Metrics(checkpoints, run, config, start_step, num_iterations, total_ba
 shape = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=rank, world_size=world_size,
              device=device)
 train_loader = tokenizing_distributed_data_loader(
-    data, "train", tokenizer, grad_accum_steps=grad_accum_steps, seed=seed, state=data_state, **shape
+    data, "train", tokenizer, grad_accum_steps=grad_accum_steps, seed=seed, state=data_state,
+    rows_per_step=total_batch_size // max_seq_len, **shape
     | dict(device_batch_size=micro_batches * device_batch_size, rank=pipeline.rank, world_size=pipeline.ranks)
 )
-eval_rows = max(min(eval_tokens, from_rank0(count_tokens, data, "val", tokenizer)) // max_seq_len, 1)
+eval_rows = from_rank0(validation_rows, data, tokenizer, eval_tokens, max_seq_len)
 eval_steps = math.ceil(eval_rows / (device_batch_size * world_size))
 inputs, targets, data_state = next(train_loader)  # data_state: where the step of these rows begins
 
@@ -266,8 +274,8 @@ while True:
                 loss = pipeline.step(inputs, targets)  # forward and backward passes of all micro-batches, in turns
             else:
                 loss = model(inputs, targets, softmax_share=softmax_share)  # mean over this micro-batch
-                (loss / grad_accum_steps).backward()
-        step_loss += loss.detach() / grad_accum_steps
+                (loss / filled_steps).backward()
+        step_loss += loss.detach() / filled_steps
         inputs, targets, data_state = next(train_loader)  # read by a thread; the host does not wait for the copy
 
     # Divides loss and gradients by the ranks that have a loss; in fine-tuning the count is the number of targets.
@@ -299,4 +307,4 @@ elif rank == 0:
         "peak memory, GiB": peak_memory(),
         "best validation bits per byte": metrics.state["min_val_bpb"] or "-",
     }}, metrics.path, floor=entropy_floor(data), data=data, model_tag=checkpoints.name)
-compute_cleanup()
+compute_cleanup(stop)

@@ -210,4 +210,4 @@ else:
                     for when, found in (("before", before), ("after", correct))}
     write_section("chat_rl", "Reinforcement learning", body, {"rl": results}, metrics.path, data=data,
                   model_tag=checkpoints.name)
-compute_cleanup()
+compute_cleanup(stop)

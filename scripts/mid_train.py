@@ -167,4 +167,4 @@ else:
         "peak memory, GiB": peak_memory(),
         "best validation bits per byte": metrics.state["min_val_bpb"] or "-",
     }}, metrics.path, data=data, model_tag=checkpoints.name)
-compute_cleanup()
+compute_cleanup(stop)
