@@ -27,7 +27,7 @@ from nanochat.distributed import from_rank0, gather_objects, print0, require_sam
 from nanochat.errors import UserError, did_you_mean
 from nanochat.files import base_dir, locked, previous, recover_folder, sha256
 from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig
+from nanochat.gpt_config import GPTConfig, without_retired
 from nanochat.tokenizer import Tokenizer
 
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
@@ -62,7 +62,8 @@ def list_tags(folder: Path) -> list[str]:
 
 
 def read_meta(checkpoint: Path) -> dict:
-    return json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
+    meta = json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
+    return meta | {"model_config": without_retired(meta["model_config"], checkpoint)}
 
 
 # ---- Finding: what is loaded is verified before

@@ -9,7 +9,7 @@ removed, and is freed when all are.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,13 +40,10 @@ class CachedModel:
     embedding of the next one needs. There are at most max_rows.
     """
 
-    def __init__(self, model: GPT, max_rows: int, quantize: Literal["", "int8"] = "", compile: bool = False):
-        """
-        quantize: keep the matrices and the head as int8 only. The model loses its own: it is not called any more.
-        compile: `step`, now, for all numbers of rows and positions (docs/server.md says what that takes and gives).
-        """
+    def __init__(self, model: GPT, max_rows: int, compile: bool = False):
+        """compile: compile `step` now, for all numbers of rows and positions (docs/server.md says what that takes)."""
         self.model, self.config, self.max_rows, self.is_compiled = model, model.config, max_rows, compile
-        prepared = partial(linear, quantize=quantize, pack=not compile)
+        prepared = partial(linear, pack=not compile)
         with torch.inference_mode():
             self.layers = [
                 (block,
@@ -58,10 +55,6 @@ class CachedModel:
             config, device = self.config, model.lm_head.weight.device
             self.windows = {config.window(layer) for layer in range(config.n_layer)}
             self.angles = rotary_angles(config.sequence_len, config.head_dim, config.rope_theta, device)
-            if quantize:
-                for name, role in model.roles().items():
-                    if role in ("matrix", "head"):
-                        model.get_parameter(name).data = torch.empty(0, dtype=model.lm_head.weight.dtype, device=device)
         self.clear()
         if compile:
             self.step = torch.compile(self.step, dynamic=False)
