@@ -31,6 +31,7 @@ from nanochat.gpt_config import GPTConfig, without_retired
 from nanochat.tokenizer import Tokenizer
 
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
+RETIRED_SETTINGS = {"softmax_share": 1.0, "reduce_dtype": "float32"}  # of older versions: what this one computes with
 STAGES = tuple(SCRIPTS)
 MODEL_FILE = "model.safetensors"
 LEASE_SECONDS = 120  # for which a file server may keep the locks of a machine that has crashed
@@ -216,6 +217,7 @@ def job() -> str:
 
 def changed_settings(before: dict, now: dict) -> str:
     """A line for each setting that a resumed run does not share with its checkpoint; it is bit for bit only without."""
+    before, now = RETIRED_SETTINGS | before, now | RETIRED_SETTINGS
     about_resuming = ("run", "overwrite", "resume", "resume_from_step")
     changed = [name for name in now if name not in about_resuming and before.get(name) != now[name]]
     return "".join(f"\n  with another {name}: {before.get(name)} before, {now[name]} now" for name in changed)

@@ -176,10 +176,11 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.residual_scales = config.residual_scales
         depth = layer / max(config.n_layer - 1, 1)
-        self.first_scales = [  # what they start from: those of the residual stream and of x0 as in nanochat
-            *([1.15 - 0.10 * depth, 0.20 - 0.15 * depth] if config.residual_scales else []),
-            *([-0.2] if config.backout and layer == config.n_layer - 1 else []),
-        ]
+        self.first_scales = []  # what they start from
+        if config.residual_scales:  # of the residual stream and of x0, as in nanochat
+            self.first_scales += [1.15 - 0.10 * depth, 0.20 - 0.15 * depth]
+        if config.backout and layer == config.n_layer - 1:
+            self.first_scales.append(-0.2)
         self.scales = nn.Parameter(torch.empty(len(self.first_scales))) if self.first_scales else None
         kv_width = config.n_kv_head * config.head_dim
         self.values = Table(config.padded_vocab_size, kv_width) if self.attn.value_gate else None
@@ -223,7 +224,7 @@ class Block(nn.Module):
             self.body = torch.compile(self.body, dynamic=False)
 
     def mix(self, x: Tensor, streams: tuple[Tensor, ...]) -> Tensor:
-        """Add the streams (x0, the middle of the model; as far as there are), each times a scalar."""
+        """Add the streams (x0, the middle of the model), as far as there are any, each times a scalar."""
         if self.scales is None:
             return x
         scales = self.scales.unbind()

@@ -111,9 +111,8 @@ def block_bytes(
     """
     What autograd saves of a block's forward pass. Per token, in elements of width C: the inputs of the two norms and
     their results, 4; what attention reads and writes; rotated queries and keys where it reads copies of them; relu², 4;
-    with residual scales the block's input; with value embeddings what was
-    looked up, and the values. Besides the concatenated matrix of queries, keys and values. Eager norms on a CPU keep
-    their inputs in float32.
+    with residual scales the block's input; with value embeddings what was looked up, and the values. Besides the
+    concatenated matrix of queries, keys and values. Eager norms on a CPU keep their inputs in float32.
     """
     b, T, C, kv_width = dtype.itemsize, config.sequence_len, config.n_embd, config.n_kv_head * config.head_dim
     tokens, heads, window = rows * T, config.n_head + config.n_kv_head, config.window(layer)
