@@ -175,12 +175,13 @@ def moments(
     kept, share = state.parameters + state.optimizer + buffers, 1 if stage == 0 else ranks
     saving = b * (adamw + muon) + state.optimizer if device_type == "cpu" else 0
 
-    # Beside what the blocks save: the norms at both ends; what the smear adds; the middle of the model
-    # where no block keeps its input; what a stage sent to the next.
+    # Beside what the blocks save: the norms at both ends; what the smear adds; what a stage sent to the next; the
+    # middle of the model where no block before the last keeps it as the input of its first norm.
     blocks = [block_bytes(config, layer, rows, dtype, device_type, compiled) for layer in layers]
     wide = FLOAT32 / b if device_type == "cpu" and not compiled else 1
     ends = (first + last) * wide + first * 2 * config.smear + (not last)
-    ends += config.backout and not config.residual_scales and layers.stop > config.n_layer // 2
+    if config.backout and not config.residual_scales and layers.stop > config.n_layer // 2:
+        ends += checkpointing or config.n_layer < 3
     around = ends * width + FLOAT32 * config.sequence_len * config.head_dim
     saved = [around + (layer * width if checkpointing else sum(blocks[:layer])) for layer in range(L + 1)]
 
