@@ -28,10 +28,11 @@ from nanochat.distributed import from_rank0, gather_objects, print0, require_sam
 from nanochat.errors import UserError, did_you_mean
 from nanochat.files import base_dir, locked, previous, recover_folder, sha256
 from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig
+from nanochat.gpt_config import GPTConfig, without_retired
 from nanochat.tokenizer import Tokenizer
 
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
+RETIRED_SETTINGS = {"softmax_share": 1.0, "reduce_dtype": "float32"}  # of older versions: what this one computes with
 STAGES = tuple(SCRIPTS)
 MODEL_FILE = "model.safetensors"
 LEASE_SECONDS = 120  # for which a file server may keep the locks of a machine that has crashed
@@ -63,7 +64,8 @@ def list_tags(folder: Path) -> list[str]:
 
 
 def read_meta(checkpoint: Path) -> dict:
-    return json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
+    meta = json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
+    return meta | {"model_config": without_retired(meta["model_config"], checkpoint)}
 
 
 # ---- Finding: what is loaded is verified before
@@ -234,6 +236,7 @@ def has_written(launchers: list[str], folder: Path) -> bool:
 
 def changed_settings(before: dict, now: dict) -> str:
     """A line for each setting that a resumed run does not share with its checkpoint; it is bit for bit only without."""
+    before, now = RETIRED_SETTINGS | before, now | RETIRED_SETTINGS
     about_resuming = ("run", "overwrite", "resume", "resume_from_step")
     changed = [name for name in now if name not in about_resuming and before.get(name) != now[name]]
     return "".join(f"\n  with another {name}: {before.get(name)} before, {now[name]} now" for name in changed)

@@ -56,10 +56,9 @@ def begin_stage(
     begin = checkpoint or find_checkpoint(source, config["source_step"], training=False)
     model, tokenizer, meta = load_checkpoint(begin, torch.device("meta"))  # weights come unit by unit
     model.activation_checkpointing = config["activation_checkpointing"]
-    reduce_dtype = getattr(torch, config["reduce_dtype"])
     with safe_open(begin / MODEL_FILE, framework="pt") as stored:
         sharding = Sharding(model, model.units(), device, dtype, config["zero_stage"], config["shard_size"],
-                            reduce_dtype, weights=stored.get_tensor)
+                            weights=stored.get_tensor)
     rates = (config[name] for name in ("unembedding_lr", "embedding_lr", "matrix_lr", "weight_decay"))
     optimizers = setup_optimizers(model, sharding, *rates, lr_scale=config["init_lr_frac"])
     if compiling:

@@ -47,7 +47,7 @@ def stage_layers(config: GPTConfig, stages: int) -> list[range]:
 
 def stream_count(config: GPTConfig, layer: int) -> int:
     """How many tensors (B, T, C) enter a layer; the middle of the model is one from there on."""
-    return 1 + config.residual_scales + bool(config.bigrams) + (config.backout and layer > config.n_layer // 2)
+    return 1 + config.residual_scales + (config.backout and layer > config.n_layer // 2)
 
 
 class Pipeline:
@@ -93,7 +93,7 @@ class Pipeline:
         cuts = ", ".join(f"{layers.start}-{layers.stop - 1}" for layers in self.all_layers)
         return f" in {self.stages} stages of layers {cuts}" if self.stages > 1 else ""
 
-    def connect(self, sharding: Sharding, micro_batches: int, rows: int, softmax_share: float = 1.0) -> None:
+    def connect(self, sharding: Sharding, micro_batches: int, rows: int) -> None:
         """Make the schedule of an optimizer step: micro_batches of `rows` rows each."""
         if self.stages == 1:
             return
@@ -106,7 +106,7 @@ class Pipeline:
             return (stream.requires_grad_(),) * count
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
-            return self.model.lm_head(hidden, targets, softmax_share=softmax_share) / micro_batches
+            return self.model.lm_head(hidden, targets) / micro_batches
 
         tokens = torch.empty(rows, config.sequence_len, dtype=torch.int64, device="meta")
         received = example(stream_count(config, self.layers.start)) if self.stage else (tokens,)

@@ -94,14 +94,14 @@ class Bucket:
         """Views of (part_size,) elements of this rank's part, one for each of its shards, without the padding."""
         return part[: sum(self.sizes)].split(self.sizes)
 
-    def take_gradients(self, dtype: torch.dtype) -> Tensor:
-        """The whole gradients end to end, zero for parameters that took no part in the loss; all release theirs."""
+    def take_gradients(self) -> Tensor:
+        """The whole gradients end to end in float32, zero for parameters without one; all release theirs."""
         parts = [self.flat.new_zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in self.params.values()]
         for p in self.params.values():
             p.grad = None
         if len(parts) == 1 and not len(self.padding):
-            return parts[0].to(dtype)
-        return torch.cat([*parts, self.padding], out=self.flat.new_empty(len(self.flat), dtype=dtype))
+            return parts[0].float()
+        return torch.cat([*parts, self.padding], out=self.flat.new_empty(len(self.flat), dtype=torch.float32))
 
     def wait(self, *_) -> None:
         """Until `flat` and `grad` are complete. As a hook: before each forward pass of the unit."""
@@ -128,8 +128,8 @@ class Sharding:
     its weights and is sharded, so that no rank ever holds more than one whole unit beside what its stage keeps.
     units: the modules whose parameters travel together, in the order of the forward pass. A rank may leave out units,
     or the body of a micro-step: their gradients are zero. On stage 3 every rank must run all units, in this order.
-    shard_size: ranks of a shard group, -1 for all. reduce_dtype: of gradients while they travel. pipeline_stages: the
-    ranks are cut into so many groups of neighbours, each with layers of its own; see nanochat.pipeline.
+    shard_size: ranks of a shard group, -1 for all. pipeline_stages: groups of neighbouring ranks, each with layers of
+    its own; see nanochat.pipeline.
     UserError for ranks that start from different weights, and for a dtype without the range of float32. COLLECTIVE.
 
     There is no zero_grad. A parameter's gradient is released when it is sent (`Bucket.take_gradients`), or in
@@ -138,11 +138,10 @@ class Sharding:
 
     def __init__(
         self, model: nn.Module, units: list[nn.Module], device: torch.device, dtype: torch.dtype, stage: int,
-        shard_size: int = -1, reduce_dtype: torch.dtype = torch.float32, pipeline_stages: int = 1,
-        weights: Callable[[str], Tensor] | None = None,
+        shard_size: int = -1, pipeline_stages: int = 1, weights: Callable[[str], Tensor] | None = None,
     ):
         self.model, self.model_class, self.device = model, type(model), device
-        self.dtype, self.reduce_dtype, self.stage = dtype, reduce_dtype, stage
+        self.dtype, self.stage = dtype, stage
         if dtype not in (torch.float32, torch.bfloat16):
             raise UserError(f"dtype={dtype} would need its losses scaled; expected float32 or bfloat16")
         if stage == 3 and not dist.is_initialized():  # fully_shard needs a process group, even for one rank
@@ -233,7 +232,7 @@ class Sharding:
         """Stage 3, in the compute dtype. reshard: free gathered parameters between forward and backward pass."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes a second to import
 
-        policy = MixedPrecisionPolicy(self.dtype, self.reduce_dtype, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False)
         mesh = self.mesh["replica", "shard"] if self.replicas > 1 else self.mesh["shard"]
         fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy,
                     ignored_params=set(self.frozen.values()))
@@ -308,7 +307,7 @@ class Sharding:
         """Start the sum of a bucket's gradients over the shard group, of which each rank gets its own part."""
         while self.shard_count > 1 and len(self.in_flight) >= MAX_IN_FLIGHT:
             self.receive()
-        own = whole = bucket.take_gradients(self.reduce_dtype)
+        own = whole = bucket.take_gradients()
         if self.shard_count > 1:
             own = whole.new_empty(bucket.part_size)
             work = reduce_scatter(own, whole, self.shard_group)

@@ -77,10 +77,8 @@ data = "tinyworld"          # name of a data set made by scripts.dataset
 max_seq_len = 2048          # [1..] tokens per row
 # ---- Model
 depth = 20                  # [1..] layers; the width (64 per layer) and the heads follow from it
-kv_group = 1                # [1..] query heads per key head; above 1: grouped-query attention
 softcap = 15.0              # [0..64] limit of the logits; 0: none
 arch = "modern"             # pieces of the model: classic, modern, or one with changes: modern,smear=False
-softmax_share = 1.0         # [0.01..1] part of the vocabulary that the loss tells targets apart from; 1: all, exact
 # ---- Horizon: the first of these that is positive
 num_iterations = -1         # [-1, 1..] optimizer steps
 target_flops = -1.0         # FLOPs of the whole run
@@ -91,7 +89,6 @@ total_batch_size = 524288   # [-1, 1..] tokens per optimizer step, over all rank
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters
 shard_size = -1             # [-1, 1..] ranks N that share one copy; groups of so many are replicas; -1: all ranks
-reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients that are sent to other ranks
 pipeline_stages = 1         # [1..] groups of ranks with layers of their own; micro-steps go from one to the next
 # ---- Optimizers
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
@@ -132,12 +129,10 @@ if core_metric_every > 0 and (reason := why_no_bundle()):
 core_tasks = load_tasks(bundle_dir()) if core_metric_every > 0 else []
 
 # ---- Model: first its shapes, without memory, so that wrong settings are found at once
-if softmax_share < 1 and not softcap:
-    raise UserError(f"softmax_share={softmax_share} needs a softcap; expected softcap above 0, or softmax_share=1")
-model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, kv_group, softcap, arch)
+model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, softcap, arch)
 with torch.device("meta"):
     model = GPT(model_config)
-parameters, flops_per_token = sum(p.numel() for p in model.parameters()), model.estimate_flops(softmax_share)
+parameters, flops_per_token = sum(p.numel() for p in model.parameters()), model.estimate_flops()
 computing = model.count_parameters("matrix", "head")  # the others are lookups
 pipeline = Pipeline(model, pipeline_stages, zero_stage, rank, world_size)  # leaves `model` the layers of this rank
 
@@ -186,13 +181,13 @@ model.activation_checkpointing = activation_checkpointing
 if fp8:
     check_fp8(device, device_batch_size * max_seq_len)
     model.multiply_by(fp8_linear)
-sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, getattr(torch, reduce_dtype),
-                    pipeline_stages, weights=lambda name: model.draw(name, seed))
+sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, pipeline_stages,
+                    weights=lambda name: model.draw(name, seed))
 rates = unembedding_lr, embedding_lr, matrix_lr, weight_decay * scales[1]
 optimizers = setup_optimizers(model, sharding, *rates, muon_variant, lr_scale=scales[0])
 if compiling:
     model.compile_blocks()
-pipeline.connect(sharding, micro_batches, device_batch_size, softmax_share)
+pipeline.connect(sharding, micro_batches, device_batch_size)
 
 # ---- Resume, exactly: weights, masters, moments, place in the data, smoothed loss
 start_step, data_state, metrics_state = 0, None, None
@@ -273,7 +268,7 @@ while True:
             if pipeline_stages > 1:
                 loss = pipeline.step(inputs, targets)  # forward and backward passes of all micro-batches, in turns
             else:
-                loss = model(inputs, targets, softmax_share=softmax_share)  # mean over this micro-batch
+                loss = model(inputs, targets)  # mean over this micro-batch
                 (loss / filled_steps).backward()
         step_loss += loss.detach() / filled_steps
         inputs, targets, data_state = next(train_loader)  # read by a thread; the host does not wait for the copy

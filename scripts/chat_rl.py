@@ -61,7 +61,6 @@ sampling_batch_size = 64    # [1..] samples that a rank generates at a time
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters
 shard_size = -1             # [-1, 1..] ranks N that share one copy; groups of so many are replicas; -1: all ranks
-reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients that are sent to other ranks
 # ---- Optimizers
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide

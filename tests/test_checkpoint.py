@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO
+from conftest import REPO, make_sums, run_module
 from ranks import run_on_ranks
 from torch import nn
 
@@ -39,7 +40,7 @@ from nanochat.checkpoint import (
 from nanochat.compiling import set_compile
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.errors import UserError
-from nanochat.files import previous, write_folder_aside
+from nanochat.files import previous, sha256, write_folder_aside
 from nanochat.gpt import GPT
 from nanochat.gpt_config import config_from_depth
 from nanochat.partition import Shard, equal_ranges, row_ranges
@@ -327,6 +328,36 @@ def test_the_choice_of_a_model_is_never_guessed(capsys):
     (path / "meta.json").write_text(json.dumps(read_meta(path) | {"tokenizer": "another"}))
     with pytest.raises(UserError, match="the tokenizer there is not the one"):
         load_checkpoint(path, CPU)
+
+
+def test_what_an_older_version_had_besides_is_no_matter_where_it_was_off(base_folder):
+    """Its training goes on, and names a setting that changed the loss. A model with such a piece is refused."""
+    make_sums(base_folder)
+    command = ("scripts.base_train", "--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2",
+               "--total_batch_size=64", "--compile=False", "--eval_every=-1", "--sample_every=-1", "--model_tag=old")
+    assert run_module(*command, "--num_iterations=1").returncode == 0
+    path = step_dir(checkpoint_dir("base", "old"), 1)
+    new = json.loads((path / "meta.json").read_text())
+
+    def write_meta(settings: dict, **pieces) -> None:
+        changes = {"config": new["config"] | settings, "model_config": new["model_config"] | pieces}
+        (path / "meta.json").write_text(json.dumps(new | changes))
+        sums = json.loads((path / "manifest.json").read_text())
+        (path / "manifest.json").write_text(json.dumps(sums | {"meta.json": sha256(path / "meta.json")}))
+
+    again = (*command, "--num_iterations=2", "--resume_from_step=1", "--overwrite")
+    write_meta({}, bigrams=5, head_gates=False)
+    result = run_module(*again)
+    refused = "the model was trained with bigrams, which this version no longer has; use the version that trained it"
+    assert (result.returncode, result.stderr) == (1, f"error: {path}: {refused}\n")
+    write_meta(dict(softmax_share=0.25, reduce_dtype="float32", kv_group=1), bigrams=0, head_gates=False)
+    model, _, meta = load_checkpoint(find_model("base"), CPU)
+    assert vars(model.config) == meta["model_config"] == new["model_config"]
+    result = run_module(*again)
+    assert result.returncode == 0, result.stderr
+    told = re.findall(r"with another (.*)", result.stdout)
+    assert told == ["num_iterations: 1 before, 2 now", "softmax_share: 0.25 before, 1.0 now"]
+    assert list_steps(path.parent) == [1, 2] and "bigrams" not in (step_dir(path.parent, 2) / "meta.json").read_text()
 
 
 def start_under(monkeypatch, launch: str, restarts: int = 0) -> None:
