@@ -3,7 +3,7 @@ What the runs of a series say about size: bits per byte against FLOPs, and for e
 depth that fits it best. Reads what runs/scaling_laws.sh and runs/miniseries.sh have trained.
 
     python -m bench.scaling --series=isoflop            # scaling/isoflop.png in NANOCHAT_BASE_DIR
-    python -m bench.scaling --series=isoflop --write    # and into docs/scaling.md
+    python -m bench.scaling --series=isoflop --write    # and into docs/ablations.md
 """
 from configurator import configure
 
@@ -16,7 +16,7 @@ from nanochat.files import base_dir, write_aside
 from nanochat.report import markdown_table
 
 series = "isoflop"          # the tags of the runs begin with it
-write = False               # put table and picture into docs/scaling.md and docs/images
+write = False               # put table and picture into docs/ablations.md and docs/images
 configure(globals())
 
 runs = read_series(series)
@@ -50,7 +50,7 @@ right.set_xticks(depths, [str(depth) for depth in depths])
 lines = [[f"{r.flops:.2e}", r.depth, f"{r.parameters:,}", f"{r.tokens:,}", f"{r.tokens / r.parameters:.3g}",
           f"**{r.bpb:.4f}**" if r in winners else f"{r.bpb:.4f}"] for r in runs]
 columns = ["FLOPs", "depth", "parameters", "tokens", "tokens per parameter", "bits per byte"]
-show(markdown_table(columns, lines) + below, "scaling.md", f"bench.scaling --series={series}", write)
+show(markdown_table(columns, lines) + below, "ablations.md", f"bench.scaling --series={series}", write)
 for path in [base_dir() / "scaling" / f"{series}.png", *([DOCS / "images" / "scaling.png"] if write else [])]:
     with write_aside(path) as aside:
         picture.savefig(aside, format="png", dpi=100)

@@ -35,7 +35,7 @@ PER_TOKEN = 6 * (TOTAL - EMBEDDING) + 12 * 20 * 1280 * 2048
 
 
 def test_one_host():
-    """Depth 20 over NVLink 4 on eight ranks, from the formulas of docs/zero.md and docs/mfu.md."""
+    """Depth 20 over NVLink 4 on eight ranks, from the formulas of docs/zero.md and docs/memory.md."""
     cluster = Cluster(8, 8, LINKS["nvlink4"], LINKS["eth10"])
     for stage, elements in ((0, 2 * 4), (1, 4 + 2), (2, 4 * 4 + 2)):  # bytes per parameter: sums 4, gathers 2
         plan = plan_step(CONFIG, cluster, Layout(stage, 8 if stage else 1, 8, 4), RATE, BF16, BATCH)
