@@ -67,7 +67,7 @@ def run_all() -> None:
                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             output, end = done.stdout, f"exit code {done.returncode}"
         except subprocess.TimeoutExpired as expired:
-            output, end = str(expired.output), "ended, too slow"
+            output, end = (expired.output or b"").decode(), "ended, too slow"
         tail = "\n".join(output.splitlines()[-60:])
         seconds = time.perf_counter() - began
         section = f"\n## {title}\n\n`python {' '.join(command)}`: {seconds:.0f} s, {end}\n\n```\n{tail}\n```\n"
