@@ -45,7 +45,7 @@ else
     python -m scripts.doctor --kernels=$kernels || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
 fi
 if [ "$gpus" -ge 1 ]; then
-    # The recipe of 2026, explained in docs/recipe.md. Of these depths the largest that fits, and that is pretrained within
+    # The recipe of 2026, explained in docs/gpus.md. Of these depths the largest that fits, and that is pretrained within
     # half a day: then all is done within a day.
     [ -n "$plan" ] || python -c "import datasets" 2>/dev/null || { echo "error: the tasks need the datasets package: pip install datasets" >&2; exit 1; }
     base=$NANOCHAT_BASE_DIR

@@ -91,8 +91,8 @@ def compute_init(device_type: str = "") -> tuple[int, int, torch.device]:
     """
     (rank, world_size, device) of this process; joins the process group under torchrun.
 
-    One process per device, chosen by the *local* rank: rank 8 of a second node uses
-    device 0 of that node. UserError for a device that is not there.
+    One process per device, chosen by the *local* rank: the first rank of a second
+    node uses device 0 of that node. UserError for a device that is not there.
     """
     device_type = choose_device_type(device_type)
     rank, local_rank, world_size = (int(os.environ.get(key, default)) for key, default in

@@ -172,7 +172,7 @@ def measured() -> dict[int, dict[str, float]]:
 
 
 def test_bytes_on_the_wire_are_the_formulas(measured):
-    """Within 2%: headers and acknowledgements are 0.3% of 64 KB segments. -s prints docs/collectives.md's table."""
+    """Within 2%: headers and acknowledgements are 0.3% of 64 KB segments. -s prints docs/data_parallel.md's table."""
     print("\n| each rank sends, in tensors: measured / formula |" + "".join(f" {n} ranks |" for n in measured))
     print("|---|" + "---|" * len(measured))
     for name, factor in FORMULAS.items():

@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 from conftest import ALL_PIECES, REPO, make_sums, run_module
+from dry_step import LiveBytes
 
 import nanochat.layers
 import nanochat.loss
 import nanochat.plan.probes
-from bench.dry_step import LiveBytes
 from nanochat.errors import UserError
 from nanochat.gpt_config import GPTConfig, architecture, config_from_depth
 from nanochat.plan import limits

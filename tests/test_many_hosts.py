@@ -1,4 +1,4 @@
-"""Ranks that fall silent, and hosts: namespaces of Linux, made by bench/network.py where that is possible."""
+"""Ranks that fall silent, and hosts: namespaces of Linux, made by hosts.py where that is possible."""
 import json
 import os
 import re
@@ -10,10 +10,10 @@ import time
 
 import pytest
 from conftest import REPO, make_sums
+from hosts import Hosts, why_not
 from ranks import run_on_ranks
 from test_many_ranks import TINY, arguments, difference, losses, rows_by_step, script
 
-from bench.network import Hosts, why_not
 from nanochat import distributed
 from nanochat.checkpoint import list_steps
 from nanochat.distributed import StopRequest
@@ -137,7 +137,7 @@ RECORDED = """
 import json, os, sys
 from pathlib import Path
 import torch
-from bench.network import sent_by_host
+from hosts import sent_by_host
 from nanochat.gpt import GPT
 from test_many_ranks import script
 rank, sent, forward = int(os.environ["RANK"]), [], GPT.forward

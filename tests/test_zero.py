@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from dry_step import LiveBytes
 from ranks import device_of, run_on_ranks
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from bench.dry_step import LiveBytes
 from nanochat.adamw import DistAdamW
 from nanochat.gpt import GPT
 from nanochat.gpt_config import config_from_depth

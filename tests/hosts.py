@@ -14,26 +14,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from nanochat.corpus.learn_tokenizer import train_tokenizer
-from nanochat.corpus.make_dataset import make
+from ranks import REPO
 
-REPO = Path(__file__).parent.parent
 MTU = 9000  # bytes of a packet: headers are then 0.7% of what is sent
 TOOLS = ("ip", "tc", "unshare", "nsenter")
-# Settings of base_train for a small run
-RUN = {"data": "sums", "max_seq_len": 64, "device_batch_size": 2, "total_batch_size": 512, "arch": "classic",
-       "dtype": "float32", "compile": False, "device_type": "cpu", "eval_every": -1, "sample_every": -1}
-
-
-def make_sums(folder: Path) -> None:
-    """The data of RUN and its tokenizer, made in a moment."""
-    folder.mkdir()
-    for i in range(400):
-        text = f"Document {i} says that {i} plus {i} is {2 * i}, and that {i} minus one is {i - 1}."
-        (folder / f"{i}.txt").write_text(text)
-    make(str(folder), "sums")
-    train_tokenizer("sums", 400, 10**6, 10**4)
-
 
 def why_not() -> str | None:
     """What hosts need and this machine does not have; None if they can be made."""
@@ -47,16 +31,16 @@ def why_not() -> str | None:
     return f"this machine makes no namespaces with bridges: {refused.stderr.strip()}" if refused.returncode else None
 
 
-def sent_by_host(process: int | str = "self") -> int:
+def sent_by_host() -> int:
     """Bytes that this process's host has sent to others since it was started, headers included."""
-    lines = Path(f"/proc/{process}/net/dev").read_text().splitlines()
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
     return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
 
 
 class Hosts(contextlib.AbstractContextManager):
     """
-    `count` hosts, host0 (10.0.0.1) and so on, on one switch; each sends and receives at `rate` (of tc: "100mbit"), or
-    as fast as this machine can (""). They know each other's names, and nothing else.
+    `count` hosts, host0 (10.0.0.1) and so on, on one switch; each sends and receives at `rate` (of tc: "100mbit"). They
+    know each other's names, and nothing else.
     """
 
     def __init__(self, count: int, rate: str):
@@ -97,43 +81,22 @@ class Hosts(contextlib.AbstractContextManager):
         """Run a command in a host's network only: a process id in it is one of this machine."""
         subprocess.run(["nsenter", f"--target={self.first_process(name)}", "--net", "sh", "-ec", command], check=True)
 
-    def limit(self, device: str) -> str:
-        """The command that limits what leaves a device."""
-        return f"tc qdisc add dev {device} root tbf rate {self.rate} burst 128kb latency 200ms" if self.rate else "true"
-
-    # --- for measurements
-
     def boot(self, number: int) -> None:
-        """Start a host, at first or after `kill`."""
         name = self.names[number]
         self.start_life(name)
+        limit = f"tc qdisc add dev {{}} root tbf rate {self.rate} burst 128kb latency 200ms".format
         ends = f"ip link add {name} mtu {MTU} type veth peer name eth0 mtu {MTU} netns {self.first_process(name)}"
-        self.inside("switch", f"{ends}; ip link set {name} master switch up; {self.limit(name)}")
+        self.inside("switch", f"{ends}; ip link set {name} master switch up; {limit(name)}")
         self.inside(name, f"ip addr add {self.addresses[number]}/24 dev eth0; ip link set eth0 up; "
-                          f"{self.limit('eth0')}")
+                          f"{limit('eth0')}")
 
-    def kill(self, number: int) -> None:
-        """SIGKILL to all processes of a host at once, as the kernel does when the first one dies."""
-        self.end_life(self.names[number])
-
-    def cable(self, number: int, connected: bool) -> None:
-        self.inside("switch", f"ip link set {self.names[number]} {'up' if connected else 'down'}")
-
-    def sent(self, number: int) -> int:
-        return sent_by_host(self.first_process(self.names[number]))
-
-    def start(self, number: int, command: list[str], log: Path, **environment: str) -> subprocess.Popen:
-        """Start a command on a host, in the repo's root; what it prints is added to the file `log`."""
+    def launch(self, number: int, arguments: list[str], log: Path, ranks: int, **environment: str) -> subprocess.Popen:
+        """runs/multi_node.sh on a host, with so many ranks; what it prints is added to the file `log`."""
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        settings = {"NNODES": str(len(self.names)), "NODE_RANK": str(number), "NPROC": str(ranks), "PATH": path,
+                    "MASTER_ADDR": self.addresses[0], "NANOCHAT_NO_VENV": "1", "OMP_NUM_THREADS": "1"}
         enter = ["nsenter", f"--target={self.first_process(self.names[number])}", "--net", "--uts", "--mount", "--pid",
                  f"--wd={REPO}"]
         with open(log, "a", encoding="utf-8") as output:
-            return subprocess.Popen([*enter, *command], stdout=output, stderr=subprocess.STDOUT,
-                                    env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
-
-    def launch(self, number: int, arguments: list[str], log: Path, ranks: int = 1, nodes: str = "",
-               **environment: str) -> subprocess.Popen:
-        """runs/multi_node.sh on a host, with so many ranks. nodes: NNODES, all hosts if it is empty."""
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        settings = {"NNODES": nodes or str(len(self.names)), "NODE_RANK": str(number), "NPROC": str(ranks),
-                    "MASTER_ADDR": self.addresses[0], "NANOCHAT_NO_VENV": "1", "PATH": path}
-        return self.start(number, ["bash", "runs/multi_node.sh", *arguments], log, **(settings | environment))
+            return subprocess.Popen([*enter, "bash", "runs/multi_node.sh", *arguments], stdout=output,
+                                    stderr=subprocess.STDOUT, env=os.environ | settings | environment)
