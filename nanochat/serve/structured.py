@@ -4,7 +4,7 @@ request says of it, and the grammar's expression for that; grammars.py compiles 
 
 JSON is written without blanks between its tokens: a model that may write blanks may write nothing else until
 max_tokens. For the same reason an object has only the properties that its schema lists, unless additionalProperties
-says otherwise.
+says otherwise, and an integer without limits is one that a float64 holds exactly.
 """
 import json
 from typing import Annotated, Any, Literal, Self
@@ -17,6 +17,9 @@ from nanochat.tokenizer import Tokenizer
 COMBINED = {"allOf", "anyOf", "oneOf"}
 NAMED = {"properties", "patternProperties", "$defs", "definitions"}
 NESTED = COMBINED | NAMED | {"items", "prefixItems", "additionalProperties"}
+
+LIMITS = "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"
+MAX_INTEGER = 2**53 - 1
 
 Choices = Annotated[list[str], Field(min_length=1), FailFast()]
 
@@ -63,13 +66,13 @@ class Formed(BaseModel):
 def json_of(schema: dict[str, Any]) -> str:
     """A grammar's expression for JSON that fits a schema."""
     compact = {"x-guidance": {"whitespace_flexible": False}}  # llguidance's own options, which a client may not choose
-    return f"%json {json.dumps(close_objects(schema) | compact)}"
+    return f"%json {json.dumps(bounded(schema) | compact)}"
 
 
-def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
+def bounded(schema: dict[str, Any]) -> dict[str, Any]:
     """
-    A copy in which objects that list properties, and say nothing of others, have no others. Those that are put together
-    from several schemas stay open: none of these lists all properties.
+    A copy in which objects that list properties, and say nothing of others, have no others, and integers have limits.
+    Objects that are put together from several schemas stay open: none of these lists all properties.
     """
     root = json.loads(json.dumps(schema))
     found, put_together = [root], []
@@ -80,6 +83,11 @@ def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
             put_together.append(one)
     parts = parts_of(put_together, root)
     for one in found:
+        if one.get("type") == "integer" and not one.keys() & {"const", "enum"}:
+            limits = [one[name] for name in LIMITS if name in one]
+            if all(isinstance(limit, (int, float)) and abs(limit) < MAX_INTEGER for limit in limits):
+                one.setdefault("minimum", -MAX_INTEGER)
+                one.setdefault("maximum", MAX_INTEGER)
         properties, required = one.get("properties"), one.get("required", [])
         if id(one) in parts or "additionalProperties" in one or not isinstance(properties, dict):
             continue
