@@ -115,8 +115,8 @@ for stage in sources:
 limits = Limits(
     max_body_bytes, max_messages, max_chars, max_new_tokens, max_n, timeout_s, temperature, top_k, truncate)
 own_names = ["localhost", "127.0.0.1", "[::1]", *([] if host in LOOPBACK else [host.lower()])]
-local_only = host in LOOPBACK and not api_key
-app = create_app(models, limits, api_key, origins, own_names + names if names or local_only else [])
+hosts = own_names + names if names or host in LOOPBACK else []
+app = create_app(models, limits, api_key, origins, hosts)
 
 
 class Server(uvicorn.Server):
@@ -153,7 +153,9 @@ def end_answers() -> None:
 
 
 settings = uvicorn.Config(
-    app, http=ImpatientProtocol, ws="none", backlog=128, log_level="warning", access_log=False, server_header=False,
+    app, http=ImpatientProtocol, ws="none", backlog=128, access_log=False, server_header=False,
+    proxy_headers=False,    # any client can write X-Forwarded-For; cache and queue go by the connection's address
+    log_level="error",      # warnings are of malformed requests, as many as a client likes
     timeout_graceful_shutdown=drain_s + 2)  # then connections whose clients do not read are cut
 Server(settings).run(sockets=[listener])
 if dead := [model.id for model in models if model.dead]:

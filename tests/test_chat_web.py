@@ -29,6 +29,7 @@ from test_engine import SPECIAL, TOKENIZER, V, draw_weights, write_checkpoint
 
 import nanochat.serve.connections
 import nanochat.serve.engine_process
+import nanochat.serve.worker
 from nanochat.conversation import render_prompt
 from nanochat.detokenizer import Delta, StopStrings, to_parts
 from nanochat.distributed import is_alive
@@ -103,11 +104,13 @@ def streamed(chunks) -> str:
 
 
 class Running:
-    def __init__(self, folder, models: dict[str, GPT], *args: str):
+    def __init__(self, folder, models: dict[str, GPT], *args: str, before: str = "pass"):
+        """before: a statement that the server's process runs first."""
         for stage, model in models.items():
             write_checkpoint(folder / f"{stage}_checkpoints" / "tiny", model)
         self.log = folder / "log"
-        command = [sys.executable, "-m", "scripts.chat_web", "--port=0", "--device_type=cpu", "--dtype=float32", *args]
+        run = f"import runpy; {before}; runpy.run_module('scripts.chat_web', run_name='__main__')"
+        command = [sys.executable, "-c", run, "--port=0", "--device_type=cpu", "--dtype=float32", *args]
         env = os.environ | {"NANOCHAT_BASE_DIR": str(folder), "NANOCHAT_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(command, cwd=REPO, env=env, stdout=log, stderr=subprocess.STDOUT)
@@ -137,7 +140,7 @@ class Running:
     def connect(self, length: int) -> socket.socket:
         """A raw connection on which the head of a request for chat was sent, whose body is that long."""
         raw = socket.create_connection(("127.0.0.1", self.port), timeout=200)
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
         raw.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode())
         return raw
 
@@ -393,6 +396,8 @@ def test_the_usage_says_what_was_read_before(server):
     with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2")) as http:
         other = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60, http_client=http)
         assert [cached(*turns, client=client) for client in (other, server.client, other)] == [0, PIECE, PIECE]
+        forged = {"X-Forwarded-For": "127.0.0.2"}   # which anybody can write
+        assert cached(MARKER * 30, client=other) == cached(MARKER * 30, extra_headers=forged) == 0
 
 
 @pytest.mark.parametrize("words, settings", [
@@ -442,6 +447,20 @@ def test_keys_and_models_that_are_unknown(server):
     assert caught.value.code == "model_not_found"
     with pytest.raises(openai.NotFoundError):
         server.client.models.retrieve("gpt")
+
+
+def test_requests_that_are_none_leave_nothing_in_the_log(server):
+    """400 for what is not HTTP, 421 for another's name. In HTTP/1.0, as load balancers ask, no name is needed."""
+    requests = [(200, HEALTH), (200, b"GET /health HTTP/1.0\r\n\r\n"), (400, b"GET /health HTTP/1.1\r\n\r\n")]
+    requests += [(421, HEALTH.replace(b"localhost", host)) for host in (b"evil.example", b"")]
+    requests += [(400, data) for data in (b"\x16\x03\x01 no TLS here\r\n\r\n", HEALTH.replace(b"Host", b"Ho st"))]
+    upgrade = HEALTH[:-2] + b"Connection: Upgrade\r\nUpgrade: "
+    requests += [(200, upgrade + protocol + b"\r\n\r\n") for protocol in (b"h2c", b"websocket")]
+    for status, request in requests:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw:
+            raw.sendall(request)
+            assert raw.recv(100).split()[1] == str(status).encode(), request
+    assert server.log.read_text().count("\n") == 1, "the line with the address"
 
 
 def test_bodies_that_are_none(server):
@@ -557,7 +576,7 @@ def run_async(test):
     return run
 
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def stuck(server: Running, address: str) -> socket.socket:
@@ -768,11 +787,14 @@ def test_messages_in_any_order_are_read_as_turns(server, engines):
 def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
     """
     The furthest stage there is, which is said; messages are one text to continue. The proxy's name is answered to, no
-    other. When one of two workers is killed, its stream ends with an error and the other's goes on; when the second one
-    is, the process ends with a line and code 1 instead of answering 503.
+    other. When one of two workers is stopped, others are answered, even while more waits for it than its pipe holds;
+    then it is ended, and its requests with an error. When the second one is killed, the process ends with a line and
+    code 1 instead of answering 503.
     """
     model = writing_model()
-    server = Running(tmp_path, {"base": model}, "--allowed_hosts=Chat.example.org", "--workers=2", "--max_batch=2")
+    server = Running(
+        tmp_path, {"base": model}, "--allowed_hosts=Chat.example.org", "--workers=2", "--max_batch=2",
+        before="from nanochat.serve import worker; worker.HUNG_AFTER = 3; worker.DEAD_AFTER = 10")
     try:
         assert "the furthest stage of training is base, a base model" in server.log.read_text()
         [listed] = server.client.models.list()
@@ -796,18 +818,29 @@ def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
         streams = [server.ask("Once", model="tiny-base", max_tokens=length, n=2, stream=True) for length in lengths]
         for stream in streams:
             next(stream)
-        os.kill(first, signal.SIGKILL)
-        with pytest.raises(openai.APIError, match="worker has died"):
-            list(streams[0])
-        assert list(streams[1])[-1].choices[0].finish_reason == "length"
+        os.kill(first, signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:
+            prompts = ["x" * 2000] * 60     # 245 kB for the first worker, beyond any pipe
+            pending = pool.submit(server.client.completions.create, model="tiny-base", prompt=prompts, max_tokens=1)
+            server.wait_until("nanochat_queue_length", 60)
+            assert list(streams[1])[-1].choices[0].finish_reason == "length"
+            while (health := server.http.get("/health", timeout=60).json())["status"] != "degraded":
+                time.sleep(0.05)
+            assert sorted(health["models"]["tiny-base"]) == ["hung", "ready"]
+            assert server.ask("Once", **ask).usage.completion_tokens == 20
+            with pytest.raises(openai.APIError, match="worker has died"):
+                list(streams[0])
+            with pytest.raises(openai.InternalServerError, match="worker has died"):
+                pending.result()
         health = server.http.get("/health")
         assert health.status_code == 200 and sorted(health.json()["models"]["tiny-base"]) == ["dead", "ready"]
         assert health.json()["status"] == "degraded" and server.ask("Once", **ask).usage.completion_tokens == 20
         os.kill(second, signal.SIGKILL)
         assert server.process.wait(timeout=60) == 1
         _, _, *log = server.log.read_text().splitlines()
-        killed = [f"a worker has died: process {worker} was ended by SIGKILL" for worker in (first, second)]
-        assert log == [*killed, "error: the worker of tiny-base has died; the error is above"]
+        killed = [f"a worker has died: process {first} said nothing for 10 s and was ended",
+                  f"a worker has died: process {second} was ended by SIGKILL"]
+        assert log == [*killed, "error: the worker of tiny-base has died; the error is above"] and not is_alive(first)
     finally:
         server.process.kill()
         server.process.wait()
@@ -1070,6 +1103,35 @@ async def test_loading_and_limits_of_time():
         with pytest.raises(ApiError, match="within 0.5 s"):
             await anext(second.chunks())
         assert model.workers[0].load == 0 and (await ask(client, "late")).status_code == 200
+
+
+@run_async
+async def test_what_no_engine_answers_ends_with_503(monkeypatch):
+    """Even if the engine is never there, or does not hear that the time of a request is over."""
+    monkeypatch.setattr(nanochat.serve.worker, "GRACE", 0)
+    loaded = threading.Event()
+    async with serving([lambda: loaded.wait() and make_engine()], timeout_s=0.1) as (client, model):
+        answer = await ask(client, "?")
+        assert answer.status_code == 503 and answer.json()["error"]["message"] == "no answer within 0.1 s"
+        assert model.workers[0].load == 0
+        loaded.set()
+
+
+@run_async
+async def test_prompts_are_counted_before_they_are_encoded(monkeypatch):
+    """A megabyte has 340,000 empty ones: two seconds for everybody."""
+    encoded, encode = [], Tokenizer.encode
+
+    def noting(tokenizer: Tokenizer, text: str) -> list[int]:
+        encoded.append(text)
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(Tokenizer, "encode", noting)
+    async with serving([make_engine]) as (client, _):
+        for count, status in ((300_000, 400), (2, 200)):
+            asked = {"model": "tiny-sft", "prompt": [""] * count, "max_tokens": 1}
+            response = await client.post("/v1/completions", json=asked)
+            assert response.status_code == status and len(encoded) == (count if status == 200 else 0), response.text
 
 
 @run_async

@@ -71,6 +71,42 @@ SCHEMAS = {
 }
 
 
+def listed(**properties) -> dict:
+    """As pydantic has it: nothing is said of other properties."""
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+POINT = listed(x={"type": "integer"})
+
+
+@pytest.mark.parametrize("schema, fits, does_not", [
+    (POINT, {"x": 1}, {"x": 1, "y": 2}),
+    ({"$defs": {"P": POINT}} | listed(at={"anyOf": [{"$ref": "#/$defs/P"}, {"type": "null"}]}, list={
+        "type": "array", "items": {"allOf": [{"$ref": "#/$defs/P"}]}}), {"at": {"x": 1}, "list": [{"x": 2}]}, {
+        "at": {"x": 1, "y": 2}, "list": []}),
+    (POINT, {"x": 1 - 2**53}, {"x": 2**53}), (listed(x={"type": "integer", "minimum": 2**53}), {"x": 2**54}, {"x": 1}),
+    (listed(x={"type": "integer", "exclusiveMinimum": 0}), {"x": 2**53 - 1}, {"x": 2**53}),
+    (listed(properties={"const": {"items": {}}}), {"properties": {"items": {}}}, {"properties": {"items": {}}, "y": 1}),
+    (POINT | {"additionalProperties": {"type": "integer"}}, {"x": 1, "y": 2}, {"x": 1, "y": "2"}),
+    # Put together from several, which would exclude each other's properties: these stay open.
+    ({"$defs": {"P": POINT}, "allOf": [{"$ref": "#/$defs/P"}, listed(y=POINT)]}, {"x": 1, "y": {"x": 1}}, {
+        "x": 1, "y": {"x": 1, "z": 2}}),
+    ({"$defs": {"a/b": POINT}, "$ref": "#/$defs/a~1b"} | listed(y={"type": "null"}), {"x": 1, "y": None}, {"x": 1}),
+    (POINT | {"anyOf": [listed(y={"type": "null"}), listed(z={"type": "null"})]}, {"x": 1, "z": None}, {"x": 1}),
+    (listed(a=POINT) | {"required": ["b"]}, {"a": {"x": 1}, "b": 1}, {"a": {"x": 1, "y": 1}, "b": 1}),
+])
+def test_no_key_is_invented_and_no_number_endless(schema, fits, does_not):
+    """Judged by the grammar, byte by byte, in the order of the schema."""
+    for value, expected in ((fits, True), (does_not, False)):
+        grammar = compile_grammar(json_of(schema), TOKENIZER)
+        accepted = True
+        for token in json.dumps(value, separators=(",", ":")).encode():
+            accepted = accepted and bool(grammar.allowed[token])
+            if accepted:
+                grammar.advance(token)
+        assert (accepted and bool(grammar.allowed[STOPS[0]])) == expected, value
+
+
 @pytest.fixture(scope="module")
 def writer() -> Engine:
     return Engine(writing_model(), TOKENIZER, max_batch=16)
