@@ -304,5 +304,23 @@ def help_text(settings: dict[str, Setting], docstring: str) -> str:
     return "\n".join(lines).strip()
 
 
+def check_names(config: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """UserError for a data set or a task that does not exist: without torch, which takes seconds to import."""
+    data = config.get("data")
+    if data and defaults["data"] != "":  # empty by default: of a report, whose data set may be gone
+        from nanochat.dataset import OFFLINE, load_manifest  # here, like the tasks: most scripts have no such setting
+
+        if data not in OFFLINE:  # they are made where they are needed
+            load_manifest(data)
+    for specs in filter(None, (config.get("task"), config.get("tasks"))):
+        from nanochat.tasks import read_spec
+
+        for spec in specs.split(","):
+            read_spec(spec)
+
+
 with contextlib.suppress(AttributeError, OSError, ValueError, SyntaxError):  # the program is no script of settings
-    settings_of({"__file__": sys.modules["__main__"].__file__}, sys.argv[1:])
+    main = {"__file__": sys.modules["__main__"].__file__}
+    config = settings_of(main, sys.argv[1:])
+    install_one_line_errors(config)
+    check_names(config, settings_of(main, []))

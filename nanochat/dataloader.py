@@ -197,8 +197,11 @@ def tokenizing_distributed_data_loader(
                 "max_seq_len": max_seq_len}
     for key, value in identity.items():
         if state is not None and state[key] != value:
-            was = f"{key} was {state[key]} when the checkpoint was saved"
-            raise UserError(f"cannot continue exactly: {was} and is {value} now")
+            problem = f"{key} was {state[key]} when the checkpoint was saved and is {value} now"
+            if key == "data":
+                problem = (f"data set {data!r} is not what the checkpoint was trained on: another one, or made "
+                           "again from other text; restore the text that it had, or set another --model_tag")
+            raise UserError(f"cannot continue exactly: {problem}")
     planner = RowPlanner(shards, max_seq_len + 1, seed, state)
     pinned = torch.device(device).type == "cuda"
     rows_per_step = rows_per_step or device_batch_size * grad_accum_steps * world_size

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,3 +114,8 @@ def verify(name: str) -> None:
             f"{len(damaged)} of {len(shards)} shards in {folder} are damaged: {', '.join(damaged)};"
             f" delete them and run: {how_to_make(name, manifest)}"
         )
+
+
+if __name__ == "__main__":  # in other versions of nanochat this is a command
+    print("error: the command is python -m scripts.dataset --source=climbmix --num_shards=8", file=sys.stderr)
+    sys.exit(2)

@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
+# Without a network the hub's library tells each of its tries on several lines; the error after them says it in one.
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 # Operating-system refusals that the user, not the program, has to mend.
 USER_ERRNOS = {errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.EPERM}
 # Under torchrun: called with the line of an error that a restart would only repeat.

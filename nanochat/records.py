@@ -2,6 +2,8 @@
 import json
 from pathlib import Path
 
+from nanochat.files import base_dir
+
 
 def read_metrics(path: Path) -> list[dict]:
     """
@@ -17,6 +19,12 @@ def read_metrics(path: Path) -> list[dict]:
         kind = next((name.partition("/")[0] for name in record if name != "step"), "")
         records[record["step"], kind] = record
     return [records[key] for key in sorted(records)]
+
+
+def models_trained_with(fingerprint: str) -> str:
+    """The models whose checkpoints name the data set or the tokenizer of a fingerprint: "base d4, sft d4", or ""."""
+    metas = [path for path in base_dir().glob("*_checkpoints/*/step_*/meta.json") if fingerprint in path.read_text()]
+    return ", ".join(sorted({f"{path.parts[-4].removesuffix('_checkpoints')} {path.parts[-3]}" for path in metas}))
 
 
 def duration(seconds: float) -> str:

@@ -238,3 +238,8 @@ def commit(folder: Path) -> str:
         return "none"  # no git, or one that refuses the folder
     changed = any(not line.startswith("#") for line in status)
     return status[0].removeprefix("# branch.oid ")[:9] + " with uncommitted changes" * changed
+
+
+if __name__ == "__main__":  # in other versions of nanochat this is a command
+    print("error: the command is python -m scripts.report", file=sys.stderr)
+    sys.exit(2)

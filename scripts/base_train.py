@@ -58,6 +58,7 @@ from nanochat.schedule import (
     rate_scales,
     warmdown_left,
 )
+from nanochat.tokenizer import FILE_NAME, tokenizer_dir
 from nanochat.zero import Sharding
 
 # ---- Run
@@ -141,8 +142,9 @@ checkpoints = checkpoint_dir("base", model_tag or f"d{depth}")
 checkpoint = choose_start(checkpoints, resume, resume_from_step, overwrite)
 meta = read_meta(checkpoint) if checkpoint else None
 if meta and meta["tokenizer"] != tokenizer.fingerprint:
+    put_back = f"cp {checkpoint / FILE_NAME} {tokenizer_dir(data)}"
     raise UserError(f"{checkpoint} was trained with another tokenizer than the one of data {data!r}; "
-                    "use that one, or another --model_tag")
+                    f"put back its own, {put_back}, or choose another --model_tag")
 
 # ---- Batch and horizon. A pipeline has several micro_batches in flight, in its one micro-step; otherwise it is one
 horizon = target_flops / flops_per_token if target_flops > 0 else target_param_data_ratio * computing  # tokens

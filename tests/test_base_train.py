@@ -19,6 +19,7 @@ from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.corpus.tinyworld import entropy_floor
 from nanochat.dataset import dataset_dir
+from nanochat.errors import UserError
 from nanochat.records import read_metrics
 
 TINY = ["--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128",
@@ -83,7 +84,7 @@ def test_an_empty_base_folder_is_enough(base_folder):
     result = subprocess.run([sys.executable, "-c", SMALL_WORLD + RUN, *settings], cwd=REPO, text=True,
                             capture_output=True, timeout=500)
     assert result.returncode == 0, result.stderr
-    assert "data set 'tinyworld' is not there yet, making it" in result.stdout
+    assert "making data set 'tinyworld' in" in result.stdout
     assert "no tokenizer for 'tinyworld' yet, training one" in result.stdout
     assert "The capital of France is" in result.stdout and "of measured" not in result.stderr
     assert "rates:" not in result.stdout, "a batch that is given leaves the rates as they are"
@@ -334,11 +335,33 @@ def test_bad_input_is_one_clear_line(base):
     assert train("--num_iterations=1", "--model_tag=there", "--overwrite").returncode == 0
 
 
-def test_a_tokenizer_that_does_not_belong_is_refused(base):
+def test_a_tokenizer_that_does_not_belong_is_refused_and_can_be_put_back(base, capsys):
     assert train("--num_iterations=2").returncode == 0
-    train_tokenizer("sums", 350, 10**6, 10**4)
+    for vocab_size in (400, 350):
+        assert "this replaces" not in capsys.readouterr().out  # the same again is none
+        train_tokenizer("sums", vocab_size, 10**6, 10**4)
+    assert "this replaces the tokenizer of base d1, whose checkpoints have a copy of it" in capsys.readouterr().out
     result = train("--num_iterations=4", "--resume=auto")
     assert result.returncode == 1 and result.stderr.count("\n") == 1 and "with another tokenizer" in result.stderr
+    subprocess.run(re.search(r"put back its own, (cp \S+ \S+), ", result.stderr)[1], shell=True, check=True)
+    assert train("--num_iterations=4", "--resume=auto").returncode == 0
+
+
+def test_data_that_a_model_was_trained_on_are_not_replaced(base_folder):
+    """A folder that has grown: refused, with the model; who deletes the data is told by the run why it cannot go on."""
+    make_sums(base_folder)
+    texts = base_folder / "texts"
+    assert train("--num_iterations=2").returncode == 0
+    make(str(texts), "sums")  # the same again
+    (texts / "new.txt").write_text("One more document.")
+    with pytest.raises(UserError, match="it has 400 documents, now there are 401.*base d1 could not be resumed"):
+        make(str(texts), "sums")
+    assert train("--num_iterations=3", "--resume=auto").returncode == 0
+    shutil.rmtree(dataset_dir("sums"))
+    make(str(texts), "sums")
+    result = train("--num_iterations=4", "--resume=auto")
+    assert "data set 'sums' is not what the checkpoint was trained on" in result.stderr
+    assert result.returncode == 1 and result.stderr.count("\n") == 1 and not re.search("[0-9a-f]{16}", result.stderr)
 
 
 def test_a_full_disk_is_one_line_and_costs_nothing_already_written(base, tmp_path):

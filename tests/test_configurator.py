@@ -1,6 +1,7 @@
 """The settings of small scripts, in this process and as real ones; what is expected is written out by hand."""
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -189,7 +190,7 @@ def test_a_value_after_a_blank_is_checked_as_well(script, monkeypatch, capsys, a
     assert said in refused(script, monkeypatch, capsys, *argv)
 
 
-def test_every_command_refuses_a_mistyped_setting_before_torch_is_imported(tmp_path):
+def test_every_command_refuses_a_mistyped_setting_or_name_before_torch_is_imported(tmp_path):
     """A stand-in for torch says that it was imported, and ends the process."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
@@ -200,6 +201,10 @@ def test_every_command_refuses_a_mistyped_setting_before_torch_is_imported(tmp_p
                               capture_output=True, text=True, timeout=60)
         assert done.returncode == 2, (command, done.stderr)
         assert done.stderr.startswith("error: --no_such_setting: there is no setting")
+    for command, name in (("base_train", "data"), ("mid_train", "tasks"), ("chat_rl", "task")):
+        done = subprocess.run([sys.executable, "-m", f"scripts.{command}", f"--{name}=tinywrld"], cwd=tmp_path,
+                              env=environment, capture_output=True, text=True, timeout=60)
+        assert re.fullmatch("error: .*no .*'tinywrld'.*; did you mean 'tinyworld'[?]\n", done.stderr), done.stderr
 
 
 def test_a_key_given_twice_is_refused_however_it_is_spelled(script, monkeypatch, capsys):

@@ -144,7 +144,8 @@ def test_resume_refuses_other_data_tokenizer_or_settings(source):
     with pytest.raises(UserError, match="tokenizer was .* and is .* now"):
         next(tokenizing_distributed_data_loader(data, "train", other, device_batch_size=2, max_seq_len=T, state=state))
     for setting, match in (({"seed": 5}, "seed was 0"), ({"max_seq_len": 16}, "max_seq_len was 32"),
-                           ({"split": "val"}, "split was train"), ({"state": state | {"data": "0" * 64}}, "data was")):
+                           ({"split": "val"}, "split was train"), ({"state": state | {"data": "0" * 64}},
+                            f"data set {data!r} is not what")):
         with pytest.raises(UserError, match=match):
             next(loader(source, **{"state": state} | setting))
 

@@ -4,6 +4,8 @@ import gzip
 import hashlib
 import json
 import os
+import re
+import select
 import shlex
 import shutil
 import signal
@@ -24,7 +26,7 @@ from nanochat import dataset
 from nanochat.corpus import sources
 from nanochat.corpus.make_dataset import ensure_dataset, make
 from nanochat.errors import UserError
-from nanochat.files import previous
+from nanochat.files import locked, previous
 
 LANGUAGES = ["Grüße aus Köln, schöne Straße.", "Привет, как дела?", "今日はいい天気ですね。", "مرحبا بالعالم",
              "नमस्ते दुनिया", "😀👩‍👩‍👧"]
@@ -194,7 +196,7 @@ def test_a_text_without_any_blank_is_cut_between_characters(inputs):
 
 
 def test_invalid_utf8_is_counted_and_replaced(inputs):
-    (inputs / "a.txt").write_bytes(b"good \xff\xfe bad\n\n" + "Zürich".encode("latin-1") + b"\n\n" + b"x" * 100)
+    (inputs / "a.txt").write_bytes(b"good \xff\xfe bad\n\n" + "Zürich".encode("latin-1") + b"\n\n" + b"x" * 400)
     lines = (b'{"text": "caf\xe9"}', b'{"text": "half \\ud800 pair"}', b'{"text": "whole \\ud83d\\ude00"}')
     (inputs / "b.jsonl").write_bytes(b"\n".join(lines))
     # Arrow's own checks would not let such a column be written; other writers do not check.
@@ -220,7 +222,7 @@ def test_text_in_another_encoding_stops_and_is_read_in_the_one_that_is_named(inp
         make(str(inputs))
     said = str(refused.value)
     assert said.startswith(f"{inputs}/story.txt is not utf-8: ") and "\n" not in said
-    assert not list((base / "data").glob("[!.]*"))
+    assert not list((base / "data").iterdir())
     guess = said.split("--encoding=")[1]  # a library's, so only what it reads is certain, not what it is called
     assert "\n".join(lines).encode(encoding).decode(guess) == "\n".join(lines)
     assert make(str(inputs), encoding=guess)["invalid"] == 0
@@ -247,6 +249,26 @@ def test_damaged_utf8_is_not_read_in_the_encoding_that_is_named(inputs, capsys, 
         make(str(inputs), encoding=encoding)
 
 
+WESTERN = ["Les élèves travaillent très bien à l'école. Où est-ce que tu vas après le déjeuner?",
+           "Não há razão para não ir à praça amanhã. A avó disse que o pão é bom.",
+           "El niño comió mañana. ¿Cómo está usted? Está en el jardín con la señora Núñez.",
+           "Die Mädchen möchten über die Brücke gehen, weil es schön ist. Straße und Fuß."]
+
+
+@pytest.mark.parametrize("line", [*WESTERN, "Árvíztűrő tükörfúrógép. A gyerekek az iskola előtt játszanak."])
+def test_western_text_is_not_taken_for_that_of_the_neighbours(inputs, line):
+    """Short or long. Where two encodings may be meant, both are named, each with words that it would give."""
+    encoding = "cp1252" if line in WESTERN else "cp1250"
+    for lines in (1, 500):
+        (inputs / "a.txt").write_bytes("\n".join(f"{i} {line}" for i in range(lines)).encode(encoding))
+        with pytest.raises(UserError, match=r"a.txt is not utf-8: .* characters cannot be read; perhaps") as refused:
+            make(str(inputs))
+        found = re.findall(r"(\w+) \(“(.*?)”\): --encoding=\1(?:; or |$)", str(refused.value))
+        assert ("cp1252", encoding) in [(found[0][0], name) for name, _ in found]
+        words = dict(found)[encoding].split()
+        assert len(words) >= 4 and set(words) <= set(re.findall(r"[\w¿]+", line))
+
+
 def test_an_encoding_that_refuses_a_file_at_once_is_said_without_a_count(inputs):
     (inputs / "a.txt").write_bytes("\n".join(texts(20)).encode("utf-16-le"))  # without the mark
     with pytest.raises(UserError, match="a.txt cannot be read as utf-16; "):
@@ -269,15 +291,24 @@ def test_a_few_bad_bytes_are_replaced_and_said_and_a_few_in_each_of_many_files_s
     (inputs / "long.txt").write_bytes(b"\n".join(text.encode() for text in texts(900)) + b"caf\xe9" * 10)
     make(str(inputs))
     assert f"warning: characters replaced in {inputs}/long.txt (10)" in capsys.readouterr().out
-    for i in range(60):
-        (inputs / f"{i}.txt").write_bytes(f"Le {i}e café à côté de l'église.".encode("latin-1"))
-    found = rf"310 of [\d,]+ characters in {inputs} cannot be read; perhaps it is .*: --encoding="
+    for i in range(200):
+        (inputs / f"{i}.txt").write_bytes(f"Le {i}e café est ici.".encode("latin-1"))
+    found = rf"210 of [\d,]+ characters in {inputs} cannot be read; perhaps it is .*: --encoding="
     with pytest.raises(UserError, match=rf"{inputs}/0.txt is not utf-8: {found}"):
         make(str(inputs))
     column = pa.Array.from_buffers(pa.string(), 1, pa.array([CHINESE.encode("gbk")], pa.binary()).buffers())
     pq.write_table(pa.table({"text": column}), inputs.parent / "c.parquet")
     with pytest.raises(UserError, match="c.parquet is not utf-8: .* write it anew"):
         make(str(inputs.parent / "c.parquet"))
+
+
+def test_a_short_note_may_have_one_bad_byte_but_not_one_in_eight(inputs):
+    (inputs / "b.txt").write_text("another note")
+    (inputs / "a.txt").write_bytes(b"caf\xe9 " + b"x" * 60)
+    assert make(str(inputs))["invalid"] == 1
+    (inputs / "a.txt").write_bytes(b"caf\xe9 " * 8 + b"x" * 22)
+    with pytest.raises(UserError, match="8 of 62 characters cannot be read"):
+        make(str(inputs))
 
 
 def test_json_and_csv_are_read(inputs):
@@ -513,7 +544,7 @@ def test_damaged_input_is_one_line_and_leaves_nothing(inputs, base, file):
     with pytest.raises(UserError, match=message) as caught:
         make(str(inputs))
     assert "\n" not in str(caught.value)
-    assert [path.name for path in (base / "data").iterdir()] == [".in.lock"]
+    assert not list((base / "data").iterdir())
 
 
 def test_parquet_without_the_field_or_of_another_type_or_cut(inputs):
@@ -655,7 +686,7 @@ def test_shards_that_hold_no_text_are_refused(tmp_path):
 
 def test_ensure_makes_tinyworld_once(capsys):
     ensure_dataset("tinyworld")
-    assert capsys.readouterr().out.startswith("data set 'tinyworld' is not there yet, making it in")
+    assert capsys.readouterr().out.startswith("making data set 'tinyworld' in ")
     stamp = files_of("tinyworld")[0].stat()
     ensure_dataset("tinyworld")
     make("tinyworld")
@@ -671,6 +702,14 @@ def test_importing_prints_and_touches_nothing(tmp_path):
     code += "; assert not {'torch', 'huggingface_hub', 'datasets'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not (tmp_path / "base").exists()
+
+
+@pytest.mark.parametrize("name", ["dataset", "report"])
+def test_the_command_that_other_projects_have_is_answered_with_the_one_here(name):
+    command = [sys.executable, "-m", f"nanochat.{name}", "-n", "8"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(rf"error: the command is python -m scripts\.{name}( --\S+=\S+)*\n", done.stderr)
 
 
 def test_the_command(inputs):
@@ -733,6 +772,17 @@ def test_a_kill_between_the_two_renames_is_mended_by_the_command_that_makes_it(i
     assert dataset.fingerprint("mine") == before
 
 
+def test_a_build_says_at_once_what_it_makes(inputs, base):
+    """Into a pipe, and before it may begin: another process makes the same."""
+    write_jsonl(inputs / "a.jsonl", texts(20))
+    command = [sys.executable, "-m", "scripts.dataset", f"--source={inputs}", "--name=mine"]
+    with locked(base / "data" / ".mine.lock"):
+        process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
+        said = select.select([process.stdout], [], [], 60)[0] and process.stdout.readline()
+    assert "mine: 20 documents" in process.communicate(timeout=300)[0]
+    assert said == f"making data set 'mine' in {base}/data/mine\n"
+
+
 def test_two_builds_at_once_are_one(inputs):
     write_jsonl(inputs / "a.jsonl", texts(5000))
     start = [sys.executable, "-m", "scripts.dataset", f"--source={inputs}", "--name=mine"]
@@ -761,7 +811,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(inputs, tmp_path):
             said = one_error(command(f"--source={path}", f"--name={name}", **environment))
             assert said.startswith(f"error: cannot make {small}/data/{name}") and "No space left on device" in said
         assert {path.name: path.read_bytes() for path in (small / "data" / "mine").iterdir()} == before
-        assert sorted(os.listdir(small / "data")) == [".mine.lock", ".other.lock", "mine"]
+        assert sorted(os.listdir(small / "data")) == [".mine.lock", "mine"]
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
@@ -774,7 +824,7 @@ def test_a_disk_that_fills_while_shards_are_written(inputs, base):
     limit += f"sys.argv[1:] = ['--source={inputs}', '--name=mine'];"
     limit += "runpy.run_module('scripts.dataset', run_name='__main__')"
     failed = subprocess.run([sys.executable, "-c", limit], cwd=REPO, capture_output=True, text=True, timeout=300)
-    assert "File too large" in one_error(failed) and os.listdir(base / "data") == [".mine.lock"]
+    assert "File too large" in one_error(failed) and not os.listdir(base / "data")
 
 
 def test_a_base_folder_that_cannot_be_written(tmp_path, inputs):

@@ -807,6 +807,10 @@ GOOD = json.dumps(single_turn("a", "b"))
     ("{}", "messages"), ("[]", "no messages"), ('{"messages": []}', "no messages"),
     ('[{"role": "bot", "content": "x"}]', "bot"),
     ('[{"role": "user", "content": "x"}]', "last message"), ('[{"role": "assistant", "content": "x"}]', "take turns"),
+    (f"[{GOOD}, {GOOD}]", "array of conversations; expected a conversation on each line"), ("[17]", "message 1"),
+    ('[[{"role": "user", "content": "x"}]]', "array of conversations"), ("[\n", "not JSON.*on each line, as jq"),
+    (json.dumps(single_turn("a", "")), "message 2 is an empty answer"),
+    (json.dumps(single_turn("a", [])), "message 2 is an empty answer"),
     ('[{"role": "user"}]', "message 1"), ('[{"role": "user", "content": 5}]', "message 1"),
 ])
 def test_a_bad_line_is_named_by_file_and_line(tmp_path, line: str, problem: str):

@@ -13,7 +13,7 @@ from nanochat.errors import UserError
 UTF8 = "utf-8-sig"             # without the mark that some programs begin a file with
 BLOCK = 1 << 18                # characters, or bytes, to look at together
 BAD_SHARE = 0.001              # of a file's characters that may be replaced: more is another encoding
-FEW_BAD = 10                   # and so many always, as in a short note with a broken character
+FEW_BAD = 10                   # and so many of a shorter file, where they are at most one in a hundred; one always
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 
 
@@ -52,7 +52,7 @@ def encoding_of(path: Path, encoding: str) -> tuple[str, int, int]:
 
 
 def too_many(bad: int, characters: int) -> bool:
-    return bad > max(FEW_BAD, BAD_SHARE * characters)
+    return bad > max(1, min(FEW_BAD, characters / 100), BAD_SHARE * characters)
 
 
 def not_text(path: Path, encoding: str, bad: int, characters: int, where: str = "") -> UserError:
@@ -62,11 +62,17 @@ def not_text(path: Path, encoding: str, bad: int, characters: int, where: str = 
     with open_bytes(path) as file:
         blocks = iter(lambda: file.read(BLOCK), b"")
         telling = next((block for block in blocks if not block.isascii() or 0 in block), b"")
-    guess = charset_normalizer.from_bytes(telling).best()
-    advice = "convert it to UTF-8, or take it away"
-    if guess and guess.encoding not in ("ascii", "utf_8", encoding):
-        shown = re.search(r".{0,15}[^\x00-\x7f].{0,30}|$", str(guess))[0]
-        advice = f"perhaps it is {guess.encoding} (“{shown}”): --encoding={guess.encoding}"
+    guesses = charset_normalizer.from_bytes(telling)
+    names = [guess.encoding for guess in guesses][:1]
+    if any("cp1252" in guess.could_be_from_charset for guess in guesses):
+        names.append("cp1252")  # Western text is often taken for cp1250, which has other letters at a few places
+    texts = {telling.decode(name, "replace"): name for name in names if name not in ("ascii", "utf_8", encoding)}
+    found = []
+    for text, name in texts.items():
+        telling_words = re.findall(r"\w*[^\x00-\x7f]\w*", text) or text.split()
+        preview = " ".join(list(dict.fromkeys(telling_words))[:8])[:60]
+        found.insert(0, f"{name} (“{preview}”): --encoding={name}")
+    advice = f"perhaps it is {'; or '.join(found)}" if found else "convert it to UTF-8, or take it away"
     # No bad character: it stopped at the first byte, as utf-16 without its mark does.
     count = f"is not {encoding}: {bad:,} of {characters:,} characters{where} cannot be read"
     return UserError(f"{path} {count if bad else f'cannot be read as {encoding}'}; {advice}")

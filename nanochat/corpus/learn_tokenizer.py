@@ -1,4 +1,5 @@
 """Learning a tokenizer from text, and finding or making the one of a data set."""
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -9,6 +10,7 @@ from tqdm import tqdm
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.dataset import OFFLINE, iter_texts
 from nanochat.errors import UserError
+from nanochat.records import models_trained_with
 from nanochat.tokenizer import (
     FILE_NAME,
     SPECIAL_TOKENS,
@@ -97,6 +99,10 @@ def train_tokenizer(
         print(f"read {megabytes:,.1f} MB in {time.perf_counter() - start:.1f} s; learning merges")
 
     tokenizer = learn_tokenizer(counted(), vocab_size)
+    with contextlib.suppress(UserError):  # none is there yet
+        before = get_tokenizer(data).fingerprint
+        if before != tokenizer.fingerprint and (models := models_trained_with(before)):
+            print(f"this replaces the tokenizer of {models}, whose checkpoints have a copy of it")
     tokenizer.save(tokenizer_dir(data))
     seconds = time.perf_counter() - start
     print(f"trained on {megabytes:,.1f} MB in {seconds:.1f} s: {megabytes / seconds:.1f} MB/s")

@@ -8,6 +8,7 @@ last, a killed process leaves nothing that looks like a data set, and the same c
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import sys
 import threading
@@ -19,10 +20,11 @@ from pathlib import Path
 from nanochat.corpus import sources
 from nanochat.corpus.download import fetch_shard
 from nanochat.corpus.shards import build
-from nanochat.dataset import OFFLINE, REMOTE, dataset_dir, load_manifest, shard_texts
+from nanochat.dataset import OFFLINE, REMOTE, dataset_dir, fingerprint, load_manifest, shard_texts
 from nanochat.errors import UserError, did_you_mean
 from nanochat.files import locked, recover_folder, write_folder_aside, write_text
 from nanochat.progress import progress
+from nanochat.records import models_trained_with
 
 # Finished, shuffled shard sets on the Hugging Face hub: repository and index of the last shard, which is validation.
 # They are kept as they come, so that their checksums can be verified; they are not deduplicated here.
@@ -52,14 +54,19 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
     name = name or default_name(source)
     check_name(name, source)
     folder, started = dataset_dir(name), time.monotonic()
+    print(f"making data set {name!r} in {folder}", flush=True)  # it can take minutes
     settings = {"source": source, "num_shards": num_shards, "seed": seed, "field": field, "shard_mb": shard_mb}
     try:
-        with locked(folder.with_name(f".{name}.lock")):
+        with locked(folder.with_name(f".{name}.lock")) as lock:
             recover_folder(folder)
-            if source in REMOTE:
-                manifest = make_from_hub(name, source, num_shards, workers)
-            else:
-                manifest = make_from_text(name, settings, encoding)
+            try:
+                if source in REMOTE:
+                    manifest = make_from_hub(name, source, num_shards, workers)
+                else:
+                    manifest = make_from_text(name, settings, encoding)
+            finally:
+                if not folder.exists():  # a source that failed leaves nothing
+                    os.remove(lock.name)
     except OSError as error:  # whatever cannot be read is a UserError already: this is about the disk we write to
         where = f" ({error.filename})" if error.filename else ""
         raise UserError(
@@ -88,7 +95,7 @@ def make_from_text(name: str, settings: dict, encoding: str) -> dict:
     tally: Counter = Counter()
     own = False
     if source == "tinyworld":
-        documents = list(sources.tinyworld_documents(seed, enough))
+        documents = sources.tinyworld_documents(seed, enough)
         # A sample stands for the generator: when that changes, the corpus is made anew.
         sample = "".join(text for text, _ in sources.tinyworld_documents(seed, 20_000))
         settings = settings | {"sample": hashlib.sha256(sample.encode()).hexdigest()}
@@ -103,15 +110,22 @@ def make_from_text(name: str, settings: dict, encoding: str) -> dict:
         own = True
         settings = settings | {"encoding": encoding}
         documents = sources.own_documents(Path(source), field, tally, encoding)
-    folder = dataset_dir(name)
+    folder, there = dataset_dir(name), None
     with contextlib.suppress(UserError):  # not there, or not whole
-        manifest = load_manifest(name)
-        if not own and manifest.get("settings") == settings:
-            print(f"already there, made with the same settings: {folder}")
-            return manifest
+        there = load_manifest(name)
+    if there and not own and there.get("settings") == settings:
+        print(f"already there, made with the same settings: {folder}")
+        return there
     with write_folder_aside(folder) as aside:
-        watched = progress(documents, "reading", "documents")
-        shards = build(aside, watched, seed, shard_bytes, num_shards, tally, source)
+        documents = progress(documents, "reading", "documents")
+        if source == "tinyworld":
+            documents = list(documents)
+        shards = build(aside, documents, seed, shard_bytes, num_shards, tally, source)
+        if there and there["shards"] != shards and (models := models_trained_with(fingerprint(name))):
+            documents_now = sum(shard["rows"] for shard in shards)
+            raise UserError(f"data set {name!r} would change (it has {there['documents']:,} documents, now there are "
+                            f"{documents_now:,}), and {models} could not be resumed without it; choose another name "
+                            f"with --name=…, or delete {folder}")
         more = {}
         if source == "tinyworld":  # the validation documents can be generated again, to count their entropy
             index_of = {text: index for index, (text, _) in enumerate(documents)}
@@ -200,6 +214,5 @@ def split_hf(source: str) -> tuple[str, str]:
 def ensure_dataset(name: str) -> None:
     """Make `tinyworld` or `python` if it is not there; any other data set has to be there, as in `load_manifest`."""
     if name in OFFLINE and not (dataset_dir(name) / "manifest.json").exists():
-        print(f"data set {name!r} is not there yet, making it in {dataset_dir(name)}")
         make(name)
     load_manifest(name)

@@ -88,31 +88,39 @@ def example_questions(specs: str, count: int = 4) -> list[str]:
     return list(itertools.islice(itertools.chain.from_iterable(zip(*short)), count))
 
 
-def parse(spec: str, split: str) -> tuple[Task, int]:
-    """The task of a spec, and how many passes over it are asked for."""
+def read_spec(spec: str) -> tuple[str, str, re.Match[str]]:
+    """Name and argument of a spec, and how it was read; UserError for one that cannot be meant. Makes nothing."""
     spec, known = spec.strip(), ", ".join(TASKS)
     found = SPEC.fullmatch(spec)
     if not found:
         form = "NAME, NAME:ARGUMENT, NAME[start:stop] or NAME*passes"
         raise UserError(f"task {spec!r} is not {form}; known names: {known}")
-    name, argument, passes = found["name"], found["argument"] or "", int(found["passes"] or 1)
+    name, argument = found["name"], found["argument"] or ""
     if name not in TASKS:
         raise UserError(f"there is no task {name!r}; known: {known}{did_you_mean(name, TASKS)}")
-    if split not in SPLITS:
-        raise UserError(f"split={split!r} of task {name!r}: expected one of {', '.join(SPLITS)}")
-    if passes < 1:
-        raise UserError(f"task {spec!r}: *{passes} must be at least 1")
-    make, arguments = TASKS[name]
+    _, arguments = TASKS[name]
     if arguments is None and not argument:
         raise UserError(f"task {spec!r} needs an argument, such as json:/path/to/file.jsonl or words:climbmix")
     if arguments is not None and argument and argument not in arguments:
         options = [option for option in arguments if option]
         expected = f"expected one of {', '.join(options)}" if options else "it takes no argument"
         raise UserError(f"task {name!r} has no {argument!r}; {expected}{did_you_mean(argument, options)}")
-    task = make(argument or arguments[0], split)
+    return name, argument or arguments[0], found
+
+
+def parse(spec: str, split: str) -> tuple[Task, int]:
+    """The task of a spec, and how many passes over it are asked for."""
+    name, argument, found = read_spec(spec)
+    passes = int(found["passes"] or 1)
+    if split not in SPLITS:
+        raise UserError(f"split={split!r} of task {name!r}: expected one of {', '.join(SPLITS)}")
+    if passes < 1:
+        raise UserError(f"task {spec.strip()!r}: *{passes} must be at least 1")
+    make, _ = TASKS[name]
+    task = make(argument, split)
     if found["start"] is not None:
         part = task[int(found["start"] or 0):int(found["stop"] or len(task))]
         if not len(part):
-            raise UserError(f"task {spec!r}: nothing is left of its {len(task):,} conversations")
+            raise UserError(f"task {spec.strip()!r}: nothing is left of its {len(task):,} conversations")
         task = part
     return task, passes

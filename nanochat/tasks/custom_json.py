@@ -13,6 +13,7 @@ from nanochat.task import Task
 from nanochat.tasks.common import split_of
 
 TEST_SHARE = 20  # one conversation in so many
+ONE_A_LINE = "expected a conversation on each line, as jq -c '.[]' makes of a JSON array"
 
 
 class CustomJSON(Task):
@@ -54,9 +55,15 @@ def read_conversation(line: bytes, where: str) -> Conversation:
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # bytes that are not UTF-8 as well
-        raise UserError(f"{where}: not JSON: {error}") from error
+        raise UserError(f"{where}: not JSON: {error}; {ONE_A_LINE}") from error
+    first = value[0] if isinstance(value, list) and value else None  # a message, unless it is a conversation
+    if isinstance(first, list) or isinstance(first, dict) and "messages" in first:
+        raise UserError(f"{where}: an array of conversations; {ONE_A_LINE}")
     conversation = {"messages": value} if isinstance(value, list) else value
     check_conversation(conversation, where=where)
     if conversation["messages"][-1]["role"] != "assistant":
         raise UserError(f"{where}: the last message must be the assistant's: there is nothing to learn after it")
+    for number, message in enumerate(conversation["messages"], 1):
+        if message["role"] == "assistant" and not message["content"]:
+            raise UserError(f"{where}: message {number} is an empty answer; write one, or take the conversation away")
     return {"messages": conversation["messages"]}
