@@ -285,7 +285,7 @@ def test_who_scrolls_up_is_left_there(visit, pace):
     assert place()[1] <= 1
     me.page.mouse.move(200, 200)
     me.page.mouse.wheel(0, -200)
-    wait_until(lambda: place()[1] > 200, me.page)
+    wait_until(lambda: place()[1] > 100, me.page)
     before, length = place()[0], len(me.answers.inner_text())
     pace.set(0.01)
     wait_until(lambda: len(me.answers.inner_text()) > length + 200, me.page)

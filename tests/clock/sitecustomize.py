@@ -3,10 +3,12 @@ A machine that is ten times faster, or slower: the clocks of all Python processe
 what waits for seconds waits accordingly. Whatever is measured, slept or limited in seconds then sees ten times as much
 done in each of them (0.1), or a tenth (10). Times of day stay, as do the clocks of the browser and of C++ in torch.
 
-    CLOCK=0.1 PYTHONPATH=tests/clock tests/run.sh
+    CLOCK=0.1 tests/run.sh
+    CLOCK=0.1 PYTHONPATH=$PWD/tests/clock python -m pytest tests/test_chat_web.py
 
 Python imports this file when it starts (see the module `site`).
 """
+import functools
 import os
 
 RATE = float(os.environ.get("CLOCK") or 1)
@@ -54,6 +56,7 @@ def scale_wait(place, name: str, position: int, rate: float) -> None:
     """Its argument at this position, or named `timeout`, is seconds; None or a negative number waits for ever."""
     wait = getattr(place, name)
 
+    @functools.wraps(wait)
     def scaled(*args, **settings):
         if settings.get("timeout") is not None:
             settings["timeout"] /= rate
