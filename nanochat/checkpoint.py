@@ -61,6 +61,17 @@ def list_tags(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*") if list_steps(path))
 
 
+def newest_saved(folder: Path) -> str:
+    """The end of a message about a save that failed: what is left to go on from."""
+    steps = list_steps(folder)
+    return f"the newest saved step is {step_dir(folder, steps[-1])}" if steps else f"no step is saved in {folder}"
+
+
+def has_training_state(checkpoint: Path) -> bool:
+    """Whether a run can go on from it: an import has weights only, and so may the last save on a full disk."""
+    return any(checkpoint.glob("optimizer_rank_*.safetensors"))
+
+
 def read_meta(checkpoint: Path) -> dict:
     return json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
 
@@ -88,6 +99,8 @@ def damaged_file(checkpoint: Path, training: bool, part: int, parts: int) -> str
         sums = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not there, not UTF-8, not JSON
         return "manifest.json is missing or damaged"
+    if training and not any(name.startswith("optimizer_rank_") for name in sums):
+        return "it has weights only"
     names = sorted(name for name in sums if training or not name.startswith("optimizer_rank_"))
     for name in names[part::parts]:
         try:
@@ -189,10 +202,11 @@ def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bo
             raise UserError(f"{folder} has checkpoints; continue with --resume=auto, "
                             "choose another --model_tag, or --overwrite")
         return None
-    checkpoint = find_checkpoint(folder, resume_from_step if resume_from_step >= 0 else None)
-    if not any(checkpoint.glob("optimizer_rank_*.safetensors")):
-        raise UserError(f"{checkpoint} was imported: it has weights only, and no run can go on from it; "
+    paths = [step_dir(folder, step) for step in steps]
+    if steps and not any(from_rank0(has_training_state, path) for path in paths):
+        raise UserError(f"{paths[-1]} has weights only, and no run can go on from it; "
                         "start the next stage from it, or choose another --model_tag")
+    checkpoint = find_checkpoint(folder, resume_from_step if resume_from_step >= 0 else None)
     newer = [step for step in steps if step > resume_from_step >= 0]
     if newer and not overwrite:
         raise UserError(f"{folder} has newer checkpoints than step {resume_from_step}: {', '.join(map(str, newer))}; "

@@ -15,6 +15,7 @@ import torch
 from conftest import ALL_PIECES, REPO, broken_bundle, make_sums, run_module, warm_python
 from safetensors.torch import load_file
 
+from nanochat.checkpoint import find_model
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.corpus.tinyworld import entropy_floor
@@ -188,10 +189,10 @@ def test_killed_and_resumed_matches_an_undisturbed_run(base):
     assert not list(folder.glob(".step*")), "nor leave what the kill left"
 
 
-def start(*args, command=(sys.executable, "-m", "scripts.base_train")):
+def start(*args, command=(sys.executable, "-m", "scripts.base_train"), **environment):
     """The tiny run in a process of its own, which answers on `stdout`."""
     return subprocess.Popen([*command, *arguments(*args)], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+                            text=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
 
 
 def test_a_second_run_in_the_same_folder_ends_at_once_and_the_first_goes_on(base):
@@ -255,9 +256,9 @@ loss_eval.evaluate_bpb = evaluate
 """
 
 
-def start_with(change, *args, python=sys.executable):
+def start_with(change, *args, python=sys.executable, **environment):
     """`start`, in a process that has done something else first."""
-    return start(*args, command=[python, "-c", change + RUN])
+    return start(*args, command=[python, "-c", change + RUN], **environment)
 
 
 def test_an_exception_in_the_middle_of_an_update_saves_nothing(base):
@@ -284,6 +285,27 @@ def test_ctrl_c_twice_in_an_evaluation_saves_what_is_done(base):
     assert process.returncode == -signal.SIGINT and errors.count("\n") == 1, errors
     assert errors.startswith("error: interrupted; --resume=auto continues") and "step_000005" in printed
     assert [path.name for path in (base / "base_checkpoints" / "d1").glob("step_*")] == ["step_000005"]
+
+
+INTERRUPTED_CORE = """
+import signal
+from ranks import send_in_evaluation
+send_in_evaluation(signal.SIGINT, "nanochat.core_eval.measure", 6)
+"""
+
+
+def test_ctrl_c_in_an_evaluation_saves_and_ends_as_interrupted(base):
+    """In the first of two blocks of CORE's items. What follows `base_train … &&` must not begin with half a model."""
+    broken_bundle(base)
+    items = "".join(json.dumps({"context": f"{i} plus {i} is", "continuation": f"{2 * i}"}) + "\n" for i in range(64))
+    (base / "eval_bundle" / "eval_data" / "broken.jsonl").write_text(items)
+    process = start_with(INTERRUPTED_CORE, "--num_iterations=10", "--eval_every=6", "--core_metric_every=6",
+                         PYTHONPATH=f"{REPO}{os.pathsep}{REPO / 'tests'}")
+    printed, errors = process.communicate(timeout=300)
+    assert process.returncode == 130 and not errors, errors
+    assert "step 00006/00010 | validation" in printed and "CORE" not in printed and "step 00006/00010 (" not in printed
+    assert printed.splitlines()[-1] == "stopped after step 6; --resume=auto continues"
+    assert [path.name for path in (base / "base_checkpoints" / "d1").glob("step_*")] == ["step_000006"]
 
 
 def test_going_back_to_an_older_step_needs_a_word_and_other_settings_are_named(base):
@@ -344,27 +366,73 @@ def test_a_tokenizer_that_does_not_belong_is_refused(base):
     assert result.returncode == 1 and result.stderr.count("\n") == 1 and "with another tokenizer" in result.stderr
 
 
-def test_a_full_disk_is_one_line_and_costs_nothing_already_written(base, tmp_path):
-    """A file system of 6 MB, filled by a checkpoint: those before it are valid and the run continues elsewhere."""
+@pytest.fixture
+def small_disk(base, tmp_path):
+    """A file system of 6 MB with the data set and its tokenizer."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]
     if os.geteuid() != 0 or subprocess.run(mount).returncode != 0:
         pytest.skip("mounting a small file system needs root")
-    try:
-        for name in ("data", "tokenizer"):
-            shutil.copytree(base / name, disk / name)
-        result = train("--num_iterations=8", "--save_every=1", "--arch=classic", env={"NANOCHAT_BASE_DIR": str(disk)})
-        errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-        assert result.returncode == 1 and len(errors) == 1 and "No space left" in errors[0], result.stderr
-        assert "Traceback" not in result.stderr
-        shutil.copytree(disk / "base_checkpoints", base / "base_checkpoints")
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+    for name in ("data", "tokenizer"):
+        shutil.copytree(base / name, disk / name)
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_ends_no_run_and_its_last_save_keeps_the_weights(base, small_disk):
+    """Filled by checkpoints: those before are valid, the finished model is there, and the run continues elsewhere."""
+    settings = ["--num_iterations=20", "--save_every=1", "--arch=classic"]
+    result = train(*settings, env={"NANOCHAT_BASE_DIR": str(small_disk)})
+    assert result.returncode == 1 and "step 00019/" in result.stdout, result.stderr
     saved = [line for line in result.stdout.splitlines() if line.startswith("saved")]
-    assert saved and not list(base.rglob(".step*")), "some checkpoints were written, and no debris is left of the last"
-    resumed = train("--num_iterations=8", "--save_every=1", "--arch=classic", "--resume=auto")
-    assert resumed.returncode == 0 and f"step_{len(saved):06d}" in resumed.stdout, resumed.stderr
+    newest = small_disk / "base_checkpoints" / "d1" / f"step_{len(saved) - 1:06d}"
+    assert "step 20 " not in result.stdout and 1 < len(saved) < 20 and saved[-1].endswith("step_000020")
+    assert f"training goes on, the next save tries again; the newest saved step is {newest}\n" in result.stdout
+    folder = newest.parent
+    assert re.fullmatch("error: step 20 was saved as weights alone: No space left on device.*; "
+                        f"the newest saved step is {folder}/step_000020\n", result.stderr), result.stderr
+    shutil.copytree(small_disk / "base_checkpoints", base / "base_checkpoints")
+    assert not list(base.rglob(".step*")), "no debris is left of those that failed"
+    finished = find_model("base", "d1")
+    assert sorted(path.suffix for path in finished.iterdir()).count(".safetensors") == 1
+    weights = load_file(finished / "model.safetensors")
+    resumed = train(*settings, "--resume=auto")
+    assert resumed.returncode == 0 and f"resuming from {base}/base_checkpoints/d1/{newest.name}" in resumed.stdout
+    again = checkpoint(base, "d1", 20)
+    assert all(torch.equal(weight, again[name]) for name, weight in weights.items())
+
+
+FULL_FOR_A_WHILE = """
+import os
+from nanochat.metrics import Metrics
+def log_step(self, step, *others, log_step=Metrics.log_step):
+    filler = os.path.join(os.environ["NANOCHAT_BASE_DIR"], "filler")
+    if step == 3:
+        with open(filler, "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(2**12))
+            except OSError:
+                pass
+    if step == 6:
+        os.remove(filler)
+    log_step(self, step, *others)
+Metrics.log_step = log_step
+"""
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_line_of_the_log(base, small_disk):
+    """Neither of metrics.jsonl nor, but for these steps, of what is printed into a file there; the save comes later."""
+    log = small_disk / "log"
+    with open(log, "w") as output:
+        process = subprocess.run([sys.executable, "-c", FULL_FOR_A_WHILE + RUN, *arguments(
+            "--num_iterations=8", "--save_every=2", "--keep_last=1", "--arch=classic")],
+            cwd=REPO, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"NANOCHAT_BASE_DIR": str(small_disk)})
+    assert process.returncode == 0, log.read_text()
+    records = read_metrics(small_disk / "base_checkpoints" / "d1" / "metrics.jsonl")
+    assert [record["step"] for record in records if "train/loss" in record] == list(range(8))
+    assert [path.name for path in (small_disk / "base_checkpoints" / "d1").glob("step_*")] == ["step_000008"]
 
 
 def test_the_corpus_floor_is_below_any_model(base):
