@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -310,12 +311,12 @@ class CheckpointWriter:
             watchdog.cancel()  # all is in host memory
             self.wait()
         except BaseException as error:  # a second one must not hide the first
-            why = reason(error)
+            lost, why, say = max(step, self.saved), reason(error), print0
             if self.group and not isinstance(error, UserError):
                 why += "; that takes all ranks, and some have not failed, or are gone"
+                say = partial(print, flush=True)  # rank 0 may be one of them
             with contextlib.suppress(OSError):  # the terminal may be gone
-                lost = max(step, self.saved)
-                print(f"warning: step {lost} was not saved: {why}; {newest_saved(self.folder)}", flush=True)
+                say(f"warning: step {lost} was not saved: {why}; {newest_saved(self.folder)}")
         finally:
             watchdog.cancel()
 
