@@ -99,8 +99,6 @@ def damaged_file(checkpoint: Path, training: bool, part: int, parts: int) -> str
         sums = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not there, not UTF-8, not JSON
         return "manifest.json is missing or damaged"
-    if training and not any(name.startswith("optimizer_rank_") for name in sums):
-        return "it has weights only"
     names = sorted(name for name in sums if training or not name.startswith("optimizer_rank_"))
     for name in names[part::parts]:
         try:
@@ -118,16 +116,19 @@ def first_problem(problem: str | None) -> str | None:
     return next(filter(None, gather_objects(problem)), None)
 
 
-def find_checkpoint(folder: Path, step: int | None = None, training: bool = True) -> Path:
+def find_checkpoint(folder: Path, step: int | None = None, training: bool = True, to_resume: bool = False) -> Path:
     """
     The checkpoint of a step, or the newest valid one (step None): a damaged one is named and the one before it used.
-    training: as for `problem_with`. UserError when there is none. COLLECTIVE.
+    training: as for `problem_with`. to_resume: only one that a run can go on from. UserError when there is none.
+    COLLECTIVE.
     """
     steps = from_rank0(list_steps, folder)
     for candidate in reversed(steps):
         if step in (None, candidate):
             path = step_dir(folder, candidate)
             problem = problem_with(path, training)
+            if to_resume and problem is None and not from_rank0(has_training_state, path):
+                problem = "it has weights only"
             if problem is None:
                 require_same("has another checkpoint", {path.name: sha256(path / "manifest.json")}, APART)
                 return path
@@ -204,9 +205,10 @@ def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bo
         return None
     paths = [step_dir(folder, step) for step in steps]
     if steps and not any(from_rank0(has_training_state, path) for path in paths):
-        raise UserError(f"{paths[-1]} has weights only, and no run can go on from it; "
+        cause = "saved on a full disk" if from_rank0(read_meta, paths[-1])["job"] else "imported"
+        raise UserError(f"{paths[-1]} was {cause}: it has weights only, and no run can go on from it; "
                         "start the next stage from it, or choose another --model_tag")
-    checkpoint = find_checkpoint(folder, resume_from_step if resume_from_step >= 0 else None)
+    checkpoint = find_checkpoint(folder, resume_from_step if resume_from_step >= 0 else None, to_resume=True)
     newer = [step for step in steps if step > resume_from_step >= 0]
     if newer and not overwrite:
         raise UserError(f"{folder} has newer checkpoints than step {resume_from_step}: {', '.join(map(str, newer))}; "

@@ -439,7 +439,7 @@ def test_the_last_save_on_a_full_disk_keeps_the_weights_of_a_finished_model(opti
     if optimizers_fit:
         assert choose_start(folder, "auto", -1, False).name == "step_000004"
     else:
-        with pytest.raises(UserError, match="step_000006 has weights only, and no run can go on from it"):
+        with pytest.raises(UserError, match="step_000006 was saved on a full disk: it has weights only, and no run"):
             choose_start(folder, "auto", -1, False)
 
 
