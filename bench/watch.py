@@ -155,7 +155,7 @@ def measure_all(rank: int, ranks: int, config: GPTConfig, dtype: str) -> list[di
             "stage": stage,
             "memory": {part: max(r["memory"][part] for r in per_rank) for part in per_rank[0]["memory"]},
             "sent": [sum(sent) / ranks for sent in zip(*(r["sent"] for r in per_rank))],
-            "expected sent": [sent_bytes(stage, ranks, m, kind, torch.float32, *counts) for m in MICRO_STEPS],
+            "expected sent": [sent_bytes(stage, ranks, m, kind, *counts) for m in MICRO_STEPS],
             "expected": state_bytes(stage, ranks, kind, adamw, muon)._asdict(),
         })
     return results

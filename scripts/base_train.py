@@ -34,6 +34,7 @@ from nanochat.distributed import (
     rank0_first,
     require_same,
     set_up,
+    until_stopped,
 )
 from nanochat.errors import UserError
 from nanochat.flops import peak_flops
@@ -233,7 +234,7 @@ while True:
 
     # --- evaluation of the same parameters
     if any(map(due, (eval_every, core_metric_every, sample_every))):
-        with metrics.paused():
+        with metrics.paused(), metrics.stoppable():
             evaluated = pipeline.whole_model(sharding)
             if due(eval_every):  # the same rows in every run, whatever its seed, batch and ranks
                 validation = tokenizing_distributed_data_loader(data, "val", tokenizer, num_rows=eval_rows, **shape)
@@ -247,8 +248,10 @@ while True:
                 print0(f"step {step:05d}/{num_iterations:05d} | {name} {core:.4f}")
             if step > 0 and due(sample_every):
                 with eagerly():
-                    for prompt, _ in PROMPTS:  # on all ranks: with stage 3 or a pipeline they gather each unit together
+                    for prompt, _ in until_stopped(PROMPTS):  # by all ranks: they may have to gather units together
                         print0(f"  {prompt}{sample(evaluated, tokenizer, prompt, max_tokens=24)}")
+    if metrics.stop_requested:  # in an evaluation, which all ranks have left
+        continue
     if last_step:
         break
 
@@ -296,7 +299,7 @@ train_loader.close()
 saver.wait()
 metrics.close()
 if stopping:
-    print0(f"stopped after step {step}; --resume=auto continues")
+    stop.end(step)
 elif rank == 0:
     write_section("base_train", "Base model: pretraining", settings_table(config), {"base": {
         "parameters": f"{parameters:,}", "tokens trained on": f"{num_iterations * total_batch_size:,}",

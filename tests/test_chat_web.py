@@ -113,7 +113,8 @@ class Running:
         for stage, model in models.items():
             write_checkpoint(folder / f"{stage}_checkpoints" / "tiny", model)
         self.log, self.pace = folder / "log", Pace(folder / "pace")
-        command, env = chat_web(self.pace.file, "--port=0", "--device_type=cpu", "--dtype=float32", *args, before=before)
+        on_cpu = "--port=0", "--device_type=cpu", "--dtype=float32"
+        command, env = chat_web(self.pace.file, *on_cpu, *args, before=before)
         env |= {"NANOCHAT_BASE_DIR": str(folder), "NANOCHAT_API_KEY": KEY}
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(command, cwd=REPO, env=env, stdout=log, stderr=subprocess.STDOUT)
