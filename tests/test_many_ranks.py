@@ -417,11 +417,12 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if sys.argv[1] == "stuck" else ti
 
 
 DIES = """
-import hashlib, os, signal
+import hashlib, os, signal, torch
 from nanochat import distributed
 distributed.DEATH_AFTER = 1
 rank, *_ = distributed.compute_init("cpu")
 distributed.StopRequest()
+torch.distributed.barrier()     # the other rank takes signals as well
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)

@@ -3,10 +3,11 @@ A machine that is ten times faster, or slower: the clocks of all Python processe
 what waits for seconds waits accordingly. Whatever is measured, slept or limited in seconds then sees ten times as much
 done in each of them (0.1), or a tenth (10). Times of day stay, as do the clocks of the browser and of C++ in torch.
 
-    CLOCK=0.1 tests/run.sh
+    CLOCK=0.1 tests/run.sh --ignore=tests/test_execution.py
     CLOCK=0.1 PYTHONPATH=$PWD/tests/clock python -m pytest tests/test_chat_web.py
 
-Python imports this file when it starts (see the module `site`).
+Python imports this file when it starts (see the module `site`). The programs of nanochat/tasks/execution.py are kept
+from it: leave test_execution.py out.
 """
 import functools
 import os
