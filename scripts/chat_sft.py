@@ -95,7 +95,8 @@ train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(withou
 measured = without_parts(tasks)
 num_epochs, init_lr_frac = choose_epochs_and_rate(len(train_tasks), num_epochs, init_lr_frac)
 config |= {"num_epochs": num_epochs, "init_lr_frac": init_lr_frac}
-print0(f"{len(train_tasks):,} conversations, {num_epochs} x, beginning with {init_lr_frac:.3g} of the learning rates")
+print0(f"{len(train_tasks):,} conversations, {num_epochs} x, beginning with {init_lr_frac:.3g} of the learning rates: "
+       "what --num_epochs and --init_lr_frac do not set goes by their number")
 
 # ---- The model of the stage before, or an interrupted run of this script
 model, tokenizer, sharding, optimizers, start = begin_stage("sft", config, device, model_dtype, compiling)
