@@ -28,6 +28,7 @@ PIECE_BYTES = 2**26  # that concatenate_parts sends at once
 # Seconds from a signal to the end of a rank that still waits for its device or for another rank:
 DEATH_AFTER = 15   # if a rank of this node is dead
 STUCK_AFTER = 240  # otherwise; less than the --shutdown-timeout=300 of the launchers here
+SIGNALS_APART = 5  # seconds between those of two hosts' torchruns at most: each asks every second who wants to join
 node_process_ids: list[int] = []  # of this node's ranks, filled by `join`
 
 # torch 2.13 renamed the collectives on single tensors, and warns of the older names.
@@ -133,8 +134,7 @@ def join(backend: str, rank: int, world_size: int) -> None:
     # torchrun keeps its store over a restart, with the addresses of dead ranks: each attempt uses its own part of it.
     # A store of rank 0 (elastic runs, where the hosts' counts of restarts differ) is new in each attempt.
     job_store, *_ = next(dist.rendezvous("env://", timeout=SETUP_TIMEOUT))
-    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False"
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0) if kept else 0
+    attempt = 0 if hosts_may_change() else os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     store = dist.PrefixStore(f"attempt {attempt}", job_store)
     first, host = rank - local_rank, socket.gethostname()
     of_node = range(first, first + ranks)
@@ -153,6 +153,15 @@ def join(backend: str, rank: int, world_size: int) -> None:
     heartbeat.start(f"rank {rank} on {host}", hosts, ending, node, watching)
 
 
+def hosts_may_change() -> bool:
+    """Whether this is an elastic run, as runs/multi_node.sh starts it: torchrun's store is not for the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
+
+
+def several_hosts() -> bool:
+    return int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1
+
+
 def is_alive(process_id: int) -> bool:
     """Whether a process of this node exists."""
     try:
@@ -162,11 +171,18 @@ def is_alive(process_id: int) -> bool:
     return True
 
 
-def compute_cleanup() -> None:
-    """Leave the process group, when all ranks have come here."""
+def compute_cleanup(stop: "StopRequest | None" = None) -> None:
+    """
+    Leave the process group, when all ranks have come here. stop: if it was asked for on another host only, wait for
+    this host's torchrun to ask as well: it may be about to start the ranks again, with hosts that have come, and would
+    take a rank that has ended before for the end of the run.
+    """
     if dist.is_initialized():
-        dist.barrier()
+        stopping = any(gather_objects(stop is not None and stop.asked))  # waits for all ranks
         ending.set()
+        deadline = time.monotonic() + SIGNALS_APART
+        while stopping and several_hosts() and not stop.asked and time.monotonic() < deadline:
+            time.sleep(0.05)
         dist.destroy_process_group()
 
 

@@ -78,17 +78,17 @@ class Engine:
 
     Part of the weights are copied: after a training step, make a new one (milliseconds for a small model).
     prompt_cache_bytes: how much is kept of the keys and values of prompts and answers, for prompts that begin alike.
-    quantize: the matrices and the head become int8, and the model gives up its own. max_per_owner: of the places, so
-    that a newcomer finds one; None: all. compile: the decoding step, which takes a while.
+    max_per_owner: of the places, so that a newcomer finds one; None: all. compile: the decoding step, which takes a
+    while.
     """
 
     def __init__(
         self, model: GPT, tokenizer: Tokenizer, max_batch: int = 16, prompt_cache_bytes: int = 0,
-        quantize: Literal["", "int8"] = "", max_per_owner: int | None = None, compile: bool = False,
+        max_per_owner: int | None = None, compile: bool = False,
     ):
         assert max_batch >= 1
         assert tokenizer.get_vocab_size() == model.config.vocab_size, "a model and another one's tokenizer"
-        self.model, self.tokenizer = CachedModel(model, max_batch, quantize, compile), tokenizer
+        self.model, self.tokenizer = CachedModel(model, max_batch, compile), tokenizer
         self.max_batch = max_batch
         self.context, self.prompt_cache = model.config.sequence_len, PromptCache(self.model, prompt_cache_bytes)
         self.max_per_owner = max_per_owner or max_batch

@@ -4,24 +4,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import safe_open
 
 from nanochat.checkpoint import (
     changed_settings,
     checkpoint_dir,
     choose_start,
     find_checkpoint,
-    job,
+    launchers,
     list_steps,
     load_checkpoint,
     model_dir,
-    restarted,
+    read_meta,
+    wrote,
 )
 from nanochat.distributed import from_rank0, print0, require_same
 from nanochat.errors import UserError
 from nanochat.files import base_dir
 from nanochat.gpt import GPT
 from nanochat.optimizers import setup_optimizers
-from nanochat.records import describe_checkpoint, read_meta
+from nanochat.records import MODEL_FILE, describe_checkpoint
 from nanochat.resharding import load_training_state
 from nanochat.tokenizer import Tokenizer
 from nanochat.zero import Sharding
@@ -57,11 +59,11 @@ def begin_stage(
     if not config.get("dry_run"):
         checkpoint = choose_start(checkpoints, config["resume"], config["resume_from_step"], config["overwrite"])
     begin = checkpoint or find_checkpoint(source, config["source_step"], training=False)
-    model, tokenizer, meta = load_checkpoint(begin, device)
-    model.float()  # what a Sharding takes; masters in float32 come of it
+    model, tokenizer, meta = load_checkpoint(begin, torch.device("meta"))  # weights come unit by unit
     model.activation_checkpointing = config["activation_checkpointing"]
-    reduce_dtype = getattr(torch, config["reduce_dtype"])
-    sharding = Sharding(model, model.units(), device, dtype, config["zero_stage"], config["shard_size"], reduce_dtype)
+    with safe_open(begin / MODEL_FILE, framework="pt") as stored:
+        sharding = Sharding(model, model.units(), device, dtype, config["zero_stage"], config["shard_size"],
+                            weights=stored.get_tensor)
     rates = (config[name] for name in ("unembedding_lr", "embedding_lr", "matrix_lr", "weight_decay"))
     optimizers = setup_optimizers(model, sharding, *rates, lr_scale=config["init_lr_frac"])
     if compiling:
@@ -83,7 +85,7 @@ def origin_of_resumed(meta: dict, source: Path, step: int | None) -> str:
     What the run would begin with now, for `require_same_data` to compare: what it did begin with where that is gone,
     and after a restart in the middle, which has no reason to stop if the source has been trained on. COLLECTIVE.
     """
-    if restarted() and meta["job"] == from_rank0(job) or not from_rank0(list_steps, source):
+    if wrote(launchers(), meta) or not from_rank0(list_steps, source):
         return meta["data_state"]["origin"]
     return from_rank0(describe_checkpoint, find_checkpoint(source, step, training=False))
 

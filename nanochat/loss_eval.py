@@ -135,10 +135,11 @@ def padded(rows: list[Row], device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> str:
-    """The prompt's greedy continuation, up to max_tokens tokens or the end of the document."""
-    bos, out = tokenizer.get_bos_token_id(), []
-    for token in model.generate(tokenizer.encode(prompt, prepend=bos), max_tokens):
-        if token == bos:
-            break
-        out.append(token)
-    return tokenizer.decode(out)
+    """
+    The prompt's greedy continuation, up to max_tokens tokens or the end of the document. It always takes max_tokens
+    forward passes: ranks that gather each unit together must make equally many, also if their roundings differ.
+    """
+    bos = tokenizer.get_bos_token_id()
+    out = list(model.generate(tokenizer.encode(prompt, prepend=bos), max_tokens))
+    end = out.index(bos) if bos in out else len(out)
+    return tokenizer.decode(out[:end])

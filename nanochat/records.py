@@ -41,10 +41,6 @@ def newest_step(folder: Path) -> Path | None:
     return step_dir(folder, steps[-1]) if steps else None
 
 
-def read_meta(checkpoint: Path) -> dict:
-    return json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
-
-
 def describe_checkpoint(checkpoint: Path) -> str:
     """Name of a checkpoint and sum of its weights: "sft_checkpoints/d4/step_000100 (0123456789abcdef)"."""
     sums = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
@@ -57,7 +53,7 @@ def replaced_origin(checkpoint: Path) -> str:
     another one since. "" where there is none, and where nothing is known of it.
     """
     try:
-        meta = read_meta(checkpoint)
+        meta = json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
         origin, step = meta["data_state"]["origin"], meta["config"]["source_step"]
         folder = checkpoint.parents[2] / origin.split("/")[0] / checkpoint.parent.name
         now = newest_step(folder)

@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanochat.checkpoint import MODEL_FILE, claim, find_checkpoint, job, list_steps, read_meta, step_dir
+from nanochat.checkpoint import MODEL_FILE, claim, find_checkpoint, launchers, list_steps, read_meta, step_dir
 from nanochat.distributed import from_rank0, on_first_of_host, print0, rank_and_size, set_timeout
 from nanochat.errors import UserError, last_acts, one_line
 from nanochat.files import recover_folder, sha256, sync, write_folder_aside, write_text
@@ -61,6 +61,7 @@ class CheckpointWriter:
         self.folder, self.sharding, self.optimizers = folder, sharding, optimizers
         self.tokenizer, self.keep_last, self.save_minutes = tokenizer, keep_last, save_minutes
         self.lock: TextIO | None = None
+        self.launchers = launchers()
         # Steps that `save_minutes` alone asked for, also of the run that goes on.
         self.by_time: list[int] = from_rank0(self.take_folder, start_step, overwrite)
         last_acts.append(self.rescue)
@@ -142,8 +143,9 @@ class CheckpointWriter:
 
     def save(self, step: int, meta: dict) -> None:
         """
-        Begin to save folder/step_NNNNNN; what is saved may change as soon as this returns. meta must be JSON; step, job
-        and model are added to it. A kill at any moment costs nothing older. UserError once another run has the folder.
+        Begin to save folder/step_NNNNNN; what is saved may change as soon as this returns. meta must be JSON; step,
+        launchers and model are added to it. A kill at any moment costs nothing older. UserError once another run has
+        the folder.
         """
         self.join()
         if self.failed and isinstance(self.failed[1], UserError):
@@ -153,7 +155,7 @@ class CheckpointWriter:
             print0(f"warning: step {self.failed[0]} was not saved: {reason(self.failed[1])}; "
                    "training goes on, the next save tries again")
             self.failed = None
-        meta = meta | {"step": step, "job": job(), "model_config": vars(self.sharding.model.config)}
+        meta = meta | {"step": step, "launchers": self.launchers, "model_config": vars(self.sharding.model.config)}
         self.began = time.monotonic()
         text, files = json.dumps(meta, indent=1), copy_to_host(self.sharding, self.optimizers)
         self.saved = step  # not before: what interrupts the copy has saved nothing
@@ -285,8 +287,7 @@ def save_weights(
     Save folder/step_NNNNNN without a state of training: what an import leaves. The other stages can begin with it,
     no run can go on from it. OSError when the disk refuses; a kill at any moment leaves nothing half-made.
     """
-    # No job wrote it: no run that is restarted shall take it for its own.
-    meta = meta | {"step": step, "job": "", "tokenizer": tokenizer.fingerprint, "model_config": vars(config)}
+    meta = meta | {"step": step, "tokenizer": tokenizer.fingerprint, "model_config": vars(config)}
     target = step_dir(folder, step)
     with claim(folder), write_folder_aside(target) as aside:
         complete(aside, [write_files(aside, {MODEL_FILE: (weights, {})})], tokenizer, json.dumps(meta, indent=1))

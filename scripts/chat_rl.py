@@ -62,7 +62,6 @@ sampling_batch_size = 64    # [1..] samples that a rank generates at a time
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters
 shard_size = -1             # [-1, 1..] ranks N that share one copy; groups of so many are replicas; -1: all ranks
-reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients that are sent to other ranks
 # ---- Optimizers
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
@@ -112,7 +111,7 @@ sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed)
 def rollouts_of(step: int) -> list[Rollout]:
     """This rank's answers to its problems of a step."""
     of_step = schedule[step * examples_per_step : (step + 1) * examples_per_step]
-    whole_model = sharding.gather_model(everywhere=True)  # on stage 3 its parameters are gathered for this
+    whole_model = sharding.gather_model()  # on stage 3 its parameters are gathered for this
     return sample_rollouts(problems, of_step[rank::world_size], whole_model, tokenizer, num_samples,
                            seed_with(sampling, step), sampling_batch_size)
 
@@ -144,7 +143,7 @@ while True:
         break
     if due(eval_every):
         with metrics.paused():
-            whole_model = sharding.gather_model(everywhere=True)
+            whole_model = sharding.gather_model()
             correct = evaluate_task(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling,
                                     eval_samples)
             del whole_model
@@ -212,4 +211,4 @@ else:
     write_section("chat_rl", "Reinforcement learning", body, {"rl": results}, metrics.path, data=data,
                   model_tag=checkpoints.name, checkpoint=step_dir(checkpoints, step))
     say_how_to_talk(checkpoints)
-compute_cleanup()
+compute_cleanup(stop)

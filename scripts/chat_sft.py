@@ -64,7 +64,6 @@ target_examples_per_step = 32  # [1..] conversations per optimizer step, over al
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters
 shard_size = -1             # [-1, 1..] ranks N that share one copy; groups of so many are replicas; -1: all ranks
-reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients that are sent to other ranks
 # ---- Optimizers
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
@@ -161,7 +160,7 @@ while True:
                 steps = math.ceil(len(held_out_rows) / eval_rows_at_once)
                 metrics.log_validation(step, evaluate_bpb(model, validation, steps, tokenizer.token_bytes()))
             if step > 0 and measured_tasks and due(eval_metrics_every):
-                whole_model = sharding.gather_model(everywhere=True)  # on stage 3 its parameters are gathered for this
+                whole_model = sharding.gather_model()  # on stage 3 its parameters are gathered for this
                 scores = {
                     task.name: accuracy(
                         evaluate_task(task, whole_model, tokenizer, device_batch_size, eval_metrics_max_problems)
@@ -212,4 +211,4 @@ else:
         "best validation bits per byte": metrics.state["min_val_bpb"] or "-",
     }}, metrics.path, data=data, model_tag=checkpoints.name, checkpoint=step_dir(checkpoints, step))
     say_how_to_talk(checkpoints)
-compute_cleanup()
+compute_cleanup(stop)

@@ -44,7 +44,6 @@ model_tag: str | None = None  # folder of its checkpoints; None: the only one th
 step: int | None = None     # of the checkpoint; None: the newest valid one
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
-quantize: Literal["", "int8"] = ""  # int8: weights of a quarter of the size, on a CPU only
 compile = False             # the decoding step: faster answers, for a minute at the first start and 10 s later
 workers = 0                 # [0..] processes for each model, on the GPUs in turn; 0: one for each GPU, or one on a CPU
 # ---- Who may ask
@@ -105,7 +104,7 @@ models = []
 for stage in sources:
     checkpoint = find_model(stage, model_tag, step)
     load = partial(
-        load_engine, checkpoint, device_type, dtype, quantize, compile, max_batch, prompt_cache_mb * 2**20, workers)
+        load_engine, checkpoint, device_type, dtype, compile, max_batch, prompt_cache_mb * 2**20, workers)
     meta = read_meta(checkpoint)
     trained_on = meta.get("config", {}).get("tasks") or meta.get("config", {}).get("task") or ""
     models.append(ServedModel(

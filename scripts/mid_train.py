@@ -51,7 +51,6 @@ total_batch_size = 524288   # [1..] tokens per optimizer step, over all ranks
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters
 shard_size = -1             # [-1, 1..] ranks N that share one copy; groups of so many are replicas; -1: all ranks
-reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients that are sent to other ranks
 # ---- Optimizers
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
@@ -169,4 +168,4 @@ else:
         "best validation bits per byte": metrics.state["min_val_bpb"] or "-",
     }}, metrics.path, data=data, model_tag=checkpoints.name, checkpoint=step_dir(checkpoints, step))
     say_how_to_talk(checkpoints)
-compute_cleanup()
+compute_cleanup(stop)

@@ -114,7 +114,7 @@ def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, dtype, ar
     """2N = N + stop + resume + N: parameters, masters, moments, and every loss in the log."""
     half, whole = (4, 8) if not compiled else (2, 4)
     args = [f"--dtype={dtype}", f"--compile={compiled}", f"--num_iterations={whole}", f"--save_every={half}",
-            "--weight_decay=0.1", f"--arch={arch}", "--muon_variant=normuon", "--softmax_share=0.5"]
+            "--weight_decay=0.1", f"--arch={arch}", "--muon_variant=normuon"]
     straight = train("--model_tag=straight", *args)
     assert straight.returncode == 0, straight.stderr
     assert f"{dtype}, {'compiled' if compiled else 'eager'}" in straight.stdout, "there is no compiler"
@@ -316,12 +316,9 @@ def test_bad_input_is_one_clear_line(base):
         (["--model_tag=there", "--depth=2", "--resume=auto"], "does not fit this run"),
         (["--resume_from_step=5"], "no valid checkpoint of step 5"),
         (["--num_iterations=-1", "--target_param_data_ratio=-1"], "no horizon"),
-        (["--softmax_share=0.5", "--softcap=0", "--num_iterations=-1", "--target_param_data_ratio=-1"],
-         "softmax_share=0.5 needs a softcap"),  # at once, not after the first evaluation
         (["--num_iterations=-1", "--target_flops=1e3"], "the horizon is less than one step"),
         (["--model_tag=there", "--overwrite", "--total_batch_size=100"], "total_batch_size=100 is not"),
         (["--model_tag=a/../../b"], "model_tag=a/../../b cannot name a folder"),
-        (["--kv_group=3"], "kv_group=3 does not divide the 1 heads of depth 1; expected one of 1"),
     ]
     cases += [([f"--{name}={value}"], f"{name} takes {kind} in {allowed}") for name, value, kind, allowed in [
         ("core_metric_max_per_task", 0, "int", "[-1, 1..]"), ("num_iterations", 0, "int", "[-1, 1..]"),

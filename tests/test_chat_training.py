@@ -230,9 +230,9 @@ def test_a_stage_goes_on_only_from_the_model_it_began_with(base):
     refused = run(num_iterations=2)
     assert refused.returncode == 1 and "step_000003" in refused.stderr, refused.stderr
     assert "origin was base_checkpoints/other/step_000002" in refused.stderr
-    with pytest.MonkeyPatch.context() as patch:  # restarted by torchrun, but another job wrote the checkpoint
+    with pytest.MonkeyPatch.context() as patch:  # started again by torchrun, but another one wrote the checkpoint
         patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-        patch.setenv("TORCHELASTIC_RUN_ID", "another")
+        patch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_another/none_x/attempt_1/0/error.json")
         assert "origin was" in run(num_iterations=2).stderr
     assert "resuming from" in run(num_iterations=2, source_step=2).stdout
     shutil.rmtree(models / "other")

@@ -941,11 +941,11 @@ async def ask(client: httpx.AsyncClient, text: str, **changes) -> httpx.Response
 @run_async
 async def test_settings_that_no_engine_takes_are_named(capfd):
     def refused() -> Engine:
-        raise UserError("quantize=int8 is for a CPU")
+        raise UserError("device_type=cuda, but there is no GPU")
 
     async with serving([refused]) as (_, model):
         await until(lambda: model.dead)
-    assert "a worker has died: quantize=int8 is for a CPU" in capfd.readouterr().err
+    assert "a worker has died: device_type=cuda, but there is no GPU" in capfd.readouterr().err
 
 
 @run_async

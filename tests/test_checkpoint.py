@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO
+from conftest import REPO, make_sums, run_module
 from ranks import run_on_ranks
 from torch import nn
 
@@ -29,7 +30,6 @@ from nanochat.checkpoint import (
     find_checkpoint,
     find_model,
     furthest_stage,
-    job,
     list_steps,
     load_checkpoint,
     lock_path,
@@ -40,7 +40,7 @@ from nanochat.checkpoint import (
 from nanochat.compiling import set_compile
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.errors import UserError
-from nanochat.files import previous, write_folder_aside
+from nanochat.files import previous, sha256, write_folder_aside
 from nanochat.gpt import GPT
 from nanochat.gpt_config import config_from_depth
 from nanochat.partition import Shard, equal_ranges, row_ranges
@@ -361,32 +361,73 @@ def test_the_choice_of_a_model_is_never_guessed(capsys):
         load_checkpoint(path, CPU)
 
 
-@pytest.mark.parametrize("run_id", ["none", "a-job"])
-def test_a_job_that_was_restarted_continues_what_it_wrote_itself(folder, monkeypatch, run_id):
+def test_what_an_older_version_had_besides_is_no_matter_where_it_was_off(base_folder):
+    """Its training goes on, and names a setting that changed the loss. A model with such a piece is refused."""
+    make_sums(base_folder)
+    command = ("scripts.base_train", "--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2",
+               "--total_batch_size=64", "--compile=False", "--eval_every=-1", "--sample_every=-1", "--model_tag=old")
+    assert run_module(*command, "--num_iterations=1").returncode == 0
+    path = step_dir(checkpoint_dir("base", "old"), 1)
+    new = json.loads((path / "meta.json").read_text())
+
+    def write_meta(settings: dict, **pieces) -> None:
+        changes = {"config": new["config"] | settings, "model_config": new["model_config"] | pieces}
+        (path / "meta.json").write_text(json.dumps(new | changes))
+        sums = json.loads((path / "manifest.json").read_text())
+        (path / "manifest.json").write_text(json.dumps(sums | {"meta.json": sha256(path / "meta.json")}))
+
+    again = (*command, "--num_iterations=2", "--resume_from_step=1", "--overwrite")
+    write_meta({}, bigrams=5, head_gates=False)
+    result = run_module(*again)
+    refused = "the model was trained with bigrams, which this version no longer has; use the version that trained it"
+    assert (result.returncode, result.stderr) == (1, f"error: {path}: {refused}\n")
+    write_meta(dict(softmax_share=0.25, reduce_dtype="float32", kv_group=1), bigrams=0, head_gates=False)
+    model, _, meta = load_checkpoint(find_model("base"), CPU)
+    assert vars(model.config) == meta["model_config"] == new["model_config"]
+    result = run_module(*again)
+    assert result.returncode == 0, result.stderr
+    told = re.findall(r"with another (.*)", result.stdout)
+    assert told == ["num_iterations: 1 before, 2 now", "softmax_share: 0.25 before, 1.0 now"]
+    assert list_steps(path.parent) == [1, 2] and "bigrams" not in (step_dir(path.parent, 2) / "meta.json").read_text()
+
+
+def start_under(monkeypatch, launch: str, restarts: int = 0) -> None:
+    """What torchrun tells a process; `launch` is what differs between two of them."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "nanochat")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+    logs = f"/tmp/torchelastic_{launch}/nanochat_x/attempt_{restarts}"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{logs}/0/error.json")
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_what_torchrun_starts_again_continues_what_it_wrote_itself(folder, monkeypatch, restarts):
     """
-    torchrun --max-restarts repeats the command line: --overwrite or a step to go back to would lose what was done
-    since. Checkpoints that were there before are not the job's: a first attempt that died early must not turn into
-    resuming them.
+    It repeats the command line: --overwrite or a step to go back to would lose what was done since. When a host has
+    come or gone, its count of restarts stays as it is. Checkpoints of an earlier launch, with the same run id, are not
+    this one's: a first attempt that died early must not turn into resuming them.
     """
-    assert read_meta(save(folder, 5, Rank()))["job"] == job()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    if run_id == "none":
-        monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert choose_start(folder, "", -1, True) is None, "it failed before its first checkpoint"
-    with pytest.raises(UserError, match="has checkpoints; continue with --resume=auto"):
-        choose_start(folder, "", -1, False)
+    def refused():
+        with pytest.raises(UserError, match="has checkpoints; continue with --resume=auto"):
+            choose_start(folder, "", -1, False)
+        assert choose_start(folder, "", -1, True) is None
+
+    start_under(monkeypatch, "before")
+    save(folder, 5, Rank())
+    start_under(monkeypatch, "now", restarts)
+    refused()
     assert choose_start(folder, "auto", -1, False).name == "step_000005"
     save(folder, 10, Rank())
     newest = save(folder, 20, Rank())
     for settings in (("", -1, False), ("", -1, True), ("", 10, True), ("auto", -1, False)):
         assert choose_start(folder, *settings) == newest
-    for count in ("0", "none"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        with pytest.raises(UserError, match="has checkpoints; continue with --resume=auto"):
-            choose_start(folder, "", -1, False)
-        assert choose_start(folder, "", -1, True) is None
-        assert choose_start(folder, "", 10, True).name == "step_000010"
+    (newest / "meta.json").write_text("damaged")
+    assert choose_start(folder, "", -1, True).name == "step_000010"
+    for name in ("step_000010", "step_000020"):
+        shutil.rmtree(folder / name)
+    refused()
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    save(folder, 10, Rank())
+    refused()
 
 
 # ---- Saving in the background
@@ -446,7 +487,7 @@ def test_a_failed_save_is_a_warning_if_another_follows_and_an_error_if_not(where
 def test_a_run_whose_folder_another_has_taken_saves_nothing_more(folder, monkeypatch):
     """As where a file system has no locks. A lock that was removed with the folder is made anew."""
     writer = Rank().writer(folder)
-    with pytest.raises(UserError, match=f"in use by another run .host .*, process {os.getpid()}, job .*; wait for it"):
+    with pytest.raises(UserError, match=f"in use by another run .host .*, process {os.getpid()}, .*; wait for it"):
         Rank().writer(folder)
     lock_path(folder).unlink()
     writer.save(1, META)

@@ -1,8 +1,11 @@
 """Ranks that fall silent, and hosts: namespaces of Linux, made by bench/network.py where that is possible."""
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -11,6 +14,9 @@ from ranks import run_on_ranks
 from test_many_ranks import TINY, arguments, difference, losses, rows_by_step, script
 
 from bench.network import Hosts, why_not
+from nanochat import distributed
+from nanochat.checkpoint import list_steps
+from nanochat.distributed import StopRequest
 from nanochat.gpt_config import config_from_depth
 from nanochat.plan.memory import parameter_counts
 
@@ -104,6 +110,28 @@ def test_a_rank_that_asks_the_store_ends_well():
     assert done.returncode == 0, done.stderr
 
 
+def ends_asked(rank: int, world_size: int) -> bool:
+    """Rank 0 is asked to stop, rank 1 a second later, rank 2 never: whether this one was when it ended."""
+    stop = StopRequest()
+    if rank < 2:
+        threading.Timer(float(rank), os.kill, (os.getpid(), signal.SIGTERM)).start()
+    else:
+        distributed.SIGNALS_APART = 0.1
+    while rank == 0 and not stop.asked:
+        time.sleep(0.01)
+    distributed.compute_cleanup(stop)
+    return stop.asked
+
+
+def test_a_rank_that_ends_for_another_host_waits_for_its_own_torchrun(monkeypatch):
+    """
+    Each host's torchrun notices by itself that a host has come. One that finds its ranks gone before takes that for the
+    end of the run.
+    """
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
+    assert run_on_ranks(3, ends_asked) == [True, True, False]
+
+
 # At a forward pass the sums of the step before are at their ends, and those of this one wait for this rank's gradients.
 RECORDED = """
 import json, os, sys
@@ -150,3 +178,33 @@ def test_two_hosts_are_one(base_folder, tmp_path):
     expected = 4 * sum(parameter_counts(config_from_depth(2, vocabulary, TINY["max_seq_len"], arch="classic")))
     for of_rank in sent:
         assert 1 < (of_rank[5] - of_rank[1]) / 4 / expected < 1.02  # headers are 0.8%
+
+
+@pytest.mark.skipif(bool(why_not()), reason=f"no hosts: {why_not()}")
+def test_a_third_host_joins_two(base_folder, tmp_path):
+    """
+    Of an elastic run with --overwrite, in whose folder an older run's checkpoint is: that one goes, the run's own is
+    what three go on from, among whom four micro-batches do not divide. Neither of the two takes it for the end.
+    """
+    make_sums(base_folder)
+    run_on_ranks(1, script, arguments("elastic", {"num_iterations": 7, "device_type": "cpu"}), "")
+    settings = {"num_iterations": 10**6, "device_type": "cpu", "overwrite": True}
+    log, command = tmp_path / "log", ["scripts.base_train", *arguments("elastic", settings)]
+    deadline = time.monotonic() + 250
+
+    def wait_for(*words: str) -> None:
+        while not all(word in log.read_text() for word in words):
+            assert time.monotonic() < deadline and all(one.poll() is None for one in launchers), log.read_text()
+            time.sleep(0.05)
+
+    with Hosts(3, "") as hosts:
+        launchers = []
+        for number in (0, 1, 2):
+            launchers.append(hosts.launch(number, command, log, nodes="2:3", PET_RDZV_CONF="last_call_timeout=1"))
+            if number == 1:
+                wait_for("2 rank(s) on cpu", "step 00020/")
+        wait_for("3 rank(s) on cpu", "resuming from", "3 rank(s) do not divide the batch")
+        first = int(re.search(r"resuming from .*step_(\d+)", log.read_text())[1])
+        wait_for(f"step {first + 20:05d}/")
+    assert list_steps(base_folder / "base_checkpoints" / "elastic") == [first] and first > 20
+    assert log.read_text().count("resuming from") == 1

@@ -172,8 +172,7 @@ def test_bfloat16_differs_no_more_than_by_the_order_of_micro_steps(base):
 def test_two_ranks_stopped_and_resumed_are_the_run_that_was_not(base, stage, dtype, arch):
     """2N = N + stop + resume + N, bit for bit: weights, masters, moments, losses."""
     straight, resumed = f"straight-{stage}-{dtype}", f"resumed-{stage}-{dtype}"
-    settings = dict(num_iterations=8, save_every=4, zero_stage=stage, dtype=dtype, arch=arch, muon_variant="normuon",
-                    softmax_share=0.5)
+    settings = dict(num_iterations=8, save_every=4, zero_stage=stage, dtype=dtype, arch=arch, muon_variant="normuon")
     train(2, straight, **settings)
     shutil.copytree(folder(base, straight) / "step_000004", folder(base, resumed) / "step_000004")
     shutil.copy(folder(base, straight) / "metrics.jsonl", folder(base, resumed))
@@ -185,17 +184,22 @@ def test_two_ranks_stopped_and_resumed_are_the_run_that_was_not(base, stage, dty
 
 @pytest.mark.parametrize("dtype, arch", [("float32", ALL_PIECES), ("bfloat16", "classic")])
 def test_a_run_moves_between_ranks_and_stages(base, dtype, arch):
-    """2 ranks on stage 2, then 4 on stage 3, then 1: the float32 losses stay within 1e-4 of the run that stayed."""
-    settings = dict(num_iterations=12, save_every=4, dtype=dtype, arch=arch, muon_variant="normuon", softmax_share=0.5)
+    """
+    2 ranks on stage 2, then 4 on stage 3, then 3, among which four micro-batches do not divide, then 1: the float32
+    losses stay within 1e-4 of the run that stayed.
+    """
+    settings = dict(num_iterations=12, save_every=3, dtype=dtype, arch=arch, muon_variant="normuon")
     train(2, f"stayed-{dtype}", zero_stage=2, **settings)
-    before = f"stayed-{dtype}"
-    for world_size, stage, step in ((4, 3, 4), (1, 2, 8)):
+    before, stage_before = f"stayed-{dtype}", 2
+    for world_size, stage, step in ((4, 3, 3), (3, 2, 6), (1, 1, 9)):
         tag = f"moved-{world_size}-{dtype}"
         shutil.copytree(folder(base, before) / f"step_{step:06d}", folder(base, tag) / f"step_{step:06d}")
         shutil.copy(folder(base, before) / "metrics.jsonl", folder(base, tag))
         printed, _ = train(world_size, tag, zero_stage=stage, resume="auto", **settings)
-        assert f"with another zero_stage: {2 if stage == 3 else 3} before" in printed
-        before = tag
+        assert f"with another zero_stage: {stage_before} before" in printed
+        warned = "warning: 3 rank(s) do not divide the batch: 33% of their micro-steps are empty" in printed
+        assert warned == (world_size == 3)
+        before, stage_before = tag, stage
     limit = 1e-4 if dtype == "float32" else 0.03
     assert difference(losses(base, before), losses(base, f"stayed-{dtype}")) < limit
 

@@ -64,7 +64,7 @@ def test_formulas_are_the_published_ones():
         assert sum(state_bytes(stage, 4, getattr(torch, name), adamw=0, muon=1000)) == 1000 * muon, (stage, name)
     # In elements, all float32, three micro-steps, no Muon: 2, 2, A + 1, 3A, of which a quarter stays here.
     for stage, elements in zip(STAGES, (2, 2, 4, 9)):
-        sent = sent_bytes(stage, 4, 3, torch.float32, torch.float32, 1000, 0, 0)
+        sent = sent_bytes(stage, 4, 3, torch.float32, 1000, 0, 0)
         assert sent == elements * 4 * 1000 * 3 / 4
 
 

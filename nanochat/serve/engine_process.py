@@ -272,7 +272,7 @@ class EngineProcess:
 
 
 def load_engine(
-    checkpoint: Path, device_type: str, dtype: str, quantize: Literal["", "int8"], compile: bool, max_batch: int,
+    checkpoint: Path, device_type: str, dtype: str, compile: bool, max_batch: int,
     prompt_cache_bytes: int, workers: int, number: int,
 ) -> Engine:
     """The engine of worker `number` of so many, which take the GPUs in turn or share the cores."""
@@ -283,7 +283,7 @@ def load_engine(
     model, tokenizer, _ = load_checkpoint(checkpoint, device)
     model = model.eval().to(compute_dtype(dtype, device))
     # One place more than an address may have: a newcomer need not wait for the end of another's answer.
-    return Engine(model, tokenizer, max_batch + 1, prompt_cache_bytes, quantize, max_batch, compile)
+    return Engine(model, tokenizer, max_batch + 1, prompt_cache_bytes, max_batch, compile)
 
 
 def main() -> None:
