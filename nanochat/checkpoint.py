@@ -25,16 +25,16 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from nanochat.distributed import from_rank0, gather_objects, print0, require_same
-from nanochat.errors import UserError, did_you_mean
+from nanochat.errors import UserError, did_you_mean, is_rank0
 from nanochat.files import base_dir, locked, previous, recover_folder, sha256
 from nanochat.gpt import GPT
 from nanochat.gpt_config import GPTConfig, without_retired
+from nanochat.records import MODEL_FILE, list_steps, newest_step, replaced_origin, step_dir
 from nanochat.tokenizer import Tokenizer
 
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
 RETIRED_SETTINGS = {"softmax_share": 1.0, "reduce_dtype": "float32"}  # of older versions: what this one computes with
 STAGES = tuple(SCRIPTS)
-MODEL_FILE = "model.safetensors"
 LEASE_SECONDS = 120  # for which a file server may keep the locks of a machine that has crashed
 APART = "every host needs all files, on a disk that all share or copied to each"
 
@@ -46,16 +46,6 @@ def checkpoint_dir(source: str, model_tag: str) -> Path:
     if not re.fullmatch(r"[\w.-]*", model_tag) or model_tag.startswith("."):
         raise UserError(f"model_tag={model_tag} cannot name a folder; expected letters, digits, '_', '-' and '.'")
     return base_dir() / f"{source}_checkpoints" / model_tag
-
-
-def step_dir(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:06d}"
-
-
-def list_steps(folder: Path) -> list[int]:
-    """Steps that have a checkpoint folder, rising."""
-    names = (re.fullmatch(r"step_(\d+)", path.name) for path in folder.glob("step_*"))
-    return sorted(int(match[1]) for match in names if match)  # as numbers: step_1000000 is newer than step_999999
 
 
 def list_tags(folder: Path) -> list[str]:
@@ -162,16 +152,33 @@ def find_model(source: str, model_tag: str | None = None, step: int | None = Non
     return find_checkpoint(model_dir(source, model_tag), step, training)
 
 
-def furthest_stage(model_tag: str | None = None) -> str:
-    """The last stage with a checkpoint of a model, or of any (model_tag None). UserError without one. COLLECTIVE."""
-    tags = {stage: from_rank0(list_tags, checkpoint_dir(stage, "")) for stage in STAGES}
+def furthest_stage(model_tag: str | None = None) -> tuple[str, str]:
+    """
+    The last stage with a checkpoint of a model, or of any (model_tag None), that was not made from a checkpoint which
+    has been replaced; and words that name later stages, which were, or "". UserError without one. Rank 0 only.
+    """
+    tags = {stage: list_tags(checkpoint_dir(stage, "")) for stage in STAGES}
     found = [stage for stage in STAGES if (tags[stage] if model_tag is None else model_tag in tags[stage])]
     if not found:
         known = sorted(set().union(*tags.values()))
         have = ", ".join(known) or f"none; python -m {SCRIPTS['base']} makes one"
         nearest = did_you_mean(model_tag or "", known)
         raise UserError(f"no model{f' {model_tag}' * bool(model_tag)} in {base_dir()}: there is {have}{nearest}")
-    return found[-1]
+    older = ""
+    for stage in reversed(found):
+        chosen = [tag for tag in tags[stage] if model_tag in (None, tag)]
+        origin = replaced_origin(newest_step(checkpoint_dir(stage, chosen[0]))) if len(chosen) == 1 else ""
+        if not origin:
+            return stage, older
+        older += f"; the {stage} model was made from {origin}, which has been replaced: --source={stage} takes it"
+
+
+def say_how_to_talk(checkpoints: Path) -> None:
+    """How to try the model of a run that has ended, and which later ones were made from what it has replaced."""
+    if is_rank0():
+        tag, stage = checkpoints.name, checkpoints.parent.name.removesuffix("_checkpoints")
+        older = furthest_stage(tag)[1]
+        print0(f"talk to it: python -m scripts.chat_cli --source={stage} --model_tag={tag}{older}")
 
 
 def load_checkpoint(checkpoint: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict]:

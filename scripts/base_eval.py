@@ -124,5 +124,5 @@ if made is not None and rank == 0:
            f"held-out questions: {results['held-out questions']}")
 
 write_section("base_eval", "Base model: evaluation", "\n\n".join([f"Model: {name}.", *tables]), {"base": results},
-              data=trained_on, model_tag=checkpoint.parent.name)
+              data=trained_on, model_tag=checkpoint.parent.name, checkpoint=checkpoint)
 compute_cleanup()

@@ -15,7 +15,7 @@ from configurator import configure  # first: it checks the command line before t
 
 import torch
 
-from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, read_meta
+from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, read_meta, say_how_to_talk, step_dir
 from nanochat.compiling import eagerly
 from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.corpus.eval_bundle import why_no_bundle
@@ -306,5 +306,7 @@ elif rank == 0:
         "training minutes": metrics.state["elapsed"] / 60,
         "peak memory, GiB": peak_memory(),
         "best validation bits per byte": metrics.state["min_val_bpb"] or "-",
-    }}, metrics.path, floor=entropy_floor(data), data=data, model_tag=checkpoints.name)
+    }}, metrics.path, floor=entropy_floor(data), data=data, model_tag=checkpoints.name,
+        checkpoint=step_dir(checkpoints, step))
+    say_how_to_talk(checkpoints)
 compute_cleanup(stop)

@@ -42,7 +42,7 @@ HELP = """\
 Ctrl-C    stop an answer"""
 
 *_, device = compute_init(device_type)
-stage = furthest_stage(model_tag) if source == "auto" else source
+stage, older = furthest_stage(model_tag) if source == "auto" else (source, "")
 model, tokenizer, meta = load_checkpoint(find_model(stage, model_tag, step), device)
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
 render = render_text if stage == "base" else render_prompt
@@ -84,6 +84,7 @@ def answer(messages: list[dict]) -> None:
 
 
 about = f"{stage} model of step {meta['step']}" + " (it continues a text, and does not chat)" * (stage == "base")
+about += older
 if p is not None:
     if source == "auto":
         print(about, file=sys.stderr)

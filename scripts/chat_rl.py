@@ -17,6 +17,7 @@ from configurator import configure  # first: it checks the command line before t
 
 import torch
 
+from nanochat.checkpoint import say_how_to_talk, step_dir
 from nanochat.conversation_loader import order, padded_length, tensors
 from nanochat.distributed import StopRequest, after_first_step, compute_cleanup, gather_objects, print0, set_up
 from nanochat.errors import UserError
@@ -213,5 +214,6 @@ else:
         results |= {f"pass@1 of {held_out.name}, {when}": pass_at(found, 1)
                     for when, found in (("before", before), ("after", correct))}
     write_section("chat_rl", "Reinforcement learning", body, {"rl": results}, metrics.path, data=data,
-                  model_tag=checkpoints.name)
+                  model_tag=checkpoints.name, checkpoint=step_dir(checkpoints, step))
+    say_how_to_talk(checkpoints)
 compute_cleanup(stop)

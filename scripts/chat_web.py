@@ -91,9 +91,10 @@ except OSError as error:
     raise UserError(f"cannot listen on {host} port {port}: {reason}; choose another with --port or --host") from None
 
 if sources == ["auto"]:
-    sources = [furthest_stage(model_tag)]
-    about = ", a base model: it continues texts, and does not chat" * (sources == ["base"])
-    print0(f"the furthest stage of training is {sources[0]}{about}")
+    stage, older = furthest_stage(model_tag)
+    sources = [stage]
+    about = ", a base model: it continues texts, and does not chat" * (stage == "base")
+    print0(f"the furthest stage of training is {stage}{about}{older}")
 if not api_key and host not in LOOPBACK:
     print0(f"warning: whoever can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 # Each engine is a process of its own, which loads the model; this one answers the web, and touches no GPU.

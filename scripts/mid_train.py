@@ -14,6 +14,7 @@ from configurator import configure  # first: it checks the command line before t
 
 import torch
 
+from nanochat.checkpoint import say_how_to_talk, step_dir
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order, pack
 from nanochat.distributed import StopRequest, after_first_step, compute_cleanup, print0, set_up
 from nanochat.errors import UserError
@@ -167,5 +168,6 @@ else:
         "training minutes": metrics.state["elapsed"] / 60,
         "peak memory, GiB": peak_memory(),
         "best validation bits per byte": metrics.state["min_val_bpb"] or "-",
-    }}, metrics.path, data=data, model_tag=checkpoints.name)
+    }}, metrics.path, data=data, model_tag=checkpoints.name, checkpoint=step_dir(checkpoints, step))
+    say_how_to_talk(checkpoints)
 compute_cleanup(stop)

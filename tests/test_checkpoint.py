@@ -304,11 +304,42 @@ def test_the_furthest_stage_of_a_model():
         furthest_stage()
     for stage, tag in (("base", "d1"), ("base", "d2"), ("sft", "d1"), ("mid", "d2")):
         step_dir(checkpoint_dir(stage, tag), 1).mkdir(parents=True)
-    assert [furthest_stage(tag) for tag in (None, "d1", "d2")] == ["sft", "sft", "mid"]
+    assert [furthest_stage(tag) for tag in (None, "d1", "d2")] == [("sft", ""), ("sft", ""), ("mid", "")]
     step_dir(checkpoint_dir("rl", "d2"), 1).mkdir(parents=True)
-    assert [furthest_stage(tag) for tag in (None, "d1", "d2")] == ["rl", "sft", "rl"]
+    assert [furthest_stage(tag) for tag in (None, "d1", "d2")] == [("rl", ""), ("sft", ""), ("rl", "")]
     with pytest.raises(UserError, match="no model d3 in .*: there is d1, d2"):
         furthest_stage("d3")
+
+
+def leave(stage: str, step: int, weights: str, origin: str = "", source_step: int | None = None) -> Path:
+    """What a run leaves for the next stages to look at: where it began, and the sum of its weights."""
+    checkpoint = step_dir(checkpoint_dir(stage, "d1"), step)
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "manifest.json").write_text(json.dumps({"model.safetensors": weights * 64}))
+    started = {"origin": f"{origin[:-1]} ({origin[-1] * 16})"} if origin else {}
+    (checkpoint / "meta.json").write_text(json.dumps({"data_state": started, "config": {"source_step": source_step}}))
+    return checkpoint
+
+
+@pytest.mark.parametrize("change, furthest", [
+    (lambda: None, "rl"),
+    (lambda: leave("sft", 8, "b", "mid_checkpoints/d1/step_000008m"), "rl"),  # the same again, bit for bit
+    (lambda: leave("sft", 8, "x", "mid_checkpoints/d1/step_000008m"), "sft"),
+    (lambda: leave("sft", 9, "x", "mid_checkpoints/d1/step_000008m"), "sft"),  # gone on with
+    (lambda: leave("mid", 9, "x"), "mid"),  # from which sft, and RL of it, were not made
+    (lambda: leave("rl", 9, "r", "sft_checkpoints/d1/step_000008b", source_step=8) and leave("sft", 9, "x"), "rl"),
+    (lambda: shutil.rmtree(checkpoint_dir("sft", "d1")), "rl"),  # to save space
+])
+def test_a_model_made_from_one_that_was_replaced_is_not_the_furthest(change, furthest):
+    """Neither are those made from it in turn; all are named. Real runs: in test_chat_training."""
+    leave("mid", 8, "m")
+    leave("sft", 8, "b", "mid_checkpoints/d1/step_000008m")
+    leave("rl", 8, "r", "sft_checkpoints/d1/step_000008b")
+    change()
+    stage, older = furthest_stage("d1")
+    assert stage == furthest
+    later = ["mid", "sft", "rl"][["mid", "sft", "rl"].index(furthest) + 1 :]
+    assert [named for named in ("mid", "sft", "rl") if f"--source={named} takes it" in older] == later
 
 
 def test_the_choice_of_a_model_is_never_guessed(capsys):

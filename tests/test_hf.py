@@ -374,15 +374,16 @@ def test_the_chat_template_renders_what_our_renderer_does(hf, tmp_path):
 
 
 def test_the_card_has_the_numbers_of_this_model_only(tmp_path):
-    """A run's section by its log, an evaluation by what it says it measured; another model's or step's are left out."""
-    saved(random_model())
-    log, of = checkpoint_dir("sft", "tiny") / "metrics.jsonl", {"data": "world", "model_tag": "tiny"}
-    write_section("chat_sft", "Fine-tuning", "", {"sft": {"training minutes": 7.125}}, log, **of)
-    write_section("chat_eval_sft", "Chat", "Model: step 12 of tiny.\n", {"sft": {"spellingbee": 0.8125}}, **of)
-    write_section("chat_eval_old", "Chat", "Model: step 1 of tiny.\n", {"sft": {"old": 0.5}}, **of)
-    write_section("chat_rl", "Reinforcement", "", {"rl": {"reward": 0.5}}, log, **of)
-    other = {"data": "world", "model_tag": "tiny2"}
-    write_section("base_eval", "Base", "Model: step 12 of tiny2, trained on x.", {"sft": {"another": 0.25}}, **other)
+    """Sections of another model, of another step, and of what was there before a run of --overwrite are left out."""
+    checkpoint = saved(random_model())
+    of = {"data": "world", "model_tag": "tiny", "checkpoint": checkpoint}
+    write_section("chat_sft", "Fine-tuning", "", {"sft": {"training minutes": 7.125}}, **of)
+    write_section("chat_eval_sft", "Chat", "", {"sft": {"spellingbee": 0.8125}}, **of)
+    write_section("chat_rl", "Reinforcement", "", {"rl": {"reward": 0.5}}, **of)
+    before = shutil.copytree(checkpoint, tmp_path / "before" / "sft_checkpoints" / "tiny" / checkpoint.name)
+    (before / "manifest.json").write_text(json.dumps({"model.safetensors": "0" * 64}))
+    write_section("chat_eval_old", "Chat", "", {"sft": {"old": 0.5}}, **of | {"checkpoint": before})
+    write_section("base_eval", "Base", "", {"sft": {"another": 0.25}}, **of | {"model_tag": "tiny2"})
     card = (exported(tmp_path / "out") / "README.md").read_text()
     assert "| training minutes | 7.125 |\n| spellingbee | 0.8125 |\n\n" in card
     assert not any(row in card for row in ("| old", "| reward", "| another"))
