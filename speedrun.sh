@@ -45,7 +45,7 @@ else
     python -m scripts.doctor --kernels=$kernels || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
 fi
 if [ "$gpus" -ge 1 ]; then
-    # The recipe of 2026, explained in docs/recipe.md. Of these depths the largest that fits, and that is pretrained within
+    # The recipe of 2026, explained in docs/gpus.md. Of these depths the largest that fits, and that is pretrained within
     # half a day: then all is done within a day.
     [ -n "$plan" ] || python -c "import datasets" 2>/dev/null || { echo "error: the tasks need the datasets package: pip install datasets" >&2; exit 1; }
     base=$NANOCHAT_BASE_DIR
@@ -85,7 +85,7 @@ if [ "$gpus" -ge 1 ]; then
            --warmdown_ratio=0.65 --final_lr_frac=0.05 --muon_momentum=0.97 --final_muon_momentum=0.9 --save_every=1000 "${keep[@]}")
     mid=(--tasks="smoltalk, mmlu*3, gsm8k*4, words:$data*3, spellingbee[:20000], tinyworld:identity, tinyworld:turns" "${rates[@]}"
          --init_lr_frac=0.8 --warmdown_ratio=0.5 --device_batch_size="$rows" --total_batch_size=524288 --save_every=200 "${keep[@]}")
-    sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:$data[:600], tinyworld:identity" --device_batch_size=$few --save_every=200 "${keep[@]}")
+    sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:$data[:600], tinyworld:identity" --init_lr_frac=0.02 --device_batch_size=$few --save_every=200 "${keep[@]}")
     rl=(--task=gsm8k --device_batch_size=$few --save_every=20 "${keep[@]}")
     judged=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, words:$data[:256], spellingbee[:256], tinyworld:identity" --max_problems=-1)
     core=-1 eval_tokens=10485760

@@ -9,7 +9,6 @@ included. "uncached" is GPT.generate, which reads everything again for each toke
 MBU is the share of the memory's copy rate that a step would take to read what it has to read: every matrix and the head
 once, and each row's keys and values. It may pass 100% where a part of these stays in the processor's caches.
 """
-import copy
 import functools
 import time
 from collections.abc import Callable
@@ -68,13 +67,13 @@ def copy_rate() -> float:
     return 2 * tensor.nbytes / fastest(20, lambda: other.copy_(tensor)[-1].item())
 
 
-def step_bytes(rows: int, weight_bytes: int, cache_bytes: int) -> float:
-    """That a decoding step has to read, on average over the answer; weight_bytes, cache_bytes: of a number there."""
+def step_bytes(rows: int, number: int) -> float:
+    """Bytes that a decoding step has to read, on average over the answer. number: bytes of one."""
     config = model.config
     lengths = range(len(prompts[0]) + 1, len(prompts[0]) + new_tokens)
     seen = sum(min(length, config.window(layer)) for layer in range(config.n_layer) for length in lengths)
-    kv = 2 * config.n_kv_head * config.head_dim * cache_bytes * seen / max(len(lengths), 1)
-    return model.count_parameters("matrix", "head") * weight_bytes + rows * kv
+    kv = 2 * config.n_kv_head * config.head_dim * number * seen / max(len(lengths), 1)
+    return model.count_parameters("matrix", "head") * number + rows * kv
 
 
 def report(name: str, rows: int, seconds: float, share: str = "") -> None:
@@ -88,14 +87,13 @@ for dtype in ("float32", "bfloat16"):
     model.to(getattr(torch, dtype))
     kind = dtype
     report("uncached, once", 1, fastest(1, lambda: list(model.generate(prompts[0], new_tokens))))
-    for way in ("", "compiled", "int8"):
-        if way == "int8" and device.type != "cpu" or way == "compiled" and not set_compile(compile, device.type):
+    for way in ("", "compiled"):
+        if way and not set_compile(compile, device.type):
             continue
-        kind, quantize = f"{dtype} {way}", way if way == "int8" else ""
-        its_model = copy.deepcopy(model) if quantize else model
-        engine = Engine(its_model, tokenizer, batch_size, quantize=quantize, compile=way == "compiled")
+        kind = f"{dtype} {way}"
+        engine = Engine(model, tokenizer, batch_size, compile=bool(way))
         for rows in sorted({1, batch_size}):
-            sizes = step_bytes(rows, 1 if quantize else model.lm_head.weight.itemsize, model.lm_head.weight.itemsize)
+            bytes_read = step_bytes(rows, model.lm_head.weight.itemsize)
             for name, params in ways.items():
                 seconds = fastest(repeats, functools.partial(engine.generate, prompts[:rows], params))
-                report(name, rows, seconds, f"MBU {sizes * new_tokens / seconds / rate:4.0%}")
+                report(name, rows, seconds, f"MBU {bytes_read * new_tokens / seconds / rate:4.0%}")

@@ -1,11 +1,15 @@
 """
-Parts of bench/gpu_first_hour.sh: what only a GPU can tell about training and answering. Each is a process of its own.
+The first minutes on a GPU, in the order of what is most worth knowing; ten at most. Takes one GPU, and writes one
+Markdown file for an issue, gpu_first_hour.md in the base folder.
 
+    python -m bench.gpu_first_hour                               # all parts; each is a process of its own
+    python -m bench.gpu_first_hour --rehearse                    # the same parts in small, on a CPU
     python -m bench.gpu_first_hour --part=steps --depth=20       # ms, tok/s, MFU and peak memory of compiled steps
     python -m bench.gpu_first_hour --part=profile --depth=20     # its longest kernels; how long the device is idle
-    python -m bench.gpu_first_hour --part=prefill --depth=20     # seconds to the first token at 20 lengths
 """
 import statistics
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from typing import Literal
@@ -15,17 +19,17 @@ from configurator import configure
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bench.harness import DOCS
 from nanochat.distributed import compute_cleanup, set_up
-from nanochat.engine import Engine
+from nanochat.files import base_dir, write_text
 from nanochat.flops import peak_flops, synchronize
 from nanochat.gpt_config import config_from_depth
 from nanochat.metrics import peak_memory
 from nanochat.plan.probes import set_up_training, train_step
 from nanochat.report import markdown_table
-from nanochat.sampling import SamplingParams
-from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
-part: Literal["steps", "profile", "prefill"] = "steps"
+part: Literal["all", "steps", "profile"] = "all"
+rehearse = False            # all parts in small, on a CPU
 depth = 20                  # [1..] layers
 arch = "modern"             # pieces of the model
 vocab_size = 65536          # [300..] tokens
@@ -37,11 +41,43 @@ fp8 = False                 # the blocks' products in 8 bits
 device_type: Literal["", "cuda", "cpu"] = ""  # empty: the best there is
 configure(globals())
 
-rank, ranks, device, dtype, compiling = set_up(device_type, "auto", True)
-config = config_from_depth(depth, vocab_size, max_seq_len, arch=arch)
+
+def run_all() -> None:
+    hour = ["-m", "bench.gpu_first_hour"]
+    doctor, engine = ["-m", "scripts.doctor", "--depth=20"], ["-m", "bench.engine", "--depth=12"]
+    large, slow = ["--depth=20"], 1
+    if rehearse:
+        cpu = ["--device_type=cpu", "--vocab_size=512"]
+        large = [*cpu, "--depth=2", "--max_seq_len=128", "--device_batch_size=2", "--steps=3"]
+        doctor, slow = ["-m", "scripts.doctor", *cpu, "--depth=2", "--max_seq_len=64"], 3
+        engine = ["-m", "bench.engine", "--vocab_size=512", "--new_tokens=8", "--repeats=1", "--batch_size=2"]
+    parts = [
+        ("Kernels beside their references, memory", 120, doctor),
+        ("Compiled steps, depth 20", 90, [*hour, "--part=steps", *large]),
+        ("Where a step's time goes, depth 20", 60, [*hour, "--part=profile", *large]),
+        ("Decoding", 60, engine),
+        ("fp8, depth 20", 70, [*hour, "--part=steps", "--fp8=True", *large]),
+        ("Model beside its references", 70, ["-m", "pytest", "tests/test_gpt.py", "tests/test_optimizers.py"]),
+    ]
+    page, path = "# The first minutes on a GPU\n", base_dir() / "gpu_first_hour.md"
+    for title, limit, command in parts:
+        began = time.perf_counter()
+        try:
+            done = subprocess.run([sys.executable, *command], cwd=DOCS.parent, text=True, timeout=limit * slow,
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            output, end = done.stdout, f"exit code {done.returncode}"
+        except subprocess.TimeoutExpired as expired:
+            output, end = (expired.output or b"").decode(), "ended, too slow"
+        tail = "\n".join(output.splitlines()[-60:])
+        seconds = time.perf_counter() - began
+        section = f"\n## {title}\n\n`python {' '.join(command)}`: {seconds:.0f} s, {end}\n\n```\n{tail}\n```\n"
+        print(section, flush=True)
+        page += section
+        write_text(path, page)
+    print(f"{path} is written")
 
 
-def training() -> tuple:
+def set_up_step() -> tuple:
     """What `train_step` takes, after the step that compiles."""
     model, sharding, optimizers = set_up_training(config, dtype, device)
     if fp8:
@@ -59,7 +95,7 @@ def training() -> tuple:
 
 
 def measure_steps() -> None:
-    arguments, seconds = training(), []
+    arguments, seconds = set_up_step(), []
     for _ in range(steps):
         began = time.perf_counter()
         train_step(*arguments)
@@ -68,13 +104,12 @@ def measure_steps() -> None:
     step, tokens = statistics.median(seconds), device_batch_size * max_seq_len * micro_steps
     peak = peak_flops(device, dtype)
     mfu = arguments[0].estimate_flops() * tokens / step / peak.flops
-    print(f"depth {depth}, {device_batch_size} rows, {micro_steps} micro-steps{', fp8' * fp8}: {1e3 * step:.1f} ms "
-          f"(median of {steps}; {1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f}), {tokens / step:,.0f} tok/s, "
-          f"MFU {mfu:.1%} ({peak.source}), peak memory {peak_memory():.2f} GiB")
+    print(f"{1e3 * step:.1f} ms (median of {steps}; {1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f}), "
+          f"{tokens / step:,.0f} tok/s, MFU {mfu:.1%} ({peak.source}), peak memory {peak_memory():.2f} GiB")
 
 
 def profile_step() -> None:
-    arguments = training()
+    arguments = set_up_step()
     kind = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[kind]) as profiler:
         began = time.perf_counter()
@@ -93,22 +128,10 @@ def profile_step() -> None:
         [name[:90], len(times), f"{sum(times) / 1e3:.1f}", f"{sum(times) / wall:.1%}"] for name, times in longest]))
 
 
-def measure_prefill() -> None:
-    """Each length twice: the first time whatever is planned or compiled for a new length comes on top."""
-    model = set_up_training(config, dtype, device)[0]
-    tokenizer = Tokenizer([bytes(divmod(i, 256)) for i in range(vocab_size - 256 - len(SPECIAL_TOKENS))])
-    engine, sampling = Engine(model, tokenizer), SamplingParams(1, temperature=0, stop=())
-    lengths, rows = [max_seq_len // 8 + 37 * i * max_seq_len // 2048 for i in range(20)], []
-    for length in lengths:
-        seconds = []
-        for again in range(2):
-            prompt = torch.randint(256, (length,), generator=torch.Generator().manual_seed(again)).tolist()
-            began = time.perf_counter()
-            list(engine.stream(prompt, sampling))
-            seconds.append(time.perf_counter() - began)
-        rows.append([length, *(f"{1e3 * s:.1f}" for s in seconds)])
-    print(markdown_table(["tokens", "first time, ms", "again, ms"], rows, ()))
-
-
-{"steps": measure_steps, "profile": profile_step, "prefill": measure_prefill}[part]()
-compute_cleanup()
+if part == "all":
+    run_all()
+else:
+    rank, ranks, device, dtype, compiling = set_up(device_type, "auto", True)
+    config = config_from_depth(depth, vocab_size, max_seq_len, arch=arch)
+    {"steps": measure_steps, "profile": profile_step}[part]()
+    compute_cleanup()

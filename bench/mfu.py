@@ -1,5 +1,5 @@
 """
-Where the time of a training step goes: the table of docs/mfu.md. On the CPU, in float32.
+Where the time of a training step goes: the table of docs/memory.md. On the CPU, in float32.
 
     python -m bench.mfu --write    # without --write it is only printed
 """
@@ -24,7 +24,7 @@ vocab_size = 8192           # [1..] tokens
 max_seq_len = 512           # [1..] tokens per row
 device_batch_size = 8       # [1..] rows; one micro-step
 steps = 5                   # [1..] timed, after two that are not; then as many under the profiler
-write = False               # put the table into docs/mfu.md
+write = False               # put the table into docs/memory.md
 configure(globals())
 
 device = torch.device("cpu")  # the profiler's names below are those of CPU kernels
@@ -85,6 +85,6 @@ lines = [[name, f"{flops / counted:.0%}", f"{1e3 * seconds:.0f}", f"{seconds / s
          for name, seconds, flops in parts]
 show(f"{markdown_table(['part', 'FLOPs counted', 'ms', 'of the step', 'GFLOP/s', 'of the GEMM rate'], lines)}\n\n"
      f"Depth {depth}, vocabulary {vocab_size:,}, {device_batch_size} rows of {max_seq_len} tokens: "
-     f"{inputs.numel() / step_time:,.0f} tok/s in float32, {'compiled' if compiling else 'not compiled'}, "
+     f"{inputs.numel() / step_time:,.0f} tok/s in float32, compiled, "
      f"{torch.get_num_threads()} thread(s), GEMM rate {rate / 1e9:,.0f} GFLOP/s. The parts of forward and backward "
-     "pass are their shares under the profiler; the last figure is the MFU.", "mfu.md", "bench.mfu", write)
+     "pass are their shares under the profiler; the last figure is the MFU.", "memory.md", "bench.mfu", write)

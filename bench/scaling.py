@@ -2,24 +2,21 @@
 What the runs of a series say about size: bits per byte against FLOPs, and for each budget against depth, with the
 depth that fits it best. Reads what runs/scaling_laws.sh and runs/miniseries.sh have trained.
 
-    python -m bench.scaling --series=isoflop            # scaling/isoflop.png and .csv in NANOCHAT_BASE_DIR
-    python -m bench.scaling --series=isoflop --write    # and into docs/scaling.md
+    python -m bench.scaling --series=isoflop            # scaling/isoflop.png in NANOCHAT_BASE_DIR
+    python -m bench.scaling --series=isoflop --write    # and into docs/ablations.md
 """
-import csv
-import io
-
 from configurator import configure
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from bench.harness import DOCS, show
-from bench.scaling_fit import Run, fit, read_series
-from nanochat.files import base_dir, write_aside, write_text
+from bench.scaling_fit import fit, read_series
+from nanochat.files import base_dir, write_aside
 from nanochat.report import markdown_table
 
 series = "isoflop"          # the tags of the runs begin with it
-write = False               # put table and picture into docs/scaling.md and docs/images
+write = False               # put table and picture into docs/ablations.md and docs/images
 configure(globals())
 
 runs = read_series(series)
@@ -46,19 +43,14 @@ for budget, group in budgets.items():
 titles = (left, "What computation buys", "FLOPs of the run"), (right, "What to spend it on", "depth")
 for axes, title, label in titles:
     axes.set(title=title, xscale="log", xlabel=label, ylabel="validation, bits per byte")
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
     axes.legend(fontsize=8.5, frameon=False)
 right.set_xticks(depths, [str(depth) for depth in depths])
 
-# ---- Table and files; a page without this series' mark keeps its picture, too
+# ---- Table and picture; a page without this series' mark keeps its picture, too
 lines = [[f"{r.flops:.2e}", r.depth, f"{r.parameters:,}", f"{r.tokens:,}", f"{r.tokens / r.parameters:.3g}",
           f"**{r.bpb:.4f}**" if r in winners else f"{r.bpb:.4f}"] for r in runs]
 columns = ["FLOPs", "depth", "parameters", "tokens", "tokens per parameter", "bits per byte"]
-show(markdown_table(columns, lines) + below, "scaling.md", f"bench.scaling --series={series}", write)
-rows = io.StringIO()
-csv.writer(rows).writerows([Run._fields, *runs])
-write_text(base_dir() / "scaling" / f"{series}.csv", rows.getvalue())
+show(markdown_table(columns, lines) + below, "ablations.md", f"bench.scaling --series={series}", write)
 for path in [base_dir() / "scaling" / f"{series}.png", *([DOCS / "images" / "scaling.png"] if write else [])]:
     with write_aside(path) as aside:
         picture.savefig(aside, format="png", dpi=100)

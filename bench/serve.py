@@ -2,17 +2,23 @@
 How much of the engine's speed reaches the clients of the chat server: as many streams at once as the engine has places.
 
     python -m bench.serve
-    python -m bench.serve --checkouts="., ../before" --workers=2    # against another version of this repo
 
 The same requests are answered by the engine alone, in this process, and by the server, in one of its own, whose clients
 are this process; in turns, since a machine's speed changes. The weights are drawn, not trained.
 """
 import contextlib
 import http.client
+import itertools
 import json
+import os
 import re
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from statistics import median
 from typing import Literal
 
@@ -20,15 +26,17 @@ from configurator import configure
 
 import torch
 
-from bench.harness import save_chat_model, scratch_base, serving
-from nanochat.checkpoint import load_checkpoint
+from nanochat.checkpoint import checkpoint_dir, load_checkpoint
 from nanochat.conversation import render_prompt
 from nanochat.distributed import compute_dtype, compute_init
 from nanochat.engine import Engine
+from nanochat.gpt import GPT
+from nanochat.gpt_config import config_from_depth
 from nanochat.sampling import SamplingParams
+from nanochat.saving import save_weights
+from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
-checkouts = "."             # folders with versions of this repo, whose servers are measured in turns
-workers = 1                 # [1..] of each server, which share the cores
+workers = 1                 # [1..] of the server, which share the cores
 depth = 4                   # [1..] layers; width and heads follow from it
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
@@ -41,6 +49,30 @@ configure(globals())
 *_, device = compute_init(device_type)
 messages = [[{"role": "user", "content": f"Question {i}: what is that?"}] for i in range(requests)]
 common = dict(temperature=1.0, top_k=50)
+
+
+def save_model() -> Path:
+    """The checkpoint of a model "bench" with a vocabulary of 8,192, whose weights are drawn: it writes words alone."""
+    words = itertools.product(b"etaoinshrdlcumwfgypb", repeat=4)  # tokens that are like words
+    merges = [b" " + bytes(word) for word in itertools.islice(words, 8192 - 256 - len(SPECIAL_TOKENS))]
+    model = GPT(config_from_depth(depth, 8192, 512))
+    model.init_weights(0)
+    model.lm_head.weight.data[:256] = model.lm_head.weight.data[-len(SPECIAL_TOKENS) :] = 0
+    return save_weights(checkpoint_dir("sft", "bench"), 0, model.state_dict(), Tokenizer(merges), model.config, {})
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[int]:
+    """The port of a chat server."""
+    settings = {"source": "sft", "port": 0, "workers": workers, "dtype": dtype, "device_type": device.type,
+                "max_batch": streams, "max_new_tokens": new_tokens}
+    command = [sys.executable, "-m", "scripts.chat_web", *(f"--{name}={value}" for name, value in settings.items())]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield int(re.match(r"http://[^:]+:(\d+) ", server.stdout.readline())[1])
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def ask_engine(engine: Engine) -> tuple[int, float]:
@@ -67,25 +99,21 @@ def ask_server(port: int) -> tuple[int, float]:
         return sum(pool.map(one, range(requests))), time.perf_counter() - start
 
 
-with scratch_base(), contextlib.ExitStack() as servers:
-    model, tokenizer, _ = load_checkpoint(save_chat_model(depth, 512, "classic"), device)
+with tempfile.TemporaryDirectory() as folder:
+    os.environ["NANOCHAT_BASE_DIR"] = folder
+    model, tokenizer, _ = load_checkpoint(save_model(), device)
     engine = Engine(model.eval().to(compute_dtype(dtype, device)), tokenizer, streams)
-    settings = (f"--dtype={dtype}", f"--device_type={device.type}", f"--max_batch={streams}",
-                f"--max_new_tokens={new_tokens}")
-    ports = {checkout.strip(): servers.enter_context(serving(*settings, checkout=checkout.strip(), workers=workers))
-             for checkout in checkouts.split(",")}
     print(f"depth {depth} on {device.type}, {torch.get_num_threads()} thread(s), {workers} worker(s), "
           f"{streams} streams, {requests} answers of up to {new_tokens} tokens")
-    rates = {"engine alone": [], **{checkout: [] for checkout in ports}}
-    for turn in range(repeats + 1):
-        counted, seconds = ask_engine(engine)
-        found = [counted / seconds]
-        for port in ports.values():
+    alone, shares = [], []
+    with serving() as port:
+        for turn in range(repeats + 1):
+            counted, seconds = ask_engine(engine)
+            rate = counted / seconds
             reached, seconds = ask_server(port)
             assert abs(counted - reached) <= 0.02 * counted, (counted, reached)  # rounding may let two of them part
-            found.append(reached / seconds)
-        if turn:  # the first one warms up
-            for name, rate in zip(rates, found):
-                rates[name].append(rate)
-            print(*(f"{name} {rate:8,.0f} tokens/s {rate / found[0]:6.1%};" for name, rate in zip(rates, found)))
-    print("medians:", *(f"{name} {median(its):8,.0f} tokens/s;" for name, its in rates.items()))
+            if turn:  # the first one warms up
+                alone.append(rate)
+                shares.append(reached / seconds / rate)
+                print(f"engine alone {rate:8,.0f} tokens/s; of these {shares[-1]:.1%} reach the clients", flush=True)
+print(f"medians: {median(alone):,.0f} tokens/s, {median(shares):.1%}")

@@ -4,16 +4,13 @@ each collective sends. bench.zero makes tables of it.
 """
 import gc
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from bench.harness import bytes_sent
 from nanochat.distributed import gather_objects
 from nanochat.gpt import GPT
 from nanochat.gpt_config import GPTConfig
@@ -22,7 +19,7 @@ from nanochat.plan.memory import parameter_counts, state_bytes
 from nanochat.plan.traffic import sent_bytes
 from nanochat.zero import Sharding
 
-STAGES, DTYPES, MICRO_STEPS = (0, 1, 2, 3), ("bfloat16", "float32"), (1, 4)
+STAGES, MICRO_STEPS = (0, 1, 2, 3), (1, 4)
 KEPT = ("parameters", "gradients", "optimizer")  # the fields of StateBytes
 
 
@@ -33,7 +30,7 @@ def storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
 
 
 def sent_in(name: str, args: tuple, rank: int, ranks: int) -> float:
-    """Bytes that a rank sends in a collective, as docs/collectives.md has them; args: those of PyTorch's operation."""
+    """Bytes that a rank sends in a collective, as in docs/data_parallel.md; args: those of PyTorch's operation."""
     match name:
         case "allreduce_":  # (tensors, group, …)
             return 2 * (ranks - 1) / ranks * sum(tensor.nbytes for tensor in args[0])
@@ -51,46 +48,26 @@ def sent_in(name: str, args: tuple, rank: int, ranks: int) -> float:
 
 class Watch(TorchDispatchMode):
     """
-    While it is on, counts the bytes that this rank sends in every collective, as docs/collectives.md has them. All of
+    While it is on, counts the bytes that this rank sends in every collective, as docs/data_parallel.md has them. All of
     PyTorch's collectives pass here, FSDP's too; those without a formula are refused.
-
-    On stages 0 to 2 it also keeps two peaks, in bytes: of gradients beyond the slices that stay (those of parameters,
-    their copies end to end, and those being sent and received), looked at whenever one appears or leaves; and of all
-    tensors without a known purpose, at the end of each backward pass.
     """
 
     def __init__(self, rank: int, ranks: int, config: GPTConfig, stage: int, dtype: str):
         super().__init__()
         self.model = GPT(config)
         self.model.init_weights(seed=0)
-        self.ranks, self.rank, self.in_micro_steps = ranks, rank, False
-        self.sent, self.peaks = 0.0, {"gradients": 0, "rest": 0}
-        self.params = list(self.model.parameters()) if stage < 3 else []
-        # Before the sharding's own hooks: so each gradient is seen before it is sent.
-        self.hooks = [p.register_post_accumulate_grad_hook(self.gradient_appeared) for p in self.params]
-        self.sharding = Sharding(self.model, self.model.units(), torch.device("cpu"), getattr(torch, dtype), stage)
+        self.ranks, self.rank, self.sent = ranks, rank, 0.0
+        self.in_micro_steps = False
+        self.sharding = self.shard(stage, getattr(torch, dtype))
         self.optimizers = setup_optimizers(self.model, self.sharding)
+
+    def shard(self, stage: int, dtype: torch.dtype) -> Sharding:
+        return Sharding(self.model, self.model.units(), torch.device("cpu"), dtype, stage)
 
     def __torch_dispatch__(self, func: Callable, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            name = func._schema.name.removeprefix("c10d::")
-            self.sent += sent_in(name, args, self.rank, self.ranks)
-            if name in ("allreduce_", "alltoall_base_"):  # gradients; in an all-gather there are none
-                self.look(*tree_leaves(args[0]), *(args[1:2] if name == "alltoall_base_" else ()))
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.cat.default and len(result) in {len(bucket.flat) for bucket in self.sharding.buckets}:
-            self.look(result, *args[0])  # gradients laid end to end, for a moment beside those they are copied from
-        return result
-
-    def look(self, *tensors: Tensor) -> None:
-        if self.in_micro_steps and self.params:
-            alive = storages([*tensors, *(p.grad for p in self.params), *self.in_flight()])
-            self.peaks["gradients"] = max(self.peaks["gradients"], sum(alive.values()))
-
-    def gradient_appeared(self, p: Tensor) -> None:
-        self.look()
-        if p is self.params[0]:  # the embedding's is the last of a backward pass: whatever is hoarded is there by now
-            self.peaks["rest"] = max(self.peaks["rest"], self.census()["rest"])
+            self.sent += sent_in(func._schema.name.removeprefix("c10d::"), args, self.rank, self.ranks)
+        return func(*args, **(kwargs or {}))
 
     def in_flight(self) -> list[Tensor | None]:
         """What collectives read and fill that are not waited for yet; gloo's sums receive into one buffer more."""
@@ -144,44 +121,41 @@ class Watch(TorchDispatchMode):
         return memory
 
 
-def measure(rank: int, ranks: int, config: GPTConfig, stage: int, dtype: str) -> dict:
-    """
-    On this rank, in bytes: {"memory": census between micro-steps, "peaks": those of Watch, "sent": for each of
-    MICRO_STEPS what this rank sent in an optimizer step, "wire": what all ranks sent over the network}.
-    """
+def forget_the_past() -> None:
+    """What is alive by now is not looked through by a later census."""
     gc.collect()
-    gc.freeze()  # what is here by now is not looked through again
-    watch = Watch(rank, ranks, config, stage, dtype)
-    rows = torch.randint(config.vocab_size, (1, config.sequence_len + 1), generator=torch.Generator().manual_seed(rank))
-    sent, wire = [], []
+    gc.freeze()
+
+
+def measure(watch: Watch) -> dict:
+    """
+    On this rank, in bytes: {"memory": census between micro-steps, "sent": for each of MICRO_STEPS what this rank sent
+    in an optimizer step}.
+    """
+    config, seed = watch.model.config, torch.Generator().manual_seed(watch.rank)
+    rows = torch.randint(config.vocab_size, (1, config.sequence_len + 1), generator=seed)
+    sent = []
     for micro_steps in MICRO_STEPS:
         watch.sent = 0.0
-        dist.barrier()
-        before = bytes_sent()
-        dist.barrier()
         with watch:
             memory = watch.train_step(rows, micro_steps)
-        dist.barrier()
-        wire.append(bytes_sent() - before)
         sent.append(watch.sent)
-    for hook in watch.hooks:
-        hook.remove()  # they close a cycle that Python's collector cannot see
-    return {"memory": memory, "peaks": watch.peaks, "sent": sent, "wire": wire}
+    return {"memory": memory, "sent": sent}
 
 
-def measure_all(rank: int, ranks: int, config: GPTConfig, dtypes: Sequence[str] = DTYPES) -> list[dict]:
-    """Each dtype and stage; of memory the fullest rank's, of traffic the mean over ranks, with the formulas'."""
+def measure_all(rank: int, ranks: int, config: GPTConfig, dtype: str) -> list[dict]:
+    """Each stage; of memory the fullest rank's, of traffic the mean over ranks, with the formulas'."""
     results, (adamw, muon) = [], parameter_counts(config)
-    for name, stage in ((name, stage) for name in dtypes for stage in STAGES):
-        per_rank = gather_objects(measure(rank, ranks, config, stage, name))
-        dtype, counts = getattr(torch, name), (adamw + muon, muon, config.padded_vocab_size * config.n_embd)
-        fullest = {key: {part: max(r[key][part] for r in per_rank) for part in per_rank[0][key]}
-                   for key in ("memory", "peaks")}
-        results.append(fullest | {
-            "ranks": ranks, "dtype": name, "stage": stage,
-            "wire": [total / ranks for total in per_rank[0]["wire"]],
+    counts = adamw + muon, muon, config.padded_vocab_size * config.n_embd
+    for stage in STAGES:
+        forget_the_past()
+        per_rank = gather_objects(measure(Watch(rank, ranks, config, stage, dtype)))
+        kind = getattr(torch, dtype)
+        results.append({
+            "stage": stage,
+            "memory": {part: max(r["memory"][part] for r in per_rank) for part in per_rank[0]["memory"]},
             "sent": [sum(sent) / ranks for sent in zip(*(r["sent"] for r in per_rank))],
-            "expected sent": [sent_bytes(stage, ranks, m, dtype, torch.float32, *counts) for m in MICRO_STEPS],
-            "expected": state_bytes(stage, ranks, dtype, adamw, muon)._asdict(),
+            "expected sent": [sent_bytes(stage, ranks, m, kind, *counts) for m in MICRO_STEPS],
+            "expected": state_bytes(stage, ranks, kind, adamw, muon)._asdict(),
         })
     return results

@@ -57,7 +57,8 @@ def window_blocks(length: int, window: int, device: torch.device):
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key > query - window)
 
-    return create_block_mask(seen, None, None, length, length, device=device)
+    with torch.inference_mode(False):  # the same list serves training, which takes no tensors of inference mode
+        return create_block_mask(seen, None, None, length, length, device=device)
 
 
 def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

@@ -11,6 +11,7 @@ Checkpoints: a folder per step, whole or absent, checked when it is read, and lo
 nanochat.saving writes them, nanochat.resharding loads the state of training. Functions marked COLLECTIVE are called by
 every rank, and raise on all or none.
 """
+import contextlib
 import json
 import os
 import re
@@ -24,15 +25,16 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from nanochat.distributed import from_rank0, gather_objects, print0, require_same
-from nanochat.errors import UserError, did_you_mean
+from nanochat.errors import UserError, did_you_mean, is_rank0
 from nanochat.files import base_dir, locked, previous, recover_folder, sha256
 from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig
+from nanochat.gpt_config import GPTConfig, without_retired
+from nanochat.records import MODEL_FILE, list_steps, newest_step, replaced_origin, step_dir
 from nanochat.tokenizer import Tokenizer
 
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
+RETIRED_SETTINGS = {"softmax_share": 1.0, "reduce_dtype": "float32"}  # of older versions: what this one computes with
 STAGES = tuple(SCRIPTS)
-MODEL_FILE = "model.safetensors"
 LEASE_SECONDS = 120  # for which a file server may keep the locks of a machine that has crashed
 APART = "every host needs all files, on a disk that all share or copied to each"
 
@@ -46,23 +48,25 @@ def checkpoint_dir(source: str, model_tag: str) -> Path:
     return base_dir() / f"{source}_checkpoints" / model_tag
 
 
-def step_dir(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:06d}"
-
-
-def list_steps(folder: Path) -> list[int]:
-    """Steps that have a checkpoint folder, rising."""
-    names = (re.fullmatch(r"step_(\d+)", path.name) for path in folder.glob("step_*"))
-    return sorted(int(match[1]) for match in names if match)  # as numbers: step_1000000 is newer than step_999999
-
-
 def list_tags(folder: Path) -> list[str]:
     """The models of a stage that have a checkpoint."""
     return sorted(path.name for path in folder.glob("*") if list_steps(path))
 
 
+def newest_saved(folder: Path) -> str:
+    """The end of a message about a save that failed: what is left to go on from."""
+    steps = list_steps(folder)
+    return f"the newest saved step is {step_dir(folder, steps[-1])}" if steps else f"no step is saved in {folder}"
+
+
+def has_training_state(checkpoint: Path) -> bool:
+    """Whether a run can go on from it: an import has weights only, and so may the last save on a full disk."""
+    return any(checkpoint.glob("optimizer_rank_*.safetensors"))
+
+
 def read_meta(checkpoint: Path) -> dict:
-    return json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
+    meta = json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
+    return meta | {"model_config": without_retired(meta["model_config"], checkpoint)}
 
 
 # ---- Finding: what is loaded is verified before
@@ -105,16 +109,19 @@ def first_problem(problem: str | None) -> str | None:
     return next(filter(None, gather_objects(problem)), None)
 
 
-def find_checkpoint(folder: Path, step: int | None = None, training: bool = True) -> Path:
+def find_checkpoint(folder: Path, step: int | None = None, training: bool = True, to_resume: bool = False) -> Path:
     """
     The checkpoint of a step, or the newest valid one (step None): a damaged one is named and the one before it used.
-    training: as for `problem_with`. UserError when there is none. COLLECTIVE.
+    training: as for `problem_with`. to_resume: only one that a run can go on from. UserError when there is none.
+    COLLECTIVE.
     """
     steps = from_rank0(list_steps, folder)
     for candidate in reversed(steps):
         if step in (None, candidate):
             path = step_dir(folder, candidate)
             problem = problem_with(path, training)
+            if to_resume and problem is None and not from_rank0(has_training_state, path):
+                problem = "it has weights only"
             if problem is None:
                 require_same("has another checkpoint", {path.name: sha256(path / "manifest.json")}, APART)
                 return path
@@ -149,26 +156,44 @@ def find_model(source: str, model_tag: str | None = None, step: int | None = Non
     return find_checkpoint(model_dir(source, model_tag), step, training)
 
 
-def furthest_stage(model_tag: str | None = None) -> str:
-    """The last stage with a checkpoint of a model, or of any (model_tag None). UserError without one. COLLECTIVE."""
-    tags = {stage: from_rank0(list_tags, checkpoint_dir(stage, "")) for stage in STAGES}
+def furthest_stage(model_tag: str | None = None) -> tuple[str, str]:
+    """
+    The last stage with a checkpoint of a model, or of any (model_tag None), that was not made from a checkpoint which
+    has been replaced; and words that name later stages, which were, or "". UserError without one. Rank 0 only.
+    """
+    tags = {stage: list_tags(checkpoint_dir(stage, "")) for stage in STAGES}
     found = [stage for stage in STAGES if (tags[stage] if model_tag is None else model_tag in tags[stage])]
     if not found:
         known = sorted(set().union(*tags.values()))
         have = ", ".join(known) or f"none; python -m {SCRIPTS['base']} makes one"
         nearest = did_you_mean(model_tag or "", known)
         raise UserError(f"no model{f' {model_tag}' * bool(model_tag)} in {base_dir()}: there is {have}{nearest}")
-    return found[-1]
+    older = ""
+    for stage in reversed(found):
+        chosen = [tag for tag in tags[stage] if model_tag in (None, tag)]
+        origin = replaced_origin(newest_step(checkpoint_dir(stage, chosen[0]))) if len(chosen) == 1 else ""
+        if not origin:
+            return stage, older
+        older += f"; the {stage} model was made from {origin}, which has been replaced: --source={stage} takes it"
+
+
+def say_how_to_talk(checkpoints: Path) -> None:
+    """How to try the model of a run that has ended, and which later ones were made from what it has replaced."""
+    if is_rank0():
+        tag, stage = checkpoints.name, checkpoints.parent.name.removesuffix("_checkpoints")
+        older = furthest_stage(tag)[1]
+        print0(f"talk to it: python -m scripts.chat_cli --source={stage} --model_tag={tag}{older}")
 
 
 def load_checkpoint(checkpoint: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict]:
-    """(model, tokenizer, meta) of a verified checkpoint, in the dtype it was saved in."""
+    """(model, tokenizer, meta) of a verified checkpoint, in the dtype it was saved in; on "meta" without weights."""
     meta, tokenizer = read_meta(checkpoint), Tokenizer.load(checkpoint)
     if tokenizer.fingerprint != meta["tokenizer"]:
         raise UserError(f"{checkpoint}: the tokenizer there is not the one the model was trained with")
     with torch.device("meta"):
         model = GPT(GPTConfig(**meta["model_config"]))
-    model.load_state_dict(load_file(checkpoint / MODEL_FILE, device=str(device)), assign=True)
+    if device.type != "meta":
+        model.load_state_dict(load_file(checkpoint / MODEL_FILE, device=str(device)), assign=True)
     return model, tokenizer, meta
 
 
@@ -179,24 +204,27 @@ def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bo
     """
     The checkpoint a run continues from, or None to start anew. UserError where checkpoints would have to go, those of
     another run or newer ones than the step to go back to, unless `overwrite` says so. Nothing is removed here.
-    A job that its launcher started again after a failure continues from the newest checkpoint that it has itself
-    written, whatever its settings say; without one it begins as they say. COLLECTIVE.
+    What torchrun started again, after a failure or with other hosts, continues from the newest checkpoint that it has
+    itself written, whatever its settings say; without one it begins as they say. COLLECTIVE.
     """
     from_rank0(recover_steps, folder)
     steps = from_rank0(list_steps, folder)
-    if steps and restarted():
+    own = launchers()
+    if from_rank0(has_written, own, folder):
         newest = find_checkpoint(folder)
-        if read_meta(newest)["job"] == from_rank0(job):
+        if wrote(own, read_meta(newest)):
             return newest
     if resume_from_step < 0 and not (steps and resume == "auto"):
         if steps and not overwrite:
             raise UserError(f"{folder} has checkpoints; continue with --resume=auto, "
                             "choose another --model_tag, or --overwrite")
         return None
-    checkpoint = find_checkpoint(folder, resume_from_step if resume_from_step >= 0 else None)
-    if not any(checkpoint.glob("optimizer_rank_*.safetensors")):
-        raise UserError(f"{checkpoint} was imported: it has weights only, and no run can go on from it; "
+    paths = [step_dir(folder, step) for step in steps]
+    if steps and not any(from_rank0(has_training_state, path) for path in paths):
+        cause = "saved on a full disk" if from_rank0(read_meta, paths[-1])["job"] else "imported"
+        raise UserError(f"{paths[-1]} was {cause}: it has weights only, and no run can go on from it; "
                         "start the next stage from it, or choose another --model_tag")
+    checkpoint = find_checkpoint(folder, resume_from_step if resume_from_step >= 0 else None, to_resume=True)
     newer = [step for step in steps if step > resume_from_step >= 0]
     if newer and not overwrite:
         raise UserError(f"{folder} has newer checkpoints than step {resume_from_step}: {', '.join(map(str, newer))}; "
@@ -204,27 +232,45 @@ def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bo
     return checkpoint
 
 
-def restarted() -> bool:
-    """Whether torchrun, given --max-restarts, started rank 0 again after a failure. COLLECTIVE."""
-    count = from_rank0(os.environ.get, "TORCHELASTIC_RESTART_COUNT", "")  # a host that came later counts its own
-    return count.isdecimal() and int(count) > 0
+def launcher() -> str:
+    """
+    The torchrun that has started this process, "" without one: its host and the folder of its logs, which has a random
+    name. It stays the same when ranks are started again; torchrun's count of restarts does not tell, as it leaves out
+    those for hosts that come and go, nor does its run id, which a later run may have as well.
+    """
+    logs, _, _ = os.environ.get("TORCHELASTIC_ERROR_FILE", "").rpartition("/attempt_")
+    return f"{socket.gethostname()} {logs}" if logs else ""
 
 
-def job() -> str:
-    """What tells this job from others, and stays the same when torchrun restarts it: torchrun's id, or its process."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return run_id if run_id != "none" else f"{socket.gethostname()} {os.getppid()}"
+def launchers() -> list[str]:
+    """Those of all ranks. Of an elastic run some stay when hosts come and go. COLLECTIVE."""
+    return sorted(set(gather_objects(launcher())) - {""})
+
+
+def wrote(launchers: list[str], meta: dict) -> bool:
+    """Whether a checkpoint is from ranks that one of these launchers started."""
+    return not set(launchers).isdisjoint(meta.get("launchers", []))
+
+
+def has_written(launchers: list[str], folder: Path) -> bool:
+    """Whether the folder has a checkpoint of these launchers, damaged or not."""
+    for step in list_steps(folder):
+        with contextlib.suppress(OSError, ValueError):  # meta.json is damaged
+            if wrote(launchers, read_meta(step_dir(folder, step))):
+                return True
+    return False
 
 
 def changed_settings(before: dict, now: dict) -> str:
     """A line for each setting that a resumed run does not share with its checkpoint; it is bit for bit only without."""
+    before, now = RETIRED_SETTINGS | before, now | RETIRED_SETTINGS
     about_resuming = ("run", "overwrite", "resume", "resume_from_step")
     changed = [name for name in now if name not in about_resuming and before.get(name) != now[name]]
     return "".join(f"\n  with another {name}: {before.get(name)} before, {now[name]} now" for name in changed)
 
 
 def lock_path(folder: Path) -> Path:
-    """Locked by the process that writes checkpoints into the folder; it has its host, process and job as text."""
+    """Locked by the process that writes checkpoints into the folder; it has its host, process and launcher as text."""
     return folder.with_name(f".{folder.name}.lock")
 
 
@@ -236,7 +282,7 @@ def claim(folder: Path, lock: TextIO | None = None, sign: bool = True) -> TextIO
     keep it for a while after that host has crashed. Where locks do not work, the text in the file is compared.
     """
     path, deadline = lock_path(folder), time.monotonic() + LEASE_SECONDS
-    me = f"host {socket.gethostname()}, process {os.getpid()}, job {job()}"
+    me = f"host {socket.gethostname()}, process {os.getpid()}, launcher {launcher() or 'none'}"
     if lock and path.exists():  # else somebody has removed it with the folder
         holder = path.read_text(encoding="utf-8")
         if holder != me:

@@ -22,6 +22,7 @@ from nanochat.tokenizer import Tokenizer
 
 BUFFER_DOCUMENTS = 512  # what best fit chooses from; more leaves fewer cuts, and makes the state larger
 ENCODE_BATCH = 1024     # documents handed to the tokenizer's threads at a time
+OPEN_SHARDS = 64        # token files open at a time, each a file descriptor; macOS gives a process 256
 
 Piece = tuple[int, int, int]  # (shard, start, end): these tokens of a shard
 
@@ -36,7 +37,7 @@ class TokenizedShards:
         self.bos = tokenizer.get_bos_token_id()
         self.background = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self.pending: dict[int, Future[tuple[np.ndarray, np.ndarray]]] = {}
-        self.opened: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.opened: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # the last one used is the last one here
 
     def prefetch(self, shard: int) -> None:
         """Start to tokenize a shard in the background."""
@@ -47,9 +48,12 @@ class TokenizedShards:
         """
         (tokens,) uint16 or uint32, and (documents + 1,) offsets into them: document i is [offsets[i], offsets[i + 1]).
         """
-        if shard not in self.opened:
-            self.prefetch(shard)
+        self.prefetch(shard)
+        if shard in self.pending:
             self.opened[shard] = self.pending.pop(shard).result()
+        self.opened[shard] = self.opened.pop(shard)  # now the last
+        if len(self.opened) > OPEN_SHARDS:
+            del self.opened[next(iter(self.opened))]
         return self.opened[shard]
 
     def open(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
@@ -175,6 +179,7 @@ def tokenizing_distributed_data_loader(
     data: str, split: str, tokenizer: Tokenizer, *,
     device_batch_size: int, max_seq_len: int, grad_accum_steps: int = 1, rank: int = 0, world_size: int = 1,
     seed: int = 0, device: torch.device | str = "cpu", state: dict | None = None, num_rows: int | None = None,
+    rows_per_step: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, dict]]:
     """
     Yields (inputs, targets, state) without end: (B, T) int64 on the device, targets one position ahead.
@@ -183,7 +188,8 @@ def tokenizing_distributed_data_loader(
     of this rank gets global micro-batch m · world_size + rank of them, which holds the same rows whoever asks.
     `state` is where the step of this batch begins: a loader made from it yields this step again, from its first
     micro-batch on, on any number of ranks. num_rows: past so many rows over all ranks every target is −1 (None: never),
-    so that a sum over the first rows is one over the same rows for any number of ranks and any batch.
+    so that a sum over the first rows is one over the same rows for any number of ranks and any batch. rows_per_step:
+    of all ranks, no more than their micro-steps hold (None: as many); in the rest of these every target is −1.
     Errors: UserError when state belongs to other data, tokenizer or settings.
     """
     shards = TokenizedShards(data, split, tokenizer)
@@ -198,17 +204,21 @@ def tokenizing_distributed_data_loader(
             raise UserError(f"cannot continue exactly: {problem}")
     planner = RowPlanner(shards, max_seq_len + 1, seed, state)
     pinned = torch.device(device).type == "cuda"
+    rows_per_step = rows_per_step or device_batch_size * grad_accum_steps * world_size
 
     def batches() -> Iterator[tuple[Tensor, Tensor, dict]]:
         rows_before = 0
         while True:
             step_state = identity | planner.state()
-            rows = [planner.next_row() for _ in range(device_batch_size * grad_accum_steps * world_size)]
+            rows = [planner.next_row() for _ in range(rows_per_step)]
             for micro_step in range(grad_accum_steps):
                 first = (micro_step * world_size + rank) * device_batch_size
-                tokens = torch.from_numpy(planner.read(rows[first : first + device_batch_size]))
+                own = rows[first : first + device_batch_size]
+                filling = rows[:1] * (device_batch_size - len(own))
+                tokens = torch.from_numpy(planner.read(own + filling))
                 # Copies: of a single row both would be views of the same memory.
                 inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
+                targets[len(own) :] = -1
                 if num_rows is not None:
                     targets[max(num_rows - rows_before - first, 0) :] = -1
                 if pinned:
@@ -240,3 +250,12 @@ def count_tokens(data: str, split: str, tokenizer: Tokenizer) -> int:
     """Tokens of a split, <|bos|> included. Tokenizes what is not tokenized yet: meant for validation."""
     shards = TokenizedShards(data, split, tokenizer)
     return sum(len(shards.load(shard)[0]) for shard in range(len(shards.paths)))
+
+
+def validation_rows(data: str, tokenizer: Tokenizer, eval_tokens: int, max_seq_len: int) -> int:
+    """
+    Rows that have eval_tokens targets, as far as one pass over the validation split goes: a row of max_seq_len targets
+    reads one token more. At least one row.
+    """
+    one_pass = count_tokens(data, "val", tokenizer) // (max_seq_len + 1)
+    return max(min(eval_tokens // max_seq_len, one_pass), 1)

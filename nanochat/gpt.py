@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from nanochat.errors import UserError
 from nanochat.gpt_config import GPTConfig
 from nanochat.layers import Block, Embedding, Gate, Table, norm, rotary_angles
-from nanochat.loss import cap, negatives, softcapped_cross_entropy, token_losses
+from nanochat.loss import cap, softcapped_cross_entropy, token_losses
 
 Role = Literal["embedding", "head", "matrix", "table", "scalar"]
 
@@ -32,17 +32,15 @@ class Head(nn.Linear):
         self.vocab_size, self.softcap = config.vocab_size, config.softcap
 
     def forward(
-        self, x: Tensor, targets: Tensor | None = None, weights: Tensor | None = None, reduction: str = "mean",
-        softmax_share: float = 1.0,
+        self, x: Tensor, targets: Tensor | None = None, weights: Tensor | None = None, reduction: str = "mean"
     ) -> Tensor:
         if targets is None:
             return cap((x @ self.weight.T)[..., : self.vocab_size], self.softcap)
         arguments = x.flatten(0, 1), self.weight, targets.flatten(), self.vocab_size, self.softcap
         if reduction == "none":
             return token_losses(*arguments).view(targets.shape)
-        sampled = negatives(targets, self.vocab_size, softmax_share)
-        loss = softcapped_cross_entropy(*arguments, None if weights is None else weights.flatten(), sampled)
-        return loss / (targets >= 0).sum() if reduction == "mean" else loss
+        loss = softcapped_cross_entropy(*arguments, None if weights is None else weights.flatten())
+        return loss / (targets >= 0).sum().clamp(min=1) if reduction == "mean" else loss
 
 
 class GPT(nn.Module):
@@ -59,31 +57,35 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
+        """Draw all weights in place."""
+        for name, p in self.named_parameters():
+            p.copy_(self.draw(name, seed))
+
+    def draw(self, name: str, seed: int) -> Tensor:
         """
-        Draw every weight in float32 from a generator of its own (seed, name): it starts the same whatever else the
-        model has, on every rank and for every sharding.
+        The first weights of a parameter, float32 on the CPU, from a generator of its own (seed, name): they are the
+        same whatever else the model has, on every rank and for every sharding.
         """
         config = self.config
         bound = math.sqrt(3 / config.n_embd)  # uniform with standard deviation 1/√width
-        for name, p in self.named_parameters():
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a CPU's reads 32 bits
-            weights = torch.empty(p.shape)
-            match name.removesuffix(".weight").split(".")[-1]:
-                case "wte":
-                    weights.normal_(0, config.embedding_std, generator=generator)
-                case "lm_head":
-                    weights.normal_(0, 0.001, generator=generator)
-                case "c_q" | "c_k" | "c_v" | "values":
-                    weights.uniform_(-bound, bound, generator=generator)
-                case "c_fc":
-                    weights.uniform_(-bound * config.fc_scale, bound * config.fc_scale, generator=generator)
-                case "c_proj" | "bigram" | "smear" | "smear_scale" | "value_gate" | "head_gate":
-                    weights.zero_()
-                case "scales":
-                    weights.copy_(torch.tensor(self.get_submodule(name.removesuffix(".scales")).first_scales))
-                case _:
-                    raise AssertionError(f"no initialisation for {name}")
-            p.copy_(weights)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a CPU's reads 32 bits
+        weights = torch.empty(self.get_parameter(name).shape)
+        match name.removesuffix(".weight").split(".")[-1]:
+            case "wte":
+                weights.normal_(0, config.embedding_std, generator=generator)
+            case "lm_head":
+                weights.normal_(0, 0.001, generator=generator)
+            case "c_q" | "c_k" | "c_v" | "values":
+                weights.uniform_(-bound, bound, generator=generator)
+            case "c_fc":
+                weights.uniform_(-bound * config.fc_scale, bound * config.fc_scale, generator=generator)
+            case "c_proj" | "smear" | "smear_scale" | "value_gate":
+                weights.zero_()
+            case "scales":
+                weights.copy_(torch.tensor(self.get_submodule(name.removesuffix(".scales")).first_scales))
+            case _:
+                raise AssertionError(f"no initialisation for {name}")
+        return weights
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """tokens (B, T) → what the head reads, (B, T, C)."""
@@ -103,8 +105,8 @@ class GPT(nn.Module):
 
     def embed(self, tokens: Tensor, previous: Tensor | None = None) -> tuple[Tensor, ...]:
         """The residual stream before the first block, then what blocks add to it again. previous: see Embedding."""
-        x, bigram = self.transformer.wte(tokens, previous)
-        return x, *((x,) if self.config.residual_scales else ()), *(() if bigram is None else (bigram,))
+        x = self.transformer.wte(tokens, previous)
+        return (x, x) if self.config.residual_scales else (x,)
 
     def run_blocks(self, layers: range, streams: tuple[Tensor, ...], run: Callable) -> tuple[Tensor, ...]:
         """x, the first of the streams, becomes run(layer, x, other streams) in each of these blocks."""
@@ -130,17 +132,16 @@ class GPT(nn.Module):
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, reduction: Literal["mean", "sum", "none"] = "mean",
-        weights: Tensor | None = None, softmax_share: float = 1.0,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """
         Without targets: logits (B, T, vocab_size), float32. With targets (B, T), −1 where there is none: the loss
         in nats, the mean or sum over the targets, or with "none" of each target (B, T), without gradient.
-        weights (B, T), float32: what each target counts for in a sum; softmax_share: of the vocabulary, in a mean or
-        sum, see `negatives`. UserError when the first batch has ids beyond the vocabulary; in a later one the loss of
-        such a target is infinite.
+        weights (B, T), float32: what each target counts for in a sum. UserError when the first batch has ids beyond
+        the vocabulary; in a later one the loss of such a target is infinite.
         """
         self.check_first(tokens, targets)
-        return self.lm_head(self.hidden(tokens), targets, weights, reduction, softmax_share)
+        return self.lm_head(self.hidden(tokens), targets, weights, reduction)
 
     def check_first(self, tokens: Tensor, targets: Tensor | None) -> None:
         """UserError where the first batch has ids beyond the vocabulary. Once: this waits for the device."""
@@ -180,17 +181,16 @@ class GPT(nn.Module):
         own = self.roles()
         return sum(p.numel() for name, p in self.named_parameters() if own[name] in roles)
 
-    def estimate_flops(self, softmax_share: float = 1.0) -> int:
+    def estimate_flops(self) -> int:
         """
         FLOPs per token of a training step, forward and backward: 6 per parameter of matrices and head, and 12 · width ·
         window per layer for attention in full. Tables are lookups; gates and scalars are left out. Chowdhery et al.
         2022, arXiv:2204.02311, appendix B.
         """
         windows = sum(map(self.config.window, range(self.config.n_layer)))
-        computing = self.count_parameters("matrix") + round(softmax_share * self.count_parameters("head"))
-        return 6 * computing + 12 * self.config.n_embd * windows
+        return 6 * self.count_parameters("matrix", "head") + 12 * self.config.n_embd * windows
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode: on stage 3 training goes on with the memory that units are gathered into
     def generate(self, tokens: list[int], max_tokens: int):
         """
         Yields up to max_tokens further tokens, each the most likely one after a full pass over all before it: slow,

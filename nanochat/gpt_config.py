@@ -14,6 +14,7 @@ ARCHITECTURES = {         # named sets of pieces
     "classic": {},
     "modern": dict(short_windows=True, value_embeddings=True, smear=True, embedding_std=0.8, fc_scale=0.4),
 }
+RETIRED = ("bigrams", "head_gates")  # pieces that lost their comparison (docs/ablations.md); older models name them
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,9 @@ class GPTConfig:
     qk_scale: float = 1.0           # normalized queries and keys are multiplied by it: sharper attention
     short_windows: bool = False     # three of four layers see a quarter of sequence_len, each fourth and the last all
     value_embeddings: bool = False  # alternate layers, the last one included, add a gated vector of the token to values
-    bigrams: int = 0                # blocks add a vector of the last two tokens: rows of its table / vocabulary
     residual_scales: bool = False   # each block begins with r · x + a · x0, learned; x0 is the embedding
     smear: bool = False             # the embedding adds a gated part of that of the token before
     backout: bool = False           # the last block takes away a learned part of what the middle of the model had
-    head_gates: bool = False        # each head's output is multiplied by a gate in (0, 2)
     embedding_std: float = 1.0      # at the start
     fc_scale: float = 1.0           # of c_fc at the start, relative to 1/√width
 
@@ -45,7 +44,7 @@ class GPTConfig:
         if limit is not None and not (isinstance(limit, (int, float)) and 0 <= limit <= MAX_SOFTCAP):
             expected = f"a number of at most {MAX_SOFTCAP}, or None or 0 for no softcap"
             raise UserError(f"softcap={limit!r}: expected {expected}")
-        for name, least in dict(rope_theta=1, qk_scale=0, bigrams=0, embedding_std=0, fc_scale=0).items():
+        for name, least in dict(rope_theta=1, qk_scale=0, embedding_std=0, fc_scale=0).items():
             if not least <= getattr(self, name) < 1e9:
                 raise UserError(f"{name}={getattr(self, name)}: expected a number from {least} to 1e9")
 
@@ -61,6 +60,18 @@ class GPTConfig:
         """How many keys a query of this layer sees at most, its own included."""
         whole = not self.short_windows or layer % 4 == 3 or layer == self.n_layer - 1
         return self.sequence_len if whole else math.ceil(self.sequence_len / 4)
+
+
+def without_retired(fields: dict, where: object) -> dict:
+    """
+    The fields of a saved GPTConfig without the pieces that this program no longer has. UserError, beginning with
+    `where`, for a model that was trained with one.
+    """
+    for piece in RETIRED:
+        if fields.get(piece):
+            raise UserError(f"{where}: the model was trained with {piece}, which this version no longer has; "
+                            "use the version that trained it")
+    return {name: value for name, value in fields.items() if name not in RETIRED}
 
 
 def architecture(arch: str) -> dict:
@@ -84,14 +95,9 @@ def architecture(arch: str) -> dict:
 
 
 def config_from_depth(
-    depth: int, vocab_size: int, sequence_len: int, kv_group: int = 1, softcap: float | None = LOGIT_SOFTCAP,
-    arch: str = "classic",
+    depth: int, vocab_size: int, sequence_len: int, softcap: float | None = LOGIT_SOFTCAP, arch: str = "classic"
 ) -> GPTConfig:
     """The one-number family: width 64 per layer, rounded up to whole heads of 128; arch: as `architecture` takes it."""
     n_head = math.ceil(depth * LAYER_WIDTH / HEAD_DIM)
-    if n_head % kv_group:
-        divisors = ", ".join(str(n) for n in range(1, n_head + 1) if n_head % n == 0)
-        heads = f"the {n_head} heads of depth {depth}"
-        raise UserError(f"kv_group={kv_group} does not divide {heads}; expected one of {divisors}")
-    shapes = sequence_len, vocab_size, depth, n_head * HEAD_DIM, n_head, n_head // kv_group
-    return GPTConfig(*shapes, softcap, **architecture(arch))
+    width = n_head * HEAD_DIM
+    return GPTConfig(sequence_len, vocab_size, depth, width, n_head, n_head, softcap, **architecture(arch))

@@ -8,8 +8,8 @@ removed, and is freed when all are.
 """
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Literal, NamedTuple
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,6 @@ from torch import Tensor
 from nanochat.attention import visible
 from nanochat.gpt import GPT
 from nanochat.layers import norm, rotary_angles
-from nanochat.linear import linear
 
 CAPACITY_UNIT = 64  # positions; the capacity is a multiple of it
 
@@ -40,13 +39,10 @@ class CachedModel:
     embedding of the next one needs. There are at most max_rows.
     """
 
-    def __init__(self, model: GPT, max_rows: int, quantize: Literal["", "int8"] = "", compile: bool = False):
-        """
-        quantize: keep the matrices and the head as int8 only. The model loses its own: it is not called any more.
-        compile: `step`, now, for all numbers of rows and positions (docs/server.md says what that takes and gives).
-        """
+    def __init__(self, model: GPT, max_rows: int, compile: bool = False):
+        """compile: compile `step` now, for all numbers of rows and positions (docs/server.md says what that takes)."""
         self.model, self.config, self.max_rows, self.is_compiled = model, model.config, max_rows, compile
-        prepared = partial(linear, quantize=quantize, pack=not compile)
+        prepared = partial(linear, pack=not compile)
         with torch.inference_mode():
             self.layers = [
                 (block,
@@ -58,10 +54,6 @@ class CachedModel:
             config, device = self.config, model.lm_head.weight.device
             self.windows = {config.window(layer) for layer in range(config.n_layer)}
             self.angles = rotary_angles(config.sequence_len, config.head_dim, config.rope_theta, device)
-            if quantize:
-                for name, role in model.roles().items():
-                    if role in ("matrix", "head"):
-                        model.get_parameter(name).data = torch.empty(0, dtype=model.lm_head.weight.dtype, device=device)
         self.clear()
         if compile:
             self.step = torch.compile(self.step, dynamic=False)
@@ -248,3 +240,33 @@ def attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     scores = torch.bmm(q.reshape(len(keys), -1, q.size(-1)), keys.mT)             # (N · H_kv, queries, K)
     p = torch.add(mask, scores, alpha=q.size(-1) ** -0.5).softmax(-1)
     return torch.bmm(p.to(values.dtype), values).view(q.shape)
+
+
+# ---- Products with constant weights: decoding has few rows of x, so that reading the weight takes the time
+
+def linear(weight: Tensor, pack: bool = True) -> Callable[[Tensor], Tensor]:
+    """
+    The function x → x weightᵀ of x (N, C), in x's dtype, for a weight (O, C) that stays as it is. On a CPU the weight
+    is laid out here, once: float32 as (C, O), along which a product of few rows reads memory at its rate; bfloat16 in
+    the blocks that oneDNN reads, which F.linear makes in every call, unless pack is False: torch.compile cannot read
+    them.
+    """
+    if weight.device.type != "cpu":
+        return partial(F.linear, weight=weight)
+    if weight.dtype == torch.float32 or not pack or not can_pack(weight.dtype):
+        return partial(torch.mm, mat2=weight.T.contiguous())
+    return partial(packed_product, torch.ops.mkldnn._reorder_linear_weight(weight))
+
+
+def packed_product(packed: Tensor, x: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether torch has these kernels for this CPU. They are not its public interface, so they are tried."""
+    x, weight = torch.ones(4, 32, dtype=dtype), torch.ones(64, 32, dtype=dtype)
+    try:
+        return torch.equal(packed_product(torch.ops.mkldnn._reorder_linear_weight(weight), x), x @ weight.T)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False

@@ -92,21 +92,17 @@ class Table(nn.Embedding):
 
 
 class Embedding(Table):
-    """
-    What the blocks read of the tokens. Smear: nanochat, modded-nanogpt, 2025. Bigram vectors: a table of hashed pairs
-    (modded-nanogpt 2026, after Svenstrup et al. 2017, arXiv:1709.03933).
-    """
+    """What the blocks read of the tokens. Smear: nanochat, modded-nanogpt, 2025."""
 
     def __init__(self, config: GPTConfig):
         super().__init__(config.padded_vocab_size, config.n_embd)
         self.smear = Gate(1, config.n_embd) if config.smear else None
         self.smear_scale = nn.Parameter(torch.empty(1)) if config.smear else None
-        self.bigram = Table(config.bigrams * config.padded_vocab_size, config.n_embd) if config.bigrams else None
 
-    def forward(self, tokens: Tensor, previous: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, tokens: Tensor, previous: Tensor | None = None) -> Tensor:
         """
-        tokens (…, T) → (embedding, bigram vectors or None), each (…, T, C). previous (…, T): the token before each, −1
-        where there is none; None: the tokens are rows of text.
+        tokens (…, T) → (…, T, C). previous (…, T): the token before each, −1 where there is none; None: the tokens are
+        rows of text.
         """
         x = norm(super().forward(tokens))
         if self.smear:
@@ -115,10 +111,7 @@ class Embedding(Table):
             else:
                 before = norm(super().forward(previous.clamp(min=0))) * (previous >= 0)[..., None]
             x = x + self.smear_scale * self.smear(x) * before
-        if self.bigram is None:
-            return x, None
-        previous = F.pad(tokens[..., :-1], (1, 0), value=-1) if previous is None else previous
-        return x, self.bigram(((previous + 1) * 0x9E3779B1 + tokens * 0x85EBCA77 >> 7) % self.bigram.num_embeddings)
+        return x
 
 
 class CausalSelfAttention(nn.Module):
@@ -133,7 +126,6 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         alternate = config.value_embeddings and (config.n_layer - 1 - layer) % 2 == 0
         self.value_gate = Gate(config.n_kv_head, config.n_embd) if alternate else None
-        self.head_gate = Gate(config.n_head, config.n_embd) if config.head_gates else None
         self.linear = F.linear
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,10 +155,7 @@ class CausalSelfAttention(nn.Module):
         """
         if values is not None:
             v = v + self.value_gate(x)[..., None] * values.view(v.shape)
-        y = look(q, k, v)
-        if self.head_gate:
-            y = y * self.head_gate(x)[..., None]
-        return y.reshape(x.shape)
+        return look(q, k, v).reshape(x.shape)
 
 
 class MLP(nn.Module):
@@ -187,11 +176,11 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.residual_scales = config.residual_scales
         depth = layer / max(config.n_layer - 1, 1)
-        self.first_scales = [  # what they start from: those of the residual stream and of x0 as in nanochat
-            *([1.15 - 0.10 * depth, 0.20 - 0.15 * depth] if config.residual_scales else []),
-            *([0.1] if config.bigrams else []),
-            *([-0.2] if config.backout and layer == config.n_layer - 1 else []),
-        ]
+        self.first_scales = []  # what they start from
+        if config.residual_scales:  # of the residual stream and of x0, as in nanochat
+            self.first_scales += [1.15 - 0.10 * depth, 0.20 - 0.15 * depth]
+        if config.backout and layer == config.n_layer - 1:
+            self.first_scales.append(-0.2)
         self.scales = nn.Parameter(torch.empty(len(self.first_scales))) if self.first_scales else None
         kv_width = config.n_kv_head * config.head_dim
         self.values = Table(config.padded_vocab_size, kv_width) if self.attn.value_gate else None
@@ -235,7 +224,7 @@ class Block(nn.Module):
             self.body = torch.compile(self.body, dynamic=False)
 
     def mix(self, x: Tensor, streams: tuple[Tensor, ...]) -> Tensor:
-        """Add the streams (x0, bigram vectors, the middle of the model; as far as there are), each times a scalar."""
+        """Add the streams (x0, the middle of the model), as far as there are any, each times a scalar."""
         if self.scales is None:
             return x
         scales = self.scales.unbind()

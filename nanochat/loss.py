@@ -5,10 +5,7 @@ The logits are the largest tensor of a step (tokens x vocabulary). Here they exi
 product with the head, softcap, loss and its gradient in one fused kernel, and both products of the backward pass
 while the chunk is still warm. What is kept for the backward pass is the size of the inputs, not of the logits.
 """
-from typing import NamedTuple
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.compiling import compiled, of_any_length
@@ -18,63 +15,24 @@ MAX_SOFTCAP = 64  # exp(softcap), summed over any vocabulary, stays far below fl
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}  # logits in flight; 8 MiB of bf16 fit a CPU's cache
 
 
-class Negatives(NamedTuple):
-    """The tokens that a row's targets are told apart from, instead of the whole vocabulary."""
-    tokens: Tensor  # (B, S) int64, S a multiple of VOCAB_MULTIPLE; the last one is padding
-    counts: Tensor  # (S,) float32: how many tokens each stands for; zero: padding
-    places: Tensor  # (V,) int64: where each token of the vocabulary would be among them
-
-
-def negatives(targets: Tensor, vocab_size: int, share: float) -> Negatives | None:
-    """
-    Part of the vocabulary for each row of targets (B, T), so that the expected Σ exp(logit) stays that of all (sampled
-    softmax: Jean et al. 2015, arXiv:1412.2007); None if the share is all. Half of them are the first tokens, which a
-    BPE tokenizer has learned first as the most frequent ones; the others are one token of each of so many stretches of
-    the rest. The row itself is the random number: what is drawn depends on no step, micro-batch or rank.
-    """
-    device, half = targets.device, max(round(vocab_size * share / 2), 1)
-    if share >= 1 or 2 * half >= vocab_size:
-        return None
-    rest = vocab_size - half
-    ends = half + torch.arange(half + 1, device=device) * rest // half  # of the stretches; the first one begins there
-    starts, sizes = ends[:-1], ends.diff()
-    row = (targets * torch.arange(1, 2 * targets.size(1), 2, device=device)).sum(1)[:, None]
-    mixed = (row * half + torch.arange(half, device=device)) * -0x61C8864680B583EB
-    mixed = (mixed ^ mixed >> 31) * -0x61C8864680B583EB  # as SplitMix64: Steele et al. 2014
-    tokens = starts + (mixed >> 33) % sizes
-    always = torch.arange(half, device=device).expand(len(targets), half)
-    padding = VOCAB_MULTIPLE - 2 * half % VOCAB_MULTIPLE
-    ids = torch.arange(vocab_size, device=device)
-    return Negatives(
-        F.pad(torch.cat((always, tokens), 1), (0, padding)),
-        F.pad(torch.cat((torch.ones(half, device=device), sizes)), (0, padding)),
-        torch.where(ids < half, ids, half + ((ids - half + 1) * half - 1) // rest),
-    )
-
-
 def softcapped_cross_entropy(
-    x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, weights: Tensor | None = None,
-    sampled: Negatives | None = None,
+    x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, weights: Tensor | None = None
 ) -> Tensor:
     """
     Sum over the targets of −log softmax(softcap · tanh(x headᵀ / softcap))[target], in float32, a scalar.
 
     x: (N, C); head: (V, C) with V ≥ vocab_size, the rows beyond it being padding that gets no probability;
     targets: (N,) int64, negative where there is nothing to predict, and the loss of one in the padding is infinite;
-    softcap: at most MAX_SOFTCAP; None or 0 for plain logits; weights: (N,) float32, what each target counts for;
-    sampled: for each of B rows of N / B targets these instead of the vocabulary, besides the target; needs a softcap.
+    softcap: at most MAX_SOFTCAP; None or 0 for plain logits; weights: (N,) float32, what each target counts for.
     Gradients flow to x and head, in their dtypes (head's in its `grad_dtype`, float32 where that is None).
     """
     valid = (targets >= 0).float()
     weights = valid if weights is None else valid * weights
-    if sampled is None:
-        if x.device.type == "cpu":  # on a GPU the host would have to wait until it knows how many there are
-            counted = weights.nonzero()[:, 0]
-            if len(counted) < len(x):  # what counts for nothing needs no logits
-                x, targets, weights = (part.index_select(0, counted) for part in (x, targets, weights))
-        return SoftcappedCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap)
-    assert softcap, "the exponentials of a sampled softmax are not shifted"
-    return SampledCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap, sampled)
+    if x.device.type == "cpu":  # on a GPU the host would have to wait until it knows how many there are
+        counted = weights.nonzero()[:, 0]
+        if len(counted) < len(x):  # what counts for nothing needs no logits
+            x, targets, weights = (part.index_select(0, counted) for part in (x, targets, weights))
+    return SoftcappedCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap)
 
 
 def token_losses(x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float | None) -> Tensor:
@@ -118,43 +76,7 @@ class SoftcappedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
         grad_x, grad_head = ctx.saved_tensors
-        return grad_x * grad_loss.to(grad_x.dtype), (grad_head * grad_loss).to(ctx.head_dtype), *[None] * 5
-
-
-class SampledCrossEntropy(SoftcappedCrossEntropy):
-    """Only forward differs; the softmax of a row is its negatives and, each in its own place, the targets."""
-
-    @staticmethod
-    def forward(
-        ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, softcap: float,
-        sampled: Negatives,
-    ) -> Tensor:
-        loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        real, targets, size = real_columns(head, vocab_size), targets.clamp(min=0), len(x) // len(sampled.tokens)
-        grad_x, grad_own, grad_head = [], [], torch.zeros_like(head, dtype=torch.float32)
-        for tokens, *row in zip(sampled.tokens, *(tensor.split(size) for tensor in (x, targets, weights))):
-            (rows, ids, row_weights), columns, own = row, head[tokens], head[row[1]]
-            logits = rows @ columns.T
-            total, shift, grad = compiled(exponentials_and_gradient)(logits, sampled.counts, softcap)
-            places = sampled.places[ids.clamp(max=len(sampled.places) - 1)]  # if it was drawn; else the padding's
-            places = torch.where(tokens[places] == ids, places, len(tokens) - 1)
-            own_entries = torch.arange(size, device=x.device), places
-            drawn = sampled.counts[places] * capped(logits[own_entries], softcap)[0].exp()
-            logit = (rows.float() * own.float()).sum(1)
-            total = total - drawn + capped(logit, softcap)[0].exp()  # the target counts once
-            losses, target_grad = losses_and_target_gradient(logit, total, shift, real[ids], softcap)
-            loss += (losses * row_weights).sum()
-            grad[own_entries] = 0  # the target's own gradients go to head[ids]
-            scale = (row_weights / total)[:, None]
-            own_scale = scale * target_grad[:, None]
-            grad_x.append((grad @ columns) * scale + own * own_scale)
-            grad_head.index_add_(0, tokens, (grad.T @ (rows * scale).to(rows.dtype)).float())  # none twice but padding
-            grad_own.append(rows * own_scale)
-        # Targets come twice: added in a fixed order, as an embedding's.
-        grad_head += torch.ops.aten.embedding_dense_backward(torch.cat(grad_own), targets, len(head), -1, False)
-        ctx.save_for_backward(torch.cat(grad_x).to(x.dtype), grad_head)
-        ctx.head_dtype = head.grad_dtype or torch.float32
-        return loss
+        return grad_x * grad_loss.to(grad_x.dtype), (grad_head * grad_loss).to(ctx.head_dtype), None, None, None, None
 
 
 def chunks(vocab: int, *tensors: Tensor):

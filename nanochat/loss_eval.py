@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanochat.conversation_loader import Row, tensors
 from nanochat.dataloader import TokenizedShards
-from nanochat.distributed import all_reduce_sum, sum_dtype
+from nanochat.distributed import all_reduce_sum, sum_dtype, until_stopped
 from nanochat.errors import UserError
 from nanochat.progress import progress
 from nanochat.tokenizer import Tokenizer
@@ -25,7 +25,8 @@ def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) 
     device = next(model.parameters()).device
     bytes_of = torch.from_numpy(token_bytes).to(device)
     total = torch.zeros(2, dtype=sum_dtype(device), device=device)  # nats, bytes
-    for _, (inputs, targets, *_) in zip(progress(range(steps), "bits per byte", "batches"), batches):
+    numbers = progress(range(steps), "bits per byte", "batches")
+    for _, (inputs, targets, *_) in zip(until_stopped(numbers), batches):
         nats, target_bytes = counted_nats(model, inputs, targets, bytes_of)
         total += torch.stack((nats.sum(), target_bytes.sum()))
     all_reduce_sum(total)
@@ -135,10 +136,11 @@ def padded(rows: list[Row], device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> str:
-    """The prompt's greedy continuation, up to max_tokens tokens or the end of the document."""
-    bos, out = tokenizer.get_bos_token_id(), []
-    for token in model.generate(tokenizer.encode(prompt, prepend=bos), max_tokens):
-        if token == bos:
-            break
-        out.append(token)
-    return tokenizer.decode(out)
+    """
+    The prompt's greedy continuation, up to max_tokens tokens or the end of the document. It always takes max_tokens
+    forward passes: ranks that gather each unit together must make equally many, also if their roundings differ.
+    """
+    bos = tokenizer.get_bos_token_id()
+    out = list(model.generate(tokenizer.encode(prompt, prepend=bos), max_tokens))
+    end = out.index(bos) if bos in out else len(out)
+    return tokenizer.decode(out[:end])

@@ -4,7 +4,7 @@ from nanochat.gpt import GPT
 from nanochat.muon import DistMuon, Variant
 from nanochat.zero import Sharding
 
-TABLE_LR = 0.5    # of value and bigram tables, relative to the embedding's
+TABLE_LR = 0.5    # of value tables, relative to the embedding's
 SCALAR_LR = 0.02  # of scalars and gates: they are of the order of one
 
 

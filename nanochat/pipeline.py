@@ -9,6 +9,8 @@ while the first micro-batch comes and the last one goes, for (P − 1)/(m + P �
 Ranks [s · N/P, (s + 1) · N/P) are stage s: neighbours, since they send one another whole gradients, while rank r sends
 only the residual stream to rank r + N/P, and receives its gradient. All ranks of a pipeline read the same rows.
 """
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -45,7 +47,7 @@ def stage_layers(config: GPTConfig, stages: int) -> list[range]:
 
 def stream_count(config: GPTConfig, layer: int) -> int:
     """How many tensors (B, T, C) enter a layer; the middle of the model is one from there on."""
-    return 1 + config.residual_scales + bool(config.bigrams) + (config.backout and layer > config.n_layer // 2)
+    return 1 + config.residual_scales + (config.backout and layer > config.n_layer // 2)
 
 
 class Pipeline:
@@ -70,12 +72,16 @@ class Pipeline:
         self.layers, self.is_last = self.all_layers[self.stage], self.stage == stages - 1
         model.keep(self.layers)
 
-    def accumulation_steps(self, total_batch_size: int, device_batch_size: int, max_seq_len: int) -> tuple[int, int]:
+    def accumulation_steps(
+        self, total_batch_size: int, device_batch_size: int, max_seq_len: int, uneven: bool = False
+    ) -> tuple[int, int]:
         """
         (micro-batches of a micro-step, micro-steps of an optimizer step): a pipeline has them all in flight in one.
-        UserError for a batch that does not divide, and for fewer micro-batches than stages.
+        UserError for a batch that does not divide (unless `uneven`, without a pipeline), and for fewer micro-batches
+        than stages.
         """
-        micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, self.ranks)
+        uneven = uneven and self.stages == 1
+        micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, self.ranks, uneven)
         if self.stages == 1:
             return 1, micro_steps
         if micro_steps < self.stages:
@@ -87,7 +93,7 @@ class Pipeline:
         cuts = ", ".join(f"{layers.start}-{layers.stop - 1}" for layers in self.all_layers)
         return f" in {self.stages} stages of layers {cuts}" if self.stages > 1 else ""
 
-    def connect(self, sharding: Sharding, micro_batches: int, rows: int, softmax_share: float = 1.0) -> None:
+    def connect(self, sharding: Sharding, micro_batches: int, rows: int) -> None:
         """Make the schedule of an optimizer step: micro_batches of `rows` rows each."""
         if self.stages == 1:
             return
@@ -100,7 +106,7 @@ class Pipeline:
             return (stream.requires_grad_(),) * count
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
-            return self.model.lm_head(hidden, targets, softmax_share=softmax_share) / micro_batches
+            return self.model.lm_head(hidden, targets) / micro_batches
 
         tokens = torch.empty(rows, config.sequence_len, dtype=torch.int64, device="meta")
         received = example(stream_count(config, self.layers.start)) if self.stage else (tokens,)
@@ -108,6 +114,34 @@ class Pipeline:
         part = PipelineStage(Part(self.model, self.layers), self.stage, self.stages, sharding.device, received, sent,
                              group=sharding.pipeline_group)
         self.schedule = Schedule1F1B(part, micro_batches, loss, scale_grads=False)
+
+    def whole_model(self, sharding: Sharding) -> GPT:
+        """
+        A model for evaluations, which all ranks must run together: the pipeline stage that keeps a unit sends its
+        weights to the others just before the unit runs, and they are freed after it. With one stage: the model itself.
+        """
+        if self.stages == 1:
+            return self.model
+        sharding.wait_for_params()
+        with torch.device("meta"):
+            model = GPT(self.model.config)
+        names = {p: name for name, p in model.named_parameters()}
+
+        def fill(of_unit: list[str], weights: Callable[[str], Tensor]) -> None:
+            for name in of_unit:
+                module, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(module), leaf, nn.Parameter(weights(name), requires_grad=False))
+
+        def nothing(name: str) -> Tensor:  # of the right shape, but in the memory of one element
+            shape = sharding.homes[name][1]
+            return torch.empty((), dtype=sharding.dtype, device=sharding.device).expand(shape)
+
+        for unit in model.units():
+            of_unit = [names[p] for p in unit.parameters()]
+            fill(of_unit, nothing)
+            unit.register_forward_pre_hook(lambda *_, of_unit=of_unit: fill(of_unit, sharding.whole_tensor))
+            unit.register_forward_hook(lambda *_, of_unit=of_unit: fill(of_unit, nothing))
+        return model
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """

@@ -1,8 +1,11 @@
-"""What a run has logged, read again. Without torch, because a report is made of nothing else."""
+"""What runs have left, read again. Without torch, because a report is made of nothing else."""
 import json
+import re
 from pathlib import Path
 
 from nanochat.files import base_dir
+
+MODEL_FILE = "model.safetensors"
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -19,6 +22,51 @@ def read_metrics(path: Path) -> list[dict]:
         kind = next((name.partition("/")[0] for name in record if name != "step"), "")
         records[record["step"], kind] = record
     return [records[key] for key in sorted(records)]
+
+
+# ---- Checkpoints
+
+
+def step_dir(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}"
+
+
+def list_steps(folder: Path) -> list[int]:
+    """Steps that have a checkpoint folder, rising."""
+    names = (re.fullmatch(r"step_(\d+)", path.name) for path in folder.glob("step_*"))
+    return sorted(int(match[1]) for match in names if match)  # as numbers: step_1000000 is newer than step_999999
+
+
+def newest_step(folder: Path) -> Path | None:
+    """The newest checkpoint in a folder, whether or not it is valid."""
+    steps = list_steps(folder)
+    return step_dir(folder, steps[-1]) if steps else None
+
+
+def describe_checkpoint(checkpoint: Path) -> str:
+    """Name of a checkpoint and sum of its weights: "sft_checkpoints/d4/step_000100 (0123456789abcdef)"."""
+    sums = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+    return f"{'/'.join(checkpoint.parts[-3:])} ({sums[MODEL_FILE][:16]})"
+
+
+def replaced_origin(checkpoint: Path) -> str:
+    """
+    The checkpoint of an earlier stage that this one was made from, directly or not, where a run of that stage has made
+    another one since. "" where there is none, and where nothing is known of it.
+    """
+    try:
+        meta = json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
+        origin, step = meta["data_state"]["origin"], meta["config"]["source_step"]
+        folder = checkpoint.parents[2] / origin.split("/")[0] / checkpoint.parent.name
+        now = newest_step(folder)
+        if now is None:
+            return ""  # removed, to save space
+        if step is not None:
+            now = step_dir(folder, step)
+        same = now.exists() and describe_checkpoint(now).split()[1] == origin.split()[1]  # it may have been renamed
+        return replaced_origin(now) if same else origin
+    except (OSError, ValueError, LookupError, TypeError):  # a base model, an imported one, a damaged one
+        return ""
 
 
 def models_trained_with(fingerprint: str) -> str:

@@ -6,7 +6,8 @@ The report of a run: what every stage found, in one markdown file with plots.
 
 A stage writes its section as it ends (`write_section`): into report/sections/DATA for a data set and its tokenizer, and
 into report/sections/DATA/TAG for a model that was trained on it; `generate` puts those of one model together. A section
-or a metrics file that cannot be read costs the report one line, never the report.
+or a metrics file that cannot be read costs the report one line, never the report. A section names its checkpoint: where
+that, or what it was made from, has been replaced since, the section is marked, and left out of the summary.
 """
 import json
 import os
@@ -23,7 +24,7 @@ from typing import Any
 
 from nanochat.errors import UserError, did_you_mean, is_rank0
 from nanochat.files import base_dir, write_text
-from nanochat.records import duration
+from nanochat.records import describe_checkpoint, duration, newest_step, replaced_origin
 
 COLUMNS = ("base", "mid", "sft", "rl")  # of the summary; then all others
 # Sections come in this order, then all others.
@@ -37,7 +38,7 @@ UNKNOWN = "unknown"  # in place of a data set's name
 
 def write_section(stage: str, title: str, body: str, results: dict[str, dict[str, float | str]] | None = None,
                   metrics: Path | None = None, floor: float | None = None, *,
-                  data: str | None, model_tag: str = "") -> None:
+                  data: str | None, model_tag: str = "", checkpoint: Path | None = None) -> None:
     """
     Keep a stage's section for the report, in place of an earlier one of that stage. Rank 0 only.
 
@@ -45,13 +46,14 @@ def write_section(stage: str, title: str, body: str, results: dict[str, dict[str
     results: for the summary table, {column: {row: value}}; a column is the model that was measured, such as "base".
     metrics: the run's metrics.jsonl, to plot.   floor: entropy of the corpus in bits per byte, drawn beside validation.
     data: the data set it is about, or that its model was trained on; None where that is unknown (an imported model).
+    checkpoint: of the model that it is about.
     """
     assert re.fullmatch(r"\w[\w-]*", stage, re.ASCII), f"{stage!r} cannot name a file"
     if not is_rank0():
         return
     relative = metrics and os.path.relpath(metrics, base_dir())  # so that the base folder may move
     section = {"title": title, "body": body, "results": results or {}, "metrics": relative, "floor": floor,
-               "made": provenance()}
+               "made": provenance(), "checkpoint": checkpoint and describe_checkpoint(checkpoint)}
     text = json.dumps(section, indent=1, default=float)  # numbers of numpy and torch as well
     write_text(base_dir() / "report" / "sections" / (data or UNKNOWN) / model_tag / f"{stage}.json", text)
 
@@ -62,6 +64,22 @@ def read_section(path: Path) -> dict[str, Any]:
     if not isinstance(section, dict) or not {"title", "body", "results", "metrics", "floor", "made"} <= section.keys():
         raise ValueError("it is not a section")
     return section
+
+
+def older_model(section: dict[str, Any]) -> str:
+    """In words, that a section is about a model which has been replaced; "" where it has not, or nothing is known."""
+    about = section.get("checkpoint")  # not in sections of earlier versions
+    newest = about and newest_step(base_dir() / Path(about.split()[0]).parent)
+    if newest is None:
+        return ""
+    try:
+        now = describe_checkpoint(newest)
+    except (OSError, ValueError):  # damaged
+        return ""
+    if now != about:
+        return f"of an older model, {about}; the newest is {now}"
+    origin = replaced_origin(newest)
+    return f"of a model made from {origin}, which has been replaced" if origin else ""
 
 
 def sorted_sections(paths: Iterable[Path]) -> list[Path]:
@@ -101,10 +119,13 @@ def generate(model_tag: str = "", data: str = "") -> Path:
             chapters.append(f"## {path.stem}\n\n*Left out: {path.relative_to(folder)} is damaged "
                             f"({single_line(error)}); run its stage again.*")
             continue
-        tables.append(section["results"])
-        made = made_line(section["made"], header)
+        older, made = older_model(section), made_line(section["made"], header)
+        if older:
+            made = f"{made}; **{older}: not in the summary**"
+        else:
+            tables.append(section["results"])
         chapters += [f"## {single_line(section['title'])}", f"*{made}*", section["body"].strip()]
-        if section["metrics"] is not None:
+        if section["metrics"] is not None and not older:  # its log may be another run's by now
             plot, plotted = plot_section(path.stem, base_dir() / section["metrics"], section["floor"], folder)
             chapters.append(plot)
             seconds += plotted

@@ -74,13 +74,18 @@ def choose_batch_size(num_iterations: int, horizon: float, rows_unit: int) -> in
     return max(round(batch / rows_unit), 1) * rows_unit
 
 
-def accumulation_steps(total_batch_size: int, device_batch_size: int, max_seq_len: int, world_size: int) -> int:
-    """Micro-steps per optimizer step on each rank, or an error that names the nearest batches that work."""
+def accumulation_steps(
+    total_batch_size: int, device_batch_size: int, max_seq_len: int, world_size: int, uneven: bool = False
+) -> int:
+    """
+    Micro-steps per optimizer step on each rank, or an error that names the nearest batches that work. uneven: in the
+    last micro-step some ranks may have no rows, where the batch has micro-batches that the ranks do not divide.
+    """
     if total_batch_size < 1:
         raise UserError(f"total_batch_size={total_batch_size} must be at least 1, or -1 to have it chosen")
     unit = device_batch_size * max_seq_len * world_size
-    if total_batch_size % unit == 0:
-        return total_batch_size // unit
+    if total_batch_size % (device_batch_size * max_seq_len if uneven else unit) == 0:
+        return math.ceil(total_batch_size / unit)
     below = total_batch_size // unit * unit
     nearest = f"{below} or {below + unit}" if below else f"{unit}"
     rows, rest = divmod(total_batch_size, max_seq_len * world_size)

@@ -20,7 +20,7 @@ are the float32 rows that it keeps.
 """
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -66,24 +66,26 @@ class Bucket:
     ):
         self.params = params
         self.part_size, self.ranges = equal_ranges({name: tuple(p.shape) for name, p in params.items()}, shard_count)
-        weights = [p.data.flatten().float() for p in params.values()]  # masters are float32, whatever the model came in
-        self.padding = weights[0].new_zeros(shard_count * self.part_size - sum(map(len, weights)))
-        weights = torch.cat([*weights, self.padding])
-        own = slice(shard_rank * self.part_size, (shard_rank + 1) * self.part_size)
-        self.flat = weights.to(dtype)
-        self.master = self.flat[own] if dtype == torch.float32 else weights[own].clone()
+        device = next(iter(params.values())).device
+        self.flat = torch.zeros(shard_count * self.part_size, dtype=dtype, device=device)
+        self.padding = torch.zeros(len(self.flat) - sum(p.numel() for p in params.values()), device=device)
+        if dtype == torch.float32:
+            self.master = self.flat[shard_rank * self.part_size : (shard_rank + 1) * self.part_size]
+        else:
+            self.master = torch.zeros(self.part_size, device=device)
+        kept = [(name, r) for name, ranges in self.ranges.items() for r in ranges if r.rank == shard_rank]
+        self.sizes = [r.end - r.start for _, r in kept]
+        self.shards: list[Shard] = []
+        for (name, r), master in zip(kept, self.split(self.master)):
+            master.copy_(params[name].data.flatten()[r.start : r.end])  # float32, whatever the model came in
+            self.shards.append(Shard(name, tuple(params[name].shape), r.start, r.end, master))
         offset = 0
         for p in params.values():
-            p.data = self.flat[offset : offset + p.numel()].view(p.shape)
+            view = self.flat[offset : offset + p.numel()].view(p.shape)
+            p.data = view.copy_(p.data)  # frees what the model came in
             # Autograd sums micro-steps in float32, whatever dtype products have. What is sent at once keeps its own.
             p.grad_dtype = torch.float32 if summed else None
             offset += p.numel()
-        kept = [(name, r) for name, ranges in self.ranges.items() for r in ranges if r.rank == shard_rank]
-        self.sizes = [r.end - r.start for _, r in kept]
-        masters = self.split(self.master)
-        self.shards = [
-            Shard(name, tuple(params[name].shape), r.start, r.end, master) for (name, r), master in zip(kept, masters)
-        ]
         self.computed = 0                # parameters whose gradient the backward pass of this micro-step has computed
         self.grad: Tensor | None = None  # (part_size,) float32, summed over ranks and micro-steps
         self.pending: list = []          # (work, what it reads): collectives that fill `flat` or `grad`
@@ -92,14 +94,14 @@ class Bucket:
         """Views of (part_size,) elements of this rank's part, one for each of its shards, without the padding."""
         return part[: sum(self.sizes)].split(self.sizes)
 
-    def take_gradients(self, dtype: torch.dtype) -> Tensor:
-        """The whole gradients end to end, zero for parameters that took no part in the loss; all release theirs."""
+    def take_gradients(self) -> Tensor:
+        """The whole gradients end to end in float32, zero for parameters without one; all release theirs."""
         parts = [self.flat.new_zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in self.params.values()]
         for p in self.params.values():
             p.grad = None
         if len(parts) == 1 and not len(self.padding):
-            return parts[0].to(dtype)
-        return torch.cat([*parts, self.padding], out=self.flat.new_empty(len(self.flat), dtype=dtype))
+            return parts[0].float()
+        return torch.cat([*parts, self.padding], out=self.flat.new_empty(len(self.flat), dtype=torch.float32))
 
     def wait(self, *_) -> None:
         """Until `flat` and `grad` are complete. As a hook: before each forward pass of the unit."""
@@ -108,12 +110,11 @@ class Bucket:
         self.pending.clear()
 
 
-def sums_of_bits(model: nn.Module) -> dict[str, int]:
+def sums_of_bits(params: dict[str, Parameter]) -> dict[str, int]:
     """A number for the weights of each parameter. Waits for the device."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return {
-        name: p.detach().flatten().view(bits[p.itemsize]).sum(dtype=torch.int64).item()
-        for name, p in model.named_parameters()
+        name: p.detach().flatten().view(bits[p.itemsize]).sum(dtype=torch.int64).item() for name, p in params.items()
     }
 
 
@@ -123,10 +124,12 @@ class Sharding:
     gradients over ranks, gives this rank's `shards` their part of them, and sends the updated shards to all ranks.
     Parameters with requires_grad=False stay whole on every rank; they are never sent and never updated.
 
+    weights: for a model on the meta device, the whole weights of a parameter by its name. One unit after the other gets
+    its weights and is sharded, so that no rank ever holds more than one whole unit beside what its stage keeps.
     units: the modules whose parameters travel together, in the order of the forward pass. A rank may leave out units,
     or the body of a micro-step: their gradients are zero. On stage 3 every rank must run all units, in this order.
-    shard_size: ranks of a shard group, -1 for all. reduce_dtype: of gradients while they travel. pipeline_stages: the
-    ranks are cut into so many groups of neighbours, each with layers of its own; see nanochat.pipeline.
+    shard_size: ranks of a shard group, -1 for all. pipeline_stages: groups of neighbouring ranks, each with layers of
+    its own; see nanochat.pipeline.
     UserError for ranks that start from different weights, and for a dtype without the range of float32. COLLECTIVE.
 
     There is no zero_grad. A parameter's gradient is released when it is sent (`Bucket.take_gradients`), or in
@@ -135,10 +138,10 @@ class Sharding:
 
     def __init__(
         self, model: nn.Module, units: list[nn.Module], device: torch.device, dtype: torch.dtype, stage: int,
-        shard_size: int = -1, reduce_dtype: torch.dtype = torch.float32, pipeline_stages: int = 1,
+        shard_size: int = -1, pipeline_stages: int = 1, weights: Callable[[str], Tensor] | None = None,
     ):
         self.model, self.model_class, self.device = model, type(model), device
-        self.dtype, self.reduce_dtype, self.stage = dtype, reduce_dtype, stage
+        self.dtype, self.stage = dtype, stage
         if dtype not in (torch.float32, torch.bfloat16):
             raise UserError(f"dtype={dtype} would need its losses scaled; expected float32 or bfloat16")
         if stage == 3 and not dist.is_initialized():  # fully_shard needs a process group, even for one rank
@@ -170,27 +173,48 @@ class Sharding:
         self.passes = 1                    # backward passes in this micro-step
         self.unsent: deque[Bucket] = deque()  # in this micro-step, in the order in which every rank sends
         self.in_flight: deque[tuple] = deque()  # (bucket, work, its output, its input, sent in the last micro-step)
-        if self.world_size > 1 and dist.get_backend() != "fake":  # a dry run has no other ranks
-            require_same("starts from other weights", sums_of_bits(model),
-                         "every rank must draw them from one seed, or load one checkpoint", self.ranks)
         self.homes = {name: (self.pipeline_stage, tuple(p.shape)) for name, p in model.named_parameters()}
         if pipeline_stages > 1:  # of the whole model: the stage of the pipeline that has a parameter, and its shape
             self.homes = {name: home for homes in gather_objects(self.homes) for name, home in homes.items()}
         self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self.compared = self.world_size > 1 and dist.get_backend() != "fake"  # a dry run has no other ranks
+        sums = sums_of_bits(self.frozen) if self.compared else {}
         for p in self.frozen.values():
             p.data = p.data.to(dtype)
-        parts = partition(model, units)
+        for modules, params in partition(model, units):
+            sums |= self.add_unit(modules, params, weights, last=units[-1] in modules)
         if stage == 3:
-            self.shard_fully([modules for modules, _ in parts if modules != [model]], units[-1])
-        else:
-            for modules, params in parts:
-                self.add_bucket(modules, params)
+            self.shard_root()
+        if self.compared:
+            require_same("starts from other weights", sums,
+                         "every rank must draw them from one seed, or load one checkpoint", self.ranks)
 
     # --- Setup
 
     def groups(self) -> list[dist.ProcessGroup]:
         """All that this rank sends in, beside the group of all ranks."""
         return [group for group in (self.shard_group, self.replica_group, self.pipeline_group) if group is not None]
+
+    def add_unit(
+        self, modules: list[nn.Module], params: dict[str, Parameter], weights: Callable[[str], Tensor] | None,
+        last: bool,
+    ) -> dict[str, int]:
+        """Shard a unit; its whole weights are freed when this returns. Returns their `sums_of_bits`, to be compared."""
+        if weights is not None:
+            params = {name: Parameter(weights(name).to(self.device)) for name in params}
+            for name, p in params.items():
+                module, _, leaf = name.rpartition(".")
+                setattr(self.model.get_submodule(module), leaf, p)
+        sums = sums_of_bits(params) if self.compared else {}
+        if self.stage < 3:
+            self.add_bucket(modules, params)
+            return sums
+        for p in params.values():
+            p.data = p.data.float()  # the rows of it that fully_shard keeps are the masters
+        if modules != [self.model]:  # parameters outside all units are left to the root
+            self.fully_shard(modules, reshard=not last)  # the last one's backward pass follows its forward pass at once
+            self.units.append(modules[0])
+        return sums
 
     def add_bucket(self, modules: list[nn.Module], params: dict[str, Parameter]) -> None:
         bucket = Bucket(
@@ -204,21 +228,21 @@ class Sharding:
             for p in params.values():
                 p.register_post_accumulate_grad_hook(lambda _: self.gradient_computed(bucket))
 
-    def shard_fully(self, units: list[list[nn.Module]], last: nn.Module) -> None:
-        """Stage 3. The float32 rows that fully_shard keeps are the masters; it gathers them in the compute dtype."""
+    def fully_shard(self, modules: nn.Module | list[nn.Module], reshard: bool) -> None:
+        """Stage 3, in the compute dtype. reshard: free gathered parameters between forward and backward pass."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes a second to import
 
-        for name, p in self.model.named_parameters():
-            p.data = p.data if name in self.frozen else p.data.float()
-        policy = MixedPrecisionPolicy(self.dtype, self.reduce_dtype, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(self.dtype, torch.float32, cast_forward_inputs=False)
         mesh = self.mesh["replica", "shard"] if self.replicas > 1 else self.mesh["shard"]
-        settings = dict(mesh=mesh, mp_policy=policy, ignored_params=set(self.frozen.values()))
-        for unit in units:  # the last unit's backward pass follows its forward pass: it stays whole in between
-            fully_shard(unit, reshard_after_forward=last not in unit, **settings)
-        fully_shard(self.model, **settings)
-        self.units = [unit[0] for unit in units]
-        for i, unit in enumerate(self.units if self.world_size > 1 else ()):  # before the hook that gathers it
-            unit.register_forward_pre_hook(lambda *_, i=i: self.require_order(i), prepend=True)
+        fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy,
+                    ignored_params=set(self.frozen.values()))
+
+    def shard_root(self) -> None:
+        """Stage 3, when all units are sharded: what is left, and the order in which units are gathered."""
+        self.fully_shard(self.model, reshard=True)
+        if self.world_size > 1:
+            for i, unit in enumerate(self.units):  # before the hook that gathers it
+                unit.register_forward_pre_hook(lambda *_, i=i: self.require_order(i), prepend=True)
         for unit, following in zip(self.units, self.units[1:]):
             unit.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([unit])
@@ -283,7 +307,7 @@ class Sharding:
         """Start the sum of a bucket's gradients over the shard group, of which each rank gets its own part."""
         while self.shard_count > 1 and len(self.in_flight) >= MAX_IN_FLIGHT:
             self.receive()
-        own = whole = bucket.take_gradients(self.reduce_dtype)
+        own = whole = bucket.take_gradients()
         if self.shard_count > 1:
             own = whole.new_empty(bucket.part_size)
             work = reduce_scatter(own, whole, self.shard_group)
@@ -389,40 +413,39 @@ class Sharding:
         self.wait_for_params()
         for unit in self.units:  # on stage 3 the last one stays whole after a forward pass without a backward pass
             unit.reshard()
-        own = dict(self.model.named_parameters())
-        for name, (pipeline_stage, shape) in self.homes.items():
-            if pipeline_stage != self.pipeline_stage:
-                whole = torch.empty(shape, dtype=self.dtype, device=self.device)
-            elif self.stage < 3 or name in self.frozen:
-                whole = own[name].detach()
-            else:
-                whole = own[name].detach().to(self.dtype).full_tensor()
-            if self.pipeline_stages > 1:
-                source = pipeline_stage * self.ranks + self.rank % self.ranks
-                dist.broadcast(whole, source, group=self.pipeline_group)
-            yield name, whole
+        for name in self.homes:
+            yield name, self.whole_tensor(name)
+
+    def whole_tensor(self, name: str) -> Tensor:
+        """A whole parameter in the compute dtype, from whichever ranks keep it. COLLECTIVE."""
+        pipeline_stage, shape = self.homes[name]
+        if pipeline_stage != self.pipeline_stage:
+            whole = torch.empty(shape, dtype=self.dtype, device=self.device)
+        else:
+            whole = self.model.get_parameter(name).detach()
+            if self.stage == 3 and name not in self.frozen:
+                whole = whole.to(self.dtype).full_tensor()
+        if self.pipeline_stages > 1:
+            source = pipeline_stage * self.ranks + self.rank % self.ranks
+            dist.broadcast(whole, source, group=self.pipeline_group)
+        return whole
 
     def load_whole(self, name: str, tensor: Tensor) -> None:
         """Copy a whole parameter in place (stages 0 to 2, and frozen ones); in float32 that is its master as well."""
         self.wait_for_params()
         self.model.get_parameter(name).data.copy_(tensor)
 
-    def gather_model(self, everywhere: bool = False) -> nn.Module | None:
+    def gather_model(self) -> nn.Module:
         """
-        A model with whole parameters, which computes without other ranks: on rank 0 (None elsewhere), or everywhere.
-        On stages 0 to 2 it is the model itself. On stage 3 it is a copy, which the next step does not update; in a
-        pipeline the layers of other stages are copies.
+        A model with whole parameters, which each rank may run without the others. On stages 0 to 2 it is the model
+        itself. On stage 3 it is a copy in the compute dtype, which the next step does not update. Not for a pipeline.
         """
-        wanted = everywhere or self.rank == 0
-        if self.stage < 3 and self.pipeline_stages == 1:
+        if self.stage < 3:
             self.wait_for_params()
-            return self.model if wanted else None
-        tensors = {name: tensor for name, tensor in self.whole_tensors() if wanted}  # every rank iterates over all
-        if not wanted:
-            return None
+            return self.model
         with torch.device("meta"):
             model = self.model_class(self.model.config)
-        model.load_state_dict(tensors, assign=True)
+        model.load_state_dict(dict(self.whole_tensors()), assign=True)
         return model
 
 

@@ -4,13 +4,13 @@
 #     NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash runs/multi_node.sh scripts.base_train --data=fineweb-edu --depth=20 --resume=auto
 #     NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash runs/multi_node.sh scripts.base_train --data=fineweb-edu --depth=20 --resume=auto
 #
-#     NNODES              a range such as 1:4 lets the run go on with fewer machines, and with more when they are back;
-#                         it needs --resume=auto and no NODE_RANK. The machine of MASTER_ADDR must stay.
+#     NNODES              a range such as 1:4 lets the run go on with fewer machines, and with more when they are back,
+#                         any number of them; it needs no NODE_RANK. The machine of MASTER_ADDR must stay.
 #     MASTER_ADDR         of the first node, as the others reach it; MASTER_PORT (29500) must be free there
 #     NPROC               ranks on this node; default: one for each GPU, or one
 #     NANOCHAT_BASE_DIR   on a file system that all nodes share: checkpoints are pieces from all ranks
 #     MAX_RESTARTS        (3) times that all ranks are started anew, from the newest checkpoint, when one has died
-#     JOB_ID              of the scheduler, if there is one: what a restart finds under another id it does not take for its own
+#     JOB_ID              of the scheduler, if there is one: machines with another one do not join
 #
 # With several network interfaces, NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME says which one the ranks talk over.
 set -euo pipefail

@@ -17,7 +17,7 @@ from nanochat.checkpoint import find_model, load_checkpoint
 from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.tinyworld import PROMPTS, held_out_questions, validation_documents
-from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
+from nanochat.dataloader import tokenizing_distributed_data_loader, validation_rows
 from nanochat.distributed import all_reduce_sum, compute_cleanup, compute_init, print0, sum_dtype
 from nanochat.errors import UserError
 from nanochat.loss_eval import document_nats, evaluate_bpb, first_documents, greedy_completes, sample
@@ -50,7 +50,7 @@ print0(f"model: {name}")
 
 # --- bits per byte on both splits, as in training: rows packed with documents
 results: dict[str, float | str] = {}
-eval_rows = max(min(eval_tokens, count_tokens(data, "val", tokenizer)) // max_seq_len, 1)
+eval_rows = validation_rows(data, tokenizer, eval_tokens, max_seq_len)
 eval_steps = math.ceil(eval_rows / (device_batch_size * world_size))
 for split, title in (("train", "training"), ("val", "validation")):
     loader = tokenizing_distributed_data_loader(
@@ -124,5 +124,5 @@ if made is not None and rank == 0:
            f"held-out questions: {results['held-out questions']}")
 
 write_section("base_eval", "Base model: evaluation", "\n\n".join([f"Model: {name}.", *tables]), {"base": results},
-              data=trained_on, model_tag=checkpoint.parent.name)
+              data=trained_on, model_tag=checkpoint.parent.name, checkpoint=checkpoint)
 compute_cleanup()

@@ -15,24 +15,26 @@ from configurator import configure  # first: it checks the command line before t
 
 import torch
 
-from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, read_meta
+from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, read_meta, say_how_to_talk, step_dir
 from nanochat.compiling import eagerly
 from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
-from nanochat.dataloader import count_tokens, tokenizing_distributed_data_loader
+from nanochat.dataloader import tokenizing_distributed_data_loader, validation_rows
 from nanochat.dataset import fingerprint
 from nanochat.distributed import (
     StopRequest,
     after_first_step,
     compute_cleanup,
     from_rank0,
+    hosts_may_change,
     print0,
     rank0_first,
     require_same,
     set_up,
+    until_stopped,
 )
 from nanochat.errors import UserError
 from nanochat.flops import peak_flops
@@ -77,10 +79,8 @@ data = "tinyworld"          # name of a data set made by scripts.dataset
 max_seq_len = 2048          # [1..] tokens per row
 # ---- Model
 depth = 20                  # [1..] layers; the width (64 per layer) and the heads follow from it
-kv_group = 1                # [1..] query heads per key head; above 1: grouped-query attention
 softcap = 15.0              # [0..64] limit of the logits; 0: none
 arch = "modern"             # pieces of the model: classic, modern, or one with changes: modern,smear=False
-softmax_share = 1.0         # [0.01..1] part of the vocabulary that the loss tells targets apart from; 1: all, exact
 # ---- Horizon: the first of these that is positive
 num_iterations = -1         # [-1, 1..] optimizer steps
 target_flops = -1.0         # FLOPs of the whole run
@@ -91,7 +91,6 @@ total_batch_size = 524288   # [-1, 1..] tokens per optimizer step, over all rank
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters
 shard_size = -1             # [-1, 1..] ranks N that share one copy; groups of so many are replicas; -1: all ranks
-reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients that are sent to other ranks
 pipeline_stages = 1         # [1..] groups of ranks with layers of their own; micro-steps go from one to the next
 # ---- Optimizers
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
@@ -132,12 +131,10 @@ if core_metric_every > 0 and (reason := why_no_bundle()):
 core_tasks = load_tasks(bundle_dir()) if core_metric_every > 0 else []
 
 # ---- Model: first its shapes, without memory, so that wrong settings are found at once
-if softmax_share < 1 and not softcap:
-    raise UserError(f"softmax_share={softmax_share} needs a softcap; expected softcap above 0, or softmax_share=1")
-model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, kv_group, softcap, arch)
+model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, softcap, arch)
 with torch.device("meta"):
     model = GPT(model_config)
-parameters, flops_per_token = sum(p.numel() for p in model.parameters()), model.estimate_flops(softmax_share)
+parameters, flops_per_token = sum(p.numel() for p in model.parameters()), model.estimate_flops()
 computing = model.count_parameters("matrix", "head")  # the others are lookups
 pipeline = Pipeline(model, pipeline_stages, zero_stage, rank, world_size)  # leaves `model` the layers of this rank
 
@@ -158,7 +155,10 @@ chosen = total_batch_size == -1
 if chosen:
     unit = device_batch_size * max_seq_len * world_size  # with a pipeline at least a micro-batch for each stage
     total_batch_size = meta["total_batch_size"] if meta else choose_batch_size(num_iterations, horizon, unit)
-micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len)
+uneven = meta is not None or hosts_may_change()  # some ranks may have no rows in the last micro-step
+micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len, uneven)
+# Micro-steps with rows, on average over the ranks: grad_accum_steps, or less where the ranks do not divide the batch
+filled_steps = total_batch_size / (micro_batches * device_batch_size * max_seq_len * pipeline.ranks)
 num_iterations = choose_num_iterations(num_iterations, horizon, total_batch_size)
 scales = rate_scales(total_batch_size, num_iterations * total_batch_size) if chosen else (1.0, 1.0)
 if meta:  # a resumed run keeps the rates it had, and its batch
@@ -169,26 +169,28 @@ print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head
        f"vocabulary {model_config.vocab_size:,}, {parameters:,} parameters")
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.ranks} rank(s) "
        f"x {micro_batches * grad_accum_steps} micro-step(s){pipeline.describe()}")
+if filled_steps < grad_accum_steps:
+    empty = 1 - filled_steps / grad_accum_steps
+    print0(f"warning: {pipeline.ranks} rank(s) do not divide the batch: {empty:.0%} of their micro-steps are empty")
 if tuple(scales) != (1.0, 1.0):
     print0(f"rates: all x {scales[0]:.4g} for this batch; weight decay x {scales[1]:.4g} for batch and horizon")
 print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {total_flops:.2e} FLOPs, "
        f"{duration(total_flops / (peak.flops * world_size))} at the peak of {peak.flops / 1e12:,.2f} TFLOP/s per rank "
        f"({peak.source})")
 
-# ---- Weights: drawn in float32, the same on every rank; then each rank keeps of them what its stage asks for
-model.to_empty(device=device)
-model.init_weights(seed)
+# ---- Weights: drawn in float32, the same on every rank, one unit (embedding, block, head) at a time. Each rank keeps
+# its part of a unit, as zero_stage says, before the next one is drawn: the whole model need not fit on a device
 model.activation_checkpointing = activation_checkpointing
 if fp8:
     check_fp8(device, device_batch_size * max_seq_len)
     model.multiply_by(fp8_linear)
-sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, getattr(torch, reduce_dtype),
-                    pipeline_stages)
+sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, pipeline_stages,
+                    weights=lambda name: model.draw(name, seed))
 rates = unembedding_lr, embedding_lr, matrix_lr, weight_decay * scales[1]
 optimizers = setup_optimizers(model, sharding, *rates, muon_variant, lr_scale=scales[0])
 if compiling:
     model.compile_blocks()
-pipeline.connect(sharding, micro_batches, device_batch_size, softmax_share)
+pipeline.connect(sharding, micro_batches, device_batch_size)
 
 # ---- Resume, exactly: weights, masters, moments, place in the data, smoothed loss
 start_step, data_state, metrics_state = 0, None, None
@@ -206,10 +208,11 @@ metrics = Metrics(checkpoints, run, config, start_step, num_iterations, total_ba
 shape = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=rank, world_size=world_size,
              device=device)
 train_loader = tokenizing_distributed_data_loader(
-    data, "train", tokenizer, grad_accum_steps=grad_accum_steps, seed=seed, state=data_state, **shape
+    data, "train", tokenizer, grad_accum_steps=grad_accum_steps, seed=seed, state=data_state,
+    rows_per_step=total_batch_size // max_seq_len, **shape
     | dict(device_batch_size=micro_batches * device_batch_size, rank=pipeline.rank, world_size=pipeline.ranks)
 )
-eval_rows = max(min(eval_tokens, from_rank0(count_tokens, data, "val", tokenizer)) // max_seq_len, 1)
+eval_rows = from_rank0(validation_rows, data, tokenizer, eval_tokens, max_seq_len)
 eval_steps = math.ceil(eval_rows / (device_batch_size * world_size))
 inputs, targets, data_state = next(train_loader)  # data_state: where the step of these rows begins
 
@@ -231,8 +234,8 @@ while True:
 
     # --- evaluation of the same parameters
     if any(map(due, (eval_every, core_metric_every, sample_every))):
-        with metrics.paused():
-            evaluated = model if pipeline_stages == 1 else sharding.gather_model(everywhere=True)
+        with metrics.paused(), metrics.stoppable():
+            evaluated = pipeline.whole_model(sharding)
             if due(eval_every):  # the same rows in every run, whatever its seed, batch and ranks
                 validation = tokenizing_distributed_data_loader(data, "val", tokenizer, num_rows=eval_rows, **shape)
                 metrics.log_validation(step, evaluate_bpb(evaluated, validation, eval_steps, token_bytes))
@@ -244,11 +247,11 @@ while True:
                 metrics.log(step, {f"core/{name}": core} | {f"core/{score.label}": score.centered for score in scores})
                 print0(f"step {step:05d}/{num_iterations:05d} | {name} {core:.4f}")
             if step > 0 and due(sample_every):
-                whole_model = sharding.gather_model() if pipeline_stages == 1 else evaluated  # on stage 3 gathered
                 with eagerly():
-                    for prompt, _ in PROMPTS if rank == 0 else ():
-                        print0(f"  {prompt}{sample(whole_model, tokenizer, prompt, max_tokens=24)}")
-            evaluated = whole_model = None  # frees what was gathered
+                    for prompt, _ in until_stopped(PROMPTS):  # by all ranks: they may have to gather units together
+                        print0(f"  {prompt}{sample(evaluated, tokenizer, prompt, max_tokens=24)}")
+    if metrics.stop_requested:  # in an evaluation, which all ranks have left
+        continue
     if last_step:
         break
 
@@ -270,9 +273,9 @@ while True:
             if pipeline_stages > 1:
                 loss = pipeline.step(inputs, targets)  # forward and backward passes of all micro-batches, in turns
             else:
-                loss = model(inputs, targets, softmax_share=softmax_share)  # mean over this micro-batch
-                (loss / grad_accum_steps).backward()
-        step_loss += loss.detach() / grad_accum_steps
+                loss = model(inputs, targets)  # mean over this micro-batch
+                (loss / filled_steps).backward()
+        step_loss += loss.detach() / filled_steps
         inputs, targets, data_state = next(train_loader)  # read by a thread; the host does not wait for the copy
 
     # Divides loss and gradients by the ranks that have a loss; in fine-tuning the count is the number of targets.
@@ -296,12 +299,14 @@ train_loader.close()
 saver.wait()
 metrics.close()
 if stopping:
-    print0(f"stopped after step {step}; --resume=auto continues")
+    stop.end(step)
 elif rank == 0:
     write_section("base_train", "Base model: pretraining", settings_table(config), {"base": {
         "parameters": f"{parameters:,}", "tokens trained on": f"{num_iterations * total_batch_size:,}",
         "training minutes": metrics.state["elapsed"] / 60,
         "peak memory, GiB": peak_memory(),
         "best validation bits per byte": metrics.state["min_val_bpb"] or "-",
-    }}, metrics.path, floor=entropy_floor(data), data=data, model_tag=checkpoints.name)
-compute_cleanup()
+    }}, metrics.path, floor=entropy_floor(data), data=data, model_tag=checkpoints.name,
+        checkpoint=step_dir(checkpoints, step))
+    say_how_to_talk(checkpoints)
+compute_cleanup(stop)

@@ -26,7 +26,6 @@ model_tag: str | None = None  # folder of its checkpoints; None: the only one th
 step: int | None = None     # of the checkpoint; None: the newest valid one
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
-quantize: Literal["", "int8"] = ""  # int8: weights of a quarter of the size, on a CPU only
 # ---- Answers
 p: str | None = None        # a prompt: print the answer to it and end
 temperature = 0.6           # [0..] 0: always the most probable token
@@ -43,11 +42,11 @@ HELP = """\
 Ctrl-C    stop an answer"""
 
 *_, device = compute_init(device_type)
-stage = furthest_stage(model_tag) if source == "auto" else source
+stage, older = furthest_stage(model_tag) if source == "auto" else (source, "")
 model, tokenizer, meta = load_checkpoint(find_model(stage, model_tag, step), device)
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
 render = render_text if stage == "base" else render_prompt
-engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, prompt_cache_mb * 2**20, quantize)
+engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, prompt_cache_mb * 2**20)
 room = min(max_new_tokens, engine.context // 4)  # tokens that an answer should find free
 DIM, PLAIN = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
 
@@ -85,6 +84,7 @@ def answer(messages: list[dict]) -> None:
 
 
 about = f"{stage} model of step {meta['step']}" + " (it continues a text, and does not chat)" * (stage == "base")
+about += older
 if p is not None:
     if source == "auto":
         print(about, file=sys.stderr)

@@ -17,6 +17,7 @@ from configurator import configure  # first: it checks the command line before t
 
 import torch
 
+from nanochat.checkpoint import say_how_to_talk, step_dir
 from nanochat.conversation_loader import order, padded_length, tensors
 from nanochat.distributed import StopRequest, after_first_step, compute_cleanup, gather_objects, print0, set_up
 from nanochat.errors import UserError
@@ -61,7 +62,6 @@ sampling_batch_size = 64    # [1..] samples that a rank generates at a time
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters
 shard_size = -1             # [-1, 1..] ranks N that share one copy; groups of so many are replicas; -1: all ranks
-reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients that are sent to other ranks
 # ---- Optimizers
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
@@ -111,7 +111,7 @@ sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed)
 def rollouts_of(step: int) -> list[Rollout]:
     """This rank's answers to its problems of a step."""
     of_step = schedule[step * examples_per_step : (step + 1) * examples_per_step]
-    whole_model = sharding.gather_model(everywhere=True)  # on stage 3 its parameters are gathered for this
+    whole_model = sharding.gather_model()  # on stage 3 its parameters are gathered for this
     return sample_rollouts(problems, of_step[rank::world_size], whole_model, tokenizer, num_samples,
                            seed_with(sampling, step), sampling_batch_size)
 
@@ -142,8 +142,8 @@ while True:
     if stopping:
         break
     if due(eval_every):
-        with metrics.paused():
-            whole_model = sharding.gather_model(everywhere=True)
+        with metrics.paused(), metrics.stoppable():
+            whole_model = sharding.gather_model()
             correct = evaluate_task(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling,
                                     eval_samples)
             del whole_model
@@ -152,13 +152,18 @@ while True:
             metrics.log(step, {f"eval/{name}": value for name, value in passed.items()})
             print0(f"step {step:05d}/{num_iterations:05d} | held-out {held_out.name}: "
                    + ", ".join(f"{name} {value:.1%}" for name, value in passed.items()))
+    if metrics.stop_requested:  # in an evaluation, which all ranks have left
+        continue
     if last_step:
         break
 
     # --- samples: each rank answers its problems of this step, and gets the answers of all. Where a problem's answers
     # are rewarded alike there is no advantage, so no gradient: only the others are trained on. They are dealt out anew,
     # the longest first: little padding, and no rank waits for another.
-    rollouts = [rollout for of_rank in gather_objects(rollouts_of(step)) for rollout in of_rank]
+    with metrics.stoppable():
+        rollouts = [rollout for of_rank in gather_objects(rollouts_of(step)) for rollout in of_rank]
+    if metrics.stop_requested:
+        continue
     trained_on = sorted((r for r in rollouts if r.advantage), key=lambda r: len(r.ids), reverse=True)
     micro_steps = max(math.ceil(len(trained_on) / rows_per_micro_step), 1)  # a pass of empty rows, if there are none
 
@@ -198,7 +203,7 @@ while True:
 saver.wait()
 metrics.close()
 if stopping:
-    print0(f"stopped after step {step}; --resume=auto continues")
+    stop.end(step)
 else:
     body = settings_table(config)
     results = {"training minutes": metrics.state["elapsed"] / 60, "peak memory, GiB": peak_memory()}
@@ -209,5 +214,6 @@ else:
         results |= {f"pass@1 of {held_out.name}, {when}": pass_at(found, 1)
                     for when, found in (("before", before), ("after", correct))}
     write_section("chat_rl", "Reinforcement learning", body, {"rl": results}, metrics.path, data=data,
-                  model_tag=checkpoints.name)
-compute_cleanup()
+                  model_tag=checkpoints.name, checkpoint=step_dir(checkpoints, step))
+    say_how_to_talk(checkpoints)
+compute_cleanup(stop)

@@ -2,6 +2,7 @@
 Supervised fine-tuning: conversations one by one, as they will be met in a chat.
 
     python -m scripts.chat_sft
+    python -m scripts.chat_sft --tasks=json:/path/to/mine.jsonl --keep=1    # your own, and as many of those before
     torchrun --nproc_per_node=8 -m scripts.chat_sft --tasks="arc:ARC-Easy, gsm8k, smoltalk[:10000], spellingbee[:300]"
 
 A row is one conversation, padded; only what the assistant writes is learned. The loss of a step is its sum over all
@@ -15,9 +16,18 @@ from configurator import configure  # first: it checks the command line before t
 
 import torch
 
+from nanochat.checkpoint import say_how_to_talk, step_dir
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order
-from nanochat.distributed import StopRequest, after_first_step, compute_cleanup, print0, set_up
-from nanochat.finetuning import begin_stage, plan_steps, require_same_data, row_length
+from nanochat.distributed import StopRequest, after_first_step, compute_cleanup, from_rank0, print0, set_up
+from nanochat.errors import UserError
+from nanochat.finetuning import (
+    begin_stage,
+    choose_epochs_and_rate,
+    plan_steps,
+    require_same_data,
+    row_length,
+    tasks_before,
+)
 from nanochat.flops import peak_flops
 from nanochat.loss_eval import evaluate_bpb
 from nanochat.metrics import Metrics, peak_memory, require_wandb
@@ -25,7 +35,8 @@ from nanochat.report import settings_table, write_section
 from nanochat.saving import CheckpointWriter
 from nanochat.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.task_eval import accuracy, evaluate_task
-from nanochat.tasks import make_mixture, make_tasks, without_parts
+from nanochat.tasks import make_mixture, make_tasks, task_names, without_parts
+from nanochat.tasks.common import Mixture
 
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
@@ -43,8 +54,9 @@ model_tag: str | None = None  # folder of its checkpoints, and of those made her
 source_step: int | None = None  # of the checkpoint to begin with; None: the newest valid one
 # ---- Data
 tasks = "tinyworld, arithmetic, spellingbee"  # the mixture; *k: k times over, [:n]: its first n
+keep = 0.0                  # [0..] conversations of the stage before for each of these, so that it is not forgotten
 max_seq_len = -1            # [-1, 1..] longest conversation, in tokens; -1: that of the model
-num_epochs = 1              # [1..] how often each conversation is seen
+num_epochs = -1             # [-1, 1..] how often each conversation is seen; -1: a few hundred often, thousands once
 num_iterations = -1         # [-1, 1..] optimizer steps; -1: as many as the epochs have
 # ---- Batch
 device_batch_size = 4       # [1..] conversations per rank and micro-step; halve it when memory runs out
@@ -52,12 +64,11 @@ target_examples_per_step = 32  # [1..] conversations per optimizer step, over al
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters
 shard_size = -1             # [-1, 1..] ranks N that share one copy; groups of so many are replicas; -1: all ranks
-reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients that are sent to other ranks
 # ---- Optimizers
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
-init_lr_frac = 0.02         # [0..1] part of these rates to begin with
+init_lr_frac = -1.0         # [-1, 0..1] part of these rates to begin with; -1: the more conversations, the less
 weight_decay = 0.0          # [0..] of Muon's matrices; falls linearly to zero
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
 warmdown_ratio = 1.0        # [0..1] part of the run, at its end, in which the learning rate falls
@@ -80,12 +91,29 @@ config = configure(globals())
 require_wandb(run)
 rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile, deterministic)
 train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(without_parts(tasks), "test", seed=0)
-measured_tasks = [task for task in make_tasks(without_parts(tasks), "test") if task.eval_type]
+measured = without_parts(tasks)
+num_epochs, init_lr_frac = choose_epochs_and_rate(len(train_tasks), num_epochs, init_lr_frac)
+config |= {"num_epochs": num_epochs, "init_lr_frac": init_lr_frac}
+print0(f"{len(train_tasks):,} conversations, {num_epochs} x, beginning with {init_lr_frac:.3g} of the learning rates: "
+       "what --num_epochs and --init_lr_frac do not set goes by their number")
 
 # ---- The model of the stage before, or an interrupted run of this script
 model, tokenizer, sharding, optimizers, start = begin_stage("sft", config, device, model_dtype, compiling)
 checkpoints, origin, data, start_step, meta = start  # meta: of the interrupted run that goes on, or None
 max_seq_len = row_length(max_seq_len, model)
+
+# ---- What was learned before: some of it again, or it is forgotten
+earlier = from_rank0(tasks_before, origin)
+if keep:
+    if not earlier:
+        raise UserError(f"keep={keep}: nothing says which tasks {origin} was trained on; name them in --tasks")
+    kept = make_mixture(earlier, "train", seed)[: round(keep * num_epochs * len(train_tasks))]
+    print0(f"with {len(kept):,} conversations of {earlier}")
+    train_tasks, num_epochs = Mixture([train_tasks] * num_epochs + [kept], seed), 1
+    measured = without_parts(f"{tasks}, {earlier}")
+elif earlier and not task_names(earlier) & task_names(tasks):
+    print0(f"nothing of {earlier}, which the model has learned before, is repeated; --keep=1 does, or it forgets much")
+measured_tasks = [task for task in make_tasks(measured, "test") if task.eval_type]
 
 # ---- Data: every rank knows all rows, so every rank knows where the run ends
 conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1)
@@ -126,13 +154,13 @@ while True:
 
     # --- evaluation of the same parameters
     if due(eval_every) or due(eval_metrics_every):
-        with metrics.paused():
+        with metrics.paused(), metrics.stoppable():
             if due(eval_every):
                 validation = conversation_loader(held_out, held_out_rows, eval_rows_at_once, **shape)
                 steps = math.ceil(len(held_out_rows) / eval_rows_at_once)
                 metrics.log_validation(step, evaluate_bpb(model, validation, steps, tokenizer.token_bytes()))
-            if step > 0 and due(eval_metrics_every):
-                whole_model = sharding.gather_model(everywhere=True)  # on stage 3 its parameters are gathered for this
+            if step > 0 and measured_tasks and due(eval_metrics_every):
+                whole_model = sharding.gather_model()  # on stage 3 its parameters are gathered for this
                 scores = {
                     task.name: accuracy(
                         evaluate_task(task, whole_model, tokenizer, device_batch_size, eval_metrics_max_problems)
@@ -143,6 +171,8 @@ while True:
                 metrics.log(step, {f"tasks/{name}": score for name, score in scores.items()})
                 print0(f"step {step:05d}/{num_iterations:05d} | "
                        + ", ".join(f"{name} {score:.1%}" for name, score in scores.items()))
+    if metrics.stop_requested:  # in an evaluation, which all ranks have left
+        continue
     if last_step:
         break
 
@@ -175,11 +205,12 @@ while True:
 saver.wait()
 metrics.close()
 if stopping:
-    print0(f"stopped after step {step}; --resume=auto continues")
+    stop.end(step)
 else:
     write_section("chat_sft", "Supervised fine-tuning", settings_table(config), {"sft": {
         "training minutes": metrics.state["elapsed"] / 60,
         "peak memory, GiB": peak_memory(),
         "best validation bits per byte": metrics.state["min_val_bpb"] or "-",
-    }}, metrics.path, data=data, model_tag=checkpoints.name)
-compute_cleanup()
+    }}, metrics.path, data=data, model_tag=checkpoints.name, checkpoint=step_dir(checkpoints, step))
+    say_how_to_talk(checkpoints)
+compute_cleanup(stop)

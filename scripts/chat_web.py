@@ -44,7 +44,6 @@ model_tag: str | None = None  # folder of its checkpoints; None: the only one th
 step: int | None = None     # of the checkpoint; None: the newest valid one
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
-quantize: Literal["", "int8"] = ""  # int8: weights of a quarter of the size, on a CPU only
 compile = False             # the decoding step: faster answers, for a minute at the first start and 10 s later
 workers = 0                 # [0..] processes for each model, on the GPUs in turn; 0: one for each GPU, or one on a CPU
 # ---- Who may ask
@@ -92,9 +91,10 @@ except OSError as error:
     raise UserError(f"cannot listen on {host} port {port}: {reason}; choose another with --port or --host") from None
 
 if sources == ["auto"]:
-    sources = [furthest_stage(model_tag)]
-    about = ", a base model: it continues texts, and does not chat" * (sources == ["base"])
-    print0(f"the furthest stage of training is {sources[0]}{about}")
+    stage, older = furthest_stage(model_tag)
+    sources = [stage]
+    about = ", a base model: it continues texts, and does not chat" * (stage == "base")
+    print0(f"the furthest stage of training is {stage}{about}{older}")
 if not api_key and host not in LOOPBACK:
     print0(f"warning: whoever can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 # Each engine is a process of its own, which loads the model; this one answers the web, and touches no GPU.
@@ -104,7 +104,7 @@ models = []
 for stage in sources:
     checkpoint = find_model(stage, model_tag, step)
     load = partial(
-        load_engine, checkpoint, device_type, dtype, quantize, compile, max_batch, prompt_cache_mb * 2**20, workers)
+        load_engine, checkpoint, device_type, dtype, compile, max_batch, prompt_cache_mb * 2**20, workers)
     meta = read_meta(checkpoint)
     trained_on = meta.get("config", {}).get("tasks") or meta.get("config", {}).get("task") or ""
     models.append(ServedModel(
@@ -116,8 +116,8 @@ for stage in sources:
 limits = Limits(
     max_body_bytes, max_messages, max_chars, max_new_tokens, max_n, timeout_s, temperature, top_k, truncate)
 own_names = ["localhost", "127.0.0.1", "[::1]", *([] if host in LOOPBACK else [host.lower()])]
-local_only = host in LOOPBACK and not api_key
-app = create_app(models, limits, api_key, origins, own_names + names if names or local_only else [])
+hosts = own_names + names if names or host in LOOPBACK else []
+app = create_app(models, limits, api_key, origins, hosts)
 
 
 class Server(uvicorn.Server):
@@ -154,7 +154,9 @@ def end_answers() -> None:
 
 
 settings = uvicorn.Config(
-    app, http=ImpatientProtocol, ws="none", backlog=128, log_level="warning", access_log=False, server_header=False,
+    app, http=ImpatientProtocol, ws="none", backlog=128, access_log=False, server_header=False,
+    proxy_headers=False,    # any client can write X-Forwarded-For; cache and queue go by the connection's address
+    log_level="error",      # warnings are of malformed requests, as many as a client likes
     timeout_graceful_shutdown=drain_s + 2)  # then connections whose clients do not read are cut
 Server(settings).run(sockets=[listener])
 if dead := [model.id for model in models if model.dead]:

@@ -37,7 +37,6 @@ depth = -1                  # [-1, 1..] layers; -1: a table of the usual ones
 arch = "modern"             # pieces of the model, as base_train takes them
 max_seq_len = 2048          # [1..] tokens per row
 vocab_size = -1             # [-1, 1..] -1: 32,768 for a GPU, as in speedrun.sh; 8,192 for a CPU
-kv_group = 1                # [1..] query heads per key head
 # ---- Training
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
@@ -81,7 +80,7 @@ def limits() -> dict[str, float]:
 
 
 def shape(depth: int) -> GPTConfig:
-    return config_from_depth(depth, vocab_size, max_seq_len, kv_group, arch=arch)
+    return config_from_depth(depth, vocab_size, max_seq_len, arch=arch)
 
 
 def recommended_rows(depth: int, checkpointing: bool, trying: bool) -> int:

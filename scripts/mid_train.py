@@ -14,6 +14,7 @@ from configurator import configure  # first: it checks the command line before t
 
 import torch
 
+from nanochat.checkpoint import say_how_to_talk, step_dir
 from nanochat.conversation_loader import RenderedConversations, conversation_loader, order, pack
 from nanochat.distributed import StopRequest, after_first_step, compute_cleanup, print0, set_up
 from nanochat.errors import UserError
@@ -50,7 +51,6 @@ total_batch_size = 524288   # [1..] tokens per optimizer step, over all ranks
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters
 shard_size = -1             # [-1, 1..] ranks N that share one copy; groups of so many are replicas; -1: all ranks
-reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients that are sent to other ranks
 # ---- Optimizers
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
@@ -125,10 +125,12 @@ while True:
     if stopping:
         break
     if due(eval_every):
-        with metrics.paused():
+        with metrics.paused(), metrics.stoppable():
             validation = conversation_loader(held_out, held_out_rows, eval_rows_at_once, **shape)
             eval_steps = math.ceil(len(held_out_rows) / eval_rows_at_once)
             metrics.log_validation(step, evaluate_bpb(model, validation, eval_steps, tokenizer.token_bytes()))
+    if metrics.stop_requested:  # in an evaluation, which all ranks have left
+        continue
     if last_step:
         break
 
@@ -160,11 +162,12 @@ while True:
 saver.wait()
 metrics.close()
 if stopping:
-    print0(f"stopped after step {step}; --resume=auto continues")
+    stop.end(step)
 else:
     write_section("mid_train", "Mid-training", settings_table(config), {"mid": {
         "training minutes": metrics.state["elapsed"] / 60,
         "peak memory, GiB": peak_memory(),
         "best validation bits per byte": metrics.state["min_val_bpb"] or "-",
-    }}, metrics.path, data=data, model_tag=checkpoints.name)
-compute_cleanup()
+    }}, metrics.path, data=data, model_tag=checkpoints.name, checkpoint=step_dir(checkpoints, step))
+    say_how_to_talk(checkpoints)
+compute_cleanup(stop)

@@ -120,5 +120,8 @@ if best:
           f"{f' --pipeline_stages={layout.pipeline_stages}' * (layout.pipeline_stages > 1)} "
           f"--device_batch_size={layout.rows}{' --activation_checkpointing' * layout.checkpointing}, "
           f"{step.seconds:.3f} s a step")
+    if layout.stage == 3:
+        print(f"chat_rl, and evaluations of tasks in chat_sft, gather the whole model on each GPU: "
+              f"{dtype.itemsize * (adamw + muon) / 1e9:.2f} GB more")
 else:
     print("\nnothing fits: take more GPUs or a smaller depth")

@@ -7,9 +7,11 @@ import faulthandler
 import gc
 import glob
 import importlib
+import itertools
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import runpy
 import signal
 import socket
@@ -204,6 +206,32 @@ def run_as_main(module: str, args: Sequence[str]) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+def send_in_evaluation(number: int, name: str, step: int) -> list[int]:
+    """
+    From here on this process sends itself a signal in the first call of a function ("module.function") at this step of
+    a training script. Returns a list that gets the step of each call.
+    """
+    from nanochat.saving import CheckpointWriter
+
+    where, _, function = name.rpartition(".")
+    owner = pkgutil.resolve_name(where)
+    original, stand_by, steps, calls = getattr(owner, function), CheckpointWriter.stand_by, [0], []
+
+    def standing(writer, step: int, *others) -> None:
+        steps.append(step)
+        stand_by(writer, step, *others)
+
+    def called(*args, **settings):
+        calls.append(steps[-1])
+        if calls.count(step) == 1 and calls[-1] == step:
+            os.kill(os.getpid(), number)
+        return original(*args, **settings)
+
+    CheckpointWriter.stand_by = standing
+    setattr(owner, function, called)
+    return calls
+
+
 def torchrun(module: str, args: list[str], launcher: tuple[str, ...] = ()) -> list[str]:
     """The command that starts two ranks of a script."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher]
@@ -228,6 +256,7 @@ def rank_of_torchrun(command: Sequence[str], environment: dict) -> None:
     os.setsid()
     if environment["RANK"] in environment.get("KILL_RANKS", "") and environment["TORCHELASTIC_RESTART_COUNT"] == "0":
         threading.Thread(target=kill, args=(environment["KILL_AT"], int(environment["KILL_BY"])), daemon=True).start()
+        wait_for_signal(lambda _: glob.glob(environment["KILL_AT"]))
     like_python(environment, [], lambda: run_as_main(command[3], command[4:]))
 
 
@@ -263,6 +292,26 @@ def kill(pattern: str, number: int) -> None:
     while not glob.glob(pattern):
         time.sleep(0.001)
     os.kill(os.getppid() if number == signal.SIGTERM else os.getpid(), number)
+
+
+def wait_for_signal(is_due: Callable[[int], object]) -> None:
+    """Once it is due, by the number of forward passes, this process waits for a signal: so that none comes too late."""
+    from nanochat.distributed import StopRequest
+    from nanochat.gpt import GPT
+
+    forward, ask, heard, passes = GPT.forward, StopRequest.ask, threading.Event(), itertools.count()
+
+    def heard_and_ask(self, *args) -> None:
+        heard.set()
+        ask(self, *args)
+
+    def wait_and_forward(self, *args, **settings):
+        number = next(passes)
+        while is_due(number) and not heard.is_set():
+            time.sleep(0.001)
+        return forward(self, *args, **settings)
+
+    GPT.forward, StopRequest.ask = wait_and_forward, heard_and_ask
 
 
 def torchrun_main(command: Sequence[str], environment: dict, log: Path) -> None:
@@ -302,3 +351,8 @@ class Job:
         self.process.join(timeout)
         assert self.process.exitcode is not None, f"not ended after {timeout} s:\n{self.text()}"
         return self.process.exitcode
+
+
+if __name__ == "__main__":  # `-m ranks module args…` under torchrun: a script that does not end before a signal comes
+    wait_for_signal(lambda passes: passes >= 20)
+    run_as_main(sys.argv[1], sys.argv[2:])

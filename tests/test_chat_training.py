@@ -3,14 +3,16 @@ import contextlib
 import io
 import json
 import math
+import re
 import shutil
+import signal
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 import torch
 from conftest import make_sums, run_module
-from ranks import Job, run_as_main, run_on_ranks
+from ranks import Job, run_as_main, run_on_ranks, send_in_evaluation
 from safetensors.torch import load_file
 
 from nanochat.checkpoint import find_model, load_checkpoint
@@ -113,6 +115,30 @@ def test_a_stage_killed_on_two_ranks_goes_on_exactly(base, tmp_path, monkeypatch
     assert section.exists(), "of this model, and of the data that its base model was trained on"
 
 
+def run_until_stopped(
+    rank: int, world_size: int, module: str, args: list[str], name: str, step: int
+) -> tuple[str, int]:
+    """What is printed, and how often the function was called at this step, where rank 1 gets SIGTERM in it."""
+    calls = send_in_evaluation(signal.SIGTERM if rank == 1 else 0, name, step)
+    return run_script(rank, world_size, module, args), calls.count(step)
+
+
+@pytest.mark.parametrize("stage, name, step", [
+    ("mid", "nanochat.loss_eval.counted_nats", 4), ("sft", "nanochat.engine.Engine.step", 4),
+    ("rl", "nanochat.engine.Engine.step", 4), ("rl", "nanochat.engine.Engine.step", 3)])  # of RL also the sampling
+def test_sigterm_in_an_evaluation_saves_at_once(base, stage, name, step):
+    """On all ranks, though one of them got it; within 16 tokens of answers that have 64, and no step is taken."""
+    module, args = stage_arguments(base, stage, source="base", save_every=-1, overwrite=True, **{
+        "mid": {"eval_tokens": 2048, "device_batch_size": 1}, "sft": {"tasks": "spellingbee[:40]"},
+        "rl": {"max_new_tokens": 64, "sampling_batch_size": 4}}[stage])
+    (printed, *counts), (_, count) = run_on_ranks(2, run_until_stopped, module, args, name, step)
+    assert 0 < max(*counts, count) <= 16, (counts, count)
+    assert printed.splitlines()[-1] == f"stopped after step {step}; --resume=auto continues"
+    taken = re.findall(r"^step (\d+)/\d+ \(", printed, re.MULTILINE)
+    assert max(map(int, taken)) == step - 1
+    assert [path.name for path in (base / f"{stage}_checkpoints" / "tiny").glob("step_*")] == [f"step_{step:06d}"]
+
+
 def test_a_mixture_is_seen_once_and_the_rate_only_falls(base):
     """As many steps as its rows fill, the same on any number of ranks; the multiplier falls from 1 to nearly 0."""
     module, args = stage_arguments(base, "mid", num_iterations=-1, overwrite=True, eval_every=-1, save_every=-1,
@@ -126,6 +152,69 @@ def test_a_mixture_is_seen_once_and_the_rate_only_falls(base):
         assert f"{len(rates)} steps of 8 rows" in printed
         seen.append([record["train/loss"] for record in records])
     assert seen[0] == pytest.approx(seen[1], abs=1e-4)
+
+
+def learn_own(base: Path, **settings) -> tuple[str, list[dict]]:
+    """What fine-tuning on 60 conversations of one's own prints, and its log; with the defaults as far as possible."""
+    with open(base / "mine.jsonl", "w") as file:
+        for i in range(60):
+            turns = {"user": f"Who lives at number {i}?", "assistant": f"Person {chr(97 + i % 26)} does."}
+            messages = [{"role": role, "content": content} for role, content in turns.items()]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    quiet = {"eval_every": -1, "eval_metrics_every": -1, "overwrite": True, "tasks": f"json:{base / 'mine.jsonl'}:all"}
+    printed = run_on_ranks(1, run_script, "scripts.chat_sft", arguments(quiet | settings))[0]
+    records = read_metrics(base / "sft_checkpoints" / "tiny" / "metrics.jsonl")
+    return printed, [record for record in records if "train/loss" in record]
+
+
+def test_few_conversations_are_learned_with_the_defaults(base):
+    """Seven tokens of eight are the same in all answers: a model that has learned nothing before gets those right."""
+    printed, records = learn_own(base, source="base")
+    assert "60 conversations, 20 x, beginning with 0.3 of the learning rates" in printed and len(records) == 38
+    assert records[0]["train/loss"] > 5 and records[-1]["train/loss"] < 1
+    printed, records = learn_own(base, source="base", num_epochs=1, init_lr_frac=0.02)
+    assert len(records) == 2 and records[-1]["train/loss"] > 5, "what a user sets holds"
+
+
+def test_what_was_learned_before_is_kept_by_a_word(base):
+    """As many of the old tasks' conversations as of these; nobody has to name them, and their scores are measured."""
+    run_on_ranks(1, run_script, *stage_arguments(base, "mid", tasks="arithmetic:easy[:400]", num_iterations=1))
+    printed, _ = learn_own(base, num_epochs=2, num_iterations=1)
+    assert "training: 60 conversations" in printed and "nothing of arithmetic:easy[:400], which" in printed
+    few = {"eval_metrics_every": 1, "eval_metrics_max_problems": 2}
+    printed, _ = learn_own(base, num_epochs=2, num_iterations=1, keep=1.5, **few)
+    assert "training: 300 conversations" in printed and "step 00001/00001 | Arithmetic easy" in printed  # 2 · 60 · 2.5
+    gone = run_module("scripts.chat_sft", *arguments({"source": "base", "keep": 1, "tasks": "arithmetic[:9]",
+                                                      "overwrite": True}))
+    assert gone.returncode == 1 and "nothing says which tasks base_checkpoints/tiny/step_000002 (" in gone.stderr
+
+
+def test_a_stage_trained_anew_replaces_the_model_that_is_talked_to_and_reported_on(base):
+    """RL of the model that --overwrite removed is still there: neither chat_cli's model nor one of the report's."""
+    def run(stage: str, **settings) -> str:
+        settings |= {"num_iterations": 1, "model_tag": "anew"}
+        return run_on_ranks(1, run_script, *stage_arguments(base, stage, **settings))[0]
+
+    def summary() -> str:
+        path = run_on_ranks(1, run_script, "scripts.report", ["--model_tag=anew"])[0].strip()
+        return Path(path).read_text().split("## Summary")[1].split("\n## ")[0]
+
+    shutil.copytree(base / "base_checkpoints" / "tiny", base / "base_checkpoints" / "anew")
+    evaluate = ["--model_tag=anew", "--device_type=cpu", "--tasks=arithmetic:easy[:2]", "--max_new_tokens=2"]
+    printed = run("sft", source="base")
+    assert printed.splitlines()[-1] == "talk to it: python -m scripts.chat_cli --source=sft --model_tag=anew"
+    run_on_ranks(1, run_script, "scripts.chat_eval", evaluate)
+    assert "--source=rl --model_tag=anew" in run("rl").splitlines()[-1]
+    assert "Arithmetic easy" in summary() and "| rl |" in summary()
+    printed = run("sft", source="base", overwrite=True, seed=1)
+    assert "; the rl model was made from sft_checkpoints/anew/step_000001 (" in printed.splitlines()[-1]
+    ask = ["--model_tag=anew", "--device_type=cpu", "--max_new_tokens=2", "-p", "Hello?"]
+    answered = run_module("scripts.chat_cli", *ask)
+    assert answered.stderr.startswith("sft model of step 1; the rl model was made from sft_checkpoints/anew/step_0000")
+    assert run_module("scripts.chat_cli", "--source=rl", *ask).returncode == 0
+    assert "training minutes" in summary() and "Arithmetic easy" not in summary() and "| rl |" not in summary()
+    run_on_ranks(1, run_script, "scripts.chat_eval", evaluate)
+    assert "Arithmetic easy" in summary()
 
 
 @pytest.mark.parametrize("stage", ["mid", "sft"])
@@ -167,9 +256,9 @@ def test_a_stage_goes_on_only_from_the_model_it_began_with(base):
     refused = run(num_iterations=2)
     assert refused.returncode == 1 and "step_000003" in refused.stderr, refused.stderr
     assert "origin was base_checkpoints/other/step_000002" in refused.stderr
-    with pytest.MonkeyPatch.context() as patch:  # restarted by torchrun, but another job wrote the checkpoint
+    with pytest.MonkeyPatch.context() as patch:  # started again by torchrun, but another one wrote the checkpoint
         patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-        patch.setenv("TORCHELASTIC_RUN_ID", "another")
+        patch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/torchelastic_another/none_x/attempt_1/0/error.json")
         assert "origin was" in run(num_iterations=2).stderr
     assert "resuming from" in run(num_iterations=2, source_step=2).stdout
     shutil.rmtree(models / "other")

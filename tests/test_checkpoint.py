@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,8 +19,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO
+from conftest import REPO, make_sums, run_module
 from ranks import run_on_ranks
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nanochat.checkpoint import (
@@ -29,7 +31,6 @@ from nanochat.checkpoint import (
     find_checkpoint,
     find_model,
     furthest_stage,
-    job,
     list_steps,
     load_checkpoint,
     lock_path,
@@ -40,7 +41,7 @@ from nanochat.checkpoint import (
 from nanochat.compiling import set_compile
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.errors import UserError
-from nanochat.files import previous, write_folder_aside
+from nanochat.files import previous, sha256, write_folder_aside
 from nanochat.gpt import GPT
 from nanochat.gpt_config import config_from_depth
 from nanochat.partition import Shard, equal_ranges, row_ranges
@@ -303,11 +304,42 @@ def test_the_furthest_stage_of_a_model():
         furthest_stage()
     for stage, tag in (("base", "d1"), ("base", "d2"), ("sft", "d1"), ("mid", "d2")):
         step_dir(checkpoint_dir(stage, tag), 1).mkdir(parents=True)
-    assert [furthest_stage(tag) for tag in (None, "d1", "d2")] == ["sft", "sft", "mid"]
+    assert [furthest_stage(tag) for tag in (None, "d1", "d2")] == [("sft", ""), ("sft", ""), ("mid", "")]
     step_dir(checkpoint_dir("rl", "d2"), 1).mkdir(parents=True)
-    assert [furthest_stage(tag) for tag in (None, "d1", "d2")] == ["rl", "sft", "rl"]
+    assert [furthest_stage(tag) for tag in (None, "d1", "d2")] == [("rl", ""), ("sft", ""), ("rl", "")]
     with pytest.raises(UserError, match="no model d3 in .*: there is d1, d2"):
         furthest_stage("d3")
+
+
+def leave(stage: str, step: int, weights: str, origin: str = "", source_step: int | None = None) -> Path:
+    """What a run leaves for the next stages to look at: where it began, and the sum of its weights."""
+    checkpoint = step_dir(checkpoint_dir(stage, "d1"), step)
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "manifest.json").write_text(json.dumps({"model.safetensors": weights * 64}))
+    started = {"origin": f"{origin[:-1]} ({origin[-1] * 16})"} if origin else {}
+    (checkpoint / "meta.json").write_text(json.dumps({"data_state": started, "config": {"source_step": source_step}}))
+    return checkpoint
+
+
+@pytest.mark.parametrize("change, furthest", [
+    (lambda: None, "rl"),
+    (lambda: leave("sft", 8, "b", "mid_checkpoints/d1/step_000008m"), "rl"),  # the same again, bit for bit
+    (lambda: leave("sft", 8, "x", "mid_checkpoints/d1/step_000008m"), "sft"),
+    (lambda: leave("sft", 9, "x", "mid_checkpoints/d1/step_000008m"), "sft"),  # gone on with
+    (lambda: leave("mid", 9, "x"), "mid"),  # from which sft, and RL of it, were not made
+    (lambda: leave("rl", 9, "r", "sft_checkpoints/d1/step_000008b", source_step=8) and leave("sft", 9, "x"), "rl"),
+    (lambda: shutil.rmtree(checkpoint_dir("sft", "d1")), "rl"),  # to save space
+])
+def test_a_model_made_from_one_that_was_replaced_is_not_the_furthest(change, furthest):
+    """Neither are those made from it in turn; all are named. Real runs: in test_chat_training."""
+    leave("mid", 8, "m")
+    leave("sft", 8, "b", "mid_checkpoints/d1/step_000008m")
+    leave("rl", 8, "r", "sft_checkpoints/d1/step_000008b")
+    change()
+    stage, older = furthest_stage("d1")
+    assert stage == furthest
+    later = ["mid", "sft", "rl"][["mid", "sft", "rl"].index(furthest) + 1 :]
+    assert [named for named in ("mid", "sft", "rl") if f"--source={named} takes it" in older] == later
 
 
 def test_the_choice_of_a_model_is_never_guessed(capsys):
@@ -331,32 +363,73 @@ def test_the_choice_of_a_model_is_never_guessed(capsys):
         load_checkpoint(path, CPU)
 
 
-@pytest.mark.parametrize("run_id", ["none", "a-job"])
-def test_a_job_that_was_restarted_continues_what_it_wrote_itself(folder, monkeypatch, run_id):
+def test_what_an_older_version_had_besides_is_no_matter_where_it_was_off(base_folder):
+    """Its training goes on, and names a setting that changed the loss. A model with such a piece is refused."""
+    make_sums(base_folder)
+    command = ("scripts.base_train", "--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2",
+               "--total_batch_size=64", "--compile=False", "--eval_every=-1", "--sample_every=-1", "--model_tag=old")
+    assert run_module(*command, "--num_iterations=1").returncode == 0
+    path = step_dir(checkpoint_dir("base", "old"), 1)
+    new = json.loads((path / "meta.json").read_text())
+
+    def write_meta(settings: dict, **pieces) -> None:
+        changes = {"config": new["config"] | settings, "model_config": new["model_config"] | pieces}
+        (path / "meta.json").write_text(json.dumps(new | changes))
+        sums = json.loads((path / "manifest.json").read_text())
+        (path / "manifest.json").write_text(json.dumps(sums | {"meta.json": sha256(path / "meta.json")}))
+
+    again = (*command, "--num_iterations=2", "--resume_from_step=1", "--overwrite")
+    write_meta({}, bigrams=5, head_gates=False)
+    result = run_module(*again)
+    refused = "the model was trained with bigrams, which this version no longer has; use the version that trained it"
+    assert (result.returncode, result.stderr) == (1, f"error: {path}: {refused}\n")
+    write_meta(dict(softmax_share=0.25, reduce_dtype="float32", kv_group=1), bigrams=0, head_gates=False)
+    model, _, meta = load_checkpoint(find_model("base"), CPU)
+    assert vars(model.config) == meta["model_config"] == new["model_config"]
+    result = run_module(*again)
+    assert result.returncode == 0, result.stderr
+    told = re.findall(r"with another (.*)", result.stdout)
+    assert told == ["num_iterations: 1 before, 2 now", "softmax_share: 0.25 before, 1.0 now"]
+    assert list_steps(path.parent) == [1, 2] and "bigrams" not in (step_dir(path.parent, 2) / "meta.json").read_text()
+
+
+def start_under(monkeypatch, launch: str, restarts: int = 0) -> None:
+    """What torchrun tells a process; `launch` is what differs between two of them."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "nanochat")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+    logs = f"/tmp/torchelastic_{launch}/nanochat_x/attempt_{restarts}"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{logs}/0/error.json")
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_what_torchrun_starts_again_continues_what_it_wrote_itself(folder, monkeypatch, restarts):
     """
-    torchrun --max-restarts repeats the command line: --overwrite or a step to go back to would lose what was done
-    since. Checkpoints that were there before are not the job's: a first attempt that died early must not turn into
-    resuming them.
+    It repeats the command line: --overwrite or a step to go back to would lose what was done since. When a host has
+    come or gone, its count of restarts stays as it is. Checkpoints of an earlier launch, with the same run id, are not
+    this one's: a first attempt that died early must not turn into resuming them.
     """
-    assert read_meta(save(folder, 5, Rank()))["job"] == job()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    if run_id == "none":
-        monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert choose_start(folder, "", -1, True) is None, "it failed before its first checkpoint"
-    with pytest.raises(UserError, match="has checkpoints; continue with --resume=auto"):
-        choose_start(folder, "", -1, False)
+    def refused():
+        with pytest.raises(UserError, match="has checkpoints; continue with --resume=auto"):
+            choose_start(folder, "", -1, False)
+        assert choose_start(folder, "", -1, True) is None
+
+    start_under(monkeypatch, "before")
+    save(folder, 5, Rank())
+    start_under(monkeypatch, "now", restarts)
+    refused()
     assert choose_start(folder, "auto", -1, False).name == "step_000005"
     save(folder, 10, Rank())
     newest = save(folder, 20, Rank())
     for settings in (("", -1, False), ("", -1, True), ("", 10, True), ("auto", -1, False)):
         assert choose_start(folder, *settings) == newest
-    for count in ("0", "none"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        with pytest.raises(UserError, match="has checkpoints; continue with --resume=auto"):
-            choose_start(folder, "", -1, False)
-        assert choose_start(folder, "", -1, True) is None
-        assert choose_start(folder, "", 10, True).name == "step_000010"
+    (newest / "meta.json").write_text("damaged")
+    assert choose_start(folder, "", -1, True).name == "step_000010"
+    for name in ("step_000010", "step_000020"):
+        shutil.rmtree(folder / name)
+    refused()
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    save(folder, 10, Rank())
+    refused()
 
 
 # ---- Saving in the background
@@ -402,21 +475,51 @@ def test_a_failed_save_is_a_warning_if_another_follows_and_an_error_if_not(where
     writer.wait()
     said = capsys.readouterr().out
     assert "warning: step 5 was not saved: No space left on device: /disk" in said
-    assert "training goes on, the next save tries again" in said
+    assert f"training goes on, the next save tries again; the newest saved step is {folder / 'step_000005'}\n" in said
     assert said.splitlines()[-1] == f"saved {folder / 'step_000006'}" and list_steps(folder) == [5, 6]
     monkeypatch.setattr(f"nanochat.{where}", refusal)
     writer.save(7, META)
-    with pytest.raises(OSError) as raised:
+    newest = f"the newest saved step is {folder / 'step_000006'}"
+    with pytest.raises(UserError, match=f"step 7 was not saved: No space left on device: /disk .*; {newest}$"):
         writer.wait()
-    assert raised.value.errno == 28
     assert sorted(path.name for path in folder.iterdir()) == ["step_000005", "step_000006"]
     writer.wait()  # an error is raised once
+    writer.save(8, META)
+    with pytest.raises(UserError, match="^not finite; the last good checkpoint is .*/step_000006; try lower"):
+        writer.give_up("not finite")
+    assert "warning: step 8 was not saved: No space left on device: /disk" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("optimizers_fit", [True, False])
+def test_the_last_save_on_a_full_disk_keeps_the_weights_of_a_finished_model(optimizers_fit, folder, monkeypatch):
+    """For other stages; a run goes on from the step before, if there is one. Nothing that was there goes."""
+    def full(tensors, path, *others):
+        if not path.name.startswith("model") and (path.parent.name == "step_000006" or not optimizers_fit):
+            raise OSError(28, "No space left on device", "/disk")
+        save_file(tensors, path, *others)
+
+    monkeypatch.setattr("nanochat.saving.save_file", full)
+    rank, meta = Rank(), META | {"num_iterations": 6}
+    writer = rank.writer(folder, keep_last=1)
+    for step in (4, 6):
+        writer.save(step, meta)
+        writer.join()
+    with pytest.raises(UserError, match="step 6 was saved as weights alone: No .*; the newest saved step is .*06$"):
+        writer.wait()
+    assert list_steps(folder) == ([4, 6] if optimizers_fit else [6])
+    weights = load_file(find_model("base") / "model.safetensors")
+    assert all(torch.equal(weights[name], p) for name, p in rank.model.named_parameters())
+    if optimizers_fit:
+        assert choose_start(folder, "auto", -1, False).name == "step_000004"
+    else:
+        with pytest.raises(UserError, match="step_000006 was saved on a full disk: it has weights only, and no run"):
+            choose_start(folder, "auto", -1, False)
 
 
 def test_a_run_whose_folder_another_has_taken_saves_nothing_more(folder, monkeypatch):
     """As where a file system has no locks. A lock that was removed with the folder is made anew."""
     writer = Rank().writer(folder)
-    with pytest.raises(UserError, match=f"in use by another run .host .*, process {os.getpid()}, job .*; wait for it"):
+    with pytest.raises(UserError, match=f"in use by another run .host .*, process {os.getpid()}, .*; wait for it"):
         Rank().writer(folder)
     lock_path(folder).unlink()
     writer.save(1, META)
@@ -568,8 +671,8 @@ def save_and_load(rank, world_size, folder):
     writer.save(4, META)
     try:
         writer.wait()
-    except OSError as error:
-        seen.append((error.errno, error.filename))
+    except UserError as error:
+        seen.append(str(error).partition(" (")[0])
     patch.undo()
     if rank == 1:
         (folder / "step_000003" / "optimizer_rank_00001.safetensors").write_bytes(b"damaged")
@@ -594,19 +697,22 @@ def test_ranks_save_and_load_together_and_agree_on_what_went_wrong(local_world_s
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
     outcomes = run_on_ranks(4, save_and_load, tmp_path / "x")
     message = f"{tmp_path / 'x' / 'step_000002'} does not fit this run: adamw.steps is not here (other optimizers?)"
-    assert outcomes == [("step_000002", [(28, "/disk"), True, message])] * 4
+    assert outcomes == [("step_000002", ["step 4 was not saved: No space left on device: /disk", True, message])] * 4
     there = sorted(path.name for path in (tmp_path / "x").iterdir())
     assert there == ["step_000002", "step_000003"], "the last two, and no debris"
 
 
 def fail(rank, world_size, folder):
     """
-    What is in the folders of six runs after an exception: on both ranks; on one; at different steps; where the other
-    updates; on stage 3. And how long that took.
+    What is in the folders of runs after an exception: on both ranks; on one; at different steps; where the other
+    updates; on stage 3; while a save is under way on a slow disk, which ends in time or not. And how long that took,
+    and what was printed.
     """
-    patch, began = pytest.MonkeyPatch(), time.monotonic()
+    patch, began, join = pytest.MonkeyPatch(), time.monotonic(), threading.Thread.join
+    printed = io.StringIO()
+    patch.setattr(sys, "stdout", printed)
     patch.setattr("nanochat.saving.ALL_FAILED_WITHIN", timedelta(seconds=1))
-    for case in ("both", "rank 0", "rank 1", "steps", "update", "stage 3"):
+    for case in ("both", "rank 0", "rank 1", "steps", "update", "stage 3", "slow", "too slow"):
         shard = Rank(rank=rank, shards=2, stage=1, dtype=torch.bfloat16)
         shard.stage = 3 if case == "stage 3" else 1
         writer = shard.writer(folder / case)
@@ -614,16 +720,30 @@ def fail(rank, world_size, folder):
             writer.stand_by(step, METRICS, META)
         if case == "update" and rank:
             writer.begin_update()
+        if "slow" in case:  # to wait for a thread takes a tenth of the time that it says, but the disk does not know
+            patch.setattr(threading.Thread, "join", lambda thread, timeout=None: join(thread, timeout and timeout / 10))
+            patch.setattr("nanochat.saving.sync", lambda path: time.sleep(1.2))
+            patch.setattr("nanochat.saving.PATIENCE", timedelta(seconds=600 if case == "slow" else 6))
+            writer.save(4, META)
         if case != f"rank {1 - rank}":
             writer.rescue()  # alone in these two cases: the other waits in a collective, and gives up long after
         torch.distributed.barrier()
-    return time.monotonic() - began
+        if case == "too slow":
+            patch.undo()
+            writer.join()
+    return time.monotonic() - began, printed.getvalue()
 
 
 def test_an_exception_saves_only_where_every_rank_stands_before_the_same_step(tmp_path):
     """No rank waits for long for one that has no exception, and nothing is left but the one whole checkpoint."""
-    assert max(run_on_ranks(2, fail, tmp_path)) < 60
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")) == ["both/step_000005"]
+    (seconds, printed), (others_seconds, _) = run_on_ranks(2, fail, tmp_path)
+    assert max(seconds, others_seconds) < 60
+    there = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*"))
+    assert there == ["both/step_000005", "slow/step_000004", "slow/step_000005", "too slow/step_000004"]
+    assert "warning: step 5 was not saved: on zero_stage=3 parameters may be half gathered; no step is saved" in printed
+    assert printed.count("finishing the save of step 4 before the run ends") == 2
+    late = "warning: step 5 was not saved: the save of step 4 is not finished after 0 minutes; no step is saved in "
+    assert printed.count(late) == 1
     fresh = Rank(dtype=torch.bfloat16, seed=3)
     fresh.load(find_checkpoint(tmp_path / "both"))
     assert_same([fresh], Rank(dtype=torch.bfloat16))
@@ -641,7 +761,7 @@ def copy_for_ever(rank, world_size, folder):
 
 def test_a_save_after_an_exception_that_never_ends_ends_the_process(tmp_path):
     with pytest.raises(RuntimeError, match="failed") as failure:
-        run_on_ranks(2, copy_for_ever, tmp_path, timeout=100)
+        run_on_ranks(2, copy_for_ever, tmp_path)
     assert "died, exit code 1" in "".join(failure.value.__notes__) and not list(tmp_path.glob("step_*"))
 
 

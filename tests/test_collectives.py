@@ -2,7 +2,6 @@
 import fcntl
 import json
 import os
-import re
 import shutil
 import socket
 import struct
@@ -172,7 +171,7 @@ def measured() -> dict[int, dict[str, float]]:
 
 
 def test_bytes_on_the_wire_are_the_formulas(measured):
-    """Within 2%: headers and acknowledgements are 0.3% of 64 KB segments. -s prints docs/collectives.md's table."""
+    """Within 2%: headers and acknowledgements are 0.3% of 64 KB segments. -s prints docs/data_parallel.md's table."""
     print("\n| each rank sends, in tensors: measured / formula |" + "".join(f" {n} ranks |" for n in measured))
     print("|---|" + "---|" * len(measured))
     for name, factor in FORMULAS.items():
@@ -188,60 +187,6 @@ def test_gloos_own_reduce_scatter_is_an_all_reduce(measured):
     """Why nanochat.distributed has its own. When this fails, gloo's has become cheaper, and ours can be removed."""
     for n, counts in measured.items():
         assert counts["gloo's own reduce-scatter"] == pytest.approx(counts["all-reduce"], rel=0.02), f"{n} ranks"
-
-
-# ---- The harness
-
-def environment(rank: int, world_size: int, key: str) -> tuple:
-    return rank, os.environ.get(key), os.environ["RANK"], os.environ["WORLD_SIZE"], torch.get_num_threads()
-
-
-def one_raises(rank: int, world_size: int) -> None:
-    dist.barrier()
-    if rank == 1:
-        raise ValueError("the cause")
-    dist.barrier()
-
-
-def one_dies(rank: int, world_size: int) -> None:
-    dist.barrier()
-    if rank == 1:
-        os._exit(7)
-    dist.barrier()
-
-
-def one_collective_too_many(rank: int, world_size: int) -> None:
-    if rank == 1:
-        dist.barrier()
-
-
-def test_ranks_see_the_environment_of_the_moment(monkeypatch):
-    for value in ("first", "second"):
-        monkeypatch.setenv("NANOCHAT_BASE_DIR", value)
-        assert run_on_ranks(2, environment, "NANOCHAT_BASE_DIR") == [(r, value, str(r), "2", 1) for r in range(2)]
-    monkeypatch.delenv("NANOCHAT_BASE_DIR")
-    assert run_on_ranks(1, environment, "NANOCHAT_BASE_DIR") == [(0, None, "0", "1", 1)]
-
-
-@pytest.mark.parametrize(("function", "error", "notes"), [
-    (one_raises, ValueError, ["rank 1 of 3", "in one_raises", "the cause"]),
-    (one_dies, RuntimeError, ["rank 1 of 3", "exit code 7"]),
-])
-def test_the_first_failure_is_told_and_not_its_consequences(function, error, notes):
-    with pytest.raises(error) as caught:
-        run_on_ranks(3, function)
-    story = "\n".join(caught.value.__notes__)
-    assert all(note in story for note in notes) and "rank 0" not in story and "rank 2" not in story
-
-
-def test_a_rank_that_waits_for_ever_is_named_with_its_place():
-    for timeout in (3, 12, 48):  # on a busy machine both ranks may take more than three seconds to begin
-        with pytest.raises(TimeoutError) as caught:
-            run_on_ranks(2, one_collective_too_many, timeout=timeout)
-        if "ranks [0, 1]" not in str(caught.value):
-            break
-    place = rf"(?s)ranks \[1\] of 2 did not finish within {timeout} s.*in barrier.*in rank_main"
-    assert re.match(place, str(caught.value)), str(caught.value)
 
 
 if __name__ == "__main__":

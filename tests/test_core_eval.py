@@ -484,12 +484,3 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder, tmp_path):
     assert "CORE" not in results, "nor that of the run before"
     measures = "training bits per byte", "validation bits per byte", "bits per byte of validation documents"
     assert list(results) == [f"{measure}, measured on others" for measure in measures], "the card would not say so"
-
-
-def test_lm_eval_scores_says_what_it_lacks(base_folder):
-    """The comparison with lm-eval needs real items and that package: without them it ends well, with a line each."""
-    env = {"NANOCHAT_EVAL_DATA": str(base_folder)}
-    result = run_module("bench.lm_eval_scores", "--python=python-of-nobody", "--chat=arithmetic", env=env)
-    assert result.returncode == 0 and not result.stderr, result.stderr
-    said = result.stdout.splitlines()
-    assert len(said) == 2 and "NANOCHAT_EVAL_DATA names the folder" in said[0] and "has no lm-eval" in said[1]

@@ -1,6 +1,8 @@
 """Rows of tokens: every token once, the same rows on any number of ranks, exact continuation."""
 import itertools
 import math
+import os
+import resource
 from collections import Counter
 
 import numpy as np
@@ -18,6 +20,7 @@ from nanochat.dataloader import (
     count_tokens,
     prefetched,
     tokenizing_distributed_data_loader,
+    validation_rows,
 )
 from nanochat.dataset import dataset_dir, shard_paths
 from nanochat.errors import UserError
@@ -110,6 +113,18 @@ def test_rows_of_a_step_do_not_depend_on_ranks_or_micro_steps(source):
     assert not torch.equal(alone[0], steps_of(source, 1, 1, 12, device_batch_size=1, seed=1)[0])
 
 
+def test_ranks_that_do_not_divide_a_step_share_its_rows(source):
+    """Four micro-batches on three ranks: in the last micro-step two have targets that count for nothing."""
+    alone = loader(source, device_batch_size=8)
+    ranks = [loader(source, rank=rank, world_size=3, grad_accum_steps=2, rows_per_step=8) for rank in range(3)]
+    for _ in range(30):
+        batches = [next(rank)[:2] for _ in range(2) for rank in ranks]
+        inputs, targets, _ = next(alone)
+        assert torch.equal(torch.cat([batch[0] for batch in batches[:4]]), inputs)
+        assert torch.equal(torch.cat([batch[1] for batch in batches[:4]]), targets)
+        assert all((batch[1] == -1).all() for batch in batches[4:])
+
+
 @pytest.mark.parametrize("stop", [0, 1, 7, 40])
 def test_resuming_continues_with_the_very_next_rows(source, stop):
     """At any step, into later epochs, on another number of ranks: the state of a step yields that step again."""
@@ -146,6 +161,15 @@ def test_validation_is_pinned_and_wraps(source):
     assert not train_texts & set(documents(source, "val"))
 
 
+def test_a_validation_is_at_most_one_pass(source):
+    """A row of T targets is T + 1 tokens of the split."""
+    total = sum(len(ids) + 1 for ids in documents(source, "val"))
+    one_pass = validation_rows(*source, 10**9, T)
+    assert one_pass * (T + 1) <= total < (one_pass + 1) * (T + 1) and total // T > one_pass
+    assert [validation_rows(*source, tokens, T) for tokens in (1, 3 * T, 4 * T - 1)] == [1, 3, 3]
+    assert validation_rows(*source, 10**9, 10**6) == 1
+
+
 def test_the_first_rows_are_the_same_for_any_batch_and_ranks(source):
     """Of seven rows all targets count, and of those that fill the last batch none does."""
     expected = [next(rows)[:2] for rows in [loader(source, split="val", device_batch_size=1)] for _ in range(7)]
@@ -175,6 +199,31 @@ def test_the_token_cache_is_made_once_and_belongs_to_data_and_tokenizer(source, 
     monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized again"))
     next(loader(source))
     assert files == {path.name: path.stat().st_mtime_ns for path in (dataset_dir(data) / "tokens").glob("*.npy")}
+
+
+def test_more_shards_than_files_may_be_open(tmp_path):
+    """A process gets 1,024 descriptors on Linux and 256 on macOS, here 160 more than it has."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    texts = [f"{i} and {i} are {2 * i}. " * 20 for i in range(600)]
+    pq.write_table(pa.table({"text": texts}), folder / "a.parquet")
+    make(str(folder), "many", shard_mb=0.001)
+    tokenizer = learn_tokenizer(["1 and 2 are 3."], 270)
+    shards = TokenizedShards("many", "train", tokenizer)
+    planner = RowPlanner(shards, T + 1, seed=0)
+    limits, seen = resource.getrlimit(resource.RLIMIT_NOFILE), set()
+    spare = os.dup(0)
+    os.close(spare)  # descriptors are given out in order
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 160, limits[1]))
+    try:
+        while planner.epoch == 0:
+            row = planner.next_row()
+            planner.read([row])
+            seen.update(shard for shard, _, _ in row)
+        assert count_tokens("many", "train", tokenizer) > 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(seen) > 150
 
 
 def test_a_damaged_shard_is_named(source):

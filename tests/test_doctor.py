@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 from conftest import ALL_PIECES, REPO, make_sums, run_module
+from dry_step import LiveBytes
 
 import nanochat.layers
 import nanochat.loss
 import nanochat.plan.probes
-from bench.dry_step import LiveBytes
 from nanochat.errors import UserError
 from nanochat.gpt_config import GPTConfig, architecture, config_from_depth
 from nanochat.plan import limits
@@ -42,15 +42,16 @@ GPU = [(config_from_depth(depth, vocab_size, 2048, arch=arch), rows, "meta", dty
            (12, 65536, 8, "classic"), (20, 65536, 1, "classic"), (4, 8192, 64, "classic"),
            (4, 8192, 64, ALL_PIECES)]
        for dtype in ("float32", "bfloat16") for again in (False, True)]
-# Small ones, each piece of the modern architecture by itself as well; and one with a table that is most of it.
+# Small ones, each piece of the modern architecture by itself as well; and one whose tables are most of it.
 MODERN = architecture(ALL_PIECES)
 SMALL = [(GPTConfig(256, 500, n_layer=3, n_embd=128, n_head=4, n_kv_head=kv_heads, **pieces), 8, "cpu", dtype, again)
          for kv_heads, pieces, dtype, again in [
              (2, MODERN, "float32", False), (4, MODERN, "bfloat16", False), (2, MODERN, "float32", True),
              (1, MODERN | {"residual_scales": False}, "float32", False),
              *((4, {piece: MODERN[piece]}, "float32", False) for piece in (
-                 "short_windows", "value_embeddings", "bigrams", "residual_scales", "smear", "head_gates"))]]
-SMALL += [(GPTConfig(64, 20_000, n_layer=1, n_embd=64, n_head=1, n_kv_head=1, bigrams=5), 1, "cpu", "float32", False)]
+                 "short_windows", "value_embeddings", "residual_scales", "smear"))]]
+TABLES = GPTConfig(64, 20_000, n_layer=1, n_embd=64, n_head=1, n_kv_head=1, value_embeddings=True)
+SMALL += [(TABLES, 1, "cpu", "float32", False)]
 
 
 @pytest.mark.parametrize("config, rows, device, dtype, checkpointing", CPU + GPU + SMALL)
@@ -82,16 +83,16 @@ def test_parameters_are_counted_as_the_model_has_them():
     """Muon's are 12 · C² a block, or less with fewer key heads; tables, gates and scales of a block are AdamW's."""
     C, V = 256, 832
     assert parameter_counts(config_from_depth(3, 777, 64)) == (2 * V * C, 3 * 12 * C**2)
-    assert parameter_counts(config_from_depth(3, 777, 64, kv_group=2)) == (2 * V * C, 3 * 11 * C**2)
-    scalars = 32 + 1 + 3 * 32 * 2 + 2 * 32 * 2 + 3 * 3 + 1  # smear, head gates, value gates of two blocks, scales
-    assert parameter_counts(config_from_depth(3, 777, 64, arch=ALL_PIECES)) == (9 * V * C + scalars, 3 * 12 * C**2)
+    assert parameter_counts(GPTConfig(64, 777, 3, C, n_head=2, n_kv_head=1)) == (2 * V * C, 3 * 11 * C**2)
+    scalars = 32 + 1 + 2 * 32 * 2 + 3 * 2 + 1  # smear, value gates of two blocks, scales
+    assert parameter_counts(config_from_depth(3, 777, 64, arch=ALL_PIECES)) == (4 * V * C + scalars, 3 * 12 * C**2)
 
 
 def test_gradients_that_travel_are_those_of_neighbouring_units():
-    """Embedding and bigram table are one unit, six times a head; next to it is a block without a table of values."""
+    """The last two of a backward pass: the embedding, as large as the head, and a block without a table of values."""
     V, C = 65536, 256
     found = moments(config_from_depth(4, V, 64, arch=ALL_PIECES), 1, torch.bfloat16, "cuda", stage=2, ranks=8)
-    summed, travelling = 4 * (9 * V * C + 4 * 12 * C**2) / 8, 4 * (1 + 1 / 8) * (6 * V * C + 12 * C**2)
+    summed, travelling = 4 * (4 * V * C + 4 * 12 * C**2) / 8, 4 * (1 + 1 / 8) * (V * C + 12 * C**2)
     assert found["loss"].gradients == pytest.approx(summed + travelling, rel=1e-3)
 
 

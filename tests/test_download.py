@@ -74,8 +74,8 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(206 if asked else 200, len(sent), ETag='"of the storage"', **content_range)
         if fault == "cut":
             sent, self.close_connection = sent[: len(sent) // 2], True
-        for at in range(0, len(sent), 20_000 if fault == "slow" else len(sent)):
-            self.wfile.write(sent[at : at + 20_000] if fault == "slow" else sent)
+        for at in range(0, len(sent), 1_000 if fault == "slow" else len(sent)):
+            self.wfile.write(sent[at : at + 1_000] if fault == "slow" else sent)
             self.server.released.wait(0.1 if fault == "slow" else 0)
 
 
@@ -212,7 +212,7 @@ def test_a_failed_download_is_no_data_set_and_keeps_the_old_one(hub):
     began = time.monotonic()
     with pytest.raises(UserError, match=rf"{shard(3)} of {REPOSITORY}: .*404.* HF_ENDPOINT=… names a mirror") as caught:
         make_dataset.make("climbmix", num_shards=6, workers=2)
-    assert "\n" not in str(caught.value) and time.monotonic() - began < 4, "the slow one would take 5 s"
+    assert "\n" not in str(caught.value) and time.monotonic() - began < 50, "the slow one would take 100 s"
     assert {shard(0), shard(1)} <= set(names(hub.folder)) <= {".cache", *map(shard, (0, 1, 4))}
     with pytest.raises(UserError, match="no data set 'climbmix'"):
         dataset.load_manifest("climbmix")

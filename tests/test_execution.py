@@ -351,8 +351,8 @@ def test_a_program_that_outlives_its_wait_has_failed(tmp_path, monkeypatch):
         while not (found := [path for path in tmp_path.iterdir()]) and not result.done():
             time.sleep(0.01)  # the folder's name has the supervisor's process id
         os.kill(int(found[0].name.split("-")[1]), signal.SIGSTOP)
-        assert result.result(timeout=60).error == "killed"
-    deadline = time.monotonic() + 20
+        assert result.result(timeout=300).error == "killed"
+    deadline = time.monotonic() + 200
     while running(str(memory_bytes)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not running(str(memory_bytes))
@@ -390,7 +390,7 @@ def others():
 
 before = others()
 for code in {codes!r}:
-    print(json.dumps(run_python(code, 1)))
+    print(json.dumps(run_python(code, 1 if "while True" in code else 100)))
 assert others() == before, "processes are left"
 """
 

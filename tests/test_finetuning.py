@@ -175,6 +175,6 @@ def test_an_error_that_one_rank_has_ends_all(tmp_path, monkeypatch):
     (tmp_path / "bad_row.py").write_text(BAD_ROW)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
     job = Job(tmp_path / "log", "bad_row", [])
-    assert job.end(timeout=120) == 1
+    assert job.end() == 1
     errors = [line for line in job.text().splitlines() if line.startswith("error: ")]
     assert errors == ["error: row 7 is not as expected (rank 1)"], job.text()

@@ -218,6 +218,7 @@ def test_a_model_with_its_own_code_generates_batches_and_is_saved_there(hf, tmp_
 
     for kind in (theirs, tokenizer):
         kind.save_pretrained(tmp_path / "theirs")
+    edit_pieces(bigrams=0, head_gates=False)(tmp_path / "theirs")  # which older versions wrote, and left off
     for where in (folder, tmp_path / "theirs"):
         back = imported(where, overwrite=True, source="sft")
         assert different(original, back) == []
@@ -373,15 +374,16 @@ def test_the_chat_template_renders_what_our_renderer_does(hf, tmp_path):
 
 
 def test_the_card_has_the_numbers_of_this_model_only(tmp_path):
-    """A run's section by its log, an evaluation by what it says it measured; another model's or step's are left out."""
-    saved(random_model())
-    log, of = checkpoint_dir("sft", "tiny") / "metrics.jsonl", {"data": "world", "model_tag": "tiny"}
-    write_section("chat_sft", "Fine-tuning", "", {"sft": {"training minutes": 7.125}}, log, **of)
-    write_section("chat_eval_sft", "Chat", "Model: step 12 of tiny.\n", {"sft": {"spellingbee": 0.8125}}, **of)
-    write_section("chat_eval_old", "Chat", "Model: step 1 of tiny.\n", {"sft": {"old": 0.5}}, **of)
-    write_section("chat_rl", "Reinforcement", "", {"rl": {"reward": 0.5}}, log, **of)
-    other = {"data": "world", "model_tag": "tiny2"}
-    write_section("base_eval", "Base", "Model: step 12 of tiny2, trained on x.", {"sft": {"another": 0.25}}, **other)
+    """Sections of another model, of another step, and of what was there before a run of --overwrite are left out."""
+    checkpoint = saved(random_model())
+    of = {"data": "world", "model_tag": "tiny", "checkpoint": checkpoint}
+    write_section("chat_sft", "Fine-tuning", "", {"sft": {"training minutes": 7.125}}, **of)
+    write_section("chat_eval_sft", "Chat", "", {"sft": {"spellingbee": 0.8125}}, **of)
+    write_section("chat_rl", "Reinforcement", "", {"rl": {"reward": 0.5}}, **of)
+    before = shutil.copytree(checkpoint, tmp_path / "before" / "sft_checkpoints" / "tiny" / checkpoint.name)
+    (before / "manifest.json").write_text(json.dumps({"model.safetensors": "0" * 64}))
+    write_section("chat_eval_old", "Chat", "", {"sft": {"old": 0.5}}, **of | {"checkpoint": before})
+    write_section("base_eval", "Base", "", {"sft": {"another": 0.25}}, **of | {"model_tag": "tiny2"})
     card = (exported(tmp_path / "out") / "README.md").read_text()
     assert "| training minutes | 7.125 |\n| spellingbee | 0.8125 |\n\n" in card
     assert not any(row in card for row in ("| old", "| reward", "| another"))
@@ -642,15 +644,16 @@ MODERN_FAULTS = {
     "has auto_map={}; only a model with": edit_json("config.json", auto_map={}),
     "has sequence_len=None; expected a whole number": edit_json("config.json", gpt="none"),
     "has smear=1; expected true or false": edit_pieces(smear=1),
-    "has bigrams=True; expected a whole number": edit_pieces(bigrams=True),
-    "has bigrams=-1; expected a whole number": edit_pieces(bigrams=-1),
+    "has n_layer=True; expected a whole number above 0": edit_pieces(n_layer=True),
+    "has n_layer=-1; expected a whole number above 0": edit_pieces(n_layer=-1),
     "has qk_scale='1.2'; expected a number above 0": edit_pieces(qk_scale="1.2"),
     "has qk_scale=nan; expected a number above 0": edit_pieces(qk_scale=float("nan")),
     "has rope_theta=0.0; expected a number above 0": edit_pieces(rope_theta=0.0),
     "softcap=65: expected a number of at most 64": edit_pieces(softcap=65),
     "models of 3 layers do not have: gpt.transformer.wte.smear.weight, gpt.": edit_pieces(smear=False),
-    "gpt.transformer.wte.bigram.weight": edit_pieces(bigrams=0),
-    "transformer.wte.bigram.weight is (2560, 64), expected (2048, 64)": edit_pieces(bigrams=4),
+    "config.json: the model was trained with bigrams, which": edit_pieces(bigrams=5),
+    "config.json: the model was trained with head_gates, which": edit_pieces(bigrams=0, head_gates=True),
+    "transformer.h.0.attn.c_k.weight is (64, 64), expected (32, 64)": edit_pieces(n_kv_head=2),
     "lacks weights of a model of 5 layers: transformer.h.3.": edit_pieces(n_layer=5),
     "has lm_head.weight, a name that only this": edit_weights(**{"lm_head.weight": torch.ones(512, 64)}),
 }

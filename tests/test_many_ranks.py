@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ALL_PIECES, REPO, broken_bundle, make_sums, warm_python
-from ranks import Job, run_as_main, run_on_ranks, torchrun
+from ranks import Job, run_as_main, run_on_ranks, send_in_evaluation, torchrun
 from safetensors.torch import load_file
 
 from nanochat.errors import UserError
@@ -26,7 +26,7 @@ TINY = {"data": "sums", "depth": 1, "max_seq_len": 32, "device_batch_size": 4, "
         "num_iterations": 30, "compile": False, "eval_tokens": 512, "sample_every": -1, "eval_every": -1,
         "dtype": "float32", "grad_clip": 1.0, "weight_decay": 0.1,
         "device_type": "cuda" if torch.cuda.device_count() >= 4 else "cpu"}
-STEPS = 28  # of runs that are killed: enough that a signal comes in time on a busy machine
+STEPS = 28  # of runs that are killed
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,6 @@ def script(rank: int, world_size: int, args: list[str], patch: str) -> tuple[str
                 loss = loss * torch.tensor(float("nan"))
             if patch == "nan from step 7 on" and step >= 7 * 4 // world_size:
                 loss = loss * float("nan")
-            if patch == "the last rank fails in step 3" and step == 3 * 4 // world_size and rank == world_size - 1:
-                raise ArithmeticError("a bug on one rank")
         return loss
 
     def reversed_loader(*args, **settings):
@@ -76,7 +74,7 @@ def script(rank: int, world_size: int, args: list[str], patch: str) -> tuple[str
     if patch == "micro-steps in reverse":
         dataloader.tokenizing_distributed_data_loader = reversed_loader
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):  # an early end is no error
         run_as_main("scripts.base_train", args)
     return printed.getvalue(), rows
 
@@ -172,8 +170,7 @@ def test_bfloat16_differs_no_more_than_by_the_order_of_micro_steps(base):
 def test_two_ranks_stopped_and_resumed_are_the_run_that_was_not(base, stage, dtype, arch):
     """2N = N + stop + resume + N, bit for bit: weights, masters, moments, losses."""
     straight, resumed = f"straight-{stage}-{dtype}", f"resumed-{stage}-{dtype}"
-    settings = dict(num_iterations=8, save_every=4, zero_stage=stage, dtype=dtype, arch=arch, muon_variant="normuon",
-                    softmax_share=0.5)
+    settings = dict(num_iterations=8, save_every=4, zero_stage=stage, dtype=dtype, arch=arch, muon_variant="normuon")
     train(2, straight, **settings)
     shutil.copytree(folder(base, straight) / "step_000004", folder(base, resumed) / "step_000004")
     shutil.copy(folder(base, straight) / "metrics.jsonl", folder(base, resumed))
@@ -185,17 +182,22 @@ def test_two_ranks_stopped_and_resumed_are_the_run_that_was_not(base, stage, dty
 
 @pytest.mark.parametrize("dtype, arch", [("float32", ALL_PIECES), ("bfloat16", "classic")])
 def test_a_run_moves_between_ranks_and_stages(base, dtype, arch):
-    """2 ranks on stage 2, then 4 on stage 3, then 1: the float32 losses stay within 1e-4 of the run that stayed."""
-    settings = dict(num_iterations=12, save_every=4, dtype=dtype, arch=arch, muon_variant="normuon", softmax_share=0.5)
+    """
+    2 ranks on stage 2, then 4 on stage 3, then 3, among which four micro-batches do not divide, then 1: the float32
+    losses stay within 1e-4 of the run that stayed.
+    """
+    settings = dict(num_iterations=12, save_every=3, dtype=dtype, arch=arch, muon_variant="normuon")
     train(2, f"stayed-{dtype}", zero_stage=2, **settings)
-    before = f"stayed-{dtype}"
-    for world_size, stage, step in ((4, 3, 4), (1, 2, 8)):
+    before, stage_before = f"stayed-{dtype}", 2
+    for world_size, stage, step in ((4, 3, 3), (3, 2, 6), (1, 1, 9)):
         tag = f"moved-{world_size}-{dtype}"
         shutil.copytree(folder(base, before) / f"step_{step:06d}", folder(base, tag) / f"step_{step:06d}")
         shutil.copy(folder(base, before) / "metrics.jsonl", folder(base, tag))
         printed, _ = train(world_size, tag, zero_stage=stage, resume="auto", **settings)
-        assert f"with another zero_stage: {2 if stage == 3 else 3} before" in printed
-        before = tag
+        assert f"with another zero_stage: {stage_before} before" in printed
+        warned = "warning: 3 rank(s) do not divide the batch: 33% of their micro-steps are empty" in printed
+        assert warned == (world_size == 3)
+        before, stage_before = tag, stage
     limit = 1e-4 if dtype == "float32" else 0.03
     assert difference(losses(base, before), losses(base, f"stayed-{dtype}")) < limit
 
@@ -283,16 +285,45 @@ def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturb
     assert losses(base, undisturbed) == losses(base, "stopped")
 
 
+def evaluate_until_stopped(rank: int, world_size: int, args: list[str], name: str, of_rank: int) -> tuple[str, int]:
+    """What is printed, and how often the function was called at step 4, where this rank gets SIGTERM in it."""
+    calls = send_in_evaluation(signal.SIGTERM if rank == of_rank else 0, name, 4)
+    printed, _ = script(rank, world_size, args, "")
+    return printed, calls.count(4)
+
+
+@pytest.mark.parametrize("name, rank, stage, calls", [
+    ("nanochat.loss_eval.counted_nats", 1, 2, [1, 1]), ("nanochat.loss_eval.counted_nats", 0, 3, [1, 1]),
+    ("nanochat.loss_eval.sample", 0, 2, [1, 1])])
+def test_sigterm_to_one_rank_ends_an_evaluation_on_all_and_saves_at_once(base, undisturbed, name, rank, stage, calls):
+    """Of two batches the first. No step is taken any more, and no other evaluation begins; it comes with the resume."""
+    tag = f"left-{name.rpartition('.')[2]}-{stage}"
+    settings = dict(num_iterations=STEPS, eval_every=4, sample_every=4, zero_stage=stage)
+    ranks = run_on_ranks(2, evaluate_until_stopped, arguments(tag, settings), name, rank)
+    printed = ranks[0][0]
+    assert [count for _, count in ranks] == calls
+    assert printed.splitlines()[-1] == "stopped after step 4; --resume=auto continues"
+    assert f"step 00003/{STEPS:05d} (" in printed and f"step 00004/{STEPS:05d} (" not in printed
+    assert printed.count("The capital of France is") == ("sample" in name)
+    assert [path.name for path in folder(base, tag).glob("step_*")] == ["step_000004"]
+    if stage == 2:
+        assert_same_checkpoint(base, undisturbed, tag, 4)
+    else:
+        printed, _ = train(2, tag, resume="auto", **settings | {"num_iterations": 5})
+        assert "step 00004/00005 | validation" in printed
+
+
 def run_until_hung_up(tag: str) -> None:
-    """torchrun in a terminal that goes away after step 2. Samples make the steps longer than a signal takes."""
+    """torchrun in a terminal that goes away after step 2; in step 10 the ranks wait for that."""
     ours, theirs = os.openpty()
 
     def in_a_terminal() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as in a terminal, also where these tests run under nohup
         fcntl.ioctl(theirs, termios.TIOCSCTTY)
 
-    command = torchrun("scripts.base_train", arguments(tag, dict(num_iterations=STEPS, save_every=-1, sample_every=1)))
+    command = torchrun("ranks", ["scripts.base_train", *arguments(tag, dict(num_iterations=STEPS, save_every=-1))])
     env = {name: value for name, value in os.environ.items() if name != "PET_SIGNALS_TO_HANDLE"}  # of nohup, as well
+    env["PYTHONPATH"] = os.pathsep.join([str(REPO / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     job = subprocess.Popen(command, cwd=REPO, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
                            env=env | {"OMP_NUM_THREADS": "1"}, preexec_fn=in_a_terminal)
     os.close(theirs)
@@ -306,17 +337,13 @@ def run_until_hung_up(tag: str) -> None:
 
 def test_a_lost_connection_saves_and_ends(base, undisturbed):
     """As that of a dropped ssh session: SIGHUP, and no output can be written."""
-    for attempt in range(5):  # on a busy machine a run can be over before this process is heard
-        tag = f"hung-up-{attempt}"
-        run_until_hung_up(tag)
-        [saved] = folder(base, tag).glob("step_*")
-        if saved.name != f"step_{STEPS:06d}":
-            break
-    assert "step_000002" < saved.name < f"step_{STEPS:06d}"
-    printed, _ = train(2, tag, resume="auto", num_iterations=STEPS, save_every=-1)
+    run_until_hung_up("hung-up")
+    [saved] = folder(base, "hung-up").glob("step_*")
+    assert "step_000002" < saved.name <= "step_000011"
+    printed, _ = train(2, "hung-up", resume="auto", num_iterations=STEPS, save_every=-1)
     assert f"resuming from {saved}" in printed
-    assert_same_checkpoint(base, undisturbed, tag, STEPS)
-    assert losses(base, undisturbed) == losses(base, tag)
+    assert_same_checkpoint(base, undisturbed, "hung-up", STEPS)
+    assert losses(base, undisturbed) == losses(base, "hung-up")
 
 
 def test_what_the_user_has_to_mend_is_not_tried_again(base, tmp_path):
@@ -330,8 +357,11 @@ def test_what_the_user_has_to_mend_is_not_tried_again(base, tmp_path):
 
 
 def test_ctrl_c_in_one_process_saves_too(base, tmp_path):
-    """And under nohup, where SIGHUP is ignored, a lost connection changes nothing."""
-    command = [warm_python(), "-m", "scripts.base_train", *arguments("alone", dict(num_iterations=2000))]
+    """
+    It ends as interrupted commands do: what follows in a script does not begin on half a model. And under nohup, where
+    SIGHUP is ignored, a lost connection changes nothing.
+    """
+    command = [warm_python(), "-m", "scripts.base_train", *arguments("alone", dict(num_iterations=10**6))]
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                env=os.environ | {"OMP_NUM_THREADS": "1"},
                                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
@@ -342,8 +372,8 @@ def test_ctrl_c_in_one_process_saves_too(base, tmp_path):
             process.send_signal(signal.SIGINT)
             break
     printed, _ = process.communicate(timeout=300)
-    assert process.returncode == 0 and "SIGINT: finishing this step" in printed, printed
-    assert re.search(r"saved .*step_00[01]\d\d\d\n", printed) and "--resume=auto continues" in printed
+    assert process.returncode == 130 and "SIGINT: finishing this step" in printed, printed
+    assert re.search(r"saved .*step_\d{6}\n", printed) and "--resume=auto continues" in printed
 
 
 def cpu_seconds(pid: int) -> float:
@@ -354,25 +384,32 @@ def cpu_seconds(pid: int) -> float:
 def test_a_signal_ends_a_rank_that_waits_for_ever():
     """
     Inside native code, as in a collective on a GPU whose other rank is dead, Python's handler never runs. A rank that
-    gets to its handler is left alone.
+    gets to its handler is left alone, and so is one whose forked child got the signal, which dies of it.
     """
     program = """
-import hashlib, sys, time, torch.distributed as dist
+import hashlib, os, signal, sys, time, torch.distributed as dist
 from nanochat import distributed
 distributed.DEATH_AFTER, distributed.STUCK_AFTER = 0, float(sys.argv[2])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 distributed.StopRequest()
 print("ready", flush=True)
-hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if sys.argv[1] == "stuck" else time.sleep(4)
+if sys.argv[1] == "child":
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    assert os.waitpid(child, 0)[1] == signal.SIGTERM
+hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if sys.argv[1] == "stuck" else time.sleep(2 * float(sys.argv[2]))
 """
-    for argument, patience, status in (("stuck", "0.5", 1), ("alive", "2", 0)):
+    for argument, patience, status in (("stuck", "0.5", 1), ("alive", "2", 0), ("child", "0.5", 0)):
         process = subprocess.Popen([sys.executable, "-c", program, argument, patience], cwd=REPO, text=True,
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdout.readline() == "ready\n"
         began = cpu_seconds(process.pid)
         while argument == "stuck" and cpu_seconds(process.pid) < began + 0.2:  # then it is inside the native code
             time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
+        if argument != "child":
+            process.send_signal(signal.SIGTERM)
         try:
             assert process.wait(timeout=300) == status, process.stderr.read()
         finally:
@@ -380,11 +417,12 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if sys.argv[1] == "stuck" else ti
 
 
 DIES = """
-import hashlib, os, signal
+import hashlib, os, signal, torch
 from nanochat import distributed
 distributed.DEATH_AFTER = 1
 rank, *_ = distributed.compute_init("cpu")
 distributed.StopRequest()
+torch.distributed.barrier()     # the other rank takes signals as well
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
@@ -396,15 +434,5 @@ def test_a_dead_rank_ends_one_that_waits_for_it_on_its_node_within_seconds(tmp_p
     program = tmp_path / "dies.py"
     program.write_text(DIES)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", program]
-    began = time.monotonic()
     job = subprocess.run(command, cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO)}, text=True, capture_output=True)
     assert job.returncode == 1 and "another rank of this node is dead: this one ends, too" in job.stderr, job.stderr
-    assert time.monotonic() - began < 100
-
-
-def test_a_rank_that_fails_shows_its_own_traceback_first_and_ends_the_job(base, tmp_path):
-    """Through the harness: the first failure is the rank's own error, within seconds, not a hang of the others."""
-    began = time.monotonic()
-    with pytest.raises(ArithmeticError, match="a bug on one rank"):
-        train(2, "buggy", "the last rank fails in step 3", num_iterations=40)
-    assert time.monotonic() - began < 200

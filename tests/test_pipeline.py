@@ -110,7 +110,7 @@ def test_a_pipeline_draws_the_curve_of_one_rank_and_saves_its_weights(base, worl
 
 
 def test_the_streams_of_every_piece_travel_through_a_pipeline(base):
-    """The embedding, bigram vectors and the middle of the model, which the last of four stages reads."""
+    """The embedding, which every block reads, and the middle of the model, which the last of four stages reads."""
     pieces = dict(arch=ALL_PIECES, muon_variant="normuon")
     train(1, "pieces", **pieces)
     train(4, "pieces4", pipeline_stages=4, **pieces)

@@ -125,6 +125,37 @@ def test_writing_a_section_again_replaces_all_of_it(base_folder):
     assert "old" not in path.read_text() and "new body" in path.read_text() and "| new row | 2 |" in path.read_text()
 
 
+def test_a_section_about_a_replaced_model_is_marked_and_not_summarized(base_folder):
+    """After --overwrite of a stage: what was measured before it, and what was made from what it replaced."""
+    def left(stage: str, weights: str, origin: str = "") -> Path:
+        checkpoint = base_folder / f"{stage}_checkpoints" / "d4" / "step_000008"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / "manifest.json").write_text(json.dumps({"model.safetensors": weights * 64}))
+        meta = {"data_state": {"origin": origin}, "config": {"source_step": None}}
+        (checkpoint / "meta.json").write_text(json.dumps(meta))
+        return checkpoint
+
+    sft = left("sft", "a")
+    write_section("chat_sft", "Sft", "", {"sft": {"minutes": 1.0}}, checkpoint=sft)
+    write_section("chat_eval_sft", "Scores", "93%", {"sft": {"ARC": 0.93}}, checkpoint=sft)
+    log = short_run(base_folder / "rl_checkpoints" / "d4" / "metrics.jsonl")
+    rl = left("rl", "r", f"sft_checkpoints/d4/step_000008 ({'a' * 16})")
+    write_section("chat_rl", "Rl", "", {"rl": {"minutes": 3.0}}, log, checkpoint=rl)
+    path = report.generate()
+    assert table_after(path.read_text(), "## Summary") == [
+        ["", "sft", "rl"], ["minutes", "1", "3"], ["ARC", "0.93", "-"]]
+    assert "older" not in path.read_text() and len(images(path)) == 1
+    write_section("chat_sft", "Sft", "", {"sft": {"minutes": 2.0}}, checkpoint=left("sft", "b"))
+    path = report.generate()
+    assert table_after(path.read_text(), "## Summary") == [["", "sft"], ["minutes", "2"]]
+    assert images(path) == [], "the log may be of a later run"
+    for chapter, words in (("Scores", "of an older model, sft_checkpoints/d4/step_000008 (aaaaaaaaaaaaaaaa)"),
+                           ("Rl", "of a model made from sft_checkpoints/d4/step_000008 (aaaaaaaaaaaaaaaa)")):
+        assert words in path.read_text().split(f"## {chapter}\n")[1].split("\n## ")[0]
+    write_section("chat_eval_sft", "Scores", "88%", {"sft": {"ARC": 0.88}}, checkpoint=sft)
+    assert table_after(report.generate().read_text(), "## Summary") == [["", "sft"], ["minutes", "2"], ["ARC", "0.88"]]
+
+
 def test_only_rank_0_writes(base_folder, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     write_section("base_train", "Rank 1", "")

@@ -66,6 +66,9 @@ def test_accumulation_divides_or_names_what_would():
         accumulation_steps(5000, 4, 512, 2)
     with pytest.raises(UserError, match=r"try total_batch_size=8192, or device_batch_size=2"):
         accumulation_steps(2048, 8, 512, 2)
+    assert [accumulation_steps(524288, 16, 2048, ranks, uneven=True) for ranks in (1, 3, 4, 24)] == [16, 6, 4, 1]
+    with pytest.raises(UserError, match="total_batch_size=5000 is not a multiple"):
+        accumulation_steps(5000, 4, 512, 2, uneven=True)
     with pytest.raises(UserError, match="total_batch_size=0 must be at least 1"):
         accumulation_steps(0, 4, 512, 2)
 

@@ -167,7 +167,7 @@ def test_gradients_belong_to_their_unit_whatever_order_ranks_complete_them_in():
                 model(torch.full((2, 4), 1.0 + rank), route).backward()
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
         expected.append({name: grad.flatten() for name, grad in grads.items()})
-    for results in run_on_ranks(2, routed, timeout=60):
+    for results in run_on_ranks(2, routed):
         for (stage, case), grads in results.items():
             torch.testing.assert_close(grads, expected[case], rtol=1e-6, atol=1e-6, msg=f"stage {stage}, case {case}")
 
@@ -196,7 +196,7 @@ def float16(rank: int, world_size: int) -> None:
 ])
 def test_what_would_train_something_else_is_refused(ranks, mistake, message):
     with pytest.raises(UserError, match=message):
-        run_on_ranks(ranks, mistake, timeout=60)
+        run_on_ranks(ranks, mistake)
 
 
 def two_steps(rank: int, world_size: int) -> None:

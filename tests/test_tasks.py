@@ -747,6 +747,7 @@ def test_humaneval_runs_the_tests_of_its_problem(base_folder):
         assert task.evaluate(task[0], right), right
     for wrong in ("", "I cannot.", whole.replace("+", "*"), f"{whole}\nimport sys\nsys.exit(0)",
                   "def double(numbers):\n    exit()",
+                  "import sys\n\ndef double(numbers):\n    print('all tests have passed')\n    sys.exit(0)",
                   f"```python\n{whole.replace('double', 'twice')}\n```", f"```python\nx = 1\n```\n{whole}",
                   f"{whole}\nassert False"):
         assert not task.evaluate(task[0], wrong), wrong

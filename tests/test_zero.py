@@ -8,13 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from dry_step import LiveBytes
 from ranks import device_of, run_on_ranks
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from nanochat.adamw import DistAdamW
+from nanochat.gpt import GPT
+from nanochat.gpt_config import config_from_depth
 from nanochat.muon import DistMuon, orthogonalize
 from nanochat.partition import equal_ranges, row_ranges
+from nanochat.plan.memory import parts as pipeline_parts
+from nanochat.plan.memory import step_bytes
 from nanochat.zero import Sharding
 
 CPU = torch.device("cpu")
@@ -301,3 +306,36 @@ print(faults(4))
 '''
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(result.stdout) < 2**14, "eight tensors have 2^14 pages each"
+
+
+def peaks_at_the_start(rank: int, world_size: int, config, dtype: torch.dtype) -> list[int]:
+    """The most bytes of tensors on this rank while a model gets its weights and is sharded, on each stage."""
+    peaks = []
+    for stage in range(4):
+        with torch.device("meta"):
+            model = GPT(config)
+        with LiveBytes() as live:
+            Sharding(model, model.units(), CPU, dtype, stage, weights=lambda name, model=model: model.draw(name, 0))
+        peaks.append(live.peak)
+    return peaks
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_begins_with_one_whole_unit_beside_the_shards(ranks, dtype):
+    """
+    Before a unit's whole float32 weights are freed, a rank has them, what it keeps of them, and what it keeps of the
+    units before: so a model that fits while it trains can also begin. Measured to 0.1%, padding.
+    """
+    config = config_from_depth(4, 1024, 64, arch="modern")
+    measured = run_on_ranks(ranks, peaks_at_the_start, config, dtype)
+    for stage in range(4):
+        kept = expected = 0
+        for unit in pipeline_parts(config)[0].units:
+            master = 4 * unit / (1 if stage == 0 else ranks)
+            weights = 0 if stage == 3 else dtype.itemsize * unit
+            own = weights if stage < 3 and dtype == torch.float32 else weights + master
+            expected = max(expected, kept + own + 4 * unit)
+            kept += own
+        assert [peaks[stage] for peaks in measured] == pytest.approx([expected] * ranks, rel=1e-3), stage
+        assert expected < sum(step_bytes(config, 1, dtype, "cuda", True, stage=stage, ranks=ranks))

@@ -1,10 +1,10 @@
 """The model card of an exported folder: what the model is, what the report measured, how to use it."""
 from pathlib import Path
 
-from nanochat.checkpoint import list_steps
 from nanochat.files import base_dir
 from nanochat.gpt_config import GPTConfig
 from nanochat.hf.model import is_modern
+from nanochat.records import describe_checkpoint
 from nanochat.report import cell, markdown_table, read_section, sorted_sections
 
 STAGE_NAMES = {
@@ -77,16 +77,12 @@ def model_card(source: str, checkpoint: Path, meta: dict, parameters: int) -> st
 
 def report_numbers(source: str, checkpoint: Path) -> dict[str, float | str]:
     """What the report's sections say of this very checkpoint, in their order; other models' sections are left out."""
-    tag, step = checkpoint.parent.name, int(checkpoint.name.removeprefix("step_"))
-    newest = list_steps(checkpoint.parent)[-1:] == [step]
-    numbers: dict[str, float | str] = {}
+    tag, numbers = checkpoint.parent.name, {}
     for path in sorted_sections((base_dir() / "report" / "sections").glob(f"*/{tag}/*.json")):
         try:
             section = read_section(path)
         except (OSError, ValueError):
             continue  # the report says so
-        # A run's own section is about its end; an evaluation says in its first words what it measured.
-        of_run = newest and section["metrics"] == f"{source}_checkpoints/{tag}/metrics.jsonl"
-        if of_run or section["body"].startswith((f"Model: step {step} of {tag}.", f"Model: step {step} of {tag},")):
+        if section.get("checkpoint") == describe_checkpoint(checkpoint):
             numbers |= section["results"].get(source, {})
     return {row: value for row, value in numbers.items() if row != "parameters"}

@@ -24,7 +24,7 @@ from torch import Tensor
 from nanochat.checkpoint import MODEL_FILE, STAGES
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig
+from nanochat.gpt_config import GPTConfig, without_retired
 from nanochat.hf.tokenizer import from_hf, write_tokenizer
 from nanochat.layers import NORM_EPS
 from nanochat.resharding import index_of
@@ -272,7 +272,7 @@ def to_config(fields: dict, names: dict[str, str], where: Path) -> GPTConfig:
 
 def to_own_config(fields: object, names: Iterable[str], where: Path) -> GPTConfig:
     """The same from fields under our names. UserError for others than `names`."""
-    fields = fields if isinstance(fields, dict) else {}
+    fields = without_retired(fields, where) if isinstance(fields, dict) else {}
     for name in fields.keys() - set(names):
         raise UserError(f"{where} has {name}={fields[name]!r}, which this program's models do not have: "
                         "it cannot be imported")

@@ -149,7 +149,7 @@ def plan_part(
     passes = {"forward": third, "backward": (2 + layout.checkpointing) * third}
     replicas = cluster.ranks // layout.pipeline_stages // shards
     head = config.padded_vocab_size * config.n_embd
-    sent = collectives(layout.stage, shards, replicas, micro_steps, dtype, torch.float32, total, part.muon, head)
+    sent = collectives(layout.stage, shards, replicas, micro_steps, dtype, total, part.muon, head)
     groups = {"shards": (shards, 1), "replicas": (replicas, shards)}
 
     def at_once(c: Collective) -> int:

@@ -157,10 +157,8 @@ def set_up_training(
     """(model, sharding, optimizers) as base_train has them; `device` may be "meta"."""
     with torch.device("meta"):
         model = GPT(config)
-    model.to_empty(device=device)
-    if device.type != "meta":
-        model.init_weights(0)
-    sharding = Sharding(model, model.units(), device, dtype, stage)
+    weights = None if device.type == "meta" else lambda name: model.draw(name, seed=0)
+    sharding = Sharding(model, model.units(), device, dtype, stage, weights=weights)
     if compiled:
         model.compile_blocks()
     return model, sharding, setup_optimizers(model, sharding)

@@ -27,14 +27,13 @@ class Collective(NamedTuple):
 
 
 def collectives(
-    stage: int, shards: int, replicas: int, micro_steps: int, dtype: torch.dtype, reduce_dtype: torch.dtype, total: int,
-    muon: int, head: int,
+    stage: int, shards: int, replicas: int, micro_steps: int, dtype: torch.dtype, total: int, muon: int, head: int
 ) -> list[Collective]:
     """
     Of a step on shards · replicas ranks; on stage 0 shards is 1. total: parameters of the model; muon: those in its
     care; head: those of the last unit, which stage 3 keeps whole from its forward to its backward pass.
     """
-    gradients, gathered, whole_head = total * reduce_dtype.itemsize, total * dtype.itemsize, head * dtype.itemsize
+    gradients, gathered, whole_head = total * FLOAT32, total * dtype.itemsize, head * dtype.itemsize
     if stage == 0:
         return [Collective("all-reduce", gradients, among="replicas", behind="backward")]
     found = [Collective("reduce-scatter", gradients, micro_steps if stage >= 2 else 1, behind="backward")]
@@ -49,8 +48,7 @@ def collectives(
 
 
 def sent_bytes(
-    stage: int, ranks: int, micro_steps: int, dtype: torch.dtype, reduce_dtype: torch.dtype, total: int, muon: int,
-    head: int,
+    stage: int, ranks: int, micro_steps: int, dtype: torch.dtype, total: int, muon: int, head: int
 ) -> float:
     """
     What a rank sends in one optimizer step, on average over ranks, which are one group.
@@ -59,5 +57,5 @@ def sent_bytes(
     and stages 1 to 3 about 2Ψ_muon/N more, for matrices on their way to the rank that orthogonalises them, and back.
     """
     shards, replicas = (1, ranks) if stage == 0 else (ranks, 1)
-    sent = collectives(stage, shards, replicas, micro_steps, dtype, reduce_dtype, total, muon, head)
+    sent = collectives(stage, shards, replicas, micro_steps, dtype, total, muon, head)
     return sum(c.bytes * c.times * c.passes for c in sent) * (ranks - 1) / ranks

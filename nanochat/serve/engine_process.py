@@ -5,7 +5,7 @@ An engine in a process of its own: it shares Python's lock neither with the web 
     how to make the engine    --- pipe --->     the engine
     a request                 --- pipe --->     engine.add
                                                 engine.step: one token for every choice, again and again
-    chunks                    <-- pipe ----     every 40 ms: the text since the last chunks
+    chunks                    <-- pipe ----     every 40 ms: the text since the last chunks, or nothing
     the id of a request       --- pipe --->     engine.remove
 
 It ends with the pipe, so that it never outlives the web process, and after an error that is not one request's.
@@ -43,6 +43,7 @@ from nanochat.serve.grammars import compile_grammar
 from nanochat.serve.logprobs import HeldLogprobs, PlacedLogprob
 
 FLUSH_EVERY = 0.04    # seconds: 25 chunks a second look like writing, and cost a fraction of what 400 would
+BEAT_EVERY = 1.0      # seconds between messages without chunks while there is nothing to do: the engine is alive
 
 
 @dataclass(eq=False)
@@ -173,7 +174,7 @@ class EngineProcess:
         engine = self.engine
         try:
             while True:
-                self.inbox.get(block=not engine.busy)()
+                self.inbox.get(block=not engine.busy, timeout=BEAT_EVERY)()
         except queue.Empty:
             pass
         try:
@@ -267,12 +268,11 @@ class EngineProcess:
                 chunks = batch.setdefault(request.id, [])
                 if isinstance(chunks, list):
                     chunks.append(chunk)
-        if batch:
-            self.send(batch)
+        self.send(batch)    # an empty one, too: it tells that the engine is alive
 
 
 def load_engine(
-    checkpoint: Path, device_type: str, dtype: str, quantize: Literal["", "int8"], compile: bool, max_batch: int,
+    checkpoint: Path, device_type: str, dtype: str, compile: bool, max_batch: int,
     prompt_cache_bytes: int, workers: int, number: int,
 ) -> Engine:
     """The engine of worker `number` of so many, which take the GPUs in turn or share the cores."""
@@ -283,7 +283,7 @@ def load_engine(
     model, tokenizer, _ = load_checkpoint(checkpoint, device)
     model = model.eval().to(compute_dtype(dtype, device))
     # One place more than an address may have: a newcomer need not wait for the end of another's answer.
-    return Engine(model, tokenizer, max_batch + 1, prompt_cache_bytes, quantize, max_batch, compile)
+    return Engine(model, tokenizer, max_batch + 1, prompt_cache_bytes, max_batch, compile)
 
 
 def main() -> None:

@@ -89,9 +89,12 @@ class Gate:
                 await response(scope, receive, send_counted)
 
     def check(self, path: str, headers: Headers) -> None:
-        """ApiError for a wrong key or host. (A page on the web may point a name of its own at 127.0.0.1.)"""
+        """
+        ApiError for a wrong key or host. (A page on the web may point a name of its own at 127.0.0.1. A browser always
+        names the host; load balancers, which ask for /health in HTTP/1.0, need not.)
+        """
         host = re.sub(r":\d+$", "", headers.get("host", "").lower())
-        if self.hosts and host not in self.hosts:
+        if self.hosts and "host" in headers and host not in self.hosts:
             names = ", ".join(self.hosts)
             words = f"this server answers to {names} only; --allowed_hosts={host:.80} adds a name"
             raise ApiError(421, words, "wrong_host")

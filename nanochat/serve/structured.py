@@ -3,7 +3,8 @@ Answers of a prescribed form: JSON, JSON that fits a schema, one of several text
 request says of it, and the grammar's expression for that; grammars.py compiles it.
 
 JSON is written without blanks between its tokens: a model that may write blanks may write nothing else until
-max_tokens.
+max_tokens. For the same reason an object has only the properties that its schema lists, unless additionalProperties
+says otherwise, and an integer without limits is one that a float64 holds exactly.
 """
 import json
 from typing import Annotated, Any, Literal, Self
@@ -11,6 +12,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, FailFast, Field, model_validator
 
 from nanochat.tokenizer import Tokenizer
+
+# Keywords of a JSON schema that have others in them: those that the same value must fit; by name; a list, or one.
+COMBINED = {"allOf", "anyOf", "oneOf"}
+NAMED = {"properties", "patternProperties", "$defs", "definitions"}
+NESTED = COMBINED | NAMED | {"items", "prefixItems", "additionalProperties"}
+
+LIMITS = "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"
+MAX_INTEGER = 2**53 - 1
 
 Choices = Annotated[list[str], Field(min_length=1), FailFast()]
 
@@ -57,4 +66,63 @@ class Formed(BaseModel):
 def json_of(schema: dict[str, Any]) -> str:
     """A grammar's expression for JSON that fits a schema."""
     compact = {"x-guidance": {"whitespace_flexible": False}}  # llguidance's own options, which a client may not choose
-    return f"%json {json.dumps(schema | compact)}"
+    return f"%json {json.dumps(bounded(schema) | compact)}"
+
+
+def bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    """
+    A copy in which objects that list properties, and say nothing of others, have no others, and integers have limits.
+    Objects that are put together from several schemas stay open: none of these lists all properties.
+    """
+    root = json.loads(json.dumps(schema))
+    found, put_together = [root], []
+    for one in found:
+        found += schemas_in(one, NESTED)
+        conditions = one.keys() & (COMBINED | {"properties", "$ref"})
+        if len(conditions) > 1 or len(schemas_in(one, {"allOf"})) > 1:
+            put_together.append(one)
+    parts = parts_of(put_together, root)
+    for one in found:
+        if one.get("type") == "integer" and not one.keys() & {"const", "enum"}:
+            limits = [one[name] for name in LIMITS if name in one]
+            if all(isinstance(limit, (int, float)) and abs(limit) < MAX_INTEGER for limit in limits):
+                one.setdefault("minimum", -MAX_INTEGER)
+                one.setdefault("maximum", MAX_INTEGER)
+        properties, required = one.get("properties"), one.get("required", [])
+        if id(one) in parts or "additionalProperties" in one or not isinstance(properties, dict):
+            continue
+        names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+        if names <= properties.keys():
+            one["additionalProperties"] = False
+    return root
+
+
+def schemas_in(schema: dict[str, Any], keywords: set[str]) -> list[dict]:
+    """The schemas directly below these keywords."""
+    found = []
+    for keyword in schema.keys() & keywords:
+        value = schema[keyword]
+        if keyword in NAMED and isinstance(value, dict):
+            found += value.values()
+        else:
+            found += value if isinstance(value, list) else [value]
+    return [one for one in found if isinstance(one, dict)]
+
+
+def parts_of(schemas: list[dict], root: dict[str, Any]) -> set[int]:
+    """The ids of these schemas and of all that the same values must fit."""
+    ids, waiting = set(), schemas
+    while waiting:
+        schema = waiting.pop()
+        if id(schema) in ids:
+            continue
+        ids.add(id(schema))
+        waiting += schemas_in(schema, COMBINED)
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            target: Any = root
+            for name in reference.split("/")[1:]:
+                target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
+            if isinstance(target, dict):
+                waiting.append(target)
+    return ids

@@ -114,11 +114,15 @@ class Api:
     # ---- What there is
 
     async def health(self, http: HttpRequest) -> Response:
-        """200 while every model can answer. status: ok, degraded (not all of its workers), loading or dead."""
+        """200 while every model can answer. status: ok, degraded (not all of its workers), loading, hung or dead."""
         states = {model.id: [worker.state for worker in model.workers] for model in self.models.values()}
         present, usable = set().union(*states.values()), all("ready" in its_states for its_states in states.values())
-        bad = "degraded" if usable else "loading" if "loading" in present else "dead"
-        status = "ok" if present == {"ready"} else bad
+        if present == {"ready"}:
+            status = "ok"
+        elif usable:
+            status = "degraded"
+        else:
+            status = next(state for state in ("loading", "hung", "dead") if state in present)
         return JSONResponse({"status": status, "models": states}, 200 if usable else 503)
 
     async def list_endpoints(self, http: HttpRequest) -> Response:
@@ -164,6 +168,7 @@ class Api:
         model = self.find(request.model)
         if request.functions and not model.chats:
             raise ApiError(400, f"{model.id} is a base model: it calls no functions", param="tools")
+        self.check_choices(request, model, 1, "messages")
         request.max_tokens = request.max_completion_tokens or request.max_tokens
         most = min(request.max_tokens, self.limits.max_new_tokens, model.context // 4)
         ids = self.render(model, request.definitions() + request.messages, room=model.context - most)
@@ -184,6 +189,7 @@ class Api:
         body = await read_body(http, self.limits.max_body_bytes)
         request = CompletionRequest.parse(body, max_tokens=16, **self.defaults)
         model = self.find(request.model)
+        self.check_choices(request, model, len(request.prompt), "prompt")   # before any is encoded
         self.check_chars(request.prompt, "prompt")
         bos, vocab_size = [model.tokenizer.get_bos_token_id()], model.tokenizer.get_vocab_size()
         ids = [model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
@@ -224,6 +230,13 @@ class Api:
             words = f"{count:,} characters; at most {self.limits.max_chars:,} are allowed"
             raise ApiError(400, words, "string_above_max_length", param)
 
+    def check_choices(self, asked: BaseRequest, model: ServedModel, prompts: int, param: str) -> None:
+        if asked.n > self.limits.max_n:
+            raise ApiError(400, f"n={asked.n} is too much; at most {self.limits.max_n} answers are allowed", param="n")
+        if prompts * asked.n > model.max_choices:
+            words = f"{prompts * asked.n:,} answers at once; this server takes at most {model.max_choices}"
+            raise ApiError(400, words, param=param)
+
     async def answer(
         self, http: HttpRequest, asked: BaseRequest, model: ServedModel, prompts: list[list[int]], param: str,
         echo_from: Sequence[int] = (), make_reply: Callable[..., Reply] = Reply,
@@ -234,15 +247,11 @@ class Api:
             words = (f"This model's maximum context length is {model.context} tokens. However, your {param} resulted "
                      f"in {longest} tokens. Please reduce the length of the {param}.")  # OpenAI's: clients look for it
             raise ApiError(400, words, "context_length_exceeded", param)
-        if asked.n > self.limits.max_n:
-            raise ApiError(400, f"n={asked.n} is too much; at most {self.limits.max_n} answers are allowed", param="n")
         tools = isinstance(asked, ChatRequest) and model.chats
-        client, form = http.client.host if http.client else "", asked.form(model.tokenizer)
+        client = http.client.host if http.client else ""
+        form = await asyncio.to_thread(asked.form, model.tokenizer)  # a schema of a megabyte takes a third of a second
         sampling = asked.sampling(self.limits.max_new_tokens, model.tokenizer, tools, form)
         request = Request(prompts, sampling, form, asked.n, asked.stop, self.limits.timeout_s, client, echo_from)
-        if request.size > model.max_choices:
-            words = f"{request.size:,} answers at once; this server takes at most {model.max_choices}"
-            raise ApiError(400, words, param=param)
         reply = make_reply(asked, model.id, model.step, model.tokenizer, sum(map(len, prompts)))
         async with self.turns.setdefault(client, asyncio.Lock()) if form else contextlib.nullcontext():
             pending = model.submit(request)

@@ -1,6 +1,7 @@
 """
 Many requests, one engine: it decodes for all of them in a process of its own (engine_process.py), and the event loop
-receives what it writes. A thread reads the pipe; everything else here runs on the event loop.
+receives what it writes. One thread reads the pipe and one writes to it, since either may have to wait for the engine;
+everything else here runs on the event loop.
 
     pending = model.submit(request)         to the worker that has least to do
     async for chunks in pending.chunks()    every 40 ms: the text since the last chunks
@@ -9,6 +10,7 @@ receives what it writes. A thread reads the pipe; everything else here runs on t
 import asyncio
 import contextlib
 import math
+import queue
 import signal
 import socket
 import subprocess
@@ -27,6 +29,10 @@ from nanochat.tokenizer import Tokenizer
 
 ENGINE = "from nanochat.serve.engine_process import main; main()"   # -m would know its classes under another name
 SIGNALS = signal.SIGINT, signal.SIGTERM     # which come to all processes of a terminal or service; the web heeds them
+# Seconds without a message from an engine that is not loading: each sends one a second at least, between its steps.
+HUNG_AFTER = 10     # /health says so, and others get its requests; a large model's step on a CPU may take that long
+DEAD_AFTER = 60     # it is ended, and its requests with it
+GRACE = 10          # seconds beyond a request's own in which its engine should have ended it
 MAX_HOMES = 10_000  # beginnings of conversations of which is known where they were read
 
 
@@ -62,21 +68,26 @@ class Pending:
         if item:
             self.received.put_nowait(item)
 
-    def cancel(self) -> None:
-        """Give back the places of the choices that have not ended, if any."""
+    def cancel(self, error: ApiError | None = None) -> None:
+        """Give back the places of the choices that have not ended, if any. error: None: the client has gone."""
         if self.open:
-            self.worker.send(self.request.id)
-            self.worker.deliver({self.request.id: ApiError(499, "the client has gone")})
+            self.worker.outbox.put(self.request.id)
+            self.worker.deliver({self.request.id: error or ApiError(499, "the client has gone")})
 
 
 class Worker:
-    """An engine's process. state: "loading", "ready", or "dead" after it has ended by itself."""
+    """
+    An engine's process. state: "loading", "ready", "hung" while it says nothing, or "dead" after it has ended by itself
+    or was ended because it said nothing for too long.
+    """
 
     def __init__(self, make_engine: Callable[[], Engine]):
         self.make_engine = make_engine  # is called there, so it can be pickled
         self.state, self.stopping = "loading", False
         self.process: subprocess.Popen | None = None
         self.pending: dict[int, Pending] = {}   # what has not ended, by id
+        self.outbox: queue.SimpleQueue[Request | int | None] = queue.SimpleQueue()  # for the engine; None: no more
+        self.silence = 0                        # seconds since its last message
         self.seconds = 1.0                      # that a request took of late
         self.thread = threading.Thread(target=self.read, daemon=True, name="worker")
 
@@ -89,6 +100,8 @@ class Worker:
         self.loop = asyncio.get_running_loop()
         self.process, self.connection = self.launch()
         self.thread.start()
+        threading.Thread(target=self.write, daemon=True, name="to the worker").start()
+        self.watcher = self.loop.create_task(self.watch())
 
     def launch(self) -> tuple[subprocess.Popen, Connection]:
         """The engine's process, and this end of the pipe to it."""
@@ -112,22 +125,49 @@ class Worker:
 
     def submit(self, request: Request) -> Pending:
         pending = self.pending[request.id] = Pending(request, self)
-        self.send(request)
+        self.outbox.put(request)
         return pending
 
-    def send(self, message: Request | int) -> None:
-        with contextlib.suppress(OSError):  # the process has ended: the thread sees that, too
-            self.connection.send(message)
+    def write(self) -> None:
+        """A thread: the pipe may be full, and its engine stopped."""
+        with contextlib.suppress(OSError):  # the process has ended: `read` sees that, too
+            while (message := self.outbox.get()) is not None:
+                self.connection.send(message)
 
     def read(self) -> None:
-        """The thread."""
+        """A thread."""
         with contextlib.suppress(EOFError, OSError):
-            self.connection.recv()  # the engine is there
-            self.state = "ready"
             while True:
-                self.post(self.deliver, self.connection.recv())
+                self.post(self.hear, self.connection.recv())
+        self.outbox.put(None)
         self.process.wait()
         self.post(self.end_all)
+
+    def hear(self, batch: Batch) -> None:
+        """A message, empty or not, tells that the engine is there."""
+        if self.state != "dead":
+            self.state, self.silence = "ready", 0
+        self.deliver(batch)
+
+    async def watch(self) -> None:
+        """
+        End what the engine should have ended. Silence is counted in looks: while this process itself is stopped, as by
+        Ctrl-Z, nothing adds up.
+        """
+        while self.state != "dead" and not self.stopping:
+            await asyncio.sleep(1)
+            for pending in list(self.pending.values()):
+                request = pending.request
+                if time.monotonic() - request.started > request.seconds + GRACE:
+                    pending.cancel(unavailable(f"no answer within {request.seconds:g} s"))
+            if self.state == "loading":
+                continue
+            self.silence += 1
+            if self.silence >= HUNG_AFTER:
+                self.state = "hung"
+            if self.silence >= DEAD_AFTER:
+                self.end_all(f"said nothing for {DEAD_AFTER} s and was ended")
+                self.process.kill()
 
     def post(self, callback: Callable, *args) -> None:
         """Have the event loop call it."""
@@ -144,15 +184,18 @@ class Worker:
                 del self.pending[id]
                 self.seconds += 0.1 * (time.monotonic() - pending.request.started - self.seconds)
 
-    def end_all(self) -> None:
-        """The process has ended."""
+    def end_all(self, why: str = "") -> None:
+        """The process has ended, or is given up: why."""
         error = unavailable("the server is stopping" if self.stopping else "the model's worker has died")
         self.deliver(dict.fromkeys(self.pending, error))
-        if not self.stopping:
-            self.state = "dead"
-            if (code := self.process.returncode) < 0:   # else it has said why
-                name = signal.Signals(-code).name
-                print(f"a worker has died: process {self.process.pid} was ended by {name}", file=sys.stderr, flush=True)
+        if self.stopping or self.state == "dead":
+            return
+        self.state = "dead"
+        code = self.process.returncode
+        if code is not None and code < 0:   # else it has said why
+            why = f"was ended by {signal.Signals(-code).name}"
+        if why:
+            print(f"a worker has died: process {self.process.pid} {why}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -195,8 +238,9 @@ class ServedModel:
             raise unavailable("the model's worker has died")
         beginning = hash((request.client, *request.prompts[0][:PIECE]))
         worker = self.homes.pop(beginning, None)
-        if worker not in alive or worker.load >= self.max_batch:
-            worker = min(alive, key=lambda worker: worker.load)
+        usable = [worker for worker in alive if worker.state != "hung"] or alive
+        if worker not in usable or worker.load >= self.max_batch:
+            worker = min(usable, key=lambda worker: worker.load)
         if len(request.prompts[0]) >= PIECE and len(alive) > 1:
             self.homes[beginning] = worker
             if len(self.homes) > MAX_HOMES:

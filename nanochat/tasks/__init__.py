@@ -66,6 +66,11 @@ def without_parts(specs: str) -> str:
     return ",".join(dict.fromkeys(re.sub(r"(\[\d*:\d*\])?(\*\d+)?$", "", spec.strip()) for spec in specs.split(",")))
 
 
+def task_names(specs: str) -> set[str]:
+    """The names in several specs, without arguments and parts."""
+    return {re.split(r"[:\[*]", spec.strip())[0] for spec in specs.split(",")}
+
+
 def make_mixture(specs: str, split: str, seed: int) -> Mixture:
     """The tasks of several specs, separated by commas, in an order that depends on their lengths and the seed only."""
     parsed = [parse(spec, split) for spec in specs.split(",")]

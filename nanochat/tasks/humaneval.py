@@ -1,5 +1,6 @@
 """HumanEval (openai/openai_humaneval): Python functions to complete, judged by running their tests. Only to measure."""
 import re
+import secrets
 import textwrap
 
 from nanochat.conversation import Conversation
@@ -9,7 +10,6 @@ from nanochat.tasks.execution import run_python
 from nanochat.tasks.hub import HubTask
 
 FENCED = re.compile(r"```[ \t]*(?:[Pp]ython3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)  # an unfinished block counts too
-PASSED = "all tests have passed"
 
 
 class HumanEval(HubTask):
@@ -30,9 +30,11 @@ class HumanEval(HubTask):
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """Runs what the model wrote in a process of its own: see execution.py for what that does not protect from."""
-        result = run_python(program(conversation, code_of(answer)))
-        # A program that ends before its tests, by exit() say, ends well too: only the last line tells.
-        return result.ok and result.stdout.rstrip().endswith(PASSED)
+        # A program that ends before its tests, by exit() say, ends well too: only the last line tells, which is another
+        # one each time, or the code could print it first.
+        passed = secrets.token_hex(16)
+        result = run_python(program(conversation, code_of(answer), passed))
+        return result.ok and result.stdout.rstrip().endswith(passed)
 
 
 def code_of(answer: str) -> str:
@@ -41,12 +43,15 @@ def code_of(answer: str) -> str:
     return found[1] if found else answer
 
 
-def program(conversation: Conversation, code: str) -> str:
-    """The code with the tests of its problem. Code that does not define the function is taken for its body."""
+def program(conversation: Conversation, code: str, passed: str) -> str:
+    """
+    The code with the tests of its problem, after which it prints `passed`. Code that does not define the function is
+    taken for its body.
+    """
     prompt, name = conversation["prompt"].rstrip(), conversation["entry_point"]
     if re.search(rf"^(async )?def {re.escape(name)}\b", code, re.MULTILINE):
         # The prompt alone is a program that does nothing: it has imports and helpers, the code redefines the function.
         code = f"{prompt}\n    pass\n\n{code}"
     else:
         code = prompt + "\n" + textwrap.indent(textwrap.dedent(code.strip("\n")), "    ")
-    return f"{code}\n\n{conversation['test']}\n\ncheck({name})\nprint({PASSED!r})\n"
+    return f"{code}\n\n{conversation['test']}\n\ncheck({name})\nprint({passed!r})\n"

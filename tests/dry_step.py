@@ -1,0 +1,117 @@
+"""
+One rank's optimizer step on the meta device, which has shapes and no memory: bytes alive, collectives, and copies for
+which a GPU would be waited for. The other ranks do not exist (torch's fake process group).
+"""
+import contextlib
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bench.watch import sent_in
+from nanochat import layers, loss
+from nanochat.gpt_config import GPTConfig
+from nanochat.plan.probes import set_up_training
+
+PHASES = "forward", "backward", "reduce", "adamw", "muon", "gather"
+META = torch.device("meta")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operations made while it was on, and their peak; also of tensors without memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.known, self.now, self.peak = set(), 0, 0
+
+    def __torch_dispatch__(self, func: Callable, types, args=(), kwargs=None):
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for storage in (t.untyped_storage() for t in tree_leaves(result) if isinstance(t, Tensor)):
+            if storage._cdata not in self.known | before:
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def freed(self, key: int, count: int) -> None:
+        self.known.discard(key)
+        self.now -= count
+
+
+class DryStep(LiveBytes):
+    """By phase of a step: peaks, collectives as (operation, dtype), their bytes; and copies between devices."""
+
+    def __init__(self, rank: int, ranks: int):
+        super().__init__()
+        self.rank, self.ranks = rank, ranks
+        self.clear("setup")
+
+    def clear(self, phase: str) -> None:
+        """Begin counting anew; what is alive stays counted."""
+        self.phase, self.peak, self.peaks = phase, self.now, Counter()
+        self.collectives: dict[str, Counter] = defaultdict(Counter)
+        self.sent, self.gathered, self.copies = 0.0, 0, []
+
+    def __torch_dispatch__(self, func: Callable, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
+        name = func._schema.name.partition("::")[2]
+        if func.namespace == "c10d":
+            largest = max(tensors, key=Tensor.numel)
+            self.collectives[self.phase][name, str(largest.dtype).removeprefix("torch.")] += 1
+            self.sent += sent_in(name, args, self.rank, self.ranks)
+            self.gathered += largest.numel() if self.phase == "gather" else 0
+        elif name in ("_to_copy", "copy_") and len({t.device for t in tensors}) > 1:
+            self.copies.append(f"{name} in {self.phase}")
+        return result
+
+
+@contextlib.contextmanager
+def one_rank_of(ranks: int, rank: int) -> Iterator[None]:
+    """A process group of so many ranks of which only this one exists; none for one rank."""
+    if ranks > 1:
+        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    yield
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def gpu_attention(q: Tensor, k: Tensor, v: Tensor, window: int, blocks) -> Tensor:
+    """What cuDNN's attention allocates and keeps; to choose a kernel, the usual function would ask the device."""
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
+
+
+def dry_step(ranks: int, config: GPTConfig, rows: int, stage: int, micro_steps: int) -> DryStep:
+    """Counts rank 3's optimizer step as in scripts/base_train.py, in bfloat16, after one that is not counted."""
+    count, attention = DryStep(min(3, ranks - 1), ranks), layers.attention
+    layers.attention, loss.CHUNK_LOGITS["meta"] = gpu_attention, loss.CHUNK_LOGITS["cuda"]
+    with one_rank_of(ranks, count.rank), count:
+        model, sharding, optimizers = set_up_training(config, torch.bfloat16, META, stage)
+        tokens = torch.empty(rows, config.sequence_len, dtype=torch.int64, device=META)
+        for _ in range(2):
+            count.clear("forward")
+            for micro_step in range(micro_steps):
+                with sharding.accumulate(last=micro_step == micro_steps - 1):
+                    count.phase = "forward"
+                    mean = model(tokens, tokens)
+                    count.phase = "backward"
+                    (mean / micro_steps).backward()
+            count.phase = "reduce"
+            stats = sharding.reduce_and_clip(mean)
+            for optimizer in optimizers:
+                count.phase = optimizer.kind
+                optimizer.step(stats)
+            count.phase = "gather"
+            sharding.all_gather_params()
+    layers.attention = attention
+    del loss.CHUNK_LOGITS["meta"]
+    return count

@@ -1,0 +1,63 @@
+"""
+Models that write at the pace a test sets, so that no test needs one that happens to be slow enough, or fast enough.
+
+`Pace(file)` is that pace, in this process and in others: set by a test, it holds from the next token on. As a script
+this is scripts.chat_web, whose engines keep to the pace in the file that the environment names, PACE.
+"""
+import importlib
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+
+from nanochat.engine import Engine
+from nanochat.serve import engine_process
+from nanochat.serve.engine_process import load_engine
+
+
+class Pace:
+    def __init__(self, file: Path):
+        self.file = file
+        if not file.exists():
+            self.set(0)
+
+    def set(self, seconds: float) -> None:
+        """
+        At least this long from one step of the engine to the next; math.inf: until it is set anew. The first token of
+        an answer that comes to an idle engine follows its prompt at once.
+        """
+        draft = self.file.with_name(f"{self.file.name}-{os.getpid()}")
+        draft.write_text(str(seconds))
+        draft.rename(self.file)
+
+    def slow_down(self, engine: Engine) -> Engine:
+        """The engine, which keeps to this pace."""
+        decode, last = engine.model.decode, time.monotonic()
+
+        def decode_in_time(tokens):
+            nonlocal last
+            while time.monotonic() < last + float(self.file.read_text()):
+                time.sleep(0.002)
+            last = time.monotonic()
+            return decode(tokens)
+
+        engine.model.decode = decode_in_time
+        return engine
+
+
+def chat_web(file: Path, *args: str, before: str = "pass") -> tuple[list[str], dict[str, str]]:
+    """The command that starts scripts.chat_web with engines of that pace, and its environment; before: runs first."""
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {"PACE": str(file), "BEFORE": before, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    return [sys.executable, "-m", "pace", *args], os.environ | settings
+
+
+def load_paced_engine(*args) -> Engine:
+    return Pace(Path(os.environ["PACE"])).slow_down(load_engine(*args))
+
+
+if __name__ == "__main__":
+    engine_process.load_engine = importlib.import_module("pace").load_paced_engine  # as the engine's process knows it
+    exec(os.environ["BEFORE"])
+    runpy.run_module("scripts.chat_web", run_name="__main__", alter_sys=True)
