@@ -177,6 +177,16 @@ def furthest_stage(model_tag: str | None = None) -> tuple[str, str]:
         older += f"; the {stage} model was made from {origin}, which has been replaced: --source={stage} takes it"
 
 
+def tasks_of(stage: str, model_tag: str) -> str:
+    """The tasks that a model of this stage was trained on, and those of the stages before: the latest first."""
+    specs = []
+    for earlier in reversed(STAGES[: STAGES.index(stage) + 1]):
+        folder = checkpoint_dir(earlier, model_tag)
+        config = read_meta(newest_step(folder)).get("config", {}) if list_steps(folder) else {}
+        specs += [config[name] for name in ("task", "tasks") if config.get(name)]
+    return ", ".join(specs)
+
+
 def say_how_to_talk(checkpoints: Path) -> None:
     """How to try the model of a run that has ended, and which later ones were made from what it has replaced."""
     if is_rank0():
