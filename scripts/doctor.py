@@ -108,23 +108,12 @@ if batch_only:
         print(f"not one row of {max_seq_len} tokens fits; {advice}", file=sys.stderr)
     raise SystemExit(0)  # 0 rows is an answer too, with which a script can go on
 
-# ---- What works
 broken = []
 if here:
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, "
           f"{torch.get_num_threads()} of {os.cpu_count()} cores; device {device.type}, dtype {dtype_name}")
 if here and device.type == "cpu" and compiler is None:
     print("no C++ compiler: training is eager and slower; install g++")
-if here and kernels:
-    print("\n## Kernels, each run once and compared with its reference", flush=True)
-    wanted = ["attention", "loss"] + ["compiled"] * compiling + ["collectives"] * (ranks > 1)
-    for name in wanted:
-        works, text = probe(device.type, dtype_name, name, ranks if name == "collectives" else 1)
-        print(f"{'OK ' if works else 'NOT'} {name}: {text}", flush=True)
-        if name == "compiled" and device.type != "cuda":  # there training would end with the same line
-            compiling = works
-        elif not works:
-            broken.append(name)
 
 # ---- What fits
 print("\n## Memory and disk")
@@ -138,20 +127,42 @@ if here:
     wanted = 1 if device.type == "cpu" else 200 if gpus > 1 else 130  # depth 24 and 20
     print(f"{base_dir()}: {free / GIB:,.1f} GiB free, {'writable' if writable else 'NOT writable'}; "
           f"speedrun.sh wants about {wanted} GiB here" + " -- too little is free" * (free < wanted * GIB))
-sharing = f"ZeRO stage {zero_stage} on {ranks} ranks" if ranks > 1 else "one rank"
-print(f"\n## Largest device_batch_size by formula (powers of two up to {max_rows}) at max_seq_len={max_seq_len}, "
-      f"{dtype_name}, {'compiled' if compiling else 'eager'}, vocabulary {vocab_size:,}, {sharing}")
-lines, fitting = [], []
-for layers in DEPTHS if depth == -1 else (depth,):
-    model = shape(layers)
-    plain, recomputing = (recommended_rows(layers, again, trying=False) for again in (False, True))
-    one = needed_bytes(model, 1, model_dtype, device.type, compiling, ranks, stage=zero_stage)
-    lines.append([layers, f"{sum(parameter_counts(model)):,}", plain or "-", recomputing or "-", f"{one / GIB:,.1f}"])
-    fitting += [layers] if plain or recomputing else []
-titles = ["depth", "parameters", "rows", "rows with activation checkpointing", "GiB for one row"]
-print(markdown_table(titles, lines))
+
+
+def show_sizes() -> list[int]:
+    """Print the table of sizes; returns the depths that fit."""
+    sharing = f"ZeRO stage {zero_stage} on {ranks} ranks" if ranks > 1 else "one rank"
+    print(f"\n## Largest device_batch_size by formula (powers of two up to {max_rows}) at max_seq_len={max_seq_len}, "
+          f"{dtype_name}, {'compiled' if compiling else 'eager'}, vocabulary {vocab_size:,}, {sharing}")
+    lines, fitting = [], []
+    for layers in DEPTHS if depth == -1 else (depth,):
+        model = shape(layers)
+        plain, recomputing = (recommended_rows(layers, again, trying=False) for again in (False, True))
+        one = needed_bytes(model, 1, model_dtype, device.type, compiling, ranks, stage=zero_stage)
+        parameters = f"{sum(parameter_counts(model)):,}"
+        lines.append([layers, parameters, plain or "-", recomputing or "-", f"{one / GIB:,.1f}"])
+        fitting += [layers] if plain or recomputing else []
+    titles = ["depth", "parameters", "rows", "rows with activation checkpointing", "GiB for one row"]
+    print(markdown_table(titles, lines))
+    return fitting
+
+
+fitting = show_sizes()
 if not here:
     raise SystemExit(0 if fitting else 1)
+
+# ---- What works, last: it takes half a minute
+if kernels:
+    print("\n## Kernels, each run once and compared with its reference", flush=True)
+    wanted = ["attention", "loss"] + ["compiled"] * compiling + ["collectives"] * (ranks > 1)
+    for name in wanted:
+        works, text = probe(device.type, dtype_name, name, ranks if name == "collectives" else 1)
+        print(f"{'OK ' if works else 'NOT'} {name}: {text}", flush=True)
+        if name == "compiled" and device.type != "cuda":  # there training would end with the same line
+            compiling = works
+            fitting = fitting if works else show_sizes()  # eager training takes more memory
+        elif not works:
+            broken.append(name)
 
 # ---- What is missing, and how to train
 print("\n## To train")
