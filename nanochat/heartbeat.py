@@ -3,7 +3,7 @@ Ranks that fall silent without dying: a stopped process, a thread that keeps the
 off. (A rank that dies is noticed by torchrun on its host, and by the lost connection elsewhere.)
 
     every rank              a thread writes to a small process beside it, the guard, every BEAT seconds; the guard ends
-                            a rank of which it has not heard for PATIENCE beats
+                            a rank of which it has not heard for PATIENCE beats, unless it is writing a checkpoint
     first rank of a host    its thread also counts in the store of all ranks. The thread of rank 0 compares; it ends
                             rank 0 where a host has not counted for so long. A store that does not answer keeps the
                             other threads from writing to their guards.
@@ -18,9 +18,13 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 BEAT, PATIENCE = 5.0, 8  # seconds between two signs of life; how many in a row may be missing
 STOPPED = "its process was stopped, or a thread keeps the interpreter's lock"
+WRITING, WRITTEN = "writing a checkpoint", "written"
+guards: list[subprocess.Popen] = []  # the one beside this rank, if there is one
+pipe = threading.Lock()  # to the guard
 
 
 def start(name: str, names: list[str], ending: threading.Event, node: int = 0, store=None) -> None:
@@ -32,6 +36,7 @@ def start(name: str, names: list[str], ending: threading.Event, node: int = 0, s
     # In a session of its own, because a signal to the ranks must not end it.
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     os.set_blocking(guard.stdin.fileno(), False)
+    guards[:] = [guard]
     if store is not None:
         store.set(f"beats of host {node}", "0")
     work = threading.Thread(target=beat, args=(guard, names, ending, node, store), daemon=True, name="heartbeat")
@@ -45,12 +50,26 @@ def finish(work: threading.Thread, ending: threading.Event) -> None:
     work.join(10)
 
 
+def tell(line: str) -> None:
+    """To the guard, if it is there: why this rank may be silent now."""
+    with pipe:
+        for guard in guards:
+            with contextlib.suppress(BrokenPipeError, BlockingIOError):  # the guard was ended or stopped, not this rank
+                os.write(guard.stdin.fileno(), f"{line}\n".encode())
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """Around the writing of a checkpoint: the guard never ends a rank that does this, however slow its disk is."""
+    tell(WRITING)
+    try:
+        yield
+    finally:
+        tell(WRITTEN)
+
+
 def beat(guard: subprocess.Popen, names: list[str], ending: threading.Event, node: int, store) -> None:
     """The thread. Waiting for the store's answer is what the guard then reports as the reason."""
-    def tell(why_silent: str) -> None:
-        with contextlib.suppress(BrokenPipeError, BlockingIOError):  # the guard was ended or stopped, not this rank
-            os.write(guard.stdin.fileno(), f"{why_silent}\n".encode())
-
     own, keys = f"beats of host {node}", [f"beats of host {other}" for other in range(len(names))]
     number, seen, missing = 0, [b""] * len(names), [0] * len(names)
     try:
@@ -70,7 +89,10 @@ def beat(guard: subprocess.Popen, names: list[str], ending: threading.Event, nod
         ending.wait(4 * BEAT)  # the training thread may have noticed, too, and has more to do than this one
         end(f"heartbeat: {error}", ending)
     finally:
-        guard.communicate()  # closes its pipe, so that it leaves: what a rank does last, such as a save, may take long
+        with pipe:
+            guards.clear()
+            guard.stdin.close()  # so that it leaves: what a rank does last, such as a save, may take long
+        guard.wait()
 
 
 def end(why: str, ending: threading.Event) -> None:
@@ -84,14 +106,19 @@ def guard(name: str, beat: float, patience: int) -> None:
     The process beside a rank. It counts beats instead of comparing clocks: after a pause of the whole machine nobody
     is silent. SIGABRT first: a rank that runs then shows where its threads are (faulthandler needs no lock).
     """
-    rank, silent, why = os.getppid(), 0, STOPPED
+    rank, silent, why, is_writing = os.getppid(), 0, STOPPED, False
     while os.getppid() == rank:
         if select.select([0], [], [], beat)[0]:
             heard = os.read(0, 65536)
             if not heard:
                 return  # the rank has ended
-            silent, why = 0, heard.decode().splitlines()[-1]
-        else:
+            silent = 0
+            for line in heard.decode().splitlines():
+                if line in (WRITING, WRITTEN):
+                    is_writing = line == WRITING
+                else:
+                    why = line
+        elif not is_writing:
             silent += 1
         if silent >= patience:
             print(f"{name}: silent for {beat * patience:.0f} s: {why}; it is ended now", file=sys.stderr, flush=True)
