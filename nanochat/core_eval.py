@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from nanochat.compiling import eagerly
 from nanochat.conversation_loader import Row
-from nanochat.distributed import all_reduce_sum, rank_and_size, sum_dtype
+from nanochat.distributed import all_reduce_sum, rank_and_size, sum_dtype, until_stopped
 from nanochat.errors import UserError
 from nanochat.files import base_dir
 from nanochat.loss_eval import batches_by_length, padded, row_of, wrong_tokens
@@ -184,7 +184,7 @@ def evaluate_core(
         greedily, right, asked = task.kind == "language_modeling", 0, 0
         # Blocks are dealt out whole: what a forward pass holds does not depend on the ranks, nor do its last digits.
         blocks = range(0, len(items), BLOCK * world_size)
-        for first in progress(blocks, f"CORE {len(counts) + 1}/{len(tasks)} {task.label}", "blocks"):
+        for first in until_stopped(progress(blocks, f"CORE {len(counts) + 1}/{len(tasks)} {task.label}", "blocks")):
             start = min(first + BLOCK * rank, len(items))
             end = min(start + BLOCK, len(items))
             rows = rows_of(task, items, start, end, tokenizer, longest)

@@ -9,8 +9,9 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -196,11 +197,16 @@ class StopRequest:
     dead, else after STUCK_AFTER. (Ranks of other nodes lose their connections to it, which NCCL notices.)
     """
 
+    current: "StopRequest | None" = None  # of a training script
+
     def __init__(self):
-        self.asked = False
+        self.asked, self.interrupted = False, False  # interrupted: by Ctrl-C, without torchrun
+        self.before = {}  # by signal: its handler without this class
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.ask)
+                self.before[number] = signal.signal(number, self.ask)
+        os.register_at_fork(after_in_child=self.forget)
+        StopRequest.current = self
         if dist.is_initialized():
             reader, writer = os.pipe()
             os.set_blocking(writer, False)
@@ -220,29 +226,81 @@ class StopRequest:
         os.write(2, f"{why}: this one ends, too\n".encode())
         os._exit(1)
 
+    def forget(self) -> None:
+        """In a forked child: a signal to it is none to this process, whose pipe it would write to."""
+        signal.set_wakeup_fd(-1)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
     def ask(self, number: int, _frame: object) -> None:
         """The signal handler."""
         again, self.asked = self.asked, True  # first of all: the next signal may come while this prints
         alone = number == signal.SIGINT and "RANK" not in os.environ
+        self.interrupted |= alone
         if again and alone:
             raise KeyboardInterrupt
         if not again and is_rank0():
             hint = "; Ctrl-C again ends at once" * alone
             try:  # os.write: print is not safe in a signal handler
-                os.write(1, f"{signal.Signals(number).name}: finishing this step, then saving{hint}\n".encode())
+                name = signal.Signals(number).name
+                os.write(1, f"{name}: finishing this step, or batch of an evaluation, then saving{hint}\n".encode())
             except OSError:
                 discard_output()
 
+    def end(self, step: int) -> NoReturn:
+        """
+        End a run that was stopped, once it is saved. After Ctrl-C its exit code is that of an interrupted command, so
+        that what follows it in a script does not begin; under torchrun, which would start it again, 0. COLLECTIVE.
+        """
+        print0(f"stopped after step {step}; --resume=auto continues")
+        compute_cleanup()
+        raise SystemExit(128 + signal.SIGINT if self.interrupted else 0)
+
+
+class Stopped(Exception):
+    """Raised on all ranks in the same place, where some rank was asked to stop. See `Metrics.stoppable`."""
+
+
+def until_stopped(items: Iterable[T], every: int = 1) -> Iterator[T]:
+    """
+    The items of each rank, in a training script until some rank is asked to stop; then Stopped is raised on all.
+    COLLECTIVE at every `every`-th item. Ranks may have different numbers of items: those that have finished go on
+    voting until all have.
+    """
+    for number, item in enumerate(items):
+        if number % every == 0:
+            vote(finished=False)
+        yield item
+    while not vote(finished=True):
+        pass
+
+
+def vote(finished: bool) -> bool:
+    """Whether all ranks have finished. Stopped if any rank of a training script was asked to stop. COLLECTIVE."""
+    if StopRequest.current is None:
+        return True
+    device = "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+    votes = torch.tensor([StopRequest.current.asked, not finished], dtype=torch.float32, device=device)
+    all_reduce_sum(votes)
+    asked, unfinished = votes.tolist()
+    if asked:
+        raise Stopped
+    return unfinished == 0
+
 
 def print0(*values: object, sep: str = " ") -> None:
-    """Print on rank 0, at once. A run continues when its terminal, or the reader of its pipe (`| tee`), is gone."""
+    """
+    Print on rank 0, at once. A run continues when its terminal, or the reader of its pipe (`| tee`), is gone, and
+    without its last lines while the disk that they go to is full.
+    """
     if is_rank0():
         try:
             print(*values, sep=sep, flush=True)
         except OSError as error:
-            if error.errno not in (errno.EIO, errno.EPIPE):
+            if error.errno in (errno.EIO, errno.EPIPE):
+                discard_output()
+            elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            discard_output()
 
 
 def discard_output() -> None:

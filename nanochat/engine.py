@@ -21,6 +21,7 @@ import torch
 
 from nanochat.calculator import calculate
 from nanochat.detokenizer import Delta, IncrementalDetokenizer
+from nanochat.distributed import until_stopped
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.kv_cache import CachedModel, Prefix
@@ -361,8 +362,8 @@ class Engine:
             for prompt, its_sampling in zip(prompts, samplings, strict=True):
                 answers += self.add(prompt, its_sampling, num_samples, truncate)
             with progress(None, "answering", "answers", len(answers)) as bar:
-                for answer in self._until_done():
-                    bar.update(answer.finish_reason is not None)
+                for advanced in until_stopped(self._until_done(), every=16):
+                    bar.update(sum(answer.finish_reason is not None for answer in advanced))
         finally:
             self.clear()
         return answers
@@ -373,19 +374,21 @@ class Engine:
         self.add(prompt, sampling)
         detokenizer = IncrementalDetokenizer(self.tokenizer)
         try:
-            for answer in self._until_done():
-                yield from detokenizer.add(answer.tokens[-1])
+            for advanced in self._until_done():
+                for answer in advanced:
+                    yield from detokenizer.add(answer.tokens[-1])
             yield from detokenizer.end()
         finally:
             self.clear()
 
-    def _until_done(self) -> Iterator[Answer]:
-        """Each answer with each of its tokens, until all have ended or one has an error, which is raised."""
+    def _until_done(self) -> Iterator[list[Answer]]:
+        """The answers of each step, until all have ended or one has an error, which is raised."""
         while self.busy:
-            for answer in self.step(ahead=True):
+            advanced = self.step(ahead=True)
+            for answer in advanced:
                 if answer.error:
                     raise answer.error
-                yield answer
+            yield advanced
 
     def clear(self) -> None:
         """End every answer now."""

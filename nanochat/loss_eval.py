@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanochat.conversation_loader import Row, tensors
 from nanochat.dataloader import TokenizedShards
-from nanochat.distributed import all_reduce_sum, sum_dtype
+from nanochat.distributed import all_reduce_sum, sum_dtype, until_stopped
 from nanochat.errors import UserError
 from nanochat.progress import progress
 from nanochat.tokenizer import Tokenizer
@@ -25,7 +25,8 @@ def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) 
     device = next(model.parameters()).device
     bytes_of = torch.from_numpy(token_bytes).to(device)
     total = torch.zeros(2, dtype=sum_dtype(device), device=device)  # nats, bytes
-    for _, (inputs, targets, *_) in zip(progress(range(steps), "bits per byte", "batches"), batches):
+    numbers = progress(range(steps), "bits per byte", "batches")
+    for _, (inputs, targets, *_) in zip(until_stopped(numbers), batches):
         nats, target_bytes = counted_nats(model, inputs, targets, bytes_of)
         total += torch.stack((nats.sum(), target_bytes.sum()))
     all_reduce_sum(total)

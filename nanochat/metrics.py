@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanochat.distributed import print0, rank_and_size
+from nanochat.checkpoint import newest_saved
+from nanochat.distributed import Stopped, print0, rank_and_size, vote
 from nanochat.errors import UserError, is_rank0
 from nanochat.files import write_text
 from nanochat.flops import Peak
@@ -61,6 +62,7 @@ class Metrics:
         self.clock = time.perf_counter()
         self.session_steps, self.session_seconds = 0, 0.0
         self.wandb = None
+        self.unwritten = ""  # records that the disk has refused so far
         if start_step >= num_iterations:
             print0(f"nothing is left to train: the checkpoint is at step {start_step} of {num_iterations}")
         if is_rank0():
@@ -81,6 +83,18 @@ class Metrics:
         self.flush()
         yield
         self.clock = time.perf_counter()
+
+    @contextlib.contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """
+        Around what changes no parameters, such as an evaluation: all ranks leave it, and know it by `stop_requested`,
+        once one of them is asked to stop. COLLECTIVE at its end.
+        """
+        try:
+            yield
+            vote(finished=True)
+        except Stopped:
+            self.stop_requested = True
 
     def log_step(self, step: int, stats: StepStats, lrm: float, tokens: int | None = None) -> None:
         """A finished optimizer step. tokens: of all ranks, where they differ from step to step."""
@@ -157,8 +171,17 @@ class Metrics:
 
     def write(self, record: dict) -> None:
         if is_rank0():
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            warned = bool(self.unwritten)
+            self.unwritten += json.dumps(record) + "\n"
+            try:
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(self.unwritten)
+                self.unwritten = ""
+            except OSError as error:  # a full disk, most often, where a line is worth less than the run
+                if not warned:
+                    print0(f"warning: {self.path} cannot be written: {error.strerror}; the run goes on, and writes it "
+                           f"when it can; {newest_saved(self.path.parent)}")
+                    self.unwritten = "\n" + self.unwritten  # part of it may be there: a line of its own
             if self.wandb:
                 self.wandb.log(record, step=record["step"])
 

@@ -10,7 +10,7 @@ from nanochat.compiling import eagerly
 from nanochat.conversation import render_prompt
 from nanochat.conversation_loader import tensors
 from nanochat.detokenizer import to_parts
-from nanochat.distributed import gather_objects, rank_and_size
+from nanochat.distributed import gather_objects, rank_and_size, until_stopped
 from nanochat.engine import Answer, Engine
 from nanochat.gpt import GPT
 from nanochat.progress import progress
@@ -40,7 +40,7 @@ def evaluate_task(
         samples = generate_answers(model, tokenizer, conversations, indices, sampling, num_samples, batch_size)
         answers = [[answer_text(tokenizer, answer) for answer in of_problem] for of_problem in samples]
     correct = [[task.evaluate(conversation, answer) for answer in of_problem]
-               for conversation, of_problem in zip(conversations, answers)]
+               for conversation, of_problem in until_stopped(zip(conversations, answers))]
     of_ranks = gather_objects(correct)
     return [of_ranks[index % world_size][index // world_size] for index in range(count)]
 
@@ -74,7 +74,7 @@ def likeliest_letters(model: GPT, tokenizer: Tokenizer, conversations: Sequence[
     prompts = [ids if len(ids) <= limit else ids[:1] + ids[1 - limit :] for ids in prompts]  # the question comes last
     chosen = [""] * len(prompts)
     by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # similar lengths: little padding
-    for start in progress(range(0, len(by_length), batch_size), "choosing", "batches"):
+    for start in until_stopped(progress(range(0, len(by_length), batch_size), "choosing", "batches")):
         indices = by_length[start : start + batch_size]
         rows = [(prompts[index], [0.0] * len(prompts[index])) for index in indices]
         tokens, _, _ = tensors(rows, len(rows[-1][0]), device)  # (B, T)

@@ -229,7 +229,7 @@ while True:
 
     # --- evaluation of the same parameters
     if any(map(due, (eval_every, core_metric_every, sample_every))):
-        with metrics.paused():
+        with metrics.paused(), metrics.stoppable():
             evaluated = model if pipeline_stages == 1 else sharding.gather_model(everywhere=True)
             if due(eval_every):  # the same rows in every run, whatever its seed, batch and ranks
                 validation = tokenizing_distributed_data_loader(data, "val", tokenizer, num_rows=eval_rows, **shape)
@@ -247,6 +247,8 @@ while True:
                     for prompt, _ in PROMPTS if rank == 0 else ():
                         print0(f"  {prompt}{sample(whole_model, tokenizer, prompt, max_tokens=24)}")
             evaluated = whole_model = None  # frees what was gathered
+    if metrics.stop_requested:  # in an evaluation, which all ranks have left
+        continue
     if last_step:
         break
 
@@ -294,7 +296,7 @@ train_loader.close()
 saver.wait()
 metrics.close()
 if stopping:
-    print0(f"stopped after step {step}; --resume=auto continues")
+    stop.end(step)
 elif rank == 0:
     write_section("base_train", "Base model: pretraining", settings_table(config), {"base": {
         "parameters": f"{parameters:,}", "tokens trained on": f"{num_iterations * total_batch_size:,}",

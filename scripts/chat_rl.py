@@ -142,7 +142,7 @@ while True:
     if stopping:
         break
     if due(eval_every):
-        with metrics.paused():
+        with metrics.paused(), metrics.stoppable():
             whole_model = sharding.gather_model(everywhere=True)
             correct = evaluate_task(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling,
                                     eval_samples)
@@ -152,13 +152,18 @@ while True:
             metrics.log(step, {f"eval/{name}": value for name, value in passed.items()})
             print0(f"step {step:05d}/{num_iterations:05d} | held-out {held_out.name}: "
                    + ", ".join(f"{name} {value:.1%}" for name, value in passed.items()))
+    if metrics.stop_requested:  # in an evaluation, which all ranks have left
+        continue
     if last_step:
         break
 
     # --- samples: each rank answers its problems of this step, and gets the answers of all. Where a problem's answers
     # are rewarded alike there is no advantage, so no gradient: only the others are trained on. They are dealt out anew,
     # the longest first: little padding, and no rank waits for another.
-    rollouts = [rollout for of_rank in gather_objects(rollouts_of(step)) for rollout in of_rank]
+    with metrics.stoppable():
+        rollouts = [rollout for of_rank in gather_objects(rollouts_of(step)) for rollout in of_rank]
+    if metrics.stop_requested:
+        continue
     trained_on = sorted((r for r in rollouts if r.advantage), key=lambda r: len(r.ids), reverse=True)
     micro_steps = max(math.ceil(len(trained_on) / rows_per_micro_step), 1)  # a pass of empty rows, if there are none
 
@@ -198,7 +203,7 @@ while True:
 saver.wait()
 metrics.close()
 if stopping:
-    print0(f"stopped after step {step}; --resume=auto continues")
+    stop.end(step)
 else:
     body = settings_table(config)
     results = {"training minutes": metrics.state["elapsed"] / 60, "peak memory, GiB": peak_memory()}

@@ -126,7 +126,7 @@ while True:
 
     # --- evaluation of the same parameters
     if due(eval_every) or due(eval_metrics_every):
-        with metrics.paused():
+        with metrics.paused(), metrics.stoppable():
             if due(eval_every):
                 validation = conversation_loader(held_out, held_out_rows, eval_rows_at_once, **shape)
                 steps = math.ceil(len(held_out_rows) / eval_rows_at_once)
@@ -143,6 +143,8 @@ while True:
                 metrics.log(step, {f"tasks/{name}": score for name, score in scores.items()})
                 print0(f"step {step:05d}/{num_iterations:05d} | "
                        + ", ".join(f"{name} {score:.1%}" for name, score in scores.items()))
+    if metrics.stop_requested:  # in an evaluation, which all ranks have left
+        continue
     if last_step:
         break
 
@@ -175,7 +177,7 @@ while True:
 saver.wait()
 metrics.close()
 if stopping:
-    print0(f"stopped after step {step}; --resume=auto continues")
+    stop.end(step)
 else:
     write_section("chat_sft", "Supervised fine-tuning", settings_table(config), {"sft": {
         "training minutes": metrics.state["elapsed"] / 60,

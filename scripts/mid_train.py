@@ -125,10 +125,12 @@ while True:
     if stopping:
         break
     if due(eval_every):
-        with metrics.paused():
+        with metrics.paused(), metrics.stoppable():
             validation = conversation_loader(held_out, held_out_rows, eval_rows_at_once, **shape)
             eval_steps = math.ceil(len(held_out_rows) / eval_rows_at_once)
             metrics.log_validation(step, evaluate_bpb(model, validation, eval_steps, tokenizer.token_bytes()))
+    if metrics.stop_requested:  # in an evaluation, which all ranks have left
+        continue
     if last_step:
         break
 
@@ -160,7 +162,7 @@ while True:
 saver.wait()
 metrics.close()
 if stopping:
-    print0(f"stopped after step {step}; --resume=auto continues")
+    stop.end(step)
 else:
     write_section("mid_train", "Mid-training", settings_table(config), {"mid": {
         "training minutes": metrics.state["elapsed"] / 60,

@@ -3,14 +3,16 @@ import contextlib
 import io
 import json
 import math
+import re
 import shutil
+import signal
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 import torch
 from conftest import make_sums, run_module
-from ranks import Job, run_as_main, run_on_ranks
+from ranks import Job, run_as_main, run_on_ranks, send_in_evaluation
 from safetensors.torch import load_file
 
 from nanochat.checkpoint import find_model, load_checkpoint
@@ -111,6 +113,30 @@ def test_a_stage_killed_on_two_ranks_goes_on_exactly(base, tmp_path, monkeypatch
     assert sum(norm > 0.001 for norm in norms) > 5, norms
     section = base / "report" / "sections" / "sums" / "tiny" / f"{module.removeprefix('scripts.')}.json"
     assert section.exists(), "of this model, and of the data that its base model was trained on"
+
+
+def run_until_stopped(
+    rank: int, world_size: int, module: str, args: list[str], name: str, step: int
+) -> tuple[str, int]:
+    """What is printed, and how often the function was called at this step, where rank 1 gets SIGTERM in it."""
+    calls = send_in_evaluation(signal.SIGTERM if rank == 1 else 0, name, step)
+    return run_script(rank, world_size, module, args), calls.count(step)
+
+
+@pytest.mark.parametrize("stage, name, step", [
+    ("mid", "nanochat.loss_eval.counted_nats", 4), ("sft", "nanochat.engine.Engine.step", 4),
+    ("rl", "nanochat.engine.Engine.step", 4), ("rl", "nanochat.engine.Engine.step", 3)])  # of RL also the sampling
+def test_sigterm_in_an_evaluation_saves_at_once(base, stage, name, step):
+    """On all ranks, though one of them got it; within 16 tokens of answers that have 64, and no step is taken."""
+    module, args = stage_arguments(base, stage, source="base", save_every=-1, overwrite=True, **{
+        "mid": {"eval_tokens": 2048, "device_batch_size": 1}, "sft": {"tasks": "spellingbee[:40]"},
+        "rl": {"max_new_tokens": 64, "sampling_batch_size": 4}}[stage])
+    (printed, *counts), (_, count) = run_on_ranks(2, run_until_stopped, module, args, name, step)
+    assert 0 < max(*counts, count) <= 16, (counts, count)
+    assert printed.splitlines()[-1] == f"stopped after step {step}; --resume=auto continues"
+    taken = re.findall(r"^step (\d+)/\d+ \(", printed, re.MULTILINE)
+    assert max(map(int, taken)) == step - 1
+    assert [path.name for path in (base / f"{stage}_checkpoints" / "tiny").glob("step_*")] == [f"step_{step:06d}"]
 
 
 def test_a_mixture_is_seen_once_and_the_rate_only_falls(base):

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ALL_PIECES, REPO, broken_bundle, make_sums, warm_python
-from ranks import Job, run_as_main, run_on_ranks, torchrun
+from ranks import Job, run_as_main, run_on_ranks, send_in_evaluation, torchrun
 from safetensors.torch import load_file
 
+from nanochat.corpus.tinyworld import PROMPTS
 from nanochat.errors import UserError
 from nanochat.records import read_metrics
 
@@ -76,7 +77,7 @@ def script(rank: int, world_size: int, args: list[str], patch: str) -> tuple[str
     if patch == "micro-steps in reverse":
         dataloader.tokenizing_distributed_data_loader = reversed_loader
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):  # an early end is no error
         run_as_main("scripts.base_train", args)
     return printed.getvalue(), rows
 
@@ -283,6 +284,34 @@ def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturb
     assert losses(base, undisturbed) == losses(base, "stopped")
 
 
+def evaluate_until_stopped(rank: int, world_size: int, args: list[str], name: str, of_rank: int) -> tuple[str, int]:
+    """What is printed, and how often the function was called at step 4, where this rank gets SIGTERM in it."""
+    calls = send_in_evaluation(signal.SIGTERM if rank == of_rank else 0, name, 4)
+    printed, _ = script(rank, world_size, args, "")
+    return printed, calls.count(4)
+
+
+@pytest.mark.parametrize("name, rank, stage, calls", [
+    ("nanochat.loss_eval.counted_nats", 1, 2, [1, 1]), ("nanochat.loss_eval.counted_nats", 0, 3, [1, 1]),
+    ("nanochat.loss_eval.sample", 0, 2, [len(PROMPTS), 0])])
+def test_sigterm_to_one_rank_ends_an_evaluation_on_all_and_saves_at_once(base, undisturbed, name, rank, stage, calls):
+    """Of two batches the first. No step is taken any more, and no other evaluation begins; it comes with the resume."""
+    tag = f"left-{name.rpartition('.')[2]}-{stage}"
+    settings = dict(num_iterations=STEPS, eval_every=4, sample_every=4, zero_stage=stage)
+    ranks = run_on_ranks(2, evaluate_until_stopped, arguments(tag, settings), name, rank)
+    printed = ranks[0][0]
+    assert [count for _, count in ranks] == calls
+    assert printed.splitlines()[-1] == "stopped after step 4; --resume=auto continues"
+    assert f"step 00003/{STEPS:05d} (" in printed and f"step 00004/{STEPS:05d} (" not in printed
+    assert printed.count("The capital of France is") == ("sample" in name)
+    assert [path.name for path in folder(base, tag).glob("step_*")] == ["step_000004"]
+    if stage == 2:
+        assert_same_checkpoint(base, undisturbed, tag, 4)
+    else:
+        printed, _ = train(2, tag, resume="auto", **settings | {"num_iterations": 5})
+        assert "step 00004/00005 | validation" in printed
+
+
 def run_until_hung_up(tag: str) -> None:
     """torchrun in a terminal that goes away after step 2. Samples make the steps longer than a signal takes."""
     ours, theirs = os.openpty()
@@ -330,7 +359,10 @@ def test_what_the_user_has_to_mend_is_not_tried_again(base, tmp_path):
 
 
 def test_ctrl_c_in_one_process_saves_too(base, tmp_path):
-    """And under nohup, where SIGHUP is ignored, a lost connection changes nothing."""
+    """
+    It ends as interrupted commands do: what follows in a script does not begin on half a model. And under nohup, where
+    SIGHUP is ignored, a lost connection changes nothing.
+    """
     command = [warm_python(), "-m", "scripts.base_train", *arguments("alone", dict(num_iterations=2000))]
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -342,7 +374,7 @@ def test_ctrl_c_in_one_process_saves_too(base, tmp_path):
             process.send_signal(signal.SIGINT)
             break
     printed, _ = process.communicate(timeout=300)
-    assert process.returncode == 0 and "SIGINT: finishing this step" in printed, printed
+    assert process.returncode == 130 and "SIGINT: finishing this step" in printed, printed
     assert re.search(r"saved .*step_00[01]\d\d\d\n", printed) and "--resume=auto continues" in printed
 
 
@@ -354,25 +386,32 @@ def cpu_seconds(pid: int) -> float:
 def test_a_signal_ends_a_rank_that_waits_for_ever():
     """
     Inside native code, as in a collective on a GPU whose other rank is dead, Python's handler never runs. A rank that
-    gets to its handler is left alone.
+    gets to its handler is left alone, and so is one whose forked child got the signal, which dies of it.
     """
     program = """
-import hashlib, sys, time, torch.distributed as dist
+import hashlib, os, signal, sys, time, torch.distributed as dist
 from nanochat import distributed
 distributed.DEATH_AFTER, distributed.STUCK_AFTER = 0, float(sys.argv[2])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 distributed.StopRequest()
 print("ready", flush=True)
-hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if sys.argv[1] == "stuck" else time.sleep(4)
+if sys.argv[1] == "child":
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    assert os.waitpid(child, 0)[1] == signal.SIGTERM
+hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if sys.argv[1] == "stuck" else time.sleep(2 * float(sys.argv[2]))
 """
-    for argument, patience, status in (("stuck", "0.5", 1), ("alive", "2", 0)):
+    for argument, patience, status in (("stuck", "0.5", 1), ("alive", "2", 0), ("child", "0.5", 0)):
         process = subprocess.Popen([sys.executable, "-c", program, argument, patience], cwd=REPO, text=True,
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdout.readline() == "ready\n"
         began = cpu_seconds(process.pid)
         while argument == "stuck" and cpu_seconds(process.pid) < began + 0.2:  # then it is inside the native code
             time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
+        if argument != "child":
+            process.send_signal(signal.SIGTERM)
         try:
             assert process.wait(timeout=300) == status, process.stderr.read()
         finally:
