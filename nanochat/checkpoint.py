@@ -61,6 +61,17 @@ def list_tags(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*") if list_steps(path))
 
 
+def newest_saved(folder: Path) -> str:
+    """The end of a message about a save that failed: what is left to go on from."""
+    steps = list_steps(folder)
+    return f"the newest saved step is {step_dir(folder, steps[-1])}" if steps else f"no step is saved in {folder}"
+
+
+def has_training_state(checkpoint: Path) -> bool:
+    """Whether a run can go on from it: an import has weights only, and so may the last save on a full disk."""
+    return any(checkpoint.glob("optimizer_rank_*.safetensors"))
+
+
 def read_meta(checkpoint: Path) -> dict:
     return json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
 
@@ -105,16 +116,19 @@ def first_problem(problem: str | None) -> str | None:
     return next(filter(None, gather_objects(problem)), None)
 
 
-def find_checkpoint(folder: Path, step: int | None = None, training: bool = True) -> Path:
+def find_checkpoint(folder: Path, step: int | None = None, training: bool = True, to_resume: bool = False) -> Path:
     """
     The checkpoint of a step, or the newest valid one (step None): a damaged one is named and the one before it used.
-    training: as for `problem_with`. UserError when there is none. COLLECTIVE.
+    training: as for `problem_with`. to_resume: only one that a run can go on from. UserError when there is none.
+    COLLECTIVE.
     """
     steps = from_rank0(list_steps, folder)
     for candidate in reversed(steps):
         if step in (None, candidate):
             path = step_dir(folder, candidate)
             problem = problem_with(path, training)
+            if to_resume and problem is None and not from_rank0(has_training_state, path):
+                problem = "it has weights only"
             if problem is None:
                 require_same("has another checkpoint", {path.name: sha256(path / "manifest.json")}, APART)
                 return path
@@ -189,10 +203,12 @@ def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bo
             raise UserError(f"{folder} has checkpoints; continue with --resume=auto, "
                             "choose another --model_tag, or --overwrite")
         return None
-    checkpoint = find_checkpoint(folder, resume_from_step if resume_from_step >= 0 else None)
-    if not any(checkpoint.glob("optimizer_rank_*.safetensors")):
-        raise UserError(f"{checkpoint} was imported: it has weights only, and no run can go on from it; "
+    paths = [step_dir(folder, step) for step in steps]
+    if steps and not any(from_rank0(has_training_state, path) for path in paths):
+        cause = "saved on a full disk" if from_rank0(read_meta, paths[-1])["job"] else "imported"
+        raise UserError(f"{paths[-1]} was {cause}: it has weights only, and no run can go on from it; "
                         "start the next stage from it, or choose another --model_tag")
+    checkpoint = find_checkpoint(folder, resume_from_step if resume_from_step >= 0 else None, to_resume=True)
     newer = [step for step in steps if step > resume_from_step >= 0]
     if newer and not overwrite:
         raise UserError(f"{folder} has newer checkpoints than step {resume_from_step}: {', '.join(map(str, newer))}; "

@@ -8,10 +8,12 @@ Saving in the background: training waits until what it changes is copied to host
     one rank of a host whose disk is its own: rename what is there, with the same manifest, which tells what is missing
     one rank of each host          remove old checkpoints, when the new one is on every disk
 
-A save that fails is a warning while training goes on, and an error when it was the last. An error that ends the run on
-every rank, other than in mid-update, is followed by a save of the last whole step.
+A save that fails is a warning while training goes on, and an error when it was the last; a finished model is saved
+without the state of training then, if the disk has room for that. An error that ends the run on every rank, other than
+in mid-update, is followed by a save of the last whole step.
 """
 import contextlib
+import errno
 import json
 import os
 import re
@@ -22,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -30,7 +33,18 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanochat.checkpoint import MODEL_FILE, claim, find_checkpoint, job, list_steps, read_meta, step_dir
+from nanochat import heartbeat
+from nanochat.checkpoint import (
+    MODEL_FILE,
+    claim,
+    find_checkpoint,
+    has_training_state,
+    job,
+    list_steps,
+    newest_saved,
+    read_meta,
+    step_dir,
+)
 from nanochat.distributed import from_rank0, on_first_of_host, print0, rank_and_size, set_timeout
 from nanochat.errors import UserError, last_acts, one_line
 from nanochat.files import recover_folder, sha256, sync, write_folder_aside, write_text
@@ -68,7 +82,7 @@ class CheckpointWriter:
         self.saved = start_step           # the step of the newest save; -1: it failed
         self.whole: tuple[int, Metrics, dict] | None = None  # what `stand_by` was told, until `begin_update`
         self.thread: threading.Thread | None = None
-        self.failed: tuple[int, Exception] | None = None  # step and reason, the same on every rank
+        self.failed: tuple[int, Exception, str] | None = None  # step, reason and meta, the same on every rank
         # A group for the thread alone: in a shared one its messages would mix with those of the main thread.
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if rank_and_size()[1] > 1 else None
 
@@ -119,7 +133,9 @@ class CheckpointWriter:
 
     def give_up(self, reason: str) -> NoReturn:
         """UserError on every rank, once the save under way is finished: the reason, and the last good checkpoint."""
-        self.wait()
+        self.whole = None
+        self.join()
+        self.warn()
         there = from_rank0(list_steps, self.folder)
         good = f"the last good checkpoint is {find_checkpoint(self.folder)}" if there else "there is no checkpoint yet"
         raise UserError(f"{reason}; {good}; try lower learning rates, a longer warmup or grad_clip=1")
@@ -127,16 +143,30 @@ class CheckpointWriter:
     def wait(self) -> None:
         """
         Return when the last save is finished, and let other runs have the folder. Raises on every rank what made it
-        fail: OSError when the disk refused.
+        fail: UserError when the disk refused, also if the weights of a finished model could be saved without the rest.
         """
         self.whole = None
         self.join()
+        failed, self.failed = self.failed, None
+        result = "was saved as weights alone" if failed and self.keep_weights(*failed) else "was not saved"
         if self.lock:
             self.lock.close()
             self.lock = None
-        if self.failed:
-            (_, error), self.failed = self.failed, None
+        if failed:
+            step, error, _ = failed
+            if isinstance(error, OSError):
+                raise UserError(f"step {step} {result}: {reason(error)}; {newest_saved(self.folder)}") from error
             raise error
+
+    def keep_weights(self, step: int, error: Exception, meta: str) -> bool:
+        """Whether the weights of a finished model fit on a disk that was too full to save all. COLLECTIVE."""
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not full or step != json.loads(meta).get("num_iterations"):
+            return False
+        files = copy_to_host(self.sharding, self.optimizers)
+        self.write(step, {name: file for name, file in files.items() if name == MODEL_FILE}, meta)
+        failed, self.failed = self.failed, None
+        return failed is None
 
     # --- saving
 
@@ -149,10 +179,7 @@ class CheckpointWriter:
         if self.failed and isinstance(self.failed[1], UserError):
             self.whole = None
             raise self.failed[1]
-        if self.failed:
-            print0(f"warning: step {self.failed[0]} was not saved: {reason(self.failed[1])}; "
-                   "training goes on, the next save tries again")
-            self.failed = None
+        self.warn("; training goes on, the next save tries again")
         meta = meta | {"step": step, "job": job(), "model_config": vars(self.sharding.model.config)}
         self.began = time.monotonic()
         text, files = json.dumps(meta, indent=1), copy_to_host(self.sharding, self.optimizers)
@@ -161,9 +188,19 @@ class CheckpointWriter:
         self.thread = threading.Thread(target=self.write, args=(step, files, text), name="checkpoint")
         self.thread.start()
 
-    def join(self) -> None:
+    def warn(self, consequence: str = "") -> None:
+        """Say that the last save failed, if it did."""
+        if self.failed:
+            step, error, _ = self.failed
+            print0(f"warning: step {step} was not saved: {reason(error)}{consequence}; {newest_saved(self.folder)}")
+            self.failed = None
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the save under way. UserError if that takes longer than the timeout, in seconds."""
         if self.thread:
-            self.thread.join()
+            self.thread.join(timeout)
+            if self.thread.is_alive():
+                raise UserError(f"the save of step {self.saved} is not finished after {timeout / 60:.0f} minutes")
             self.thread = None
 
     def write(self, step: int, files: Files, meta: str) -> None:
@@ -178,7 +215,10 @@ class CheckpointWriter:
                 for old in too_old if on_first_of_host() else ():
                     shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)  # in use (NFS): goes next time
         except Exception as error:  # of any rank; or a rank has died
-            self.failed, self.saved = (step, error), -1
+            self.failed, self.saved = (step, error, meta), -1
+        else:
+            with contextlib.suppress(Exception):
+                self.share(None)  # all threads end together: `rescue` does not wait long for other ranks
 
     def begin(self, step: int, stack: contextlib.ExitStack) -> Path:
         self.lock = claim(self.folder, self.lock)
@@ -195,8 +235,9 @@ class CheckpointWriter:
         steps = [there for there in list_steps(self.folder) if there <= step]
         by_time = [there for there in self.by_time if there in steps]  # a save can have failed
         too_old = steps[: -self.keep_last] if self.keep_last > 0 else []
+        too_old += by_time[:-KEPT_BY_TIME]
         print0(f"saved {step_dir(self.folder, step)}")
-        return manifest, [*too_old, *by_time[:-KEPT_BY_TIME]]
+        return manifest, too_old if has_training_state(step_dir(self.folder, step)) else []
 
     def keep_apart(self, step: int, aside: Path, manifest: str) -> None:
         """
@@ -251,15 +292,18 @@ class CheckpointWriter:
         watchdog = threading.Timer(COPIED_WITHIN_S, os._exit, [1])
         watchdog.daemon = True
         try:
-            if self.thread:
-                self.thread.join(timeout=20 if self.group else None)  # nearly written, perhaps
-            hopeless = self.group and (self.sharding.stage == 3 or self.thread and self.thread.is_alive())
-            if self.whole is None or step == self.saved or hopeless:
+            if self.thread and self.thread.is_alive():
+                print0(f"finishing the save of step {self.saved} before the run ends")
+            self.join(PATIENCE.total_seconds())
+            if self.whole is None or step == self.saved:
+                self.warn()
                 return
             if self.group:
+                if self.sharding.stage == 3:
+                    raise UserError("on zero_stage=3 parameters may be half gathered")
                 set_timeout(ALL_FAILED_WITHIN, self.group)
                 if set(self.share(lambda: step)) != {step}:
-                    return
+                    raise UserError("other ranks failed in another step")
                 set_timeout(PATIENCE, self.group)
                 watchdog.start()
             print0(f"saving step {step} before the run ends")
@@ -267,9 +311,12 @@ class CheckpointWriter:
             watchdog.cancel()  # all is in host memory
             self.wait()
         except BaseException as error:  # a second one must not hide the first
-            needs = "; that takes all ranks, and some have not failed, or are gone" * bool(self.group)
+            lost, why, say = max(step, self.saved), reason(error), print0
+            if self.group and not isinstance(error, UserError):
+                why += "; that takes all ranks, and some have not failed, or are gone"
+                say = partial(print, flush=True)  # rank 0 may be one of them
             with contextlib.suppress(OSError):  # the terminal may be gone
-                print(f"warning: step {step} was not saved: {reason(error)}{needs}", flush=True)
+                say(f"warning: step {lost} was not saved: {why}; {newest_saved(self.folder)}")
         finally:
             watchdog.cancel()
 
@@ -319,10 +366,11 @@ def write_files(aside: Path, files: Files) -> dict[str, str]:
     """Write files into the folder, to the disk; {file name: SHA-256}. OSError when the disk refuses."""
     if files:
         aside.mkdir(parents=True, exist_ok=True)  # on a disk that is not rank 0's it is not there
-    for name, (tensors, metadata) in files.items():
-        write_tensors(aside / name, tensors, metadata)
-        sync(aside / name)
-    return {name: sha256(aside / name) for name in files}
+    with heartbeat.writing():
+        for name, (tensors, metadata) in files.items():
+            write_tensors(aside / name, tensors, metadata)
+            sync(aside / name)
+        return {name: sha256(aside / name) for name in files}
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

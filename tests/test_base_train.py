@@ -15,6 +15,7 @@ import torch
 from conftest import ALL_PIECES, REPO, broken_bundle, make_sums, run_module, warm_python
 from safetensors.torch import load_file
 
+from nanochat.checkpoint import find_model
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.corpus.tinyworld import entropy_floor
@@ -188,10 +189,10 @@ def test_killed_and_resumed_matches_an_undisturbed_run(base):
     assert not list(folder.glob(".step*")), "nor leave what the kill left"
 
 
-def start(*args, command=(sys.executable, "-m", "scripts.base_train")):
+def start(*args, command=(sys.executable, "-m", "scripts.base_train"), **environment):
     """The tiny run in a process of its own, which answers on `stdout`."""
     return subprocess.Popen([*command, *arguments(*args)], cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+                            text=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
 
 
 def test_a_second_run_in_the_same_folder_ends_at_once_and_the_first_goes_on(base):
@@ -255,9 +256,9 @@ loss_eval.evaluate_bpb = evaluate
 """
 
 
-def start_with(change, *args, python=sys.executable):
+def start_with(change, *args, python=sys.executable, **environment):
     """`start`, in a process that has done something else first."""
-    return start(*args, command=[python, "-c", change + RUN])
+    return start(*args, command=[python, "-c", change + RUN], **environment)
 
 
 def test_an_exception_in_the_middle_of_an_update_saves_nothing(base):
@@ -284,6 +285,27 @@ def test_ctrl_c_twice_in_an_evaluation_saves_what_is_done(base):
     assert process.returncode == -signal.SIGINT and errors.count("\n") == 1, errors
     assert errors.startswith("error: interrupted; --resume=auto continues") and "step_000005" in printed
     assert [path.name for path in (base / "base_checkpoints" / "d1").glob("step_*")] == ["step_000005"]
+
+
+INTERRUPTED_CORE = """
+import signal
+from ranks import send_in_evaluation
+send_in_evaluation(signal.SIGINT, "nanochat.core_eval.measure", 6)
+"""
+
+
+def test_ctrl_c_in_an_evaluation_saves_and_ends_as_interrupted(base):
+    """In the first of two blocks of CORE's items. What follows `base_train … &&` must not begin with half a model."""
+    broken_bundle(base)
+    items = "".join(json.dumps({"context": f"{i} plus {i} is", "continuation": f"{2 * i}"}) + "\n" for i in range(64))
+    (base / "eval_bundle" / "eval_data" / "broken.jsonl").write_text(items)
+    process = start_with(INTERRUPTED_CORE, "--num_iterations=10", "--eval_every=6", "--core_metric_every=6",
+                         PYTHONPATH=f"{REPO}{os.pathsep}{REPO / 'tests'}")
+    printed, errors = process.communicate(timeout=300)
+    assert process.returncode == 130 and not errors, errors
+    assert "step 00006/00010 | validation" in printed and "CORE" not in printed and "step 00006/00010 (" not in printed
+    assert printed.splitlines()[-1] == "stopped after step 6; --resume=auto continues"
+    assert [path.name for path in (base / "base_checkpoints" / "d1").glob("step_*")] == ["step_000006"]
 
 
 def test_going_back_to_an_older_step_needs_a_word_and_other_settings_are_named(base):
@@ -344,27 +366,79 @@ def test_a_tokenizer_that_does_not_belong_is_refused(base):
     assert result.returncode == 1 and result.stderr.count("\n") == 1 and "with another tokenizer" in result.stderr
 
 
-def test_a_full_disk_is_one_line_and_costs_nothing_already_written(base, tmp_path):
-    """A file system of 6 MB, filled by a checkpoint: those before it are valid and the run continues elsewhere."""
+@pytest.fixture
+def small_disk(base, tmp_path):
+    """A file system of 10 MB with the data set and its tokenizer."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", str(disk)]
     if os.geteuid() != 0 or subprocess.run(mount).returncode != 0:
         pytest.skip("mounting a small file system needs root")
-    try:
-        for name in ("data", "tokenizer"):
-            shutil.copytree(base / name, disk / name)
-        result = train("--num_iterations=8", "--save_every=1", "--arch=classic", env={"NANOCHAT_BASE_DIR": str(disk)})
-        errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-        assert result.returncode == 1 and len(errors) == 1 and "No space left" in errors[0], result.stderr
-        assert "Traceback" not in result.stderr
-        shutil.copytree(disk / "base_checkpoints", base / "base_checkpoints")
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-    saved = [line for line in result.stdout.splitlines() if line.startswith("saved")]
-    assert saved and not list(base.rglob(".step*")), "some checkpoints were written, and no debris is left of the last"
-    resumed = train("--num_iterations=8", "--save_every=1", "--arch=classic", "--resume=auto")
-    assert resumed.returncode == 0 and f"step_{len(saved):06d}" in resumed.stdout, resumed.stderr
+    for name in ("data", "tokenizer"):
+        shutil.copytree(base / name, disk / name)
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+FULL_DISK = """
+import os
+from nanochat.metrics import Metrics
+def log_step(self, step, *others, log_step=Metrics.log_step):
+    filler = os.path.join(os.environ["NANOCHAT_BASE_DIR"], "filler")
+    if step == 12:
+        with open(filler, "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(2**12))
+            except OSError:
+                pass
+    if step == 32:
+        os.truncate(filler, max(os.path.getsize(filler) - int(os.environ["FREED"]), 0))
+    log_step(self, step, *others)
+Metrics.log_step = log_step
+"""
+OF_FULL_DISK = ["--num_iterations=40", "--save_every=10", "--keep_last=1", "--arch=classic"]
+
+
+def train_on_full_disk(disk, freed):
+    """The disk is full from step 12 on; at step 32 so many bytes are freed. Returns output, errors and exit code."""
+    process = start_with(FULL_DISK, *OF_FULL_DISK, python=warm_python(), NANOCHAT_BASE_DIR=str(disk), FREED=str(freed))
+    printed, errors = process.communicate(timeout=300)
+    newest = f"the newest saved step is {disk}/base_checkpoints/d1/step_000010"
+    for line in (f"step 20 was not saved: No space left .*; training goes on, the next save tries again; {newest}",
+                 f"{disk}/.*/metrics.jsonl cannot be written: No space left on device; the run goes on, .*; {newest}"):
+        assert len(re.findall(f"^warning: {line}$", printed, re.MULTILINE)) == 1, printed
+    return printed, errors, process.returncode
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_line_of_the_log(small_disk):
+    """It is written later, and saves are tried again. Nor does a run end whose own output is refused."""
+    printed, errors, code = train_on_full_disk(small_disk, freed=10**9)
+    assert code == 0 and not errors, errors
+    folder = small_disk / "base_checkpoints" / "d1"
+    records = read_metrics(folder / "metrics.jsonl")
+    assert [record["step"] for record in records if "train/loss" in record] == list(range(40))
+    assert [path.name for path in folder.glob("step_*")] == ["step_000040"]
+    with open("/dev/full", "w") as full:
+        command = [warm_python(), "-m", "scripts.base_train", *arguments("--model_tag=unheard", "--num_iterations=2")]
+        assert subprocess.run(command, cwd=REPO, stdout=full, stderr=full, timeout=300).returncode == 0
+
+
+def test_the_last_save_on_a_full_disk_is_the_finished_model(base, small_disk):
+    """Its weights have room, 0.6 MB or 1.2, the rest has not, 1.8 MB at least; elsewhere the run goes on as a whole."""
+    printed, errors, code = train_on_full_disk(small_disk, freed=1_600_000)
+    folder = small_disk / "base_checkpoints" / "d1"
+    assert code == 1 and re.fullmatch("error: step 40 was saved as weights alone: No space left on device.*; "
+                                      f"the newest saved step is {folder}/step_000040\n", errors), errors
+    shutil.copytree(small_disk / "base_checkpoints", base / "base_checkpoints")
+    assert not list(base.rglob(".step*")), "no debris is left of those that failed"
+    finished = find_model("base", "d1")
+    assert [path.name for path in finished.glob("*.safetensors")] == ["model.safetensors"]
+    weights = load_file(finished / "model.safetensors")
+    resumed = train(*OF_FULL_DISK, "--resume=auto")
+    assert resumed.returncode == 0 and f"resuming from {base}/base_checkpoints/d1/step_000010" in resumed.stdout
+    again = checkpoint(base, "d1", 40)
+    assert all(torch.equal(weight, again[name]) for name, weight in weights.items())
 
 
 def test_the_corpus_floor_is_below_any_model(base):

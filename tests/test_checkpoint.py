@@ -20,6 +20,7 @@ import pytest
 import torch
 from conftest import REPO
 from ranks import run_on_ranks
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nanochat.checkpoint import (
@@ -401,15 +402,45 @@ def test_a_failed_save_is_a_warning_if_another_follows_and_an_error_if_not(where
     writer.wait()
     said = capsys.readouterr().out
     assert "warning: step 5 was not saved: No space left on device: /disk" in said
-    assert "training goes on, the next save tries again" in said
+    assert f"training goes on, the next save tries again; the newest saved step is {folder / 'step_000005'}\n" in said
     assert said.splitlines()[-1] == f"saved {folder / 'step_000006'}" and list_steps(folder) == [5, 6]
     monkeypatch.setattr(f"nanochat.{where}", refusal)
     writer.save(7, META)
-    with pytest.raises(OSError) as raised:
+    newest = f"the newest saved step is {folder / 'step_000006'}"
+    with pytest.raises(UserError, match=f"step 7 was not saved: No space left on device: /disk .*; {newest}$"):
         writer.wait()
-    assert raised.value.errno == 28
     assert sorted(path.name for path in folder.iterdir()) == ["step_000005", "step_000006"]
     writer.wait()  # an error is raised once
+    writer.save(8, META)
+    with pytest.raises(UserError, match="^not finite; the last good checkpoint is .*/step_000006; try lower"):
+        writer.give_up("not finite")
+    assert "warning: step 8 was not saved: No space left on device: /disk" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("optimizers_fit", [True, False])
+def test_the_last_save_on_a_full_disk_keeps_the_weights_of_a_finished_model(optimizers_fit, folder, monkeypatch):
+    """For other stages; a run goes on from the step before, if there is one. Nothing that was there goes."""
+    def full(tensors, path, *others):
+        if not path.name.startswith("model") and (path.parent.name == "step_000006" or not optimizers_fit):
+            raise OSError(28, "No space left on device", "/disk")
+        save_file(tensors, path, *others)
+
+    monkeypatch.setattr("nanochat.saving.save_file", full)
+    rank, meta = Rank(), META | {"num_iterations": 6}
+    writer = rank.writer(folder, keep_last=1)
+    for step in (4, 6):
+        writer.save(step, meta)
+        writer.join()
+    with pytest.raises(UserError, match="step 6 was saved as weights alone: No .*; the newest saved step is .*06$"):
+        writer.wait()
+    assert list_steps(folder) == ([4, 6] if optimizers_fit else [6])
+    weights = load_file(find_model("base") / "model.safetensors")
+    assert all(torch.equal(weights[name], p) for name, p in rank.model.named_parameters())
+    if optimizers_fit:
+        assert choose_start(folder, "auto", -1, False).name == "step_000004"
+    else:
+        with pytest.raises(UserError, match="step_000006 was saved on a full disk: it has weights only, and no run"):
+            choose_start(folder, "auto", -1, False)
 
 
 def test_a_run_whose_folder_another_has_taken_saves_nothing_more(folder, monkeypatch):
@@ -567,8 +598,8 @@ def save_and_load(rank, world_size, folder):
     writer.save(4, META)
     try:
         writer.wait()
-    except OSError as error:
-        seen.append((error.errno, error.filename))
+    except UserError as error:
+        seen.append(str(error).partition(" (")[0])
     patch.undo()
     if rank == 1:
         (folder / "step_000003" / "optimizer_rank_00001.safetensors").write_bytes(b"damaged")
@@ -593,19 +624,22 @@ def test_ranks_save_and_load_together_and_agree_on_what_went_wrong(local_world_s
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
     outcomes = run_on_ranks(4, save_and_load, tmp_path / "x")
     message = f"{tmp_path / 'x' / 'step_000002'} does not fit this run: adamw.steps is not here (other optimizers?)"
-    assert outcomes == [("step_000002", [(28, "/disk"), True, message])] * 4
+    assert outcomes == [("step_000002", ["step 4 was not saved: No space left on device: /disk", True, message])] * 4
     there = sorted(path.name for path in (tmp_path / "x").iterdir())
     assert there == ["step_000002", "step_000003"], "the last two, and no debris"
 
 
 def fail(rank, world_size, folder):
     """
-    What is in the folders of six runs after an exception: on both ranks; on one; at different steps; where the other
-    updates; on stage 3. And how long that took.
+    What is in the folders of runs after an exception: on both ranks; on one; at different steps; where the other
+    updates; on stage 3; while a save is under way on a slow disk, which ends in time or not. And how long that took,
+    and what was printed.
     """
-    patch, began = pytest.MonkeyPatch(), time.monotonic()
+    patch, began, join = pytest.MonkeyPatch(), time.monotonic(), threading.Thread.join
+    printed = io.StringIO()
+    patch.setattr(sys, "stdout", printed)
     patch.setattr("nanochat.saving.ALL_FAILED_WITHIN", timedelta(seconds=1))
-    for case in ("both", "rank 0", "rank 1", "steps", "update", "stage 3"):
+    for case in ("both", "rank 0", "rank 1", "steps", "update", "stage 3", "slow", "too slow"):
         shard = Rank(rank=rank, shards=2, stage=1, dtype=torch.bfloat16)
         shard.stage = 3 if case == "stage 3" else 1
         writer = shard.writer(folder / case)
@@ -613,16 +647,30 @@ def fail(rank, world_size, folder):
             writer.stand_by(step, METRICS, META)
         if case == "update" and rank:
             writer.begin_update()
+        if "slow" in case:  # to wait for a thread takes a tenth of the time that it says, but the disk does not know
+            patch.setattr(threading.Thread, "join", lambda thread, timeout=None: join(thread, timeout and timeout / 10))
+            patch.setattr("nanochat.saving.sync", lambda path: time.sleep(1.2))
+            patch.setattr("nanochat.saving.PATIENCE", timedelta(seconds=600 if case == "slow" else 6))
+            writer.save(4, META)
         if case != f"rank {1 - rank}":
             writer.rescue()  # alone in these two cases: the other waits in a collective, and gives up long after
         torch.distributed.barrier()
-    return time.monotonic() - began
+        if case == "too slow":
+            patch.undo()
+            writer.join()
+    return time.monotonic() - began, printed.getvalue()
 
 
 def test_an_exception_saves_only_where_every_rank_stands_before_the_same_step(tmp_path):
     """No rank waits for long for one that has no exception, and nothing is left but the one whole checkpoint."""
-    assert max(run_on_ranks(2, fail, tmp_path)) < 60
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")) == ["both/step_000005"]
+    (seconds, printed), (others_seconds, _) = run_on_ranks(2, fail, tmp_path)
+    assert max(seconds, others_seconds) < 60
+    there = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*"))
+    assert there == ["both/step_000005", "slow/step_000004", "slow/step_000005", "too slow/step_000004"]
+    assert "warning: step 5 was not saved: on zero_stage=3 parameters may be half gathered; no step is saved" in printed
+    assert printed.count("finishing the save of step 4 before the run ends") == 2
+    late = "warning: step 5 was not saved: the save of step 4 is not finished after 0 minutes; no step is saved in "
+    assert printed.count(late) == 1
     fresh = Rank(dtype=torch.bfloat16, seed=3)
     fresh.load(find_checkpoint(tmp_path / "both"))
     assert_same([fresh], Rank(dtype=torch.bfloat16))
