@@ -30,7 +30,7 @@ def storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
 
 
 def sent_in(name: str, args: tuple, rank: int, ranks: int) -> float:
-    """Bytes that a rank sends in a collective, as docs/data_parallel.md has them; args: those of PyTorch's operation."""
+    """Bytes that a rank sends in a collective, as docs/data_parallel.md has them; args: PyTorch's own."""
     match name:
         case "allreduce_":  # (tensors, group, …)
             return 2 * (ranks - 1) / ranks * sum(tensor.nbytes for tensor in args[0])
