@@ -30,11 +30,7 @@ def storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
 
 
 def sent_in(name: str, args: tuple, rank: int, ranks: int) -> float:
-<<<<<<< HEAD
     """Bytes that a rank sends in a collective, as in docs/data_parallel.md; args: those of PyTorch's operation."""
-=======
-    """Bytes that a rank sends in a collective, as docs/data_parallel.md has them; args: PyTorch's own."""
->>>>>>> bench
     match name:
         case "allreduce_":  # (tensors, group, …)
             return 2 * (ranks - 1) / ranks * sum(tensor.nbytes for tensor in args[0])
