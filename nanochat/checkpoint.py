@@ -127,7 +127,11 @@ def find_checkpoint(folder: Path, step: int | None = None, training: bool = True
                 return path
             print0(f"warning: {path}: {problem}")
     tags = [] if steps else from_rank0(list_tags, folder.parent)
-    have = ", ".join(map(str, steps)) or "; ".join(["none", *(f"there is a model {tag}" for tag in tags)])
+    models = [f"a model {tag}" for tag in tags]
+    if not steps and not tags:
+        found = [(stage, tag) for stage in STAGES for tag in from_rank0(list_tags, checkpoint_dir(stage, ""))]
+        models = [f"a model {tag} of stage {stage}" for stage, tag in found]
+    have = ", ".join(map(str, steps)) or "; ".join(["none", *(f"there is {model}" for model in models)])
     advice = "; remove them to start anew" if steps and step is None else ""
     of_step = "" if step is None else f" of step {step}"
     raise UserError(f"no valid checkpoint{of_step} in {folder} (steps there: {have}{advice})"
@@ -171,6 +175,16 @@ def furthest_stage(model_tag: str | None = None) -> tuple[str, str]:
         if not origin:
             return stage, older
         older += f"; the {stage} model was made from {origin}, which has been replaced: --source={stage} takes it"
+
+
+def tasks_of(stage: str, model_tag: str) -> str:
+    """The tasks that a model of this stage was trained on, and those of the stages before: the latest first."""
+    specs = []
+    for earlier in reversed(STAGES[: STAGES.index(stage) + 1]):
+        folder = checkpoint_dir(earlier, model_tag)
+        config = read_meta(newest_step(folder)).get("config", {}) if list_steps(folder) else {}
+        specs += [config[name] for name in ("task", "tasks") if config.get(name)]
+    return ", ".join(specs)
 
 
 def say_how_to_talk(checkpoints: Path) -> None:

@@ -61,12 +61,15 @@ def metrics_figure(records: list[dict], floor: float | None) -> "Figure":
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, wspace=0.03, hspace=0.03)
     loss, validation, rate, throughput = figure.subplots(2, 2).flat
 
-    panel(loss, "Training loss", "nats per token", *series(records, "train/loss"), smooth=True, log=True)
-    if any("rl/reward" in record for record in records):  # what reinforcement learning has in place of a validation
-        panel(validation, "Samples", "mean reward", *series(records, "rl/reward"), smooth=True)
+    losses = series(records, "train/loss")
+    if any("rl/reward" in record for record in records):  # reinforcement learning has rewards in place of a validation
+        panel(loss, "Policy loss: only its gradient means something", "nats per token, by advantage", *losses,
+              smooth=True)
+        panel(validation, "Reward of the samples", "mean of a step", *series(records, "rl/reward"), smooth=True)
     else:
+        panel(loss, "Training loss", "nats per token", *losses, smooth=True, log=True)
         panel(validation, "Validation", "bits per byte", *series(records, "val/bpb"), floor=floor, log=True)
-    panel(rate, "Learning-rate factor", "times the initial rate", *series(records, "train/lrm"))
+    panel(rate, "Learning-rate factor (lrm)", "times the initial rate", *series(records, "train/lrm"))
     rate.set_ylim(bottom=0)
 
     settled = [record for record in records if "train/dt" in record][1:]  # the first step compiles

@@ -7,6 +7,7 @@ Talk with a model in the terminal.
 What the model has the calculator compute is shown in brackets: [12*3 = 36]. A base model continues what is written.
 """
 import contextlib
+import re
 import sys
 from typing import Literal
 
@@ -17,7 +18,7 @@ from nanochat.conversation import render_prompt, render_text
 from nanochat.detokenizer import Delta, parts_of
 from nanochat.distributed import compute_dtype, compute_init, print0
 from nanochat.engine import Engine
-from nanochat.errors import UserError
+from nanochat.errors import UserError, did_you_mean
 from nanochat.sampling import SamplingParams
 
 # ---- Model
@@ -35,6 +36,7 @@ seed: int | None = None     # None: another answer every time
 prompt_cache_mb = 512       # [0..] MiB for what was read before of the conversation; 0: every turn reads it anew
 configure(globals())
 
+COMMANDS = "/clear", "/new", "/quit", "/help"
 HELP = """\
 /clear    begin a new conversation (or /new)
 /quit     end (or Ctrl-D)
@@ -100,6 +102,7 @@ while True:
     try:
         text = input("> ").strip()
     except EOFError:
+        print()
         break
     except KeyboardInterrupt:
         print()
@@ -110,6 +113,8 @@ while True:
         messages = []
     elif text == "/help":
         print(HELP)
+    elif re.fullmatch(r"/\w*", text):
+        print(f"there is no command {text}; /help lists them{did_you_mean(text, COMMANDS)}")
     elif text:
         messages.append({"role": "user", "content": text})
         try:

@@ -47,7 +47,7 @@ results, scores, rows = {}, [], []
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed)
 for task in measured:
     correct = evaluate_task(task, model, tokenizer, batch_size, max_problems, sampling, num_samples)
-    results[task.name] = accuracy(correct)
+    results[task.name] = f"{accuracy(correct):.1%}"
     scores.append(centred(accuracy(correct), task.baseline))
     passed = f", pass@{num_samples} {pass_at(correct, num_samples):.1%}" if len(correct[0]) > 1 else ""
     print0(f"{task.name:42} {accuracy(correct):6.1%} of {len(correct):,} problems{passed}")

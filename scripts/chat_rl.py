@@ -211,7 +211,7 @@ else:
         change = describe_change(before, correct)
         print0(f"held-out {held_out.name}: {change}")
         body = f"Held-out {held_out.name}: {change}.\n\n{body}"
-        results |= {f"pass@1 of {held_out.name}, {when}": pass_at(found, 1)
+        results |= {f"pass@1 of {held_out.name}, {when}": f"{pass_at(found, 1):.1%}"
                     for when, found in (("before", before), ("after", correct))}
     write_section("chat_rl", "Reinforcement learning", body, {"rl": results}, metrics.path, data=data,
                   model_tag=checkpoints.name, checkpoint=step_dir(checkpoints, step))

@@ -28,7 +28,7 @@ from configurator import configure  # isort: split
 import torch
 import uvicorn
 
-from nanochat.checkpoint import find_model, furthest_stage, read_meta
+from nanochat.checkpoint import find_model, furthest_stage, read_meta, tasks_of
 from nanochat.distributed import choose_device_type, print0
 from nanochat.errors import UserError
 from nanochat.serve.connections import ImpatientProtocol
@@ -106,12 +106,11 @@ for stage in sources:
     load = partial(
         load_engine, checkpoint, device_type, dtype, compile, max_batch, prompt_cache_mb * 2**20, workers)
     meta = read_meta(checkpoint)
-    trained_on = meta.get("config", {}).get("tasks") or meta.get("config", {}).get("task") or ""
     models.append(ServedModel(
         id=f"{checkpoint.parent.name}-{stage}", tokenizer=Tokenizer.load(checkpoint),
         context=meta["model_config"]["sequence_len"], step=meta["step"], created=int(checkpoint.stat().st_mtime),
         max_batch=max_batch, max_queue=max_queue, workers=[Worker(partial(load, i)) for i in range(workers)],
-        chats=stage != "base", examples=example_questions(trained_on)))
+        chats=stage != "base", examples=example_questions(tasks_of(stage, checkpoint.parent.name))))
 
 limits = Limits(
     max_body_bytes, max_messages, max_chars, max_new_tokens, max_n, timeout_s, temperature, top_k, truncate)

@@ -38,7 +38,7 @@ mfu = 0.5                   # [0.0001..1] part of its bf16 peak that forward and
 link = "nvlink4"            # of each GPU to the others of its host: a name of the table in nanochat/plan/machines.py
 between = "ndr"             # of each GPU to other hosts
 pipeline_stages = 1         # [1..] groups of ranks with layers of their own; more than 1: beside the layouts without
-price = 2.5                 # [0..] per GPU and hour, in whatever currency
+price = 2.5                 # [0..] dollars per GPU and hour
 # ---- What to tell
 hours_only = False          # print the hours of pretraining, rounded up, and nothing else
 stages = True               # print the table of ZeRO's stages
@@ -77,7 +77,7 @@ print(f"depth {depth}: {adamw + muon:,} parameters, {per_token:.3g} FLOPs per to
       f"{steps:,} steps of {total_batch_size:,} tokens in {micro_steps} micro-step(s)")
 print(f"{gpus} x {gpu or 'GPU'} at {mfu:.0%} MFU: {hours:.2f} hours"
       + (f" of pretraining and {further:.2f} on {conversation_tokens:,} tokens of conversations" if further else "")
-      + f" if all communication hides; cost {(hours + further) * gpus * price:,.0f}, at {price:g} per GPU and hour")
+      + f" if all communication hides; cost ${(hours + further) * gpus * price:,.0f}, at ${price:g} per GPU and hour")
 if not stages:
     raise SystemExit(0)
 
@@ -109,7 +109,7 @@ for pipelined in dict.fromkeys((pipeline_stages,) if micro_steps % pipeline_stag
              for stage, shards in ((0, 1), *several)]
 columns = ["stage", "shard_size", "pipeline", "keeps, GB", "at most, GB", f"fits {memory_gib:g} GiB",
            "sends within a host, GB", "to others, GB", "Muon, s", "sending, s", "waits, s", "bubble, s", "step, s",
-           "MFU", "hours", "cost"]
+           "MFU", "hours", "cost, $"]
 print(f"\nA rank, {device_batch_size} rows at a time; over {cluster.within.name}"
       + (f" within and {cluster.between.name} between hosts:\n" if gpus > gpus_per_node else ":\n"))
 print(markdown_table(columns, rows))

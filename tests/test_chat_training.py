@@ -238,6 +238,7 @@ def test_what_was_measured_is_named_by_what_it_is(base):
     printed = run_on_ranks(1, run_script, "scripts.chat_eval", args)[0]
     results = json.loads((base / "report/sections/sums/tiny/chat_eval_base.json").read_text())["results"]["base"]
     assert list(results) == ["Arithmetic easy", "SpellingBee (generated words)", "mean centred accuracy over 2 tasks"]
+    assert all(re.fullmatch(r"\d+\.\d%", results[name]) for name in list(results)[:2])
     assert "mean centred accuracy over 2 tasks" in printed and "ChatCORE" not in printed
 
 

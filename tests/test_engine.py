@@ -937,7 +937,9 @@ def test_the_terminal(base_folder):
     assert (one.returncode, one.stdout, one.stderr) == (0, expected, "")
 
     typed = ["the sum?", "x" * 40, "y" * 20, "/new", "the sum?", "z" * 200, "more?", "/clear", "", "/help", "the sum?"]
+    typed += ["/hlep"]
     talk = chat(typed="\n".join([*typed, "/quit", "never read"]) + "\n")
+    assert chat(typed="/help\n").stdout.endswith("\n> \n"), "a shell's next prompt is on a line of its own"
     assert talk.returncode == 0 and talk.stderr == "" and talk.stdout.startswith("sft model of step 1;")
     turns = talk.stdout.split("> ")[1:]
     assert turns[0] == turns[4] == expected, "/new forgets"
@@ -947,7 +949,8 @@ def test_the_terminal(base_folder):
     again = greedy_answer(model, render_prompt(TOKENIZER, {"messages": messages}))
     assert all(part["type"] == "text" for part in again)
     assert turns[6] == "".join(part["text"] for part in again) + "\n", "the refused message cost no turns"
-    assert turns[10] == expected and len(turns) == 12, "/clear forgets as well"
+    assert turns[11] == "there is no command /hlep; /help lists them; did you mean '/help'?\n"
+    assert turns[10] == expected and len(turns) == 13, "/clear forgets as well"
     assert all(command in turns[9] for command in ("/clear", "/quit", "/help", "Ctrl-C"))
 
 

@@ -220,11 +220,11 @@ def test_a_model_with_its_own_code_generates_batches_and_is_saved_there(hf, tmp_
         kind.save_pretrained(tmp_path / "theirs")
     edit_pieces(bigrams=0, head_gates=False)(tmp_path / "theirs")  # which older versions wrote, and left off
     for where in (folder, tmp_path / "theirs"):
-        back = imported(where, overwrite=True)
+        back = imported(where, overwrite=True, source="sft")
         assert different(original, back) == []
         for field in ("model_config", "tokenizer", "step"):
             assert read_meta(original)[field] == read_meta(back)[field]
-    again = exported(tmp_path / "again", model_tag="back", source="base")
+    again = exported(tmp_path / "again", model_tag="back", source="sft")
     for path in folder.iterdir():
         assert path.name == "README.md" or path.read_bytes() == (again / path.name).read_bytes(), path.name
 
@@ -402,12 +402,12 @@ def test_import_of_an_export_is_the_same_bits(tmp_path, dtype, max_shard_gb, sof
     """Every tensor, padded rows included, tokenizer and step; and a second export is the first, file by file."""
     original = saved(random_model(2, softcap=softcap, rope_theta=rope_theta).to(dtype))
     out = exported(tmp_path / "out", max_shard_gb=max_shard_gb)
-    back = imported(out, source="mid")
+    back = imported(out, source="sft")
     assert problem_with(back) is None and different(original, back) == []
-    assert back == step_dir(checkpoint_dir("mid", "back"), 12)
+    assert back == step_dir(checkpoint_dir("sft", "back"), 12)
     for field in ("model_config", "tokenizer", "step"):
         assert read_meta(original)[field] == read_meta(back)[field]
-    again = exported(tmp_path / "again", source="mid", max_shard_gb=max_shard_gb)
+    again = exported(tmp_path / "again", model_tag="back", max_shard_gb=max_shard_gb)
     for path in out.iterdir():
         assert path.name == "README.md" or path.read_bytes() == (again / path.name).read_bytes(), path.name
 
@@ -800,7 +800,7 @@ def test_every_stage_begins_with_an_imported_model_and_none_goes_on_from_one(tmp
                       "num_iterations": 2, "device_batch_size": 2, "eval_every": -1}
     mid = train | {"total_batch_size": 512}
     chat = {"model_tag": "back", "source": "sft", "p": "12?", "max_new_tokens": 8, "dtype": "float32", "temperature": 0}
-    begins, goes_on, answer, _, resumed, evaluated = run_on_ranks(1, run_scripts, [
+    begins, goes_on, answer, printed, resumed, evaluated = run_on_ranks(1, run_scripts, [
         ("scripts.mid_train", mid),
         ("scripts.chat_sft", train | {"target_examples_per_step": 4, "eval_metrics_every": -1}),
         ("scripts.chat_cli", chat),
@@ -808,6 +808,7 @@ def test_every_stage_begins_with_an_imported_model_and_none_goes_on_from_one(tmp
         ("scripts.mid_train", mid | {"resume": "auto"}),
         ("scripts.base_eval", common),
     ])[0]
+    assert "note: it was exported from stage rl; --source=rl imports it as that\n" in printed
     assert "starting from" in begins and "base_checkpoints/back/step_000012" in begins
     assert "mid_checkpoints/back/step_000002" in goes_on
     before, after = (load_checkpoint(step_dir(checkpoint_dir(stage, "back"), step), CPU)[0]

@@ -196,9 +196,11 @@ def test_panels_draw_the_records_and_leave_out_the_step_that_compiles(tmp_path):
         assert [text.get_text() for text in panel.get_legend().get_texts()] == [f"median 100.00 tok/s, {label}"]
     assert {axes.get_xlabel() for axes in panels} == {"step"}
     assert "bits per byte" in validation.get_ylabel() and "tokens per second" in throughput.get_ylabel()
-    rewards = [{"step": step, "rl/reward": step / 4} for step in range(5)]
-    reward = plots.metrics_figure(rewards, None).axes[1]
-    assert reward.get_ylabel() == "mean reward" and reward.lines[0].get_ydata().tolist() == [0, 0.25, 0.5, 0.75, 1]
+    rewards = [{"step": step, "rl/reward": step / 4, "train/loss": -step} for step in range(5)]
+    policy, reward, factor, _ = plots.metrics_figure(rewards, None).axes
+    titles = [axes.get_title(loc="left") for axes in (policy, reward, factor)]
+    assert titles[0].startswith("Policy loss") and titles[1].startswith("Reward") and "(lrm)" in titles[2]
+    assert reward.get_ylabel() == "mean of a step" and reward.lines[0].get_ydata().tolist() == [0, 0.25, 0.5, 0.75, 1]
 
 
 def test_panels_without_records_and_losses_without_a_number_still_make_a_figure():

@@ -51,6 +51,7 @@ def write_model(base) -> None:
     embedding, head = model.transformer.wte.weight.data, model.lm_head.weight.data.zero_()
     for token, successor in zip(ids, ids[1:] + ids[1:2]):
         head[successor] += embedding[token]
+    write_checkpoint(base / "mid_checkpoints" / "alphabet", model, tokenizer, config={"tasks": "run"})
     write_checkpoint(base / "sft_checkpoints" / "alphabet", model, tokenizer, config={"tasks": TASKS})
 
 
@@ -251,9 +252,9 @@ def test_regenerate_edit_copy_new_chat_undo_and_reload(visit):
     assert me.page.locator("article").count() == 0
     examples = me.page.locator("#examples button")
     expect(examples).to_have_count(4)
-    for spec in ("tinyworld:identity", "arithmetic:easy"):  # two of each
+    for spec, count in (("tinyworld:identity", 2), ("arithmetic:easy", 1), ("run", 1)):  # in turn; of mid-training, too
         held_out = {conversation["messages"][0]["content"] for conversation in make_task(spec, "test")}
-        assert len(held_out & set(examples.all_inner_texts())) == 2
+        assert len(held_out & set(examples.all_inner_texts())) == count, "with its line breaks"
     example = examples.first.inner_text()
     examples.first.click()
     me.rest()
@@ -398,13 +399,14 @@ def test_whatever_is_written_is_text(visit):
         {"part": {"type": "python", "text": " <b>37"}}, {"part": {"type": "python_output", "text": "444"}},
         {"content": f" The **answer** is 2**3 and 4**5.\n\n{evil}\n\n- one `{evil}`\n- two"},
         {"content": f"\n\n```html\n{evil}\n**plain**\n```\n1. first\n2) sec\uFFFCond "},
-        {"part": {"type": "python", "text": "1 +"}},
+        {"part": {"type": "python", "text": "1 +"}}, {"content": " is unknown"},
+        {"part": {"type": "python", "text": "2"}},
     ]
     me.reply(*deltas)
     me.ask(evil)
     assert me.page.locator(".question").inner_text() == evil
     assert me.page.locator("#log").locator("img, script, b, a").count() == 0 and me.page.title() == "nanochat"
-    assert me.answers.locator(".tool").all_inner_texts() == ["12 * <b>37\n= 444", "1 +"]
+    assert me.answers.locator(".tool").all_inner_texts() == ["12 * <b>37\n= 444", "1 +\nno result", "2"]
     assert me.answers.locator(".tool .result").all_inner_texts() == ["= 444"]
     assert me.answers.locator("p").all_inner_texts()[1:] == [evil]
     assert me.answers.locator("strong").all_inner_texts() == ["answer"]
@@ -423,7 +425,8 @@ def test_whatever_is_written_is_text(visit):
     me.button("Stop").wait_for()
     assert me.asked[1]["messages"][1]["content"] == [
         {"type": "python", "text": "12 * <b>37"}, {"type": "python_output", "text": "444"},
-        {"type": "text", "text": deltas[4]["content"] + deltas[5]["content"]}, {"type": "python", "text": "1 +"}]
+        {"type": "text", "text": deltas[4]["content"] + deltas[5]["content"]}, {"type": "python", "text": "1 +"},
+        {"type": "text", "text": " is unknown"}, {"type": "python", "text": "2"}]
     expect(me.answers.last).to_have_text(re.compile("^abc"))  # the server took them
     me.button("Stop").click()
 
@@ -472,6 +475,7 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     assert "fills the model's context" in error.inner_text()
     me.say("y" * 1500)
     expect(error.last).to_have_text(re.compile(r"maximum context length is 4096 tokens.*forget the oldest"))
+    assert "Please reduce" not in error.last.inner_text(), "what helps is said once"
     error.last.get_by_role("button", name="Edit").click()
     expect(me.page.get_by_label("Edit message")).to_have_value("y" * 1500)
     me.page.keyboard.press("Escape")
@@ -484,6 +488,14 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     assert [message["content"][0] for message in me.asked[-1]["messages"]] == ["y"]
     assert me.page.locator(".forgotten").count() == 3
 
+    held = []
+    me.page.route("**/v1/models", lambda route: held.append(route))
+    me.page.reload()
+    expect(me.page.locator("#modelName")).to_have_text("Loading the model…")
+    wait_until(lambda: held, me.page)
+    held[0].continue_()
+    expect(me.page.locator("#modelName")).to_have_text("alphabet-sft")
+    me.page.unroute("**/v1/models")
     me.button("New chat").click()
     me.say("z" * 5000)  # nothing to forget: the message has to be shortened
     error.wait_for()

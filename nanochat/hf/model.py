@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nanochat.checkpoint import MODEL_FILE
+from nanochat.checkpoint import MODEL_FILE, STAGES
 from nanochat.errors import UserError
 from nanochat.gpt import GPT
 from nanochat.gpt_config import GPTConfig, without_retired
@@ -42,7 +42,7 @@ OUR_IMPORT = re.compile(r"^from nanochat\.(\w+) import", re.MULTILINE)
 MODERN = "nanochat_modern"
 AUTO_MAP = {"AutoConfig": f"{MODELING.stem}.NanoChatModernConfig",
             "AutoModelForCausalLM": f"{MODELING.stem}.NanoChatModernForCausalLM"}
-STEP = "nanochat_step"  # of the checkpoint, in config.json
+STEP, STAGE = "nanochat_step", "nanochat_stage"  # of the checkpoint, in config.json
 WITH_VOCABULARY = ("transformer.wte.weight", "lm_head.weight")
 NAMES = {  # ours: theirs, of parameters
     "transformer.wte.": "model.embed_tokens.", "transformer.h.": "model.layers.",
@@ -137,7 +137,7 @@ def export(checkpoint: Path, meta: dict, dtype: str, max_shard_bytes: int, folde
     write_json(folder / "config.json", {
         "architectures": ["NanoChatForCausalLM"], **their_config(config),
         "dtype": str(weights[their_name("lm_head.weight", config)].dtype).removeprefix("torch."),
-        STEP: meta["step"], **ids,
+        STEP: meta["step"], STAGE: checkpoint.parents[1].name.removesuffix("_checkpoints"), **ids,
     })
     # Without a mask, generate() takes padding for what may not be seen, unless it ends answers: so not <|bos|> here.
     write_json(folder / "generation_config.json", ids | {"pad_token_id": end})
@@ -227,6 +227,8 @@ def read_folder(folder: Path, tokenizer_path: Path | None = None) -> Imported:
         if twice := weights.keys() & tensors.keys():
             raise UserError(f"{file} has {min(twice)}, which another file of the folder has as well")
         weights |= tensors
+    if there.get(STAGE) in STAGES:
+        notes.append(f"it was exported from stage {there[STAGE]}; --source={there[STAGE]} imports it as that")
     step = there.get(STEP)
     tokenizer = from_hf(tokenizer_path or folder / "tokenizer.json")
     return Imported(config, weights, padding, tokenizer, step if type(step) is int and step >= 0 else 0, notes)
