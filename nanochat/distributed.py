@@ -269,7 +269,7 @@ class StopRequest:
         that what follows it in a script does not begin; under torchrun, which would start it again, 0. COLLECTIVE.
         """
         print0(f"stopped after step {step}; --resume=auto continues")
-        compute_cleanup()
+        compute_cleanup(self)
         raise SystemExit(128 + signal.SIGINT if self.interrupted else 0)
 
 
