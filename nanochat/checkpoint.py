@@ -231,7 +231,7 @@ def choose_start(folder: Path, resume: str, resume_from_step: int, overwrite: bo
         return None
     paths = [step_dir(folder, step) for step in steps]
     if steps and not any(from_rank0(has_training_state, path) for path in paths):
-        cause = "saved on a full disk" if from_rank0(read_meta, paths[-1])["job"] else "imported"
+        cause = "saved on a full disk" if "launchers" in from_rank0(read_meta, paths[-1]) else "imported"
         raise UserError(f"{paths[-1]} was {cause}: it has weights only, and no run can go on from it; "
                         "start the next stage from it, or choose another --model_tag")
     checkpoint = find_checkpoint(folder, resume_from_step if resume_from_step >= 0 else None, to_resume=True)

@@ -39,8 +39,8 @@ def sent_by_host() -> int:
 
 class Hosts(contextlib.AbstractContextManager):
     """
-    `count` hosts, host0 (10.0.0.1) and so on, on one switch; each sends and receives at `rate` (of tc: "100mbit"). They
-    know each other's names, and nothing else.
+    `count` hosts, host0 (10.0.0.1) and so on, on one switch. They know each other's names, and nothing else. rate: what
+    each sends and receives ("100mbit"; "": any).
     """
 
     def __init__(self, count: int, rate: str):
@@ -84,11 +84,13 @@ class Hosts(contextlib.AbstractContextManager):
     def boot(self, number: int) -> None:
         name = self.names[number]
         self.start_life(name)
-        limit = f"tc qdisc add dev {{}} root tbf rate {self.rate} burst 128kb latency 200ms".format
+        limit = "true {}"
+        if self.rate:
+            limit = f"tc qdisc add dev {{}} root tbf rate {self.rate} burst 128kb latency 200ms"
         ends = f"ip link add {name} mtu {MTU} type veth peer name eth0 mtu {MTU} netns {self.first_process(name)}"
-        self.inside("switch", f"{ends}; ip link set {name} master switch up; {limit(name)}")
+        self.inside("switch", f"{ends}; ip link set {name} master switch up; {limit.format(name)}")
         self.inside(name, f"ip addr add {self.addresses[number]}/24 dev eth0; ip link set eth0 up; "
-                          f"{limit('eth0')}")
+                          f"{limit.format('eth0')}")
 
     def launch(self, number: int, arguments: list[str], log: Path, ranks: int, **environment: str) -> subprocess.Popen:
         """runs/multi_node.sh on a host, with so many ranks; what it prints is added to the file `log`."""

@@ -198,7 +198,7 @@ def test_a_second_run_in_the_same_folder_ends_at_once_and_the_first_goes_on(base
         for args in (["--resume=auto"], ["--overwrite"]):
             second = train("--model_tag=one", "--num_iterations=3", *args)
             assert second.returncode == 1 and second.stderr.count("\n") == 1 and "step 00000" not in second.stdout
-            holder = rf"host {socket.gethostname()}, process {first.pid}, job .*"
+            holder = rf"host {socket.gethostname()}, process {first.pid}, .*"
             assert re.match(rf"error: .*/one is in use by another run \({holder}--model_tag", second.stderr)
         first.send_signal(signal.SIGTERM)
         printed, errors = first.communicate(timeout=300)

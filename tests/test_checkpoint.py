@@ -459,14 +459,15 @@ def refusal(*_, **__):
     raise OSError(28, "No space left on device", "/disk")
 
 
-@pytest.mark.parametrize("where", ["files.tempfile.mkdtemp", "saving.save_file", "saving.sha256", "files.sync"])
+@pytest.mark.parametrize("where", [
+    "nanochat.files.tempfile.mkdtemp", "nanochat.saving.save_file", "nanochat.saving.sha256", "nanochat.files.sync"])
 def test_a_failed_save_is_a_warning_if_another_follows_and_an_error_if_not(where, folder, monkeypatch, capsys):
     """The disk fills up while a step that is there already is saved again: the old one stays, without debris."""
     writer = Rank().writer(folder)
     writer.save(5, META)
     writer.join()
     with monkeypatch.context() as patch:
-        patch.setattr(f"nanochat.{where}", refusal)
+        patch.setattr(where, refusal)
         writer.save(5, META)
         writer.join()
         assert [path.name for path in folder.iterdir()] == ["step_000005"]
@@ -477,7 +478,7 @@ def test_a_failed_save_is_a_warning_if_another_follows_and_an_error_if_not(where
     assert "warning: step 5 was not saved: No space left on device: /disk" in said
     assert f"training goes on, the next save tries again; the newest saved step is {folder / 'step_000005'}\n" in said
     assert said.splitlines()[-1] == f"saved {folder / 'step_000006'}" and list_steps(folder) == [5, 6]
-    monkeypatch.setattr(f"nanochat.{where}", refusal)
+    monkeypatch.setattr(where, refusal)
     writer.save(7, META)
     newest = f"the newest saved step is {folder / 'step_000006'}"
     with pytest.raises(UserError, match=f"step 7 was not saved: No space left on device: /disk .*; {newest}$"):

@@ -222,7 +222,7 @@ def test_a_third_host_joins_two(base_folder, tmp_path):
     with Hosts(3, "") as hosts:
         launchers = []
         for number in (0, 1, 2):
-            launchers.append(hosts.launch(number, command, log, nodes="2:3", PET_RDZV_CONF="last_call_timeout=1"))
+            launchers.append(hosts.launch(number, command, log, 1, NNODES="2:3", PET_RDZV_CONF="last_call_timeout=1"))
             if number == 1:
                 wait_for("2 rank(s) on cpu", "step 00020/")
         wait_for("3 rank(s) on cpu", "resuming from", "3 rank(s) do not divide the batch")
