@@ -32,8 +32,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.calculator import arithmetic
-from nanochat.errors import UserError, did_you_mean, install_one_line_errors
+from nanochat.inference.calculator import arithmetic
+from nanochat.runtime.errors import UserError, did_you_mean, install_one_line_errors
 
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}  # a bool, as people write it
@@ -308,7 +308,10 @@ def check_names(config: dict[str, Any], defaults: dict[str, Any]) -> None:
     """UserError for a data set or a task that does not exist: without torch, which takes seconds to import."""
     data = config.get("data")
     if data and defaults["data"] != "":  # empty by default: of a report, whose data set may be gone
-        from nanochat.dataset import OFFLINE, load_manifest  # here, like the tasks: most scripts have no such setting
+        from nanochat.data.dataset import (  # here, like the tasks: most scripts have no such setting
+            OFFLINE,
+            load_manifest,
+        )
 
         if data not in OFFLINE:  # they are made where they are needed
             load_manifest(data)

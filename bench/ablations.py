@@ -25,16 +25,16 @@ from configurator import configure
 import torch
 
 from bench.harness import DOCS, show
-from nanochat.checkpoint import list_steps, load_checkpoint, step_dir
-from nanochat.compiling import set_compile
 from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.corpus.make_dataset import ensure_dataset
-from nanochat.dataset import fingerprint
-from nanochat.errors import UserError
-from nanochat.files import base_dir
-from nanochat.loss_eval import document_nats, first_documents
-from nanochat.records import read_metrics
-from nanochat.report import markdown_table
+from nanochat.data.dataset import fingerprint
+from nanochat.eval.loss_eval import document_nats, first_documents
+from nanochat.runtime.compiling import set_compile
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import base_dir
+from nanochat.training.checkpoint import list_steps, load_checkpoint, step_dir
+from nanochat.training.records import read_metrics
+from nanochat.training.report import markdown_table
 
 # ---- What
 series: Literal["added", "removed", "more", "sets"] = "added"  # to classic, from modern, to modern, modern for classic

@@ -18,13 +18,13 @@ from configurator import configure
 
 import torch
 
-from nanochat.compiling import set_compile
-from nanochat.distributed import compute_init
-from nanochat.engine import Engine
-from nanochat.gpt import GPT
-from nanochat.gpt_config import config_from_depth
-from nanochat.sampling import SamplingParams
-from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
+from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from nanochat.inference.engine import Engine
+from nanochat.inference.sampling import SamplingParams
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import config_from_depth
+from nanochat.runtime.compiling import set_compile
+from nanochat.runtime.distributed import compute_init
 
 depth = 4                   # [1..] layers; width and heads follow from it
 arch = "classic"            # or "modern", or one of them with changes

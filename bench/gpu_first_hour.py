@@ -20,13 +20,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.harness import DOCS
-from nanochat.distributed import compute_cleanup, set_up
-from nanochat.files import base_dir, write_text
-from nanochat.flops import peak_flops, synchronize
-from nanochat.gpt_config import config_from_depth
-from nanochat.metrics import peak_memory
+from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.probes import set_up_training, train_step
-from nanochat.report import markdown_table
+from nanochat.runtime.distributed import compute_cleanup, set_up
+from nanochat.runtime.files import base_dir, write_text
+from nanochat.runtime.flops import peak_flops, synchronize
+from nanochat.training.metrics import peak_memory
+from nanochat.training.report import markdown_table
 
 part: Literal["all", "steps", "profile"] = "all"
 rehearse = False            # all parts in small, on a CPU
@@ -81,7 +81,7 @@ def set_up_step() -> tuple:
     """What `train_step` takes, after the step that compiles."""
     model, sharding, optimizers = set_up_training(config, dtype, device)
     if fp8:
-        from nanochat.fp8 import fp8_linear  # where it has been built
+        from nanochat.model.fp8 import fp8_linear  # where it has been built
 
         model.multiply_by(fp8_linear)
     if compiling:

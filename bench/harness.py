@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
-from nanochat.errors import UserError
-from nanochat.files import write_text
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import write_text
 
 DOCS = Path(__file__).parent.parent / "docs"
 END = "<!-- end of what it made -->"

@@ -12,13 +12,13 @@ import torch
 from matplotlib.figure import Figure
 
 from bench.harness import DOCS, show
-from nanochat.files import write_aside
-from nanochat.flops import datasheet_peak
-from nanochat.gpt_config import GPTConfig, config_from_depth
+from nanochat.model.gpt_config import GPTConfig, config_from_depth
+from nanochat.optim.schedule import choose_batch_size
 from nanochat.plan.machines import LINKS, Cluster, Layout, StepPlan, fastest_layout, largest_depth
 from nanochat.plan.memory import GIB, parameter_counts, shaped
-from nanochat.report import markdown_table
-from nanochat.schedule import choose_batch_size
+from nanochat.runtime.files import write_aside
+from nanochat.runtime.flops import datasheet_peak
+from nanochat.training.report import markdown_table
 
 write = False               # put tables and picture into docs
 configure(globals())

@@ -3,8 +3,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig
 
 CONFIG = GPTConfig(sequence_len=32, vocab_size=768, n_layer=2, n_embd=64, n_head=2, n_kv_head=2)
 ROWS, MICRO_STEPS, STEPS = 8, 2, 5  # rows of a step, over all ranks and micro-steps; micro-steps; steps

@@ -5,12 +5,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanochat.checkpoint import list_steps, read_meta, step_dir
-from nanochat.errors import UserError
-from nanochat.files import base_dir
-from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig
-from nanochat.records import read_metrics
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import base_dir
+from nanochat.training.checkpoint import list_steps, read_meta, step_dir
+from nanochat.training.records import read_metrics
 
 
 class Run(NamedTuple):

@@ -26,15 +26,15 @@ from configurator import configure
 
 import torch
 
-from nanochat.checkpoint import checkpoint_dir, load_checkpoint
-from nanochat.conversation import render_prompt
-from nanochat.distributed import compute_dtype, compute_init
-from nanochat.engine import Engine
-from nanochat.gpt import GPT
-from nanochat.gpt_config import config_from_depth
-from nanochat.sampling import SamplingParams
-from nanochat.saving import save_weights
-from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
+from nanochat.data.conversation import render_prompt
+from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from nanochat.inference.engine import Engine
+from nanochat.inference.sampling import SamplingParams
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import config_from_depth
+from nanochat.runtime.distributed import compute_dtype, compute_init
+from nanochat.training.checkpoint import checkpoint_dir, load_checkpoint
+from nanochat.training.saving import save_weights
 
 workers = 1                 # [1..] of the server, which share the cores
 depth = 4                   # [1..] layers; width and heads follow from it

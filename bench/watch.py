@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanochat.distributed import gather_objects
-from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig
-from nanochat.optimizers import setup_optimizers
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig
+from nanochat.optim.optimizers import setup_optimizers
+from nanochat.optim.zero import Sharding
 from nanochat.plan.memory import parameter_counts, state_bytes
 from nanochat.plan.traffic import sent_bytes
-from nanochat.zero import Sharding
+from nanochat.runtime.distributed import gather_objects
 
 STAGES, MICRO_STEPS = (0, 1, 2, 3), (1, 4)
 KEPT = ("parameters", "gradients", "optimizer")  # the fields of StateBytes

@@ -13,15 +13,15 @@ from configurator import configure
 
 import torch
 
-from nanochat.checkpoint import find_model, load_checkpoint
-from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.tinyworld import PROMPTS, held_out_questions, validation_documents
-from nanochat.dataloader import tokenizing_distributed_data_loader, validation_rows
-from nanochat.distributed import all_reduce_sum, compute_cleanup, compute_init, print0, sum_dtype
-from nanochat.errors import UserError
-from nanochat.loss_eval import document_nats, evaluate_bpb, first_documents, greedy_completes, sample
-from nanochat.report import cell, markdown_table, write_section
+from nanochat.data.dataloader import tokenizing_distributed_data_loader, validation_rows
+from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
+from nanochat.eval.loss_eval import document_nats, evaluate_bpb, first_documents, greedy_completes, sample
+from nanochat.runtime.distributed import all_reduce_sum, compute_cleanup, compute_init, print0, sum_dtype
+from nanochat.runtime.errors import UserError
+from nanochat.training.checkpoint import find_model, load_checkpoint
+from nanochat.training.report import cell, markdown_table, write_section
 
 # ---- Model
 model_tag: str | None = None  # folder of the checkpoints; None: the only one there is

@@ -15,16 +15,33 @@ from configurator import configure  # first: it checks the command line before t
 
 import torch
 
-from nanochat.checkpoint import changed_settings, checkpoint_dir, choose_start, read_meta, say_how_to_talk, step_dir
-from nanochat.compiling import eagerly
-from nanochat.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
-from nanochat.dataloader import tokenizing_distributed_data_loader, validation_rows
-from nanochat.dataset import fingerprint
-from nanochat.distributed import (
+from nanochat.data.dataloader import tokenizing_distributed_data_loader, validation_rows
+from nanochat.data.dataset import fingerprint
+from nanochat.data.tokenizer import FILE_NAME, tokenizer_dir
+from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
+from nanochat.eval.loss_eval import evaluate_bpb, sample
+from nanochat.model.fp8 import check_fp8, fp8_linear
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import config_from_depth
+from nanochat.optim.optimizers import setup_optimizers
+from nanochat.optim.pipeline import Pipeline
+from nanochat.optim.schedule import (
+    apply_schedule,
+    choose_batch_size,
+    choose_num_iterations,
+    is_due,
+    lr_multiplier,
+    momentum_at,
+    rate_scales,
+    warmdown_left,
+)
+from nanochat.optim.zero import Sharding
+from nanochat.runtime.compiling import eagerly
+from nanochat.runtime.distributed import (
     StopRequest,
     after_first_step,
     compute_cleanup,
@@ -36,31 +53,21 @@ from nanochat.distributed import (
     set_up,
     until_stopped,
 )
-from nanochat.errors import UserError
-from nanochat.flops import peak_flops
-from nanochat.fp8 import check_fp8, fp8_linear
-from nanochat.gpt import GPT
-from nanochat.gpt_config import config_from_depth
-from nanochat.loss_eval import evaluate_bpb, sample
-from nanochat.metrics import Metrics, peak_memory, require_wandb
-from nanochat.optimizers import setup_optimizers
-from nanochat.pipeline import Pipeline
-from nanochat.records import duration
-from nanochat.report import settings_table, write_section
-from nanochat.resharding import load_training_state
-from nanochat.saving import CheckpointWriter
-from nanochat.schedule import (
-    apply_schedule,
-    choose_batch_size,
-    choose_num_iterations,
-    is_due,
-    lr_multiplier,
-    momentum_at,
-    rate_scales,
-    warmdown_left,
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.flops import peak_flops
+from nanochat.training.checkpoint import (
+    changed_settings,
+    checkpoint_dir,
+    choose_start,
+    read_meta,
+    say_how_to_talk,
+    step_dir,
 )
-from nanochat.tokenizer import FILE_NAME, tokenizer_dir
-from nanochat.zero import Sharding
+from nanochat.training.metrics import Metrics, peak_memory, require_wandb
+from nanochat.training.records import duration
+from nanochat.training.report import settings_table, write_section
+from nanochat.training.resharding import load_training_state
+from nanochat.training.saving import CheckpointWriter
 
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb

@@ -13,13 +13,13 @@ from typing import Literal
 
 from configurator import configure
 
-from nanochat.checkpoint import find_model, furthest_stage, load_checkpoint
-from nanochat.conversation import render_prompt, render_text
-from nanochat.detokenizer import Delta, parts_of
-from nanochat.distributed import compute_dtype, compute_init, print0
-from nanochat.engine import Engine
-from nanochat.errors import UserError, did_you_mean
-from nanochat.sampling import SamplingParams
+from nanochat.data.conversation import render_prompt, render_text
+from nanochat.inference.detokenizer import Delta, parts_of
+from nanochat.inference.engine import Engine
+from nanochat.inference.sampling import SamplingParams
+from nanochat.runtime.distributed import compute_dtype, compute_init, print0
+from nanochat.runtime.errors import UserError, did_you_mean
+from nanochat.training.checkpoint import find_model, furthest_stage, load_checkpoint
 
 # ---- Model
 source: Literal["auto", "base", "mid", "sft", "rl"] = "auto"  # stage of the model; auto: the furthest there is

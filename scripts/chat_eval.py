@@ -9,13 +9,13 @@ from typing import Literal
 
 from configurator import configure
 
-from nanochat.checkpoint import find_model, load_checkpoint
-from nanochat.distributed import compute_cleanup, compute_init, print0
-from nanochat.errors import UserError
-from nanochat.report import markdown_table, write_section
-from nanochat.sampling import SamplingParams
-from nanochat.task_eval import accuracy, centred, evaluate_task, name_of_mean, pass_at
+from nanochat.eval.task_eval import accuracy, centred, evaluate_task, name_of_mean, pass_at
+from nanochat.inference.sampling import SamplingParams
+from nanochat.runtime.distributed import compute_cleanup, compute_init, print0
+from nanochat.runtime.errors import UserError
 from nanochat.tasks import make_tasks
+from nanochat.training.checkpoint import find_model, load_checkpoint
+from nanochat.training.report import markdown_table, write_section
 
 # ---- Model
 source: Literal["base", "mid", "sft", "rl"] = "sft"  # stage of the model

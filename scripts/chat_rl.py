@@ -17,20 +17,20 @@ from configurator import configure  # first: it checks the command line before t
 
 import torch
 
-from nanochat.checkpoint import say_how_to_talk, step_dir
-from nanochat.conversation_loader import order, padded_length, tensors
-from nanochat.distributed import StopRequest, after_first_step, compute_cleanup, gather_objects, print0, set_up
-from nanochat.errors import UserError
-from nanochat.finetuning import begin_stage, require_same_data
-from nanochat.flops import peak_flops
-from nanochat.metrics import Metrics, peak_memory, require_wandb
-from nanochat.report import settings_table, write_section
-from nanochat.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
-from nanochat.sampling import SamplingParams
-from nanochat.saving import CheckpointWriter
-from nanochat.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
-from nanochat.task_eval import evaluate_task, pass_at, seed_with
+from nanochat.data.conversation_loader import order, padded_length, tensors
+from nanochat.eval.task_eval import evaluate_task, pass_at, seed_with
+from nanochat.inference.sampling import SamplingParams
+from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
+from nanochat.runtime.distributed import StopRequest, after_first_step, compute_cleanup, gather_objects, print0, set_up
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.flops import peak_flops
 from nanochat.tasks import make_task, without_parts
+from nanochat.training.checkpoint import say_how_to_talk, step_dir
+from nanochat.training.finetuning import begin_stage, require_same_data
+from nanochat.training.metrics import Metrics, peak_memory, require_wandb
+from nanochat.training.report import settings_table, write_section
+from nanochat.training.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
+from nanochat.training.saving import CheckpointWriter
 
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb

@@ -16,11 +16,17 @@ from configurator import configure  # first: it checks the command line before t
 
 import torch
 
-from nanochat.checkpoint import say_how_to_talk, step_dir
-from nanochat.conversation_loader import RenderedConversations, conversation_loader, order
-from nanochat.distributed import StopRequest, after_first_step, compute_cleanup, from_rank0, print0, set_up
-from nanochat.errors import UserError
-from nanochat.finetuning import (
+from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order
+from nanochat.eval.loss_eval import evaluate_bpb
+from nanochat.eval.task_eval import accuracy, evaluate_task
+from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
+from nanochat.runtime.distributed import StopRequest, after_first_step, compute_cleanup, from_rank0, print0, set_up
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.flops import peak_flops
+from nanochat.tasks import make_mixture, make_tasks, task_names, without_parts
+from nanochat.tasks.common import Mixture
+from nanochat.training.checkpoint import say_how_to_talk, step_dir
+from nanochat.training.finetuning import (
     begin_stage,
     choose_epochs_and_rate,
     plan_steps,
@@ -28,15 +34,9 @@ from nanochat.finetuning import (
     row_length,
     tasks_before,
 )
-from nanochat.flops import peak_flops
-from nanochat.loss_eval import evaluate_bpb
-from nanochat.metrics import Metrics, peak_memory, require_wandb
-from nanochat.report import settings_table, write_section
-from nanochat.saving import CheckpointWriter
-from nanochat.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
-from nanochat.task_eval import accuracy, evaluate_task
-from nanochat.tasks import make_mixture, make_tasks, task_names, without_parts
-from nanochat.tasks.common import Mixture
+from nanochat.training.metrics import Metrics, peak_memory, require_wandb
+from nanochat.training.report import settings_table, write_section
+from nanochat.training.saving import CheckpointWriter
 
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb

@@ -28,15 +28,15 @@ from configurator import configure  # isort: split
 import torch
 import uvicorn
 
-from nanochat.checkpoint import find_model, furthest_stage, read_meta, tasks_of
-from nanochat.distributed import choose_device_type, print0
-from nanochat.errors import UserError
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.runtime.distributed import choose_device_type, print0
+from nanochat.runtime.errors import UserError
 from nanochat.serve.connections import ImpatientProtocol
 from nanochat.serve.engine_process import load_engine
 from nanochat.serve.web import Limits, create_app
 from nanochat.serve.worker import ServedModel, Worker
 from nanochat.tasks import example_questions
-from nanochat.tokenizer import Tokenizer
+from nanochat.training.checkpoint import find_model, furthest_stage, read_meta, tasks_of
 
 # ---- Models
 source = "auto"             # stages, such as "sft, rl", each served as TAG-STAGE; auto: the furthest there is

@@ -12,9 +12,9 @@ It lies in NANOCHAT_BASE_DIR/data/NAME. HF_ENDPOINT=https://… downloads from a
 """
 from configurator import configure
 
-from nanochat import dataset  # `verify` below is a setting
 from nanochat.corpus.make_dataset import default_name, make
-from nanochat.report import markdown_table, write_section
+from nanochat.data import dataset  # `verify` below is a setting
+from nanochat.training.report import markdown_table, write_section
 
 # ---- Data
 source = "tinyworld"   # tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file

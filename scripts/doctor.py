@@ -21,16 +21,16 @@ from configurator import configure
 
 import torch
 
-from nanochat.checkpoint import STAGES, checkpoint_dir, list_tags
-from nanochat.dataset import how_to_make
-from nanochat.distributed import choose_device_type, compute_dtype
-from nanochat.errors import UserError
-from nanochat.files import base_dir
-from nanochat.gpt_config import GPTConfig, config_from_depth
+from nanochat.data.dataset import how_to_make
+from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.limits import memory_limits
 from nanochat.plan.memory import GIB, largest_rows, needed_bytes, parameter_counts
 from nanochat.plan.probes import probe, rows_that_train, try_steps
-from nanochat.report import markdown_table
+from nanochat.runtime.distributed import choose_device_type, compute_dtype
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import base_dir
+from nanochat.training.checkpoint import STAGES, checkpoint_dir, list_tags
+from nanochat.training.report import markdown_table
 
 # ---- Model
 depth = -1                  # [-1, 1..] layers; -1: a table of the usual ones

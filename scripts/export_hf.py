@@ -15,11 +15,11 @@ from configurator import configure
 
 import huggingface_hub
 
-from nanochat.checkpoint import find_model, read_meta
-from nanochat.errors import UserError, first_line
-from nanochat.files import recover_folder, write_folder_aside
 from nanochat.hf.card import model_card
 from nanochat.hf.model import FOLDER, export
+from nanochat.runtime.errors import UserError, first_line
+from nanochat.runtime.files import recover_folder, write_folder_aside
+from nanochat.training.checkpoint import find_model, read_meta
 
 # ---- Model
 source: Literal["base", "mid", "sft", "rl"] = "sft"  # stage of the model

@@ -13,11 +13,11 @@ from typing import Literal
 
 from configurator import configure
 
-from nanochat.checkpoint import checkpoint_dir, list_steps, step_dir
-from nanochat.errors import UserError
 from nanochat.hf import classic
 from nanochat.hf import model as hf
-from nanochat.saving import save_weights
+from nanochat.runtime.errors import UserError
+from nanochat.training.checkpoint import checkpoint_dir, list_steps, step_dir
+from nanochat.training.saving import save_weights
 
 # ---- From
 input = ""                  # the folder

@@ -12,13 +12,13 @@ from configurator import configure
 
 import torch
 
-from nanochat.errors import UserError
-from nanochat.flops import datasheet_peak, peak_flops
-from nanochat.gpt_config import config_from_depth
+from nanochat.model.gpt_config import config_from_depth
+from nanochat.optim.schedule import accumulation_steps, choose_batch_size
 from nanochat.plan.machines import LINKS, Cluster, Layout, fastest_layout, fits, pipelines, plan_step
 from nanochat.plan.memory import GIB, parameter_counts, parts, shaped, state_bytes, step_bytes
-from nanochat.report import markdown_table
-from nanochat.schedule import accumulation_steps, choose_batch_size
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.flops import datasheet_peak, peak_flops
+from nanochat.training.report import markdown_table
 
 # ---- Model and batch
 depth = 20                  # [1..] layers
@@ -32,7 +32,7 @@ conversation_tokens = 0     # [0..] further tokens, of the stages after pretrain
 # ---- Machine
 gpus = 8                    # [1..] ranks
 gpus_per_node = 8           # [1..] of them on each host
-gpu = "H100"                # a name of the table in nanochat/flops.py; empty: the kind that is here
+gpu = "H100"                # a name of the table in nanochat/runtime/flops.py; empty: the kind that is here
 memory_gib = 80.0           # [>0] of each
 mfu = 0.5                   # [0.0001..1] part of its bf16 peak that forward and backward passes are assumed to reach
 link = "nvlink4"            # of each GPU to the others of its host: a name of the table in nanochat/plan/machines.py

@@ -1,7 +1,7 @@
 """Put together what every stage found about a model."""
 from configurator import configure
 
-from nanochat.report import generate
+from nanochat.training.report import generate
 
 model_tag = ""  # the model to report on; empty: the newest
 data = ""       # the data set it was trained on, where several models have this tag; empty: the newest

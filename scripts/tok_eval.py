@@ -11,8 +11,8 @@ from configurator import configure
 import tiktoken
 
 from nanochat.corpus.learn_tokenizer import bytes_per_token
-from nanochat.dataset import iter_texts
-from nanochat.tokenizer import get_tokenizer
+from nanochat.data.dataset import iter_texts
+from nanochat.data.tokenizer import get_tokenizer
 
 # ---- Data
 data = "tinyworld"          # data source whose tokenizer is compared, and whose validation split is one of the texts

@@ -11,12 +11,12 @@ from itertools import islice
 
 from configurator import configure
 
-from nanochat.conversation import plain_text
 from nanochat.corpus.learn_tokenizer import bytes_per_token, train_tokenizer
-from nanochat.dataset import iter_texts
-from nanochat.report import settings_table, write_section
+from nanochat.data.conversation import plain_text
+from nanochat.data.dataset import iter_texts
+from nanochat.data.tokenizer import tokenizer_dir
 from nanochat.tasks import make_mixture
-from nanochat.tokenizer import tokenizer_dir
+from nanochat.training.report import settings_table, write_section
 
 # ---- Data
 data = "tinyworld"          # data source to learn from

@@ -10,10 +10,10 @@ from ranks import REPO  # first: it makes the repo importable
 from warm_python import run_module, warm_python
 
 # isort: split
-from nanochat.compiling import set_compile
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
-from nanochat.tokenizer import Tokenizer
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.runtime.compiling import set_compile
 
 __all__ = ["REPO", "run_module", "warm_python", "base_folder", "make_sums", "broken_bundle", "ALL_PIECES"]
 ALL_PIECES = ("classic,rope_theta=1e5,qk_scale=1.2,short_windows=True,value_embeddings=True,smear=True,"

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.watch import sent_in
-from nanochat import layers, loss
-from nanochat.gpt_config import GPTConfig
+from nanochat.model import layers, loss
+from nanochat.model.gpt_config import GPTConfig
 from nanochat.plan.probes import set_up_training
 
 PHASES = "forward", "backward", "reduce", "adamw", "muon", "gather"

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from nanochat.engine import Engine
+from nanochat.inference.engine import Engine
 from nanochat.serve import engine_process
 from nanochat.serve.engine_process import load_engine
 

@@ -38,11 +38,12 @@ if str(REPO) not in sys.path:  # ranks import this file first, so they find what
 # ends with this process.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([
-    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "pytest", "pyarrow.parquet", "tiktoken",
-    "tokenizers", "safetensors.torch", "yaml", "requests", "torch.distributed.run", "nanochat.core_eval",
-    "nanochat.report", "nanochat.resharding", "nanochat.task_eval", "nanochat.corpus.eval_bundle",
-    "nanochat.corpus.learn_tokenizer", "nanochat.corpus.make_dataset", "nanochat.finetuning", "nanochat.metrics",
-    "nanochat.optimizers", "nanochat.pipeline", "nanochat.rollouts", "nanochat.saving", "nanochat.schedule",
+    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "pytest", "pyarrow.parquet",
+    "tiktoken", "tokenizers", "safetensors.torch", "yaml", "requests", "torch.distributed.run",
+    "nanochat.eval.core_eval", "nanochat.training.report", "nanochat.training.resharding", "nanochat.eval.task_eval",
+    "nanochat.corpus.eval_bundle", "nanochat.corpus.learn_tokenizer", "nanochat.corpus.make_dataset",
+    "nanochat.training.finetuning", "nanochat.training.metrics", "nanochat.optim.optimizers",
+    "nanochat.optim.pipeline", "nanochat.training.rollouts", "nanochat.training.saving", "nanochat.optim.schedule",
     "nanochat.tasks", "nanochat.plan.machines", "nanochat.plan.probes",
 ])
 
@@ -196,7 +197,7 @@ def run_as_main(module: str, args: Sequence[str]) -> None:
     The module as this process's `__main__`. The machine's speed, the unit of the MFU, is not measured. A test may name
     a function of its module in the environment, CHANGE, that is called before.
     """
-    from nanochat import flops
+    from nanochat.runtime import flops
 
     flops.measured_matmul_flops = lambda *_: 1e11
     if change := os.environ.get("CHANGE"):
@@ -211,7 +212,7 @@ def send_in_evaluation(number: int, name: str, step: int) -> list[int]:
     From here on this process sends itself a signal in the first call of a function ("module.function") at this step of
     a training script. Returns a list that gets the step of each call.
     """
-    from nanochat.saving import CheckpointWriter
+    from nanochat.training.saving import CheckpointWriter
 
     where, _, function = name.rpartition(".")
     owner = pkgutil.resolve_name(where)
@@ -296,8 +297,8 @@ def kill(pattern: str, number: int) -> None:
 
 def wait_for_signal(is_due: Callable[[int], object]) -> None:
     """Once it is due, by the number of forward passes, this process waits for a signal: so that none comes too late."""
-    from nanochat.distributed import StopRequest
-    from nanochat.gpt import GPT
+    from nanochat.model.gpt import GPT
+    from nanochat.runtime.distributed import StopRequest
 
     forward, ask, heard, passes = GPT.forward, StopRequest.ask, threading.Event(), itertools.count()
 

@@ -15,13 +15,13 @@ import torch
 from conftest import ALL_PIECES, REPO, broken_bundle, make_sums, run_module, warm_python
 from safetensors.torch import load_file
 
-from nanochat.checkpoint import find_model
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.corpus.tinyworld import entropy_floor
-from nanochat.dataset import dataset_dir
-from nanochat.errors import UserError
-from nanochat.records import read_metrics
+from nanochat.data.dataset import dataset_dir
+from nanochat.runtime.errors import UserError
+from nanochat.training.checkpoint import find_model
+from nanochat.training.records import read_metrics
 
 TINY = ["--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2", "--total_batch_size=128",
         "--compile=False", "--eval_tokens=512", "--sample_every=-1", "--eval_every=-1"]
@@ -231,7 +231,7 @@ def test_what_an_evaluation_ends_goes_on_bit_for_bit(base, dtype):
 
 WAITING_UPDATE = """
 import time
-from nanochat import muon
+from nanochat.optim import muon
 def update(self, stats, step=muon.DistMuon.step, done=[]):
     done.append(1)
     if len(done) == 20:
@@ -240,7 +240,7 @@ def update(self, stats, step=muon.DistMuon.step, done=[]):
 muon.DistMuon.step = update
 """
 BROKEN_UPDATE = """
-from nanochat import muon
+from nanochat.optim import muon
 def update(self, stats, step=muon.DistMuon.step, done=[]):
     done.append(1)
     if len(done) == 5:
@@ -250,7 +250,7 @@ muon.DistMuon.step = update
 """
 ENDLESS_EVALUATION = """
 import time
-from nanochat import loss_eval
+from nanochat.eval import loss_eval
 def evaluate(*args, evaluate=loss_eval.evaluate_bpb, done=[]):
     done.append(1)
     while len(done) == 2:
@@ -295,7 +295,7 @@ def test_ctrl_c_twice_in_an_evaluation_saves_what_is_done(base):
 INTERRUPTED_CORE = """
 import signal
 from ranks import send_in_evaluation
-send_in_evaluation(signal.SIGINT, "nanochat.core_eval.measure", 6)
+send_in_evaluation(signal.SIGINT, "nanochat.eval.core_eval.measure", 6)
 """
 
 
@@ -406,7 +406,7 @@ def small_disk(base, tmp_path):
 
 FULL_DISK = """
 import os
-from nanochat.metrics import Metrics
+from nanochat.training.metrics import Metrics
 def log_step(self, step, *others, log_step=Metrics.log_step):
     filler = os.path.join(os.environ["NANOCHAT_BASE_DIR"], "filler")
     if step == 12:
@@ -479,7 +479,7 @@ def test_wandb_is_imported_only_when_asked_for_and_works_offline(base, tmp_path)
     quiet = train("--num_iterations=1", env={"PYTHONPATH": str(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"}, fresh=True)
     assert quiet.returncode == 0, quiet.stderr
     imported = {line.split("|")[-1].strip() for line in quiet.stderr.splitlines()}
-    assert "nanochat.compiling" in imported and not imported & {"wandb", "torch._dynamo", "torch._inductor"}
+    assert "nanochat.runtime.compiling" in imported and not imported & {"wandb", "torch._dynamo", "torch._inductor"}
     asked = train("--num_iterations=1", "--run=me", "--overwrite", env={"PYTHONPATH": str(tmp_path)}, fresh=True)
     assert asked.returncode == 1 and "error: run=me needs wandb, which does not work here: imported" in asked.stderr
     assert "pip install wandb" in asked.stderr and "Traceback" not in asked.stderr and asked.stdout == ""

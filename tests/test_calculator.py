@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from nanochat.calculator import arithmetic, calculate
+from nanochat.inference.calculator import arithmetic, calculate
 
 
 @pytest.mark.parametrize("text,result", [

@@ -15,15 +15,15 @@ from conftest import make_sums, run_module
 from ranks import Job, run_as_main, run_on_ranks, send_in_evaluation
 from safetensors.torch import load_file
 
-from nanochat.checkpoint import find_model, load_checkpoint
-from nanochat.conversation_loader import order
-from nanochat.gpt import GPT
-from nanochat.records import read_metrics
-from nanochat.rollouts import sample_rollouts
-from nanochat.sampling import SamplingParams
-from nanochat.task import Task
-from nanochat.task_eval import seed_with
+from nanochat.data.conversation_loader import order
+from nanochat.data.task import Task
+from nanochat.eval.task_eval import seed_with
+from nanochat.inference.sampling import SamplingParams
+from nanochat.model.gpt import GPT
 from nanochat.tasks import make_task
+from nanochat.training.checkpoint import find_model, load_checkpoint
+from nanochat.training.records import read_metrics
+from nanochat.training.rollouts import sample_rollouts
 
 COMMON = {"compile": False, "dtype": "float32", "device_type": "cpu", "device_batch_size": 2, "model_tag": "tiny"}
 STAGES = {  # what each stage is run with; every one has several micro-steps on each of two ranks, RL mostly
@@ -124,8 +124,9 @@ def run_until_stopped(
 
 
 @pytest.mark.parametrize("stage, name, step", [
-    ("mid", "nanochat.loss_eval.counted_nats", 4), ("sft", "nanochat.engine.Engine.step", 4),
-    ("rl", "nanochat.engine.Engine.step", 4), ("rl", "nanochat.engine.Engine.step", 3)])  # of RL also the sampling
+    ("mid", "nanochat.eval.loss_eval.counted_nats", 4), ("sft", "nanochat.inference.engine.Engine.step", 4),
+    ("rl", "nanochat.inference.engine.Engine.step", 4),
+    ("rl", "nanochat.inference.engine.Engine.step", 3)])  # of RL also the sampling
 def test_sigterm_in_an_evaluation_saves_at_once(base, stage, name, step):
     """On all ranks, though one of them got it; within 16 tokens of answers that have 64, and no step is taken."""
     module, args = stage_arguments(base, stage, source="base", save_every=-1, overwrite=True, **{

@@ -34,22 +34,22 @@ from test_engine import SPECIAL, TOKENIZER, V, draw_weights, write_checkpoint
 import nanochat.serve.connections
 import nanochat.serve.engine_process
 import nanochat.serve.worker
-from nanochat.conversation import render_prompt
-from nanochat.detokenizer import Delta, StopStrings, to_parts
-from nanochat.distributed import is_alive
-from nanochat.engine import Answer, Engine
-from nanochat.errors import UserError
-from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig
-from nanochat.prompt_cache import PIECE
-from nanochat.sampling import SamplingParams
+from nanochat.data.conversation import render_prompt
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.detokenizer import Delta, StopStrings, to_parts
+from nanochat.inference.engine import Answer, Engine
+from nanochat.inference.prompt_cache import PIECE
+from nanochat.inference.sampling import SamplingParams
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig
+from nanochat.runtime.distributed import is_alive
+from nanochat.runtime.errors import UserError
 from nanochat.serve import tokenization
 from nanochat.serve.api_error import ApiError
 from nanochat.serve.connections import MAX_CONNECTIONS, WAIT_SECONDS, ImpatientProtocol
 from nanochat.serve.engine_process import EngineProcess, Request
 from nanochat.serve.web import Limits, create_app
 from nanochat.serve.worker import ServedModel, Worker
-from nanochat.tokenizer import Tokenizer
 
 KEY = "a-secret"
 MARKER = "xyzzy"            # in what users write here, never in the log

@@ -24,7 +24,14 @@ from ranks import run_on_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from nanochat.checkpoint import (
+from nanochat.corpus.learn_tokenizer import learn_tokenizer
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import config_from_depth
+from nanochat.optim.partition import Shard, equal_ranges, row_ranges
+from nanochat.runtime.compiling import set_compile
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import previous, sha256, write_folder_aside
+from nanochat.training.checkpoint import (
     checkpoint_dir,
     choose_start,
     claim,
@@ -38,15 +45,8 @@ from nanochat.checkpoint import (
     read_meta,
     step_dir,
 )
-from nanochat.compiling import set_compile
-from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.errors import UserError
-from nanochat.files import previous, sha256, write_folder_aside
-from nanochat.gpt import GPT
-from nanochat.gpt_config import config_from_depth
-from nanochat.partition import Shard, equal_ranges, row_ranges
-from nanochat.resharding import load_training_state
-from nanochat.saving import CheckpointWriter, complete, copy_to_host, write_files, write_tensors
+from nanochat.training.resharding import load_training_state
+from nanochat.training.saving import CheckpointWriter, complete, copy_to_host, write_files, write_tensors
 
 set_compile(False, "cpu")
 TOKENIZER = learn_tokenizer(["a few words to learn merges from, a few words"], 280)
@@ -438,7 +438,7 @@ def test_what_torchrun_starts_again_continues_what_it_wrote_itself(folder, monke
 def test_training_goes_on_while_a_save_is_written(folder, monkeypatch):
     """The thread is held up until every tensor and the meta have changed in place: what is saved is as at save()."""
     rank, meta, changed = Rank(dtype=torch.bfloat16), META | {"config": {"lr": 1}}, threading.Event()
-    monkeypatch.setattr("nanochat.saving.write_files", lambda *args: changed.wait() and write_files(*args))
+    monkeypatch.setattr("nanochat.training.saving.write_files", lambda *args: changed.wait() and write_files(*args))
     writer = rank.writer(folder)
     writer.save(1, meta)
     kept = [tensor for _, tensor in rank.kept().values()]
@@ -460,7 +460,7 @@ def refusal(*_, **__):
 
 
 @pytest.mark.parametrize("where", [
-    "nanochat.files.tempfile.mkdtemp", "nanochat.saving.save_file", "nanochat.saving.sha256", "nanochat.files.sync"])
+    "nanochat.runtime.files.tempfile.mkdtemp", "nanochat.training.saving.save_file", "nanochat.training.saving.sha256", "nanochat.runtime.files.sync"])
 def test_a_failed_save_is_a_warning_if_another_follows_and_an_error_if_not(where, folder, monkeypatch, capsys):
     """The disk fills up while a step that is there already is saved again: the old one stays, without debris."""
     writer = Rank().writer(folder)
@@ -499,7 +499,7 @@ def test_the_last_save_on_a_full_disk_keeps_the_weights_of_a_finished_model(opti
             raise OSError(28, "No space left on device", "/disk")
         save_file(tensors, path, *others)
 
-    monkeypatch.setattr("nanochat.saving.save_file", full)
+    monkeypatch.setattr("nanochat.training.saving.save_file", full)
     rank, meta = Rank(), META | {"num_iterations": 6}
     writer = rank.writer(folder, keep_last=1)
     for step in (4, 6):
@@ -530,7 +530,7 @@ def test_a_run_whose_folder_another_has_taken_saves_nothing_more(folder, monkeyp
         lock_path(folder).write_text("host b, process 7, job 9")
         return write_files(*args)
 
-    monkeypatch.setattr("nanochat.saving.write_files", taken_meanwhile)
+    monkeypatch.setattr("nanochat.training.saving.write_files", taken_meanwhile)
     writer.save(2, META)
     for step in (3, 4):
         with pytest.raises(UserError, match="taken over by another run .host b, process 7, job 9.; this one can save"):
@@ -553,7 +553,7 @@ METRICS = SimpleNamespace(paused=contextlib.nullcontext, state={}, save_requeste
 def last_acts(monkeypatch):
     """What the writers of a test would do at the end of the process."""
     acts = []
-    monkeypatch.setattr("nanochat.saving.last_acts", acts)
+    monkeypatch.setattr("nanochat.training.saving.last_acts", acts)
     return acts
 
 
@@ -575,7 +575,7 @@ def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(folder,
         writer.stand_by(step, METRICS, META)
         with monkeypatch.context() as patch:
             if step == 9:
-                patch.setattr("nanochat.saving.save_file", refusal)
+                patch.setattr("nanochat.training.saving.save_file", refusal)
             METRICS.save_requested = True
             writer.checkpoint(asked_for=False)
             writer.join()
@@ -601,7 +601,7 @@ def test_an_interrupted_copy_is_no_save(folder, monkeypatch, last_acts):
 
     writer.stand_by(5, METRICS, META)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("nanochat.saving.copy_to_host", interrupted)
+        patch.setattr("nanochat.training.saving.copy_to_host", interrupted)
         writer.checkpoint(asked_for=True)
     last_acts.pop()()
     assert list_steps(folder) == [5]
@@ -621,7 +621,7 @@ def test_the_lock_of_a_machine_that_crashed_is_waited_for(folder, monkeypatch):
     lock = claim(folder)
     sign("host elsewhere, process 1, job x")
     with monkeypatch.context() as patch:
-        patch.setattr("nanochat.checkpoint.LEASE_SECONDS", 0.1)
+        patch.setattr("nanochat.training.checkpoint.LEASE_SECONDS", 0.1)
         with pytest.raises(UserError, match="in use by another run .host elsewhere, .*if its machine is gone, remove"):
             claim(folder)
     sign(f"host {socket.gethostname()}, process 1, job x")
@@ -635,7 +635,7 @@ def test_a_file_system_without_locks(folder, monkeypatch):
     def no_locks(*_):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("nanochat.files.fcntl.flock", no_locks)
+    monkeypatch.setattr("nanochat.runtime.files.fcntl.flock", no_locks)
     writer = Rank().writer(folder)
     lock_path(folder).write_text(signed := lock_path(folder).read_text() + " of another process")
     assert choose_start(folder, "", -1, False) is None and lock_path(folder).read_text() == signed
@@ -646,7 +646,7 @@ def test_a_file_system_without_locks(folder, monkeypatch):
 
 def test_a_bug_keeps_its_traceback_and_a_refusal_of_the_disk_its_number(folder, tmp_path, monkeypatch):
     writer = Rank().writer(folder)
-    monkeypatch.setattr("nanochat.saving.write_files", lambda *_: json.loads("{"))
+    monkeypatch.setattr("nanochat.training.saving.write_files", lambda *_: json.loads("{"))
     writer.save(1, META)
     with pytest.raises(RuntimeError, match=r"(?s)decoder\.py.*JSONDecodeError"):
         writer.wait()
@@ -668,7 +668,7 @@ def save_and_load(rank, world_size, folder):
     writer.wait()
     patch = pytest.MonkeyPatch()
     if rank == 1:
-        patch.setattr("nanochat.saving.sync", refusal)
+        patch.setattr("nanochat.training.saving.sync", refusal)
     writer.save(4, META)
     try:
         writer.wait()
@@ -712,7 +712,7 @@ def fail(rank, world_size, folder):
     patch, began, join = pytest.MonkeyPatch(), time.monotonic(), threading.Thread.join
     printed = io.StringIO()
     patch.setattr(sys, "stdout", printed)
-    patch.setattr("nanochat.saving.ALL_FAILED_WITHIN", timedelta(seconds=1))
+    patch.setattr("nanochat.training.saving.ALL_FAILED_WITHIN", timedelta(seconds=1))
     for case in ("both", "rank 0", "rank 1", "steps", "update", "stage 3", "slow", "too slow"):
         shard = Rank(rank=rank, shards=2, stage=1, dtype=torch.bfloat16)
         shard.stage = 3 if case == "stage 3" else 1
@@ -723,8 +723,8 @@ def fail(rank, world_size, folder):
             writer.begin_update()
         if "slow" in case:  # to wait for a thread takes a tenth of the time that it says, but the disk does not know
             patch.setattr(threading.Thread, "join", lambda thread, timeout=None: join(thread, timeout and timeout / 10))
-            patch.setattr("nanochat.saving.sync", lambda path: time.sleep(1.2))
-            patch.setattr("nanochat.saving.PATIENCE", timedelta(seconds=600 if case == "slow" else 6))
+            patch.setattr("nanochat.training.saving.sync", lambda path: time.sleep(1.2))
+            patch.setattr("nanochat.training.saving.PATIENCE", timedelta(seconds=600 if case == "slow" else 6))
             writer.save(4, META)
         if case != f"rank {1 - rank}":
             writer.rescue()  # alone in these two cases: the other waits in a collective, and gives up long after
@@ -753,8 +753,8 @@ def test_an_exception_saves_only_where_every_rank_stands_before_the_same_step(tm
 def copy_for_ever(rank, world_size, folder):
     """Ranks that failed at different points of a step can wait for each other's parameters."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("nanochat.saving.COPIED_WITHIN_S", 1)
-    patch.setattr("nanochat.saving.copy_to_host", lambda *_: time.sleep(1000))
+    patch.setattr("nanochat.training.saving.COPIED_WITHIN_S", 1)
+    patch.setattr("nanochat.training.saving.copy_to_host", lambda *_: time.sleep(1000))
     writer = Rank(rank=rank, shards=2, stage=1, dtype=torch.bfloat16).writer(folder)
     writer.stand_by(4, METRICS, META)
     writer.rescue()
@@ -834,11 +834,11 @@ from test_checkpoint import *
 folder = checkpoint_dir("base", "x")
 """
 WRITER_WITHOUT_PEER = PROGRAM + """
-import nanochat.saving
+import nanochat.training.saving
 rank = int(os.environ["RANK"])
 torch.distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=2)
 if rank == 1:
-    nanochat.saving.write_files = lambda *_: os._exit(3)
+    nanochat.training.saving.write_files = lambda *_: os._exit(3)
 writer = Rank(rank=rank, shards=2, stage=1).writer(folder)
 writer.save(1, META)
 raise SystemExit("rank 0 fails as well")

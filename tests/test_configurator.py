@@ -324,7 +324,7 @@ def test_numbers_stay_in_the_range_that_the_comment_declares(tmp_path, monkeypat
 
 def test_as_a_process_errors_are_one_line_with_codes_2_and_1(tmp_path):
     path = tmp_path / "failing.py"
-    path.write_text("from configurator import configure\nfrom nanochat.errors import UserError\ndepth = 4\n"
+    path.write_text("from configurator import configure\nfrom nanochat.runtime.errors import UserError\ndepth = 4\n"
                     "configure(globals())\nraise UserError(f'depth={depth} is too deep')\n")
     for argument, code, line in (("--depth=x", 2, "error: --depth=x: depth takes int (default: 4)\n"),
                                  ("--depth=8", 1, "error: depth=8 is too deep\n")):

@@ -2,10 +2,10 @@
 import pytest
 import torch
 
-from nanochat.conversation import check_conversation, drop_oldest, render, render_prompt
-from nanochat.conversation_loader import RenderedConversations, conversation_loader, order, pack, padded_length
-from nanochat.errors import UserError
-from nanochat.tokenizer import Tokenizer
+from nanochat.data.conversation import check_conversation, drop_oldest, render, render_prompt
+from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order, pack, padded_length
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.runtime.errors import UserError
 
 TOKENIZER = Tokenizer([])  # bytes and special tokens only: every token can be read
 

@@ -18,16 +18,25 @@ import yaml
 from conftest import run_module
 from ranks import run_on_ranks
 
-from nanochat.core_eval import CoreTask, core_name, evaluate_core, item_of, load_items, load_tasks, prompts_of, rows_of
 from nanochat.corpus import download
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.learn_tokenizer import learn_tokenizer, train_tokenizer
 from nanochat.corpus.make_dataset import make
-from nanochat.errors import UserError
-from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig
-from nanochat.tokenizer import Tokenizer
-from nanochat.zero import Sharding
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.eval.core_eval import (
+    CoreTask,
+    core_name,
+    evaluate_core,
+    item_of,
+    load_items,
+    load_tasks,
+    prompts_of,
+    rows_of,
+)
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig
+from nanochat.optim.zero import Sharding
+from nanochat.runtime.errors import UserError
 
 WORDS = "red blue sun moon tree a the in of cold water is not".split()
 ENDS = ["red", "blue", "sun", "tree"]  # what continuations are made of, and what the model is made to say

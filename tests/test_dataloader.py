@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from nanochat import dataloader
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.corpus.make_dataset import make
-from nanochat.dataloader import (
+from nanochat.data import dataloader
+from nanochat.data.dataloader import (
     RowPlanner,
     TokenizedShards,
     count_tokens,
@@ -22,9 +22,9 @@ from nanochat.dataloader import (
     tokenizing_distributed_data_loader,
     validation_rows,
 )
-from nanochat.dataset import dataset_dir, shard_paths
-from nanochat.errors import UserError
-from nanochat.tokenizer import Tokenizer
+from nanochat.data.dataset import dataset_dir, shard_paths
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.runtime.errors import UserError
 
 T = 32
 

@@ -22,11 +22,11 @@ import pytest
 import zstandard
 from conftest import REPO, run_module
 
-from nanochat import dataset
 from nanochat.corpus import sources
 from nanochat.corpus.make_dataset import ensure_dataset, make
-from nanochat.errors import UserError
-from nanochat.files import locked, previous
+from nanochat.data import dataset
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import locked, previous
 
 LANGUAGES = ["Grüße aus Köln, schöne Straße.", "Привет, как дела?", "今日はいい天気ですね。", "مرحبا بالعالم",
              "नमस्ते दुनिया", "😀👩‍👩‍👧"]
@@ -702,14 +702,6 @@ def test_importing_prints_and_touches_nothing(tmp_path):
     code += "; assert not {'torch', 'huggingface_hub', 'datasets'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not (tmp_path / "base").exists()
-
-
-@pytest.mark.parametrize("name", ["dataset", "report"])
-def test_the_command_that_other_projects_have_is_answered_with_the_one_here(name):
-    command = [sys.executable, "-m", f"nanochat.{name}", "-n", "8"]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(rf"error: the command is python -m scripts\.{name}( --\S+=\S+)*\n", done.stderr)
 
 
 def test_the_command(inputs):

@@ -10,14 +10,14 @@ import torch
 from conftest import ALL_PIECES, REPO, make_sums, run_module
 from dry_step import LiveBytes
 
-import nanochat.layers
-import nanochat.loss
+import nanochat.model.layers
+import nanochat.model.loss
 import nanochat.plan.probes
-from nanochat.errors import UserError
-from nanochat.gpt_config import GPTConfig, architecture, config_from_depth
+from nanochat.model.gpt_config import GPTConfig, architecture, config_from_depth
 from nanochat.plan import limits
 from nanochat.plan.memory import GIB, largest_rows, moments, needed_bytes, parameter_counts, step_bytes
 from nanochat.plan.probes import PROBES, probe, rows_that_train, set_up_training, train_step
+from nanochat.runtime.errors import UserError
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def test_the_formula_is_the_bytes_of_the_tensors(monkeypatch, config, rows, devi
     keep float32 in bfloat16 as well: that much is added, and the rest is within 2%.
     """
     if device == "meta":
-        monkeypatch.setattr(nanochat.layers, "attention", flash)
-        monkeypatch.setitem(nanochat.loss.CHUNK_LOGITS, "meta", nanochat.loss.CHUNK_LOGITS["cuda"])
+        monkeypatch.setattr(nanochat.model.layers, "attention", flash)
+        monkeypatch.setitem(nanochat.model.loss.CHUNK_LOGITS, "meta", nanochat.model.loss.CHUNK_LOGITS["cuda"])
     kind, place = getattr(torch, dtype), "cpu" if device == "cpu" else "cuda"
     training = set_up_training(config, kind, torch.device(device))
     training[0].activation_checkpointing = checkpointing
@@ -183,10 +183,10 @@ def test_wrong_kernels_are_found(monkeypatch):
     """Attention that looks one key ahead, a loss without its softcap: far outside of what is allowed."""
     device, probes = torch.device("cpu"), nanochat.plan.probes
     assert all(PROBES[name](device, torch.float32) < 1e-4 for name in ("attention", "loss"))
-    ahead = nanochat.layers.attention
+    ahead = nanochat.model.layers.attention
     monkeypatch.setattr(probes, "attention", lambda q, k, v, window: ahead(q, k.roll(-1, 2), v, window))
     assert PROBES["attention"](device, torch.float32) > 0.1
-    loss = nanochat.loss.softcapped_cross_entropy
+    loss = nanochat.model.loss.softcapped_cross_entropy
     monkeypatch.setattr(probes, "softcapped_cross_entropy", lambda x, head, targets, n, _: loss(x, head, targets, n, 0))
     assert PROBES["loss"](device, torch.float32) > 0.1
 

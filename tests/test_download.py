@@ -19,10 +19,10 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import REPO, run_module
 
-from nanochat import dataset
 from nanochat.corpus import download, make_dataset
 from nanochat.corpus.download import fetch
-from nanochat.errors import UserError
+from nanochat.data import dataset
+from nanochat.runtime.errors import UserError
 
 REPOSITORY = "somebody/something"
 
@@ -152,7 +152,7 @@ def fetched(server) -> set[str]:
 
 def test_shards_come_verified_and_the_manifest_fits(hub, capfd, monkeypatch):
     """A cut connection goes on where it broke; a 503 and wrong bytes are tried again."""
-    monkeypatch.setattr("nanochat.progress.DELAY", 0)
+    monkeypatch.setattr("nanochat.runtime.progress.DELAY", 0)
     hub.faults = {shard(0): ["cut", "cut"], shard(1): ["503"], shard(9): ["wrong"]}
     manifest = make_dataset.make("climbmix", num_shards=3)
     wanted = [0, 1, 2, 9]

@@ -14,21 +14,21 @@ import pytest
 import torch
 from conftest import ALL_PIECES, REPO, warm_python
 
-import nanochat.engine
-import nanochat.kv_cache
-import nanochat.prompt_cache
-from nanochat.conversation import render, render_prompt
-from nanochat.detokenizer import IncrementalDetokenizer, to_parts
-from nanochat.engine import Answer, Engine
-from nanochat.errors import UserError
-from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig, architecture
-from nanochat.kv_cache import CachedModel, Prefix, linear
-from nanochat.logprobs import token_logprobs
-from nanochat.loss import cap
-from nanochat.sampling import History, SamplingParams, draw
-from nanochat.saving import save_weights
-from nanochat.tokenizer import Tokenizer
+import nanochat.inference.engine
+import nanochat.inference.kv_cache
+import nanochat.inference.prompt_cache
+from nanochat.data.conversation import render, render_prompt
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.detokenizer import IncrementalDetokenizer, to_parts
+from nanochat.inference.engine import Answer, Engine
+from nanochat.inference.kv_cache import CachedModel, Prefix, linear
+from nanochat.inference.logprobs import token_logprobs
+from nanochat.inference.sampling import History, SamplingParams, draw
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig, architecture
+from nanochat.model.loss import cap
+from nanochat.runtime.errors import UserError
+from nanochat.training.saving import save_weights
 
 TOKENIZER = Tokenizer([b"th", b"the", b" the"])
 V = TOKENIZER.get_vocab_size()  # 268: the weights are padded to 320
@@ -87,8 +87,8 @@ def finish(engine: Engine) -> list[Answer]:
 
 def cut_prompts(monkeypatch, size: int) -> None:
     """Read prompts in pieces of so many tokens."""
-    monkeypatch.setattr(nanochat.engine, "PIECE", size)
-    monkeypatch.setattr(nanochat.prompt_cache, "PIECE", size)
+    monkeypatch.setattr(nanochat.inference.engine, "PIECE", size)
+    monkeypatch.setattr(nanochat.inference.prompt_cache, "PIECE", size)
 
 
 def noted_reading(engine: Engine) -> list[int]:
@@ -111,7 +111,7 @@ def test_greedy_is_the_uncached_model_token_for_token(monkeypatch, arch, n_kv_he
     Eleven prompts of mixed lengths take turns in four rows; one comes late, two go early: one that is running, one that
     still waits. Rows move into the places of those that end, and with a unit of 4 the cache grows many times.
     """
-    monkeypatch.setattr(nanochat.kv_cache, "CAPACITY_UNIT", unit)
+    monkeypatch.setattr(nanochat.inference.kv_cache, "CAPACITY_UNIT", unit)
     model = random_model(n_kv_head, arch=arch)
     prompts = random_prompts(1, 17, 3, 40, 5, 2, 66, 9, 31, 12, 20)
     counts = [30, 7, 22, 30, 1, 15, 30, 30, 4, 28, 30]
@@ -210,7 +210,7 @@ def test_short_prompts_are_read_together(monkeypatch, arch, n_kv_head):
     prompt that is not short, or of which log-probabilities are asked for, is read alone.
     """
     cut_prompts(monkeypatch, 32)
-    monkeypatch.setattr(nanochat.engine, "MOST_TOGETHER", 40)
+    monkeypatch.setattr(nanochat.inference.engine, "MOST_TOGETHER", 40)
     model, prompts = random_model(n_kv_head, arch=arch), random_prompts(7, 12, 20, 5, 31, 40, 3, 9)
     expected = [uncached(model, prompt, 8) for prompt in prompts]
     engine, passes = Engine(model, TOKENIZER, max_batch=2), []
@@ -233,14 +233,14 @@ def test_short_prompts_are_read_together(monkeypatch, arch, n_kv_head):
 @both
 def test_the_cache_grows_rarely_shrinks_and_is_dropped(monkeypatch, arch):
     """90 positions in units of 4: a growth in every step would be 80 of them."""
-    growths, plain = [], nanochat.kv_cache.resized
+    growths, plain = [], nanochat.inference.kv_cache.resized
 
     def noted(kv, rows, capacity):
         growths.append(capacity)
         return plain(kv, rows, capacity)
 
-    monkeypatch.setattr(nanochat.kv_cache, "CAPACITY_UNIT", 4)
-    monkeypatch.setattr(nanochat.kv_cache, "resized", noted)
+    monkeypatch.setattr(nanochat.inference.kv_cache, "CAPACITY_UNIT", 4)
+    monkeypatch.setattr(nanochat.inference.kv_cache, "resized", noted)
     model = random_model(arch=arch)
     engine = Engine(model, TOKENIZER)
     [answer] = engine.generate([[1]], greedy(1000))
@@ -633,7 +633,7 @@ def test_logprobs_are_the_plain_models(monkeypatch, arch):
     Of prompts of several pieces and of sampled answers, whatever the sampling did, in company and with a prompt cache,
     which has no logits; also where the answer has no token. Those who do not ask for them have none.
     """
-    for module in (nanochat.engine, nanochat.prompt_cache):
+    for module in (nanochat.inference.engine, nanochat.inference.prompt_cache):
         monkeypatch.setattr(module, "PIECE", 7)
     model, prompts = random_model(sharpness=0.1, arch=arch), random_prompts(20, 1, 7, 8, 95, 30)
     samplings = [SamplingParams(length, 2.0, 20, 0.9, 1, (), False, 1.0, logprobs=k, prompt_logprobs=of_prompt)
@@ -802,7 +802,7 @@ def scripted(monkeypatch, *tokens: int) -> None:
     def drawn(logits, samplings, *others):
         return [script.pop(0) if script else 5] + [5] * (len(samplings) - 1)
 
-    monkeypatch.setattr(nanochat.engine, "draw", drawn)
+    monkeypatch.setattr(nanochat.inference.engine, "draw", drawn)
 
 
 @pytest.mark.parametrize("expression, result, arch", [

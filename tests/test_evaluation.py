@@ -9,22 +9,22 @@ import pytest
 import torch
 from conftest import make_sums
 
-import nanochat.flops
-from nanochat.compiling import set_compile
+import nanochat.runtime.flops
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.corpus.tinyworld import document, entropy_floor
-from nanochat.dataset import iter_texts
-from nanochat.distributed import compute_dtype, compute_init
-from nanochat.errors import UserError
-from nanochat.flops import Peak, measured_matmul_flops, peak_flops
-from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig
-from nanochat.loss_eval import document_nats, evaluate_bpb, first_documents, greedy_completes, sample
-from nanochat.metrics import Metrics
-from nanochat.optimizers import setup_optimizers
-from nanochat.records import read_metrics
-from nanochat.zero import Sharding, StepStats
+from nanochat.data.dataset import iter_texts
+from nanochat.eval.loss_eval import document_nats, evaluate_bpb, first_documents, greedy_completes, sample
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig
+from nanochat.optim.optimizers import setup_optimizers
+from nanochat.optim.zero import Sharding, StepStats
+from nanochat.runtime.compiling import set_compile
+from nanochat.runtime.distributed import compute_dtype, compute_init
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.flops import Peak, measured_matmul_flops, peak_flops
+from nanochat.training.metrics import Metrics
+from nanochat.training.records import read_metrics
 
 set_compile(False, "cpu")
 TOKENIZER = learn_tokenizer(["the cat sat on the mat, and 日本語 too"] * 3, 290)
@@ -192,8 +192,8 @@ def test_mfu_says_what_it_is_a_share_of(monkeypatch):
 def test_a_slow_processor_is_measured_by_fewer_products(monkeypatch, seconds, products):
     """By a clock that says how long each takes: five after the warm-up, or one where that takes a second."""
     clock, calls = itertools.count(0, seconds), []
-    monkeypatch.setattr(nanochat.flops, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(nanochat.flops, "synchronize", calls.append)
+    monkeypatch.setattr(nanochat.runtime.flops, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(nanochat.runtime.flops, "synchronize", calls.append)
     assert measured_matmul_flops(CPU, torch.float32, size=8) == pytest.approx(2 * 8**3 / seconds)
     assert len(calls) == 2 * products, "before and after each"
 
@@ -214,7 +214,7 @@ def test_mfu_on_a_cpu_is_at_most_what_it_says(tmp_path, monkeypatch, capsys):
     for step in range(2):
         metrics.log_step(step, stats(2.0), 1.0)
     assert len(rates) == 1, "too soon"
-    monkeypatch.setattr("nanochat.metrics.MEASURE_EVERY", 0)
+    monkeypatch.setattr("nanochat.training.metrics.MEASURE_EVERY", 0)
     for step in range(2, 4):
         metrics.log_step(step, stats(2.0), 1.0)
     assert len(rates) == 3, "after each step"
@@ -240,7 +240,7 @@ def test_auto_dtype_follows_the_hardware(monkeypatch):
 
 @pytest.mark.parametrize("delay, rank, shown", [(0, 0, True), (0, 1, False), (60, 0, False)])
 def test_a_validation_that_takes_long_shows_how_far_it_is_on_rank_0(monkeypatch, capfd, delay, rank, shown):
-    monkeypatch.setattr("nanochat.progress.DELAY", delay)
+    monkeypatch.setattr("nanochat.runtime.progress.DELAY", delay)
     monkeypatch.setenv("RANK", str(rank))
     model = GPT(GPTConfig(sequence_len=8, vocab_size=V, n_layer=1, n_embd=32, n_head=1, n_kv_head=1))
     model.init_weights(0)

@@ -13,8 +13,17 @@ from pathlib import Path
 import pytest
 from conftest import REPO
 
-from nanochat.errors import UserError, one_line
-from nanochat.files import base_dir, locked, recover_folder, sha256, sync, write_aside, write_folder_aside, write_text
+from nanochat.runtime.errors import UserError, one_line
+from nanochat.runtime.files import (
+    base_dir,
+    locked,
+    recover_folder,
+    sha256,
+    sync,
+    write_aside,
+    write_folder_aside,
+    write_text,
+)
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
@@ -34,7 +43,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 
 KILLED_AFTER_A_RENAME = """
 import os, signal, sys
-from nanochat import files
+from nanochat.runtime import files
 rename = os.rename
 def then_killed(*paths):
     rename(*paths)

@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from ranks import Job, run_on_ranks
 
-from nanochat import conversation_loader as loader_module
-from nanochat import distributed
-from nanochat.compiling import set_compile
-from nanochat.conversation import render
-from nanochat.conversation_loader import RenderedConversations, conversation_loader, order
-from nanochat.errors import UserError
-from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig
-from nanochat.tokenizer import Tokenizer
-from nanochat.zero import Sharding
+from nanochat.data import conversation_loader as loader_module
+from nanochat.data.conversation import render
+from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig
+from nanochat.optim.zero import Sharding
+from nanochat.runtime import distributed
+from nanochat.runtime.compiling import set_compile
+from nanochat.runtime.errors import UserError
 
 EXAMPLES = 10  # of the step; with micro-batches of 4 on 3 ranks, one micro-batch is empty
 TOKENIZER = Tokenizer([])
@@ -153,10 +153,10 @@ def test_a_mixture_without_anything_to_learn_is_an_error_on_every_rank():
 
 
 BAD_ROW = """
-from nanochat.conversation_loader import RenderedConversations
-from nanochat.distributed import compute_init
-from nanochat.errors import UserError, install_one_line_errors
-from nanochat.tokenizer import Tokenizer
+from nanochat.data.conversation_loader import RenderedConversations
+from nanochat.runtime.distributed import compute_init
+from nanochat.runtime.errors import UserError, install_one_line_errors
+from nanochat.data.tokenizer import Tokenizer
 
 class BadRow(list):
     def __getitem__(self, index):

@@ -2,10 +2,10 @@
 import pytest
 import torch
 
-from nanochat import fp8
-from nanochat.errors import UserError
-from nanochat.gpt import GPT
-from nanochat.gpt_config import config_from_depth
+from nanochat.model import fp8
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import config_from_depth
+from nanochat.runtime.errors import UserError
 
 # Largest rounding error of a number: half of its last bit, or half of the smallest number, in units of the scale.
 E4M3, E5M2 = (2**-4, 2**-10, 448), (2**-3, 2**-17, 57344)

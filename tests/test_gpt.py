@@ -14,20 +14,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanochat.attention import attention, reference_attention, window_blocks
-from nanochat.compiling import set_compile, switch
-from nanochat.errors import UserError
-from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig, architecture, config_from_depth
-from nanochat.layers import RotatedNorm, SquaredReLU, norm, rotary_angles, rotate
-from nanochat.loss import (
+from nanochat.model.attention import attention, reference_attention, window_blocks
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig, architecture, config_from_depth
+from nanochat.model.layers import RotatedNorm, SquaredReLU, norm, rotary_angles, rotate
+from nanochat.model.loss import (
     CHUNK_LOGITS,
     MAX_SOFTCAP,
     SoftcappedCrossEntropy,
     softcapped_cross_entropy,
     token_losses,
 )
-from nanochat.zero import Sharding
+from nanochat.optim.zero import Sharding
+from nanochat.runtime.compiling import set_compile, switch
+from nanochat.runtime.errors import UserError
 
 ALONE = ["rope_theta=100", "qk_scale=1.5", "short_windows=True", "value_embeddings=True",
          "residual_scales=True", "smear=True", "backout=True"]  # each piece of the forward pass
@@ -136,7 +136,7 @@ def test_attention_kernels_equal_the_reference(heads, kv_heads, length, window, 
     expected_grads = torch.autograd.grad(expected, (q, k, v), upstream)
     def by_scaled_dot_product_attention(*args):
         with monkeypatch.context() as patch:
-            patch.setattr("nanochat.attention.BLOCKWISE_MAX_LENGTH", 0)
+            patch.setattr("nanochat.model.attention.BLOCKWISE_MAX_LENGTH", 0)
             return attention(*args)
 
     for kernel in (attention, by_scaled_dot_product_attention):
@@ -161,7 +161,7 @@ def test_flex_attention_equals_the_reference(heads, kv_heads, length, window, mo
         blocks = window_blocks(length, window, PretendedGPU("cpu"))
     assert not any(tensor.is_inference() for tensor in blocks.as_tuple() if isinstance(tensor, torch.Tensor))
     assert blocks is window_blocks(length, window, PretendedGPU("cpu")), "each layer would be compiled again"
-    monkeypatch.setattr("nanochat.attention.BLOCKWISE_MAX_LENGTH", 0)
+    monkeypatch.setattr("nanochat.model.attention.BLOCKWISE_MAX_LENGTH", 0)
     monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
     monkeypatch.setattr(F, "scaled_dot_product_attention", None)
     got = attention(q, k, v, window, blocks)
@@ -250,7 +250,8 @@ def test_all_blocks_lengths_and_numbers_of_targets_share_compiled_code_on_a_cpu(
 
     model, counter = small_model(arch="modern", n_layer=6), CompileCounter()
     monkeypatch.setattr("torch.compile", partial(torch.compile, backend=counter))
-    monkeypatch.setattr("nanochat.compiling.with_compiler", functools.cache(partial(torch.compile, dynamic=False)))
+    with_compiler = functools.cache(partial(torch.compile, dynamic=False))
+    monkeypatch.setattr("nanochat.runtime.compiling.with_compiler", with_compiler)
     tokens = torch.randint(70, (2, 32), generator=torch.Generator().manual_seed(0))
     cases = [(tokens[:, :length], tokens[:, :length].where(tokens[0, :length] < most, -1), "sum")
              for length, most in ((32, 70), (32, 60), (24, 70), (17, 30), (32, 0), (2, 70))]
@@ -282,7 +283,7 @@ def test_torch_may_keep_all_compiled_code_of_a_block(monkeypatch):
 
     compiled = partial(torch.compile, backend=backend)
     monkeypatch.setattr("torch.compile", compiled)
-    monkeypatch.setattr("nanochat.compiling.with_compiler", partial(compiled, dynamic=False))
+    monkeypatch.setattr("nanochat.runtime.compiling.with_compiler", partial(compiled, dynamic=False))
     monkeypatch.setattr(switch, "on", False)  # and again after the test
     assert set_compile(True, "cpu")
     model, tokens = small_model(arch="modern", n_layer=1), torch.zeros(2, 16, dtype=torch.int64)
@@ -314,8 +315,8 @@ def test_a_script_of_ones_own_calls_the_model_eagerly():
     """A new shape in each call: nothing is compiled, the compiler is not even imported."""
     script = '''
 import sys, torch
-from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig
 model = GPT(GPTConfig(32, 70, n_layer=1, n_embd=32, n_head=1, n_kv_head=1))
 model.init_weights(seed=0)
 for length in range(2, 14):

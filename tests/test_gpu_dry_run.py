@@ -7,8 +7,8 @@ from dry_step import META, PHASES, DryStep, dry_step, one_rank_of
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
-from nanochat import adamw
-from nanochat.gpt_config import config_from_depth
+from nanochat.model.gpt_config import config_from_depth
+from nanochat.optim import adamw
 from nanochat.plan.memory import moments, parameter_counts
 from nanochat.plan.probes import set_up_training
 from nanochat.plan.traffic import sent_bytes

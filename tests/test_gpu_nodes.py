@@ -10,10 +10,11 @@ import torch
 from conftest import REPO, run_module, warm_python
 from test_speedrun import bash, copy_scripts, write_python
 
-from nanochat import attention, compiling, distributed
-from nanochat.errors import UserError
-from nanochat.gpt_config import config_from_depth
+from nanochat.model import attention
+from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import GIB, needed_bytes
+from nanochat.runtime import compiling, distributed
+from nanochat.runtime.errors import UserError
 
 TOOLS = ("bash", "sh", "cat", "cksum", "id", "dirname", "grep", "mv", "uname")
 
@@ -219,8 +220,8 @@ def test_after_the_first_step_garbage_is_looked_for_among_new_objects_only():
 
 ALONE = """
 import os, torch
-from nanochat import distributed
-from nanochat.metrics import peak_memory
+from nanochat.runtime import distributed
+from nanochat.training.metrics import peak_memory
 torch.ones(2**28)  # 1 GiB
 assert 1.05 < peak_memory() < 2, peak_memory()
 print(*distributed.set_up("cpu", "float32", False, deterministic=True)[:2])

@@ -21,21 +21,21 @@ from conftest import ALL_PIECES
 from ranks import run_on_ranks
 from safetensors.torch import load_file, save_file
 
-from nanochat.checkpoint import checkpoint_dir, load_checkpoint, problem_with, read_meta, step_dir
-from nanochat.conversation import render, render_prompt
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.engine import Engine
-from nanochat.errors import UserError
-from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig, architecture
+from nanochat.data.conversation import render, render_prompt
+from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from nanochat.hf.model import CONFIG, Imported, fit
 from nanochat.hf.tokenizer import GUARD, PROBES, SEAM, to_hf
-from nanochat.optimizers import setup_optimizers
-from nanochat.report import write_section
-from nanochat.sampling import SamplingParams
-from nanochat.saving import CheckpointWriter, save_weights
-from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
-from nanochat.zero import Sharding
+from nanochat.inference.engine import Engine
+from nanochat.inference.sampling import SamplingParams
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig, architecture
+from nanochat.optim.optimizers import setup_optimizers
+from nanochat.optim.zero import Sharding
+from nanochat.runtime.errors import UserError
+from nanochat.training.checkpoint import checkpoint_dir, load_checkpoint, problem_with, read_meta, step_dir
+from nanochat.training.report import write_section
+from nanochat.training.saving import CheckpointWriter, save_weights
 
 TEXT = Path(__file__).read_text(encoding="utf-8") + " a" + "a" * 40 + " ab" * 9 + "ababab"
 TOKENIZER = learn_tokenizer([TEXT] * 2, 500)
@@ -744,7 +744,7 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path, base_folder, monkeypatch)
         raise OSError(28, "No space left on device")
 
     before = contents()
-    monkeypatch.setattr("nanochat.files.sync", full)
+    monkeypatch.setattr("nanochat.runtime.files.sync", full)
     for attempt in (imported, lambda folder: imported(folder, source="sft", model_tag="tiny", overwrite=True),
                     lambda folder: exported(folder, overwrite=True)):
         with pytest.raises(OSError, match="No space left"):

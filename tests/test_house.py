@@ -5,6 +5,8 @@ from pathlib import Path
 
 from conftest import REPO
 
+# Rooms import from lower floors only. The wings stand on top of them, and not on one another.
+FLOORS = {"runtime": 0, "model": 1, "data": 1, "optim": 2, "inference": 2, "eval": 3, "training": 4}
 WINGS = ("corpus", "tasks", "serve", "hf", "plan")
 SHARED = {("tasks", "nanochat.corpus.tinyworld"), ("tasks", "nanochat.corpus.tinyworld_facts")}  # the world asked about
 
@@ -19,7 +21,7 @@ MODULES["configurator"] = REPO / "configurator.py"
 
 @functools.cache
 def imported(module: str) -> frozenset[str]:
-    """What a module imports, ours by the file that is meant (`from nanochat import gpt` is nanochat.gpt)."""
+    """What a module imports, ours by the file that is meant (`from nanochat import gpt` is nanochat.model.gpt)."""
     found = set()
     for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -42,23 +44,35 @@ def reachable(module: str) -> set[str]:
     return seen
 
 
-def wing_of(module: str) -> str:
-    """The wing a module is in; "" for the core and everything outside of nanochat."""
+def room_of(module: str) -> str:
+    """The room or wing that a module is in; for one outside of nanochat the first part of its name."""
     parts = module.split(".")
-    return parts[1] if parts[0] == "nanochat" and len(parts) > 1 and parts[1] in WINGS else ""
+    return parts[1] if parts[0] == "nanochat" and len(parts) > 1 else parts[0]
 
 
 def test_nothing_imports_upwards():
-    """The core imports no wing, a wing no other wing; the package imports neither scripts nor benchmarks."""
+    """The package imports neither scripts nor benchmarks, and scripts no benchmarks."""
     wrong = []
     for module in MODULES:
+        room = room_of(module)
         for name in imported(module):
-            above = name.split(".")[0] in ("scripts", "bench", "configurator") and module.startswith("nanochat")
-            across = wing_of(name) not in ("", wing_of(module)) and module.startswith("nanochat")
-            shared = (wing_of(module), name) in SHARED
-            if above or across and not shared or name.startswith("bench") and module.startswith("scripts"):
+            other = room_of(name)
+            if other == room or (room, name) in SHARED or name not in MODULES:
+                continue
+            if room in FLOORS:
+                allowed = FLOORS.get(other, 99) < FLOORS[room]
+            elif room in WINGS:
+                allowed = other in FLOORS
+            else:
+                allowed = other != "bench" or room == "bench"
+            if not allowed:
                 wrong.append(f"{module} imports {name}")
     assert not wrong
+
+
+def test_every_module_is_in_a_room():
+    rooms = {path.name for path in (REPO / "nanochat").iterdir() if path.name != "__pycache__"}
+    assert rooms == {"__init__.py", *FLOORS, *WINGS}
 
 
 def test_there_are_no_import_circles():
@@ -67,11 +81,11 @@ def test_there_are_no_import_circles():
 
 def test_the_floors_of_the_core_know_nothing_of_ranks():
     """The model, its loss and the tokenizer work without process groups, optimizers and sharding."""
-    for module in ("tokenizer", "gpt", "attention", "loss"):
+    for module in ("data.tokenizer", "model.gpt", "model.attention", "model.loss"):
         found = reachable(f"nanochat.{module}")
         assert not any(name.startswith("torch.distributed") for name in found), module
-        above = {f"nanochat.{name}" for name in ("distributed", "zero", "muon", "adamw", "optimizers")}
-        assert not found & above, module
+        assert not any(room_of(name) == "optim" for name in found), module
+        assert "nanochat.runtime.distributed" not in found, module
         assert len({name for name in found if name.startswith("nanochat")}) <= 6, f"{module} needs {sorted(found)}"
 
 

@@ -14,18 +14,18 @@ from hosts import Hosts, why_not
 from ranks import run_on_ranks
 from test_many_ranks import TINY, arguments, difference, losses, rows_by_step, script
 
-from nanochat import distributed
-from nanochat.checkpoint import list_steps
-from nanochat.distributed import StopRequest
-from nanochat.gpt_config import config_from_depth
+from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import parameter_counts
+from nanochat.runtime import distributed
+from nanochat.runtime.distributed import StopRequest
+from nanochat.training.checkpoint import list_steps
 
 SILENT = """
 import ctypes, faulthandler, os, signal, subprocess, sys, threading, time
 from pathlib import Path
-from nanochat import heartbeat
+from nanochat.runtime import heartbeat
 if sys.argv[1] == "stops after a save":
-    from nanochat import saving
+    from nanochat.training import saving
 class Guard(subprocess.Popen):
     def __init__(self, *command, **settings):
         super().__init__(*command, **settings)
@@ -81,7 +81,7 @@ def test_a_silent_rank_is_named_and_ended(what, status, shown):
 
 CUT_OFF = """
 import sys, threading, time
-from nanochat import heartbeat
+from nanochat.runtime import heartbeat
 heartbeat.BEAT, heartbeat.PATIENCE = 0.05, int(sys.argv[2])
 class Store(dict):
     set = dict.__setitem__
@@ -112,7 +112,7 @@ ENDS = """
 import contextlib, threading, time
 from datetime import timedelta
 from torch.distributed import TCPStore
-from nanochat import heartbeat
+from nanochat.runtime import heartbeat
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 class Slow:
     set = store.set
@@ -160,7 +160,7 @@ import json, os, sys
 from pathlib import Path
 import torch
 from hosts import sent_by_host
-from nanochat.gpt import GPT
+from nanochat.model.gpt import GPT
 from test_many_ranks import script
 rank, sent, forward = int(os.environ["RANK"]), [], GPT.forward
 def counted(*args, **settings):

@@ -19,8 +19,8 @@ from conftest import ALL_PIECES, REPO, broken_bundle, make_sums, warm_python
 from ranks import Job, run_as_main, run_on_ranks, send_in_evaluation, torchrun
 from safetensors.torch import load_file
 
-from nanochat.errors import UserError
-from nanochat.records import read_metrics
+from nanochat.runtime.errors import UserError
+from nanochat.training.records import read_metrics
 
 TINY = {"data": "sums", "depth": 1, "max_seq_len": 32, "device_batch_size": 4, "total_batch_size": 512,
         "num_iterations": 30, "compile": False, "eval_tokens": 512, "sample_every": -1, "eval_every": -1,
@@ -50,7 +50,8 @@ def arguments(tag: str, settings: dict) -> list[str]:
 
 def script(rank: int, world_size: int, args: list[str], patch: str) -> tuple[str, list[list[tuple]]]:
     """Run scripts.base_train here: what it printed, and the rows of tokens of each forward pass with gradients."""
-    from nanochat import dataloader, gpt
+    from nanochat.data import dataloader
+    from nanochat.model import gpt
 
     rows, forward, loader = [], gpt.GPT.forward, dataloader.tokenizing_distributed_data_loader
 
@@ -293,8 +294,8 @@ def evaluate_until_stopped(rank: int, world_size: int, args: list[str], name: st
 
 
 @pytest.mark.parametrize("name, rank, stage, calls", [
-    ("nanochat.loss_eval.counted_nats", 1, 2, [1, 1]), ("nanochat.loss_eval.counted_nats", 0, 3, [1, 1]),
-    ("nanochat.loss_eval.sample", 0, 2, [1, 1])])
+    ("nanochat.eval.loss_eval.counted_nats", 1, 2, [1, 1]), ("nanochat.eval.loss_eval.counted_nats", 0, 3, [1, 1]),
+    ("nanochat.eval.loss_eval.sample", 0, 2, [1, 1])])
 def test_sigterm_to_one_rank_ends_an_evaluation_on_all_and_saves_at_once(base, undisturbed, name, rank, stage, calls):
     """Of two batches the first. No step is taken any more, and no other evaluation begins; it comes with the resume."""
     tag = f"left-{name.rpartition('.')[2]}-{stage}"
@@ -388,7 +389,7 @@ def test_a_signal_ends_a_rank_that_waits_for_ever():
     """
     program = """
 import hashlib, os, signal, sys, time, torch.distributed as dist
-from nanochat import distributed
+from nanochat.runtime import distributed
 distributed.DEATH_AFTER, distributed.STUCK_AFTER = 0, float(sys.argv[2])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 distributed.StopRequest()
@@ -418,7 +419,7 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if sys.argv[1] == "stuck" else ti
 
 DIES = """
 import hashlib, os, signal, torch
-from nanochat import distributed
+from nanochat.runtime import distributed
 distributed.DEATH_AFTER = 1
 rank, *_ = distributed.compute_init("cpu")
 distributed.StopRequest()

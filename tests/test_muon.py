@@ -10,13 +10,13 @@ from ranks import run_on_ranks
 from test_zero import Model
 from torch import Tensor
 
-from nanochat.checkpoint import checkpoint_dir, find_checkpoint
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.errors import UserError
-from nanochat.muon import POLAR_EXPRESS, DistMuon
-from nanochat.resharding import load_training_state
-from nanochat.saving import CheckpointWriter
-from nanochat.zero import Sharding
+from nanochat.optim.muon import POLAR_EXPRESS, DistMuon
+from nanochat.optim.zero import Sharding
+from nanochat.runtime.errors import UserError
+from nanochat.training.checkpoint import checkpoint_dir, find_checkpoint
+from nanochat.training.resharding import load_training_state
+from nanochat.training.saving import CheckpointWriter
 
 VARIANTS = ("muon", "normuon", "muoneq", "muonplus")
 TOKENIZER = learn_tokenizer(["a few words to learn merges from"], 270)

@@ -4,12 +4,12 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from nanochat.adamw import DistAdamW
-from nanochat.gpt import GPT
-from nanochat.gpt_config import config_from_depth
-from nanochat.muon import DistMuon, orthogonalize
-from nanochat.optimizers import setup_optimizers
-from nanochat.zero import Sharding
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import config_from_depth
+from nanochat.optim.adamw import DistAdamW
+from nanochat.optim.muon import DistMuon, orthogonalize
+from nanochat.optim.optimizers import setup_optimizers
+from nanochat.optim.zero import Sharding
 
 
 def on_one_rank(params: dict[str, Parameter], dtype: torch.dtype = torch.float32) -> Sharding:

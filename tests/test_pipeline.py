@@ -9,12 +9,12 @@ from conftest import ALL_PIECES, make_sums
 from ranks import run_as_main, run_on_ranks
 from safetensors.torch import load_file
 
-from nanochat import gpt_config
-from nanochat.errors import UserError
-from nanochat.gpt import GPT
-from nanochat.gpt_config import config_from_depth
-from nanochat.pipeline import Pipeline, stage_layers
-from nanochat.records import read_metrics
+from nanochat.model import gpt_config
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import config_from_depth
+from nanochat.optim.pipeline import Pipeline, stage_layers
+from nanochat.runtime.errors import UserError
+from nanochat.training.records import read_metrics
 
 STEPS = 8
 SETTINGS = {"data": "sums", "depth": 4, "max_seq_len": 16, "device_batch_size": 1, "total_batch_size": 128,
@@ -46,7 +46,7 @@ def script(rank: int, world_size: int, args: list[str], bad_rank: int) -> str:
     """
     gpt_config.LAYER_WIDTH, gpt_config.HEAD_DIM = 16, 32
     if rank == bad_rank:
-        from nanochat.zero import Sharding
+        from nanochat.optim.zero import Sharding
 
         collect, steps = Sharding.collect_gradients, itertools.count()
 

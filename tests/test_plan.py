@@ -10,8 +10,7 @@ import pytest
 import torch
 from conftest import run_module
 
-from nanochat.errors import UserError
-from nanochat.gpt_config import GPTConfig, config_from_depth
+from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.machines import (
     LINKS,
     Cluster,
@@ -26,6 +25,7 @@ from nanochat.plan.machines import (
 )
 from nanochat.plan.memory import GIB, moments, parts, shaped, state_bytes, step_bytes
 from nanochat.plan.passes import passes
+from nanochat.runtime.errors import UserError
 
 BF16, RATE, BATCH = torch.bfloat16, 500e12, 2**19
 CONFIG = config_from_depth(20, 65536, 2048)

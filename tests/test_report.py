@@ -14,9 +14,9 @@ import pytest
 import torch
 from conftest import REPO, run_module
 
-from nanochat import plots, report
-from nanochat.errors import UserError
-from nanochat.records import read_metrics
+from nanochat.runtime.errors import UserError
+from nanochat.training import plots, report
+from nanochat.training.records import read_metrics
 
 write_section = functools.partial(report.write_section, data="world", model_tag="d4")
 SETTLED = 100.0  # tokens per second after the first step
@@ -342,7 +342,7 @@ def test_without_a_section_it_says_what_there_is_instead(base_folder):
 
 def test_tables_need_no_torch():
     """Commands that only print a table start at once."""
-    code = "import sys, nanochat.report; print(sys.modules.keys() & {'torch', 'numpy', 'matplotlib'})"
+    code = "import sys, nanochat.training.report; print(sys.modules.keys() & {'torch', 'numpy', 'matplotlib'})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO).stdout == "set()\n"
 
 
@@ -350,7 +350,7 @@ def test_tables_need_no_torch():
 def test_a_report_is_made_without_torch(base_folder):
     """So are the sections of what computes nothing, a data set's and a tokenizer's, though they name its version."""
     metrics = short_run(base_folder / "base_checkpoints" / "d4" / "metrics.jsonl")
-    code = ("import sys; from pathlib import Path; from nanochat import report; "
+    code = ("import sys; from pathlib import Path; from nanochat.training import report; "
             f"report.write_section('data', 'Data', 'Some text.', metrics=Path({str(metrics)!r}), data='world'); "
             "print(report.generate().read_text(), 'torch' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)

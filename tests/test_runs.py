@@ -23,7 +23,7 @@ from bench.naive import VARIANTS, distances
 from bench.scaling_fit import fit, read_series
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
-from nanochat.errors import UserError
+from nanochat.runtime.errors import UserError
 
 PAGES = sorted([*REPO.glob("README*.md"), *REPO.glob("docs/*.md")])
 SCRIPTS = sorted([*REPO.glob("runs/*"), *REPO.glob("*.sh"), *REPO.glob("tests/*.sh")])
@@ -123,7 +123,7 @@ def test_what_a_page_mentions_exists(page):
 
 
 def test_the_checker_finds_rot_of_every_kind():
-    page = """See [zero](zero.md) and [gone](gone.md). `send` and `no_such_method` in `nanochat/zero.py`;
+    page = """See [zero](zero.md) and [gone](gone.md). `send` and `no_such_method` in `nanochat/optim/zero.py`;
 `nanochat/gone.py`; `gone_function`; `--gone_setting`, `--zero_stage=2`, `--max-restarts`.
 ```bash
 python -m scripts.base_train --depth=4 --widht=7 \\
@@ -133,9 +133,9 @@ python -m pytest tests/test_zero.py -k no_such_test
 bash runs/gone.sh
 ```"""
     found = "\n".join(problems(page, REPO / "docs"))
-    expected = ["link gone.md", "no_such_method in nanochat/zero.py", "file nanochat/gone.py", "name gone_function",
-                "setting --gone_setting", "--widht", "--zero_stage=9", "module scripts.gone", "tests -k no_such_test",
-                "script runs/gone.sh"]
+    expected = ["link gone.md", "no_such_method in nanochat/optim/zero.py", "file nanochat/gone.py",
+                "name gone_function", "setting --gone_setting", "--widht", "--zero_stage=9", "module scripts.gone",
+                "tests -k no_such_test", "script runs/gone.sh"]
     assert [words for words in expected if words not in found] == []
     assert "zero.md" not in found.replace("link gone.md", "") and "--max-restarts" not in found and "$seed" not in found
 

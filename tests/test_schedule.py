@@ -3,8 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanochat.errors import UserError
-from nanochat.schedule import (
+from nanochat.optim.schedule import (
     accumulation_steps,
     apply_schedule,
     choose_batch_size,
@@ -15,6 +14,7 @@ from nanochat.schedule import (
     rate_scales,
     warmdown_left,
 )
+from nanochat.runtime.errors import UserError
 
 
 def test_learning_rate_rises_stays_falls_and_never_leaves_its_bounds():

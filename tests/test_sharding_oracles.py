@@ -6,17 +6,17 @@ import torch.nn.functional as F
 from ranks import run_on_ranks
 from torch import Tensor, nn
 
-from nanochat.adamw import DistAdamW
-from nanochat.checkpoint import checkpoint_dir, find_checkpoint
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.errors import UserError
-from nanochat.gpt import GPT
-from nanochat.gpt_config import config_from_depth
-from nanochat.optimizers import setup_optimizers
-from nanochat.partition import partition
-from nanochat.resharding import load_training_state
-from nanochat.saving import CheckpointWriter
-from nanochat.zero import Sharding
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import config_from_depth
+from nanochat.optim.adamw import DistAdamW
+from nanochat.optim.optimizers import setup_optimizers
+from nanochat.optim.partition import partition
+from nanochat.optim.zero import Sharding
+from nanochat.runtime.errors import UserError
+from nanochat.training.checkpoint import checkpoint_dir, find_checkpoint
+from nanochat.training.resharding import load_training_state
+from nanochat.training.saving import CheckpointWriter
 
 TOKENIZER = learn_tokenizer(["a few words to learn merges from"], 270)
 CPU, ROWS, STEPS, VOCABULARY, WIDTH = torch.device("cpu"), 12, 5, 11, 6

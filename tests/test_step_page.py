@@ -7,10 +7,10 @@ import pytest
 import torch
 from conftest import REPO
 
-from nanochat.flops import datasheet_peak
-from nanochat.gpt_config import config_from_depth
+from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.machines import LINKS, Cluster, Layout, plan_step
 from nanochat.plan.memory import parts, state_bytes
+from nanochat.runtime.flops import datasheet_peak
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: . ./setup.sh dev")
 CHROMIUM = shutil.which("chromium")

@@ -16,17 +16,17 @@ from pydantic import BaseModel, Field
 from test_chat_web import MARKER, Running, chat, make_engine, prompt_of, run_async, serving, until, writing_model
 from test_engine import SPECIAL, TOKENIZER, finish, random_model, random_prompts
 
-from nanochat.conversation import render_prompt
-from nanochat.detokenizer import to_parts
-from nanochat.engine import Engine
-from nanochat.errors import UserError
-from nanochat.sampling import SamplingParams
+from nanochat.data.conversation import render_prompt
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.detokenizer import to_parts
+from nanochat.inference.engine import Engine
+from nanochat.inference.sampling import SamplingParams
+from nanochat.runtime.errors import UserError
 from nanochat.serve import engine_process
 from nanochat.serve.engine_process import Request
 from nanochat.serve.grammars import MAX_BYTES, Grammar, compile_grammar
 from nanochat.serve.structured import json_of
 from nanochat.serve.tools import Function, read_call
-from nanochat.tokenizer import Tokenizer
 
 STOPS = [SPECIAL("<|assistant_end|>"), SPECIAL("<|bos|>")]
 

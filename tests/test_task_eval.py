@@ -7,14 +7,14 @@ import pytest
 import torch
 from ranks import run_on_ranks
 
-from nanochat.conversation import render_prompt
-from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig
-from nanochat.rollouts import describe_change, sample_rollouts
-from nanochat.sampling import SamplingParams
-from nanochat.task import Task
-from nanochat.task_eval import accuracy, centred, evaluate_task, likeliest_letters, name_of_mean, pass_at
-from nanochat.tokenizer import Tokenizer
+from nanochat.data.conversation import render_prompt
+from nanochat.data.task import Task
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.eval.task_eval import accuracy, centred, evaluate_task, likeliest_letters, name_of_mean, pass_at
+from nanochat.inference.sampling import SamplingParams
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig
+from nanochat.training.rollouts import describe_change, sample_rollouts
 
 TOKENIZER = Tokenizer([])
 

@@ -16,19 +16,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.calculator import calculate
-from nanochat.conversation import check_conversation
 from nanochat.corpus import tinyworld_facts
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.corpus.tinyworld import facts
-from nanochat.errors import UserError
-from nanochat.task import Task, reference
+from nanochat.data.conversation import check_conversation
+from nanochat.data.task import Task, reference
+from nanochat.data.tokenizer import get_tokenizer
+from nanochat.inference.calculator import calculate
+from nanochat.runtime.errors import UserError
 from nanochat.tasks import Mixture, example_questions, make_mixture, make_task, make_tasks, run, spellingbee
 from nanochat.tasks import tinyworld as world
 from nanochat.tasks.common import last_number, shuffled, single_turn, split_of
 from nanochat.tasks.execution import Result
 from nanochat.tasks.gsm8k import answer_parts, final_number
-from nanochat.tokenizer import get_tokenizer
 
 EMBEDDED = ("arithmetic", "arithmetic:easy", "arithmetic:medium", "arithmetic:hard", "spellingbee", "spellingbee:spell",
             "spellingbee:tool", "spellingbee:hand", "tinyworld", "tinyworld:facts", "tinyworld:identity",
@@ -285,7 +285,8 @@ def test_pydoc_says_what_the_documentation_says_about_that_object():
 def test_what_pydoc_knows_does_not_depend_on_what_else_is_imported():
     """What torch and we change in the standard library would shift a mixture's order, and end a resumed run."""
     code = "from nanochat.tasks.pydoc import documented; print(list(documented().items()))"
-    more = "import torch._dynamo; from nanochat.errors import install_one_line_errors; install_one_line_errors(); "
+    more = ("import torch._dynamo; "
+            "from nanochat.runtime.errors import install_one_line_errors; install_one_line_errors(); ")
     assert in_a_process(code) == in_a_process(more + code)
 
 
@@ -906,7 +907,7 @@ def test_local_folders_without_the_right_files_say_what_is_missing(base_folder):
 
 def test_without_network_or_package_it_says_so_in_one_line(monkeypatch):
     """In a process of its own: whether the hub may be asked is settled when its package is imported."""
-    code = ("from nanochat.errors import UserError\nfrom nanochat.tasks import make_task\n"
+    code = ("from nanochat.runtime.errors import UserError\nfrom nanochat.tasks import make_task\n"
             "try:\n    make_task('gsm8k', 'train')\nexcept UserError as error:\n    print(error)")
     said = in_a_process(code, HF_HUB_OFFLINE="1", HF_HOME=os.environ["NANOCHAT_BASE_DIR"])
     assert re.fullmatch(r"no .*tasks/gsm8k/main, and cannot load openai/gsm8k from the hub: .*\n", said)

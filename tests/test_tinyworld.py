@@ -31,7 +31,7 @@ from nanochat.corpus.tinyworld import (
     generate,
     held_out_questions,
 )
-from nanochat.dataset import dataset_dir, iter_texts
+from nanochat.data.dataset import dataset_dir, iter_texts
 
 KNOWLEDGE = ("capitals", "elements", "opposites", "calendar", "planets", "colors", "animals", "spelling")
 

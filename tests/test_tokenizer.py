@@ -21,13 +21,13 @@ import tiktoken._educational
 import tokenizers
 from ranks import REPO
 
-import nanochat.dataset
-from nanochat.conversation import plain_text
+import nanochat.data.dataset
 from nanochat.corpus import learn_tokenizer as learning
 from nanochat.corpus.learn_tokenizer import TRAINING_PATTERN, learn_tokenizer, train_tokenizer, training_texts
-from nanochat.errors import UserError
+from nanochat.data.conversation import plain_text
+from nanochat.data.tokenizer import FILE_NAME, SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer, get_tokenizer, tokenizer_dir
+from nanochat.runtime.errors import UserError
 from nanochat.tasks import make_mixture
-from nanochat.tokenizer import FILE_NAME, SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer, get_tokenizer, tokenizer_dir
 
 NASTY = ["", " ", "\n", "\r\n\r\n", "a\r\nb\r\n", "\0", "a\0b", "\u0301", "e\u0301\u0327", "👩‍👩‍👧‍👦🏳️‍🌈", "你好，世界",
          "Ünïcödé", "ſ's K's I'LL don't 'tis", "  indented\n\t\ttabs  \n", "x" * 300, " " * 700 + "y", "\n" * 700,
@@ -312,7 +312,7 @@ def dataset(monkeypatch) -> None:
 
     monkeypatch.setattr(learning, "ensure_dataset", ensure_dataset)
     monkeypatch.setattr(learning, "iter_texts", iter_texts)
-    monkeypatch.setattr(nanochat.dataset, "iter_texts", iter_texts)  # for the scripts, which import it anew
+    monkeypatch.setattr(nanochat.data.dataset, "iter_texts", iter_texts)  # for the scripts, which import it anew
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 

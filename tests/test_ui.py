@@ -18,10 +18,10 @@ from conftest import REPO
 from pace import Pace, chat_web
 from test_engine import write_checkpoint
 
-from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig
 from nanochat.tasks import make_task
-from nanochat.tokenizer import Tokenizer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: . ./setup.sh dev")
 expect = sync_api.expect

@@ -13,14 +13,14 @@ from ranks import device_of, run_on_ranks
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from nanochat.adamw import DistAdamW
-from nanochat.gpt import GPT
-from nanochat.gpt_config import config_from_depth
-from nanochat.muon import DistMuon, orthogonalize
-from nanochat.partition import equal_ranges, row_ranges
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import config_from_depth
+from nanochat.optim.adamw import DistAdamW
+from nanochat.optim.muon import DistMuon, orthogonalize
+from nanochat.optim.partition import equal_ranges, row_ranges
+from nanochat.optim.zero import Sharding
 from nanochat.plan.memory import parts as pipeline_parts
 from nanochat.plan.memory import step_bytes
-from nanochat.zero import Sharding
 
 CPU = torch.device("cpu")
 ROWS = 120      # rows of a batch: they divide by 1, 2, 3, 4 and 5 ranks and by 2 micro-steps
@@ -293,7 +293,7 @@ def test_freed_memory_is_used_again_without_asking_the_system():
     """Pages that the system clears for four times two tensors of 64 MiB, once glibc has found places for two."""
     script = '''
 import resource, torch
-from nanochat.distributed import compute_init
+from nanochat.runtime.distributed import compute_init
 compute_init("cpu")
 def faults(times):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

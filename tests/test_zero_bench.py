@@ -6,11 +6,11 @@ from ranks import run_on_ranks
 from torch.utils._pytree import tree_leaves
 
 from bench.watch import KEPT, STAGES, Watch, forget_the_past, measure, measure_all, storages
-from nanochat import zero
-from nanochat.compiling import set_compile
-from nanochat.gpt_config import GPTConfig, architecture
+from nanochat.model.gpt_config import GPTConfig, architecture
+from nanochat.optim import zero
 from nanochat.plan.memory import state_bytes
 from nanochat.plan.traffic import sent_bytes
+from nanochat.runtime.compiling import set_compile
 
 # 8 units of 76,800 parameters. Three ranks divide neither a block nor 80 rows: slices and FSDP's rows have padding.
 CONFIG = GPTConfig(sequence_len=16, vocab_size=960, n_layer=6, n_embd=80, n_head=2, n_kv_head=2)

@@ -18,8 +18,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from nanochat.corpus.shards import describe
-from nanochat.errors import UserError
-from nanochat.files import sha256, sync, write_aside
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import sha256, sync, write_aside
 
 TRIES = 3        # of a file; the hub's own library tries several times to connect besides
 PAUSE_S = 2      # before the next try, and again as much for every further one

@@ -8,7 +8,7 @@ from typing import BinaryIO, TextIO
 
 import pyarrow as pa
 
-from nanochat.errors import UserError
+from nanochat.runtime.errors import UserError
 
 UTF8 = "utf-8-sig"             # without the mark that some programs begin a file with
 BLOCK = 1 << 18                # characters, or bytes, to look at together

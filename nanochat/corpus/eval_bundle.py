@@ -3,12 +3,12 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from nanochat.checkpoint import first_problem
-from nanochat.core_eval import bundle_dir
 from nanochat.corpus.download import fetch
-from nanochat.distributed import from_rank0
-from nanochat.errors import UserError
-from nanochat.files import base_dir, locked, recover_folder, write_aside
+from nanochat.eval.core_eval import bundle_dir
+from nanochat.runtime.distributed import from_rank0
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import base_dir, locked, recover_folder, write_aside
+from nanochat.training.checkpoint import first_problem
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 

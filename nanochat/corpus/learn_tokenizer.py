@@ -8,10 +8,8 @@ import tiktoken
 from tqdm import tqdm
 
 from nanochat.corpus.make_dataset import ensure_dataset
-from nanochat.dataset import OFFLINE, iter_texts
-from nanochat.errors import UserError
-from nanochat.records import models_trained_with
-from nanochat.tokenizer import (
+from nanochat.data.dataset import OFFLINE, iter_texts
+from nanochat.data.tokenizer import (
     FILE_NAME,
     SPECIAL_TOKENS,
     SPLIT_PATTERN,
@@ -20,6 +18,8 @@ from nanochat.tokenizer import (
     get_tokenizer,
     tokenizer_dir,
 )
+from nanochat.runtime.errors import UserError
+from nanochat.training.records import models_trained_with
 
 # In training a run of more than 64 letters or signs (base64, DNA, a line of dashes) is cut as well: learning costs
 # length times number of merges for such a piece, minutes for a single megabyte, and it teaches nothing.

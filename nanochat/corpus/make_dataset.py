@@ -20,11 +20,11 @@ from pathlib import Path
 from nanochat.corpus import sources
 from nanochat.corpus.download import fetch_shard
 from nanochat.corpus.shards import build
-from nanochat.dataset import OFFLINE, REMOTE, dataset_dir, fingerprint, load_manifest, shard_texts
-from nanochat.errors import UserError, did_you_mean
-from nanochat.files import locked, recover_folder, write_folder_aside, write_text
-from nanochat.progress import progress
-from nanochat.records import models_trained_with
+from nanochat.data.dataset import OFFLINE, REMOTE, dataset_dir, fingerprint, load_manifest, shard_texts
+from nanochat.runtime.errors import UserError, did_you_mean
+from nanochat.runtime.files import locked, recover_folder, write_folder_aside, write_text
+from nanochat.runtime.progress import progress
+from nanochat.training.records import models_trained_with
 
 # Finished, shuffled shard sets on the Hugging Face hub: repository and index of the last shard, which is validation.
 # They are kept as they come, so that their checksums can be verified; they are not deduplicated here.

@@ -24,8 +24,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from nanochat.errors import UserError, first_line
-from nanochat.files import sha256
+from nanochat.runtime.errors import UserError, first_line
+from nanochat.runtime.files import sha256
 
 BUCKETS = 64                 # a bucket must fit in memory: data may be about 64 times as large as that
 SLOTS = 1 << 16              # resolution of the choice of what to hold out, in kin groups

@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 
 from nanochat.corpus import tinyworld
 from nanochat.corpus.encodings import decode, encoding_of, not_text, open_text, too_many
-from nanochat.errors import UserError, first_line
+from nanochat.runtime.errors import UserError, first_line
 
 TINYWORLD_BYTES = 24_000_000   # text in all: about 75,000 documents, a few seconds to make
 PIECE = 64 << 10               # characters; a text file longer than this becomes several documents

@@ -1,11 +1,11 @@
 """The model card of an exported folder: what the model is, what the report measured, how to use it."""
 from pathlib import Path
 
-from nanochat.files import base_dir
-from nanochat.gpt_config import GPTConfig
 from nanochat.hf.model import is_modern
-from nanochat.records import describe_checkpoint
-from nanochat.report import cell, markdown_table, read_section, sorted_sections
+from nanochat.model.gpt_config import GPTConfig
+from nanochat.runtime.files import base_dir
+from nanochat.training.records import describe_checkpoint
+from nanochat.training.report import cell, markdown_table, read_section, sorted_sections
 
 STAGE_NAMES = {
     "base": "a base model: it goes on with a text", "mid": "a chat model after mid-training",

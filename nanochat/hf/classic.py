@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanochat.errors import UserError
-from nanochat.gpt_config import LOGIT_SOFTCAP, GPTConfig
+from nanochat.data.tokenizer import Tokenizer
 from nanochat.hf.model import CONFIG, Imported, read_json, to_own_config
 from nanochat.hf.tokenizer import from_hf, from_ranks
-from nanochat.tokenizer import Tokenizer
+from nanochat.model.gpt_config import LOGIT_SOFTCAP, GPTConfig
+from nanochat.runtime.errors import UserError
 
 
 def list_models(folder: Path) -> dict[int, Path]:

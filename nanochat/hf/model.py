@@ -21,15 +21,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nanochat.checkpoint import MODEL_FILE, STAGES
-from nanochat.errors import UserError
-from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig, without_retired
+from nanochat.data.tokenizer import Tokenizer
 from nanochat.hf.tokenizer import from_hf, write_tokenizer
-from nanochat.layers import NORM_EPS
-from nanochat.resharding import index_of
-from nanochat.saving import write_tensors
-from nanochat.tokenizer import Tokenizer
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig, without_retired
+from nanochat.model.layers import NORM_EPS
+from nanochat.runtime.errors import UserError
+from nanochat.training.checkpoint import MODEL_FILE, STAGES
+from nanochat.training.resharding import index_of
+from nanochat.training.saving import write_tensors
 
 PADDING_FILE = "padding.nanochat"  # safetensors; transformers would load it if it were called *.safetensors
 FOLDER = re.compile(  # every file of an exported folder
@@ -38,7 +38,7 @@ FOLDER = re.compile(  # every file of an exported folder
     r"(modeling_nanochat|nanochat_\w+)\.py"
 )
 MODELING = Path(__file__).with_name("modeling_nanochat.py")
-OUR_IMPORT = re.compile(r"^from nanochat\.(\w+) import", re.MULTILINE)
+OUR_IMPORT = re.compile(r"^from nanochat\.(\w+)\.(\w+) import", re.MULTILINE)
 MODERN = "nanochat_modern"
 AUTO_MAP = {"AutoConfig": f"{MODELING.stem}.NanoChatModernConfig",
             "AutoModelForCausalLM": f"{MODELING.stem}.NanoChatModernForCausalLM"}
@@ -147,16 +147,19 @@ def export(checkpoint: Path, meta: dict, dtype: str, max_shard_bytes: int, folde
 
 def write_code(folder: Path) -> None:
     """The modelling file, and as nanochat_*.py every module of this program that it needs, directly or not."""
-    names, texts = [], [MODELING.read_text(encoding="utf-8")]
-    for text in texts:  # which grow
-        for name in OUR_IMPORT.findall(text):
-            if name not in names:
-                names.append(name)
-                texts.append((MODELING.parents[1] / f"{name}.py").read_text(encoding="utf-8"))
+    texts = {MODELING.stem: MODELING.read_text(encoding="utf-8")}  # by the name of a file in the folder
+    unread = [MODELING.stem]
+    while unread:
+        for room, module in OUR_IMPORT.findall(texts[unread.pop()]):
+            name = f"nanochat_{module}"
+            if name not in texts:
+                texts[name] = (MODELING.parents[1] / room / f"{module}.py").read_text(encoding="utf-8")
+                unread.append(name)
     # transformers 5.0 copies only the files that the modelling file itself imports.
-    texts[0] += "\n\n" + "".join(f"from nanochat.{name} import __name__ as _\n" for name in names)
-    for file, text in zip([MODELING.stem, *(f"nanochat_{name}" for name in names)], texts):
-        (folder / f"{file}.py").write_text(OUR_IMPORT.sub(r"from .nanochat_\1 import", text), encoding="utf-8")
+    imports = [f"from .{name} import __name__ as _\n" for name in texts if name != MODELING.stem]
+    texts[MODELING.stem] += "\n\n" + "".join(imports)
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(OUR_IMPORT.sub(r"from .nanochat_\2 import", text), encoding="utf-8")
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig
 
 
 class NanoChatModernConfig(PreTrainedConfig):

@@ -12,8 +12,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from nanochat.errors import UserError
-from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer, byte_alphabet
+from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer, byte_alphabet
+from nanochat.runtime.errors import UserError
 
 # Noncharacters, which Unicode keeps for such internal use: the template writes them, the tokenizer removes them.
 GUARD = "\ufdd0\ufdd1"  # between "<" and "|", so that no text spells a special token: removed before the merges

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.gpt_config import GPTConfig
-from nanochat.pipeline import stream_count
+from nanochat.model.gpt_config import GPTConfig
+from nanochat.optim.pipeline import stream_count
+from nanochat.optim.zero import MAX_IN_FLIGHT
 from nanochat.plan.memory import Part, needed_bytes, parts
 from nanochat.plan.passes import passes
 from nanochat.plan.traffic import Collective, collectives
-from nanochat.zero import MAX_IN_FLIGHT
 
 DEEPEST = 512   # that is looked at
 
@@ -168,7 +168,7 @@ def plan_part(
 
     def waits(behind: str) -> float:
         now, first = [c for c in sent if c.behind == behind], part.units[0] / total
-        # With gloo fully_shard waits for gradients where they were computed: GlooReduceScatter in nanochat/zero.py.
+        # With gloo fully_shard waits for gradients where they were computed: GlooReduceScatter in zero.py.
         waited_for = [c for c in now if cluster.gloo and layout.stage == 3 and c.kind != "all-gather"]
         now = [c for c in now if c not in waited_for]
         every = [c for c in now if c.times == micro_steps]

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.attention import BLOCKWISE_MAX_LENGTH, query_blocks
-from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig
-from nanochat.loss import chunk_rows
-from nanochat.pipeline import stage_layers, stream_count
+from nanochat.model.attention import BLOCKWISE_MAX_LENGTH, query_blocks
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig
+from nanochat.model.loss import chunk_rows
+from nanochat.optim.pipeline import stage_layers, stream_count
 
 FLOAT32 = 4  # bytes: masters, moments and accumulated gradients, whatever the compute dtype
 GIB = 2**30

@@ -23,19 +23,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.attention import attention, reference_attention, window_blocks
-from nanochat.compiling import set_compile
-from nanochat.distributed import all_gather_single, compute_cleanup, compute_init, reduce_scatter
-from nanochat.errors import UserError, install_one_line_errors
-from nanochat.flops import synchronize
-from nanochat.gpt import GPT
-from nanochat.gpt_config import GPTConfig, architecture
-from nanochat.layers import Block, rotary_angles
-from nanochat.loss import cap, softcapped_cross_entropy
-from nanochat.optimizers import setup_optimizers
-from nanochat.pipeline import Pipeline
+from nanochat.model.attention import attention, reference_attention, window_blocks
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig, architecture
+from nanochat.model.layers import Block, rotary_angles
+from nanochat.model.loss import cap, softcapped_cross_entropy
+from nanochat.optim.optimizers import setup_optimizers
+from nanochat.optim.pipeline import Pipeline
+from nanochat.optim.zero import Sharding
 from nanochat.plan.memory import step_bytes
-from nanochat.zero import Sharding
+from nanochat.runtime.compiling import set_compile
+from nanochat.runtime.distributed import all_gather_single, compute_cleanup, compute_init, reduce_scatter
+from nanochat.runtime.errors import UserError, install_one_line_errors
+from nanochat.runtime.flops import synchronize
 
 # Seconds of a probe and of a trial, which compiles a whole model on every rank of a node whose caches are empty: what
 # hangs does not work. All imports are done before.

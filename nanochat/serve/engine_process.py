@@ -28,19 +28,19 @@ from typing import Literal
 
 import torch
 
-from nanochat.checkpoint import load_checkpoint
-from nanochat.compiling import set_compile
-from nanochat.detokenizer import Delta, IncrementalDetokenizer, StopStrings
-from nanochat.distributed import compute_dtype, compute_init
-from nanochat.engine import Answer, Engine, FinishReason
-from nanochat.errors import UserError, log_error
-from nanochat.kv_cache import Prefix
-from nanochat.logprobs import TokenLogprob
-from nanochat.prompt_cache import PIECE
-from nanochat.sampling import Grammar, SamplingParams
+from nanochat.inference.detokenizer import Delta, IncrementalDetokenizer, StopStrings
+from nanochat.inference.engine import Answer, Engine, FinishReason
+from nanochat.inference.kv_cache import Prefix
+from nanochat.inference.logprobs import TokenLogprob
+from nanochat.inference.prompt_cache import PIECE
+from nanochat.inference.sampling import Grammar, SamplingParams
+from nanochat.runtime.compiling import set_compile
+from nanochat.runtime.distributed import compute_dtype, compute_init
+from nanochat.runtime.errors import UserError, log_error
 from nanochat.serve.api_error import ApiError, unavailable
 from nanochat.serve.grammars import compile_grammar
 from nanochat.serve.logprobs import HeldLogprobs, PlacedLogprob
+from nanochat.training.checkpoint import load_checkpoint
 
 FLUSH_EVERY = 0.04    # seconds: 25 chunks a second look like writing, and cost a fraction of what 400 would
 BEAT_EVERY = 1.0      # seconds between messages without chunks while there is nothing to do: the engine is alive

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.engine import default_stop
-from nanochat.errors import UserError, first_line
-from nanochat.tokenizer import Tokenizer
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.engine import default_stop
+from nanochat.runtime.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

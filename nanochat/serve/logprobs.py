@@ -3,8 +3,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from nanochat.logprobs import TokenLogprob
-from nanochat.tokenizer import Tokenizer
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.logprobs import TokenLogprob
 
 
 class PlacedLogprob(NamedTuple):

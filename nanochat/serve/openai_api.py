@@ -3,7 +3,7 @@ OpenAI's HTTP interface, as far as it is supported: what a request may say. repl
 
 Extensions:
 
-    top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos   settings of a request: see nanochat/sampling.py.
+    top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos   settings of a request: see inference/sampling.py.
                           stop_token_ids end an answer as well as the usual ones, which ignore_eos does not look for
     parts                 of an answer's message, and of an assistant's message in a request: everything in order, as
                           [{"type": "text" | "python" | "python_output", "text": ...}, ...]. What the model has the
@@ -37,14 +37,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from nanochat.conversation import Conversation, check_conversation
-from nanochat.engine import default_stop
-from nanochat.errors import UserError
-from nanochat.sampling import SamplingParams
+from nanochat.data.conversation import Conversation, check_conversation
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.engine import default_stop
+from nanochat.inference.sampling import SamplingParams
+from nanochat.runtime.errors import UserError
 from nanochat.serve.api_error import ApiError
 from nanochat.serve.structured import Formed
 from nanochat.serve.tools import Function, WithTools, describe, parts_of_result, parts_with_calls
-from nanochat.tokenizer import Tokenizer
 
 # Parameters that do not change an answer: they say who asks, how it is billed or kept.
 IGNORED = {
@@ -99,7 +99,7 @@ class Message(BaseModel):
         return {"role": message.get("role"), "parts": parts}
 
     def turn(self) -> dict[str, Any]:
-        """The message as nanochat.conversation has it."""
+        """The message as nanochat.data.conversation has it."""
         role = "system" if self.role == "developer" else self.role
         if role != "assistant" and all(part.type == "text" for part in self.parts):
             return {"role": role, "content": "".join(part.text for part in self.parts)}
@@ -107,7 +107,7 @@ class Message(BaseModel):
 
 
 def conversation_of(messages: Sequence[Message]) -> Conversation:
-    """As nanochat.conversation has it."""
+    """As nanochat.data.conversation has it."""
     conversation = {"messages": [message.turn() for message in messages]}
     try:
         check_conversation(conversation, "messages", any_order=True)

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
 
-from nanochat.detokenizer import parts_of
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.detokenizer import parts_of
 from nanochat.serve.api_error import ApiError
 from nanochat.serve.engine_process import Chunk
 from nanochat.serve.logprobs import PlacedLogprob, chat_logprobs, completion_logprobs
 from nanochat.serve.openai_api import BaseRequest, ChatRequest
 from nanochat.serve.tools import read_call
-from nanochat.tokenizer import Tokenizer
 
 
 class Reply:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, FailFast, Field, model_validator
 
-from nanochat.tokenizer import Tokenizer
+from nanochat.data.tokenizer import Tokenizer
 
 # Keywords of a JSON schema that have others in them: those that the same value must fit; by name; a list, or one.
 COMBINED = {"allOf", "anyOf", "oneOf"}

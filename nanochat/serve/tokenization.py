@@ -3,11 +3,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import FailFast, Field, model_validator
 
-from nanochat.engine import default_stop
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.engine import default_stop
 from nanochat.serve.api_error import ApiError
 from nanochat.serve.logprobs import token_text
 from nanochat.serve.openai_api import Body, Message
-from nanochat.tokenizer import Tokenizer
 
 
 class TokenizeRequest(Body):
@@ -51,7 +51,7 @@ def tokenizer_info(tokenizer: Tokenizer, context: int, chats: bool) -> dict[str,
     special = {str(tokenizer.encode_special(name)): {"content": name, "special": True}
                for name in tokenizer.special_tokens}
     return {
-        "tokenizer_class": "nanochat.tokenizer.Tokenizer", "model_max_length": context, "add_bos_token": True,
+        "tokenizer_class": "nanochat.data.tokenizer.Tokenizer", "model_max_length": context, "add_bos_token": True,
         "bos_token": tokenizer.decode([bos]), "eos_token": tokenizer.decode([end if chats else bos]),
         "vocab_size": tokenizer.get_vocab_size(), "added_tokens_decoder": special,
     }

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from nanochat.data.tokenizer import Tokenizer
 from nanochat.serve.structured import Formed, json_of
-from nanochat.tokenizer import Tokenizer
 
 CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([\w.-]+)"\s*,\s*"arguments"\s*:\s*(\{.*\})\s*\}\s*', re.DOTALL)
 

@@ -23,7 +23,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from nanochat.conversation import drop_oldest, render_prompt, render_text
+from nanochat.data.conversation import drop_oldest, render_prompt, render_text
 from nanochat.serve.api_error import ApiError
 from nanochat.serve.engine_process import Chunk, Request
 from nanochat.serve.gate import Gate, read_body, show_error

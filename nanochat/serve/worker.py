@@ -21,11 +21,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from nanochat.engine import Engine
-from nanochat.prompt_cache import PIECE
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.engine import Engine
+from nanochat.inference.prompt_cache import PIECE
 from nanochat.serve.api_error import ApiError, unavailable
 from nanochat.serve.engine_process import Batch, Chunk, Request
-from nanochat.tokenizer import Tokenizer
 
 ENGINE = "from nanochat.serve.engine_process import main; main()"   # -m would know its classes under another name
 SIGNALS = signal.SIGINT, signal.SIGTERM     # which come to all processes of a terminal or service; the web heeds them

@@ -10,8 +10,8 @@ import itertools
 import re
 from collections.abc import Callable
 
-from nanochat.errors import UserError, did_you_mean
-from nanochat.task import Task
+from nanochat.data.task import Task
+from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.tasks.arithmetic import Arithmetic
 from nanochat.tasks.common import Mixture
 from nanochat.tasks.custom_json import CustomJSON

@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from nanochat.calculator import arithmetic
-from nanochat.conversation import Conversation
 from nanochat.corpus import tinyworld_facts as data
 from nanochat.corpus.tinyworld import StableRandom
-from nanochat.task import Task, reference
+from nanochat.data.conversation import Conversation
+from nanochat.data.task import Task, reference
+from nanochat.inference.calculator import arithmetic
 from nanochat.tasks.common import last_number, single_turn, split_of, with_tool
 
 SIZES = {"train": 20_000, "test": 2_000}

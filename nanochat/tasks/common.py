@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nanochat.conversation import Conversation
-from nanochat.task import Task
+from nanochat.data.conversation import Conversation
+from nanochat.data.task import Task
 
 
 class Mixture(Task):

@@ -7,9 +7,9 @@ Your own conversations: a JSONL file, each line {"messages": [...]} or only the 
 import json
 from pathlib import Path
 
-from nanochat.conversation import Conversation, check_conversation
-from nanochat.errors import UserError
-from nanochat.task import Task
+from nanochat.data.conversation import Conversation, check_conversation
+from nanochat.data.task import Task
+from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import split_of
 
 TEST_SHARE = 20  # one conversation in so many

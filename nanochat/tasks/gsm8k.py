@@ -1,8 +1,8 @@
 """GSM8K (openai/gsm8k): word problems of primary school, solved with the calculator."""
 import re
 
-from nanochat.conversation import Conversation
-from nanochat.task import reference
+from nanochat.data.conversation import Conversation
+from nanochat.data.task import reference
 from nanochat.tasks.common import single_turn
 from nanochat.tasks.hub import HubTask
 

@@ -2,10 +2,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanochat.conversation import Conversation
-from nanochat.errors import UserError, first_line
-from nanochat.files import base_dir
-from nanochat.task import Task
+from nanochat.data.conversation import Conversation
+from nanochat.data.task import Task
+from nanochat.runtime.errors import UserError, first_line
+from nanochat.runtime.files import base_dir
 from nanochat.tasks.common import shuffled
 
 LOADERS = {"parquet": "parquet", "jsonl": "json", "json": "json"}  # ending of a file -> its loader in `datasets`

@@ -3,8 +3,8 @@ import re
 import secrets
 import textwrap
 
-from nanochat.conversation import Conversation
-from nanochat.errors import UserError
+from nanochat.data.conversation import Conversation
+from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import single_turn
 from nanochat.tasks.execution import run_python
 from nanochat.tasks.hub import HubTask

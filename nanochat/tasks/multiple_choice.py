@@ -1,7 +1,7 @@
 """Multiple choice, measured by the likeliest letter: ARC (science questions from school) and MMLU (57 subjects)."""
 from collections.abc import Sequence
 
-from nanochat.conversation import Conversation
+from nanochat.data.conversation import Conversation
 from nanochat.tasks.common import single_turn
 from nanochat.tasks.hub import HubTask
 

@@ -15,10 +15,10 @@ import json
 from collections.abc import Iterator
 from functools import cache
 
-from nanochat.conversation import Conversation
 from nanochat.corpus.tinyworld import StableRandom
-from nanochat.errors import UserError
-from nanochat.task import Task
+from nanochat.data.conversation import Conversation
+from nanochat.data.task import Task
+from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import single_turn, split_of, with_tool
 from nanochat.tasks.execution import run_python
 

@@ -23,13 +23,13 @@ import string
 from collections.abc import Iterator
 from functools import cache
 
-from nanochat.conversation import Conversation
 from nanochat.corpus.tinyworld import StableRandom
 from nanochat.corpus.tinyworld_facts import WORDS
-from nanochat.task import Task, reference
+from nanochat.data.conversation import Conversation
+from nanochat.data.task import Task, reference
+from nanochat.data.tokenizer import Tokenizer, get_tokenizer
 from nanochat.tasks.common import last_number, single_turn, split_of, stable_hash, with_tool
 from nanochat.tasks.pydoc import documentation_words
-from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 SIZES = {"train": 20_000, "test": 2_000}  # words; each is spelled, and counted in, in both ways
 KINDS = ("spell", "tool", "hand")

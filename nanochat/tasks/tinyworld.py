@@ -17,9 +17,9 @@ from collections import defaultdict
 from functools import cache
 from typing import NamedTuple
 
-from nanochat.conversation import Conversation
 from nanochat.corpus.tinyworld import Fact, StableRandom, Telling, capital, facts
-from nanochat.task import Task, reference
+from nanochat.data.conversation import Conversation
+from nanochat.data.task import Task, reference
 from nanochat.tasks.common import shuffled, single_turn, split_of, stable_hash
 
 HELD_OUT = 2            # phrasings of each fact

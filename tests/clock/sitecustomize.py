@@ -49,7 +49,7 @@ def run_clocks_at(rate: float) -> None:
 
 
 def without_isolation(args: list[str]) -> list[str]:
-    """With -I the process beside a rank (nanochat/heartbeat.py) would not import this file."""
+    """With -I the process beside a rank (nanochat/runtime/heartbeat.py) would not import this file."""
     return ["-P" if arg == "-I" else arg for arg in args] if isinstance(args, list) else args
 
 

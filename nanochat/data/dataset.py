@@ -1,0 +1,115 @@
+"""
+Text to train on, in one form whatever it came from: parquet shards with a `text` column, shuffled, the last shard
+held out for validation, and a manifest with their SHA-256 that is written last (`python -m scripts.dataset`).
+
+A data set lies in <base folder>/data/NAME and is there exactly if its manifest is.
+"""
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+# Arrow's own allocator reserves 1 GiB on its first read, which RLIMIT_DATA counts as used: a training run's share.
+os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nanochat.runtime.errors import UserError, did_you_mean, first_line
+from nanochat.runtime.files import base_dir, previous, sha256
+
+OFFLINE = ("tinyworld", "python")        # sources that every machine has
+REMOTE = ("fineweb-edu", "climbmix")     # sources that are downloaded as finished shards
+
+
+def dataset_dir(name: str) -> Path:
+    """Where a data set lies, or would."""
+    return base_dir() / "data" / name
+
+
+def load_manifest(name: str) -> dict:
+    """The manifest of a data set whose shards are all there. UserError, with what to do, where anything is missing."""
+    folder = dataset_dir(name)
+    path = folder / "manifest.json"
+    if not path.exists():
+        killed = previous(folder).exists()  # for the command that makes it to put back, not for those that read
+        there = " (the one that was there comes back first)" * killed
+        names = [*OFFLINE, *REMOTE, *(path.parent.name for path in folder.parent.glob("[!.]*/manifest.json"))]
+        advice = f"make it: {how_to_make(name, {})}{there}{did_you_mean(name, names)}"
+        raise UserError(f"no data set {name!r} in {folder.parent}; {advice}")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        sizes = {folder / shard["file"]: shard["bytes"] for shard in manifest["shards"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged; make the data set again: {how_to_make(name, {})}") from error
+    for file, size in sizes.items():
+        if not file.exists() or file.stat().st_size != size:
+            found = f"has {file.stat().st_size} bytes, the manifest says {size}" if file.exists() else "is missing"
+            raise UserError(f"{file} {found}; delete what is there of it and run: {how_to_make(name, manifest)}")
+    return manifest
+
+
+def how_to_make(name: str, manifest: dict) -> str:
+    """The command that makes a data set; of one that was there its manifest tells the source and how much it was."""
+    source = manifest.get("source") or (name if name in (*OFFLINE, *REMOTE) else "…")
+    number = 8 if source in REMOTE else -1  # all are hundreds of GB
+    settings = {"num_shards": number} | manifest.get("settings", {}) | {"name": name}
+    defaults = {"name": source, "num_shards": -1, "field": "text", "encoding": "utf-8"}
+    changed = {key: settings[key] for key in defaults if settings.get(key, defaults[key]) != defaults[key]}
+    options = [f" --{key}={shlex.quote(str(value))}" for key, value in changed.items()]
+    return f"python -m scripts.dataset --source={source if source == '…' else shlex.quote(source)}" + "".join(options)
+
+
+def split_shards(name: str, split: str) -> list[dict]:
+    """What the manifest says of the shards of a split: `train` is all but the last, `val` the last."""
+    assert split in ("train", "val"), split
+    shards = load_manifest(name)["shards"]
+    return shards[:-1] if split == "train" else shards[-1:]
+
+
+def shard_paths(name: str, split: str) -> list[Path]:
+    return [dataset_dir(name) / shard["file"] for shard in split_shards(name, split)]
+
+
+def shard_texts(path: Path) -> Iterator[str]:
+    """
+    The documents of a shard, in order, one row group in memory at a time. UserError when it is not a whole parquet
+    file with documents in a `text` column.
+    """
+    again = "make the data set again (python -m scripts.dataset --source=…)"
+    try:
+        with pq.ParquetFile(path) as parquet:
+            if "text" not in parquet.schema_arrow.names:
+                names = ", ".join(parquet.schema_arrow.names)
+                raise UserError(f"{path} has no column 'text' but {names}; build shards with --source=… --field=…")
+            if not parquet.metadata.num_rows:
+                raise UserError(f"{path} holds no documents; {again}")
+            for group in range(parquet.num_row_groups):
+                yield from (text or "" for text in parquet.read_row_group(group, ["text"]).column(0).to_pylist())
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({first_line(error)}); delete it and {again}") from error
+
+
+def iter_texts(name: str, split: str) -> Iterator[str]:
+    """All documents of a split, in the order of the shards."""
+    for path in shard_paths(name, split):
+        yield from shard_texts(path)
+
+
+def fingerprint(name: str) -> str:
+    """SHA-256 over the shards' SHA-256: equal exactly if the data is. Resuming a run compares it."""
+    return hashlib.sha256("".join(shard["sha256"] for shard in load_manifest(name)["shards"]).encode()).hexdigest()
+
+
+def verify(name: str) -> None:
+    """Recompute every checksum of a data set. UserError naming the shards that are not what was written."""
+    manifest, folder = load_manifest(name), dataset_dir(name)
+    shards = manifest["shards"]
+    damaged = [shard["file"] for shard in shards if sha256(folder / shard["file"]) != shard["sha256"]]
+    if damaged:
+        raise UserError(
+            f"{len(damaged)} of {len(shards)} shards in {folder} are damaged: {', '.join(damaged)};"
+            f" delete them and run: {how_to_make(name, manifest)}"
+        )

@@ -1,0 +1,71 @@
+"""
+What a task is: a sequence of conversations with a judge. The tasks themselves are in nanochat/tasks/.
+
+    task[17]               # a whole conversation, its last message the right answer; the same one every time
+    task[:100]             # the first hundred, as a task again
+    task.evaluate(conversation, "The answer is 36.")
+"""
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal
+
+from nanochat.data.conversation import Conversation
+
+
+class Task(Sequence):
+    """
+    A sequence of conversations. A task defines `__len__`, `conversation` and, where it is measured, `evaluate`;
+    conversations may carry more keys than "messages", for `evaluate`. Categorical ones carry "letters".
+    """
+    name = ""                                                    # its row in the report
+    eval_type: Literal["categorical", "generative"] | None = None  # how it is measured; None: only to train on
+
+    def conversation(self, index: int) -> Conversation:
+        """Conversation 0 <= index < len(self): a pure function of the task and the index."""
+        raise NotImplementedError
+
+    def evaluate(self, conversation: Conversation, answer: str) -> bool:
+        """
+        Whether the answer is right. Generative: the text that the assistant wrote, without calls of tools and their
+        output. Categorical: the letter chosen.
+        """
+        if self.eval_type != "categorical":
+            raise NotImplementedError(f"{self.name or type(self).__name__} is only to train on")
+        return answer == reference(conversation)
+
+    def reward(self, conversation: Conversation, answer: str) -> float:
+        """What reinforcement learning gives for the answer."""
+        return float(self.evaluate(conversation, answer))
+
+    @cached_property
+    def baseline(self) -> float:
+        """The accuracy of guessing: the mean of 1 / number of choices, 0 where there is nothing to choose from."""
+        if self.eval_type != "categorical":
+            return 0.0
+        return sum(1 / len(conversation["letters"]) for conversation in self) / len(self)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return Slice(self, range(len(self))[index])
+        return self.conversation(range(len(self))[index])  # the range counts from the end and raises IndexError
+
+
+class Slice(Task):
+    """Some conversations of a task."""
+
+    def __init__(self, task: Task, indices: Sequence[int]) -> None:
+        self.task, self.indices = task, indices
+        self.name, self.eval_type = task.name, task.eval_type
+        self.evaluate, self.reward = task.evaluate, task.reward
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def conversation(self, index: int) -> Conversation:
+        return self.task[self.indices[index]]
+
+
+def reference(conversation: Conversation) -> str:
+    """The text of the last message, tools left out: what `evaluate` must find right."""
+    content = conversation["messages"][-1]["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content if part["type"] == "text")

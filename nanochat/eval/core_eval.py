@@ -1,0 +1,235 @@
+"""
+CORE: how well a base model answers without having been taught to answer. Li et al. 2024 (DCLM), arXiv:2406.11794.
+
+Every task is put to the model as text to continue, after examples that are drawn per item. There are three kinds. In
+multiple choice the endings compete, in schema the beginnings: the lowest mean loss over the tokens that they do not
+share (in schema: of the common ending) wins. In language modelling every token of the ending has to be the most likely
+one. Accuracies are centred, (accuracy − guessing) / (1 − guessing), and CORE is their mean over the tasks.
+
+The bundle is a folder: core.yaml lists the tasks, eval_meta_data.csv the accuracy of guessing, eval_data/ the items.
+"""
+import csv
+import json
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from nanochat.data.conversation_loader import Row
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.eval.loss_eval import batches_by_length, padded, row_of, wrong_tokens
+from nanochat.runtime.compiling import eagerly
+from nanochat.runtime.distributed import all_reduce_sum, rank_and_size, sum_dtype, until_stopped
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import base_dir
+from nanochat.runtime.progress import progress
+
+BLOCK = 32  # items that are tokenized and sorted together, on one rank whatever the number of ranks
+KINDS = ("multiple_choice", "schema", "language_modeling")
+
+
+class CoreTask(NamedTuple):
+    label: str
+    kind: str           # one of KINDS
+    num_fewshot: int    # examples before each item
+    delimiter: str      # between beginning and ending
+    baseline: float     # accuracy of guessing, 0 to 1
+    path: Path          # one item per line, as JSON
+
+
+class Item(NamedTuple):
+    variants: list[str]  # the texts among which the model chooses; in language modelling only the right one
+    gold: int            # which of them is right
+    before: str          # in language modelling the text before the ending
+
+
+class CoreScore(NamedTuple):
+    label: str
+    accuracy: float
+    baseline: float
+    centered: float
+    items: int          # that were asked
+    items_there: int    # that the task has
+
+
+# ---- The bundle
+
+
+def bundle_dir() -> Path:
+    return base_dir() / "eval_bundle"
+
+
+def load_tasks(bundle: Path) -> list[CoreTask]:
+    """The tasks of a bundle. UserError when a part of it is missing or of another format."""
+    import yaml  # training without CORE works without this package
+
+    try:
+        entries = yaml.safe_load((bundle / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
+        with open(bundle / "eval_meta_data.csv", encoding="utf-8", newline="") as file:
+            percent = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
+        tasks = [
+            CoreTask(entry["label"], entry["icl_task_type"], entry["num_fewshot"][0],
+                     entry.get("continuation_delimiter", " "), percent[entry["label"]] / 100,
+                     bundle / "eval_data" / entry["dataset_uri"])
+            for entry in entries
+        ]
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, IndexError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{bundle} is not a CORE bundle ({reason}); remove it to download it anew") from error
+    for task in tasks:
+        if task.kind not in KINDS:
+            raise UserError(f"{bundle / 'core.yaml'}: {task.label} is of type {task.kind!r}; "
+                            f"expected one of {', '.join(KINDS)}")
+        if not task.path.is_file():
+            raise UserError(f"{task.path} is missing: {task.label} has no items; remove {bundle} to download it anew")
+    return tasks
+
+
+def load_items(task: CoreTask) -> list[Item]:
+    """A task's items, in the order that every evaluator shuffles them to, so that the first few are a sample."""
+    items = []
+    for number, line in enumerate(task.path.read_bytes().splitlines(), start=1):  # a str would also split at U+2028
+        try:
+            items.append(item_of(task, json.loads(line)))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise UserError(f"{task.path}:{number}: no {task.kind} item ({type(error).__name__}: {error})") from error
+    if not items:
+        raise UserError(f"{task.path} is empty: {task.label} cannot be measured")
+    random.Random(1337).shuffle(items)
+    return items
+
+
+def item_of(task: CoreTask, fields: dict) -> Item:
+    """An item from a line of the task's file."""
+    if task.kind == "language_modeling":
+        before = fields["context"].strip() + task.delimiter
+        return Item([before + fields["continuation"]], 0, before)
+    if task.kind == "schema":
+        variants = [context + task.delimiter + fields["continuation"] for context in fields["context_options"]]
+    else:
+        variants = [fields["query"] + task.delimiter + choice for choice in fields["choices"]]
+    variants[fields["gold"]]  # IndexError where there is no such one
+    return Item(variants, fields["gold"], "")
+
+
+# ---- From items to rows of tokens
+
+
+def prompts_of(task: CoreTask, items: list[Item], index: int) -> list[str]:
+    """The item's variants, each after the same examples; in language modelling, first, the text before the ending."""
+    item, others = items[index], len(items) - 1
+    drawn = random.Random(1234 + index).sample(range(others), min(task.num_fewshot, others))
+    examples = (items[i + (i >= index)] for i in drawn)  # all but the item itself
+    shots = "".join(example.variants[example.gold] + "\n\n" for example in examples)
+    texts = [shots + text for text in item.variants]
+    if task.kind == "language_modeling":
+        # A blank at its end would be a token here, and part of the next word in the whole text.
+        texts.insert(0, (shots + item.before).rstrip())
+    return texts
+
+
+def common_length(rows: list[list[int]]) -> int:
+    """How many tokens all rows begin with."""
+    return next((i for i, tokens in enumerate(zip(*rows)) if len(set(tokens)) > 1), min(map(len, rows)))
+
+
+def rows_of(
+    task: CoreTask, items: list[Item], first: int, end: int, tokenizer: Tokenizer, longest: int
+) -> list[list[Row]]:
+    """The rows of each of items first … end−1, cut behind <|bos|> to `longest` tokens. One token at least counts."""
+    prompts = [prompts_of(task, items, index) for index in range(first, end)]
+    texts = [text for texts in prompts for text in texts]
+    encoded = iter(tokenizer.encode(texts, prepend=tokenizer.get_bos_token_id()))
+    rows = []
+    for texts in prompts:
+        group = [next(encoded) for _ in texts]
+        if task.kind == "schema":
+            shared = common_length([tokens[::-1] for tokens in group])
+            starts = [len(tokens) - shared for tokens in group]
+        else:
+            starts = [common_length(group)] * len(group)
+        if task.kind == "language_modeling":
+            group, starts = group[1:], starts[1:]
+        rows.append([])
+        for tokens, start in zip(group, starts):
+            cut = max(len(tokens) - longest, 0)
+            # Nothing predicts <|bos|>; where one choice begins another, its last token counts.
+            start = max(1, min(start, len(tokens) - 1) - cut)
+            rows[-1].append(row_of(tokens[:1] + tokens[1 + cut :], start))
+    return rows
+
+
+# ---- Scores
+
+
+@torch.no_grad()
+def evaluate_core(
+    model, tokenizer: Tokenizer, tasks: list[CoreTask], max_per_task: int = -1, tokens_per_forward: int = 16384
+) -> tuple[float, list[CoreScore]]:
+    """
+    CORE, and the scores of its tasks, on every rank; the same numbers for any number of ranks. COLLECTIVE.
+
+    max_per_task: items of each task at most (-1: all). tokens_per_forward: rows times length, padding included; a row
+    that is longer goes alone, and none is longer than the model's own.
+    """
+    rank, world_size = rank_and_size()
+    device, longest = next(model.parameters()).device, model.config.sequence_len + 1
+    counts, items_there = [], []  # [right answers, items] of each task on this rank; items of each task
+    for task in tasks:
+        items = load_items(task)
+        items_there.append(len(items))
+        items = items if max_per_task < 0 else items[:max_per_task]
+        greedily, right, asked = task.kind == "language_modeling", 0, 0
+        # Blocks are dealt out whole: what a forward pass holds does not depend on the ranks, nor do its last digits.
+        blocks = range(0, len(items), BLOCK * world_size)
+        for first in until_stopped(progress(blocks, f"CORE {len(counts) + 1}/{len(tasks)} {task.label}", "blocks")):
+            start = min(first + BLOCK * rank, len(items))
+            end = min(start + BLOCK, len(items))
+            rows = rows_of(task, items, start, end, tokenizer, longest)
+            with eagerly():  # shapes change from pass to pass
+                values = iter(measure(model, [row for group in rows for row in group], greedily, tokens_per_forward))
+            for item, group in zip(items[start:end], rows):
+                of_item = [next(values) for _ in group]
+                right += of_item[0] == 0 if greedily else of_item.index(min(of_item)) == item.gold
+            asked += end - start
+        counts.append([right, asked])
+    sums = torch.tensor(counts, dtype=sum_dtype(device), device=device)
+    all_reduce_sum(sums)
+    scores = []
+    for task, (right, asked), there in zip(tasks, sums.tolist(), items_there):
+        centered = (right / asked - task.baseline) / (1 - task.baseline)
+        scores.append(CoreScore(task.label, right / asked, task.baseline, centered, int(asked), there))
+    return sum(score.centered for score in scores) / len(scores), scores
+
+
+def core_name(scores: list[CoreScore]) -> str:
+    """What the mean of these scores may be called: CORE is over all items of all tasks."""
+    if all(score.items == score.items_there for score in scores):
+        return "CORE"
+    return f"CORE (up to {max(score.items for score in scores):,} items a task)"
+
+
+def measure(model, rows: list[Row], greedily: bool, tokens_per_forward: int) -> list[float]:
+    """
+    The value of each row: the mean loss of the tokens that count, in nats; or, greedily, how many of them are not the
+    most likely one. COLLECTIVE: where parameters are sharded, so is every forward pass.
+    """
+    device = next(model.parameters()).device
+    batches = batches_by_length(rows, tokens_per_forward)
+    passes = torch.tensor(len(batches), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(passes, dist.ReduceOp.MAX)
+    values = [0.0] * len(rows)
+    for number in range(int(passes)):
+        indices = batches[number] if number < len(batches) else []
+        # Without rows of its own, a rank takes part in the last passes of the others with an empty one.
+        inputs, targets = padded([rows[i] for i in indices] or [row_of([0, 0], 1)], device)
+        if greedily:
+            measured = wrong_tokens(model, inputs, targets)
+        else:
+            measured = model(inputs, targets, reduction="none").sum(1) / (targets >= 0).sum(1)
+        for index, value in zip(indices, measured.tolist()):  # the one wait for the device
+            values[index] = value
+    return values

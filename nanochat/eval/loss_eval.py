@@ -1,0 +1,146 @@
+"""How well a model predicts text: bits per byte, a loss that does not depend on the tokenizer, and exact answers."""
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanochat.data.conversation_loader import Row, tensors
+from nanochat.data.dataloader import TokenizedShards
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.runtime.distributed import all_reduce_sum, sum_dtype, until_stopped
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.progress import progress
+
+
+@torch.no_grad()
+def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) -> float:
+    """
+    Bits per byte over `steps` batches (inputs, targets, …) on every rank: summed over ranks, then divided. COLLECTIVE.
+
+    token_bytes: (vocab_size,) raw bytes of each token; targets of zero bytes (special tokens) count neither as nats
+    nor as bytes. UserError when there are no bytes at all.
+    """
+    device = next(model.parameters()).device
+    bytes_of = torch.from_numpy(token_bytes).to(device)
+    total = torch.zeros(2, dtype=sum_dtype(device), device=device)  # nats, bytes
+    numbers = progress(range(steps), "bits per byte", "batches")
+    for _, (inputs, targets, *_) in zip(until_stopped(numbers), batches):
+        nats, target_bytes = counted_nats(model, inputs, targets, bytes_of)
+        total += torch.stack((nats.sum(), target_bytes.sum()))
+    all_reduce_sum(total)
+    nats, count = total.tolist()
+    if count == 0:
+        raise UserError("nothing to evaluate: the validation tokens stand for zero bytes of text")
+    return nats / math.log(2) / count
+
+
+def counted_nats(model, inputs: Tensor, targets: Tensor, bytes_of: Tensor) -> tuple[Tensor, Tensor]:
+    """Nats and bytes of each row, (B,), over targets that stand for at least one byte of text."""
+    target_bytes = bytes_of[targets.clamp(min=0)] * (targets >= 0)
+    losses = model(inputs, targets, reduction="none") * (target_bytes > 0)  # (B, T)
+    return tuple(values.sum(1, dtype=sum_dtype(inputs.device)) for values in (losses, target_bytes))
+
+
+@torch.no_grad()
+def document_nats(
+    model, documents: list[list[int]], token_bytes: np.ndarray, tokens_per_forward: int
+) -> list[tuple[float, int]]:
+    """
+    (nats, bytes) of each document by itself, all of it, in windows: a row is <|bos|> and the next sequence_len tokens,
+    so that every token is a target exactly once. documents: token ids that begin with <|bos|>; special tokens count
+    nothing, and neither does the end of the document.
+    """
+    device, length = next(model.parameters()).device, model.config.sequence_len
+    bytes_of = torch.from_numpy(token_bytes).to(device)
+    owners, rows = [], []
+    for number, (bos, *tokens) in enumerate(documents):
+        for start in range(0, len(tokens), length):
+            owners.append(number)
+            rows.append(row_of([bos, *tokens[start : start + length]], 1))
+    results = [(0.0, 0)] * len(documents)
+    for indices in progress(batches_by_length(rows, tokens_per_forward), "bits per byte", "batches"):
+        of_rows = counted_nats(model, *padded([rows[i] for i in indices], device), bytes_of)
+        for i, nats, count in zip(indices, *(values.tolist() for values in of_rows)):
+            total_nats, total_count = results[owners[i]]
+            results[owners[i]] = total_nats + nats, total_count + int(count)
+    return results
+
+
+def first_documents(data: str, tokenizer: Tokenizer, most: int) -> list[list[int]]:
+    """Validation documents from the first on, each whole and with its <|bos|>, until they have `most` tokens."""
+    tokens, offsets = TokenizedShards(data, "val", tokenizer).load(0)
+    ends = offsets[1 : 2 + np.searchsorted(offsets[1:], most)]
+    return [tokens[start:end].tolist() for start, end in zip(offsets, ends)]
+
+
+@torch.no_grad()
+def greedy_completes(
+    model, tokenizer: Tokenizer, pairs: list[tuple[str, str]], tokens_per_forward: int
+) -> list[bool]:
+    """
+    Whether greedy decoding of each prompt gives exactly its completion. One forward pass per batch: the tokens are
+    those of greedy decoding if and only if each is the most likely one after the expected ones before it. What does
+    not fit into a row of the model is not completed.
+    """
+    device, longest = next(model.parameters()).device, model.config.sequence_len + 1
+    texts = [text for prompt, completion in pairs for text in (prompt, prompt + completion)]
+    encoded = tokenizer.encode(texts, prepend=tokenizer.get_bos_token_id())
+    rows, results = [], {}
+    for prompt, whole in zip(encoded[::2], encoded[1::2]):
+        assert whole[: len(prompt)] == prompt, "a token spans prompt and completion"
+        rows.append(row_of(whole, len(prompt)))
+    for indices in batches_by_length(rows, tokens_per_forward):
+        wrong = wrong_tokens(model, *padded([rows[i] for i in indices], device))
+        results |= zip(indices, (wrong == 0).tolist())
+    return [results[i] and len(rows[i][0]) <= longest for i in range(len(rows))]
+
+
+def wrong_tokens(model, inputs: Tensor, targets: Tensor) -> Tensor:
+    """
+    (B,): how many targets of each row are not the model's most likely token. The head sees only the positions that
+    have a target: the logits of all positions could be gigabytes.
+    """
+    counts = targets >= 0
+    logits = model.lm_head(model.hidden(inputs)[counts])  # (targets, vocab_size)
+    wrong = torch.zeros_like(targets)
+    wrong[counts] = (logits.argmax(-1) != targets[counts]).long()
+    return wrong.sum(1)
+
+
+# ---- Rows of any length in padded batches
+
+
+def row_of(tokens: list[int], start: int) -> Row:
+    """A row of which the tokens from `start` on count as targets."""
+    return tokens, [0.0] * start + [1.0] * (len(tokens) - start)
+
+
+def batches_by_length(rows: list[Row], tokens_per_forward: int) -> list[list[int]]:
+    """
+    The indices of the rows, those of like length together: rows times length, padding included, is at most
+    tokens_per_forward. A longer row goes alone.
+    """
+    batches: list[list[int]] = []
+    for index in sorted(range(len(rows)), key=lambda index: len(rows[index][0])):  # each is the longest so far
+        if not batches or (len(batches[-1]) + 1) * len(rows[index][0]) > tokens_per_forward:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
+
+
+def padded(rows: list[Row], device: torch.device) -> tuple[Tensor, Tensor]:
+    """inputs and targets, (B, T): T + 1 is the longest row's length; targets that do not count are −1."""
+    return tensors(rows, max(len(tokens) for tokens, _ in rows) - 1, device)[:2]
+
+
+def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> str:
+    """
+    The prompt's greedy continuation, up to max_tokens tokens or the end of the document. It always takes max_tokens
+    forward passes: ranks that gather each unit together must make equally many, also if their roundings differ.
+    """
+    bos = tokenizer.get_bos_token_id()
+    out = list(model.generate(tokenizer.encode(prompt, prepend=bos), max_tokens))
+    end = out.index(bos) if bos in out else len(out)
+    return tokenizer.decode(out[:end])

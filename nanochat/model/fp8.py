@@ -1,0 +1,60 @@
+"""
+Products of matrices in 8 bits, at twice the rate of bfloat16 on GPUs from Hopper on. Micikevicius et al. 2022,
+arXiv:2209.05433: activations and weights have 3 bits of mantissa (e4m3), gradients 2 bits and a larger range (e5m2).
+Each tensor is scaled so that its largest number is the largest of its format; sums are float32.
+"""
+import torch
+from torch import Tensor
+
+from nanochat.runtime.errors import UserError
+
+MULTIPLE = 16  # of both sizes of every operand
+
+
+def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """F.linear(x, weight) of 8-bit copies, forward and backward: x (…, K), weight (M, K) → (…, M) in x's dtype."""
+    return Fp8Linear.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+
+
+def check_fp8(device: torch.device, tokens: int) -> None:
+    """UserError where a GPU has no such products, or cannot multiply this many tokens."""
+    if device.type == "mps":
+        raise UserError("fp8=True needs an H100 or newer; leave fp8 out")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+        raise UserError(f"fp8=True needs an H100 or newer; this is {torch.cuda.get_device_name(device)}: leave fp8 out")
+    if tokens % MULTIPLE:
+        raise UserError(f"fp8=True needs micro-batches of a multiple of {MULTIPLE} tokens, and device_batch_size * "
+                        f"max_seq_len is {tokens}")
+
+
+class Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        x8, weight8 = (scaled(tensor, torch.float8_e4m3fn) for tensor in (x, weight))
+        ctx.save_for_backward(*x8, *weight8)
+        ctx.dtypes = x.dtype, weight.dtype
+        return product(x8, weight8, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x8, x_scale, weight8, weight_scale = ctx.saved_tensors
+        x_dtype, weight_dtype = ctx.dtypes
+        grad8, grad_scale = scaled(grad, torch.float8_e5m2)
+        return (product((grad8, grad_scale), (weight8.T, weight_scale), x_dtype),
+                product((grad8.T, grad_scale), (x8.T, x_scale), weight_dtype))
+
+
+def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x / scale in 8 bits, and the scale, float32. A number that is not finite makes all of it NaN."""
+    scale = x.abs().amax().float().clamp(min=1e-30) / torch.finfo(dtype).max
+    return (x.float() / scale).to(dtype), scale
+
+
+def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """a (N, K) times b (M, K) transposed, both scaled. fast: a GPU adds with fewer bits, enough for a forward pass."""
+    # The kernel wants rows of a and rows of b, each contiguous.
+    (a8, a_scale), (b8, b_scale) = a, b
+    if a8.device.type == "cpu":  # where torch's own kernel takes seconds on some processors
+        return (a8.float() @ b8.float().T * (a_scale * b_scale)).to(dtype)
+    return torch._scaled_mm(
+        a8.contiguous(), b8.contiguous().T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)

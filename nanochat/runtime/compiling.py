@@ -1,0 +1,87 @@
+"""
+torch.compile where it pays, in one place: hot functions are called as `compiled(function)(...)`, blocks of the
+model by `GPT.compile_blocks`. Until `set_compile` (or `set_up`) asks for it, all of it is plain eager code.
+"""
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from nanochat.runtime.errors import UserError, first_line, is_rank0
+
+ONE_PASS = 2**16  # elements
+RECOMPILE_LIMIT = 64  # torch's is 8; kinds of blocks, lengths of conversations and their last chunks are more
+
+switch = SimpleNamespace(on=False)  # of this process
+
+
+def compiled(function: Callable) -> Callable:
+    """`function` compiled on its first call for each shape, or as it is: importing the compiler alone takes seconds."""
+    return with_compiler(function) if switch.on else function
+
+
+def of_any_length(function: Callable) -> Callable:
+    """
+    A compiled function of tensors (…, T, C). On a CPU it is compiled once for all T together (but 0 and 1): as fast as
+    code that knows T, and to compile that takes longer than many steps of a small model.
+    """
+    def call(*arguments):
+        for part in tree_leaves(arguments) if switch.on else ():
+            if isinstance(part, torch.Tensor) and part.dim() > 1 and part.device.type == "cpu":
+                torch._dynamo.maybe_mark_dynamic(part, part.dim() - 2)
+        return function(*arguments)
+
+    return call
+
+
+def in_one_pass(function: Callable, flat: torch.Tensor, *others: torch.Tensor | float):
+    """
+    function(flat, *others), elementwise over long flat tensors: compiled, it reads and writes memory once instead of
+    once for each operation. It is compiled once for all lengths; below ONE_PASS elements it is not worth a call.
+    """
+    return (with_compiler(function, True) if switch.on and len(flat) >= ONE_PASS else function)(flat, *others)
+
+
+@functools.cache
+def with_compiler(function: Callable, dynamic: bool = False) -> Callable:
+    return torch.compile(function, dynamic=dynamic)
+
+
+def set_compile(wanted: bool, device_type: str) -> bool:
+    """
+    Switch compilation on or off for this process. Returns whether it is on: generated code needs a compiler and
+    Python's headers, so it is tried once. A CPU without them trains eagerly rather than not at all; a GPU, which would
+    take twice the time, does not: UserError.
+    """
+    switch.on = wanted and device_type in ("cpu", "cuda")
+    if switch.on:
+        # What the processor can do, torch has asked it; by default it compiles three large programs to try it as well.
+        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        # A process need not trace graphs with our autograd functions anew, either: what they do is in the key of the
+        # cache, as long as that is operations of torch.
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+        try:
+            compiled(probe)(torch.zeros(64, device=device_type))
+        except Exception as error:  # whatever keeps it from working, eager code does not need it
+            why, switch.on = first_line(error), False
+            if device_type == "cuda":
+                raise UserError("compiling fails; it takes a C compiler and Python's headers (sudo apt install gcc "
+                                f"python3-dev), or --compile=False at half the speed: {why}") from None
+            if is_rank0():
+                print(f"not compiling: {why}", flush=True)
+    return switch.on
+
+
+def probe(x: torch.Tensor) -> torch.Tensor:
+    """Something to compile."""
+    return x.exp() + 1
+
+
+def eagerly():
+    """Context for code whose shapes change from call to call (sampling, single documents)."""
+    return torch.compiler.set_stance("force_eager") if switch.on else contextlib.nullcontext()

@@ -1,0 +1,57 @@
+"""Rollouts for reinforcement learning: sampled answers, their rewards and advantages; how much a run improved."""
+import math
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from nanochat.data.task import Task
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.eval.task_eval import accuracy, answer_text, generate_answers
+from nanochat.inference.sampling import SamplingParams
+from nanochat.model.gpt import GPT
+
+
+@dataclass
+class Rollout:
+    """A prompt and one answer to it."""
+
+    ids: list[int]
+    sampled: list[bool]         # of each token: drawn by the model, neither read nor written by the tool
+    reward: float
+    advantage: float = 0.0      # the reward, less the mean of the samples of this problem
+
+    def weights(self) -> list[float]:
+        """The weight of each token in the policy's loss."""
+        return [self.advantage * sampled for sampled in self.sampled]
+
+
+def sample_rollouts(
+    task: Task, indices: list[int], model: GPT, tokenizer: Tokenizer, num_samples: int, sampling: SamplingParams,
+    batch_size: int,
+) -> list[Rollout]:
+    """num_samples rollouts of each of these problems, those of one problem next to each other, with advantages."""
+    conversations = [task[index] for index in indices]
+    answers = generate_answers(model, tokenizer, conversations, indices, sampling, num_samples, batch_size)
+    rollouts = []
+    for conversation, samples in zip(conversations, answers):
+        rewards = [task.reward(conversation, answer_text(tokenizer, answer)) for answer in samples]
+        mean = fmean(rewards)
+        for answer, reward in zip(samples, rewards):
+            sampled = [False] * len(answer.prompt) + [not forced for forced in answer.forced]
+            rollouts.append(Rollout(answer.prompt + answer.tokens, sampled, reward, reward - mean))
+    return rollouts
+
+
+def rollout_stats(rollouts: list[Rollout]) -> dict[str, float]:
+    """Mean reward, mean number of sampled tokens, and the part that has an advantage."""
+    return {"rl/reward": fmean(r.reward for r in rollouts), "rl/tokens": fmean(sum(r.sampled) for r in rollouts),
+            "rl/trained_on": fmean(r.advantage != 0 for r in rollouts)}
+
+
+def describe_change(before: list[list[bool]], after: list[list[bool]]) -> str:
+    """How pass@1 changed on the same problems, in words, with a 95% interval from the problems' own differences."""
+    differences = [fmean(b) - fmean(a) for a, b in zip(before, after, strict=True)]
+    margin = 1.96 * stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+    change = fmean(differences)
+    return (f"pass@1 from {accuracy(before):.1%} to {accuracy(after):.1%}, {100 * change:+.1f} points, "
+            f"95% interval {100 * (change - margin):+.1f} to {100 * (change + margin):+.1f}, "
+            f"paired over {len(differences):,} problems")
