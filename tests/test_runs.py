@@ -25,7 +25,7 @@ from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
 from nanochat.runtime.errors import UserError
 
-PAGES = sorted([*REPO.glob("README*.md"), *REPO.glob("docs/*.md")])
+PAGES = sorted([*REPO.glob("README*.md"), *REPO.glob("docs/*.md"), REPO / "tests" / "README.md"])
 SCRIPTS = sorted([*REPO.glob("runs/*"), *REPO.glob("*.sh"), *REPO.glob("tests/*.sh")])
 LAUNCHER_FLAGS = {
     flag.lstrip("-").replace("-", "_") for action in get_args_parser()._actions for flag in action.option_strings
