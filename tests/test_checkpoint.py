@@ -460,7 +460,8 @@ def refusal(*_, **__):
 
 
 @pytest.mark.parametrize("where", [
-    "nanochat.runtime.files.tempfile.mkdtemp", "nanochat.training.saving.save_file", "nanochat.training.saving.sha256", "nanochat.runtime.files.sync"])
+    "nanochat.runtime.files.tempfile.mkdtemp", "nanochat.training.saving.save_file",
+    "nanochat.training.saving.sha256", "nanochat.runtime.files.sync"])
 def test_a_failed_save_is_a_warning_if_another_follows_and_an_error_if_not(where, folder, monkeypatch, capsys):
     """The disk fills up while a step that is there already is saved again: the old one stays, without debris."""
     writer = Rank().writer(folder)
