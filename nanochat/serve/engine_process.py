@@ -221,6 +221,9 @@ class EngineProcess:
                 return
             self.compiling.remove(request.id)
             self.send({request.id: []})
+        if time.monotonic() - request.started > request.seconds:  # it came while a step took long
+            self.send({request.id: no_place(request)})
+            return
         sampling = replace(request.sampling, grammar=grammar)
         try:
             for number, prompt in enumerate(request.prompts):
@@ -260,7 +263,7 @@ class EngineProcess:
                 choice.finish("length")
                 self.engine.remove(answer)
                 if not request.begun:
-                    batch[request.id] = unavailable(f"no place became free within {request.seconds:g} s")
+                    batch[request.id] = no_place(request)
             if chunk.finish_reason:
                 del self.choices[answer]
             if chunk.tokens or chunk.finish_reason:
@@ -269,6 +272,10 @@ class EngineProcess:
                 if isinstance(chunks, list):
                     chunks.append(chunk)
         self.send(batch)    # an empty one, too: it tells that the engine is alive
+
+
+def no_place(request: Request) -> ApiError:
+    return unavailable(f"no place became free within {request.seconds:g} s")
 
 
 def load_engine(
