@@ -5,6 +5,7 @@ Models that write at the pace a test sets, so that no test needs one that happen
 this is scripts.chat_web, whose engines keep to the pace in the file that the environment names, PACE.
 """
 import importlib
+import json
 import os
 import runpy
 import sys
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 
 from nanochat.inference.engine import Engine
-from nanochat.serve import engine_process
+from nanochat.serve import engine_process, worker
 from nanochat.serve.engine_process import load_engine
 
 
@@ -46,10 +47,14 @@ class Pace:
         return engine
 
 
-def chat_web(file: Path, *args: str, before: str = "pass") -> tuple[list[str], dict[str, str]]:
-    """The command that starts scripts.chat_web with engines of that pace, and its environment; before: runs first."""
+def chat_web(file: Path, *args: str, **patience: float) -> tuple[list[str], dict[str, str]]:
+    """
+    The command that starts scripts.chat_web with engines of that pace, and its environment. patience: other values of
+    the constants of nanochat.serve.worker, in seconds.
+    """
     path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    settings = {"PACE": str(file), "BEFORE": before, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    settings = {"PACE": str(file), "PATIENCE": json.dumps(patience), "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(path)}
     return [sys.executable, "-m", "pace", *args], os.environ | settings
 
 
@@ -59,5 +64,7 @@ def load_paced_engine(*args) -> Engine:
 
 if __name__ == "__main__":
     engine_process.load_engine = importlib.import_module("pace").load_paced_engine  # as the engine's process knows it
-    exec(os.environ["BEFORE"])
+    for name, seconds in json.loads(os.environ["PATIENCE"]).items():
+        assert hasattr(worker, name)
+        setattr(worker, name, seconds)
     runpy.run_module("scripts.chat_web", run_name="__main__", alter_sys=True)

@@ -108,13 +108,12 @@ def streamed(chunks) -> str:
 
 
 class Running:
-    def __init__(self, folder, models: dict[str, GPT], *args: str, before: str = "pass"):
-        """before: a statement that the server's process runs first."""
+    def __init__(self, folder, models: dict[str, GPT], *args: str, **patience: float):
         for stage, model in models.items():
             write_checkpoint(folder / f"{stage}_checkpoints" / "tiny", model)
         self.log, self.pace = folder / "log", Pace(folder / "pace")
         on_cpu = "--port=0", "--device_type=cpu", "--dtype=float32"
-        command, env = chat_web(self.pace.file, *on_cpu, *args, before=before)
+        command, env = chat_web(self.pace.file, *on_cpu, *args, **patience)
         env |= {"NANOCHAT_BASE_DIR": str(folder), "NANOCHAT_API_KEY": KEY}
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(command, cwd=REPO, env=env, stdout=log, stderr=subprocess.STDOUT)
@@ -823,7 +822,7 @@ def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
     model = writing_model()
     server = Running(
         tmp_path, {"base": model}, "--allowed_hosts=Chat.example.org", "--workers=2", "--max_batch=2",
-        before="from nanochat.serve import worker; worker.HUNG_AFTER = 3; worker.DEAD_AFTER = 10")
+        HUNG_AFTER=3, DEAD_AFTER=10)
     try:
         assert "the furthest stage of training is base, a base model" in server.log.read_text()
         [listed] = server.client.models.list()
