@@ -55,8 +55,8 @@ def list_tags(folder: Path) -> list[str]:
 
 def newest_saved(folder: Path) -> str:
     """The end of a message about a save that failed: what is left to go on from."""
-    steps = list_steps(folder)
-    return f"the newest saved step is {step_dir(folder, steps[-1])}" if steps else f"no step is saved in {folder}"
+    newest = newest_step(folder)
+    return f"the newest saved step is {newest}" if newest else f"no step is saved in {folder}"
 
 
 def has_training_state(checkpoint: Path) -> bool:
