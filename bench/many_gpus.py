@@ -18,7 +18,7 @@ from nanochat.plan.machines import LINKS, Cluster, Layout, StepPlan, fastest_lay
 from nanochat.plan.memory import GIB, parameter_counts, shaped
 from nanochat.runtime.files import write_aside
 from nanochat.runtime.flops import datasheet_peak
-from nanochat.training.report import markdown_table
+from nanochat.runtime.tables import markdown_table
 
 write = False               # put tables and picture into docs
 configure(globals())

@@ -14,7 +14,8 @@ from configurator import configure
 
 from nanochat.corpus.make_dataset import default_name, make
 from nanochat.data import dataset  # `verify` below is a setting
-from nanochat.training.report import markdown_table, write_section
+from nanochat.runtime.tables import markdown_table
+from nanochat.training.report import write_section
 
 # ---- Data
 source = "tinyworld"   # tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file

@@ -18,7 +18,7 @@ from nanochat.plan.machines import LINKS, Cluster, Layout, fastest_layout, fits,
 from nanochat.plan.memory import GIB, parameter_counts, parts, shaped, state_bytes, step_bytes
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import datasheet_peak, peak_flops
-from nanochat.training.report import markdown_table
+from nanochat.runtime.tables import markdown_table
 
 # ---- Model and batch
 depth = 20                  # [1..] layers

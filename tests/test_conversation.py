@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from nanochat.data.conversation import check_conversation, drop_oldest, render, render_prompt
-from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order, pack, padded_length
+from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order, pack
+from nanochat.data.padding import padded_length
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.errors import UserError
 

@@ -13,14 +13,14 @@ that answers them has combined a fact that it knows with a phrasing that it know
 """
 import hashlib
 import math
-import random
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from nanochat.corpus import tinyworld_facts as data
 from nanochat.data.dataset import iter_texts, load_manifest
+from nanochat.data.stable_random import StableRandom
 
 FACT_TOPICS = ("capitals", "elements", "opposites", "calendar", "planets", "colors", "animals", "spelling", "counting",
                "sums", "equations")
@@ -29,7 +29,6 @@ LENGTHS = {**dict.fromkeys(FACT_TOPICS, (3, 7)), "stories": (5, 8), "conversatio
 NEVER_HELD_OUT = ("counting", "sums", "equations")  # computed: there are so many that they would outnumber the others
 PROMPTS, COLORS = data.PROMPTS, data.COLORS
 
-T = TypeVar("T")
 Slots = dict[str, str]  # slot of a template -> the word that fills it
 
 
@@ -60,24 +59,6 @@ class Document(NamedTuple):
     text: str    # one line, sentences separated by one space, each ending in "."
     topic: str
     bits: float  # -log2 of the probability that a document begins with this text
-
-
-class StableRandom:
-    """
-    Random draws that depend on the key only, on every machine and in every version of Python: for Random(str).random()
-    alone Python promises this. bits: log2 of the number of equally likely outcomes of all draws so far.
-    """
-
-    def __init__(self, key: str) -> None:
-        self.uniform, self.bits = random.Random(key).random, 0.0
-
-    def below(self, n: int) -> int:
-        """One of 0 … n − 1."""
-        self.bits += math.log2(n)
-        return int(self.uniform() * n)
-
-    def choice(self, choices: Sequence[T]) -> T:
-        return choices[self.below(len(choices))]
 
 
 # ---- The facts ------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from functools import cache
 from typing import NamedTuple
 
 from nanochat.corpus import tinyworld_facts as data
-from nanochat.corpus.tinyworld import StableRandom
+from nanochat.data.stable_random import StableRandom
 from nanochat.data.conversation import Conversation
 from nanochat.data.task import Task, reference
 from nanochat.inference.calculator import arithmetic
