@@ -25,8 +25,8 @@ from nanochat.plan.probes import set_up_training, train_step
 from nanochat.runtime.distributed import compute_cleanup, set_up
 from nanochat.runtime.files import base_dir, write_text
 from nanochat.runtime.flops import peak_flops, synchronize
-from nanochat.training.metrics import peak_memory
 from nanochat.runtime.tables import markdown_table
+from nanochat.training.metrics import peak_memory
 
 part: Literal["all", "steps", "profile"] = "all"
 rehearse = False            # all parts in small, on a CPU

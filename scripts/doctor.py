@@ -29,8 +29,8 @@ from nanochat.plan.probes import probe, rows_that_train, try_steps
 from nanochat.runtime.distributed import choose_device_type, compute_dtype
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
-from nanochat.training.checkpoint import STAGES, checkpoint_dir, list_tags
 from nanochat.runtime.tables import markdown_table
+from nanochat.training.checkpoint import STAGES, checkpoint_dir, list_tags
 
 # ---- Model
 depth = -1                  # [-1, 1..] layers; -1: a table of the usual ones

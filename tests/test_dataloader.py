@@ -17,7 +17,6 @@ from nanochat.data import dataloader
 from nanochat.data.dataloader import (
     RowPlanner,
     TokenizedShards,
-    count_tokens,
     prefetched,
     tokenizing_distributed_data_loader,
     validation_rows,
@@ -152,8 +151,7 @@ def test_resume_refuses_other_data_tokenizer_or_settings(source):
 
 def test_validation_is_pinned_and_wraps(source):
     """More batches than the split holds do not end the run, and every evaluation sees the same rows."""
-    total = count_tokens(source[0], "val", source[1])
-    assert total == sum(len(ids) + 1 for ids in documents(source, "val"))
+    total = sum(len(ids) + 1 for ids in documents(source, "val"))
     count = 3 * total // (2 * T)
     first, second = ([batch[0] for batch in itertools.islice(loader(source, split="val"), count)] for _ in range(2))
     assert len(first) == count and all(torch.equal(a, b) for a, b in zip(first, second))
@@ -220,7 +218,6 @@ def test_more_shards_than_files_may_be_open(tmp_path):
             row = planner.next_row()
             planner.read([row])
             seen.update(shard for shard, _, _ in row)
-        assert count_tokens("many", "train", tokenizer) > 0
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(seen) > 150

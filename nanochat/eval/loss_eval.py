@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.data.padding import Row, padded_batch
 from nanochat.data.dataloader import TokenizedShards
+from nanochat.data.padding import Row, padded_batch
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.distributed import all_reduce_sum, sum_dtype, until_stopped
 from nanochat.runtime.errors import UserError

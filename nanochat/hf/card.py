@@ -4,8 +4,8 @@ from pathlib import Path
 from nanochat.hf.model import is_modern
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.files import base_dir
-from nanochat.training.records import describe_checkpoint
 from nanochat.runtime.tables import cell, markdown_table
+from nanochat.training.records import describe_checkpoint
 from nanochat.training.report import read_section, sorted_sections
 
 STAGE_NAMES = {
