@@ -203,16 +203,11 @@ def validation_documents(data: str) -> list[Document] | None:
     if manifest["source"] != "tinyworld":
         return None
     texts = list(iter_texts(data, "val"))
-    # Data sets of earlier versions do not tell which documents were held out: all are generated again, in some seconds.
-    generated = sum(manifest[key] for key in ("documents", "duplicates", "left_out"))
-    indices = manifest.get("val_indices", range(generated))
-    wanted: dict[str, Document | None] = dict.fromkeys(texts)
-    wanted |= {made.text: made for made in (generate(manifest["seed"], i) for i in indices) if made.text in wanted}
-    documents = [wanted[text] for text in texts]
-    if None in documents:  # worth a line, not worth a run
+    documents = [generate(manifest["seed"], index) for index in manifest.get("val_indices", ())]
+    if [document.text for document in documents] != texts:  # worth a line, not worth a run
         from nanochat.runtime.distributed import print0  # here: it loads torch, which making a data set does without
 
-        print0(f"no entropy floor: another version has made {texts[documents.index(None)][:80]!r} of data set {data!r}")
+        print0(f"no entropy floor: another version has made {texts[0][:80]!r} of data set {data!r}")
         return None
     return documents
 
