@@ -9,7 +9,7 @@ from conftest import REPO
 
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.machines import LINKS, Cluster, Layout, plan_step
-from nanochat.plan.memory import parts, state_bytes
+from nanochat.plan.memory import split_into_stages, state_bytes
 from nanochat.runtime.flops import datasheet_peak
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: . ./setup.sh dev")
@@ -46,7 +46,8 @@ def compare_with_the_planner(page, depth: int, stage: int, stages: int, hosts: i
     numbers = [found[name] for name in ("seconds", "within", "between", "bubble")]
     wanted = [expected.seconds, expected.within, expected.between, expected.bubble]
     assert numbers == pytest.approx(wanted, rel=1e-10, abs=1e-12), choice
-    kept = max((state_bytes(stage, shards, torch.bfloat16, p.adamw, p.muon) for p in parts(config, stages)), key=sum)
+    states = [state_bytes(stage, shards, torch.bfloat16, s.adamw, s.muon) for s in split_into_stages(config, stages)]
+    kept = max(states, key=sum)
     assert list(found["holds"].values()) == pytest.approx(list(kept), rel=1e-10), choice
 
 

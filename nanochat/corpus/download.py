@@ -22,8 +22,9 @@ def fetch_shard(repository: str, file: str, folder: Path) -> dict:
     the hub's checksum is kept. Raises UserError, in one line.
     """
     import huggingface_hub as hub  # here: making data from other sources does without it
+    from huggingface_hub.utils import disable_progress_bars
 
-    hub.utils.disable_progress_bars()  # one for each file; make_dataset counts the files
+    disable_progress_bars()  # one for each file; make_dataset counts the files
     where = {"repo_id": repository, "filename": file, "repo_type": "dataset"}
     for attempt in range(1, TRIES + 1):
         try:
@@ -49,8 +50,8 @@ def check_shard(path: Path, etag: str | None) -> dict:
         if re.fullmatch("[0-9a-f]{64}", etag or "") and checksum != etag:
             raise ValueError(f"wrong checksum: expected {etag}, got {checksum}")
         entry = describe(path, checksum)
-    except ValueError:
+    except ValueError as error:
         path.unlink()
-        raise
+        raise ValueError(str(error)) from None  # without the error of the parquet reader
     sync(path)
     return entry
