@@ -23,7 +23,6 @@ from nanochat.corpus import own_files, sources
 from nanochat.corpus.make_dataset import ensure_dataset, make
 from nanochat.data import dataset
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.files import previous
 
 LANGUAGES = ["Grüße aus Köln, schöne Straße.", "Привет, как дела?", "今日はいい天気ですね。", "مرحبا بالعالم",
              "नमस्ते दुनिया", "😀👩‍👩‍👧"]
@@ -129,17 +128,6 @@ def test_shuffle_depends_on_the_seed_and_on_nothing_else(inputs, base):
     assert abs(sum(number[:1500]) / 1500 - 1500) < 150  # mean of 1500 draws: standard deviation 16
 
 
-def test_num_shards_limits_training_and_keeps_a_validation_shard(inputs):
-    write_jsonl(inputs / "a.jsonl", texts(4000))
-    make(str(inputs), name="all", shard_mb=0.1)
-    manifest = make(str(inputs), name="two", shard_mb=0.1, num_shards=2)
-    assert len(files_of("all")) > 5 and len(files_of("two")) == 3
-    assert manifest["documents"] + manifest["left_out"] == 4000
-    assert not set(rows_of(files_of("two")[-1])) & {row for path in files_of("two")[:-1] for row in rows_of(path)}
-    make("tinyworld", num_shards=2, shard_mb=0.05)
-    assert len(files_of("tinyworld")) == 3
-
-
 # ---- Sources
 
 PACK = {"gz": gzip.compress, "zst": zstandard.compress, "": bytes}
@@ -168,22 +156,6 @@ def test_a_file_or_folder_names_its_data_set(inputs, monkeypatch):
     make("in")  # a relative folder
     assert all_rows("in") == all_rows("book") and len(all_rows("in")) > 8
     assert sorted(line for row in all_rows("in") for line in row.splitlines()) == sorted(texts(1000))
-
-
-def test_a_large_text_file_is_cut_at_blank_lines(inputs):
-    paragraphs = texts(3000, words=40)
-    (inputs / "a.txt").write_text("\n\n".join(paragraphs))
-    make(str(inputs))
-    rows = all_rows("in")
-    assert max(len(row.encode()) for row in rows) <= own_files.PIECE and len(rows) >= 6
-    assert Counter(part for row in rows for part in row.strip().split("\n\n")) == Counter(paragraphs)
-
-
-def test_a_text_without_any_blank_is_cut_between_characters(inputs):
-    text = "".join(chr(0x4E00 + i * i // 7 % 19997) for i in range(150_000))  # three bytes each, no space in 450 kB
-    (inputs / "a.txt").write_text(text)
-    manifest = make(str(inputs))
-    assert manifest["invalid"] == 0 and sum(map(len, all_rows("in"))) == len(text)
 
 
 def test_json_and_csv_are_read(inputs):
@@ -265,13 +237,6 @@ def test_huggingface_datasets_of_a_local_folder(inputs, monkeypatch):
     assert not files_of("other")
 
 
-def test_tinyworld_is_documents_from_zero_on():
-    make("tinyworld", seed=7)
-    rows = all_rows("tinyworld")
-    assert set(rows) == {f"Document {i} of world 7. " * 9 for i in range(len(rows))}
-    assert abs(sum(map(len, rows)) - 200_000) < 500
-
-
 def test_python_holds_the_sources_and_the_reference_and_keeps_a_file_on_one_side():
     make("python")
     documents = list(sources.python_documents())
@@ -307,12 +272,6 @@ def test_too_little_text_is_one_line(inputs, text):
     with pytest.raises(UserError, match="too little text in .*in: .* bytes") as caught:
         make(str(inputs))
     assert "\n" not in str(caught.value) and not files_of("in")
-
-
-def test_two_single_lines_are_one_for_each_side(inputs):
-    write_jsonl(inputs / "a.jsonl", ["one", "two"])
-    make(str(inputs))
-    assert sorted(map(rows_of, files_of("in"))) == [["one"], ["two"]]
 
 
 # ---- Damage and misuse
@@ -442,17 +401,6 @@ def test_the_command_that_repairs_names_the_encoding_and_the_field(inputs):
     assert files_of("mine")[0].read_bytes() == whole
 
 
-def test_ensure_makes_tinyworld_once(capsys):
-    ensure_dataset("tinyworld")
-    assert capsys.readouterr().out.startswith("making data set 'tinyworld' in ")
-    stamp = files_of("tinyworld")[0].stat()
-    ensure_dataset("tinyworld")
-    make("tinyworld")
-    assert files_of("tinyworld")[0].stat() == stamp  # neither asking nor making again touches it
-    make("tinyworld", seed=3)
-    assert files_of("tinyworld")[0].stat().st_ino != stamp.st_ino
-
-
 # ---- The command, kills and full disks
 
 def test_importing_prints_and_touches_nothing(tmp_path):
@@ -503,23 +451,6 @@ def test_a_build_killed_at_any_moment_leaves_the_old_data_or_none(inputs, base):
     dataset.verify("mine")
     make(str(inputs), name="mine")
     assert len(all_rows("mine")) == 40_000 and sorted(os.listdir(base / "data")) == [".mine.lock", "mine"]
-
-
-def test_a_kill_between_the_two_renames_is_mended_by_the_command_that_makes_it(inputs, base):
-    write_jsonl(inputs / "a.jsonl", texts(300))
-    make(str(inputs), name="mine")
-    before = dataset.fingerprint("mine")
-    os.rename(base / "data" / "mine", previous(base / "data" / "mine"))  # how such a kill leaves the disk
-    names = os.listdir(base / "data")
-    with pytest.raises(UserError, match="no data set 'mine' "):
-        dataset.fingerprint("mine")
-    assert os.listdir(base / "data") == names, "who reads repairs nothing"
-    with pytest.raises(UserError, match="no such path"):
-        make(str(inputs / "gone"), name="mine")
-    write_jsonl(inputs / "a.jsonl", [])
-    with pytest.raises(UserError):
-        make(str(inputs), name="mine")
-    assert dataset.fingerprint("mine") == before
 
 
 def test_two_builds_at_once_are_one(inputs):

@@ -1,6 +1,5 @@
 """What a node with GPUs does to this repo, without one: drivers, Pythons and compilers that are stand-ins."""
 import gc
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -74,28 +73,6 @@ def test_a_driver_that_torch_cannot_use_ends_the_setup(tmp_path):
     assert done.returncode == 1 and "NVIDIA driver 470 is too old" in done.stderr and not (tmp_path / "calls").exists()
 
 
-OLD = """[ "$1" = --version ] && echo Python 3.10.12
-exit 1"""
-NEW = """[ "$1" = -c ] || echo "$0 $*" >> asked
-[ "$1" = -c ]"""
-
-
-@pytest.mark.parametrize("programs, asked", [
-    ({"python3": OLD, "python3.12": NEW}, "python3.12 -m venv .venv"),
-    ({"python3": OLD, "python3.11": OLD, "uv": NEW}, "uv venv --quiet --seed --python 3.12 .venv"),
-    ({"python3": OLD}, None),
-])
-def test_a_newer_python_is_found_or_named(tmp_path, programs, asked):
-    """`python3` is 3.10, or has no venv."""
-    copy_scripts(tmp_path)
-    done = bash(tmp_path, "-c", ". ./setup.sh", PATH=on_path(tmp_path, programs))
-    assert done.returncode == 1
-    if asked:
-        assert (tmp_path / "asked").read_text() == f"{tmp_path}/bin/{asked}\n"
-    else:
-        assert done.stderr.count("\n") == 1 and "only Python 3.10.12; install uv" in done.stderr
-
-
 def as_a_gpu_node(change: str, *args: str) -> subprocess.CompletedProcess:
     """scripts.doctor in a process whose torch was changed before."""
     program = f"import torch, runpy\n{change}\nrunpy.run_module('scripts.doctor', run_name='__main__', alter_sys=True)"
@@ -157,22 +134,6 @@ def test_the_defaults_of_pretraining_fit_into_80_gb():
     for ranks in (1, 8):
         assert needed_bytes(config, rows, torch.bfloat16, "cuda", True, ranks) < 79 * GIB
     assert needed_bytes(config, 4 * rows, torch.bfloat16, "cuda", True) > 79 * GIB
-
-
-def test_segments_grow_unless_the_user_says_otherwise(monkeypatch):
-    """The setting is there before the device is touched."""
-    monkeypatch.setattr(distributed, "choose_device_type", lambda _: "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    seen = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: seen.append(os.environ.get("PYTORCH_ALLOC_CONF")))
-    for name in ("RANK", "LOCAL_RANK", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    precision = torch.backends.cuda.matmul.fp32_precision
-    distributed.compute_init()
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    distributed.compute_init()
-    torch.backends.cuda.matmul.fp32_precision = precision
-    assert seen == ["expandable_segments:True", "max_split_size_mb:64"]
 
 
 def test_many_shapes_are_compiled(monkeypatch):

@@ -7,7 +7,6 @@ last, a killed process leaves nothing that looks like a data set, and the same c
 """
 import codecs
 import contextlib
-import hashlib
 import json
 import shutil
 import sys
@@ -85,9 +84,6 @@ def make_from_text(name: str, settings: dict) -> dict:
     own = False
     if source == "tinyworld":
         documents = sources.tinyworld_documents(seed, enough)
-        # A sample stands for the generator: when that changes, the corpus is made anew.
-        sample = "".join(text for text, _ in sources.tinyworld_documents(seed, 20_000))
-        settings["sample"] = hashlib.sha256(sample.encode()).hexdigest()
     elif source == "python":
         documents = sources.python_documents()
         settings["python"] = sys.version

@@ -78,7 +78,9 @@ def choose_held_out(key: str, tellings: list[Telling], answer: str) -> Telling |
     """For about half of all keys one of these tellings; never one of the prompts that a model is to complete."""
     digest = hashlib.sha256(key.encode()).digest()
     candidates = [telling for telling in tellings if as_prompt(telling, answer) not in dict(PROMPTS)]
-    return candidates[digest[1] % len(candidates)] if candidates and digest[0] % 2 else None
+    if not candidates or digest[0] % 2 == 0:
+        return None
+    return candidates[digest[1] % len(candidates)]
 
 
 @cache
@@ -86,20 +88,32 @@ def facts() -> tuple[Fact, ...]:
     """Every fact of the world with all its tellings, in a fixed order."""
     found = []
     for topic, noun, table, own in data.RELATIONS:
-        rows = [pair.split("=") for pair in " ".join(table.split()).split(", ")] if isinstance(table, str) else table
-        templates = (*data.GENERIC, *own) if noun else own
+        rows = table
+        if isinstance(table, str):
+            rows = [pair.split("=") for pair in " ".join(table.split()).split(", ")]
+        templates = own
+        if noun:
+            templates = (*data.GENERIC, *own)
         for row in rows:
-            slots = dict(zip("sayx", row))  # subject, answer, and what the computed facts need besides
-            slots["np"] = (noun or "").format(**slots)
-            slots |= {"S": capital(slots["s"]), "A": capital(slots["a"]), "Np": capital(slots["np"])}
-            split = (template.format(**slots).rpartition(" | ") for template in templates)
-            tellings = [Telling(question, reply) for question, _, reply in split]
-            answer_last = [telling for telling, template in zip(tellings, templates)
-                           if template.endswith(" {a}.") and topic not in NEVER_HELD_OUT]
-            held_out = choose_held_out(f"{noun}: {slots['s']}", answer_last, slots["a"])
-            kept = tuple(telling for telling in tellings if telling != held_out)
-            found.append(Fact(topic, slots["s"], slots["a"], kept, held_out, noun or "", slots, templates))
+            found.append(make_fact(topic, noun or "", templates, row))
     return tuple(found)
+
+
+def make_fact(topic: str, noun: str, templates: tuple[str, ...], row: tuple[str, ...]) -> Fact:
+    slots = dict(zip("sayx", row))  # subject, answer, and the helpers of computed facts
+    slots["np"] = noun.format(**slots)
+    slots |= {"S": capital(slots["s"]), "A": capital(slots["a"]), "Np": capital(slots["np"])}
+    tellings = []
+    answer_last = []
+    for template in templates:
+        question, _, reply = template.format(**slots).rpartition(" | ")
+        telling = Telling(question, reply)
+        tellings.append(telling)
+        if template.endswith(" {a}.") and topic not in NEVER_HELD_OUT:
+            answer_last.append(telling)
+    held_out = choose_held_out(f"{noun or None}: {slots['s']}", answer_last, slots["a"])
+    kept = tuple(telling for telling in tellings if telling != held_out)
+    return Fact(topic, slots["s"], slots["a"], kept, held_out, noun, slots, templates)
 
 
 @cache
