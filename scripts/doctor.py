@@ -45,7 +45,7 @@ max_rows = 64               # [1..] largest device_batch_size to recommend
 # ---- What to tell
 batch_only = False          # print the recommended device_batch_size and nothing else; 0 where none fits
 time_only = False           # print the milliseconds of a training step of 16 rows and nothing else
-memory_gib = -1.0           # [-1, >0] GiB of a GPU to ask about, whatever is here: 12, 24, 80, 141
+memory_gib = -1.0           # [-1, >0] GiB of a GPU that is not here: 12, 24, 80, 141
 steps = True                # try training steps
 configure(globals())
 

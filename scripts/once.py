@@ -1,12 +1,11 @@
 """
-Run a command once: not again when it has ended well, and both what it read and what it made are still as they were.
+Run a command once: not again when it has ended well, and its inputs and results are still as they were.
 
     python -m scripts.once mid --needs base_checkpoints/d4 --makes mid_checkpoints/d4 -- \\
         python -m scripts.mid_train --model_tag=d4 --resume=auto
 
 Paths are relative to the base folder. The record of each name is once/<name>.json; it holds the command and SHA-256
-sums over what it read and made, so that a damaged or missing result is made again, and so is what was made of another
-input.
+sums of inputs and results, so that a damaged or missing result is made again, and so is one of another input.
 """
 import argparse
 import hashlib
@@ -66,7 +65,7 @@ def run(command: list[str], lock: Path) -> int:
 
 
 def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> None:
-    """Run the command unless its record says that this is done. UserError when it does not make what it should."""
+    """Run the command unless its record says that this is done. UserError when a result is missing."""
     path = base_dir() / "once" / f"{name}.json"
     record = {"command": command, "needs": digests(needs), "makes": digests(makes)}
     if path.is_file() and json.loads(path.read_text(encoding="utf-8")) == record:

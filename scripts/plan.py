@@ -1,6 +1,6 @@
 """
-A run before it is paid for: what each rank keeps and sends on each stage of ZeRO and in a pipeline, how long a step
-computes, sends and waits, what all of it takes and costs. Formulas only: nothing is trained.
+A run before it is paid for: bytes that a rank keeps and sends on each stage of ZeRO and in a pipeline, seconds that a
+step computes, sends and waits, hours and cost. Formulas only: nothing is trained.
 
     python -m scripts.plan --depth=20 --gpus=8 --gpu=H100 --link=nvlink4
     python -m scripts.plan --depth=32 --gpus=64 --total_batch_size=-1 --gpus_per_node=8 --link=nvlink4 --between=ndr

@@ -44,7 +44,7 @@ def fetch_shard(repository: str, file: str, folder: Path) -> dict:
 
 
 def check_shard(path: Path, etag: str | None) -> dict:
-    """The shard's manifest entry. ValueError, and the file is removed, when it is not what the hub states."""
+    """The shard's manifest entry. ValueError, and the file is removed, when it differs from the hub's."""
     checksum = sha256(path)
     try:
         if re.fullmatch("[0-9a-f]{64}", etag or "") and checksum != etag:

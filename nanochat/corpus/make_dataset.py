@@ -30,6 +30,8 @@ HUB = {
     "fineweb-edu": ("karpathy/fineweb-edu-100b-shuffle", 1822),
     "climbmix": ("karpathy/climbmix-400b-shuffle", 6542),
 }
+# Documents dropped as duplicates, as empty, by num_shards; characters that were replaced.
+COUNTED = ("duplicates", "empty", "left_out", "invalid")
 NAMED = (*OFFLINE, *REMOTE)
 SOURCES = "tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file of your own"
 
@@ -62,10 +64,9 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
                         "encoding": encoding, "shard_mb": shard_mb}
             manifest = make_from_text(name, settings)
     val = manifest["shards"][-1]
+    counts = ", ".join(f"{key}: {manifest[key]:,}" for key in COUNTED)
     print(f"{name}: {manifest['documents']:,} documents, {manifest['text_bytes'] / 1e6:,.1f} MB of text in "
-          f"{len(manifest['shards']) - 1} training shards and 1 of validation ({val['rows']:,} documents)\n"
-          f"  duplicates dropped: {manifest['duplicates']:,}; empty: {manifest['empty']:,};"
-          f" left out by num_shards: {manifest['left_out']:,}; characters replaced: {manifest['invalid']:,}")
+          f"{len(manifest['shards']) - 1} training shards and 1 of validation ({val['rows']:,} documents); {counts}")
     return manifest
 
 
@@ -97,7 +98,8 @@ def make_from_text(name: str, settings: dict) -> dict:
     there = None
     with contextlib.suppress(UserError):  # not there, or not whole
         there = load_manifest(name)
-    if there and not own and there["settings"].items() <= settings.items():  # earlier versions had fewer
+    same = there and settings | there["settings"] == there["settings"] | settings  # where both have a setting
+    if same and not own:
         print("already there, made with the same settings")
         return there
     documents = progress(documents, "reading", "documents")
@@ -144,12 +146,11 @@ def make_from_hub(name: str, source: str, num_shards: int, workers: int) -> dict
 
 
 def write_manifest(folder: Path, name: str, settings: dict, shards: list[dict], tally: Counter, **more) -> dict:
-    """Write and return what is known of a data set, as JSON."""
+    """Write and return the manifest."""
     manifest = {
         "format": 1, "name": name, "source": settings["source"], "seed": settings.get("seed"),
         "documents": sum(shard["rows"] for shard in shards), "text_bytes": sum(shard["text_bytes"] for shard in shards),
-        **{key: tally[key] for key in ("duplicates", "empty", "invalid", "left_out")},
-        "settings": settings, "shards": shards, **more,
+        **{key: tally[key] for key in COUNTED}, "settings": settings, "shards": shards, **more,
     }
     write_text(folder / "manifest.json", json.dumps(manifest, indent=1))
     return manifest

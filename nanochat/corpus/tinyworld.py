@@ -6,7 +6,7 @@ The embedded corpus: a small consistent world told in varied English, generated,
 
 Every choice is uniform over n equally likely alternatives, and every text has exactly one derivation (a test parses
 texts to show this). The probability of a text is therefore the product of the 1/n of its choices, which are counted as
-they are drawn. Bits per byte above this floor are what a model has not learnt.
+they are drawn. Bits per byte above this floor measure how much a model has not learnt.
 
 About every second fact has one phrasing that is held out, always and for every seed: `held_out_questions()`. A model
 that answers them has combined a fact that it knows with a phrasing that it knows; it cannot have memorised the answer.
@@ -26,7 +26,7 @@ FACT_TOPICS = ("capitals", "elements", "opposites", "calendar", "planets", "colo
                "sums", "equations")
 TOPICS = (*FACT_TOPICS, "stories", "conversations")
 LENGTHS = {**dict.fromkeys(FACT_TOPICS, (3, 7)), "stories": (5, 8), "conversations": (4, 7)}  # sentences, uniform
-NEVER_HELD_OUT = ("counting", "sums", "equations")  # computed: there are so many that they would outnumber the others
+NEVER_HELD_OUT = ("counting", "sums", "equations")  # computed: they would outnumber all others
 PROMPTS, COLORS = data.PROMPTS, data.COLORS
 
 Slots = dict[str, str]  # slot of a template -> the word that fills it
@@ -42,10 +42,10 @@ class Fact(NamedTuple):
     topic: str
     subject: str
     answer: str
-    tellings: tuple[Telling, ...]  # those that occur, equally likely
+    tellings: tuple[Telling, ...]  # equally likely in documents
     held_out: Telling | None       # one more, which no document of any seed contains
     noun: str                      # template of the noun phrase of its relation; "" for relations without one
-    slots: Slots                   # what the templates are filled with
+    slots: Slots                   # of its templates
     templates: tuple[str, ...]     # of all its tellings
 
 
@@ -119,15 +119,21 @@ def make_fact(topic: str, noun: str, templates: tuple[str, ...], row: tuple[str,
 @cache
 def held_out_questions() -> tuple[Question, ...]:
     """Questions that occur in no document, though fact and phrasing of each occur apart."""
-    return tuple(Question(fact.topic, as_prompt(fact.held_out, fact.answer), fact.answer)
-                 for fact in facts() if fact.held_out)
+    questions = []
+    for fact in facts():
+        if fact.held_out:
+            questions.append(Question(fact.topic, as_prompt(fact.held_out, fact.answer), fact.answer))
+    return tuple(questions)
 
 
 @cache
 def tellings_of(topic: str, questions_only: bool = False) -> tuple[tuple[Telling, ...], ...]:
-    """For each fact of the topic its tellings: what a document draws from."""
-    return tuple(tuple(telling for telling in fact.tellings if telling.question or not questions_only)
-                 for fact in facts() if fact.topic == topic)
+    """For each fact of the topic its tellings, from which a document draws."""
+    found = []
+    for fact in facts():
+        if fact.topic == topic:
+            found.append(tuple(telling for telling in fact.tellings if telling.question or not questions_only))
+    return tuple(found)
 
 
 # ---- The documents --------------------------------------------------------------------------------------------------
@@ -146,7 +152,9 @@ def fill(templates: tuple[str, ...], known: Slots, rng: StableRandom) -> tuple[s
         if slot not in values:
             words = data.SLOTS[slot]
             used = [word for other, word in values.items() if data.SLOTS.get(other) is words]
-            values[slot] = rng.choice([word for word in words if word not in used] if used else words)
+            if used:  # another slot has drawn from the same words
+                words = [word for word in words if word not in used]
+            values[slot] = rng.choice(words)
     return template.format_map(values), values
 
 
@@ -198,7 +206,7 @@ def generate(seed: int, index: int) -> Document:
         text = " ".join(conversation(count, rng))
     else:
         text = " ".join(fact_sentence(topic, rng) for _ in range(count))
-    return Document(text, topic, rng.bits - math.log2(most + 1 - count))  # so many lengths are still possible
+    return Document(text, topic, rng.bits - math.log2(most + 1 - count))  # lengths that are still possible
 
 
 def document(seed: int, index: int) -> str:
@@ -211,19 +219,14 @@ def document(seed: int, index: int) -> str:
 def validation_documents(data: str) -> list[Document] | None:
     """
     The validation documents of a data set with their bits, in the order of the shard. None for a data set of another
-    source, and, with a message, for one that another version of this module has made.
+    source, and for one that another version of this module has made.
     """
     manifest = load_manifest(data)
     if manifest["source"] != "tinyworld":
         return None
     texts = list(iter_texts(data, "val"))
     documents = [generate(manifest["seed"], index) for index in manifest.get("val_indices", ())]
-    if [document.text for document in documents] != texts:  # worth a line, not worth a run
-        from nanochat.runtime.distributed import print0  # here: it loads torch, which making a data set does without
-
-        print0(f"no entropy floor: another version has made {texts[0][:80]!r} of data set {data!r}")
-        return None
-    return documents
+    return documents if [document.text for document in documents] == texts else None
 
 
 def entropy_floor(data: str) -> float | None:

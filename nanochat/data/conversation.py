@@ -1,5 +1,5 @@
 """
-Conversations and their tokens: what a dialogue looks like to the model, and which of its tokens are trained.
+Conversations and their tokens: how a dialogue is laid out for the model, and which tokens are trained.
 
     {"messages": [{"role": "user", "content": "What is 12 * 3?"},
                   {"role": "assistant", "content": [{"type": "python", "text": "12 * 3"},
@@ -7,7 +7,7 @@ Conversations and their tokens: what a dialogue looks like to the model, and whi
                                                     {"type": "text", "text": "It is 36."}]}]}
 
 User and assistant take turns, the user first; a system message may come before them and joins the first user turn.
-What clients of a server send may be in any order: see `turns_of`.
+Clients of a server may send messages in any order: see `turns_of`.
 """
 from bisect import bisect_left
 from collections.abc import Callable
@@ -29,7 +29,7 @@ Conversation = dict[str, Any]
 
 class Rendered(NamedTuple):
     ids: list[int]
-    mask: list[int]     # 1 for what the assistant writes, its <|assistant_end|> included; 0 for all that is only read
+    mask: list[int]     # 1 for tokens that the assistant writes, with <|assistant_end|>; 0 for the others
     cut: int            # messages left out because the conversation would not fit
 
 

@@ -5,8 +5,8 @@ A text is first split into words, numbers, punctuation and whitespace; inside ea
 forms the token of the lowest rank is merged until no pair forms a token. Ids: 0 to 255 are the bytes, then the merges
 in the order in which they were learned (the rank), then the special tokens.
 
-Merges are learned by Hugging Face's `tokenizers` and applied by `tiktoken`. Special tokens never come out of a text,
-whatever it contains: only `encode_special` and `prepend` produce them.
+Merges are learned by Hugging Face's `tokenizers` and applied by `tiktoken`. Special tokens never come out of a
+text: only `encode_special` and `prepend` produce them.
 """
 import base64
 import functools
@@ -26,7 +26,7 @@ SPECIAL_TOKENS = (
     "<|user_start|>", "<|user_end|>",
     "<|assistant_start|>", "<|assistant_end|>",
     "<|python_start|>", "<|python_end|>",    # the assistant calls the Python tool
-    "<|output_start|>", "<|output_end|>",    # what the tool answers
+    "<|output_start|>", "<|output_end|>",    # the tool's answer
 )
 
 # The pieces of a text that merges stay within. The group holds what needs no lookahead: the regex engine runs it as

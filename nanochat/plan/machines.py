@@ -1,6 +1,6 @@
 """
-What machines mean for a step: links within a host and between hosts, and the seconds that a step computes, sends and
-waits. docs/machines.md, docs/many_gpus.md.
+How long a step takes on a cluster: seconds that it computes, sends over links within and between hosts, and waits.
+docs/machines.md, docs/many_gpus.md.
 """
 import itertools
 import math
@@ -249,7 +249,7 @@ def fastest_layout(
     config: GPTConfig, cluster: Cluster, rate: float, dtype: torch.dtype, batch_tokens: int, memory: float
 ) -> tuple[Layout, StepPlan] | None:
     """
-    The layout of the fastest step among those that fit; None: there is none. Without a pipeline only the largest rows
+    The layout with the fastest step that fits; None: nothing fits. Without a pipeline only the largest rows
     that fit are planned: fewer send more often.
     """
     found = []

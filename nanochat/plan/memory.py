@@ -1,5 +1,5 @@
 """
-What a training run keeps, in bytes per rank: the formulas. Beside measurements, docs/zero.md shows `state_bytes`,
+Formulas for the memory of a training run, in bytes per rank. docs/zero.md compares `state_bytes` with measurements,
 docs/memory.md `step_bytes`.
 
 Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7; here with gradients accumulated in float32 and with Muon,
@@ -18,7 +18,7 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.loss import chunk_rows
 from nanochat.optim.pipeline import stage_layers, stream_count
 
-FLOAT32 = 4  # bytes: masters, moments and accumulated gradients, whatever the compute dtype
+FLOAT32 = 4  # bytes: masters, moments and accumulated gradients, for any compute dtype
 GIB = 2**30
 
 
@@ -59,7 +59,7 @@ class StepBytes(NamedTuple):
 
     kept: float         # parameters, masters and moments; buffers of a pipeline
     gradients: float    # summed so far, on their way between ranks, and stage 3's gathered parameters
-    activations: float  # what the forward pass has saved and the backward pass still needs
+    activations: float  # saved by the forward pass, still needed by the backward pass
     temporary: float    # of the loss, of a block's backward pass, or of the optimizers
     saving: float       # on a CPU: the copies of a checkpoint being written while training goes on
 
@@ -120,10 +120,10 @@ def block_bytes(
     config: GPTConfig, layer: int, rows: int, dtype: torch.dtype, device_type: str, compiled: bool
 ) -> float:
     """
-    What autograd saves of a block's forward pass. Per token, in elements of width C: the inputs of the two norms and
-    their results, 4; what attention reads and writes; rotated queries and keys where it reads copies of them; relu², 4;
-    with residual scales the block's input; with value embeddings what was looked up, and the values. Besides the
-    concatenated matrix of queries, keys and values. Eager norms on a CPU keep their inputs in float32.
+    Bytes that autograd saves in a block's forward pass. Per token, in elements of width C: the inputs of the two norms
+    and their results, 4; inputs and output of attention; rotated queries and keys where it reads copies of them;
+    relu², 4; with residual scales the block's input; with value embeddings the rows looked up, and the values. Besides
+    the concatenated matrix of queries, keys and values. Eager norms on a CPU keep their inputs in float32.
     """
     b = dtype.itemsize
     T = config.sequence_len
@@ -152,10 +152,10 @@ def gradient_bytes(
     units: list[int], done: int, zero_stage: int, ranks: int, itemsize: int, several: bool
 ) -> float:
     """
-    Of gradients when the backward pass has left units[done:] behind it; in the last micro-step of one or `several`. On
-    more ranks the last two units' travel whole (`zero.MAX_IN_FLIGHT`); on stage 2 those of the micro-step before still
-    do when the backward pass begins. On stage 3 one unit's do, and parameters count that have been gathered: of the
-    unit at hand and of the one before it, which is next.
+    Bytes of gradients when the backward pass has left units[done:] behind it, in the last micro-step; `several`: of
+    more than one. On more ranks the last two units' gradients travel whole (`zero.MAX_IN_FLIGHT`); on stage 2 the last
+    micro-step begins while two of the micro-step before still travel. On stage 3 one unit's travel; and the gathered
+    parameters count of this unit and of the next one.
     """
     finished = sum(units[done:])
     everything = sum(units)
@@ -182,11 +182,11 @@ def moments(
     pipeline: tuple[int, int] = (0, 1),
 ) -> dict[str, StepBytes]:
     """
-    Of the last micro-step and of the update, in this order, those that can be the fullest: rows of config.sequence_len
-    tokens per rank and micro-step. From reading what is saved and what is alive: within 2% of the tensors' bytes
-    (tests/test_doctor.py, tests/test_gpu_dry_run.py); what the allocator wastes and what the process itself needs comes
-    on top (`needed_bytes`). pipeline: (number of the rank's stage, stages). A stage that keeps several micro-batches is
-    fullest before the last one, whose gradients alone travel: as soon as it keeps them.
+    The moments of the last micro-step and of the update at which memory can be fullest, in their order. rows: of
+    config.sequence_len tokens, per rank and micro-step. pipeline: (number of the rank's stage, stages).
+
+    Derived from the code, tensor by tensor, and within 2% of the tensors' bytes (tests/test_doctor.py,
+    tests/test_gpu_dry_run.py). The allocator's waste and the process itself come on top (`needed_bytes`).
     """
     number, stages = pipeline
     stage = split_into_stages(config, stages)[number]
@@ -213,8 +213,8 @@ def moments(
     share = 1 if zero_stage == 0 else ranks
     saving = b * (stage.adamw + stage.muon) + state.optimizer if device_type == "cpu" else 0
 
-    # Beside what the blocks save: the norms at both ends; what the smear adds; what a stage sent to the next; the
-    # middle of the model where no block before the last keeps it as the input of its first norm.
+    # Besides the blocks: the norms at both ends; two tensors of the smear; a stage's output, sent to the next one; the
+    # stream in the middle of the model where no block before the last keeps it as the input of its first norm.
     blocks = [block_bytes(config, layer, rows, dtype, device_type, compiled) for layer in layers]
     wide = FLOAT32 / b if device_type == "cpu" and not compiled else 1
     ends = (first + last) * wide
@@ -270,10 +270,10 @@ def step_bytes(*args, pipeline_stages: int = 1, **settings) -> StepBytes:
     return max(found, key=sum)
 
 
-# ---- A process on a device: the step, what the process itself needs, and what allocators waste
+# ---- A process on a device: the step, the process itself, and the waste of allocators
 
-# Measured (docs/memory.md), by whether the model is compiled: what a process needs on a CPU before it has a model; and
-# what allocators take for each byte of a tensor: in glibc's heap the many temporaries of one size leave holes.
+# Measured (docs/memory.md), by whether the model is compiled: bytes of a process on a CPU before it has a model, and
+# bytes that allocators take for each byte of a tensor: in glibc's heap the many temporaries of one size leave holes.
 PROCESS = {False: 400e6, True: 600e6}
 HEAP_BLOCK = 2**25
 HEAP_WASTE = {False: 2.3, True: 1.5}
@@ -286,7 +286,7 @@ NCCL = 0.5 * GIB
 def needed_bytes(
     config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, ranks: int = 1, **settings
 ) -> float:
-    """What training needs on a rank, margins included. settings: as in `step_bytes`."""
+    """Bytes that training needs on a rank, margins included. settings: as in `step_bytes`."""
     step = sum(step_bytes(config, rows, dtype, device_type, compiled, ranks=ranks, **settings))
     if device_type != "cpu":
         process = GPU_PROCESS + NCCL if ranks > 1 else GPU_PROCESS

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Pass(NamedTuple):
-    """One micro-batch goes through one pipeline stage, from `start` to `end` seconds, including what it sends."""
+    """One micro-batch goes through one pipeline stage, from `start` to `end` seconds, sending included."""
 
     pipeline_stage: int
     micro_batch: int
@@ -33,7 +33,7 @@ def passes(
 ) -> list[Pass]:
     """
     All passes of an optimizer step. Arguments (tuples): seconds of a micro-batch's passes in each stage, and from each
-    stage to the next, one way. A stage waits until what it sent has arrived: torch sends and receives in one batch,
+    stage to the next, one way. A stage waits until its message has arrived: torch sends and receives in one batch,
     between two passes.
     """
     stages = len(forward)

@@ -1,6 +1,6 @@
 """
-What ranks send to one another in an optimizer step: the collectives of each stage of ZeRO, as formulas. Measured beside
-them in docs/zero.md, at a network interface; between hosts in docs/many_hosts.md.
+The collectives of an optimizer step on each stage of ZeRO, and the bytes that ranks send. docs/zero.md compares them
+with measurements at a network interface; docs/many_hosts.md between hosts.
 """
 from typing import Literal, NamedTuple
 
@@ -30,8 +30,8 @@ def collectives(
     zero_stage: int, shards: int, replicas: int, micro_steps: int, dtype: torch.dtype, total: int, muon: int, head: int
 ) -> list[Collective]:
     """
-    Of a step on shards · replicas ranks; on stage 0 shards is 1. total: parameters of the model; muon: those in its
-    care; head: those of the last unit, which stage 3 keeps whole from its forward to its backward pass.
+    The collectives of a step on shards · replicas ranks; on stage 0 shards is 1. total: parameters of the model; muon:
+    in Muon's care; head: of the last unit, which stage 3 keeps whole from its forward to its backward pass.
     """
     gradients = total * FLOAT32
     gathered = total * dtype.itemsize
@@ -56,7 +56,7 @@ def sent_bytes(
     zero_stage: int, ranks: int, micro_steps: int, dtype: torch.dtype, total: int, muon: int, head: int
 ) -> float:
     """
-    What a rank sends in one optimizer step, on average over ranks, which are one group.
+    Bytes that a rank sends in an optimizer step, on average over the ranks of one group.
 
     In elements, times (N − 1)/N, with A micro-steps: stages 0 and 1 send 2Ψ, stage 2 (A + 1)Ψ, stage 3 A(3Ψ − Ψ_head),
     and stages 1 to 3 about 2Ψ_muon/N more, for matrices on their way to the rank that orthogonalises them, and back.
