@@ -13,7 +13,6 @@ import torch
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.corpus.make_dataset import make
-from nanochat.data import dataloader
 from nanochat.data.dataloader import (
     RowPlanner,
     TokenizedShards,
@@ -206,19 +205,3 @@ def test_more_shards_than_files_may_be_open(tmp_path):
     assert len(seen) > 150
 
 
-def test_long_documents_are_cut_into_rows_without_loss(tmp_path, monkeypatch):
-    """One document of thousands of tokens: every row is full, and the rows in order spell it out."""
-    monkeypatch.setattr(dataloader, "BUFFER_DOCUMENTS", 1)
-    folder = tmp_path / "long"
-    folder.mkdir()
-    (folder / "a.txt").write_text("\n".join(f"line {i}" for i in range(3000)))
-    make(str(folder), "long")
-    tokenizer = learn_tokenizer(["line 1 2 3 4 5"], 300)
-    source = "long", tokenizer
-    planner = RowPlanner(TokenizedShards("long", "train", tokenizer), T + 1, seed=0)
-    out = []
-    wanted = sum(map(len, documents(source)))
-    while len(out) < wanted:
-        (line,) = planner.read([planner.next_row()])
-        out += [token for token in line.tolist() if token != tokenizer.get_bos_token_id()]
-    assert Counter(out[:wanted]) == Counter(token for ids in documents(source) for token in ids)

@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -388,33 +387,13 @@ def test_what_is_missing_or_damaged_is_named(inputs, base):
     assert first.read_bytes() == whole and (first.parent / "manifest.json").read_bytes() == manifest
 
 
-def test_the_command_that_repairs_names_the_encoding_and_the_field(inputs):
-    lines = [json.dumps({"my text": f"{LANGUAGES[0]} {text}"}, ensure_ascii=False) for text in texts(40)]
-    (inputs / "my books.jsonl").write_text("\n".join(lines), encoding="gb18030")
-    make(f"{inputs}/my books.jsonl", name="mine", field="my text", encoding="gb18030")
-    whole = files_of("mine")[0].read_bytes()
-    files_of("mine")[0].write_bytes(b"")
-    with pytest.raises(UserError) as said:
-        dataset.load_manifest("mine")
-    _, _, module, *arguments = shlex.split(str(said.value).split("and run: ")[1])
-    assert module == "scripts.dataset" and command(*arguments).returncode == 0
-    assert files_of("mine")[0].read_bytes() == whole
-
-
 # ---- The command, kills and full disks
-
-def test_importing_prints_and_touches_nothing(tmp_path):
-    code = "import sys, nanochat.corpus.make_dataset"
-    code += "; assert not {'torch', 'huggingface_hub', 'datasets'} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and not (tmp_path / "base").exists()
-
 
 def test_the_command(inputs):
     write_jsonl(inputs / "a.jsonl", texts(300) + texts(5), field="body")
     done = command(f"--source={inputs}", "--name=mine", "--field=body")
     assert done.returncode == 0, done.stderr
-    assert "mine: 300 documents" in done.stdout and "duplicates dropped: 5" in done.stdout
+    assert "mine: 300 documents" in done.stdout and "duplicates: 5" in done.stdout
     assert sorted(all_rows("mine")) == sorted(texts(300))
     assert "every checksum is right" in command("--name=mine", "--verify").stdout
     files_of("mine")[0].write_bytes(bytes(files_of("mine")[0].stat().st_size))
@@ -461,28 +440,5 @@ def test_two_builds_at_once_are_one(inputs):
     assert [(process.communicate(timeout=300)[1], process.returncode) for process in both] == [("", 0), ("", 0)]
     dataset.verify("mine")
     assert sorted(all_rows("mine")) == sorted(texts(5000))
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_a_full_disk_is_one_line_and_loses_nothing(inputs, tmp_path):
-    small = tmp_path / "small"
-    small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)], capture_output=True).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
-        write_jsonl(inputs / "a.jsonl", texts(1000))
-        environment = {"NANOCHAT_BASE_DIR": str(small)}
-        assert command(f"--source={inputs}", "--name=mine", **environment).returncode == 0
-        before = {path.name: path.read_bytes() for path in (small / "data" / "mine").iterdir()}
-        with open(inputs / "b.jsonl", "w") as file:
-            file.writelines(json.dumps({"text": os.urandom(5000).hex()}) + "\n" for _ in range(1000))
-        for path in (inputs / "b.jsonl", inputs):
-            name = "mine" if path == inputs else "other"
-            said = one_error(command(f"--source={path}", f"--name={name}", **environment))
-            assert said.startswith("error: No space left on device")
-        assert {path.name: path.read_bytes() for path in (small / "data" / "mine").iterdir()} == before
-        assert sorted(os.listdir(small / "data")) == [".mine.lock", ".other.lock", "mine"]
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
 
 

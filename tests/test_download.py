@@ -185,15 +185,13 @@ def test_more_shards_later_fetch_only_what_is_missing(hub):
     assert fetched(hub) == {shard(0)} and dataset.fingerprint("climbmix") == first
 
 
-@pytest.mark.parametrize("damage", ["cut", "other bytes"])
-def test_a_shard_that_was_damaged_on_disk_is_mended(hub, damage):
+def test_a_shard_that_was_damaged_on_disk_is_found_and_mended(hub):
     make_dataset.make("climbmix", num_shards=2)
     path, whole = hub.folder / shard(1), hub.bodies[shard(1)]
-    path.write_bytes(whole[:-1000] if damage == "cut" else whole[:500] + b"?" + whole[501:])
-    if damage == "other bytes":  # of the same size: --verify finds it, and says to delete it
-        with pytest.raises(UserError, match=r"1 of 3 shards .* damaged: shard_00001.parquet; delete them and run: "):
-            dataset.verify("climbmix")
-        (hub.folder / "manifest.json").unlink()  # without a manifest all are compared
+    path.write_bytes(whole[:500] + b"?" + whole[501:])
+    with pytest.raises(UserError, match=r"1 of 3 shards .* damaged: shard_00001.parquet; delete them and run: "):
+        dataset.verify("climbmix")
+    path.write_bytes(whole[:-1000])
     fetched(hub)
     make_dataset.make("climbmix", num_shards=2)
     assert path.read_bytes() == whole and fetched(hub) == {shard(1)}

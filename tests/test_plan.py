@@ -76,15 +76,6 @@ def test_what_does_not_hide_is_waited_for():
     assert exposed(math.inf, 1.0, ranks=8) == pytest.approx(22 * 2 * 3 - backward / 4)
 
 
-def test_replicas_sum_after_the_copy():
-    """The last three units' gradients are summed in the copy, then between replicas: no pass is left to hide that."""
-    cluster = Cluster(8, 4, Link("none", math.inf), Link("slow", 100e9))
-    plan = plan_step(CONFIG, cluster, Layout(2, 4, 8, 4), RATE, BF16, BATCH)
-    sums = 4 * TOTAL / 4 / 100e9
-    assert sums < BATCH / 8 / 4 * PER_TOKEN / RATE * 2 / 3, "behind the last backward pass"
-    assert plan.exposed == pytest.approx(sums * (EMBEDDING + 2 * BLOCK) / TOTAL)
-
-
 def test_muons_products_are_shared_within_a_copy():
     """Newton–Schulz with a pencil: for m ≤ n five times 2m²n + 2m³ + 2m²n FLOPs; one owner for each matrix."""
     one = 5 * (4 + 2) * 1280**3, 5 * (4 * 4 + 2) * 1280**3
