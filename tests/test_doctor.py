@@ -42,14 +42,13 @@ GPU = [(config_from_depth(depth, vocab_size, 2048, arch=arch), rows, "meta", dty
            (12, 65536, 8, "classic"), (20, 65536, 1, "classic"), (4, 8192, 64, "classic"),
            (4, 8192, 64, ALL_PIECES)]
        for dtype, again in (("float32", False), ("bfloat16", True))]
-# Small ones, each piece of the modern architecture by itself as well; and one whose tables are most of it.
+# Small ones, with the pieces of the modern architecture; and one whose tables are most of it.
 MODERN = architecture(ALL_PIECES)
 SMALL = [(GPTConfig(256, 500, n_layer=3, n_embd=128, n_head=4, n_kv_head=kv_heads, **pieces), 8, "cpu", dtype, again)
          for kv_heads, pieces, dtype, again in [
              (2, MODERN, "float32", False), (4, MODERN, "bfloat16", False), (2, MODERN, "float32", True),
              (1, MODERN | {"residual_scales": False}, "float32", False),
-             *((4, {piece: MODERN[piece]}, "float32", False) for piece in (
-                 "short_windows", "value_embeddings", "residual_scales", "smear"))]]
+             (4, {"short_windows": True}, "float32", False)]]
 TABLES = GPTConfig(64, 20_000, n_layer=1, n_embd=64, n_head=1, n_kv_head=1, value_embeddings=True)
 SMALL += [(TABLES, 1, "cpu", "float32", False)]
 

@@ -67,34 +67,6 @@ def test_its_numbers_of_pipelines_are_the_planners(page):
         compare_with_the_planner(page, depth, stage, stages, *place, share, 8, *ends)
 
 
-def test_a_pipeline_by_keyboard(page):
-    """Two stages of four ranks, four micro-batches: what each stage runs and keeps; what cannot be run."""
-    page.reload()
-    title, says = page.locator("#title"), page.locator("#says")
-    page.locator("select[name=pipeline]").select_option("2")
-    assert title.inner_text() == "This cannot be run" and "ZeRO stage 2 in a pipeline" in says.inner_text()
-    for name, option in (("stage", "1"), ("microSteps", "1")):
-        page.locator(f"select[name={name}]").select_option(option)
-    assert "2 pipeline stages want as many micro-steps, there are 1" in says.inner_text()
-    page.locator("select[name=microSteps]").select_option("4")
-    page.locator("h1").click()
-    page.keyboard.press("Home")
-    assert "Stage 0 (ranks 0 to 3) runs the forward pass of micro-batch 1; activations kept: 1." in says.inner_text()
-    assert "Stage 1 (ranks 4 to 7) waits; activations kept: 0." in says.inner_text()
-    kept, names = set(), []
-    while True:
-        names.append(title.inner_text().partition(" · ")[2])
-        kept |= {(k, int(line.rpartition(" ")[2][:-1])) for k, line in enumerate(says.inner_text().splitlines())
-                 if line.startswith("Stage")}
-        if page.get_by_label("the next moment").is_disabled():
-            break
-        page.keyboard.press("ArrowRight")
-    assert max(n for k, n in kept if k == 0) == 2 and max(n for k, n in kept if k == 2) == 1  # lines have gaps
-    assert names[-3:] == ["one small all-reduce", "AdamW", "Muon"]
-    drawn = page.locator("#time text").all_text_contents()
-    assert [text for text in drawn if text.startswith("stage")] == ["stage 0", "stage 1"]
-
-
 def test_what_happens_by_keyboard(page):
     """Stage 2 on 2 x 4 GPUs with two micro-steps: seven moments, of which both backward passes send gradients."""
     page.reload()

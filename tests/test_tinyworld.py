@@ -187,18 +187,6 @@ def test_every_fact_in_every_phrasing_and_frame_has_one_derivation():
     assert set(total) == set(tinyworld.FACT_TOPICS) and all(abs(mass - 1) < 1e-9 for mass in total.values())
 
 
-@pytest.mark.parametrize("right, wrong", [
-    ("The capital of France is Paris.", "The capital of France is Rome."),
-    ("Ana to Tom: Grass is green.", "Ana to Ana: Grass is green."),
-    ("Ana to Tom: Grass is green.", "Ana to Alice: Grass is green."),
-    ("Ana, page 70: Grass is green.", "Ana, page 7: Grass is green."),
-    ("Ana likes red and Tom likes blue.", "Ana likes red and Tom likes red."),
-    ("Ana: What is the capital of France? Tom: Paris.", "Ana: What is the capital of France? Ana: Paris."),
-])
-def test_the_oracle_can_fail(right: str, wrong: str):
-    assert len(told(right)) == 1 and told(wrong) == []
-
-
 # ---- The entropy of a data set --------------------------------------------------------------------------------------
 
 def test_the_floor_of_a_data_set_is_that_of_its_validation_documents(base_folder):
