@@ -123,7 +123,7 @@ def drop_oldest(conversation: Conversation, fits: Callable[[Conversation], bool]
         head += 1
     starts = [head]  # the first answer may come before any user's turn
     for i in range(head + 1, len(messages)):
-        if messages[i - 1]["role"] == "assistant" != messages[i]["role"]:
+        if messages[i - 1]["role"] == "assistant" and messages[i]["role"] != "assistant":
             starts.append(i)
     shorter = [{"messages": messages[:head] + messages[start:]} for start in starts]
     return shorter[bisect_left(shorter[:-1], True, key=fits)]  # by halves: `fits` has to render each that it is asked
