@@ -61,9 +61,7 @@ configure(globals())
 CANDIDATES = {
     "short_windows": ("short_windows=True", "short_windows=False"),
     "value_embeddings": ("value_embeddings=True", "value_embeddings=False"),
-    "residual_scales": ("residual_scales=True", ""),
     "smear": ("smear=True", "smear=False"),
-    "backout": ("backout=True", ""),
     "initial_scales": ("embedding_std=0.8,fc_scale=0.4", "embedding_std=1.0,fc_scale=1.0"),
     "normuon": ("--muon_variant=normuon", ""),
     "muoneq": ("--muon_variant=muoneq", ""),

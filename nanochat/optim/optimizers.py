@@ -15,13 +15,21 @@ def setup_optimizers(
     """
     (adamw, muon), for the shards that this rank keeps: Muon for the matrices of the blocks, AdamW for everything else.
     weight_decay: Muon's. Rates of embedding, tables and head are those of a model 768 wide; they change as 1/√width.
-    lr_scale: of all rates.
+    lr_scale: multiplies all rates.
     """
-    scale, roles = (model.config.n_embd / 768) ** -0.5, model.roles()
-    rates = {"head": unembedding_lr * scale, "embedding": embedding_lr * scale,
-             "table": TABLE_LR * embedding_lr * scale, "scalar": SCALAR_LR}
-    groups = [{"shards": [s for s in sharding.shards if roles[s.name] == role], "lr": lr * lr_scale}
-              for role, lr in rates.items()]
+    roles = model.roles()
+    by_width = (model.config.n_embd / 768) ** -0.5
+    rates = {
+        "head": unembedding_lr * by_width,
+        "embedding": embedding_lr * by_width,
+        "table": TABLE_LR * embedding_lr * by_width,
+        "scalar": SCALAR_LR,
+    }
+    groups = []
+    for role, lr in rates.items():
+        shards = [shard for shard in sharding.shards if roles[shard.name] == role]
+        groups.append({"shards": shards, "lr": lr * lr_scale})
+    adamw = DistAdamW(groups, sharding.device)
     matrices = [name for name, role in roles.items() if role == "matrix"]
     muon = DistMuon(sharding, matrices, matrix_lr * lr_scale, weight_decay, variant=muon_variant)
-    return DistAdamW(groups, sharding.device), muon
+    return adamw, muon

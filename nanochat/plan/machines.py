@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.optim.pipeline import stream_count
 from nanochat.optim.zero import MAX_IN_FLIGHT
 from nanochat.plan.memory import Part, needed_bytes, parts
 from nanochat.plan.passes import passes
@@ -200,7 +199,7 @@ def plan_step(
 
     sending = []    # seconds of a micro-batch from each stage to the next; its gradient comes back as fast
     for number, part in enumerate(model[1:], start=1):
-        size = tokens * config.n_embd * dtype.itemsize * stream_count(config, part.layers.start)
+        size = tokens * config.n_embd * dtype.itemsize
         here = number % cluster.on_a_host(stages, ranks) > 0
         link = cluster.within if here else cluster.between
         sending.append(size / link.bandwidth + link.latency)

@@ -15,7 +15,7 @@ from nanochat.model.attention import BLOCKWISE_MAX_LENGTH, query_blocks
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.loss import chunk_rows
-from nanochat.optim.pipeline import stage_layers, stream_count
+from nanochat.optim.pipeline import stage_layers
 
 FLOAT32 = 4  # bytes: masters, moments and accumulated gradients, whatever the compute dtype
 GIB = 2**30
@@ -111,15 +111,15 @@ def block_bytes(
     """
     What autograd saves of a block's forward pass. Per token, in elements of width C: the inputs of the two norms and
     their results, 4; what attention reads and writes; rotated queries and keys where it reads copies of them; relu², 4;
-    with residual scales the block's input; with value embeddings what was looked up, and the values. Besides the
-    concatenated matrix of queries, keys and values. Eager norms on a CPU keep their inputs in float32.
+    with value embeddings what was looked up, and the values. Besides the concatenated matrix of queries, keys and
+    values. Eager norms on a CPU keep their inputs in float32.
     """
     b, T, C, kv_width = dtype.itemsize, config.sequence_len, config.n_embd, config.n_kv_head * config.head_dim
     tokens, heads, window = rows * T, config.n_head + config.n_kv_head, config.window(layer)
     values = shaped(config).transformer.h[layer].values is not None
     wide = FLOAT32 if device_type == "cpu" and not compiled else b
     saved = tokens * (wide * 2 * C + b * 7 * C + FLOAT32 * (2 + heads)) + b * C * (C + 2 * kv_width)
-    saved += tokens * b * (config.residual_scales * C + values * (kv_width + 2 * config.n_kv_head))
+    saved += tokens * b * values * (kv_width + 2 * config.n_kv_head)
     whole = tokens * (C + 2 * kv_width)  # queries, keys and values of each head
     blockwise = device_type == "cpu" and T <= BLOCKWISE_MAX_LENGTH
     if blockwise and config.n_kv_head > 1 or config.qk_scale != 1:
@@ -168,20 +168,17 @@ def moments(
     tokens, (adamw, muon) = rows * config.sequence_len, (part.adamw, part.muon)
     width, head = tokens * C * b, FLOAT32 * V * C  # a residual stream; the head's gradient in float32
     state = state_bytes(stage, ranks, dtype, adamw, muon)
-    # PyTorch's schedule has a buffer for the streams and gradients of each micro-batch; what the first block keeps of
+    # PyTorch's schedule has a buffer for the stream and its gradient of each micro-batch; what the first block keeps of
     # its input is one of them.
-    received = 0 if first else micro_steps * stream_count(config, layers.start) - ahead
-    buffers = width * (received + (0 if last else micro_steps * stream_count(config, layers.stop)))
+    received = 0 if first else micro_steps - ahead
+    buffers = width * (received + (0 if last else micro_steps))
     kept, share = state.parameters + state.optimizer + buffers, 1 if stage == 0 else ranks
     saving = b * (adamw + muon) + state.optimizer if device_type == "cpu" else 0
 
-    # Beside what the blocks save: the norms at both ends; what the smear adds; what a stage sent to the next; the
-    # middle of the model where no block before the last keeps it as the input of its first norm.
+    # Beside what the blocks save: the norms at both ends; what the smear adds; what a stage sent to the next.
     blocks = [block_bytes(config, layer, rows, dtype, device_type, compiled) for layer in layers]
     wide = FLOAT32 / b if device_type == "cpu" and not compiled else 1
     ends = (first + last) * wide + first * 2 * config.smear + (not last)
-    if config.backout and not config.residual_scales and layers.stop > config.n_layer // 2:
-        ends += checkpointing or config.n_layer < 3
     around = ends * width + FLOAT32 * config.sequence_len * config.head_dim
     saved = [around + (layer * width if checkpointing else sum(blocks[:layer])) for layer in range(L + 1)]
 

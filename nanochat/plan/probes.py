@@ -107,10 +107,10 @@ def compiled_block_and_loss(device: torch.device, dtype: torch.dtype) -> float:
     block.compile_body(device)
 
     def ours(x: Tensor) -> Tensor:
-        return block.body(x, (), *angles, x[..., :64], window_blocks(64, block.attn.window, device))
+        return block.body(x, *angles, x[..., :64], window_blocks(64, block.attn.window, device))
 
     def reference(x: Tensor) -> Tensor:
-        return plain.body(x, (), *(angle.cpu() for angle in angles), x[..., :64], None)
+        return plain.body(x, *(angle.cpu() for angle in angles), x[..., :64], None)
 
     return max(largest_error(ours, reference, device, dtype, (2, 64, 128)), loss(device, dtype))
 
@@ -152,13 +152,13 @@ def main(device_type: str, dtype: str, name: str) -> None:
 
 
 def set_up_training(
-    config: GPTConfig, dtype: torch.dtype, device: torch.device, stage: int = 2, compiled: bool = False
+    config: GPTConfig, dtype: torch.dtype, device: torch.device, zero_stage: int = 2, compiled: bool = False
 ) -> tuple[GPT, Sharding, tuple]:
     """(model, sharding, optimizers) as base_train has them; `device` may be "meta"."""
     with torch.device("meta"):
         model = GPT(config)
     weights = None if device.type == "meta" else lambda name: model.draw(name, seed=0)
-    sharding = Sharding(model, model.units(), device, dtype, stage, weights=weights)
+    sharding = Sharding(model, model.units(), device, dtype, zero_stage, weights=weights)
     if compiled:
         model.compile_blocks()
     return model, sharding, setup_optimizers(model, sharding)
