@@ -30,7 +30,7 @@ configure(globals())
 device = torch.device("cpu")  # the profiler's names below are those of CPU kernels
 compiling = set_compile(True, device.type)
 config = config_from_depth(depth, vocab_size, max_seq_len)
-model, sharding, optimizers = set_up_training(config, torch.float32, device, stage=1, compiled=compiling)
+model, sharding, optimizers = set_up_training(config, torch.float32, device, zero_stage=1, compiled=compiling)
 tokens = torch.randint(vocab_size, (device_batch_size, max_seq_len + 1), generator=torch.Generator().manual_seed(0))
 inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

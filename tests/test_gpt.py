@@ -386,7 +386,7 @@ def test_a_target_in_the_padding_is_never_learnt():
             small_model()(inputs, targets)
     for softcap in (15.0, None):
         model = small_model(softcap=softcap)
-        sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage=0)
+        sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, zero_stage=0)
         for targets, ok in ((right, 1), (wrong, 0)):
             with sharding.accumulate(last=True):
                 loss = model(right, targets)
@@ -399,7 +399,7 @@ def test_a_target_in_the_padding_is_never_learnt():
 
 def test_bfloat16_gradients_are_summed_in_float32():
     model = small_model()
-    Sharding(model, model.units(), torch.device("cpu"), torch.bfloat16, stage=0)
+    Sharding(model, model.units(), torch.device("cpu"), torch.bfloat16, zero_stage=0)
     tokens = torch.randint(70, (2, 32))
     for _ in range(3):
         model(tokens, tokens).backward()

@@ -15,7 +15,7 @@ from nanochat.optim.zero import Sharding
 def on_one_rank(params: dict[str, Parameter], dtype: torch.dtype = torch.float32) -> Sharding:
     """The parameters as one unit, all of which this rank keeps."""
     unit = nn.ParameterDict(params)
-    return Sharding(unit, [unit], torch.device("cpu"), dtype, stage=0)
+    return Sharding(unit, [unit], torch.device("cpu"), dtype, zero_stage=0)
 
 
 def apply(sharding: Sharding, *optimizers) -> None:
@@ -51,7 +51,7 @@ def test_every_group_has_its_scaled_rate():
     with torch.device("meta"):
         model = GPT(config_from_depth(2, 64, 32, arch="modern"))
     model.to_empty(device="cpu").init_weights(0)
-    sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage=0)
+    sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, zero_stage=0)
     for scale in (1.0, 0.25):
         adamw, muon = setup_optimizers(model, sharding, 0.1, 0.2, 0.3, 0.4, lr_scale=scale)
         rates = [group["initial_lr"] for group in adamw.param_groups] + [muon.param_groups[0]["initial_lr"]]

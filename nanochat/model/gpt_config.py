@@ -16,7 +16,8 @@ ARCHITECTURES = {    # named sets of pieces
     "classic": {},
     "modern": dict(short_windows=True, value_embeddings=True, smear=True, embedding_std=0.8, fc_scale=0.4),
 }
-RETIRED = ("bigrams", "head_gates", "residual_scales", "backout")  # pieces that lost their comparison (docs/ablations.md); older models name them
+# Pieces that lost their comparison (docs/ablations.md); older models name them.
+RETIRED = ("bigrams", "head_gates", "residual_scales", "backout")
 
 
 @dataclass(frozen=True)

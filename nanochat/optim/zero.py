@@ -8,9 +8,9 @@ ZeRO: what each rank keeps, and what travels when. Rajbhandari et al. 2020, arXi
     3            1/N; gathered unit by unit   1/N; reduce-scattered in every micro-step        1/N
 
 A unit is the embedding, a block or the head. Its gradients start to travel as soon as the backward pass has computed
-all of them. With one micro-step per optimizer step, stages 1 and 2 send the same; they still differ in the last digits
-of bfloat16 runs, because stages 0 and 1 sum gradients of micro-steps in float32 from the start, while stage 2 sends each
-gradient in the dtype in which it was computed.
+all of them. With one micro-step per optimizer step, stages 1 and 2 send the same, but they keep gradients in different
+dtypes: on stages 0 and 1 a parameter's gradient is float32, the sum of its micro-steps; on stage 2 it has the dtype in
+which it was computed, and only the sum over ranks is float32.
 
 N is the number of ranks in a shard group, `shard_size`. Several groups are replicas: they keep the same and add up
 their gradients once per optimizer step. Stage 0 is stage 1 with groups of one rank. One rank sends nothing. In a

@@ -198,7 +198,7 @@ def plan_step(
     within, between = (sum(getattr(part, level) for part in planned) / stages for level in ("within", "between"))
 
     sending = []    # seconds of a micro-batch from each stage to the next; its gradient comes back as fast
-    for number, part in enumerate(model[1:], start=1):
+    for number in range(1, len(model)):
         size = tokens * config.n_embd * dtype.itemsize
         here = number % cluster.on_a_host(stages, ranks) > 0
         link = cluster.within if here else cluster.between
