@@ -315,13 +315,10 @@ def test_the_largest_softcap_is_finite_and_a_larger_one_is_refused():
 
 
 def test_a_target_in_the_padding_is_never_learnt():
-    """The first batch names it. In a later one, which is not waited for, the loss is infinite and the step skipped."""
+    """Its loss is infinite and the step skipped."""
     right = torch.randint(70, (2, 8), generator=torch.Generator().manual_seed(0))
     wrong = right.clone()
     wrong[1, 3] = 70  # the first of the 58 padded rows
-    for inputs, targets in ((wrong, right), (right, wrong), (wrong, None)):
-        with pytest.raises(UserError, match="the batch has token 70; this model knows 0 to 69"):
-            small_model()(inputs, targets)
     for softcap in (15.0, None):
         model = small_model(softcap=softcap)
         sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, zero_stage=0)
@@ -385,7 +382,6 @@ def test_an_architecture_is_a_name_and_changes():
     for wrong, message in (
         ("moden", "'moden'.*classic or modern"), ("classic,smaer=True", "no 'smaer=True'.*smear=bool"),
         ("classic,smear=1", "no 'smear=1'"), ("classic,rope_theta=x", "no 'rope_theta=x'.*rope_theta=float"),
-        ("modern,rope_theta=nan", "rope_theta=nan: .*from 1"),
     ):
         with pytest.raises(UserError, match=message):
             config_from_depth(4, 100, 64, arch=wrong)

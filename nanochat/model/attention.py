@@ -131,7 +131,13 @@ class BlockwiseAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None
 
 
-def visible(start: int, end: int, first: int, window: int, device: torch.device) -> Tensor:
+def visible(
+    start: int,
+    end: int,
+    first: int,
+    window: int,
+    device: torch.device,
+) -> Tensor:
     """(end − start, end − first) bool: which keys, from `first` on, each of the queries from `start` to `end` sees."""
     query = torch.arange(start, end, device=device)[:, None]
     key = torch.arange(first, end, device=device)

@@ -57,7 +57,14 @@ def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).to(dtype), scale
 
 
-def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def product(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    dtype: torch.dtype,
+    fast: bool = False,
+) -> Tensor:
     """a (N, K) times b (M, K) transposed, both scaled. fast: a GPU adds with fewer bits, enough for a forward pass."""
     if a.device.type == "cpu":  # torch's own kernel takes seconds on some processors
         return (a.float() @ b.float().T * (a_scale * b_scale)).to(dtype)

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.layers import Block, Embedding, Gate, Table, norm, rotary_angles
 from nanochat.model.loss import cap, softcapped_cross_entropy, token_losses
-from nanochat.runtime.errors import UserError
 
 Role = Literal["embedding", "head", "matrix", "table", "scalar"]
 Reduction = Literal["mean", "sum", "none"]
@@ -33,7 +32,11 @@ class Head(nn.Linear):
         self.softcap = config.softcap
 
     def forward(
-        self, x: Tensor, targets: Tensor | None = None, weights: Tensor | None = None, reduction: Reduction = "mean"
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        weights: Tensor | None = None,
+        reduction: Reduction = "mean",
     ) -> Tensor:
         if targets is None:
             logits = x @ self.weight.T  # (B, T, padded_vocab_size)
@@ -61,7 +64,6 @@ class GPT(nn.Module):
         })
         self.lm_head = Head(config)
         self.activation_checkpointing = False  # recompute each block in the backward pass
-        self.tokens_checked = False            # whether a batch's ids were compared with the vocabulary
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -124,29 +126,19 @@ class GPT(nn.Module):
         return [block for block in self.transformer.h if isinstance(block, Block)]
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, reduction: Reduction = "mean",
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        reduction: Reduction = "mean",
         weights: Tensor | None = None,
     ) -> Tensor:
         """
         Without targets: logits (B, T, vocab_size), float32. With targets (B, T), −1 where there is none: the loss
         in nats, the mean or sum over the targets, or with "none" of each target (B, T), without gradient.
-        weights (B, T), float32: a factor for each target's loss in a sum. UserError when the first batch has ids beyond
-        the vocabulary; in a later one the loss of such a target is infinite.
+        weights (B, T), float32: a factor for each target's loss in a sum. A target beyond the
+        vocabulary has an infinite loss, so its step is skipped.
         """
-        self.check_first(tokens, targets)
         return self.lm_head(self.hidden(tokens), targets, weights, reduction)
-
-    def check_first(self, tokens: Tensor, targets: Tensor | None) -> None:
-        """UserError where the first batch has ids beyond the vocabulary. Once: this waits for the device."""
-        if self.tokens_checked or tokens.is_meta:
-            return
-        largest = int(tokens.max())
-        if targets is not None:
-            largest = max(largest, int(targets.max()))
-        if largest >= self.config.vocab_size:
-            known = f"this model knows 0 to {self.config.vocab_size - 1}"
-            raise UserError(f"the batch has token {largest}; {known}: use the tokenizer that it was made for")
-        self.tokens_checked = True
 
     def compile_blocks(self) -> None:
         device = next(self.parameters()).device

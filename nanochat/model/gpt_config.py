@@ -43,9 +43,6 @@ class GPTConfig:
     def __post_init__(self) -> None:
         if self.softcap is not None and not 0 <= self.softcap <= MAX_SOFTCAP:
             raise UserError(f"softcap={self.softcap!r}: expected a number of at most {MAX_SOFTCAP}; None or 0: none")
-        for name, least in dict(rope_theta=1, qk_scale=0, embedding_std=0, fc_scale=0).items():
-            if not least <= getattr(self, name) < 1e9:
-                raise UserError(f"{name}={getattr(self, name)}: expected a number from {least} to 1e9")
 
     @property
     def padded_vocab_size(self) -> int:
@@ -97,7 +94,11 @@ def architecture(arch: str) -> dict:
 
 
 def config_from_depth(
-    depth: int, vocab_size: int, sequence_len: int, softcap: float | None = LOGIT_SOFTCAP, arch: str = "classic"
+    depth: int,
+    vocab_size: int,
+    sequence_len: int,
+    softcap: float | None = LOGIT_SOFTCAP,
+    arch: str = "classic",
 ) -> GPTConfig:
     """The one-number family: width 64 per layer, rounded up to whole heads of 128; arch: as `architecture` takes it."""
     n_head = math.ceil(depth * LAYER_WIDTH / HEAD_DIM)

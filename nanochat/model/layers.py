@@ -17,7 +17,12 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
-def rotary_angles(length: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_angles(
+    length: int,
+    head_dim: int,
+    theta: float,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
     """cos and sin of position · θ^(−2i/D), each (T, D/2) in float32. Su et al. 2021, arXiv:2104.09864."""
     frequency = theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
     angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
@@ -134,14 +139,24 @@ class CausalSelfAttention(nn.Module):
             self.value_gate = Gate(config.n_kv_head, config.n_embd)
         self.linear = F.linear  # or a product in 8 bits, see fp8.py
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, C) → queries (B, T, H, D), keys and values (B, T, H_kv, D)."""
         # One product for all heads: fewer, larger kernels, and a third of their compilation.
         weight = torch.cat((self.c_q.weight, self.c_k.weight, self.c_v.weight))
         q, k, v = self.split_heads(self.linear(x, weight), cos, sin)
         return q.contiguous(), k.contiguous(), v.contiguous()
 
-    def split_heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The products for all heads (…, (H + 2 H_kv) · D) → q (…, H, D), k, v (…, H_kv, D), q and k rotated."""
         heads = qkv.unflatten(-1, (-1, self.head_dim))                 # (…, H + 2 H_kv, D)
         if torch.is_grad_enabled():
@@ -156,7 +171,12 @@ class CausalSelfAttention(nn.Module):
             k = k * self.qk_scale
         return q, k, v
 
-    def add_value_embedding(self, x: Tensor, v: Tensor, embedding: Tensor | None) -> Tensor:
+    def add_value_embedding(
+        self,
+        x: Tensor,
+        v: Tensor,
+        embedding: Tensor | None,
+    ) -> Tensor:
         """Values v (…, H_kv, D) plus, gated by x (…, C), the value embedding of the tokens (…, H_kv · D)."""
         if embedding is None:
             return v
@@ -189,7 +209,14 @@ class Block(nn.Module):
         values = None if self.values is None else self.values(tokens)  # (B, T, H_kv · D)
         return self.body(x, cos, sin, values, window_blocks(x.size(1), self.attn.window, x.device))
 
-    def body(self, x: Tensor, cos: Tensor, sin: Tensor, values: Tensor | None, blocks) -> Tensor:
+    def body(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        values: Tensor | None,
+        blocks,
+    ) -> Tensor:
         """The part that is compiled on a GPU: without lookups, whose gradients are sums in any order."""
         normed, q, k, v = self.attention_inputs(x, cos, sin)
         v = self.attn.add_value_embedding(normed, v, values)
@@ -197,7 +224,12 @@ class Block(nn.Module):
         y = attention(q, k, v, self.attn.window, blocks).transpose(1, 2)            # (B, T, H, D)
         return self.attention_output(x, y.reshape(x.shape))
 
-    def attention_inputs(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def attention_inputs(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, ...]:
         """The normalized residual stream (B, T, C), and its queries, keys and values."""
         normed = norm(x)
         return normed, *self.attn.project(normed, cos, sin)

@@ -16,7 +16,12 @@ CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}  # logits that exist at once; 8 MiB
 
 
 def softcapped_cross_entropy(
-    x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, weights: Tensor | None = None
+    x: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    softcap: float | None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """
     Sum over the targets of −log softmax(softcap · tanh(x headᵀ / softcap))[target], in float32, a scalar.
@@ -40,7 +45,13 @@ def softcapped_cross_entropy(
     return SoftcappedCrossEntropy.apply(x, head, targets, weights, vocab_size, softcap)
 
 
-def token_losses(x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, softcap: float | None) -> Tensor:
+def token_losses(
+    x: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    softcap: float | None,
+) -> Tensor:
     """The loss of each target, (N,) float32, zero where the target is negative. No gradients."""
     real = real_columns(head, vocab_size)
     losses = []
@@ -53,7 +64,13 @@ def token_losses(x: Tensor, head: Tensor, targets: Tensor, vocab_size: int, soft
 class SoftcappedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, softcap: float | None
+        ctx,
+        x: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        vocab_size: int,
+        softcap: float | None,
     ) -> Tensor:
         real = real_columns(head, vocab_size)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -110,7 +127,10 @@ def real_columns(head: Tensor, vocab_size: int) -> Tensor:
 
 
 def losses_and_gradient(
-    logits: Tensor, targets: Tensor, real: Tensor, softcap: float | None
+    logits: Tensor,
+    targets: Tensor,
+    real: Tensor,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """
     Of a chunk of raw logits (N, V): the losses, (N,) float32; the sums of exponentials, (N,); and the gradient with
@@ -127,7 +147,9 @@ def losses_and_gradient(
 
 
 def exponentials_and_gradient(
-    logits: Tensor, real: Tensor, softcap: float | None
+    logits: Tensor,
+    real: Tensor,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor | float, Tensor]:
     """
     Σ exp(capped logit − shift) over the real columns, (N,) float32; the shift, (N,) or 0; and exp(capped logit − shift)

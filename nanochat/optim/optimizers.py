@@ -9,8 +9,14 @@ SCALAR_LR = 0.02  # of scalars and gates: they are of the order of one
 
 
 def setup_optimizers(
-    model: GPT, sharding: Sharding, unembedding_lr: float = 0.004, embedding_lr: float = 0.2, matrix_lr: float = 0.02,
-    weight_decay: float = 0.0, muon_variant: Variant = "muon", lr_scale: float = 1.0,
+    model: GPT,
+    sharding: Sharding,
+    unembedding_lr: float = 0.004,
+    embedding_lr: float = 0.2,
+    matrix_lr: float = 0.02,
+    weight_decay: float = 0.0,
+    muon_variant: Variant = "muon",
+    lr_scale: float = 1.0,
 ) -> tuple[DistAdamW, DistMuon]:
     """
     (adamw, muon), for the shards that this rank keeps: Muon for the matrices of the blocks, AdamW for everything else.

@@ -43,23 +43,23 @@ def equal_ranges(shapes: dict[str, tuple[int, ...]], ranks: int) -> tuple[int, d
     ranges: dict[str, list[ShardRange]] = {}
     offset = 0  # of the parameter among all of them
     for name, shape in shapes.items():
-        ranges[name] = []
-        for rank in range(ranks):
-            start = max(rank * part_size - offset, 0)
-            end = min((rank + 1) * part_size - offset, prod(shape))
-            if start < end:
-                ranges[name].append(ShardRange(start, end, rank))
+        ranges[name] = cut(prod(shape), part_size, ranks, offset)
         offset += prod(shape)
     return part_size, ranges
 
 
 def row_ranges(shape: tuple[int, ...], ranks: int) -> list[ShardRange]:
     """FSDP's cut: whole rows, like torch.chunk; 5 rows on 4 ranks are 2, 2, 1 and none."""
-    size, row = prod(shape), prod(shape[1:])
-    part_size = ceil(shape[0] / ranks) * row
+    rows = ceil(shape[0] / ranks)
+    return cut(prod(shape), rows * prod(shape[1:]), ranks)
+
+
+def cut(size: int, part_size: int, ranks: int, offset: int = 0) -> list[ShardRange]:
+    """The ranges of a parameter of `size` elements, which begins `offset` elements after the first rank's part does."""
     ranges = []
     for rank in range(ranks):
-        start, end = rank * part_size, min((rank + 1) * part_size, size)
+        start = max(rank * part_size - offset, 0)
+        end = min((rank + 1) * part_size - offset, size)
         if start < end:
             ranges.append(ShardRange(start, end, rank))
     return ranges

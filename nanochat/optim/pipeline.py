@@ -117,7 +117,6 @@ class Pipeline:
             return
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # takes seconds to import
 
-        self.model = model
         # Examples, without memory, of the tensors that the stage receives and sends: tokens, the residual stream.
         shape = (rows, self.config.sequence_len)
         stream = torch.empty(*shape, self.config.n_embd, dtype=sharding.dtype, device="meta").requires_grad_()
@@ -166,7 +165,6 @@ class Pipeline:
         Forward and backward passes of this rank's stage for all micro-batches. inputs, targets: (micro_batches · rows,
         T). Returns the mean loss over them on the last stage, zero on the others.
         """
-        self.model.check_first(inputs, targets)
         losses: list[Tensor] = []
         first_input = (inputs,) if self.pipeline_stage == 0 else ()  # the other stages receive theirs
         self.schedule.step(*first_input, tokens=inputs, target=targets, losses=losses, return_outputs=False)

@@ -20,7 +20,11 @@ def warmdown_left(step: int, num_iterations: int, warmdown_ratio: float) -> floa
 
 
 def lr_multiplier(
-    step: int, num_iterations: int, warmup_steps: int, warmdown_ratio: float, final_lr_frac: float
+    step: int,
+    num_iterations: int,
+    warmup_steps: int,
+    warmdown_ratio: float,
+    final_lr_frac: float,
 ) -> float:
     """Linear warmup, constant, linear warmdown to final_lr_frac at the end, where it stays; always within [0, 1]."""
     warmup = min(warmup_steps, LONGEST_WARMUP * num_iterations)
@@ -34,7 +38,12 @@ def is_due(step: int, num_iterations: int, every: int) -> bool:
     return every > 0 and (step % every == 0 or step >= num_iterations)
 
 
-def momentum_at(step: int, left: float = 1.0, peak: float = 0.95, final: float = 0.95) -> float:
+def momentum_at(
+    step: int,
+    left: float = 1.0,
+    peak: float = 0.95,
+    final: float = 0.95,
+) -> float:
     """
     Muon's: 0.85 rising to the peak over 300 steps, since early gradients turn too fast to be averaged for long; in the
     warmdown falling to `final`, since late steps are small beside the average. left: see warmdown_left.
@@ -44,7 +53,13 @@ def momentum_at(step: int, left: float = 1.0, peak: float = 0.95, final: float =
     return min(rise, fall)
 
 
-def apply_schedule(optimizers, step: int, num_iterations: int, lrm: float, momentum: float) -> None:
+def apply_schedule(
+    optimizers,
+    step: int,
+    num_iterations: int,
+    lrm: float,
+    momentum: float,
+) -> None:
     """Set every group's rates for this step from their initial ones; weight decay falls linearly to zero."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -82,7 +97,11 @@ def choose_batch_size(num_iterations: int, horizon: float, rows_unit: int) -> in
 
 
 def accumulation_steps(
-    total_batch_size: int, device_batch_size: int, max_seq_len: int, world_size: int, uneven: bool = False
+    total_batch_size: int,
+    device_batch_size: int,
+    max_seq_len: int,
+    world_size: int,
+    uneven: bool = False,
 ) -> int:
     """
     Micro-steps per optimizer step on each rank, or an error that names the nearest batches that work. uneven: also for
