@@ -80,11 +80,11 @@ def test_the_formula_is_the_bytes_of_the_tensors(monkeypatch, config, rows, devi
 
 
 def test_parameters_are_counted_as_the_model_has_them():
-    """Muon's are 12 · C² a block, or less with fewer key heads; tables, gates and scales of a block are AdamW's."""
+    """Muon's are 12 · C² a block, or less with fewer key heads; tables and gates of a block are AdamW's."""
     C, V = 256, 832
     assert parameter_counts(config_from_depth(3, 777, 64)) == (2 * V * C, 3 * 12 * C**2)
     assert parameter_counts(GPTConfig(64, 777, 3, C, n_head=2, n_kv_head=1)) == (2 * V * C, 3 * 11 * C**2)
-    scalars = 32 + 1 + 2 * 32 * 2 + 3 * 2 + 1  # smear, value gates of two blocks, scales
+    scalars = 32 + 1 + 2 * 32 * 2  # smear, value gates of two blocks
     assert parameter_counts(config_from_depth(3, 777, 64, arch=ALL_PIECES)) == (4 * V * C + scalars, 3 * 12 * C**2)
 
 

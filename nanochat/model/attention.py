@@ -12,7 +12,13 @@ WINDOW_BLOCK = 128           # the same where a window leaves out most keys
 BLOCKWISE_MAX_LENGTH = 2048  # above it the kept probabilities (B · H · T · T / 2) outweigh the saving
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, window: int, blocks=None) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    blocks=None,
+) -> Tensor:
     """
     softmax(q kᵀ / √D) v over the last `window` keys at or before each query, its own included.
 
@@ -60,14 +66,24 @@ def window_blocks(length: int, window: int, device: torch.device):
         return None
     from torch.nn.attention.flex_attention import create_block_mask  # imports the compiler
 
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def seen(
+        batch: Tensor,
+        head: Tensor,
+        query: Tensor,
+        key: Tensor,
+    ) -> Tensor:
         return (key <= query) & (key > query - window)
 
     with torch.inference_mode(False):  # the same list serves training, which takes no tensors of inference mode
         return create_block_mask(seen, None, None, length, length, device=device)
 
 
-def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def blockwise_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+) -> Tensor:
     """
     The same by blocks of queries, each against the keys between its first query's window and its own end only: nearly
     half of the score matrix is never computed, and much less of it with a short window. Softmax in float32.
@@ -92,7 +108,13 @@ class BlockwiseAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int,
+    ) -> Tensor:
         N, G, T, D = q.shape
         out = torch.empty_like(q)
         kept = []
@@ -144,7 +166,12 @@ def visible(
     return (key <= query) & (key > query - window)
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+) -> Tensor:
     """The definition, in float32, with every key head repeated: slow; the kernels are compared with it."""
     group = q.size(1) // k.size(1)
     k = k.repeat_interleave(group, dim=1).float()                           # (B, H, T, D)

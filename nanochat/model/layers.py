@@ -106,7 +106,11 @@ class Embedding(Table):
             self.smear = Gate(1, config.n_embd)
             self.smear_scale = nn.Parameter(torch.empty(1))
 
-    def forward(self, tokens: Tensor, previous: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        previous: Tensor | None = None,
+    ) -> Tensor:
         """
         tokens (…, T) → (…, T, C). previous (…, T): the token before each, −1 where there is none; None: the tokens are
         rows of text.
@@ -204,7 +208,13 @@ class Block(nn.Module):
         if self.attn.value_gate:
             self.values = Table(config.padded_vocab_size, config.n_kv_head * config.head_dim)
 
-    def forward(self, x: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        tokens: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
         """x: the residual stream (B, T, C); tokens: (B, T). Returns the residual stream after the block."""
         values = None if self.values is None else self.values(tokens)  # (B, T, H_kv · D)
         return self.body(x, cos, sin, values, window_blocks(x.size(1), self.attn.window, x.device))

@@ -9,8 +9,16 @@ from nanochat.runtime.step_stats import StepStats
 
 
 def adamw_update(
-    master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
-    keep: Tensor, weight1: Tensor, weight2: Tensor, rate: Tensor, correction2: Tensor, eps: Tensor,
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    keep: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
+    rate: Tensor,
+    correction2: Tensor,
+    eps: Tensor,
 ) -> None:
     """
     One step in place on any range of elements; everything float32. The factors are scalars on the device: Python
@@ -35,8 +43,12 @@ class DistAdamW:
     kind = "adamw"
 
     def __init__(
-        self, groups: list[dict], device: torch.device | str = "cpu", betas: tuple[float, float] = (0.8, 0.95),
-        eps: float = 1e-10, weight_decay: float = 0.0,
+        self,
+        groups: list[dict],
+        device: torch.device | str = "cpu",
+        betas: tuple[float, float] = (0.8, 0.95),
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
     ):
         self.param_groups = [{"initial_lr": group["lr"], **group} for group in groups]
         self.betas = betas

@@ -53,7 +53,12 @@ def orthogonalize(G: Tensor) -> Tensor:
     return X.reshape(G.shape)
 
 
-def even_out(update: Tensor, dim: int, second_moment: Tensor | None = None, ok: Tensor | float = 1.0) -> Tensor:
+def even_out(
+    update: Tensor,
+    dim: int,
+    second_moment: Tensor | None = None,
+    ok: Tensor | float = 1.0,
+) -> Tensor:
     """
     Rows (dim −1) or columns (dim −2) of a stack (n, rows, cols) made one length; every matrix keeps its Frobenius norm.
     second_moment: the moving average of their squared lengths, (n, rows or cols) float32, moved in place unless ok is
@@ -72,7 +77,12 @@ def even_out(update: Tensor, dim: int, second_moment: Tensor | None = None, ok: 
     return (update * factors.unsqueeze(dim)).to(update.dtype)
 
 
-def direction(momentum: Tensor, variant: Variant, second_moment: Tensor | None, ok: Tensor) -> Tensor:
+def direction(
+    momentum: Tensor,
+    variant: Variant,
+    second_moment: Tensor | None,
+    ok: Tensor,
+) -> Tensor:
     """
     The direction in which a stack of matrices (n, rows, cols) moves, the same shape: their momentum, orthogonalized.
     Then rows of a wide matrix, or columns of a tall one, have one norm. The others, along its longer side, are evened
@@ -90,13 +100,23 @@ def direction(momentum: Tensor, variant: Variant, second_moment: Tensor | None, 
     return update
 
 
-def nesterov_momentum(grad: Tensor, buffer: Tensor, momentum: float, ok: Tensor) -> Tensor:
+def nesterov_momentum(
+    grad: Tensor,
+    buffer: Tensor,
+    momentum: float,
+    ok: Tensor,
+) -> Tensor:
     """Moves the buffer towards the gradient in place, unless ok is 0; returns the gradient moved towards the buffer."""
     buffer.lerp_(grad, (1 - momentum) * ok)
     return torch.lerp(grad, buffer, momentum)
 
 
-def muon_update(master: Tensor, update: Tensor, lr: Tensor, decay: Tensor | None) -> None:
+def muon_update(
+    master: Tensor,
+    update: Tensor,
+    lr: Tensor,
+    decay: Tensor | None,
+) -> None:
     """
     One step in place on any range of elements; with lr and decay 0 nothing changes. decay: lr · weight decay, or None.
     It acts only where it agrees in sign with the update ("cautious" weight decay, Liang et al. 2024, arXiv:2411.16085),
@@ -122,7 +142,11 @@ class MatrixExchange:
     """
 
     def __init__(
-        self, shape: tuple[int, int], ranges: dict[str, list[ShardRange]], owners: dict[str, int], sharding: Sharding
+        self,
+        shape: tuple[int, int],
+        ranges: dict[str, list[ShardRange]],
+        owners: dict[str, int],
+        sharding: Sharding,
     ):
         self.shape = shape
         self.group = sharding.shard_group
@@ -175,7 +199,12 @@ class MatrixExchange:
         """Wait for `send_back`: this rank's shards by name, flat."""
         return dict(zip(self.kept, self.finish().split(list(self.kept.values()))))
 
-    def start(self, parts: list[Tensor], outgoing: list[int], incoming: list[int]) -> None:
+    def start(
+        self,
+        parts: list[Tensor],
+        outgoing: list[int],
+        incoming: list[int],
+    ) -> None:
         self.source = torch.cat([self.nothing, *parts])  # referenced until it is sent
         self.received = self.source
         self.work = None
@@ -202,7 +231,12 @@ class DistMuon:
     kind = "muon"
 
     def __init__(
-        self, sharding: Sharding, names: list[str], lr: float, weight_decay: float = 0.0, momentum: float = 0.95,
+        self,
+        sharding: Sharding,
+        names: list[str],
+        lr: float,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
         variant: Variant = "muon",
     ):
         shards = [shard for shard in sharding.shards if shard.name in names]

@@ -54,7 +54,12 @@ def row_ranges(shape: tuple[int, ...], ranks: int) -> list[ShardRange]:
     return cut(prod(shape), rows * prod(shape[1:]), ranks)
 
 
-def cut(size: int, part_size: int, ranks: int, offset: int = 0) -> list[ShardRange]:
+def cut(
+    size: int,
+    part_size: int,
+    ranks: int,
+    offset: int = 0,
+) -> list[ShardRange]:
     """The ranges of a parameter of `size` elements, which begins `offset` elements after the first rank's part does."""
     ranges = []
     for rank in range(ranks):

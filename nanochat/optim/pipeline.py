@@ -66,7 +66,14 @@ class Pipeline:
     zero_stage that sends gradients in each backward pass.
     """
 
-    def __init__(self, config: GPTConfig, pipeline_stages: int, zero_stage: int, rank: int, world_size: int):
+    def __init__(
+        self,
+        config: GPTConfig,
+        pipeline_stages: int,
+        zero_stage: int,
+        rank: int,
+        world_size: int,
+    ):
         if world_size % pipeline_stages:
             divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
             raise UserError(
@@ -87,7 +94,11 @@ class Pipeline:
         self.is_last = self.pipeline_stage == pipeline_stages - 1
 
     def accumulation_steps(
-        self, total_batch_size: int, device_batch_size: int, max_seq_len: int, uneven: bool = False
+        self,
+        total_batch_size: int,
+        device_batch_size: int,
+        max_seq_len: int,
+        uneven: bool = False,
     ) -> tuple[int, int]:
         """
         (micro-batches of a micro-step, micro-steps of an optimizer step): a pipeline has all micro-batches in flight in
@@ -111,7 +122,13 @@ class Pipeline:
         cuts = ", ".join(f"{layers.start}-{layers.stop - 1}" for layers in self.layers_of_stages)
         return f" in {self.pipeline_stages} stages of layers {cuts}"
 
-    def connect(self, model: GPT, sharding: Sharding, micro_batches: int, rows: int) -> None:
+    def connect(
+        self,
+        model: GPT,
+        sharding: Sharding,
+        micro_batches: int,
+        rows: int,
+    ) -> None:
         """Make the schedule of an optimizer step: micro_batches of `rows` rows each."""
         if self.pipeline_stages == 1:
             return

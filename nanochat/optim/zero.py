@@ -57,7 +57,12 @@ class Bucket:
     """
 
     def __init__(
-        self, params: dict[str, Parameter], dtype: torch.dtype, shard_count: int, shard_rank: int, sum_in_float32: bool
+        self,
+        params: dict[str, Parameter],
+        dtype: torch.dtype,
+        shard_count: int,
+        shard_rank: int,
+        sum_in_float32: bool,
     ):
         self.params = params
         shapes = {name: tuple(p.shape) for name, p in params.items()}
@@ -130,8 +135,15 @@ class Sharding:
     """
 
     def __init__(
-        self, model: nn.Module, units: list[nn.Module], device: torch.device, dtype: torch.dtype, zero_stage: int,
-        shard_size: int = -1, pipeline_stages: int = 1, weights: Callable[[str], Tensor] | None = None,
+        self,
+        model: nn.Module,
+        units: list[nn.Module],
+        device: torch.device,
+        dtype: torch.dtype,
+        zero_stage: int,
+        shard_size: int = -1,
+        pipeline_stages: int = 1,
+        weights: Callable[[str], Tensor] | None = None,
     ):
         self.model = model
         self.device = device
@@ -199,7 +211,11 @@ class Sharding:
         return [group for group in (self.shard_group, self.replica_group, self.pipeline_group) if group is not None]
 
     def add_unit(
-        self, unit: nn.Module, names: list[str], weights: Callable[[str], Tensor] | None, is_last: bool
+        self,
+        unit: nn.Module,
+        names: list[str],
+        weights: Callable[[str], Tensor] | None,
+        is_last: bool,
     ) -> dict[str, int]:
         """Shard a unit; its whole weights are freed when this returns. Returns their `sums_of_bits`, to be compared."""
         if weights is not None:
@@ -218,7 +234,11 @@ class Sharding:
             self.units.append(unit)
         return sums
 
-    def add_bucket(self, unit: nn.Module, params: dict[str, Parameter]) -> None:
+    def add_bucket(
+        self,
+        unit: nn.Module,
+        params: dict[str, Parameter],
+    ) -> None:
         sum_in_float32 = self.zero_stage < 2 or self.shard_count == 1
         bucket = Bucket(params, self.dtype, self.shard_count, self.shard_rank, sum_in_float32)
         self.buckets.append(bucket)
@@ -338,7 +358,12 @@ class Sharding:
             p.grad = None
 
     def reduce_and_clip(
-        self, loss: Tensor, count: Tensor | float = 1.0, grad_clip: float = 0.0, stop: bool = False, save: bool = False
+        self,
+        loss: Tensor,
+        count: Tensor | float = 1.0,
+        grad_clip: float = 0.0,
+        stop: bool = False,
+        save: bool = False,
     ) -> StepStats:
         """
         The one small collective of a step, after its last backward pass. Then every shard has its averaged gradient, or
@@ -464,5 +489,12 @@ class GlooReduceScatter:
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group,
+        op,
+        async_op: bool = False,
+    ) -> None:
         reduce_scatter(output_tensor, input_tensor, group).wait()
