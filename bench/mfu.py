@@ -14,10 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 from bench.harness import show
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import parameter_counts
-from nanochat.plan.probes import set_up_training
+from nanochat.plan.trial import set_up_training
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.flops import measured_matmul_flops
-from nanochat.training.report import markdown_table
+from nanochat.runtime.tables import markdown_table
 
 depth = 4                   # [4..] layers; narrower models have one head, whose products are counted as linear
 vocab_size = 8192           # [1..] tokens

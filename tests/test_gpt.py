@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanochat.model.attention import attention, reference_attention, window_blocks
+from nanochat.model.attention import attention, window_blocks
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import MAX_SOFTCAP, GPTConfig, architecture, config_from_depth
 from nanochat.model.layers import RotatedNorm, SquaredReLU, norm, rotary_angles, rotate
@@ -113,6 +113,17 @@ def test_logits_and_loss_are_those_of_the_definition(n_kv_head, softcap, arch, n
     torch.testing.assert_close(model(tokens, targets, reduction="none").double(), nats, atol=3e-4, rtol=0)
     torch.testing.assert_close(model(tokens, targets).double(), nats.sum() / (targets >= 0).sum(), atol=1e-4, rtol=0)
     torch.testing.assert_close(model(tokens, targets, reduction="sum").double(), nats.sum(), atol=5e-3, rtol=0)
+
+
+def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+    """The definition, in float32, with every key head repeated: slow; the kernels are compared with it."""
+    group = q.size(1) // k.size(1)
+    k = k.repeat_interleave(group, dim=1).float()                           # (B, H, T, D)
+    v = v.repeat_interleave(group, dim=1).float()
+    scores = q.float() @ k.mT / q.size(-1) ** 0.5                           # (B, H, T, T)
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+    unseen = ~seen.tril() | seen.tril(-window)
+    return (scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v).to(q.dtype)
 
 
 @pytest.mark.parametrize("window", [1024, 100, 1])

@@ -1,4 +1,4 @@
-"""Causal attention: one function, several kernels, one plain reference."""
+"""Causal attention: one function, several kernels."""
 import contextlib
 import functools
 
@@ -164,19 +164,3 @@ def visible(
     query = torch.arange(start, end, device=device)[:, None]
     key = torch.arange(first, end, device=device)
     return (key <= query) & (key > query - window)
-
-
-def reference_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: int,
-) -> Tensor:
-    """The definition, in float32, with every key head repeated: slow; the kernels are compared with it."""
-    group = q.size(1) // k.size(1)
-    k = k.repeat_interleave(group, dim=1).float()                           # (B, H, T, D)
-    v = v.repeat_interleave(group, dim=1).float()
-    scores = q.float() @ k.mT / q.size(-1) ** 0.5                           # (B, H, T, T)
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
-    unseen = ~seen.tril() | seen.tril(-window)
-    return (scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v).to(q.dtype)
