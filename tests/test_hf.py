@@ -431,7 +431,7 @@ def test_what_transformers_saves_can_be_imported(hf, tmp_path):
 def save_on_rank(rank: int, world_size: int, folder: Path) -> None:
     """A bfloat16 model with its masters, each rank keeping half of them."""
     model = random_model(2)
-    sharding = Sharding(model, model.units(), CPU, torch.bfloat16, stage=2)
+    sharding = Sharding(model, model.units(), CPU, torch.bfloat16, zero_stage=2)
     saver = CheckpointWriter(folder, sharding, setup_optimizers(model, sharding), TOKENIZER)
     saver.save(12, {"config": {}, "tokenizer": TOKENIZER.fingerprint})
     saver.wait()

@@ -191,15 +191,16 @@ class CachedModel:
         """
         cos, sin = (angle[positions] for angle in self.angles)
 
-        def run(layer: int, x: Tensor, streams: tuple[Tensor, ...]) -> Tensor:
-            block, qkv, attn_proj, fc, mlp_proj = self.layers[layer]
-            x = block.mix(x, streams)
-            h, values = norm(x), None if block.values is None else block.values(tokens)
-            y = block.attn.attend(h, *block.attn.heads(qkv(h), cos, sin), values, partial(look, layer))
-            x = attn_proj(y).add_(x)  # not x += …: a later block may read x
-            return x.add_(mlp_proj(F.relu(fc(norm(x))).square_()))
-
-        return norm(self.model.run_blocks(range(self.config.n_layer), self.model.embed(tokens, previous), run)[0])
+        x = self.model.transformer.wte(tokens, previous)
+        for layer, (block, qkv, attn_proj, fc, mlp_proj) in enumerate(self.layers):
+            h = norm(x)
+            values = None if block.values is None else block.values(tokens)
+            q, k, v = block.attn.split_heads(qkv(h), cos, sin)
+            v = block.attn.add_value_embedding(h, v, values)
+            y = look(layer, q, k, v).reshape(h.shape)
+            x = attn_proj(y).add_(x)
+            x = x.add_(mlp_proj(F.relu(fc(norm(x))).square_()))
+        return norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
         return self.head(x)[:, : self.config.vocab_size].float()
