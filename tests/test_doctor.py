@@ -123,15 +123,19 @@ def test_rows_are_halved_for_a_lack_of_memory_and_for_nothing_else(monkeypatch):
     run = subprocess.run
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", lambda *args, **settings: run(*args, **settings, preexec_fn=limit_memory))
-        answer = try_steps(config, 2**15, torch.float32, "cpu", compiled=False)
-    assert answer == (None, "error: out of memory with device_batch_size=32768; try --device_batch_size=16384")
+        with pytest.raises(UserError, match="fails: out of memory with device_batch_size=32768; try --device_batch"):
+            try_steps(config, 2**15, torch.float32, "cpu", compiled=False)
     ask = (5, config, torch.float32, "cpu", False)
-    answers = {4: "error: out of memory with device_batch_size=4", 2: "the process was ended by SIGKILL", 1: ""}
-    monkeypatch.setattr(nanochat.plan.trial, "try_steps", lambda config, rows, *how: (answers[rows] == "" or None,
-                                                                                      answers[rows]))
+    answers = {4: "out of memory with device_batch_size=4", 2: "the process was ended by SIGKILL"}
+
+    def try_steps_of(config: GPTConfig, rows: int, *how, **settings) -> None:
+        if rows in answers:
+            raise UserError(answers[rows])
+
+    monkeypatch.setattr(nanochat.plan.trial, "try_steps", try_steps_of)
     assert rows_that_train(*ask) == 1
     answers[2] = "RuntimeError: no kernel image is available"
-    with pytest.raises(UserError, match="device_batch_size=2 fails: RuntimeError: no kernel image is available"):
+    with pytest.raises(UserError, match="no kernel image is available"):
         rows_that_train(*ask)
 
 
@@ -141,8 +145,8 @@ def test_a_process_that_dies_is_reported(tmp_path, monkeypatch):
     fake.write_text("#!/bin/sh\nkill -SEGV $$\n")
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
-    answer = try_steps(config_from_depth(1, 64, 64), 1, torch.float32, "cpu", False)
-    assert answer == (None, "the process was ended by SIGSEGV")
+    with pytest.raises(UserError, match="the process was ended by SIGSEGV"):
+        try_steps(config_from_depth(1, 64, 64), 1, torch.float32, "cpu", False)
 
 
 def test_a_whole_examination_trains_on_two_ranks_without_a_compiler(failing_compiler):

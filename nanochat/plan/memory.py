@@ -80,7 +80,6 @@ class PipelineStage(NamedTuple):
     adamw: int          # parameters in its care
     muon: int
     flops: int          # per token, forward and backward; of all stages: GPT.estimate_flops
-    shapes: int         # of its matrices: Muon sends those of one shape together
     products: list[int]     # FLOPs of orthogonalizing each matrix: five steps of three products
 
 
@@ -105,8 +104,7 @@ def split_into_stages(config: GPTConfig, pipeline_stages: int = 1) -> tuple[Pipe
         flops = 6 * computing + 12 * config.n_embd * sum(map(config.window, layers))
         products = [5 * (4 * m * m * n + 2 * m**3) for m, n in map(sorted, matrices)]
         largest = max(p.numel() for p in parameters)
-        stages.append(PipelineStage(layers, counts, largest, sum(counts) - muon, muon, flops, len(set(matrices)),
-                                    products))
+        stages.append(PipelineStage(layers, counts, largest, sum(counts) - muon, muon, flops, products))
     return tuple(stages)
 
 
@@ -192,7 +190,6 @@ def moments(
     layers = stage.layers
     first = number == 0
     last = number == stages - 1
-    ahead = min(stages - number, micro_steps)  # micro-batches whose activations it keeps
     b = dtype.itemsize
     V = config.padded_vocab_size
     L = len(layers)
@@ -200,14 +197,9 @@ def moments(
     width = tokens * config.n_embd * b  # a residual stream
     head = FLOAT32 * V * config.n_embd  # the head's gradient
     state = state_bytes(zero_stage, ranks, dtype, stage.adamw, stage.muon)
-    # PyTorch's schedule has a buffer for the streams and gradients of each micro-batch. One of them is also the input
-    # that the first block keeps.
-    streams = 0
-    if not first:
-        streams += micro_steps - ahead
-    if not last:
-        streams += micro_steps
-    kept = state.parameters + state.optimizer + width * streams
+    # PyTorch's schedule has a buffer for the stream of each micro-batch, there and back.
+    neighbours = 2 - first - last
+    kept = state.parameters + state.optimizer + width * micro_steps * neighbours
     share = 1 if zero_stage == 0 else ranks
     saving = b * (stage.adamw + stage.muon) + state.optimizer if device_type == "cpu" else 0
 
@@ -223,11 +215,12 @@ def moments(
     saved = [around + (layer * width if checkpointing else sum(blocks[:layer])) for layer in range(L + 1)]
 
     def moment(done: int, activations: float, temporary: float) -> StepBytes:
-        gradients = gradient_bytes(units, done, zero_stage, ranks, b, micro_steps > 1)
-        if ahead > 1:  # at the first backward pass nothing is summed, at the second one micro-batch less is kept
-            less = saved[L] if ahead == micro_steps else 0
-            gradients = max(FLOAT32 * sum(units) - less, FLOAT32 * sum(units[done:]))
-        return StepBytes(kept, gradients, activations + (ahead - 1) * saved[L], temporary, saving)
+        if stages == 1:
+            gradients = gradient_bytes(units, done, zero_stage, ranks, b, micro_steps > 1)
+        else:  # activations of the micro-batches whose backward passes are still to come
+            gradients = FLOAT32 * sum(units)
+            activations += (min(stages - number, micro_steps) - 1) * saved[L]
+        return StepBytes(kept, gradients, activations, temporary, saving)
 
     found = {}
     if last:
