@@ -175,14 +175,6 @@ def test_json_and_csv_are_read(inputs):
     assert sorted(all_rows("in")) == sorted(expected)
 
 
-def test_quotes_in_a_tsv_are_plain_characters_and_its_mark_is_a_tab(inputs):
-    expected = ['"Stop!', "next", 'bar"', '"Hello," he said.', "a; b; c, d"]
-    lines = ["a, b; c, d\ttext", *(f"{i}\t{text}" for i, text in enumerate(expected))]
-    (inputs / "a.tsv.gz").write_bytes(gzip.compress("\r\n".join(lines).encode()))
-    make(str(inputs))
-    assert sorted(all_rows("in")) == sorted(expected)
-
-
 @pytest.mark.parametrize(("encoding", "line"), [
     ("gb18030", "今天天气很好，我们去公园散步。他说：你好，世界！"), ("utf-16", "plain English"),
     ("cp1251", "Привет, как дела? Сегодня хорошая погода.")])
@@ -199,7 +191,7 @@ def test_text_in_another_encoding_stops_and_is_read_in_the_one_that_is_named(inp
     rows = all_rows("in")
     assert sorted(part for row in rows for part in row.split("\n") if part in set(lines)) == sorted(lines)
     assert sum(row.count(LANGUAGES[2]) for row in rows) == 50
-    with pytest.raises(UserError, match="encoding=gb9999 is unknown"):
+    with pytest.raises(UserError, match="cannot read .*story.txt: unknown encoding: gb9999"):
         make(str(inputs), encoding="gb9999")
 
 
@@ -294,7 +286,7 @@ PARQUET = PARQUET.getvalue().to_pybytes()
     ("a.txt.zst", zstandard.compress(os.urandom(200_000).hex().encode())[:-9], "cannot read .*a.txt.zst"),
     ("a.parquet", b"", "cannot read .*a.parquet"),
     ("a.parquet", PARQUET, "a.parquet: no field 'text'; there is: number, body"),
-    ("a.pdf", b"%PDF", r"no documents in .*in: expected .*\.tsv \.parquet \(or \.gz/\.zst of them\)$"),
+    ("a.pdf", b"%PDF", r"no documents in .*in: expected .*\.csv \.parquet \(or \.gz/\.zst of them\)$"),
 ], ids=lambda part: part if isinstance(part, str) else "")
 def test_damaged_input_is_one_line_with_its_place_and_leaves_nothing(inputs, base, file, content, problem):
     (inputs / file).write_bytes(content)
