@@ -21,7 +21,6 @@ from configurator import configure
 
 import torch
 
-from nanochat.data.dataset import how_to_make
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.limits import memory_limits
 from nanochat.plan.memory import GIB, largest_rows, parameter_counts
@@ -74,7 +73,7 @@ def limits() -> dict[str, float]:
     if device.type == "cuda":
         return {f"GPU {i}, {torch.cuda.get_device_name(i)}": torch.cuda.mem_get_info(i)[0] for i in range(gpus)}
     if device.type == "mps":
-        return {"recommended by Metal": torch.mps.recommended_max_memory()}
+        return {"Metal": torch.mps.recommended_max_memory()}
     return {name: left / ranks for name, left in memory_limits().items()}
 
 
@@ -122,46 +121,36 @@ if here:
     print(f"{base_dir()}: {shutil.disk_usage(base_dir()).free / GIB:,.1f} GiB free; speedrun.sh wants {wanted}")
 
 # ---- What fits
-how = "compiled" if has_compiler else "eager"
 print(f"\n## Largest device_batch_size by formula (powers of two up to {max_rows}) at max_seq_len={max_seq_len}, "
-      f"{model_dtype}, {how}, vocabulary {vocab_size:,}, {ranks} rank(s)")
-lines = []
-fitting = []
+      f"{model_dtype}, vocabulary {vocab_size:,}, {ranks} rank(s)")
+table = []
 for layers in DEPTHS if depth == -1 else (depth,):
-    plain = rows_by_formula(layers, checkpointing=False)
-    recomputing = rows_by_formula(layers, checkpointing=True)
     parameters = sum(parameter_counts(model_settings(layers)[0]))
-    lines.append([layers, f"{parameters:,}", plain or "-", recomputing or "-"])
-    if recomputing:
-        fitting.append(layers)
-print(markdown_table(["depth", "parameters", "rows", "rows with activation checkpointing"], lines))
-if not fitting:
+    rows = [rows_by_formula(layers, checkpointing) for checkpointing in (False, True)]
+    if any(rows):
+        table.append([layers, f"{parameters:,}", *rows])
+if not table:
     raise UserError("nothing fits into memory; free some, or try a smaller --max_seq_len")
+print(markdown_table(["depth", "parameters", "rows", "rows with activation checkpointing"], table))
 if not here:
     raise SystemExit(0)
 
 # ---- Whether it runs, last: it compiles
 if steps:
     print("\n## Training steps", flush=True)
-    config, *how = model_settings(min(fitting))
+    config, *how = model_settings(table[0][0])
     milliseconds = try_steps(config, 1, *how, ranks=ranks)
     print(f"OK: one row of depth {config.n_layer} on {ranks} rank(s) in {milliseconds:,.0f} ms")
 
 # ---- How to train
 print("\n## To train")
-data = "tinyworld"  # made where it is needed
-if device.type != "cpu":
-    data = "climbmix"
-    print(how_to_make(data))
-    print(f"python -m scripts.tok_train --data={data} --vocab_size={vocab_size}")
-if device.type == "cpu" and depth == -1:  # the largest model that fits would take weeks here
-    setting = "--depth=4 --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=700"
-else:
-    largest = max(fitting)
-    setting = f"--depth={largest} --max_seq_len={max_seq_len} --device_batch_size="
-    if rows := recommended_rows(largest, checkpointing=False):
-        setting += str(rows)
-    else:
-        setting += f"{recommended_rows(largest, checkpointing=True)} --activation_checkpointing"
+if depth == -1:
+    print("bash speedrun.sh")
+    raise SystemExit(0)
+options = f"--depth={depth} --max_seq_len={max_seq_len} --arch={arch}"
+rows = recommended_rows(depth, checkpointing=False)
+if not rows:
+    rows = recommended_rows(depth, checkpointing=True)
+    options += " --activation_checkpointing"
 launcher = f"torchrun --standalone --nproc_per_node={ranks} -m" if ranks > 1 else "python -m"
-print(f"{launcher} scripts.base_train --data={data} {setting} --arch={arch}")
+print(f"{launcher} scripts.base_train {options} --device_batch_size={rows}")

@@ -112,7 +112,7 @@ trial.try_steps = try_steps
     assert refused.stderr == "error: no C compiler\n"
     fine = as_a_gpu_node(change.replace("{answer}", "return 100.0"), "--depth=20", "--max_rows=16")
     assert (refused.returncode, fine.returncode) == (1, 0), refused.stderr + fine.stderr
-    assert "--depth=20 --max_seq_len=2048 --device_batch_size=16" in fine.stdout
+    assert "--depth=20 --max_seq_len=2048 --arch=modern --device_batch_size=16" in fine.stdout
 
 
 def test_a_gpu_is_not_trained_on_eagerly_unless_asked_for(monkeypatch):

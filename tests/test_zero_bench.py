@@ -5,10 +5,9 @@ from conftest import ALL_PIECES  # first: it makes the repo importable where thi
 from ranks import run_on_ranks
 from torch.utils._pytree import tree_leaves
 
-from bench.watch import KEPT, STAGES, Watch, forget_the_past, measure, measure_all, storages
+from bench.watch import KEPT, STAGES, Watch, forget_the_past, measure, measure_all, sent_bytes, storages
 from nanochat.model.gpt_config import GPTConfig, architecture
 from nanochat.plan.memory import state_bytes
-from nanochat.plan.traffic import sent_bytes
 from nanochat.runtime.compiling import set_compile
 
 # 8 units of 76,800 parameters. Three ranks divide neither a block nor 80 rows: slices and FSDP's rows have padding.

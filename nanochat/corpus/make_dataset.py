@@ -58,10 +58,9 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
             settings = {"source": source, "num_shards": num_shards, "seed": seed, "field": field,
                         "encoding": encoding, "shard_mb": shard_mb}
             manifest = make_from_text(name, settings)
-    val = manifest["shards"][-1]
     counts = ", ".join(f"{key}: {manifest[key]:,}" for key in COUNTED)
     print(f"{name}: {manifest['documents']:,} documents, {manifest['text_bytes'] / 1e6:,.1f} MB of text in "
-          f"{len(manifest['shards']) - 1} training shards and 1 of validation ({val['rows']:,} documents); {counts}")
+          f"{len(manifest['shards']) - 1} training shards and 1 of validation; {counts}")
     return manifest
 
 

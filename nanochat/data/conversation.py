@@ -30,7 +30,6 @@ Conversation = dict[str, Any]
 class Rendered(NamedTuple):
     ids: list[int]
     mask: list[int]     # 1 for tokens that the assistant writes, with <|assistant_end|>; 0 for the others
-    cut: int            # messages left out because the conversation would not fit
 
 
 def check_conversation(conversation: Conversation, where: str = "conversation", any_order: bool = False) -> None:
@@ -38,14 +37,15 @@ def check_conversation(conversation: Conversation, where: str = "conversation", 
     UserError, beginning with `where`, for anything that `render` would not take; without any_order also for anything
     but turns as described above.
     """
-    if problem := problem_with(conversation, any_order):
+    problem = problem_with(conversation, any_order)
+    if problem:
         raise UserError(f"{where}: {problem}")
 
 
 def problem_with(conversation: Conversation, any_order: bool) -> str | None:
     messages = conversation.get("messages") if isinstance(conversation, dict) else None
-    if not isinstance(messages, list):
-        return 'expected {"messages": [...]}'
+    if not isinstance(messages, list) or not messages:
+        return 'there are no messages; expected {"messages": [...]}'
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             return f"message {number} needs a role and a content"
@@ -62,14 +62,12 @@ def problem_with(conversation: Conversation, any_order: bool) -> str | None:
                             f"expected a type ({', '.join(PARTS)}) and a text")
         elif not isinstance(content, str):
             return f"message {number}: its content is neither text nor a list of parts"
-    roles = [message["role"] for message in messages]
-    if roles[:1] == ["system"] and not any_order:
-        roles = roles[1:]
-    if not roles:
-        return "there are no messages" if any_order else "there are no messages of user and assistant"
-    if not any_order and roles != (["user", "assistant"] * len(roles))[: len(roles)]:
-        return ("user and assistant must take turns, the user first; a system message can only come before them: "
-                + " ".join(roles))
+    if not any_order:
+        roles = [message["role"] for message in messages]
+        turns = roles[1:] if roles[0] == "system" else roles
+        if not turns or turns != (["user", "assistant"] * len(turns))[: len(turns)]:
+            return ("user and assistant must take turns, the user first; a system message can only come before them: "
+                    + " ".join(roles))
     return None
 
 
@@ -79,9 +77,8 @@ def render(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int | N
     turn that would not fit with its answer; nothing is left (no ids) where not even the first exchange fits.
     """
     ids, mask = [tokenizer.get_bos_token_id()], [0]
-    end = kept = 0  # tokens and turns up to the last answer that fits
-    turns = turns_of(conversation["messages"])
-    for number, turn in enumerate(turns, 1):
+    end = 0  # of the last answer that fits
+    for turn in turns_of(conversation["messages"]):
         for part_ids, trained in pieces(tokenizer, turn):
             ids += part_ids
             mask += [int(trained)] * len(part_ids)
@@ -89,8 +86,7 @@ def render(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int | N
             break
         if turn["role"] == "assistant":
             end = len(ids)
-            kept = number
-    return Rendered(ids[:end], mask[:end], len(turns) - kept)
+    return Rendered(ids[:end], mask[:end])
 
 
 def render_prompt(tokenizer: Tokenizer, conversation: Conversation, continue_last: bool = False) -> list[int]:
@@ -105,10 +101,7 @@ def render_prompt(tokenizer: Tokenizer, conversation: Conversation, continue_las
         if continue_last:
             answer = last["content"]
     turns.append({"role": "assistant", "content": answer})
-    ids = [tokenizer.get_bos_token_id()]
-    for turn in turns:
-        for part_ids, _ in pieces(tokenizer, turn):
-            ids += part_ids
+    ids = render(tokenizer, {"messages": turns}).ids
     return ids[:-1]  # without <|assistant_end|>
 
 
@@ -118,12 +111,11 @@ def drop_oldest(conversation: Conversation, fits: Callable[[Conversation], bool]
     first; then it begins with a later turn of the user. The last exchange stays even if it does not fit.
     """
     messages = conversation["messages"]
-    head = 0  # the first message that is not the system's
-    while head < len(messages) and messages[head]["role"] == "system":
-        head += 1
+    roles = [message["role"] for message in messages]
+    head = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
     starts = [head]  # the first answer may come before any user's turn
-    for i in range(head + 1, len(messages)):
-        if messages[i - 1]["role"] == "assistant" and messages[i]["role"] != "assistant":
+    for i in range(head + 1, len(roles)):
+        if roles[i - 1] == "assistant" and roles[i] != "assistant":
             starts.append(i)
     shorter = [{"messages": messages[:head] + messages[start:]} for start in starts]
     return shorter[bisect_left(shorter[:-1], True, key=fits)]  # by halves: `fits` has to render each that it is asked
