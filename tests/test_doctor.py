@@ -35,20 +35,16 @@ def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, blocks
 
 CPU = [(GPTConfig(length, 2000, n_layer=3, n_embd=256, n_head=heads, n_kv_head=kv_heads), rows, "cpu", dtype, again)
        for heads, kv_heads, rows, length, dtype, again in [
-           (4, 4, 2, 512, "float32", False), (4, 2, 4, 256, "bfloat16", False), (1, 1, 4, 256, "float32", False),
-           (4, 2, 8, 256, "float32", True)]]
+           (4, 4, 2, 512, "float32", False), (4, 2, 4, 256, "bfloat16", True), (1, 1, 4, 256, "float32", False)]]
 GPU = [(config_from_depth(depth, vocab_size, 2048, arch=arch), rows, "meta", dtype, again)
        for depth, vocab_size, rows, arch in [
-           (12, 65536, 8, "classic"), (20, 65536, 1, "classic"), (4, 8192, 64, "classic"),
-           (4, 8192, 64, ALL_PIECES)]
+           (12, 65536, 8, "classic"), (20, 65536, 1, "classic"), (4, 8192, 64, ALL_PIECES)]
        for dtype, again in (("float32", False), ("bfloat16", True))]
 # Small ones, with the pieces of the modern architecture; and one whose tables are most of it.
 MODERN = architecture(ALL_PIECES)
 SMALL = [(GPTConfig(256, 500, n_layer=3, n_embd=128, n_head=4, n_kv_head=kv_heads, **pieces), 8, "cpu", dtype, again)
          for kv_heads, pieces, dtype, again in [
-             (2, MODERN, "float32", False), (4, MODERN, "bfloat16", False), (2, MODERN, "float32", True),
-             (1, MODERN, "float32", False),
-             (4, {"short_windows": True}, "float32", False)]]
+             (2, MODERN, "float32", False), (4, MODERN, "bfloat16", True), (4, {"short_windows": True}, "float32", False)]]
 TABLES = GPTConfig(64, 20_000, n_layer=1, n_embd=64, n_head=1, n_kv_head=1, value_embeddings=True)
 SMALL += [(TABLES, 1, "cpu", "float32", False)]
 
@@ -167,8 +163,6 @@ def test_questions_about_a_gpu_that_is_not_here():
     assert largest_rows(12 * GIB, 64, twelve, *ask) < largest_rows(24 * GIB, 64, twelve, *ask) == 32
     one_rank = needed_bytes(config, 4, *ask)
     assert needed_bytes(config, 4, *ask, 8) < needed_bytes(config, 4, *ask, 8, zero_stage=1) < one_rank
-    freed = one_rank - needed_bytes(config, 4, *ask, checkpointing=True)
-    assert freed > 19 * 13.9 * 2 * 4 * 2048 * 1280, "all blocks but one, about 14 · b · B · T · C each"
     told = run_module("scripts.doctor", "--depth=12", "--memory_gib=24", "--arch=classic")
     assert told.returncode == 0 and "| 12 | 135,266,304 | 32 | 64 |" in told.stdout
     none = run_module("scripts.doctor", "--depth=32", "--batch_only", "--memory_gib=6")

@@ -2,7 +2,6 @@
 import gc
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -136,22 +135,6 @@ def test_the_defaults_of_pretraining_fit_into_80_gb():
     for ranks in (1, 8):
         assert needed_bytes(config, rows, torch.bfloat16, "cuda", True, ranks) < 79 * GIB
     assert needed_bytes(config, 4 * rows, torch.bfloat16, "cuda", True) > 79 * GIB
-
-
-def test_many_shapes_are_compiled(monkeypatch):
-    """Torch gives up after 8 and runs all further ones eagerly: lengths of conversations, times their last chunks."""
-    compilations = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        compilations.append(inputs)
-        return graph.forward
-
-    monkeypatch.setattr(compiling, "compiled", lambda function: function)  # whether there is a compiler is not asked
-    assert compiling.set_compile(True, "cpu")
-    function = torch.compile(lambda x: x + 1, backend=backend, dynamic=False)
-    for length in range(2, 22):
-        function(torch.zeros(length))
-    assert len(compilations) == 20
 
 
 def test_no_cudnn_plans_where_lengths_change(monkeypatch):

@@ -92,5 +92,3 @@ def test_what_happens_by_keyboard(page):
         page.locator(f"select[name={name}]").select_option(option)
     assert "Every rank orthogonalizes every matrix" in says.inner_text()
     assert "a rank sends" not in says.inner_text()
-
-

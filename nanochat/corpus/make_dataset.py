@@ -76,7 +76,7 @@ def make_from_text(name: str, settings: dict) -> dict:
     if settings["num_shards"] > 0:
         enough = int(1.1 * settings["num_shards"] * shard_bytes)
     tally: Counter = Counter()
-    own = False
+    fixed = source in OFFLINE  # the same settings give the same text
     if source == "tinyworld":
         documents = sources.tinyworld_documents(seed, enough)
     elif source == "python":
@@ -85,15 +85,13 @@ def make_from_text(name: str, settings: dict) -> dict:
     elif source.startswith("hf:"):
         hub_name, _, config = source.removeprefix("hf:").partition(":")
         documents = sources.hf_documents(hub_name, config, settings["field"], seed, enough)
-        own = Path(hub_name).exists()
+        fixed = not Path(hub_name).exists()
     else:
         documents = own_documents(Path(source), settings["field"], tally, settings["encoding"])
-        own = True
     there = None
     with contextlib.suppress(UserError):  # not there, or not whole
         there = load_manifest(name)
-    same = there and settings | there["settings"] == there["settings"] | settings  # where both have a setting
-    if same and not own:
+    if fixed and there and settings | there["settings"] == there["settings"] | settings:  # where both have a setting
         print("already there, made with the same settings")
         return there
     documents = progress(documents, "reading", "documents")

@@ -6,7 +6,6 @@ import csv
 import io
 import itertools
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -37,7 +36,7 @@ def own_documents(path: Path, field: str, tally: Counter, encoding: str) -> Iter
     if not files:
         raise UserError(f"no documents in {path}: expected {KINDS}")
     if others:
-        print(f"not read: {', '.join(others[:5])}{', …' if len(others) > 5 else ''} (expected {KINDS})")
+        print(f"{len(others)} files are not read (expected {KINDS}): {', '.join(others[:5])}")
     most = PIECE
     if len(files) == 1:  # a single short text becomes several documents as well, or nothing could be held out
         most = min(most, max(64, files[0].stat().st_size // 8))
@@ -52,11 +51,10 @@ def own_documents(path: Path, field: str, tally: Counter, encoding: str) -> Iter
 
 def files_below(folder: Path) -> Iterator[Path]:
     """All files below a folder that are not hidden, in a fixed order."""
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            if not name.startswith("."):
-                yield Path(parent, name)
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not hidden:
+            yield path
 
 
 def file_texts(path: Path, field: str, encoding: str, most: int) -> Iterator[str]:

@@ -115,11 +115,8 @@ def make_fact(topic: str, noun: str, templates: tuple[str, ...], row: tuple[str,
 @cache
 def held_out_questions() -> tuple[Question, ...]:
     """Questions that occur in no document, though fact and phrasing of each occur apart."""
-    questions = []
-    for fact in facts():
-        if fact.held_out:
-            questions.append(Question(fact.topic, as_prompt(fact.held_out, fact.answer), fact.answer))
-    return tuple(questions)
+    held = [fact for fact in facts() if fact.held_out]
+    return tuple(Question(fact.topic, as_prompt(fact.held_out, fact.answer), fact.answer) for fact in held)
 
 
 @cache

@@ -129,7 +129,7 @@ def conversation_loader(
             batch += [([], [])] * (device_batch_size - len(own))
             length = max_seq_len
             if pad:
-                longest = conversations.row_length(of_all_ranks[0]) if of_all_ranks else 0
+                longest = max(map(conversations.row_length, of_all_ranks), default=0)
                 length = padded_length(longest, max_seq_len, device)  # the same on all ranks
             inputs, targets, _ = padded_batch(batch, length, device)
             yield inputs, targets

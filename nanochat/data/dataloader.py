@@ -249,7 +249,6 @@ def validation_rows(data: str, tokenizer: Tokenizer, eval_tokens: int, max_seq_l
     Rows that have eval_tokens targets, as far as one pass over the validation split goes: a row of max_seq_len targets
     reads one token more. At least one row.
     """
-    shards = TokenizedShards(data, "val", tokenizer)
-    tokens = sum(len(shards.load(shard)[0]) for shard in range(len(shards.entries)))
-    one_pass = tokens // (max_seq_len + 1)
+    tokens, _ = TokenizedShards(data, "val", tokenizer).load(0)
+    one_pass = len(tokens) // (max_seq_len + 1)
     return max(min(eval_tokens // max_seq_len, one_pass), 1)

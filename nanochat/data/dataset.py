@@ -67,10 +67,6 @@ def split_shards(name: str, split: str) -> list[dict]:
     return shards[:-1] if split == "train" else shards[-1:]
 
 
-def shard_paths(name: str, split: str) -> list[Path]:
-    return [dataset_dir(name) / shard["file"] for shard in split_shards(name, split)]
-
-
 def shard_texts(path: Path) -> Iterator[str]:
     """The documents of a shard in order, one row group in memory at a time. UserError when the file is damaged."""
     try:
@@ -85,8 +81,8 @@ def shard_texts(path: Path) -> Iterator[str]:
 
 def iter_texts(name: str, split: str) -> Iterator[str]:
     """All documents of a split, in the order of the shards."""
-    for path in shard_paths(name, split):
-        yield from shard_texts(path)
+    for shard in split_shards(name, split):
+        yield from shard_texts(dataset_dir(name) / shard["file"])
 
 
 def fingerprint(name: str) -> str:

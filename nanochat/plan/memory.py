@@ -153,23 +153,24 @@ def gradient_bytes(
     micro-step begins while two of the micro-step before still travel. On stage 3 one unit's travel; and the gathered
     parameters count of this unit and of the next one.
     """
-    finished = sum(units[done:])
-    everything = sum(units)
-    if ranks == 1 or zero_stage == 0:
-        return FLOAT32 * (everything if several else finished)
-    if zero_stage == 1:
-        waiting = FLOAT32 * sum(units[:done]) if several else 0  # for the last micro-step, whole
-        return FLOAT32 / ranks * finished + waiting + FLOAT32 * (1 + 1 / ranks) * sum(units[done : done + 2])
-    summed = FLOAT32 / ranks * (everything if several else finished)
-    if zero_stage == 2:
-        sent = units[done:]
-        if several:
-            sent = sent + units
-        return summed + FLOAT32 * (1 + 1 / ranks) * sum(sent[:2])
-    gathered = units[-1:]
-    if done < len(units):
-        gathered = units[max(done - 2, 0) : done]
-    return summed + FLOAT32 * (1 + 1 / ranks) * sum(units[done : done + 1]) + itemsize * sum(gathered)
+    if ranks == 1:
+        zero_stage = 0
+    kept = sum(units[done:])
+    if several and zero_stage != 1:
+        kept = sum(units)
+    if zero_stage == 0:
+        return FLOAT32 * kept
+    travelling = units[done : done + 2]
+    more = 0
+    if zero_stage == 1 and several:
+        more = FLOAT32 * sum(units[:done])  # they wait for the last micro-step, whole
+    if zero_stage == 2 and several:
+        travelling = (units[done:] + units)[:2]
+    if zero_stage == 3:
+        travelling = units[done : done + 1]
+        gathered = units[max(done - 2, 0) : done] if done < len(units) else units[-1:]
+        more = itemsize * sum(gathered)
+    return FLOAT32 / ranks * kept + FLOAT32 * (1 + 1 / ranks) * sum(travelling) + more
 
 
 def moments(
@@ -260,13 +261,13 @@ def step_bytes(*args, pipeline_stages: int = 1, **settings) -> StepBytes:
 
 # ---- A process on a device: the step, the process itself, and the waste of allocators
 
-# Measured (docs/memory.md), by whether the model is compiled: bytes of a process on a CPU before it has a model, and
-# bytes that allocators take for each byte of a tensor: in glibc's heap the many temporaries of one size leave holes.
-PROCESS = {False: 400e6, True: 600e6}
-HEAP_BLOCK = 2**25
-HEAP_WASTE = {False: 2.3, True: 1.5}
+# Measured (docs/memory.md): bytes that allocators take for each byte of a tensor. In glibc's heap the many temporaries
+# of one size leave holes, of which an eager step has more. Guessed for a GPU that is not here: its context, cuBLAS and
+# the code of kernels; NCCL's buffers.
 WASTE = 1.15
-# Guesses, for a GPU that is not here: its context, cuBLAS and the code of kernels; NCCL's buffers.
+HEAP_WASTE = {False: 2.3, True: 1.5}    # by whether the model is compiled
+HEAP_BLOCK = 2**25
+CPU_PROCESS = {False: 400e6, True: 600e6}
 GPU_PROCESS = 1.0 * GIB
 NCCL = 0.5 * GIB
 
@@ -280,8 +281,7 @@ def needed_bytes(
         process = GPU_PROCESS + NCCL if ranks > 1 else GPU_PROCESS
         return process + WASTE * step
     in_heap = rows * config.sequence_len * config.n_embd * dtype.itemsize < HEAP_BLOCK
-    waste = HEAP_WASTE[compiled] if in_heap else WASTE
-    return PROCESS[compiled] + waste * step
+    return CPU_PROCESS[compiled] + step * (HEAP_WASTE[compiled] if in_heap else WASTE)
 
 
 def largest_rows(limit: float, most: int, config: GPTConfig, *args, **settings) -> int:
