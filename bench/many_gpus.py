@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from bench.harness import DOCS, show
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.schedule import choose_batch_size
-from nanochat.plan.machines import LINKS, Cluster, Layout, StepPlan, fastest_layout, fits, pipelines
+from nanochat.plan.machines import LINKS, Cluster, Layout, StepPlan, bytes_on_a_rank, fastest_layout, pipelines
 from nanochat.plan.memory import GIB, parameter_counts, shaped
 from nanochat.runtime.files import write_aside
 from nanochat.runtime.flops import datasheet_peak
@@ -81,7 +81,8 @@ def largest_depth(cluster: Cluster) -> tuple[int, Layout | None]:
         config = config_of(depth)
         tried = [Layout(1, cluster.ranks // n, 1, n, True, n) for n in pipelines(config, cluster)]
         tried = [Layout(3, cluster.ranks, 1, 1, True), *tried]
-        return next((layout for layout in tried if fits(config, cluster, layout, torch.bfloat16, MEMORY)), None)
+        needed = ((bytes_on_a_rank(config, cluster, layout, torch.bfloat16), layout) for layout in tried)
+        return next((layout for count, layout in needed if count <= MEMORY), None)
 
     depth = bisect.bisect_left(range(1, 512), True, key=lambda depth: fitting(depth) is None)
     return depth, fitting(depth)

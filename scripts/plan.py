@@ -14,8 +14,8 @@ import torch
 
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.schedule import accumulation_steps, choose_batch_size
-from nanochat.plan.machines import LINKS, Cluster, Layout, fastest_layout, fits, plan_step
-from nanochat.plan.memory import GIB, parameter_counts, shaped, step_bytes
+from nanochat.plan.machines import LINKS, Cluster, Layout, bytes_on_a_rank, fastest_layout, plan_step
+from nanochat.plan.memory import GIB, parameter_counts, shaped
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import datasheet_peak, peak_flops
 from nanochat.runtime.tables import markdown_table
@@ -72,18 +72,14 @@ if tell == "summary":
 
 
 def table_row(layout: Layout) -> list:
-    sharing = layout.shards if layout.zero_stage else gpus // layout.pipeline_stages
-    held = sum(step_bytes(config, layout.rows, dtype, "cuda", zero_stage=layout.zero_stage, ranks=sharing,
-                          checkpointing=layout.checkpointing, micro_steps=layout.micro_steps,
-                          pipeline_stages=layout.pipeline_stages))
-    fit = "yes" if fits(config, cluster, layout, dtype, memory_gib * GIB) else "no"
+    needed = bytes_on_a_rank(config, cluster, layout, dtype)
     step = plan_step(config, cluster, layout, mfu * peak, dtype, total_batch_size)
-    gigabytes = [f"{n / 1e9:.2f}" for n in (step.within, step.between)]
+    gigabytes = [f"{n / 1e9:.2f}" for n in (needed, step.within, step.between)]
     seconds = [f"{n:.3f}" for n in (step.exposed, step.bubble, step.seconds)]
     reached = total_batch_size * flops_per_token / (gpus * step.seconds * peak)
     hours = steps * step.seconds / 3600
-    return [layout.zero_stage, layout.shards, layout.pipeline_stages, layout.rows, f"{held / 1e9:.2f}", fit,
-            *gigabytes, *seconds, f"{reached:.1%}", f"{hours:.2f}", f"{hours * gpus * price:,.0f}"]
+    return [layout.zero_stage, layout.shards, layout.pipeline_stages, layout.rows, *gigabytes,
+            *seconds, f"{reached:.1%}", f"{hours:.2f}", f"{hours * gpus * price:,.0f}"]
 
 
 # ZeRO's stages, each over a host and over all ranks; the last row is the fastest layout that fits.
@@ -94,13 +90,10 @@ for zero_stage in (1, 2, 3):
 best = fastest_layout(config, cluster, mfu * peak, dtype, total_batch_size, memory_gib * GIB)
 if best:
     layouts.append(best[0])
-links = f"over {cluster.within.name}"
-if gpus > gpus_per_node:
-    links += f" within and {cluster.between.name} between hosts"
-print(f"\nA rank, {links}:\n")
+print(f"\nA rank, over {link} within a host and {between} between hosts:\n")
 print(markdown_table(
-    ["stage", "shard_size", "pipeline", "rows", "at most, GB", f"fits {memory_gib:g} GiB", "sends within a host, GB",
-     "to others, GB", "waits, s", "bubble, s", "step, s", "MFU", "hours", "cost, $"],
+    ["stage", "shard_size", "pipeline", "rows", "needs, GB", "sends within a host, GB", "to others, GB", "waits, s",
+     "bubble, s", "step, s", "MFU", "hours", "cost, $"],
     [table_row(layout) for layout in layouts]))
 if not best:
     print("\nnothing fits: take more GPUs or a smaller depth")
@@ -113,7 +106,7 @@ if layout.pipeline_stages > 1:
     options.append(f"--pipeline_stages={layout.pipeline_stages}")
 if layout.checkpointing:
     options.append("--activation_checkpointing")
-print(f"\nthe fastest that fits: {' '.join(options)}, {step.seconds:.3f} s a step")
+print(f"\nthe fastest that fits into {memory_gib:g} GiB: {' '.join(options)}, {step.seconds:.3f} s a step")
 if layout.zero_stage == 3:
     print(f"chat_rl, and evaluations of tasks in chat_sft, gather the whole model on each GPU: "
           f"{dtype.itemsize * parameters / 1e9:.2f} GB more")

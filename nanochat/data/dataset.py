@@ -57,7 +57,7 @@ def how_to_make(name: str, settings: dict | None = None) -> str:
     for key in ("source", "num_shards", "field", "encoding"):
         if settings and key in settings:
             options[key] = settings[key]
-    return "python -m scripts.dataset " + " ".join(f"--{key}={shlex.quote(str(options[key]))}" for key in options)
+    return shlex.join(["python", "-m", "scripts.dataset", *(f"--{key}={options[key]}" for key in options)])
 
 
 def split_shards(name: str, split: str) -> list[dict]:

@@ -15,7 +15,6 @@ from nanochat.plan.traffic import Collective, collectives
 
 
 class Link(NamedTuple):
-    name: str
     bandwidth: float            # bytes/s that a rank can send, in one direction
     latency: float = 0.0        # seconds that a message takes at least
 
@@ -23,16 +22,16 @@ class Link(NamedTuple):
 # Bandwidths from PCI-SIG (lanes x GT/s x 128/130), NVIDIA's and Google Cloud's specifications. Latencies are what NCCL
 # reckons with for a step of a ring (src/graph/tuning.cc, hwLat, Simple); of TPUs none is published.
 LINKS = {
-    "nvlink5": Link("NVLink 5", 900e9, 3.4e-6),
-    "nvlink4": Link("NVLink 4", 450e9, 3.4e-6),
-    "nvlink3": Link("NVLink 3", 300e9, 3.4e-6),
-    "tpuv5p": Link("TPU v5p torus", 600e9),
-    "pcie5": Link("PCIe 5.0 x16", 63e9, 5.7e-6),
-    "pcie4": Link("PCIe 4.0 x16", 31.5e9, 5.7e-6),
-    "ndr": Link("InfiniBand NDR", 50e9, 14e-6),
-    "hdr": Link("InfiniBand HDR", 25e9, 14e-6),
-    "eth100": Link("100 Gbit Ethernet", 12.5e9, 14e-6),
-    "eth10": Link("10 Gbit Ethernet", 1.25e9, 14e-6),
+    "nvlink5": Link(900e9, 3.4e-6),  # NVLink 5
+    "nvlink4": Link(450e9, 3.4e-6),  # NVLink 4
+    "nvlink3": Link(300e9, 3.4e-6),  # NVLink 3
+    "tpuv5p": Link(600e9),           # TPU v5p torus
+    "pcie5": Link(63e9, 5.7e-6),     # PCIe 5.0 x16
+    "pcie4": Link(31.5e9, 5.7e-6),   # PCIe 4.0 x16
+    "ndr": Link(50e9, 14e-6),        # InfiniBand NDR
+    "hdr": Link(25e9, 14e-6),        # InfiniBand HDR
+    "eth100": Link(12.5e9, 14e-6),   # 100 Gbit Ethernet
+    "eth10": Link(1.25e9, 14e-6),    # 10 Gbit Ethernet
 }
 
 
@@ -207,10 +206,10 @@ def plan_step(
     return StepPlan(compute, update, max(late) + max(after), max(passes - compute, 0.0), within, between)
 
 
-def fits(config: GPTConfig, cluster: Cluster, layout: Layout, dtype: torch.dtype, memory: float) -> bool:
-    """Whether a rank's training fits into `memory` bytes of a GPU, margins included."""
+def bytes_on_a_rank(config: GPTConfig, cluster: Cluster, layout: Layout, dtype: torch.dtype) -> float:
+    """Bytes of a GPU's memory that training needs, margins included."""
     sharing = layout.shards if layout.zero_stage else cluster.ranks // layout.pipeline_stages
-    return memory >= needed_bytes(
+    return needed_bytes(
         config, layout.rows, dtype, "cuda", True, sharing, zero_stage=layout.zero_stage,
         checkpointing=layout.checkpointing, pipeline_stages=layout.pipeline_stages, micro_steps=layout.micro_steps)
 
@@ -247,7 +246,7 @@ def fastest_layout(
         for (zero_stage, shards), checkpointing in itertools.product(sharing, (False, True)):
             for half in halves:
                 layout = Layout(zero_stage, shards, half, rows // half, checkpointing, stages)
-                if fits(config, cluster, layout, dtype, memory):
+                if bytes_on_a_rank(config, cluster, layout, dtype) <= memory:
                     found.append((layout, plan_step(config, cluster, layout, rate, dtype, batch_tokens)))
                     if stages == 1:
                         break
