@@ -33,7 +33,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanochat.inference.calculator import arithmetic
-from nanochat.runtime.errors import UserError, did_you_mean, install_one_line_errors
+from nanochat.runtime.errors import UserError, did_you_mean
+from nanochat.runtime.exits import install_one_line_errors
 
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}  # a bool, as people write it

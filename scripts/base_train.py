@@ -40,21 +40,13 @@ from nanochat.optim.schedule import (
     warmdown_left,
 )
 from nanochat.optim.zero import Sharding
+from nanochat.runtime.collectives import from_rank0, rank0_first, require_same
 from nanochat.runtime.compiling import eagerly
-from nanochat.runtime.distributed import (
-    StopRequest,
-    after_first_step,
-    compute_cleanup,
-    from_rank0,
-    hosts_may_change,
-    print0,
-    rank0_first,
-    require_same,
-    set_up,
-    until_stopped,
-)
+from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import after_first_step, compute_cleanup, hosts_may_change, set_up
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import peak_flops
+from nanochat.runtime.stopping import StopRequest, until_stopped
 from nanochat.training.checkpoint import (
     changed_settings,
     checkpoint_dir,

@@ -17,7 +17,9 @@ from nanochat.data.conversation import render_prompt, render_text
 from nanochat.inference.detokenizer import Delta, parts_of
 from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import SamplingParams
-from nanochat.runtime.distributed import compute_dtype, compute_init, print0
+from nanochat.runtime.console import print0
+from nanochat.runtime.devices import compute_dtype
+from nanochat.runtime.distributed import compute_init
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.training.checkpoint import find_model, furthest_stage, load_checkpoint
 

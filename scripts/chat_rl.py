@@ -21,9 +21,12 @@ from nanochat.data.conversation_loader import order, padded_length, tensors
 from nanochat.eval.task_eval import evaluate_task, pass_at, seed_with
 from nanochat.inference.sampling import SamplingParams
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
-from nanochat.runtime.distributed import StopRequest, after_first_step, compute_cleanup, gather_objects, print0, set_up
+from nanochat.runtime.collectives import gather_objects
+from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import peak_flops
+from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_task, without_parts
 from nanochat.training.checkpoint import say_how_to_talk, step_dir
 from nanochat.training.finetuning import begin_stage, require_same_data

@@ -20,9 +20,12 @@ from nanochat.data.conversation_loader import RenderedConversations, conversatio
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import accuracy, evaluate_task
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
-from nanochat.runtime.distributed import StopRequest, after_first_step, compute_cleanup, from_rank0, print0, set_up
+from nanochat.runtime.collectives import from_rank0
+from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import peak_flops
+from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_mixture, make_tasks, task_names, without_parts
 from nanochat.tasks.common import Mixture
 from nanochat.training.checkpoint import say_how_to_talk, step_dir

@@ -29,7 +29,8 @@ import torch
 import uvicorn
 
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.runtime.distributed import choose_device_type, print0
+from nanochat.runtime.console import print0
+from nanochat.runtime.devices import choose_device_type
 from nanochat.runtime.errors import UserError
 from nanochat.serve.connections import ImpatientProtocol
 from nanochat.serve.engine_process import load_engine

@@ -17,9 +17,11 @@ import torch
 from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order, pack
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
-from nanochat.runtime.distributed import StopRequest, after_first_step, compute_cleanup, print0, set_up
+from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import peak_flops
+from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_mixture, without_parts
 from nanochat.training.checkpoint import say_how_to_talk, step_dir
 from nanochat.training.finetuning import begin_stage, plan_steps, require_same_data, row_length

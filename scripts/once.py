@@ -16,7 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nanochat.runtime.errors import UserError, install_one_line_errors
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.exits import install_one_line_errors
 from nanochat.runtime.files import base_dir, locked, sha256, write_text
 
 LOG = "metrics.jsonl"  # beside checkpoints: a resumed run writes its last lines anew

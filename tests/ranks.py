@@ -298,7 +298,7 @@ def kill(pattern: str, number: int) -> None:
 def wait_for_signal(is_due: Callable[[int], object]) -> None:
     """Once it is due, by the number of forward passes, this process waits for a signal: so that none comes too late."""
     from nanochat.model.gpt import GPT
-    from nanochat.runtime.distributed import StopRequest
+    from nanochat.runtime.stopping import StopRequest
 
     forward, ask, heard, passes = GPT.forward, StopRequest.ask, threading.Event(), itertools.count()
 

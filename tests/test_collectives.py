@@ -17,7 +17,7 @@ from ranks import run_on_ranks  # makes the repo importable where this file is r
 from torch import Tensor
 
 from nanochat.runtime import distributed
-from nanochat.runtime.distributed import all_gather_single, rank0_first, reduce_scatter, reduce_scatter_single
+from nanochat.runtime.collectives import all_gather_single, rank0_first, reduce_scatter, reduce_scatter_single
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
 from nanochat.training.finetuning import require_same_data
@@ -184,7 +184,7 @@ def test_bytes_on_the_wire_are_the_formulas(measured):
 
 
 def test_gloos_own_reduce_scatter_is_an_all_reduce(measured):
-    """Why runtime/distributed.py has its own. When this fails, gloo's has become cheaper, and ours can be removed."""
+    """Why runtime/collectives.py has its own. When this fails, gloo's has become cheaper, and ours can be removed."""
     for n, counts in measured.items():
         assert counts["gloo's own reduce-scatter"] == pytest.approx(counts["all-reduce"], rel=0.02), f"{n} ranks"
 

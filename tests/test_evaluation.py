@@ -20,7 +20,8 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.zero import Sharding, StepStats
 from nanochat.runtime.compiling import set_compile
-from nanochat.runtime.distributed import compute_dtype, compute_init
+from nanochat.runtime.devices import compute_dtype
+from nanochat.runtime.distributed import compute_init
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import Peak, measured_matmul_flops, peak_flops
 from nanochat.training.metrics import Metrics

@@ -17,7 +17,7 @@ from test_many_ranks import TINY, arguments, difference, losses, rows_by_step, s
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import parameter_counts
 from nanochat.runtime import distributed
-from nanochat.runtime.distributed import StopRequest
+from nanochat.runtime.stopping import StopRequest
 from nanochat.training.checkpoint import list_steps
 
 SILENT = """
@@ -31,8 +31,8 @@ class Guard(subprocess.Popen):
         super().__init__(*command, **settings)
         Guard.last = self
 subprocess.Popen = Guard
-heartbeat.BEAT, heartbeat.PATIENCE = 0.1, int(sys.argv[2])
-lasting = 0.2 * heartbeat.PATIENCE      # seconds: twice as long as it may be silent
+heartbeat.BEAT, heartbeat.MISSED_BEATS = 0.1, int(sys.argv[2])
+lasting = 0.2 * heartbeat.MISSED_BEATS      # seconds: twice as long as it may be silent
 faulthandler.enable()
 ending = threading.Event()
 heartbeat.start("rank 3 on host1", ["rank 3 on host1"], ending)
@@ -82,7 +82,7 @@ def test_a_silent_rank_is_named_and_ended(what, status, shown):
 CUT_OFF = """
 import sys, threading, time
 from nanochat.runtime import heartbeat
-heartbeat.BEAT, heartbeat.PATIENCE = 0.05, int(sys.argv[2])
+heartbeat.BEAT, heartbeat.MISSED_BEATS = 0.05, int(sys.argv[2])
 class Store(dict):
     set = dict.__setitem__
     def multi_get(self, keys):
@@ -120,7 +120,7 @@ class Slow:
         with contextlib.suppress(Exception):
             store.wait(["never set"], timedelta(seconds=0.4))   # native code, where the end finds the thread
         return [b""] * len(keys)
-heartbeat.BEAT, heartbeat.PATIENCE = 0.01, 1000
+heartbeat.BEAT, heartbeat.MISSED_BEATS = 0.01, 1000
 heartbeat.start("rank 0", ["rank 0 on a", "rank 1 on b"], threading.Event(), 0, Slow())
 time.sleep(0.6)
 """

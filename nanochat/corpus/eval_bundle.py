@@ -5,10 +5,9 @@ from pathlib import Path
 
 from nanochat.corpus.download import fetch
 from nanochat.eval.core_eval import bundle_dir
-from nanochat.runtime.distributed import from_rank0
+from nanochat.runtime.collectives import first_problem, from_rank0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, locked, recover_folder, write_aside
-from nanochat.training.checkpoint import first_problem
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 

@@ -229,7 +229,7 @@ def validation_documents(data: str) -> list[Document] | None:
     wanted |= {made.text: made for made in (generate(manifest["seed"], i) for i in indices) if made.text in wanted}
     documents = [wanted[text] for text in texts]
     if None in documents:  # worth a line, not worth a run
-        from nanochat.runtime.distributed import print0  # here: it loads torch, which making a data set does without
+        from nanochat.runtime.console import print0  # here: it loads torch, which making a data set does without
 
         print0(f"no entropy floor: another version has made {texts[documents.index(None)][:80]!r} of data set {data!r}")
         return None

@@ -32,10 +32,12 @@ from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.pipeline import Pipeline
 from nanochat.optim.zero import Sharding
 from nanochat.plan.memory import step_bytes
+from nanochat.runtime.collectives import all_gather_single, reduce_scatter
 from nanochat.runtime.compiling import set_compile
-from nanochat.runtime.distributed import all_gather_single, compute_cleanup, compute_init, reduce_scatter
-from nanochat.runtime.errors import UserError, install_one_line_errors
-from nanochat.runtime.flops import synchronize
+from nanochat.runtime.devices import synchronize
+from nanochat.runtime.distributed import compute_cleanup, compute_init
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.exits import install_one_line_errors
 
 # Seconds of a probe and of a trial, which compiles a whole model on every rank of a node whose caches are empty: what
 # hangs does not work. All imports are done before.

@@ -3,12 +3,12 @@ Ranks that fall silent without dying: a stopped process, a thread that keeps the
 off. (A rank that dies is noticed by torchrun on its host, and by the lost connection elsewhere.)
 
     every rank              a thread writes to a small process beside it, the guard, every BEAT seconds; the guard ends
-                            a rank of which it has not heard for PATIENCE beats, unless it is writing a checkpoint
+                            a rank that it has not heard for MISSED_BEATS beats, unless it is writing a checkpoint
     first rank of a host    its thread also counts in the store of all ranks. The thread of rank 0 compares; it ends
                             rank 0 where a host has not counted for so long. A store that does not answer keeps the
                             other threads from writing to their guards.
 
-A rank that is ended this way is a dead rank, of which everything else follows.
+A rank that is ended this way is a dead rank; the other ranks notice it as they would any other.
 """
 import atexit
 import contextlib
@@ -20,7 +20,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
-BEAT, PATIENCE = 5.0, 8  # seconds between two signs of life; how many in a row may be missing
+BEAT = 5.0        # seconds between two signs of life
+MISSED_BEATS = 8  # in a row: then a rank is silent
 STOPPED = "its process was stopped, or a thread keeps the interpreter's lock"
 WRITING, WRITTEN = "writing a checkpoint", "written"
 guards: list[subprocess.Popen] = []  # the one beside this rank, if there is one
@@ -32,7 +33,7 @@ def start(name: str, names: list[str], ending: threading.Event, node: int = 0, s
     Begin to show that this rank is alive, until `ending` is set. name: of this rank; names: of the hosts. store: on
     the first rank of each of several hosts, a connection that nothing else uses.
     """
-    command = [sys.executable, "-I", __file__, name, str(BEAT), str(PATIENCE)]
+    command = [sys.executable, "-I", __file__, name, str(BEAT), str(MISSED_BEATS)]
     # In a session of its own, because a signal to the ranks must not end it.
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     os.set_blocking(guard.stdin.fileno(), False)
@@ -82,8 +83,8 @@ def beat(guard: subprocess.Popen, names: list[str], ending: threading.Event, nod
                 beats = store.multi_get(keys if node == 0 else [own])
                 missing = [count + 1 if now == before else 0 for count, now, before in zip(missing, beats, seen)]
                 seen = beats
-                if max(missing) >= PATIENCE:
-                    end(f"{names[missing.index(max(missing))]}: silent for {BEAT * PATIENCE:.0f} s, cut off or stopped",
+                if max(missing) >= MISSED_BEATS:
+                    end(f"{names[missing.index(max(missing))]}: silent for {BEAT * MISSED_BEATS:.0f} s, cut off or stopped",
                         ending)
     except Exception as error:  # of the store
         ending.wait(4 * BEAT)  # the training thread may have noticed, too, and has more to do than this one
@@ -101,7 +102,7 @@ def end(why: str, ending: threading.Event) -> None:
         os._exit(1)
 
 
-def guard(name: str, beat: float, patience: int) -> None:
+def guard(name: str, beat: float, missed_beats: int) -> None:
     """
     The process beside a rank. It counts beats instead of comparing clocks: after a pause of the whole machine nobody
     is silent. SIGABRT first: a rank that runs then shows where its threads are (faulthandler needs no lock).
@@ -120,8 +121,8 @@ def guard(name: str, beat: float, patience: int) -> None:
                     why = line
         elif not is_writing:
             silent += 1
-        if silent >= patience:
-            print(f"{name}: silent for {beat * patience:.0f} s: {why}; it is ended now", file=sys.stderr, flush=True)
+        if silent >= missed_beats:
+            print(f"{name}: silent for {beat * missed_beats:.0f} s: {why}; it is ended now", file=sys.stderr, flush=True)
             for number in (signal.SIGABRT, signal.SIGKILL):
                 os.kill(rank, number)
                 if select.select([0], [], [], 2)[0] or os.getppid() != rank:  # the pipe is closed; a child may keep it

@@ -27,8 +27,9 @@ from safetensors.torch import load_file
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, without_retired
-from nanochat.runtime.distributed import from_rank0, gather_objects, print0, require_same
-from nanochat.runtime.errors import UserError, did_you_mean, is_rank0
+from nanochat.runtime.collectives import first_problem, from_rank0, gather_objects, require_same
+from nanochat.runtime.console import is_rank0, print0
+from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import base_dir, locked, previous, recover_folder, sha256
 from nanochat.training.records import MODEL_FILE, list_steps, newest_step, replaced_origin, step_dir
 
@@ -102,11 +103,6 @@ def damaged_file(checkpoint: Path, training: bool, part: int, parts: int) -> str
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
     return None
-
-
-def first_problem(problem: str | None) -> str | None:
-    """The problem of the first rank that has one, on every rank. COLLECTIVE."""
-    return next(filter(None, gather_objects(problem)), None)
 
 
 def find_checkpoint(folder: Path, step: int | None = None, training: bool = True, to_resume: bool = False) -> Path:

@@ -10,7 +10,8 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.zero import Sharding
-from nanochat.runtime.distributed import from_rank0, print0, require_same
+from nanochat.runtime.collectives import from_rank0, require_same
+from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
 from nanochat.training.checkpoint import (

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from nanochat.optim.zero import StepStats
-from nanochat.runtime.distributed import Stopped, print0, rank_and_size, vote
-from nanochat.runtime.errors import UserError, is_rank0
+from nanochat.runtime.collectives import rank_and_size
+from nanochat.runtime.console import is_rank0, print0
+from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import write_text
 from nanochat.runtime.flops import Peak
+from nanochat.runtime.stopping import Stopped, vote
 from nanochat.training.checkpoint import newest_saved
 from nanochat.training.records import duration, read_metrics
 

@@ -22,7 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from nanochat.runtime.errors import UserError, did_you_mean, is_rank0
+from nanochat.runtime.console import is_rank0
+from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import base_dir, write_text
 from nanochat.training.records import describe_checkpoint, duration, newest_step, replaced_origin
 

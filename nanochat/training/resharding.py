@@ -13,8 +13,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from nanochat.optim.zero import Sharding
+from nanochat.runtime.collectives import first_problem
 from nanochat.runtime.errors import UserError
-from nanochat.training.checkpoint import MODEL_FILE, first_problem
+from nanochat.training.checkpoint import MODEL_FILE
 
 
 class Part(NamedTuple):

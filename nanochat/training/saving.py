@@ -37,8 +37,11 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.zero import Sharding
 from nanochat.runtime import heartbeat
-from nanochat.runtime.distributed import from_rank0, on_first_of_host, print0, rank_and_size, set_timeout
-from nanochat.runtime.errors import UserError, last_acts, one_line
+from nanochat.runtime.collectives import from_rank0, on_first_of_host, rank_and_size
+from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import set_timeout
+from nanochat.runtime.errors import UserError, one_line
+from nanochat.runtime.exits import last_acts
 from nanochat.runtime.files import recover_folder, sha256, sync, write_folder_aside, write_text
 from nanochat.training.checkpoint import (
     MODEL_FILE,
