@@ -39,7 +39,7 @@ def settings_of(module: str) -> dict | None:
     """The settings of a script; None for a module that does not use the configurator."""
     path = REPO / f"{module.replace('.', '/')}.py"
     try:
-        return read_settings({"__file__": str(path)})[0]
+        return read_settings(str(path))[0]
     except ValueError:
         return None
 
