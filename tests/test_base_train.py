@@ -191,14 +191,14 @@ def start(*args, command=(sys.executable, "-m", "scripts.base_train"), **environ
 
 
 def test_a_second_run_in_the_same_folder_ends_at_once_and_the_first_goes_on(base):
-    """Also one that would remove the first's checkpoints. The first saves by time alone; then it is resumed."""
-    first = start("--num_iterations=1000000", "--model_tag=one", "--save_minutes=0.0001")
+    """Also one that would remove the first's checkpoints. Then the first is stopped and resumed."""
+    first = start("--num_iterations=1000000", "--model_tag=one", "--save_every=50", "--keep_last=2")
     try:
         assert any(line.startswith("saved ") for line in first.stdout)
         for args in (["--resume=auto"], ["--overwrite"]):
             second = train("--model_tag=one", "--num_iterations=3", *args)
             assert second.returncode == 1 and second.stderr.count("\n") == 1 and "step 00000" not in second.stdout
-            holder = rf"host {socket.gethostname()}, process {first.pid}, .*"
+            holder = rf"host {socket.gethostname()}, process {first.pid}.*"
             assert re.match(rf"error: .*/one is in use by another run \({holder}--model_tag", second.stderr)
         first.send_signal(signal.SIGTERM)
         printed, errors = first.communicate(timeout=300)
@@ -210,14 +210,13 @@ def test_a_second_run_in_the_same_folder_ends_at_once_and_the_first_goes_on(base
     resumed = train("--model_tag=one", f"--num_iterations={step + 1}", "--resume=auto")
     assert resumed.returncode == 0, resumed.stderr
     assert f"step {step:05d}/" in resumed.stdout and f"step {step - 1:05d}/" not in resumed.stdout
-    assert len(list((base / "base_checkpoints" / "one").glob("step_*"))) == 4, "of those by time two are left"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_an_evaluation_ends_goes_on_bit_for_bit(base, dtype):
     """It fails at step 6, where no save is due: one error, a checkpoint of step 6, then the undisturbed run's end."""
     broken_bundle(base)
-    args = ["--num_iterations=10", "--eval_every=3", f"--dtype={dtype}", "--weight_decay=0.1", "--deterministic"]
+    args = ["--num_iterations=10", "--eval_every=3", f"--dtype={dtype}", "--weight_decay=0.1"]
     assert train("--model_tag=straight", *args).returncode == 0
     failed = train("--model_tag=failed", *args, "--core_metric_every=6")
     assert failed.returncode == 1 and len(re.findall("^error: ", failed.stderr, re.MULTILINE)) == 1
@@ -336,7 +335,7 @@ def test_bad_input_is_one_clear_line(base):
         (["--total_batch_size=100"], "total_batch_size=100 is not a multiple of device_batch_size * max_seq_len * "
                                      "world_size = 2 * 32 * 1 = 64; try total_batch_size=64 or 128"),
         (["--device_type=tpu"], "device_type takes '' or 'cuda' or 'mps' or 'cpu'"),
-        *([] if torch.cuda.is_available() else [(["--device_type=cuda"], "this torch sees no GPU")]),
+        *([] if torch.cuda.is_available() else [(["--device_type=cuda"], "torch finds none here")]),
         (["--data=nowhere"], "no data set 'nowhere'"),
         (["--data=untokenized"], "no tokenizer for data 'untokenized'"),
         (["--model_tag=there"], "has checkpoints; continue with --resume=auto"),

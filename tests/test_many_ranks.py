@@ -389,10 +389,10 @@ def test_a_signal_ends_a_rank_that_waits_for_ever():
     """
     program = """
 import hashlib, os, signal, sys, time, torch.distributed as dist
-from nanochat.runtime import distributed
-distributed.DEATH_AFTER, distributed.STUCK_AFTER = 0, float(sys.argv[2])
+from nanochat.runtime import stopping
+stopping.DEATH_AFTER, stopping.STUCK_AFTER = 0, float(sys.argv[2])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-distributed.StopRequest()
+stopping.StopRequest()
 print("ready", flush=True)
 if sys.argv[1] == "child":
     child = os.fork()
@@ -419,10 +419,10 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if sys.argv[1] == "stuck" else ti
 
 DIES = """
 import hashlib, os, signal, torch
-from nanochat.runtime import distributed
-distributed.DEATH_AFTER = 1
+from nanochat.runtime import distributed, stopping
+stopping.DEATH_AFTER = 1
 rank, *_ = distributed.compute_init("cpu")
-distributed.StopRequest()
+stopping.StopRequest()
 torch.distributed.barrier()     # the other rank takes signals as well
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)

@@ -52,8 +52,8 @@ def stream_count(config: GPTConfig, layer: int) -> int:
 
 class Pipeline:
     """
-    Leaves of a model the layers of this rank's stage; with one stage that is all of it. Then, once the model has its
-    weights and a Sharding, `connect`; then `step`. UserError for stages that do not divide the ranks, for more than
+    Which layers of a model are this rank's: `model.keep(pipeline.layers)`. Then, once the model has its weights and a
+    Sharding, `connect`; then `step`. UserError for stages that do not divide the ranks, for more than
     there are layers, and for a zero_stage that sends gradients in each backward pass.
     """
 
@@ -70,7 +70,6 @@ class Pipeline:
         self.ranks = world_size // stages           # of a stage: so many pipelines work side by side, on other rows
         self.stage, self.rank = divmod(rank, self.ranks)
         self.layers, self.is_last = self.all_layers[self.stage], self.stage == stages - 1
-        model.keep(self.layers)
 
     def accumulation_steps(
         self, total_batch_size: int, device_batch_size: int, max_seq_len: int, uneven: bool = False
