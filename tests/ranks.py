@@ -216,11 +216,11 @@ def send_in_evaluation(number: int, name: str, step: int) -> list[int]:
 
     where, _, function = name.rpartition(".")
     owner = pkgutil.resolve_name(where)
-    original, stand_by, steps, calls = getattr(owner, function), CheckpointWriter.stand_by, [0], []
+    original, set_state, steps, calls = getattr(owner, function), CheckpointWriter.set_state, [0], []
 
-    def standing(writer, step: int, *others) -> None:
+    def set_and_count(writer, step: int, *others, **meta) -> None:
         steps.append(step)
-        stand_by(writer, step, *others)
+        set_state(writer, step, *others, **meta)
 
     def called(*args, **settings):
         calls.append(steps[-1])
@@ -228,7 +228,7 @@ def send_in_evaluation(number: int, name: str, step: int) -> list[int]:
             os.kill(os.getpid(), number)
         return original(*args, **settings)
 
-    CheckpointWriter.stand_by = standing
+    CheckpointWriter.set_state = set_and_count
     setattr(owner, function, called)
     return calls
 

@@ -17,9 +17,6 @@ from safetensors.torch import load_file
 
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
-from nanochat.corpus.tinyworld import entropy_floor
-from nanochat.data.dataset import dataset_dir
-from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import find_model
 from nanochat.training.records import read_metrics
 
@@ -372,23 +369,6 @@ def test_a_tokenizer_that_does_not_belong_is_refused_and_can_be_put_back(base, c
     assert train("--num_iterations=4", "--resume=auto").returncode == 0
 
 
-def test_data_that_a_model_was_trained_on_are_not_replaced(base_folder):
-    """A folder that has grown: refused, with the model; who deletes the data is told by the run why it cannot go on."""
-    make_sums(base_folder)
-    texts = base_folder / "texts"
-    assert train("--num_iterations=2").returncode == 0
-    make(str(texts), "sums")  # the same again
-    (texts / "new.txt").write_text("One more document.")
-    with pytest.raises(UserError, match="it has 400 documents, now there are 401.*base d1 could not be resumed"):
-        make(str(texts), "sums")
-    assert train("--num_iterations=3", "--resume=auto").returncode == 0
-    shutil.rmtree(dataset_dir("sums"))
-    make(str(texts), "sums")
-    result = train("--num_iterations=4", "--resume=auto")
-    assert "data set 'sums' is not what the checkpoint was trained on" in result.stderr
-    assert result.returncode == 1 and result.stderr.count("\n") == 1 and not re.search("[0-9a-f]{16}", result.stderr)
-
-
 @pytest.fixture
 def small_disk(base, tmp_path):
     """A file system of 10 MB with the data set and its tokenizer."""
@@ -462,11 +442,6 @@ def test_the_last_save_on_a_full_disk_is_the_finished_model(base, small_disk):
     assert resumed.returncode == 0 and f"resuming from {base}/base_checkpoints/d1/step_000010" in resumed.stdout
     again = checkpoint(base, "d1", 40)
     assert all(torch.equal(weight, again[name]) for name, weight in weights.items())
-
-
-def test_the_corpus_floor_is_below_any_model(base):
-    """Only the embedded world has one; other data say None."""
-    assert entropy_floor("sums") is None and dataset_dir("sums").exists()
 
 
 def test_wandb_is_imported_only_when_asked_for_and_works_offline(base, tmp_path):

@@ -18,7 +18,7 @@ from nanochat.eval.loss_eval import document_nats, evaluate_bpb, first_documents
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
-from nanochat.optim.zero import Sharding, StepStats
+from nanochat.optim.zero import Sharding
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
@@ -121,9 +121,8 @@ def test_the_floor_is_known_for_the_embedded_world_alone(tmp_path, capsys):
     assert entropy_floor("copied") is None
 
 
-def stats(loss: float, ok: bool = True, stops: int = 0) -> StepStats:
-    values = [loss if ok else float("nan"), 0.5, float(ok), float(stops), 0.0]  # no rank asks for a save
-    return StepStats(torch.tensor(float(ok)), torch.tensor(values))
+def stats(loss: float, ok: bool = True, stops: int = 0) -> torch.Tensor:
+    return torch.tensor([loss if ok else float("nan"), 0.5, float(ok), float(stops), 0.0])  # no rank asks for a save
 
 
 def new_metrics(folder, start_step=0, peak=Peak(1e6, "datasheet", None), state=None) -> Metrics:

@@ -154,7 +154,8 @@ def test_a_mixture_without_anything_to_learn_is_an_error_on_every_rank():
 BAD_ROW = """
 from nanochat.data.conversation_loader import RenderedConversations
 from nanochat.runtime.distributed import compute_init
-from nanochat.runtime.errors import UserError, install_one_line_errors
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.exits import install_one_line_errors
 from nanochat.data.tokenizer import Tokenizer
 
 class BadRow(list):

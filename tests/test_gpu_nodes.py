@@ -1,9 +1,6 @@
 """What a node with GPUs does to this repo, without one: drivers, Pythons and compilers that are stand-ins."""
-import gc
-import os
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ from test_speedrun import bash, copy_scripts, write_python
 from nanochat.model import attention
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import GIB, needed_bytes
-from nanochat.runtime import compiling, distributed
+from nanochat.runtime import compiling
 from nanochat.runtime.errors import UserError
 
 TOOLS = ("bash", "sh", "cat", "cksum", "id", "dirname", "grep", "mv", "uname")
@@ -80,22 +77,6 @@ NEW = """[ "$1" = -c ] || echo "$0 $*" >> asked
 [ "$1" = -c ]"""
 
 
-@pytest.mark.parametrize("programs, asked", [
-    ({"python3": OLD, "python3.12": NEW}, "python3.12 -m venv .venv"),
-    ({"python3": OLD, "python3.11": OLD, "uv": NEW}, "uv venv --quiet --seed --python 3.12 .venv"),
-    ({"python3": OLD}, None),
-])
-def test_a_newer_python_is_found_or_named(tmp_path, programs, asked):
-    """`python3` is 3.10, or has no venv."""
-    copy_scripts(tmp_path)
-    done = bash(tmp_path, "-c", ". ./setup.sh", PATH=on_path(tmp_path, programs))
-    assert done.returncode == 1
-    if asked:
-        assert (tmp_path / "asked").read_text() == f"{tmp_path}/bin/{asked}\n"
-    else:
-        assert done.stderr.count("\n") == 1 and "only Python 3.10.12; install uv" in done.stderr
-
-
 def as_a_gpu_node(change: str, *args: str) -> subprocess.CompletedProcess:
     """scripts.doctor in a process whose torch was changed before."""
     program = f"import torch, runpy\n{change}\nrunpy.run_module('scripts.doctor', run_name='__main__', alter_sys=True)"
@@ -159,38 +140,6 @@ def test_the_defaults_of_pretraining_fit_into_80_gb():
     assert needed_bytes(config, 4 * rows, torch.bfloat16, "cuda", True) > 79 * GIB
 
 
-def test_segments_grow_unless_the_user_says_otherwise(monkeypatch):
-    """The setting is there before the device is touched."""
-    monkeypatch.setattr(distributed, "choose_device_type", lambda _: "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    seen = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: seen.append(os.environ.get("PYTORCH_ALLOC_CONF")))
-    for name in ("RANK", "LOCAL_RANK", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    precision = torch.backends.cuda.matmul.fp32_precision
-    distributed.compute_init()
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    distributed.compute_init()
-    torch.backends.cuda.matmul.fp32_precision = precision
-    assert seen == ["expandable_segments:True", "max_split_size_mb:64"]
-
-
-def test_many_shapes_are_compiled(monkeypatch):
-    """Torch gives up after 8 and runs all further ones eagerly: lengths of conversations, times their last chunks."""
-    compilations = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        compilations.append(inputs)
-        return graph.forward
-
-    monkeypatch.setattr(compiling, "compiled", lambda function: function)  # whether there is a compiler is not asked
-    assert compiling.set_compile(True, "cpu")
-    function = torch.compile(lambda x: x + 1, backend=backend, dynamic=False)
-    for length in range(2, 22):
-        function(torch.zeros(length))
-    assert len(compilations) == 20
-
-
 def test_no_cudnn_plans_where_lengths_change(monkeypatch):
     """Eagerly and without gradients, as CORE's passes; whole layers and windows. Training keeps the kernel."""
     seen = []
@@ -208,14 +157,6 @@ def test_no_cudnn_plans_where_lengths_change(monkeypatch):
                 attention.attention(q, q, q, window)
     assert seen == [(True, True), (False, True), (False, True)] * 2
     assert torch.backends.cuda.cudnn_sdp_enabled(), "as it was"
-
-
-def test_after_the_first_step_garbage_is_looked_for_among_new_objects_only():
-    distributed.after_first_step()
-    try:
-        assert gc.get_freeze_count() > 10_000
-    finally:
-        gc.unfreeze()
 
 
 ALONE = """

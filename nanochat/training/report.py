@@ -91,7 +91,7 @@ def sorted_sections(paths: Iterable[Path]) -> list[Path]:
 def generate(model_tag: str = "") -> Path:
     """
     Write report.md and its figures from the sections of a model and the data set it was trained on; returns its path.
-    model_tag: empty for the newest; before there is a model, a data set is reported on. UserError when there is nothing.
+    model_tag: empty for the newest; before there is a model, a data set is reported on. UserError where none is.
     """
     from nanochat.training.plots import plot_section  # imports numpy and matplotlib; sections need neither
 
