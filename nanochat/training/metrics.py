@@ -40,8 +40,8 @@ def require_wandb(run: str) -> None:
 
 class Metrics:
     """
-    The numbers of a run. `log_step` takes a step's stats as tensors on the device and reads them one step later, when
-    the device has computed them: logging never waits for the step that runs. On a CPU it reads them at once.
+    The numbers of a run. `log_step` takes a step's numbers as a tensor on the device and reads it one step later, when
+    the device has computed it: logging never waits for the step that runs. On a CPU it reads it at once.
 
     Every rank reads the same sums, so every rank knows at the same step that some rank wants the run to stop
     (`stop_requested`), that it is time for a checkpoint (`save_requested`), and how many steps in a row were skipped
