@@ -28,11 +28,10 @@ from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_task, without_parts
-from nanochat.training.checkpoint import changed_settings, say_how_to_talk, step_dir
-from nanochat.training.finetuning import find_start, load_sharded, require_same_data
+from nanochat.training.checkpoint import say_how_to_talk, step_dir
+from nanochat.training.finetuning import find_start, load_sharded, require_same_data, resume_training
 from nanochat.training.metrics import Metrics, require_wandb
 from nanochat.training.report import settings_table, write_section
-from nanochat.training.resharding import load_training_state
 from nanochat.training.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
 from nanochat.training.saving import CheckpointWriter
 
@@ -95,11 +94,7 @@ model.activation_checkpointing = activation_checkpointing
 optimizers = setup_optimizers(model, sharding, unembedding_lr, embedding_lr, matrix_lr, lr_scale=init_lr_frac)
 if compiling:
     model.compile_blocks()
-metrics_state = None
-if start.resumed:  # with its masters and moments, and the smoothed loss
-    load_training_state(start.begin, sharding, optimizers)
-    metrics_state = start.meta["metrics_state"]
-    print0(f"resuming from {start.begin}{changed_settings(start.meta['config'], config)}")
+metrics_state = resume_training(start, sharding, optimizers, config)  # None, if nothing was interrupted
 
 # ---- Problems: which ones each step takes
 schedule = [index for epoch in range(num_epochs) for index in order(len(problems), seed, epoch)]

@@ -28,19 +28,19 @@ from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_mixture, make_tasks, task_names, without_parts
 from nanochat.tasks.common import Mixture
-from nanochat.training.checkpoint import changed_settings, say_how_to_talk, step_dir
+from nanochat.training.checkpoint import say_how_to_talk, step_dir
 from nanochat.training.finetuning import (
     choose_epochs_and_rate,
     find_start,
     load_sharded,
     plan_steps,
     require_same_data,
+    resume_training,
     row_length,
     tasks_before,
 )
 from nanochat.training.metrics import Metrics, require_wandb
 from nanochat.training.report import settings_table, write_section
-from nanochat.training.resharding import load_training_state
 from nanochat.training.saving import CheckpointWriter
 
 # ---- Run
@@ -103,11 +103,7 @@ model.activation_checkpointing = activation_checkpointing
 optimizers = setup_optimizers(model, sharding, unembedding_lr, embedding_lr, matrix_lr, lr_scale=init_lr_frac)
 if compiling:
     model.compile_blocks()
-metrics_state = None
-if start.resumed:  # with its masters and moments, and the smoothed loss
-    load_training_state(start.begin, sharding, optimizers)
-    metrics_state = start.meta["metrics_state"]
-    print0(f"resuming from {start.begin}{changed_settings(start.meta['config'], config)}")
+metrics_state = resume_training(start, sharding, optimizers, config)  # None, if nothing was interrupted
 max_seq_len = row_length(max_seq_len, model)
 
 # ---- What was learned before: some of it again, or it is forgotten

@@ -288,27 +288,6 @@ def test_ctrl_c_twice_in_an_evaluation_saves_what_is_done(base):
     assert [path.name for path in (base / "base_checkpoints" / "d1").glob("step_*")] == ["step_000005"]
 
 
-INTERRUPTED_CORE = """
-import signal
-from ranks import send_in_evaluation
-send_in_evaluation(signal.SIGINT, "nanochat.eval.core_eval.measure", 6)
-"""
-
-
-def test_ctrl_c_in_an_evaluation_saves_and_ends_as_interrupted(base):
-    """In the first of two blocks of CORE's items. What follows `base_train … &&` must not begin with half a model."""
-    broken_bundle(base)
-    items = "".join(json.dumps({"context": f"{i} plus {i} is", "continuation": f"{2 * i}"}) + "\n" for i in range(64))
-    (base / "eval_bundle" / "eval_data" / "broken.jsonl").write_text(items)
-    process = start_with(INTERRUPTED_CORE, "--num_iterations=10", "--eval_every=6", "--core_metric_every=6",
-                         PYTHONPATH=f"{REPO}{os.pathsep}{REPO / 'tests'}")
-    printed, errors = process.communicate(timeout=300)
-    assert process.returncode == 130 and not errors, errors
-    assert "step 00006/00010 | validation" in printed and "CORE" not in printed and "step 00006/00010 (" not in printed
-    assert printed.splitlines()[-1] == "stopped after step 6; --resume=auto continues"
-    assert [path.name for path in (base / "base_checkpoints" / "d1").glob("step_*")] == ["step_000006"]
-
-
 def test_going_back_to_an_older_step_needs_a_word_and_other_settings_are_named(base):
     """Newer checkpoints are never dropped in silence, nor mistaken for the newer branch."""
     args = ["--num_iterations=9", "--save_every=3", "--model_tag=branch"]

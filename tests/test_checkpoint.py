@@ -23,8 +23,6 @@ from ranks import run_on_ranks
 from torch import nn
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.model.gpt import GPT
-from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.partition import Shard, equal_ranges, row_ranges
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.errors import UserError
@@ -42,7 +40,7 @@ from nanochat.training.checkpoint import (
     step_dir,
 )
 from nanochat.training.resharding import load_training_state
-from nanochat.training.saving import CheckpointWriter, complete, copy_to_host, write_files, write_tensors
+from nanochat.training.saving import CheckpointWriter, complete, copy_to_host, write_files
 
 set_compile(False, "cpu")
 TOKENIZER = learn_tokenizer(["a few words to learn merges from, a few words"], 280)
@@ -223,17 +221,6 @@ def test_what_does_not_fit_is_refused_before_anything_changes(folder):
 
 
 # ---- Finding
-
-
-def test_load_checkpoint_is_the_model_and_its_tokenizer(folder):
-    model = GPT(config_from_depth(1, TOKENIZER.get_vocab_size(), 16))
-    model.init_weights(0)
-    rank = Rank(model, dtype=torch.bfloat16)
-    save(folder, 2, rank)
-    loaded, tokenizer, meta = load_checkpoint(find_model("base"), CPU)
-    assert meta["step"] == 2 and tokenizer.fingerprint == TOKENIZER.fingerprint
-    tokens = torch.tensor([[1, 2, 3]])
-    assert torch.equal(loaded(tokens), rank.model(tokens)) and next(loaded.parameters()).dtype == torch.bfloat16
 
 
 def test_the_newest_step_is_found_by_number_and_only_the_last_are_kept(folder):
@@ -450,64 +437,28 @@ def last_acts(monkeypatch):
     return acts
 
 
-def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(folder, tmp_path, monkeypatch, last_acts):
-    """Beside those of save_every and the end; a save starts the clock anew."""
+def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(folder, tmp_path, last_acts):
+    """Beside those of save_every and the end; a save starts the clock anew. Also in a run that goes on."""
     rank = Rank()
     writer = rank.writer(folder, save_minutes=5)
     for step in range(8):
-        writer.began -= 300 * (step != 4)
+        if step != 4:
+            writer.began -= 300
         assert writer.time_is_up() == (step != 4)
         writer.set_state(step, METRICS, **META)
         METRICS.save_requested = writer.time_is_up()
         writer.checkpoint(asked_for=step in (2, 6))
         assert not METRICS.save_requested, "a request is for one checkpoint"
-        assert not writer.time_is_up() or step == 0
-    writer.join()
-    assert list_steps(folder) == [2, 5, 6, 7]
-    for step in (8, 9, 10):
-        writer.set_state(step, METRICS, **META)
-        with monkeypatch.context() as patch:
-            if step == 9:
-                patch.setattr("nanochat.training.saving.save_file", refusal)
-            METRICS.save_requested = True
-            writer.checkpoint(asked_for=False)
-            writer.join()
     writer.wait()
-    assert list_steps(folder) == [2, 6, 8, 10], "one that the disk refused is none of the two"
-    writer = rank.writer(folder, start_step=10)
-    writer.set_state(11, METRICS, **META)
+    assert list_steps(folder) == [2, 5, 6, 7]
+    writer = rank.writer(folder, start_step=7)
+    writer.set_state(8, METRICS, **META)
     METRICS.save_requested = True
     writer.checkpoint(asked_for=False)
     writer.wait()
-    assert list_steps(folder) == [2, 6, 10, 11], "a run that goes on knows of them"
+    assert list_steps(folder) == [2, 6, 7, 8], "a run that goes on knows of them"
     other = Rank(rank=1, shards=2).writer(tmp_path / "other", save_minutes=1e-9)
     assert not other.time_is_up(), "rank 0's clock decides"
-
-
-def test_an_interrupted_copy_is_no_save(folder, monkeypatch, last_acts):
-    """A second Ctrl-C while what is saved is copied: the step is saved before the run ends."""
-    writer = Rank().writer(folder)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    writer.set_state(5, METRICS, **META)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("nanochat.training.saving.copy_to_host", interrupted)
-        writer.checkpoint(asked_for=True)
-    last_acts.pop()()
-    assert list_steps(folder) == [5]
-
-
-def test_a_bug_keeps_its_traceback_and_a_refusal_of_the_disk_its_number(folder, tmp_path, monkeypatch):
-    writer = Rank().writer(folder)
-    monkeypatch.setattr("nanochat.training.saving.write_files", lambda *_: json.loads("{"))
-    writer.save(1, META)
-    with pytest.raises(RuntimeError, match=r"(?s)decoder\.py.*JSONDecodeError"):
-        writer.wait()
-    with pytest.raises(OSError) as raised:
-        write_tensors(tmp_path / "no folder" / "file", {"a": torch.zeros(2)}, {})
-    assert raised.value.errno == 2
 
 
 # ---- Several processes

@@ -14,6 +14,7 @@ from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
 from nanochat.training.checkpoint import (
+    changed_settings,
     checkpoint_dir,
     choose_start,
     find_checkpoint,
@@ -25,6 +26,7 @@ from nanochat.training.checkpoint import (
     wrote,
 )
 from nanochat.training.records import MODEL_FILE, describe_checkpoint
+from nanochat.training.resharding import load_training_state
 
 # Fine-tuning on a user's few conversations. Measured with models of depth 4; a rate of 0.1 taught next to nothing.
 FEW = 3_000       # rows
@@ -70,6 +72,18 @@ def load_sharded(
     with safe_open(begin / MODEL_FILE, framework="pt") as stored:
         sharding = Sharding(model, model.units(), device, dtype, zero_stage, weights=stored.get_tensor)
     return model, tokenizer, sharding
+
+
+def resume_training(start: Start, sharding: Sharding, optimizers, config: dict) -> dict | None:
+    """
+    Load masters and moments of an interrupted run. Returns its `Metrics.state`, None where no run was interrupted.
+    config: the settings of now, to name the changed ones. COLLECTIVE.
+    """
+    if not start.resumed:
+        return None
+    load_training_state(start.begin, sharding, optimizers)
+    print0(f"resuming from {start.begin}{changed_settings(start.meta['config'], config)}")
+    return start.meta["metrics_state"]
 
 
 def origin_of_resumed(meta: dict, source: Path, step: int | None) -> str:

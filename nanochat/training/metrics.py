@@ -22,7 +22,6 @@ from nanochat.training.records import duration, read_metrics
 
 EMA_DECAY = 0.9      # of the smoothed loss, per step
 MAX_BAD_STEPS = 10   # in a row without a finite loss and gradient: then a run ends
-MEASURE_EVERY = 120  # seconds at least between measurements of a peak that no datasheet states; each takes up to 1 s
 
 
 def require_wandb(run: str) -> None:
@@ -55,10 +54,9 @@ class Metrics:
         self.path = folder / "metrics.jsonl"
         self.num_iterations, self.total_batch_size = num_iterations, total_batch_size
         self.world_size = rank_and_size()[1]
-        # A rate measured beside other processes is too low: the best one of the run counts.
-        self.peak_flops, self.measure = peak.flops * self.world_size, peak.measure
+        self.peak_flops = peak.flops * self.world_size
+        self.peak_measured = peak.measured
         self.flops_per_token = flops_per_token
-        self.measured = -math.inf  # soon again: the first time may have been a busy moment
         self.state = state or {"ema": 0.0, "ema_steps": 0, "elapsed": 0.0, "min_val_bpb": None, "skipped": 0}
         self.stop_requested = self.save_requested = False
         self.bad_steps = 0
@@ -126,10 +124,6 @@ class Metrics:
         self.clock = now
         if copied is None:
             self.flush()
-            if self.measure and time.monotonic() - self.measured >= MEASURE_EVERY:
-                self.peak_flops = max(self.peak_flops, self.measure() * self.world_size)
-                self.measured = time.monotonic()
-                self.clock = time.perf_counter()
 
     def flush(self) -> None:
         """Read, print and write the step that is still pending, if there is one. Waits for the device to finish it."""
@@ -154,10 +148,10 @@ class Metrics:
             self.session_seconds += dt
         self.session_steps += 1
         tok_per_sec = tokens / dt
-        if self.measure and not copied:  # what the run reaches, the device can; beside a GPU a step's time may be off
+        if self.peak_measured and not copied:  # beside other processes it was too low: the best rate of the run counts
             self.peak_flops = max(self.peak_flops, self.flops_per_token * tok_per_sec)
         mfu = self.flops_per_token * tok_per_sec / self.peak_flops
-        at_most = "at most " if self.measure else ""
+        at_most = "at most " if self.peak_measured else ""
         if ok:
             record |= {"train/loss": loss, "train/grad_norm": norm}
         else:
