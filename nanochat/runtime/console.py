@@ -19,7 +19,7 @@ def print0(*values: object, sep: str = " ") -> None:
     try:
         print(*values, sep=sep, flush=True)
     except OSError as error:
-        if error.errno in (errno.EIO, errno.EPIPE):
+        if error.errno in (errno.EIO, errno.EPIPE):  # a terminal, a pipe
             discard_output()
         elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -27,6 +27,7 @@ def print0(*values: object, sep: str = " ") -> None:
 
 def discard_output() -> None:
     """Send all further output to /dev/null; errors as well if they went to the same place."""
+    # Descriptors, not sys.stdout: libraries and child processes write to them as well.
     null = os.open(os.devnull, os.O_WRONLY)
     if os.path.sameopenfile(1, 2):
         os.dup2(null, 2)

@@ -92,6 +92,7 @@ def damaged_file(checkpoint: Path, training: bool, part: int, parts: int) -> str
         sums = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not there, not UTF-8, not JSON
         return "manifest.json is missing or damaged"
+    # Each rank of a node hashes its share of the files: hashing takes as long as reading them.
     names = sorted(name for name in sums if training or not name.startswith("optimizer_rank_"))
     for name in names[part::parts]:
         try:
@@ -194,7 +195,7 @@ def load_checkpoint(checkpoint: Path, device: torch.device) -> tuple[GPT, Tokeni
     meta, tokenizer = read_meta(checkpoint), Tokenizer.load(checkpoint)
     if tokenizer.fingerprint != meta["tokenizer"]:
         raise UserError(f"{checkpoint}: the tokenizer there is not the one the model was trained with")
-    with torch.device("meta"):
+    with torch.device("meta"):  # no memory for random weights that would be replaced at once
         model = GPT(GPTConfig(**meta["model_config"]))
     if device.type != "meta":
         model.load_state_dict(load_file(checkpoint / MODEL_FILE, device=str(device)), assign=True)
@@ -215,16 +216,19 @@ def choose_start(folder: Path, resume: str, overwrite: bool, resume_from_step: i
     """
     from_rank0(recover_steps, folder)
     steps = from_rank0(list_steps, folder)
+    # Ranks that torchrun started again
     own = launchers()
     if from_rank0(has_written, own, folder):
         newest = find_checkpoint(folder)
         if wrote(own, read_meta(newest)):
             return newest
+    # A new run
     if resume_from_step < 0 and not (steps and resume == "auto"):
         if steps and not overwrite:
             raise UserError(f"{folder} has checkpoints; continue with --resume=auto, "
                             "choose another --model_tag, or --overwrite")
         return None
+    # A run that goes on
     paths = [step_dir(folder, step) for step in steps]
     if steps and not any(from_rank0(has_training_state, path) for path in paths):
         raise UserError(f"{paths[-1]} was imported, or saved on a full disk: it has weights only, and no run can go on "

@@ -22,12 +22,13 @@ def plot_section(stage: str, metrics: Path, floor: float | None, folder: Path) -
     seconds = 0.0
     try:
         records = read_metrics(metrics)
-        seconds = float(np.nansum(series(records, "train/dt")[1]))
+        _, times = series(records, "train/dt")
+        seconds = float(np.nansum(times))
         if not records:
             raise ValueError("it has no records")
         figure = metrics_figure(records, floor)
     except (ImportError, OSError, ValueError, TypeError, KeyError) as error:  # no matplotlib, no file, a damaged one
-        return f"*No plot of {metrics}: {' '.join(f'{type(error).__name__}: {error}'.split())}*", seconds
+        return f"*No plot of {metrics}: {type(error).__name__}: {error}*", seconds
     with write_aside(folder / f"{stage}.png") as aside:
         figure.savefig(aside, format="png", dpi=140)
     return f"![{stage}: loss, validation, learning rate and throughput over steps]({stage}.png)", seconds
@@ -72,7 +73,7 @@ def metrics_figure(records: list[dict], floor: float | None) -> "Figure":
         panel(loss, "Training loss", "nats per token", steps, losses, smooth=True, log=True)
         panel(validation, "Validation", "bits per byte", *series(records, "val/bpb"), floor=floor, log=True)
     panel(rate, "Learning-rate factor (lrm)", "times the initial rate", *series(records, "train/lrm"))
-    rate.set_ylim(bottom=0)
+    rate.set_ylim(bottom=0)  # a rate that falls to a tenth should look like one
 
     settled = [record for record in records if "train/dt" in record][1:]  # the first step compiles
     steps, speed = series(settled, "train/tok_per_sec")
@@ -97,6 +98,7 @@ def panel(axes: "Axes", title: str, unit: str, steps: np.ndarray, values: np.nda
     """
     from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
+    # As little ink as possible beside the data: no frame, a light grid, the legend above the panel.
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)
     if np.isnan(values).all():

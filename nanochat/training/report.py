@@ -234,15 +234,12 @@ def cpu_model() -> str:
 
 
 def commit(folder: Path) -> str:
-    """The short hash of the commit a folder is at; says if files differ from it. "none" outside a repository."""
+    """The short hash of the commit a folder is at, with "-dirty" if files differ from it. "none" outside a repository."""
     if not (folder / ".git").exists():
         return "none"  # also for a copy without history inside somebody else's repository
-    # No locks: looking must not get in the way of a commit.
-    git = ["git", "--no-optional-locks", "-C", str(folder), "status", "--porcelain=v2", "--branch"]
+    # No locks: a report must not get in the way of a commit.
+    git = ["git", "--no-optional-locks", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        status = subprocess.run(git, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "none"  # no git, or one that refuses the folder
-    name = status[0].removeprefix("# branch.oid ")[:9]
-    changed = any(not line.startswith("#") for line in status)
-    return f"{name} with uncommitted changes" if changed else name

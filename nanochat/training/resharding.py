@@ -64,17 +64,20 @@ def load_training_state(checkpoint: Path, sharding: Sharding, optimizers) -> Non
     """
     kept = kept_state(sharding, optimizers) | counters(optimizers)
     with ExitStack() as stack:
+        # safe_open maps a file into memory: only the pages of this rank's pieces are read.
         weights = stack.enter_context(safe_open(checkpoint / MODEL_FILE, framework="pt"))
         paths = sorted(checkpoint.glob("optimizer_rank_*.safetensors"))
         saved = index_of([stack.enter_context(safe_open(path, framework="pt")) for path in paths])
         if problem := first_problem(next(mismatches(weights, saved, sharding, kept, optimizers), None)):
             raise UserError(f"{checkpoint} does not fit this run: {problem}")
+        # On stages 0 to 2 of ZeRO a rank has all weights; on stage 3 its shards of them, which are the masters.
         names = sharding.frozen if sharding.stage == 3 else dict(sharding.model.named_parameters())
         for name in names:
             sharding.load_whole(name, weights.get_tensor(name))
         if sharding.stage == 3 and not sharding.masters_apart:
             for s in sharding.shards:
                 s.master.copy_(weights.get_tensor(s.name).flatten()[s.start : s.end])
+        # One of our pieces may lie in the files of several ranks.
         for name, (start, end, tensor) in kept.items():
             for low, high, piece in overlaps(saved.get(name, []), start, end):
                 stored = piece.source.get_slice(name)[low - piece.start : high - piece.start]
@@ -87,6 +90,7 @@ def index_of(files: Iterable[safe_open]) -> dict[str, list[Piece]]:
     for file in files:
         for name, (start, end) in json.loads(file.metadata()["pieces"]).items():
             index.setdefault(name, []).append(Piece(start, end, file))
+    # Files come in the order of their numbers; where a piece begins depends on how its ranks cut the parameters.
     for pieces in index.values():
         pieces.sort(key=lambda piece: piece[:2])
     return index
@@ -102,6 +106,7 @@ def mismatches(
     weights: safe_open, saved: dict[str, list[Piece]], sharding: Sharding, kept: dict[str, Piece], optimizers,
 ) -> Iterator[str]:
     """Every way in which a checkpoint does not fit this rank's pieces; all ranks together keep everything."""
+    # Weights: the same names, shapes and dtypes. The model's file has them whole.
     here = {name: f"{shape} {sharding.dtype}" for name, (_, shape) in sharding.homes.items()}
     there = {}
     for name in weights.keys():
@@ -117,6 +122,7 @@ def mismatches(
     for name in sorted(saved.keys() - kept.keys()):
         if not name.startswith(tuple(prefixes)):
             yield f"{name} is not here (other optimizers?)"
+    # Masters and moments: all elements that this rank keeps must be in some file, in the dtype it keeps.
     for name, (start, end, tensor) in kept.items():
         reached = start  # each element once: a piece begins where the one before it ends
         for low, high, piece in overlaps(saved.get(name, []), start, end):
