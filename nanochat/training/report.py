@@ -234,7 +234,7 @@ def cpu_model() -> str:
 
 
 def commit(folder: Path) -> str:
-    """The short hash of the commit a folder is at, with "-dirty" if files differ from it. "none" outside a repository."""
+    """The short hash of the commit a folder is at, with "-dirty" if files differ from it; "none" without one."""
     if not (folder / ".git").exists():
         return "none"  # also for a copy without history inside somebody else's repository
     # No locks: a report must not get in the way of a commit.
