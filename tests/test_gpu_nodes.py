@@ -71,12 +71,6 @@ def test_a_driver_that_torch_cannot_use_ends_the_setup(tmp_path):
     assert done.returncode == 1 and "NVIDIA driver 470 is too old" in done.stderr and not (tmp_path / "calls").exists()
 
 
-OLD = """[ "$1" = --version ] && echo Python 3.10.12
-exit 1"""
-NEW = """[ "$1" = -c ] || echo "$0 $*" >> asked
-[ "$1" = -c ]"""
-
-
 def as_a_gpu_node(change: str, *args: str) -> subprocess.CompletedProcess:
     """scripts.doctor in a process whose torch was changed before."""
     program = f"import torch, runpy\n{change}\nrunpy.run_module('scripts.doctor', run_name='__main__', alter_sys=True)"

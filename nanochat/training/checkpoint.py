@@ -157,21 +157,19 @@ def latest_stage(model_tag: str | None = None) -> str:
     The training stage of a model, or of any (model_tag None), that was trained last: after a stage was trained anew,
     the later ones still come from its old model. UserError where there is none. Rank 0 only.
     """
-    saved: dict[str, float] = {}  # by stage: when its newest checkpoint was saved
+    saved = []  # (time, place of the stage in the order of a run); of copies with one time, the furthest stage
     known: set[str] = set()
     for stage in STAGES:
-        folder = checkpoint_dir(stage, "")
-        tags = list_tags(folder)
-        known |= set(tags)
-        for tag in tags:
+        for meta in checkpoint_dir(stage, "").glob("*/step_*/meta.json"):
+            tag = meta.parts[-3]
+            known.add(tag)
             if model_tag in (None, tag):
-                time = (newest_step(folder / tag) / "meta.json").stat().st_mtime
-                saved[stage] = max(time, saved.get(stage, 0))
+                saved.append((meta.stat().st_mtime, STAGES.index(stage)))
     if not saved:
         name = f" {model_tag}" if model_tag else ""
         have = ", ".join(sorted(known)) or f"none; python -m {SCRIPTS['base']} makes one"
         raise UserError(f"no model{name} in {base_dir()}: there is {have}{did_you_mean(model_tag or '', known)}")
-    return max(reversed(saved), key=saved.get)  # of copies with one time, the furthest stage
+    return STAGES[max(saved)[1]]
 
 
 def tasks_of(stage: str, model_tag: str) -> str:
