@@ -7,7 +7,7 @@
 #     bash speedrun.sh --rehearse     # every stage with a tiny model for two steps, on GPUs after three steps of the real one
 #     bash speedrun.sh --plan=8,H100,80    # only says what it would run on 8 H100 of 80 GB, in how many hours, at what cost
 #
-# Run it again after anything went wrong: what is done and still whole is not done again, and training goes on from its
+# Run it again after anything went wrong: finished stages whose files are whole are skipped, and training goes on from its
 # newest checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -46,7 +46,7 @@ else
     [ ! -e "$NANOCHAT_BASE_DIR/once" ] && [ "$gpus$rehearse" != 0no ] || kernels=False
     python -m scripts.doctor --kernels=$kernels || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
 fi
-# ---- What is run, on GPUs. The recipe of 2026, explained in docs/gpus.md
+# ---- On GPUs. The recipe of 2026, explained in docs/gpus.md
 
 planned() { python -m scripts.plan --vocab_size=$vocab --depth="$depth" "${horizon[@]}" --gpus=$ranks --gpu="$gpu" "$@"; }
 

@@ -113,7 +113,7 @@ resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpo
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())
 
-# ---- Setup: the ranks join each other; rank 0 makes what is not there yet (embedded data, its tokenizer)
+# ---- Setup: the ranks join each other; rank 0 makes missing files (the embedded data, its tokenizer)
 require_wandb(run)
 rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
 rank0_first(ensure_dataset, data)
@@ -242,7 +242,7 @@ while True:
     if validate or measure_core or show_samples:
         with metrics.paused(), metrics.stoppable():
             evaluated = pipeline.whole_model(sharding)
-            if validate:  # the same rows in every run, whatever its seed, batch and ranks
+            if validate:  # the same rows in every run, for any seed, batch and number of ranks
                 validation = tokenizing_distributed_data_loader(
                     data, "val", tokenizer, device_batch_size=device_batch_size, max_seq_len=max_seq_len,
                     rank=rank, world_size=world_size, device=device, num_rows=eval_rows)
@@ -268,7 +268,7 @@ while True:
     #   forward   before a unit runs, r waits for its weights, whose all-gather began after the last update
     #   backward  a unit's gradients are complete -> reduce-scatter, in every micro-step (on stage 1: in the last):
     #             r receives the sum over the ranks of its 1/N, adds it to its float32 sum, and frees the gradients;
-    #             after the last micro-step r waits for what is still under way
+    #             after the last micro-step r waits for the collectives still under way
     #   reduce    one all-reduce of six numbers: loss, count (1 per rank), squared norm, not finite?, stop?, save?;
     #             r divides loss and gradients by the count, which is the number of ranks, and clips
     #   update    AdamW: r updates its 1/N. Muon: the momentum updates of each matrix go to one rank (all-to-all), which

@@ -49,7 +49,7 @@ source: Literal["base", "mid", "sft"] = "sft"  # stage of the model to begin wit
 model_tag: str | None = None  # folder of its checkpoints, and of those made here; None: the only one there is
 source_step: int | None = None  # step of the checkpoint to begin with; None: the newest valid one
 # ---- Problems
-task = "arithmetic:hard"    # what is practised: a task whose answers can be checked, such as gsm8k
+task = "arithmetic:hard"    # to practise: a task whose answers can be checked, such as gsm8k
 num_epochs = 1              # [1..] how often each problem is practised
 num_iterations = -1         # [-1, 1..] optimizer steps; -1: as many as the epochs have
 examples_per_step = 16      # [1..] problems per optimizer step, over all ranks

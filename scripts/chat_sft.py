@@ -59,7 +59,7 @@ source_step: int | None = None  # step of the checkpoint to begin with; None: th
 # ---- Data
 tasks = "tinyworld, arithmetic, spellingbee"  # the mixture; *k: k times over, [:n]: its first n
 keep = 0.0                  # [0..] conversations of the stage before for each of these, so that it is not forgotten
-max_seq_len = -1            # [-1, 1..] longest conversation, in tokens; -1: that of the model
+max_seq_len = -1            # [-1, 1..] longest conversation, in tokens; -1: the model's
 num_epochs = -1             # [-1, 1..] how often each conversation is seen; -1: a few hundred often, thousands once
 num_iterations = -1         # [-1, 1..] optimizer steps; -1: as many as the epochs have
 # ---- Batch

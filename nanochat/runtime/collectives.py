@@ -31,7 +31,7 @@ def collective_device() -> str:
 
 
 def on_first_of_host() -> bool:
-    """Whether this rank does for its host what is done once on each disk."""
+    """Whether this rank works for its host where something is done once on each disk."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 

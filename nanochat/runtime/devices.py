@@ -9,7 +9,7 @@ from nanochat.runtime.errors import UserError, first_line
 
 def choose_device_type(device_type: str = "") -> str:
     """
-    "cuda", "mps" or "cpu": the one that is asked for, or for "" the best there is. UserError where it is not there, and
+    "cuda", "mps" or "cpu": as asked for, or for "" the best there is. UserError where it is not there, and
     where GPUs are there that torch cannot use, most often for an old driver, instead of falling back to the CPU.
     """
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
@@ -25,7 +25,7 @@ def choose_device_type(device_type: str = "") -> str:
     if device_type == "":
         device_type = next(name for name, is_there in there.items() if is_there)
     if not there[device_type]:
-        raise UserError(f"device_type={device_type}, but torch finds none here; leave device_type out to use what is")
+        raise UserError(f"device_type={device_type}, but torch finds none here; leave device_type out to have one chosen")
     return device_type
 
 
@@ -76,7 +76,7 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
         fast = torch.cuda.get_device_capability(device) >= (8, 0)
     elif device.type == "cpu":
         has = torch.cpu.get_capabilities()
-        # ATEN_CPU_CAPABILITY=avx2 limits torch's kernels, whatever the CPU has.
+        # ATEN_CPU_CAPABILITY=avx2 limits torch's kernels on any CPU.
         limited = not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
         fast = (has.get("avx512_bf16") or has.get("amx_bf16")) and not limited
     return torch.bfloat16 if fast else torch.float32

@@ -19,7 +19,7 @@ ending = threading.Event()  # this process is about to exit: StopRequest.watch l
 
 
 def act_last() -> None:
-    """Run what is left to do before the process ends, each once."""
+    """Run the last acts before the process ends, each once."""
     ending.set()
     while last_acts:
         last_acts.pop()()

@@ -106,14 +106,14 @@ def write_folder_aside(path: Path) -> Iterator[Path]:
 
 
 def previous(path: Path) -> Path:
-    """The hidden name of a folder while the one that replaces it takes its place."""
+    """The hidden name of a folder while another takes its place."""
     return path.with_name(f".{path.name}.nanochat-previous")
 
 
 def recover_folder(path: Path) -> None:
     """
     Clear up after a process that was killed while it wrote a folder: the old one comes back unless the new one is
-    there. For processes that are about to write there; those that read change nothing.
+    there. For processes that are about to write there; readers change nothing.
     """
     if previous(path).exists() and not path.exists():
         os.rename(previous(path), path)

@@ -53,7 +53,7 @@ def tell(guard: subprocess.Popen, reason: str) -> None:
 
 
 def beat(guard: subprocess.Popen, hosts: list[str], ending: threading.Event, node: int, store) -> None:
-    """The thread. Waiting for the store's answer is what the guard then reports as the reason."""
+    """The thread. While it waits for the store's answer, the guard has that as the reason of silence."""
     own = f"beats of host {node}"
     keys = [f"beats of host {other}" for other in range(len(hosts))] if node == 0 else [own]
     number, seen, missing = 0, [b""] * len(keys), [0] * len(keys)

@@ -74,7 +74,7 @@ def read_meta(checkpoint: Path) -> dict:
 
 def problem_with(checkpoint: Path, training: bool = True) -> str | None:
     """
-    What is wrong with a checkpoint, naming the file; None when every file has its checksum of the manifest. Without
+    The first problem of a checkpoint, naming the file; None when every file has its checksum of the manifest. Without
     `training` the optimizers' files, which only a resumed run loads, are not read. The ranks of a node share the work.
     COLLECTIVE.
     """
@@ -209,8 +209,8 @@ def choose_start(folder: Path, resume: str, overwrite: bool, resume_from_step: i
     run or newer than the step to go back to, unless `overwrite` says so. Nothing is removed here.
 
     torchrun starts ranks again after a failure, and when hosts come or go. Such ranks continue from the newest
-    checkpoint that the same torchrun's ranks have written, whatever the settings say; without one they begin as the
-    settings say. COLLECTIVE.
+    checkpoint that the same torchrun's ranks have written, and ignore the settings about resuming; without one they
+    begin as the settings say. COLLECTIVE.
     """
     from_rank0(recover_steps, folder)
     steps = from_rank0(list_steps, folder)

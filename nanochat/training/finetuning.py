@@ -122,7 +122,7 @@ def tasks_before(origin: str) -> str:
 def choose_epochs_and_rate(conversations: int, num_epochs: int, init_lr_frac: float) -> tuple[int, float]:
     """
     How often each conversation is seen, and the part of the learning rates to begin with; −1: chosen here. FEW rows,
-    32 a step, teach what is in them at FEW_RATE; so few hundred conversations are seen several times. The more rows
+    32 a step, teach their content at FEW_RATE, so a few hundred conversations are seen several times. The more rows
     there are, the lower the rate, as what a run learns goes with the sum of its rates.
     """
     if num_epochs == -1:

@@ -214,5 +214,5 @@ def peak_memory() -> float:
     """The most GiB that this process has held so far: of its GPU, what the allocator took; else of host memory."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_reserved() / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes of what the system counts in
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes: the system's unit
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

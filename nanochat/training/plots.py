@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREY = "#1f5fa8", "#d9730d", "#9aa5b1"  # told apart by colour-blind eyes as well
+BLUE, ORANGE, GREY = "#1f5fa8", "#d9730d", "#9aa5b1"  # distinct for colour-blind eyes as well
 
 
 def plot_section(stage: str, metrics: Path, floor: float | None, folder: Path) -> tuple[str, float]:

@@ -233,7 +233,7 @@ class CheckpointWriter:
         stack.close()
         print0(f"saved {step_dir(self.folder, step)}")
         if not has_training_state(step_dir(self.folder, step)):
-            return manifest, []  # weights alone: an older checkpoint is what a run can go on from
+            return manifest, []  # weights alone: a run can go on from an older checkpoint only
         steps = [there for there in list_steps(self.folder) if there <= step]
         too_old = [there for there in self.by_time if there in steps][:-KEPT_BY_TIME]  # in steps: a save can fail
         if self.keep_last > 0:
@@ -343,7 +343,7 @@ def save_weights(
 
 def copy_to_host(sharding: Sharding, optimizers) -> Files:
     """
-    Copies of what this rank writes, also of what is in host memory already, as training changes it in place: the whole
+    Copies of the tensors that this rank writes, also in host memory, where training changes them in place: the whole
     model on rank 0, and in one replica (of each stage of a pipeline) each rank's shards. Waits for the device once per
     tensor. COLLECTIVE.
     """
