@@ -25,7 +25,7 @@ def choose_device_type(device_type: str = "") -> str:
     if device_type == "":
         device_type = next(name for name, is_there in there.items() if is_there)
     if not there[device_type]:
-        raise UserError(f"device_type={device_type}, but torch finds none here; leave device_type out to have one chosen")
+        raise UserError(f"device_type={device_type}, but torch finds none here; leave it out for the best there is")
     return device_type
 
 
