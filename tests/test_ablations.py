@@ -7,7 +7,7 @@ import subprocess
 from conftest import REPO, make_sums, run_module, warm_python
 
 TINY = ["--series=added", "--only=half_batch,warmdown", "--data=sums", "--depth=1", "--max_seq_len=48",
-        "--device_batch_size=4", "--total_batch_size=192", "--tokens=768", "--seeds=1", "--classic=--softcap=15",
+        "--device_batch_size=4", "--total_batch_size=192", "--tokens=768", "--seeds=1", "--classic=--arch=classic",
         "--eval_tokens=200", "--common=--compile=False --dtype=float32"]
 
 
