@@ -41,10 +41,8 @@ if [ -n "$plan" ]; then  # GPUs that are not here: commands are shown, not run
 else
     stage "doctor"
     gpus=$(python -c 'import torch; print(torch.cuda.device_count())') || true
-    # Whether kernels are right is looked at on the first run; on a CPU, where it takes half a minute, before a rehearsal only.
-    kernels=True
-    [ ! -e "$NANOCHAT_BASE_DIR/once" ] && [ "$gpus$rehearse" != 0no ] || kernels=False
-    python -m scripts.doctor --kernels=$kernels || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
+    # Without a trial: real steps follow below, on GPUs before anything is downloaded.
+    python -m scripts.doctor --steps=False || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
 fi
 # ---- On GPUs. The recipe of 2026, explained in docs/gpus.md
 
@@ -61,7 +59,7 @@ fits() {
 # row fits, activations are computed twice.
 choose_depth_and_rows() {
     for depth in 24 20 16 12; do
-        hours=$(planned --hours_only)
+        hours=$(planned --tell=hours)
         if [ "$hours" -gt 12 ] && [ $depth -ne 12 ]; then continue; fi
         rows=$(fits)
         [ "$rows" -ge 4 ] || rows="$(fits --activation_checkpointing) checkpointing"
@@ -90,8 +88,9 @@ gpu_recipe() {
         echo "error: depth $depth does not fit into this GPU's memory; set a smaller depth in speedrun.sh" >&2
         exit 1
     fi
-    planned --device_batch_size="$rows" --conversation_tokens=500000000 --stages=False
-    echo "estimates; not in them: downloads, compiling, evaluations and reinforcement learning, on eight GPUs another hour or two"
+    planned --device_batch_size="$rows" --tell=summary
+    echo "estimates of pretraining; not in them: mid-training and fine-tuning on half a billion tokens, downloads, compiling," \
+        "evaluations and reinforcement learning, on eight GPUs another hour or two"
 
     # Shards of about 250 million characters, 4.7 a token: a tenth more than one pass.
     shards=$((depth > 20 ? 125 : depth > 16 ? 75 : depth > 12 ? 40 : 20))

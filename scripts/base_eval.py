@@ -23,8 +23,9 @@ from nanochat.runtime.console import print0
 from nanochat.runtime.devices import sum_dtype
 from nanochat.runtime.distributed import compute_cleanup, compute_init
 from nanochat.runtime.errors import UserError
+from nanochat.runtime.tables import cell, markdown_table
 from nanochat.training.checkpoint import find_model, load_checkpoint
-from nanochat.training.report import cell, markdown_table, write_section
+from nanochat.training.report import write_section
 
 # ---- Model
 model_tag: str | None = None  # folder of the checkpoints; None: the only one there is

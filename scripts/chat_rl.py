@@ -16,7 +16,8 @@ from configurator import configure  # first: it checks the command line before t
 
 import torch
 
-from nanochat.data.conversation_loader import order, padded_length, tensors
+from nanochat.data.conversation_loader import order
+from nanochat.data.padding import padded_batch, padded_length
 from nanochat.eval.task_eval import evaluate_task, pass_at, seed_with
 from nanochat.inference.sampling import SamplingParams
 from nanochat.optim.optimizers import setup_optimizers
@@ -179,7 +180,7 @@ while True:
         rows += [([], [])] * (device_batch_size - len(rows))  # every rank takes part, if with empty rows
         longest = len(of_all_ranks[0].ids) if of_all_ranks else 0
         length = padded_length(longest, model.config.sequence_len, device)
-        inputs, targets, weights = tensors(rows, length, device)  # (device_batch_size, length) each
+        inputs, targets, weights = padded_batch(rows, length, device)  # (device_batch_size, length) each
         with sharding.accumulate(last=micro_step == micro_steps - 1):
             loss = model(inputs, targets, reduction="sum", weights=weights)
             loss.backward()

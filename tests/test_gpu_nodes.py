@@ -96,17 +96,17 @@ torch.cuda.init = init
 
 
 def test_the_doctor_ends_where_nothing_can_be_compiled_for_a_gpu():
-    """Eight stand-ins of an H100. Without compiling asked for, that is no obstacle."""
+    """Eight stand-ins of an H100."""
     change = """
-import nanochat.plan.probes as probes
+import nanochat.plan.trial as trial
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 8
 torch.cuda.get_device_capability, torch.cuda.get_device_name = lambda device: (9, 0), lambda device: "H100"
 torch.cuda.mem_get_info = lambda device: (79 * 2**30, 80 * 2**30)
-probes.probe = lambda device, dtype, name, ranks: (name != "compiled", "no C compiler")
-probes.rows_that_train = lambda *args, **settings: 16
+trial.try_steps = lambda *args, **settings: {answer}
 """
-    refused, fine = (as_a_gpu_node(change, "--depth=20", *args) for args in ((), ("--compile=False",)))
-    assert "NOT compiled: no C compiler" in refused.stdout and "NOT possible: compiled failed" in refused.stdout
+    refused = as_a_gpu_node(change.replace("{answer}", "(None, 'no C compiler')"), "--depth=20")
+    assert "NOT: no C compiler" in refused.stdout and "NOT possible: a training step fails" in refused.stdout
+    fine = as_a_gpu_node(change.replace("{answer}", "(100.0, '')"), "--depth=20", "--max_rows=16")
     assert (refused.returncode, fine.returncode) == (1, 0), refused.stderr + fine.stderr
     assert "--depth=20 --max_seq_len=2048 --device_batch_size=16" in fine.stdout
 
