@@ -17,12 +17,14 @@ from nanochat.data.conversation import render_prompt, render_text
 from nanochat.inference.detokenizer import Delta, parts_of
 from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import SamplingParams
-from nanochat.runtime.distributed import compute_dtype, compute_init, print0
+from nanochat.runtime.console import print0
+from nanochat.runtime.devices import compute_dtype
+from nanochat.runtime.distributed import compute_init
 from nanochat.runtime.errors import UserError, did_you_mean
-from nanochat.training.checkpoint import find_model, furthest_stage, load_checkpoint
+from nanochat.training.checkpoint import find_model, latest_stage, load_checkpoint
 
 # ---- Model
-source: Literal["auto", "base", "mid", "sft", "rl"] = "auto"  # stage of the model; auto: the furthest there is
+source: Literal["auto", "base", "mid", "sft", "rl"] = "auto"  # stage of the model; auto: the last one trained
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
 step: int | None = None     # of the checkpoint; None: the newest valid one
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
@@ -44,7 +46,7 @@ HELP = """\
 Ctrl-C    stop an answer"""
 
 *_, device = compute_init(device_type)
-stage, older = furthest_stage(model_tag) if source == "auto" else (source, "")
+stage = latest_stage(model_tag) if source == "auto" else source
 model, tokenizer, meta = load_checkpoint(find_model(stage, model_tag, step), device)
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
 render = render_text if stage == "base" else render_prompt
@@ -86,7 +88,6 @@ def answer(messages: list[dict]) -> None:
 
 
 about = f"{stage} model of step {meta['step']}" + " (it continues a text, and does not chat)" * (stage == "base")
-about += older
 if p is not None:
     if source == "auto":
         print(about, file=sys.stderr)

@@ -29,17 +29,18 @@ import torch
 import uvicorn
 
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.runtime.distributed import choose_device_type, print0
+from nanochat.runtime.console import print0
+from nanochat.runtime.devices import choose_device_type
 from nanochat.runtime.errors import UserError
 from nanochat.serve.connections import ImpatientProtocol
 from nanochat.serve.engine_process import load_engine
 from nanochat.serve.web import Limits, create_app
 from nanochat.serve.worker import ServedModel, Worker
 from nanochat.tasks import example_questions
-from nanochat.training.checkpoint import find_model, furthest_stage, read_meta, tasks_of
+from nanochat.training.checkpoint import find_model, latest_stage, read_meta, tasks_of
 
 # ---- Models
-source = "auto"             # stages, such as "sft, rl", each served as TAG-STAGE; auto: the furthest there is
+source = "auto"             # stages, such as "sft, rl", each served as TAG-STAGE; auto: the last one trained
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
 step: int | None = None     # of the checkpoint; None: the newest valid one
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
@@ -58,7 +59,7 @@ max_batch = 16              # [1..] answers to one address that each engine writ
 prompt_cache_mb = 512       # [0..] MiB of each engine for what was read before, by address; 0: off
 max_queue = 128             # [0..] answers that may wait, half of them one address's; beyond it: come again later (429)
 max_n = 8                   # [1..] answers to one prompt
-max_body_bytes = 2**20      # [1..] of a request
+max_body_bytes = 1048576    # [1..] of a request
 max_messages = 200          # [1..] of a conversation
 max_chars = 200_000         # [1..] of its messages together
 max_new_tokens = 1024       # [1..] of an answer; clients that ask for more get this many
@@ -91,10 +92,10 @@ except OSError as error:
     raise UserError(f"cannot listen on {host} port {port}: {reason}; choose another with --port or --host") from None
 
 if sources == ["auto"]:
-    stage, older = furthest_stage(model_tag)
+    stage = latest_stage(model_tag)
     sources = [stage]
     about = ", a base model: it continues texts, and does not chat" * (stage == "base")
-    print0(f"the furthest stage of training is {stage}{about}{older}")
+    print0(f"the last stage of training was {stage}{about}")
 if not api_key and host not in LOOPBACK:
     print0(f"warning: whoever can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 # Each engine is a process of its own, which loads the model; this one answers the web, and touches no GPU.

@@ -814,7 +814,7 @@ def test_messages_in_any_order_are_read_as_turns(server, engines):
 
 def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
     """
-    The furthest stage there is, which is said; messages are one text to continue. The proxy's name is answered to, no
+    The last stage trained, which is said; messages are one text to continue. The proxy's name is answered to, no
     other. When one of two workers is stopped, others are answered, even while more waits for it than its pipe holds;
     then it is ended, and its requests with an error. When the second one is killed, the process ends with a line and
     code 1 instead of answering 503.
@@ -824,7 +824,7 @@ def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
         tmp_path, {"base": model}, "--allowed_hosts=Chat.example.org", "--workers=2", "--max_batch=2",
         HUNG_AFTER=3, DEAD_AFTER=10)
     try:
-        assert "the furthest stage of training is base, a base model" in server.log.read_text()
+        assert "the last stage of training was base, a base model" in server.log.read_text()
         [listed] = server.client.models.list()
         assert (listed.id, listed.chat) == ("tiny-base", False)
         text = [TOKENIZER.get_bos_token_id(), *TOKENIZER.encode(f"Once\n\nupon\n\n{MARKER}")]

@@ -954,7 +954,7 @@ def test_the_terminal(base_folder):
 
 
 def test_a_base_model_continues_a_text(base_folder):
-    """In the terminal, where it is the furthest stage: after <|bos|> come the words themselves, no turn of a chat."""
+    """In the terminal, where no stage came later: after <|bos|> come the words themselves, no turn of a chat."""
     model = random_model()
     write_checkpoint(base_folder / "base_checkpoints" / "tiny", model)
     parts = greedy_answer(model, [SPECIAL("<|bos|>"), *TOKENIZER.encode("the sum is")], tools=False)

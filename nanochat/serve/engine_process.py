@@ -35,8 +35,10 @@ from nanochat.inference.logprobs import TokenLogprob
 from nanochat.inference.prompt_cache import PIECE
 from nanochat.inference.sampling import Grammar, SamplingParams
 from nanochat.runtime.compiling import set_compile
-from nanochat.runtime.distributed import compute_dtype, compute_init
-from nanochat.runtime.errors import UserError, log_error
+from nanochat.runtime.console import log_error
+from nanochat.runtime.devices import compute_dtype
+from nanochat.runtime.distributed import compute_init
+from nanochat.runtime.errors import UserError
 from nanochat.serve.api_error import ApiError, unavailable
 from nanochat.serve.grammars import compile_grammar
 from nanochat.serve.logprobs import HeldLogprobs, PlacedLogprob

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
 
-from nanochat.runtime.errors import log_error
+from nanochat.runtime.console import log_error
 from nanochat.serve.api_error import ApiError
 from nanochat.serve.metrics import Metrics
 
