@@ -1,11 +1,20 @@
-"""Connections whose clients must not keep the server waiting."""
+"""The web server itself, uvicorn: connections with deadlines, and an end that lets answers end first."""
 import asyncio
 import resource
+import signal
+import socket
 from collections import Counter
+from types import FrameType
 
+import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from nanochat.runtime.distributed import print0
+from nanochat.serve.worker import ServedModel
+
 WAIT_SECONDS = 60   # for a whole request, and for a client to read what is ready for it
+DRAIN_SECONDS = 5   # after SIGTERM, for the answers that are not complete
 MAX_CONNECTIONS = min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # each is an open file
 
 
@@ -40,7 +49,7 @@ class ImpatientProtocol(H11Protocol):
         elif self.deadline.cancelled():
             self.deadline = self.loop.call_later(WAIT_SECONDS, self.transport.abort)
 
-    # Whatever may change whose turn it is
+    # Everything that may change whose turn it is
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -61,3 +70,45 @@ class ImpatientProtocol(H11Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
         self.deadline.cancel()
+
+
+class Server(uvicorn.Server):
+    """Says when it is ready, ends with a model's last worker, and lets accepted requests end for a while before."""
+
+    def __init__(self, app: ASGIApp, models: list[ServedModel], url: str):
+        super().__init__(uvicorn.Config(
+            app,
+            http=ImpatientProtocol,
+            ws="none",
+            backlog=128,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,    # anyone can write X-Forwarded-For; cache and queue go by the connection's address
+            log_level="error",      # warnings are of malformed requests, as many as a client likes
+            timeout_graceful_shutdown=DRAIN_SECONDS + 2,  # then connections whose clients do not read are cut
+        ))
+        self.models, self.url = models, url
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print0(f"{self.url} serves {', '.join(model.id for model in self.models)}; Ctrl-C ends it")
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or any(model.dead for model in self.models)
+
+    def handle_exit(self, number: int, frame: FrameType | None) -> None:
+        """SIGTERM gives accepted requests DRAIN_SECONDS; Ctrl-C, or a second signal, ends them with an error."""
+        if number == signal.SIGINT or self.should_exit:
+            self.end_answers()
+            self.config.timeout_graceful_shutdown = 2
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().call_later(DRAIN_SECONDS, self.end_answers)
+        await super().shutdown(sockets)  # accepts no connection, and waits for the last response to be read
+
+    def end_answers(self) -> None:
+        """Those being written, and those that wait."""
+        for model in self.models:
+            for worker in model.workers:
+                worker.stop()
