@@ -32,7 +32,7 @@ from nanochat.serve.replies import ChatReply, Reply
 from nanochat.serve.responses import ResponsesReply, ResponsesRequest
 from nanochat.serve.worker import Pending, ServedModel
 
-TIMEOUT = 300.0     # seconds from the arrival of a request to the end of its answers, which then end with what they have
+TIMEOUT = 300.0     # seconds for a request; then its answers end with what they have
 PAGE = Path(__file__).with_name("ui.html")
 BUCKETS = 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120  # of histograms, in seconds
 
