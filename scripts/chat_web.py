@@ -45,7 +45,6 @@ workers = 0                 # [0..] processes for each model, on the GPUs in tur
 host = "127.0.0.1"          # address to listen on; 0.0.0.0: every network this machine is in
 port = 8000                 # [0..65535] 0: any that is free
 allowed_hosts = ""          # a proxy's names, "chat.example.org, b.org": only they and localhost are then answered
-cors_origins = ""           # pages of other servers that may ask, "https://a.org, https://b.org"; empty: none
 # ---- Answers
 max_batch = 16              # [1..] answers to one address that each engine writes at once; a newcomer has one more
 max_new_tokens = 1024       # [1..] of an answer; clients that ask for more get this many
@@ -68,8 +67,7 @@ if not sources or len(set(sources)) < len(sources):
 # The port first: whether it is free is known at once, a model takes longer to load. Connections wait until then.
 try:
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    both = host == "::" and socket.has_dualstack_ipv6()  # every address of version 4 as well
-    listener = socket.create_server((host, port), family=family, dualstack_ipv6=both)
+    listener = socket.create_server((host, port), family=family)
     # For its connections as well. asyncio does so only for sockets that name their protocol; without it the second part
     # of each response, the body, waits 40 ms for the client to acknowledge the first.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -99,7 +97,6 @@ for stage in sources:
         id=f"{tag}-{stage}",
         tokenizer=Tokenizer.load(checkpoint),
         context=meta["model_config"]["sequence_len"],
-        step=meta["step"],
         created=int(checkpoint.stat().st_mtime),
         max_batch=max_batch,
         workers=[Worker(partial(load, number)) for number in range(workers)],
@@ -110,9 +107,11 @@ for stage in sources:
 hosts = names_in(allowed_hosts.lower())
 if hosts or host in LOOPBACK:   # else every name is answered
     hosts += ["localhost", "127.0.0.1", "[::1]", host.lower()]
-app = create_app(models, max_new_tokens, temperature, top_k, api_key, names_in(cors_origins), hosts)
+app = create_app(models, max_new_tokens, temperature, top_k, api_key, hosts)
 shown_host = f"[{host}]" if ":" in host else host
-Server(app, models, f"http://{shown_host}:{listener.getsockname()[1]}").run(sockets=[listener])
+url = f"http://{shown_host}:{listener.getsockname()[1]}"
+print0(f"{url} serves {', '.join(model.id for model in models)}; Ctrl-C ends it")
+Server(app, models).run(sockets=[listener])
 for model in models:
     if model.dead:
         raise UserError(f"the worker of {model.id} has died; the error is above")

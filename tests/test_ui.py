@@ -4,7 +4,6 @@ The chat page in a real browser, through clicks and keys, at a real server: one 
 The model's weights are written by hand so that its answers are known: the alphabet, again and again, until stopped.
 """
 import json
-import math
 import re
 import shutil
 import string
@@ -68,8 +67,8 @@ def server(tmp_path_factory, pace):
     """The address of a server with two places and no queue, which wants a key."""
     base = tmp_path_factory.mktemp("base")
     write_model(base)
-    settings = "--device_type=cpu --dtype=float32 --port=0 --max_batch=2 --max_queue=0 --temperature=0"
-    command, env = chat_web(pace.file, *settings.split(), f"--max_new_tokens={MAX_TOKENS}")
+    settings = "--device_type=cpu --dtype=float32 --port=0 --max_batch=2 --temperature=0"
+    command, env = chat_web(pace.file, *settings.split(), f"--max_new_tokens={MAX_TOKENS}", MAX_QUEUE=0)
     env |= {"NANOCHAT_BASE_DIR": str(base), "NANOCHAT_API_KEY": KEY, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True, env=env)
     try:
@@ -241,13 +240,6 @@ def test_regenerate_edit_copy_new_chat_undo_and_reload(visit):
     assert me.clipboard() == answer
     me.page.locator(".you").first.get_by_role("button", name="Copy").click()
     wait_until(lambda: me.clipboard() == "One", me.page)
-    me.page.evaluate("delete Navigator.prototype.clipboard")  # as where there is neither localhost nor https
-    me.page.locator(".it").last.get_by_role("button", name="Copy").click()
-    me.page.locator(".it").last.get_by_role("button", name="Copied").wait_for()
-    me.draft.press("ControlOrMeta+V")
-    assert me.draft.input_value() == answer
-    me.draft.fill("")
-
     me.button("New chat").click()
     assert me.page.locator("article").count() == 0
     examples = me.page.locator("#examples button")
@@ -267,31 +259,6 @@ def test_regenerate_edit_copy_new_chat_undo_and_reload(visit):
     me.page.reload()
     assert ALPHABET.startswith(me.answers.last.inner_text()) and len(me.answers.last.inner_text()) >= 20
     assert me.page.locator(".note").last.inner_text() == "Stopped" and me.draft.input_value() == "half a thought"
-
-
-def test_who_scrolls_up_is_left_there(visit, pace):
-    """Who reads the end sees it come; who has scrolled up is not torn away from it."""
-    me = visit(viewport={"width": 400, "height": 400})
-
-    def place() -> list[int]:
-        return me.page.evaluate("""() => {
-            const { scrollTop, scrollHeight } = document.scrollingElement;
-            return [scrollTop, scrollHeight - scrollTop - innerHeight];
-        }""")
-
-    pace.set(0.002)
-    me.say("Go on!")
-    wait_until(lambda: place()[0] > 400, me.page)
-    pace.set(math.inf)
-    assert place()[1] <= 1
-    me.page.mouse.move(200, 200)
-    me.page.mouse.wheel(0, -200)
-    wait_until(lambda: place()[1] > 100, me.page)
-    before, length = place()[0], len(me.answers.inner_text())
-    pace.set(0.01)
-    wait_until(lambda: len(me.answers.inner_text()) > length + 200, me.page)
-    assert abs(place()[0] - before) <= 1
-    me.button("Stop").click()
 
 
 def test_settings_reach_the_request_and_stay(visit):
@@ -328,7 +295,7 @@ def test_settings_reach_the_request_and_stay(visit):
 
 
 def test_keyboard_alone(visit):
-    """Enter sends, unless an input method is composing; Escape stops; Tab reaches everything, and shows where it is."""
+    """Enter sends, unless an input method is composing; Escape stops."""
     me = visit()
     keyboard = me.page.keyboard
     keyboard.type("Line one")  # the page begins in the text area
@@ -349,20 +316,6 @@ def test_keyboard_alone(visit):
     keyboard.press("Escape")
     me.rest()
 
-    names = []
-    for _ in range(14):  # once around, the browser's own part included
-        keyboard.press("Tab")
-        name, outline = me.page.evaluate("""() => {
-            const at = document.activeElement, shown = at.id === "draft" ? at.closest("form") : at;
-            const outlined = getComputedStyle(at).outlineStyle !== "none";
-            return [at.ariaLabel || at.innerText, outlined || getComputedStyle(shown).boxShadow !== "none"];
-        }""")
-        if me.page.evaluate("document.activeElement !== document.body"):
-            assert outline, f"no focus to be seen on {name}"
-            names.append(name)
-    bar = ["Chats", "New chat", "Settings", "Light or dark"]
-    assert names[names.index("Chats") :][:4] == bar
-    assert set(names) == {*bar, "Edit", "Copy", "Regenerate", "Message"}  # there is nothing to send
     me.page.locator(".you").last.get_by_role("button", name="Edit").focus()
     keyboard.press("Enter")
     keyboard.press("Escape")
@@ -488,14 +441,6 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     assert [message["content"][0] for message in me.asked[-1]["messages"]] == ["y"]
     assert me.page.locator(".forgotten").count() == 3
 
-    held = []
-    me.page.route("**/v1/models", lambda route: held.append(route))
-    me.page.reload()
-    expect(me.page.locator("#modelName")).to_have_text("Loading the model…")
-    wait_until(lambda: held, me.page)
-    held[0].continue_()
-    expect(me.page.locator("#modelName")).to_have_text("alphabet-sft")
-    me.page.unroute("**/v1/models")
     me.button("New chat").click()
     me.say("z" * 5000)  # nothing to forget: the message has to be shortened
     error.wait_for()
@@ -519,80 +464,22 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     assert me.answers.inner_text() == "half an"
 
 
-def contrast(page, selector: str) -> float:
-    """WCAG 2's ratio between the color of a text and what is painted behind it."""
-    colors = page.locator(selector).first.evaluate("""(at) => {
-        const color = getComputedStyle(at).color;
-        while (at && getComputedStyle(at).backgroundColor === "rgba(0, 0, 0, 0)") at = at.parentElement;
-        return [color, getComputedStyle(at).backgroundColor];
-    }""")
-    light = []
-    for color in colors:
-        numbers, scale = re.findall(r"[\d.]+", color.removeprefix("color(srgb"))[:3], 255 if color[:3] == "rgb" else 1
-        channels = [float(number) / scale for number in numbers]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        light.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
-    return (max(light) + 0.05) / (min(light) + 0.05)
-
-
-def test_a_phone_and_the_dark(visit):
-    """Nothing is wider than 360 px, fields have 16 px, both themes can be read, and the toggle's choice stays."""
+def test_a_phone_in_the_dark(visit):
+    """Nothing is wider than 360 px; the theme is the system's until it is chosen, and the choice stays."""
     me = visit(viewport={"width": 360, "height": 640}, is_mobile=True, has_touch=True, color_scheme="dark")
-    deltas = [
-        {"content": f"{'w' * 200}\n\n```\n{'c' * 200}\n```\n\n{'- word ' * 60}\n"},
-        {"part": {"type": "python", "text": "1+" * 100}}, {"part": {"type": "python_output", "text": "9" * 200}}]
-    me.reply(*deltas)
-
-    def check_width() -> None:
-        assert me.page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
-
-    check_width()
-    name = me.page.locator("#modelName")
-    long_name = "a-model-with-" + "a-long-" * 12 + "name-sft"
-    me.page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": long_name}]}))
-    me.page.reload()
-    expect(name).to_contain_text("name-sft")
-    whole = "(one) => one.scrollWidth <= one.clientWidth && one.scrollHeight <= one.clientHeight"
-    assert name.evaluate(whole), "the whole name shows"
-    assert me.page.locator("#examples button").count() == 0, "the server has none for this model"
-    me.page.unroute("**/v1/models")
-    me.page.reload()
-    check_width()
+    me.reply({"content": f"{'w' * 200}\n\n```\n{'c' * 200}\n```\n"}, {"part": {"type": "python", "text": "1+" * 100}})
     me.ask("u" * 200)
-    check_width()
-    me.page.unroute(CHAT)
-    wrong = {"error": {"message": "<img src=x> " + "s" * 100}}
-    me.page.route(CHAT, lambda route: route.fulfill(status=503, json=wrong))
-    me.expected = ["503"]
-    me.say("Hello")
-    expect(me.page.locator(".error:visible")).to_contain_text("<img src=x>")
-    check_width()
-    me.button("New chat").tap()
-    check_width()
-    me.button("Undo").tap()
-    me.button("Settings").tap()
-    box = me.page.locator("#settingsDialog").bounding_box()
-    assert box["x"] >= 0 and box["x"] + box["width"] <= 360
-    sizes = "(all) => all.map((one) => getComputedStyle(one).fontSize)"
-    assert set(me.page.locator("input, select, textarea").evaluate_all(sizes)) == {"16px"}
-    me.button("Done").tap()
+    assert me.page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
 
     def background() -> float:
         color = me.page.evaluate("getComputedStyle(document.body).backgroundColor")
         return sum(map(int, re.findall(r"\d+", color)[:3])) / 3
 
-    for brightness in ("dark", "light"):
-        assert (background() < 60) if brightness == "dark" else (background() > 200)
-        texts = "h1, #modelName, .question, .body p, .note, .tool > span, .result, .error span, #draft, #go"
-        for selector in [*texts.split(", "), ".actions button"]:
-            assert contrast(me.page, selector) >= 4.5, f"{selector} in the {brightness}"
-        me.button("Light or dark").tap()
-    assert background() < 60  # dark again: as the system says
-    me.page.emulate_media(color_scheme="light")
-    assert background() > 200, "follows the system once more"
+    assert background() < 60
     me.button("Light or dark").tap()
+    assert background() > 200
     me.page.reload()
-    assert background() < 60, "the choice stays"
+    assert background() > 200, "the choice stays"
 
 
 ANSWER = r"""# Sorting
@@ -661,79 +548,6 @@ def test_markdown_and_formulas_are_shown_as_they_are_meant(visit):
     assert formula.inner_text().strip() == "∑i i" and last.text_content() == "After 1 + 1= 2 that."
     me.button("Copy code").click()
     wait_until(lambda: me.clipboard() == "def merge(a, b):\n    return a", me.page)
-
-
-def test_a_command_of_a_formula_is_known_by_its_whole_name(visit):
-    """What only begins like a command without a sign is not dropped, and nothing is found that is not in the table."""
-    me = visit()
-    formula = (r"A \rightarrow B \leftarrow C \leftrightarrow \bigcup D \bigcap E \constructor, "
-               r"\left( \text{if} \bigl[ \mathbf{v} \Big] \right)")
-    me.reply({"content": f"\\( {formula} \\)"})
-    me.ask("Arrows!")
-    assert me.answers.locator(".math").text_content().split() == "A → B ← C ↔ ⋃ D ⋂ E constructor, ( if [ v ] )".split()
-
-
-def test_what_is_finished_stays_while_the_rest_is_written(visit):
-    """Text that somebody has selected stays selected; whatever is half written is shown and breaks nothing."""
-    me = visit()
-    me.page.evaluate("""() => {
-        const fetch = window.fetch;
-        window.fetch = (url, ...more) => !url.endsWith("completions") ? fetch(url, ...more)
-            : Promise.resolve(new Response(new ReadableStream({ start: (writer) => { window.writer = writer; } })));
-    }""")
-
-    def feed(data: str) -> None:
-        me.page.evaluate("(text) => writer.enqueue(new TextEncoder().encode(text))", data)
-
-    me.say("Sort!")
-    me.page.wait_for_function("window.writer")
-    end = ANSWER.index("1. Split")
-    for i, character in enumerate(ANSWER):
-        feed(stream({"content": character}, end="")["body"])
-        if i == end:
-            expect(me.answers.locator("table")).to_be_visible()
-            me.page.evaluate("getSelection().selectAllChildren(document.querySelector('.body p'))")
-    expect(me.answers).to_contain_text("After")
-    expect(me.answers.locator("p").last.locator(".cursor")).to_have_count(1)
-    assert me.page.evaluate("getSelection().toString()").startswith("Two usual ways")
-    feed("data: [DONE]\n\n")
-    me.rest()
-    expect(me.page.locator(".cursor")).to_have_count(0)
-    assert me.answers.locator("> *").evaluate_all("(all) => all.map((one) => one.localName)") == BLOCKS
-
-
-@pytest.mark.parametrize("phone", [False, True])
-def test_a_questions_buttons_and_its_fold(visit, phone):
-    """Edit and Copy wait for mouse, keyboard or finger; a long question shows eight lines until it is opened."""
-    me = visit(**{"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True} if phone else {})
-    me.reply({"content": "Yes."})
-    for question in ("Short", "A long one. " * 300):
-        me.ask(question)
-    short, long = me.page.locator(".you").all()
-    edits = [you.get_by_role("button", name="Edit") for you in (short, long)]
-
-    def wait_for_shown(*expected: bool) -> None:
-        opaque = "(one) => [one, one.parentElement].every((each) => getComputedStyle(each).opacity === '1')"
-        wait_until(lambda: [edit.evaluate(opaque) for edit in edits] == list(expected), me.page)
-
-    me.page.mouse.move(0, 0)
-    wait_for_shown(False, False)
-    for i, you in enumerate((short, long)):
-        (you.locator(".question").tap if phone else you.hover)()
-        wait_for_shown(i == 0, i == 1)
-    me.draft.focus()
-    me.page.mouse.move(0, 0)
-    wait_for_shown(False, False)
-    edits[0].focus()
-    wait_for_shown(True, False)
-
-    height = long.bounding_box()["height"]
-    assert height < 300 and short.get_by_role("button", name="Show all").count() == 0
-    for name in ("Show all", "Show less"):
-        fold = long.get_by_role("button", name=name)
-        (fold.tap if phone else fold.click)()
-        now = long.bounding_box()["height"]
-        assert now > 2 * height if name == "Show all" else now == height
 
 
 def test_past_chats_are_kept_opened_deleted_and_limited(visit):

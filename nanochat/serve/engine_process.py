@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -112,9 +111,8 @@ class EngineProcess:
 
     def __init__(self, web: socket.socket):
         self.file = web.makefile("rwb")
-        self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # what `run` is to do
+        self.inbox = queue.SimpleQueue()    # functions that `run` has to call
         self.choices: dict[Answer, Choice] = {}  # by the engine's answer
-        self.begun: set[int] = set()        # requests of which a token was written
         self.compiling: set[int] = set()    # requests that wait for their grammar
         self.compiler = ThreadPoolExecutor(1)
         self.flushed = 0.0
@@ -173,8 +171,7 @@ class EngineProcess:
                 failed[choice.request] = answer.error
                 continue
             choice.add(answer)
-            if choice.request.id not in self.begun:     # its first token is sent at once
-                self.begun.add(choice.request.id)
+            if len(answer.tokens) == 1:     # the first token is sent at once
                 is_due = True
             if choice.chunk.finish_reason and not answer.finish_reason:
                 engine.remove(answer)
@@ -221,7 +218,6 @@ class EngineProcess:
 
     def drop(self, id: int) -> None:
         self.compiling.discard(id)
-        self.begun.discard(id)
         for answer in [answer for answer, choice in self.choices.items() if choice.request.id == id]:
             self.engine.remove(answer)
             del self.choices[answer]
@@ -242,12 +238,13 @@ class EngineProcess:
         """Send everything that is new; end the requests whose time is over."""
         self.flushed = now
         batch: Batch = {}
+        begun = {choice.request.id for answer, choice in self.choices.items() if answer.tokens}
         for answer, choice in list(self.choices.items()):
             request, chunk = choice.request, choice.chunk
             if now - request.started > request.seconds and not chunk.finish_reason:
                 choice.finish("length")
                 self.engine.remove(answer)
-                if request.id not in self.begun:
+                if request.id not in begun:
                     batch[request.id] = no_place(request)
             if chunk.finish_reason:
                 del self.choices[answer]
@@ -256,7 +253,6 @@ class EngineProcess:
                 chunks = batch.setdefault(request.id, [])
                 if isinstance(chunks, list):
                     chunks.append(chunk)
-        self.begun &= {choice.request.id for choice in self.choices.values()}
         self.send(batch)    # even if it is empty: it says that the engine is alive
 
 

@@ -40,7 +40,7 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import SamplingParams
 from nanochat.runtime.errors import UserError
-from nanochat.serve.protocol import ApiError
+from nanochat.serve.protocol import ApiError, Json
 from nanochat.serve.structured import AnyResponseFormat, ResponseFormat
 from nanochat.serve.tools import (
     Function,
@@ -54,13 +54,11 @@ from nanochat.serve.tools import (
 
 # Parameters that do not change an answer: they say who asks, how it is billed or kept.
 IGNORED = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls", "prediction",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
 }
 # Values that ask for nothing, of parameters that are not supported. Any other parameter or value is refused.
-NEUTRAL: dict[str, Any] = {
-    "modalities": ["text"], "verbosity": "medium", "echo": False, "suffix": "", "best_of": 1, "top_logprobs": 0,
-    "include": [], "truncation": "disabled", "background": False, "reasoning": {},
+NEUTRAL: Json = {
+    "modalities": ["text"], "suffix": "", "best_of": 1, "include": [], "truncation": "disabled", "background": False,
 }
 
 
@@ -102,7 +100,7 @@ class BaseRequest(BaseModel):
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16), BeforeValidator(as_list)] = []
     stream: bool = False
-    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = {}
+    stream_options: dict[str, bool | None] = {}
 
     @classmethod
     def parse(cls, body: bytes, defaults: dict[str, float]) -> Self:
@@ -132,13 +130,8 @@ class BaseRequest(BaseModel):
                 raise ApiError(400, words, "unsupported_parameter", name[:80])
         return self
 
-    @property
-    def num_prompts(self) -> int:
-        return 1
-
     def encode(self, tokenizer: Tokenizer, chats: bool) -> list[list[int]]:
         """The prompts. chats: False for a base model, for which messages are one text to continue."""
-        raise NotImplementedError
 
     def echo_from(self, prompts: list[list[int]]) -> list[int]:
         """For each prompt, from which token on it is repeated; []: no prompt is."""
@@ -194,7 +187,7 @@ class MessagePart(BaseModel):
 Parts = Annotated[list[MessagePart], FailFast(), BeforeValidator(as_parts)]  # not an error for each of half a million
 
 
-def turn(role: str, parts: Sequence[MessagePart]) -> dict[str, Any]:
+def turn(role: str, parts: Sequence[MessagePart]) -> Json:
     """A message as nanochat.data.conversation has it."""
     role = "system" if role == "developer" else role
     if role != "assistant" and all(part.type == "text" for part in parts):
@@ -206,7 +199,7 @@ def text_of(parts: Sequence[MessagePart]) -> str:
     return "".join(part.text for part in parts)
 
 
-def result_turn(text: str) -> dict[str, Any]:
+def result_turn(text: str) -> Json:
     """A function's result, which the assistant's own turn has."""
     return {"role": "assistant", "content": [{"type": "python_output", "text": text}]}
 
@@ -223,7 +216,7 @@ class Message(BaseModel):
             raise ApiError(400, "content must be a text or a list of parts", param="messages")
         return self
 
-    def turn(self) -> dict[str, Any]:
+    def turn(self) -> Json:
         if self.role == "tool":
             return result_turn(text_of(self.content))
         if self.role != "assistant":
@@ -247,13 +240,6 @@ class ConversationRequest(BaseRequest):
         if self.tool_choice not in ("none", "auto") and not self.functions:
             raise ApiError(400, "tool_choice asks for a function that tools does not have", param="tool_choice")
         return self
-
-    def turns(self) -> list[dict[str, Any]]:
-        raise NotImplementedError
-
-    @property
-    def format(self) -> ResponseFormat:
-        raise NotImplementedError
 
     @property
     def functions(self) -> list[Function]:
@@ -299,7 +285,7 @@ class ChatRequest(ConversationRequest):
     def format(self) -> ResponseFormat:
         return self.response_format
 
-    def turns(self) -> list[dict[str, Any]]:
+    def turns(self) -> list[Json]:
         return [message.turn() for message in self.messages]
 
 
@@ -310,10 +296,6 @@ class CompletionRequest(BaseRequest):
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)  # here even 0 asks for them
     echo: bool = False
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.prompt)
 
     @property
     def logprobs_asked(self) -> dict[str, int | None]:

@@ -1,8 +1,8 @@
-"""What the web process and its engines' processes send to each other, through a socket each (worker.py draws it)."""
+"""What the web process and its engines' processes send to each other, and errors as clients see them."""
 import itertools
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +12,8 @@ from nanochat.inference.detokenizer import Delta
 from nanochat.inference.engine import FinishReason
 from nanochat.inference.logprobs import TokenLogprob
 from nanochat.inference.sampling import SamplingParams
+
+Json = dict[str, Any]
 
 
 class ApiError(HTTPException):
@@ -24,7 +26,7 @@ class ApiError(HTTPException):
         super().__init__(status, message, headers)
         self.code, self.param = code, param
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Json:
         kind = "invalid_request_error"
         if self.status_code >= 500:
             kind = "server_error"
@@ -75,6 +77,7 @@ class Chunk:
     finish_reason: FinishReason | Literal["tool_calls"] | None = None
 
 
+Chunks = AsyncIterator[list[Chunk]]
 Batch = dict[int, list[Chunk] | ApiError]   # by the request's id
 
 

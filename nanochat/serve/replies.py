@@ -4,13 +4,12 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import parts_of
 from nanochat.inference.logprobs import TokenLogprob
 from nanochat.serve.openai_api import BaseRequest
-from nanochat.serve.protocol import ApiError, Chunk, PlacedLogprob
+from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json, PlacedLogprob
 from nanochat.serve.tools import read_call
 
 
@@ -18,9 +17,9 @@ from nanochat.serve.tools import read_call
 class Written:
     """What has been written of a choice."""
     begun: bool = False
-    parts: list[dict[str, str]] = field(default_factory=list)
+    parts: list[Json] = field(default_factory=list)
     logprobs: list[PlacedLogprob] = field(default_factory=list)
-    call: dict[str, Any] | None = None
+    call: Json | None = None
     finish_reason: str | None = None
 
     def text(self) -> str:
@@ -33,17 +32,16 @@ class Reply:
     kind = chunk_kind = "text_completion"
     prefix = "cmpl-"
 
-    def __init__(self, asked: BaseRequest, model: str, step: int, tokenizer: Tokenizer, prompt_tokens: int):
+    def __init__(self, asked: BaseRequest, model: str, tokenizer: Tokenizer, prompt_tokens: int):
         self.asked, self.tokenizer = asked, tokenizer
         self.id = uuid.uuid4().hex
         self.head = {
             "id": self.prefix + self.id, "created": int(time.time()), "model": model,
-            "system_fingerprint": f"step_{step}",
         }
         self.prompt_tokens, self.completion_tokens, self.cached_tokens = prompt_tokens, 0, 0
         self.written: dict[int, Written] = {}   # by choice
 
-    def add(self, chunks: Sequence[Chunk]) -> list[dict[str, Any]]:
+    def add(self, chunks: Sequence[Chunk]) -> list[Json]:
         """Take these chunks in; returns the choices of the events that say what is new."""
         choices = []
         for chunk in chunks:
@@ -57,21 +55,21 @@ class Reply:
         return choices
 
     def choice(
-        self, index: int, content: dict[str, Any], placed: list[PlacedLogprob], finish_reason: str | None,
-    ) -> dict[str, Any]:
+        self, index: int, content: Json, placed: list[PlacedLogprob], finish_reason: str | None,
+    ) -> Json:
         logprobs = self.describe(placed) if placed else None
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def news(self, written: Written, parts: list[dict[str, str]]) -> dict[str, Any]:
+    def news(self, written: Written, parts: list[Json]) -> Json:
         """Take these parts in; returns what an event says of them."""
         written.parts += parts
         return {"text": "".join(part["text"] for part in parts)}
 
-    def content(self, written: Written) -> dict[str, Any]:
+    def content(self, written: Written) -> Json:
         """What a whole response says of a choice."""
         return {"text": "".join(part["text"] for part in written.parts)}
 
-    def describe(self, placed: Sequence[PlacedLogprob]) -> dict[str, Any]:
+    def describe(self, placed: Sequence[PlacedLogprob]) -> Json:
         """Log-probabilities of all tokens."""
         return {
             "tokens": [self.token_text(one.logprob.token) for one in placed],
@@ -94,7 +92,7 @@ class Reply:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> Json:
         """All that was added, as one response."""
         choices = []
         for index, written in sorted(self.written.items()):
@@ -102,7 +100,7 @@ class Reply:
             choices.append(self.choice(index, content, written.logprobs, written.finish_reason))
         return self.head | {"object": self.kind, "choices": choices, "usage": self.usage()}
 
-    async def events(self, chunks: AsyncIterator[Sequence[Chunk]]) -> AsyncIterator[bytes]:
+    async def events(self, chunks: Chunks) -> AsyncIterator[bytes]:
         """As server-sent events. An error is an event as well, for which the official client raises APIError."""
         head = self.head | {"object": self.chunk_kind}
         try:
@@ -115,7 +113,7 @@ class Reply:
         except ApiError as error:
             yield sse(error.body())
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Json:
         return {
             "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
@@ -123,7 +121,7 @@ class Reply:
         }
 
 
-def sse(data: dict[str, Any]) -> bytes:
+def sse(data: Json) -> bytes:
     """A server-sent event."""
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
@@ -131,8 +129,8 @@ def sse(data: dict[str, Any]) -> bytes:
 class ChatReply(Reply):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def news(self, written: Written, parts: list[dict[str, str]]) -> dict[str, Any]:
-        delta: dict[str, Any] = {}
+    def news(self, written: Written, parts: list[Json]) -> Json:
+        delta: Json = {}
         if not written.begun:
             written.begun = True
             delta = {"role": "assistant", "content": ""}
@@ -150,13 +148,13 @@ class ChatReply(Reply):
             delta["tool_calls"] = [{"index": 0} | written.call]
         return {"delta": delta}
 
-    def content(self, written: Written) -> dict[str, Any]:
-        message = {"role": "assistant", "content": written.text(), "refusal": None, "parts": written.parts}
+    def content(self, written: Written) -> Json:
+        message = {"role": "assistant", "content": written.text(), "parts": written.parts}
         if written.call:
             message |= {"content": written.text() or None, "tool_calls": [written.call]}
         return {"message": message}
 
-    def describe(self, placed: Sequence[PlacedLogprob]) -> dict[str, Any]:
+    def describe(self, placed: Sequence[PlacedLogprob]) -> Json:
         """Log-probabilities of the tokens of a message's content: their bytes, put end to end, are its text."""
         content = []
         for one in placed:
@@ -164,7 +162,7 @@ class ChatReply(Reply):
                 token, value, top = one.logprob
                 tops = [self.named(*pair) for pair in top]
                 content.append(self.named(token, value) | {"top_logprobs": tops})
-        return {"content": content, "refusal": None}
+        return {"content": content}
 
-    def named(self, token: int, logprob: float | None) -> dict[str, Any]:
+    def named(self, token: int, logprob: float | None) -> Json:
         return {"token": self.token_text(token), "logprob": logprob, "bytes": [*self.tokenizer.decode_bytes([token])]}

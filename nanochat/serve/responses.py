@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, FailFast
 
 from nanochat.serve.openai_api import ConversationRequest, Parts, result_turn, text_of, turn
-from nanochat.serve.protocol import ApiError, Chunk
+from nanochat.serve.protocol import ApiError, Chunks, Json
 from nanochat.serve.replies import ChatReply, sse
 from nanochat.serve.structured import ResponseFormat
 from nanochat.serve.tools import FunctionCall
@@ -25,7 +25,7 @@ class InputItem(BaseModel):
     arguments: str = ""
     output: Parts = []
 
-    def turn(self) -> dict[str, Any]:
+    def turn(self) -> Json:
         if self.type == "function_call_output":
             return result_turn(text_of(self.output))
         if self.type == "function_call":
@@ -38,9 +38,8 @@ def as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class TextSettings(BaseModel, extra="forbid"):
+class TextSettings(BaseModel):
     format: ResponseFormat = ResponseFormat()
-    verbosity: Literal["medium"] | None = None
 
 
 class ResponsesRequest(ConversationRequest):
@@ -54,7 +53,7 @@ class ResponsesRequest(ConversationRequest):
     def format(self) -> ResponseFormat:
         return self.text.format
 
-    def turns(self) -> list[dict[str, Any]]:
+    def turns(self) -> list[Json]:
         turns = [item.turn() for item in self.input]
         if self.instructions:
             turns.insert(0, {"role": "system", "content": self.instructions})
@@ -64,7 +63,7 @@ class ResponsesRequest(ConversationRequest):
 class ResponsesReply(ChatReply):
     prefix = "resp_"
 
-    def response(self, status: str, output: Sequence[dict] = ()) -> dict[str, Any]:
+    def response(self, status: str, output: Sequence[dict] = ()) -> Json:
         usage = {
             "input_tokens": self.prompt_tokens, "input_tokens_details": {"cached_tokens": self.cached_tokens},
             "output_tokens": self.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
@@ -78,11 +77,11 @@ class ResponsesReply(ChatReply):
             "usage": usage if output else None,
         }
 
-    def message(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
+    def message(self, status: str, *content: Json) -> Json:
         return {
             "id": f"msg_{self.id}", "type": "message", "role": "assistant", "status": status, "content": [*content]}
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> Json:
         [written] = self.written.values()
         status = "incomplete" if written.finish_reason == "length" else "completed"
         output = []
@@ -95,7 +94,7 @@ class ResponsesReply(ChatReply):
                 **function})
         return self.response(status, output)
 
-    async def events(self, chunks: AsyncIterator[Sequence[Chunk]]) -> AsyncIterator[bytes]:
+    async def events(self, chunks: Chunks) -> AsyncIterator[bytes]:
         numbers = itertools.count()
         place = {"output_index": 0, "item_id": f"msg_{self.id}", "content_index": 0}
 
@@ -140,5 +139,5 @@ class ResponsesReply(ChatReply):
         yield event(f"response.{response['status']}", response=response)
 
 
-def text_part(text: str) -> dict[str, Any]:
+def text_part(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

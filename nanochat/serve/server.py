@@ -10,7 +10,6 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from nanochat.runtime.distributed import print0
 from nanochat.serve.worker import ServedModel
 
 WAIT_SECONDS = 60   # for a whole request, and for a client to read what is ready for it
@@ -27,11 +26,12 @@ class ImpatientProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self.deadline = self.loop.call_later(WAIT_SECONDS, transport.abort)
+        self.turn_began = self.loop.time()
+        self.check_deadline()
         if len(self.connections) > MAX_CONNECTIONS:
             counts = Counter(other.address() for other in self.connections)
             waiting = [other for other in self.connections if other.is_clients_turn()]  # this one, too
-            oldest = max(waiting, key=lambda other: (counts[other.address()], -other.deadline.when()))
+            oldest = max(waiting, key=lambda other: (counts[other.address()], -other.turn_began))
             self.connections.discard(oldest)
             oldest.transport.abort()
 
@@ -42,40 +42,28 @@ class ImpatientProtocol(H11Protocol):
         """To send a request to its end, or to read."""
         return self.cycle is None or self.cycle.more_body or self.cycle.response_complete or self.flow.write_paused
 
-    def update_deadline(self) -> None:
-        """When it becomes the client's turn, its time begins. Single bytes, sent or read, do not prolong it."""
+    def check_deadline(self) -> None:
+        """The client's turn ends with its request, or when it has read. Single bytes, sent or read, do not end it."""
+        now = self.loop.time()
         if not self.is_clients_turn():
-            self.deadline.cancel()
-        elif self.deadline.cancelled():
-            self.deadline = self.loop.call_later(WAIT_SECONDS, self.transport.abort)
-
-    # Everything that may change whose turn it is
-
-    def handle_events(self) -> None:
-        super().handle_events()
-        self.update_deadline()
+            self.turn_began = now
+        elif now - self.turn_began > WAIT_SECONDS:
+            self.transport.abort()
+        self.timer = self.loop.call_later(WAIT_SECONDS / 20, self.check_deadline)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self.update_deadline()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self.update_deadline()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self.update_deadline()
+        self.turn_began = self.loop.time()  # a short answer may have come between two checks
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
-        self.deadline.cancel()
+        self.timer.cancel()
 
 
 class Server(uvicorn.Server):
-    """Says when it is ready, ends with a model's last worker, and lets accepted requests end for a while before."""
+    """Ends with a model's last worker. After SIGTERM it lets accepted requests end for a while."""
 
-    def __init__(self, app: ASGIApp, models: list[ServedModel], url: str):
+    def __init__(self, app: ASGIApp, models: list[ServedModel]):
         super().__init__(uvicorn.Config(
             app,
             http=ImpatientProtocol,
@@ -87,11 +75,7 @@ class Server(uvicorn.Server):
             log_level="error",      # warnings are of malformed requests, as many as a client likes
             timeout_graceful_shutdown=DRAIN_SECONDS + 2,  # then connections whose clients do not read are cut
         ))
-        self.models, self.url = models, url
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        print0(f"{self.url} serves {', '.join(model.id for model in self.models)}; Ctrl-C ends it")
+        self.models = models
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or any(model.dead for model in self.models)

@@ -20,15 +20,13 @@ from torch import Tensor
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import default_stop
 from nanochat.runtime.errors import UserError, first_line
+from nanochat.serve.protocol import Json
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_INTEGER = 2**53 - 1
-INTEGER_LIMITS = "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"
-# Keywords of a JSON schema that have other schemas in them.
-BY_NAME = "properties", "patternProperties", "$defs", "definitions"
-NESTED = "allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalProperties"
+VALUES = {"const", "enum", "default", "examples"}   # keywords of a JSON schema that have no other schemas in them
 CONDITIONS = {"allOf", "anyOf", "oneOf", "properties", "$ref"}  # two of them describe the same object
 
 MAX_GRAMMAR_BYTES = 2**16
@@ -51,7 +49,7 @@ def flat(value: Any) -> Any:
 
 class ResponseFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema"] = "text"
-    definition: dict[str, Any] = Field({}, alias="schema")
+    definition: Json = Field({}, alias="schema")
 
     def grammar(self) -> str | None:
         """None: any text."""
@@ -63,7 +61,7 @@ class ResponseFormat(BaseModel):
 AnyResponseFormat = Annotated[ResponseFormat, BeforeValidator(flat)]
 
 
-def json_grammar(schema: dict[str, Any]) -> str:
+def json_grammar(schema: Json) -> str:
     """A grammar's expression for JSON that fits a schema."""
     schema = copy.deepcopy(schema)
     close(schema)
@@ -71,7 +69,7 @@ def json_grammar(schema: dict[str, Any]) -> str:
     return f"%json {json.dumps(schema)}"
 
 
-def close(root: dict[str, Any]) -> None:
+def close(root: Json) -> None:
     """
     Objects that list their properties, and say nothing of others, have no others; integers get limits. Where a schema
     puts objects together from several parts, each of which would exclude the others' properties, objects stay open.
@@ -79,24 +77,17 @@ def close(root: dict[str, Any]) -> None:
     schemas = [root]
     is_combined = False
     for schema in schemas:  # grows meanwhile
-        inner = []
-        for keyword in BY_NAME:
-            named = schema.get(keyword)
-            if isinstance(named, dict):
-                inner += named.values()
-        for keyword in NESTED:
-            value = schema.get(keyword)
-            inner += value if isinstance(value, list) else [value]
-        schemas += [value for value in inner if isinstance(value, dict)]
+        for keyword in schema.keys() - VALUES:
+            value = schema[keyword]
+            inner = value if isinstance(value, list) else [value]
+            schemas += [one for one in inner if isinstance(one, dict)]
         all_of = schema.get("allOf")
         if isinstance(all_of, list) and len(all_of) > 1 or len(schema.keys() & CONDITIONS) > 1:
             is_combined = True
     for schema in schemas:
         if schema.get("type") == "integer" and not schema.keys() & {"const", "enum"}:
-            limits = [schema[name] for name in INTEGER_LIMITS if name in schema]
-            if all(isinstance(limit, (int, float)) and abs(limit) < MAX_INTEGER for limit in limits):
-                schema.setdefault("minimum", -MAX_INTEGER)
-                schema.setdefault("maximum", MAX_INTEGER)
+            schema.setdefault("minimum", -MAX_INTEGER)
+            schema.setdefault("maximum", MAX_INTEGER)
         if "properties" in schema and not is_combined:
             schema.setdefault("additionalProperties", False)
 

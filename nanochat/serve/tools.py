@@ -14,11 +14,12 @@ function's parameters, by a grammar (structured.py).
 import json
 import re
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.serve.protocol import Json
 from nanochat.serve.structured import flat, json_grammar
 
 CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([\w.-]+)"\s*,\s*"arguments"\s*:\s*(\{.*\})\s*\}\s*', re.DOTALL)
@@ -31,7 +32,7 @@ class FunctionName(BaseModel):
 
 class Function(FunctionName):
     description: str | None = None
-    parameters: dict[str, Any] = {"type": "object", "properties": {}}
+    parameters: Json = {"type": "object", "properties": {}}
 
 
 Tools = Annotated[list[Annotated[Function, BeforeValidator(flat)]], Field(max_length=128)]
@@ -42,7 +43,7 @@ class FunctionCall(BaseModel):
     name: str
     arguments: str
 
-    def part(self) -> dict[str, str]:
+    def part(self) -> Json:
         """The part of a message that stands for the call."""
         return {"type": "python", "text": f'{{"name":"{self.name}","arguments":{self.arguments}}}'}
 
@@ -70,7 +71,7 @@ def call_grammar(functions: list[Function], tokenizer: Tokenizer) -> str:
     return f"<[{start}]> ({' | '.join(calls)}) <[{end}]>"
 
 
-def read_call(text: str, functions: list[Function]) -> dict[str, Any] | None:
+def read_call(text: str, functions: list[Function]) -> Json | None:
     """A call in OpenAI's shape; None if the text is no call of one of these functions."""
     match = CALL.fullmatch(text)
     if match is None or match[1] not in [function.name for function in functions]:

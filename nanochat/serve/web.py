@@ -20,14 +20,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from nanochat.serve.gate import Gate, read_body, show_error
 from nanochat.serve.openai_api import BaseRequest, ChatRequest, CompletionRequest
-from nanochat.serve.protocol import ApiError, Chunk, Request
+from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json, Request
 from nanochat.serve.replies import ChatReply, Reply
 from nanochat.serve.responses import ResponsesReply, ResponsesRequest
 from nanochat.serve.worker import Pending, ServedModel
@@ -39,7 +38,7 @@ BUCKETS = 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120  # of hi
 
 def create_app(
     models: list[ServedModel], max_new_tokens: int, temperature: float, top_k: int, api_key: str = "",
-    cors_origins: Sequence[str] = (), hosts: Sequence[str] = (),
+    hosts: Sequence[str] = (),
 ) -> Starlette:
     """
     The application. The models' workers start and end with it. api_key "": everybody may ask. hosts: the names that it
@@ -57,13 +56,8 @@ def create_app(
         Route("/v1/completions", partial(api.answer, CompletionRequest, Reply), methods=["POST"]),
         Route("/v1/responses", partial(api.answer, ResponsesRequest, ResponsesReply), methods=["POST"]),
     ]
-    middleware = []
-    if cors_origins:
-        middleware.append(Middleware(
-            CORSMiddleware, allow_origins=cors_origins, allow_headers=["*"], expose_headers=["Retry-After"],
-            allow_methods=["GET", "HEAD", "POST"]))
     paths = {route.path for route in routes}
-    middleware.append(Middleware(Gate, responses=metrics.responses, paths=paths, api_key=api_key, hosts=hosts))
+    gate = Middleware(Gate, responses=metrics.responses, paths=paths, api_key=api_key, hosts=hosts)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -76,7 +70,7 @@ def create_app(
         await asyncio.wait([worker.reading for worker in workers], timeout=10)
 
     handlers = {HTTPException: show_error}
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
+    return Starlette(routes=routes, middleware=[gate], exception_handlers=handlers, lifespan=lifespan)
 
 
 async def page(http: HttpRequest) -> Response:
@@ -152,9 +146,9 @@ class Api:
             raise ApiError(404, words, "model_not_found", "model")
         return self.models[id]
 
-    def describe(self, model: ServedModel) -> dict:
+    def describe(self, model: ServedModel) -> Json:
         return {
-            "id": model.id, "object": "model", "created": model.created, "owned_by": "nanochat", "step": model.step,
+            "id": model.id, "object": "model", "created": model.created, "owned_by": "nanochat",
             "context_length": model.context, "max_tokens": min(self.max_new_tokens, model.context),
             "chat": model.chats, "examples": list(model.examples), **self.defaults,
         }
@@ -166,7 +160,7 @@ class Api:
         # In a thread: a megabyte takes up to a second to read, and others want their tokens meanwhile.
         asked, model, request = await asyncio.to_thread(self.read, kind, body, client)
         prompt_tokens = sum(map(len, request.prompts))
-        reply = make_reply(asked, model.id, model.step, model.tokenizer, prompt_tokens)
+        reply = make_reply(asked, model.id, model.tokenizer, prompt_tokens)
         pending = model.submit(request)
         pending.watcher = asyncio.create_task(cancel_at_the_end(http, pending))
         chunks = self.chunks(model, pending)
@@ -182,11 +176,11 @@ class Api:
         """What a body asks for, and its model. ApiError for what cannot be answered."""
         asked = kind.parse(body, self.defaults)
         model = self.find(asked.model)
-        size = asked.num_prompts * asked.n
-        if size > model.max_choices:    # before any prompt is encoded
+        prompts = asked.encode(model.tokenizer, model.chats)
+        size = len(prompts) * asked.n
+        if size > model.max_choices:
             words = f"{size:,} answers at once; this server takes at most {model.max_choices}"
             raise ApiError(400, words, param="n")
-        prompts = asked.encode(model.tokenizer, model.chats)
         longest = max(map(len, prompts))
         if longest > model.context:     # in OpenAI's words: clients look for them
             words = (f"This model's maximum context length is {model.context} tokens. However, your {asked.param} "
@@ -199,7 +193,7 @@ class Api:
         request = Request(prompts, sampling, TIMEOUT, grammar, asked.n, asked.stop, client, echo_from)
         return asked, model, request
 
-    async def chunks(self, model: ServedModel, pending: Pending) -> AsyncIterator[list[Chunk]]:
+    async def chunks(self, model: ServedModel, pending: Pending) -> Chunks:
         async for several in pending.chunks():
             self.metrics.tokens.labels(model.id).inc(sum(chunk.tokens for chunk in several))
             yield several
@@ -209,7 +203,7 @@ class Api:
         self.metrics.duration.labels(model.id).observe(time.monotonic() - started)
 
 
-async def joined(first: list[Chunk], later: AsyncIterator[list[Chunk]]) -> AsyncIterator[list[Chunk]]:
+async def joined(first: list[Chunk], later: Chunks) -> Chunks:
     yield first
     async for several in later:
         yield several

@@ -14,14 +14,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import Engine
 from nanochat.inference.prompt_cache import PIECE
-from nanochat.serve.protocol import ApiError, Batch, Chunk, Request, unavailable
+from nanochat.serve.protocol import ApiError, Batch, Chunk, Chunks, Request, unavailable
 
 ENGINE = "from nanochat.serve.engine_process import main; main()"   # -m would know its classes under another name
 SIGNALS = signal.SIGINT, signal.SIGTERM     # they come to all processes of a terminal or service; the web heeds them
@@ -29,8 +29,6 @@ MAX_QUEUE = 128     # choices that may wait for each engine, half of them one ad
 # Seconds without a message from an engine that is not loading: each sends one a second at least, between its steps.
 HUNG_AFTER = 10     # /health says so, and others get its requests; a large model's step on a CPU may take that long
 DEAD_AFTER = 60     # it is ended, and its requests with it
-GRACE = 10          # seconds beyond a request's own in which its engine should have ended it
-MAX_HOMES = 10_000  # beginnings of conversations of which it is remembered who has read them
 
 
 class Pending:
@@ -44,7 +42,7 @@ class Pending:
         self.received: asyncio.Queue[list[Chunk] | ApiError] = asyncio.Queue()
         self.watcher: asyncio.Task | None = None    # cancels it when its client goes
 
-    async def chunks(self) -> AsyncIterator[list[Chunk]]:
+    async def chunks(self) -> Chunks:
         """What was written, until all choices have ended. Raises the ApiError that ends the request before."""
         while self.open or not self.received.empty():
             item = await self.received.get()
@@ -63,11 +61,11 @@ class Pending:
         self.writing = (self.writing | {chunk.index for chunk in item}) - ended
         self.open -= len(ended)
 
-    def cancel(self, error: ApiError | None = None) -> None:
-        """Give back the places of the choices that have not ended, if any. error: None: the client has gone."""
+    def cancel(self) -> None:
+        """The client has gone: give back the places of the choices that have not ended, if any."""
         if self.open:
             self.worker.send(self.request.id)
-            self.worker.deliver({self.request.id: error or ApiError(499, "the client has gone")})
+            self.worker.deliver({self.request.id: ApiError(499, "the client has gone")})
 
 
 class Worker:
@@ -128,15 +126,11 @@ class Worker:
 
     async def watch(self) -> None:
         """
-        End what the engine should have ended. Silence is counted in turns of this loop: while this process itself is
+        End an engine that is silent. Silence is counted in turns of this loop: while this process itself is
         stopped, as by Ctrl-Z, nothing adds up.
         """
         while self.state != "dead" and not self.stopping:
             await asyncio.sleep(1)
-            for pending in list(self.pending.values()):
-                request = pending.request
-                if time.monotonic() - request.started > request.seconds + GRACE:
-                    pending.cancel(unavailable(f"no answer within {request.seconds:g} s"))
             if self.state == "loading":
                 continue
             self.silence += 1
@@ -175,13 +169,11 @@ class ServedModel:
     id: str
     tokenizer: Tokenizer
     context: int                    # tokens
-    step: int                       # of its checkpoint
-    created: int                    # when that was, in seconds since 1970
+    created: int                    # its checkpoint, in seconds since 1970
     max_batch: int                  # choices of one address written at once on each device
     workers: list[Worker]
     chats: bool = True              # else it is a base model: messages are a text that it continues
     examples: Sequence[str] = ()    # questions to suggest
-    homes: dict[int, Worker] = field(default_factory=dict)  # who has read a beginning, by its hash; the latest last
 
     @property
     def dead(self) -> bool:
@@ -204,21 +196,18 @@ class ServedModel:
 
     def choose(self, request: Request) -> Worker:
         """
-        The worker whose prompt cache has the beginning, while a place is free there; else the one with least to do.
+        The worker that reads all prompts with this beginning, so that its prompt cache has it, while a place is free
+        there; else the worker with least to do.
         """
         alive = [worker for worker in self.workers if worker.state != "dead" and not worker.stopping]
         if not alive:
             raise unavailable("the model's worker has died")
-        beginning = hash((request.client, *request.prompts[0][:PIECE]))
-        worker = self.homes.pop(beginning, None)
         usable = [worker for worker in alive if worker.state != "hung"] or alive
-        if worker not in usable or worker.load >= self.max_batch:
-            worker = min(usable, key=lambda worker: worker.load)
-        if len(request.prompts[0]) >= PIECE and len(alive) > 1:
-            self.homes[beginning] = worker
-            if len(self.homes) > MAX_HOMES:
-                del self.homes[next(iter(self.homes))]
-        return worker
+        prompt = request.prompts[0]
+        home = self.workers[hash((request.client, *prompt[:PIECE])) % len(self.workers)]
+        if len(prompt) >= PIECE and home in usable and home.load < self.max_batch:
+            return home
+        return min(usable, key=lambda worker: worker.load)
 
     @property
     def max_choices(self) -> int:
