@@ -107,7 +107,7 @@ for stage in sources:
 hosts = names_in(allowed_hosts.lower())
 if hosts or host in LOOPBACK:   # else every name is answered
     hosts += ["localhost", "127.0.0.1", "[::1]", host.lower()]
-app = create_app(models, max_new_tokens, temperature, top_k, api_key, hosts)
+app = create_app(models, max_new_tokens, {"temperature": temperature, "top_k": top_k}, api_key, hosts)
 shown_host = f"[{host}]" if ":" in host else host
 url = f"http://{shown_host}:{listener.getsockname()[1]}"
 print0(f"{url} serves {', '.join(model.id for model in models)}; Ctrl-C ends it")

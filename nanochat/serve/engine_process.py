@@ -161,7 +161,9 @@ class EngineProcess:
             advanced = engine.step(PIECE)  # at most a piece of a prompt: everyone waits while it is read
         except Exception as error:
             engine.clear()
-            return self.fail({choice.request for choice in self.choices.values()}, error)
+            for request in {choice.request for choice in self.choices.values()}:
+                self.fail(request, error)
+            return
         now = time.monotonic()
         is_due = not engine.busy or now - self.flushed >= FLUSH_EVERY
         failed: dict[Request, Exception] = {}
@@ -176,7 +178,7 @@ class EngineProcess:
             if choice.chunk.finish_reason and not answer.finish_reason:
                 engine.remove(answer)
         for request, error in failed.items():
-            self.fail({request}, error)
+            self.fail(request, error)
         if is_due:
             self.flush(now)
 
@@ -192,7 +194,7 @@ class EngineProcess:
         try:
             grammar = compile_grammar(request.grammar, self.engine.tokenizer)
         except Exception as error:
-            self.inbox.put(partial(self.fail, {request}, error))
+            self.inbox.put(partial(self.fail, request, error))
         else:
             self.inbox.put(partial(self.add, request, grammar))
 
@@ -214,7 +216,7 @@ class EngineProcess:
                     stop = StopStrings(request.stop)
                     self.choices[answer] = Choice(request, detokenizer, stop, Chunk(index), echo_from)
         except Exception as error:  # a wrong request should have been refused before
-            self.fail({request}, error)
+            self.fail(request, error)
 
     def drop(self, id: int) -> None:
         self.compiling.discard(id)
@@ -222,17 +224,15 @@ class EngineProcess:
             self.engine.remove(answer)
             del self.choices[answer]
 
-    def fail(self, requests: set[Request], error: Exception) -> None:
-        """End these requests. If the model cannot even read one token any more, that ends the process."""
-        reported = ApiError(400, str(error))
-        if not isinstance(error, UserError):
-            log_error("a request failed", error)
-            reported = ApiError(500, "the model could not answer this request", "internal_error")
-        for request in requests:
-            self.drop(request.id)
-        self.send({request.id: reported for request in requests})
-        if not isinstance(error, UserError):
-            self.engine.model.extend(Prefix(), [self.engine.tokenizer.get_bos_token_id()])
+    def fail(self, request: Request, error: Exception) -> None:
+        """End this request. If the model cannot even read one token any more, that ends the process."""
+        self.drop(request.id)
+        if isinstance(error, UserError):
+            self.send({request.id: ApiError(400, str(error))})
+            return
+        log_error("a request failed", error)
+        self.send({request.id: ApiError(500, "the model could not answer this request", "internal_error")})
+        self.engine.model.extend(Prefix(), [self.engine.tokenizer.get_bos_token_id()])
 
     def flush(self, now: float) -> None:
         """Send everything that is new; end the requests whose time is over."""

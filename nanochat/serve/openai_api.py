@@ -60,6 +60,10 @@ IGNORED = {
 NEUTRAL: Json = {
     "modalities": ["text"], "suffix": "", "best_of": 1, "include": [], "truncation": "disabled", "background": False,
 }
+# Fields that SamplingParams has under the same name, with the same meaning.
+SAME = {
+    "temperature", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+}
 
 
 def as_list(value: Any) -> Any:
@@ -103,7 +107,7 @@ class BaseRequest(BaseModel):
     stream_options: dict[str, bool | None] = {}
 
     @classmethod
-    def parse(cls, body: bytes, defaults: dict[str, float]) -> Self:
+    def parse(cls, body: bytes, defaults: Json) -> Self:
         """The request in a body. ApiError, 400, for anything that cannot be answered as it is meant."""
         try:
             fields = from_json(body, allow_inf_nan=False)
@@ -158,11 +162,8 @@ class BaseRequest(BaseModel):
         if max(self.logit_bias, default=0) >= (vocab_size := tokenizer.get_vocab_size()):
             raise ApiError(400, f"logit_bias: the tokens are 0 to {vocab_size - 1}", param="logit_bias")
         return SamplingParams(
-            max_tokens=min(self.max_tokens, max_new_tokens), temperature=self.temperature, top_k=max(self.top_k, 0),
-            top_p=self.top_p, min_p=self.min_p, seed=self.seed, stop=stop, tools=tools,
-            presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty, logit_bias=tuple(self.logit_bias.items()),
-            **self.logprobs_asked)
+            max_tokens=min(self.max_tokens, max_new_tokens), top_k=max(self.top_k, 0), stop=stop, tools=tools,
+            logit_bias=tuple(self.logit_bias.items()), **self.logprobs_asked, **self.model_dump(include=SAME))
 
 
 # ---- Conversations
@@ -257,8 +258,6 @@ class ConversationRequest(BaseRequest):
     def encode(self, tokenizer: Tokenizer, chats: bool) -> list[list[int]]:
         turns = self.turns()
         if self.functions:
-            if not chats:
-                raise ApiError(400, "a base model calls no functions", param="tools")
             turns.insert(0, {"role": "system", "content": describe(self.functions)})
         conversation = {"messages": turns}
         try:

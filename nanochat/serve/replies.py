@@ -16,6 +16,7 @@ from nanochat.serve.tools import read_call
 @dataclass
 class Written:
     """What has been written of a choice."""
+    index: int
     begun: bool = False
     parts: list[Json] = field(default_factory=list)
     logprobs: list[PlacedLogprob] = field(default_factory=list)
@@ -47,18 +48,16 @@ class Reply:
         for chunk in chunks:
             self.completion_tokens += chunk.tokens
             self.cached_tokens += chunk.cached
-            written = self.written.setdefault(chunk.index, Written())
+            written = self.written.setdefault(chunk.index, Written(chunk.index))
             written.logprobs += chunk.logprobs
             written.finish_reason = chunk.finish_reason
             news = self.news(written, parts_of(chunk.deltas))
-            choices.append(self.choice(chunk.index, news, chunk.logprobs, written.finish_reason))
+            choices.append(self.choice(chunk, written, news))
         return choices
 
-    def choice(
-        self, index: int, content: Json, placed: list[PlacedLogprob], finish_reason: str | None,
-    ) -> Json:
-        logprobs = self.describe(placed) if placed else None
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+    def choice(self, chunk: Chunk | Written, written: Written, content: Json) -> Json:
+        logprobs = self.describe(chunk.logprobs) if chunk.logprobs else None
+        return {"index": written.index, **content, "logprobs": logprobs, "finish_reason": written.finish_reason}
 
     def news(self, written: Written, parts: list[Json]) -> Json:
         """Take these parts in; returns what an event says of them."""
@@ -94,10 +93,8 @@ class Reply:
 
     def whole(self) -> Json:
         """All that was added, as one response."""
-        choices = []
-        for index, written in sorted(self.written.items()):
-            content = self.content(written)
-            choices.append(self.choice(index, content, written.logprobs, written.finish_reason))
+        written = sorted(self.written.values(), key=lambda one: one.index)
+        choices = [self.choice(one, one, self.content(one)) for one in written]
         return self.head | {"object": self.kind, "choices": choices, "usage": self.usage()}
 
     async def events(self, chunks: Chunks) -> AsyncIterator[bytes]:

@@ -1,9 +1,7 @@
 """The web server itself, uvicorn: connections with deadlines, and an end that lets answers end first."""
 import asyncio
-import resource
 import signal
 import socket
-from collections import Counter
 from types import FrameType
 
 import uvicorn
@@ -14,14 +12,14 @@ from nanochat.serve.worker import ServedModel
 
 WAIT_SECONDS = 60   # for a whole request, and for a client to read what is ready for it
 DRAIN_SECONDS = 5   # after SIGTERM, for the answers that are not complete
-MAX_CONNECTIONS = min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # each is an open file
+MAX_CONNECTIONS = 512   # each is an open file, of which a process may often have 1,024
 
 
 class ImpatientProtocol(H11Protocol):
     """
     A connection with deadlines: for a request, the first or a later one, and for reading what was sent. There are at
-    most MAX_CONNECTIONS, or they would use up the process's files: a new one replaces the one that has kept the server
-    waiting longest, of those from the address with the most connections.
+    most MAX_CONNECTIONS, or they would use up the process's files: a new one replaces the connection that has kept the
+    server waiting longest.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -29,14 +27,10 @@ class ImpatientProtocol(H11Protocol):
         self.turn_began = self.loop.time()
         self.check_deadline()
         if len(self.connections) > MAX_CONNECTIONS:
-            counts = Counter(other.address() for other in self.connections)
             waiting = [other for other in self.connections if other.is_clients_turn()]  # this one, too
-            oldest = max(waiting, key=lambda other: (counts[other.address()], -other.turn_began))
+            oldest = min(waiting, key=lambda other: other.turn_began)
             self.connections.discard(oldest)
             oldest.transport.abort()
-
-    def address(self) -> str:
-        return self.client[0] if self.client else ""
 
     def is_clients_turn(self) -> bool:
         """To send a request to its end, or to read."""

@@ -37,15 +37,14 @@ BUCKETS = 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120  # of hi
 
 
 def create_app(
-    models: list[ServedModel], max_new_tokens: int, temperature: float, top_k: int, api_key: str = "",
-    hosts: Sequence[str] = (),
+    models: list[ServedModel], max_new_tokens: int, defaults: Json, api_key: str = "", hosts: Sequence[str] = (),
 ) -> Starlette:
     """
-    The application. The models' workers start and end with it. api_key "": everybody may ask. hosts: the names that it
-    answers to; none: any.
+    The application. The models' workers start and end with it. defaults: of temperature and top_k, where a request does
+    not say. api_key "": everybody may ask. hosts: the names that it answers to; none: any.
     """
     metrics = Metrics(models)
-    api = Api(models, metrics, max_new_tokens, {"temperature": temperature, "top_k": top_k})
+    api = Api(models, metrics, max_new_tokens, defaults)
     routes = [
         Route("/", page),
         Route("/health", api.health),
@@ -114,23 +113,17 @@ class Metrics:
 class Api:
     """The endpoints that speak of models."""
 
-    def __init__(
-        self, models: list[ServedModel], metrics: Metrics, max_new_tokens: int, defaults: dict[str, float],
-    ):
+    def __init__(self, models: list[ServedModel], metrics: Metrics, max_new_tokens: int, defaults: Json):
         self.models = {model.id: model for model in models}
-        self.metrics, self.max_new_tokens = metrics, max_new_tokens
-        self.defaults = defaults    # of a request that does not say
+        self.metrics, self.max_new_tokens, self.defaults = metrics, max_new_tokens, defaults
 
     async def health(self, http: HttpRequest) -> Response:
         """200 while every model can answer. status: ok, degraded (not all of its workers), loading, hung or dead."""
         states = {model.id: [worker.state for worker in model.workers] for model in self.models.values()}
         present = set().union(*states.values())
         usable = all("ready" in its_states for its_states in states.values())
-        if present == {"ready"}:
-            status = "ok"
-        elif usable:
-            status = "degraded"
-        else:
+        status = "ok" if present == {"ready"} else "degraded"
+        if not usable:
             status = next(state for state in ("loading", "hung", "dead") if state in present)
         return JSONResponse({"status": status, "models": states}, 200 if usable else 503)
 
