@@ -25,9 +25,8 @@ is complete does not fit it.
 The Responses interface stores nothing: every request brings its whole conversation in `input`.
 
 Differences: max_tokens above the server's limit is the limit, and the end of the context ends an answer as well, both
-with finish_reason "length"; so does the server's time limit. usage counts every token that was written, also those of
-the calculator and the one that ends an answer. A parameter that would change the answer and is not supported is an
-error, unless it is set to what happens anyway.
+with finish_reason "length"; so does the server's time limit. usage counts every token that was written, also the
+calculator's and the end token. A parameter that would change the answer and is not supported is an error.
 """
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self

@@ -125,7 +125,10 @@ class Grammar:
 
 
 def compile_grammar(expression: str, tokenizer: Tokenizer) -> Grammar:
-    """Takes up to seconds. UserError for what is wrong, too large or not supported, or if the library is missing."""
+    """
+    Takes up to seconds, and longer for many patterns within allOf. UserError for what is wrong, too large or not
+    supported, or if the library is missing.
+    """
     if re.search(r'"multipleOf": [-\d]', expression):  # its compilation can take for ever, and cannot be stopped
         raise UserError("the form of the answer: multipleOf is not supported; leave it out")
     if len(expression) > MAX_GRAMMAR_BYTES:
