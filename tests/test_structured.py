@@ -95,9 +95,9 @@ def test_every_finished_answer_of_a_random_model_fits_its_schema(writer, name):
     """Temperature 1: it would write noise. One that is cut off ends with "length"; a half answer never with "stop"."""
     jsonschema = pytest.importorskip("jsonschema")
     validator = jsonschema.Draft202012Validator(SCHEMAS[name])
-    answers = writer.generate([prompt_of(chat("?"))], sampling(json_grammar(SCHEMAS[name]), 300, seed=1), 16)
+    answers = writer.generate([prompt_of(chat("?"))], sampling(json_grammar(SCHEMAS[name]), 300, seed=1), 8)
     finished = [answer for answer in answers if answer.finish_reason == "stop"]
-    assert len(finished) >= 3, "nothing to judge"
+    assert len(finished) >= 2, "nothing to judge"
     for answer in finished:
         [part] = to_parts(TOKENIZER, answer.tokens)
         assert part["type"] == "text" and "\ufffd" not in part["text"] and answer.tokens[-1] in STOPS
@@ -193,9 +193,8 @@ ARGUMENTS = re.compile(r'\{"city":"(Paris|北京)","days":[1-9]\}')
 def test_pydantic_models_are_parsed(server):
     """The client's own helper makes the schema and reads the answer, whole and as a stream; any JSON."""
     ask = WARM | {"messages": chat("?"), "response_format": Pet, "max_tokens": 400}
-    for seed in range(3):
-        [choice] = server.client.chat.completions.parse(**ask, seed=seed).choices
-        assert isinstance(choice.message.parsed, Pet) and choice.finish_reason == "stop"
+    [choice] = server.client.chat.completions.parse(**ask, seed=0).choices
+    assert isinstance(choice.message.parsed, Pet) and choice.finish_reason == "stop"
     with server.client.chat.completions.stream(**ask, seed=0) as stream:
         assert any(event.type == "content.delta" for event in stream)
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Pet)
