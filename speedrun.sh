@@ -236,4 +236,4 @@ if [ $rehearse = no ]; then
 else
     echo "everything works; the models in $NANOCHAT_BASE_DIR have learnt nothing"
 fi
-[ $chat = no ] || exec "${page[@]}" --open_page=True
+[ $chat = no ] || exec "${page[@]}"
