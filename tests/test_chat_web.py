@@ -1072,10 +1072,10 @@ async def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeyp
         engine = make_engine()
         extend_all, decode = engine.model.extend_all, engine.model.decode
 
-        def fragile_extend_all(parts, every=False):
+        def fragile_extend_all(parts):
             if broken.is_set() or any(tokens[2:5] == list(b"bad") for _, tokens in parts):
                 raise RuntimeError(f"no memory for {MARKER}")
-            return extend_all(parts, every)
+            return extend_all(parts)
 
         def fragile_decode(tokens):
             if engine.running[0].sampling.max_tokens == 13:
@@ -1114,8 +1114,8 @@ async def test_others_write_on_between_the_prompts_that_are_read():
 
     def make_noting() -> Engine:
         engine = Engine(writing_model(), TOKENIZER, max_batch=8)
-        extend, decode = engine.model.extend, engine.model.decode
-        engine.model.extend = lambda prefix, tokens, _: done.append(len(tokens)) or extend(prefix, tokens)
+        extend_all, decode = engine.model.extend_all, engine.model.decode
+        engine.model.extend_all = lambda parts: done.append(sum(len(new) for _, new in parts)) or extend_all(parts)
         engine.model.decode = lambda tokens: done.append(0) or decode(tokens)
         return engine
 

@@ -94,8 +94,8 @@ def cut_prompts(monkeypatch, size: int) -> None:
 def noted_reading(engine: Engine) -> list[int]:
     """A list that gets the length of each piece of a prompt that the engine reads."""
     lengths, extend_all = [], engine.model.extend_all
-    engine.model.extend_all = lambda parts, every=False: (
-        lengths.extend(len(tokens) for _, tokens in parts) or extend_all(parts, every))
+    engine.model.extend_all = lambda parts: (
+        lengths.extend(len(tokens) for _, tokens in parts) or extend_all(parts))
     return lengths
 
 
@@ -168,7 +168,7 @@ def test_bfloat16_stays_close_to_the_plain_model(arch):
     assert different < 12, "near ties may fall either way, but most tokens are the same"
     written = Prefix((cached.piece(0, 0, 80),), 80, rows[0][79])  # 30 that were read together, 50 one by one
     for end in range(81, 90):
-        token = cap(cached.extend(written, rows[0][80:end]).logits, 15.0).argmax().item()
+        token = cap(cached.logits(cached.extend(written, rows[0][80:end]).hidden[-1:]), 15.0).argmax().item()
         here = reference[0][end - 1]
         assert here[token] >= here.max() - 2**-6 * here.max().abs()
 
@@ -215,8 +215,8 @@ def test_short_prompts_are_read_together(monkeypatch, arch, n_kv_head):
     expected = [uncached(model, prompt, 8) for prompt in prompts]
     engine, passes = Engine(model, TOKENIZER, max_batch=2), []
     extend_all = engine.model.extend_all
-    engine.model.extend_all = lambda parts, every=False: (
-        passes.append([len(tokens) for _, tokens in parts]) or extend_all(parts, every))
+    engine.model.extend_all = lambda parts: (
+        passes.append([len(tokens) for _, tokens in parts]) or extend_all(parts))
     assert [answer.tokens for answer in engine.generate(prompts, greedy(8))] == expected
     assert passes == [[7, 12, 20], [5, 31, 3], [32], [8], [9]]
     passes.clear()
@@ -233,14 +233,14 @@ def test_short_prompts_are_read_together(monkeypatch, arch, n_kv_head):
 @both
 def test_the_cache_grows_rarely_shrinks_and_is_dropped(monkeypatch, arch):
     """90 positions in units of 4: a growth in every step would be 80 of them."""
-    growths, plain = [], nanochat.inference.kv_cache.resized
+    growths, resize = [], CachedModel.resize
 
-    def noted(kv, rows, capacity):
+    def noted(self, rows, capacity):
         growths.append(capacity)
-        return plain(kv, rows, capacity)
+        resize(self, rows, capacity)
 
     monkeypatch.setattr(nanochat.inference.kv_cache, "CAPACITY_UNIT", 4)
-    monkeypatch.setattr(nanochat.inference.kv_cache, "resized", noted)
+    monkeypatch.setattr(CachedModel, "resize", noted)
     model = random_model(arch=arch)
     engine = Engine(model, TOKENIZER)
     [answer] = engine.generate([[1]], greedy(1000))
@@ -306,15 +306,15 @@ def test_what_was_read_of_another_prompt_is_the_same_to_the_bit(monkeypatch, arc
     """Prompts are always cut at the same places: the logits after one do not show what the cache had of it."""
     cut_prompts(monkeypatch, 8)
     model, (start, *ends) = random_model(arch=arch), random_prompts(30, 20, 33)
-    logits = []
+    hidden = []
     for size in (0, 10**8):
         engine = Engine(model, TOKENIZER, prompt_cache_bytes=size)
-        extend, after = engine.model.extend, []
-        engine.model.extend = lambda *of: after.append(extend(*of)) or after[-1]  # noqa: B023
+        extend_all, after = engine.model.extend_all, []
+        engine.model.extend_all = lambda parts: after.extend(extend_all(parts)) or after[-1:]  # noqa: B023
         [answer] = [engine.generate([start + end], greedy(1)) for end in ends][-1]
         assert answer.cached == (24 if size else 0)
-        logits.append(after[-1].logits)
-    assert torch.equal(*logits)
+        hidden.append(after[-1].hidden)
+    assert torch.equal(*hidden)
 
 
 def test_equal_beginnings_that_come_together_are_read_once(monkeypatch):
@@ -417,8 +417,8 @@ def test_a_prompt_gives_its_memory_back(monkeypatch, ended):
         for answer in answers:
             engine.remove(answer)
     elif ended == "refused":
-        extend = engine.model.extend
-        engine.model.extend = lambda prefix, tokens, _: 1 / 0 if prefix.length == 24 else extend(prefix, tokens)
+        extend_all = engine.model.extend_all
+        engine.model.extend_all = lambda parts: 1 / 0 if parts[0][0].length == 24 else extend_all(parts)
     finish(engine)
     for answer in answers:
         answer.error = answer.error and answer.error.with_traceback(None)  # that holds the arguments of each call
@@ -773,10 +773,10 @@ def test_a_prompt_that_cannot_be_read_costs_nobody_else_anything(monkeypatch):
     engine = Engine(model, TOKENIZER, max_batch=4)
     extend_all = engine.model.extend_all
 
-    def fragile(parts, every=False):
+    def fragile(parts):
         if any(tokens == prompts[1] for _, tokens in parts):
             raise MemoryError("no room")
-        return extend_all(parts, every)
+        return extend_all(parts)
 
     monkeypatch.setattr(engine.model, "extend_all", fragile)
     [first] = engine.add(prompts[0], GREEDY)
