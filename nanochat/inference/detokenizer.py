@@ -23,15 +23,15 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.type = "text"
-        self.types = {tokenizer.encode_special(name): STARTS.get(name) for name in tokenizer.special_tokens}
+        self.starts = {tokenizer.encode_special(name): STARTS.get(name) for name in tokenizer.special_tokens}
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token: int) -> list[Delta]:
         """The text that this token completes. Special tokens have none; some change the type of what follows."""
-        if token not in self.types:
+        if token not in self.starts:
             return self._deltas(self.tokenizer.decode_bytes([token]))
         rest = self.end()
-        self.type = self.types[token] or self.type
+        self.type = self.starts[token] or self.type
         return rest
 
     def end(self) -> list[Delta]:
