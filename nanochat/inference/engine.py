@@ -10,7 +10,7 @@ This is continuous batching: a batch is not a list of requests that begin and en
 whenever an answer ends, its row goes to the next request. A request waits, is read, and is written:
 
     add     -> waiting    no memory yet; owners take turns
-    _admit  -> reading    it has one of max_batch places; its prompt is read a piece at a time, between the others' tokens
+    _admit  -> reading    it has one of max_batch places; its prompt is read a piece at a time, between others' tokens
     _read   -> running    the prompt has been read: it gets a row of the cache, and a token at every step
     _free                 the answer has ended; the prompt cache keeps what was read for the next turn
 
@@ -59,7 +59,7 @@ class Reading:
 
 @dataclass(eq=False)
 class Answer:
-    """One continuation of a prompt: `add` returns it, `step` extends it. A stop token that ends it is its last token."""
+    """One continuation of a prompt: `add` returns it, `step` extends it. A stop token that ends it is its last one."""
     prompt: list[int]                       # as the model reads it: truncated, if that was asked for
     sampling: SamplingParams
     owner: str
@@ -88,8 +88,8 @@ class Engine:
     Decodes up to max_batch sequences at once; others wait until one ends.
 
     Part of the weights are copied: after a training step, make a new engine (milliseconds for a small model).
-    prompt_cache_bytes: size of the prompt cache. max_per_owner: places that one owner can have, so that a newcomer finds
-    one; None: all. compile: compile the decoding step.
+    prompt_cache_bytes: size of the prompt cache. max_per_owner: places that one owner can have, so that a newcomer
+    finds one; None: all. compile: compile the decoding step.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class Engine:
         """
         Queue a prompt, for step() to write num_samples continuations. UserError if the model cannot read the prompt.
 
-        Sample i is the i-th draw of sampling.seed, whatever else the engine is doing. Among several owners, the one with
-        the fewest places gets the next one that is free.
+        Sample i is the i-th draw of sampling.seed, whatever else the engine is doing. Among several owners, the one
+        with the fewest places gets the next one that is free.
         """
         assert num_samples >= 1
         prompt = self.fit(prompt, sampling, truncate)

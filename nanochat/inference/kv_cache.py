@@ -191,8 +191,8 @@ class CachedModel:
 
     def step(self, now: Tensor, keys: Tensor, kv: list[Tensor]) -> Tensor:
         """
-        What `decode` computes. now (3, rows): the token of each row, the one before it, and its position; keys (K,): the
-        positions to look at; kv: keys, then values of each layer, (rows, H_kv, capacity, D), to which it adds.
+        What `decode` computes. now (3, rows): the token of each row, the one before it, and its position; keys (K,):
+        the positions to look at; kv: keys, then values of each layer, (rows, H_kv, capacity, D), to which it adds.
         """
         tokens, previous, positions = now.unbind()
         rows, heads = len(tokens), self.config.n_kv_head
@@ -279,8 +279,8 @@ def as_mask(seen: Tensor) -> Tensor:
 
 def scaled_dot_product(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """
-    q (N, Q, D) against keys and values (N, K, D) → (N, Q, D). N counts pairs of a sequence and a key head, Q the queries
-    that look at these keys. mask: from `as_mask`, broadcast to (N, Q, K). Two plain products, like training's
+    q (N, Q, D) against keys and values (N, K, D) → (N, Q, D). N counts pairs of a sequence and a key head, Q the
+    queries that look at these keys. mask: from `as_mask`, broadcast to (N, Q, K). Two plain products, like training's
     `blockwise_attention`; scores and softmax in float32.
     """
     scores = torch.bmm(q, keys.mT)                                                  # (N, Q, K)

@@ -13,7 +13,7 @@ FINAL = re.compile(r"####\s*\$?\s*(-?)\$?((?:\d[\d,]*)?(?:\.\d+)?)")
 
 class GSM8K(HubTask):
     name, eval_type = "GSM8K", "generative"
-    hub, folder, columns = "openai/gsm8k", "gsm8k", ("question", "answer")
+    hub, folder = "openai/gsm8k", "gsm8k"
 
     def __init__(self, argument: str, split: str) -> None:
         super().__init__("main", split)
