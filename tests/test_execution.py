@@ -283,7 +283,7 @@ def test_many_at_a_time_from_threads(run):
 @pytest.mark.parametrize("who,how", [("trainer", signal.SIGKILL), ("trainer", signal.SIGINT),
                                      ("supervisor", signal.SIGKILL)])
 def test_nothing_is_left_when_someone_in_between_is_gone(tmp_path, who, how):
-    """The trainer is killed or interrupted while a program runs: its supervisor ends it in time; or the supervisor is."""
+    """The trainer is killed or interrupted while a program runs: its supervisor ends it in time. Or the supervisor."""
     mark = 400 * 2**20 + next(numbers)
     # Ctrl-C as in the foreground: started in the background by a shell, this process and its children would ignore it.
     code = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"

@@ -40,7 +40,8 @@ def counted_nats(model, inputs: Tensor, targets: Tensor, bytes_of: Tensor) -> tu
     """Nats and bytes of each row, (B,), over targets that stand for at least one byte of text."""
     target_bytes = bytes_of[targets.clamp(min=0)] * (targets >= 0)
     losses = model(inputs, targets, reduction="none") * (target_bytes > 0)  # (B, T)
-    return tuple(values.sum(1, dtype=sum_dtype(inputs.device)) for values in (losses, target_bytes))
+    exact = sum_dtype(inputs.device)
+    return losses.sum(1, dtype=exact), target_bytes.sum(1, dtype=exact)
 
 
 @torch.no_grad()
@@ -61,10 +62,11 @@ def document_nats(
             rows.append(row_of([bos, *tokens[start : start + length]], 1))
     results = [(0.0, 0)] * len(documents)
     for indices in progress(batches_by_length(rows, tokens_per_forward), "bits per byte", "batches"):
-        of_rows = counted_nats(model, *padded([rows[i] for i in indices], device), bytes_of)
-        for i, nats, count in zip(indices, *(values.tolist() for values in of_rows)):
-            total_nats, total_count = results[owners[i]]
-            results[owners[i]] = total_nats + nats, total_count + int(count)
+        inputs, targets = padded([rows[i] for i in indices], device)
+        nats, counts = counted_nats(model, inputs, targets, bytes_of)
+        for i, row_nats, row_bytes in zip(indices, nats.tolist(), counts.tolist()):
+            its_nats, its_bytes = results[owners[i]]
+            results[owners[i]] = its_nats + row_nats, its_bytes + int(row_bytes)
     return results
 
 

@@ -31,7 +31,7 @@ class PromptCache:
         self.pieces: dict[tuple, Tensor] = {}   # by (owner, *tokens); the least recently used first
 
     def look_up(self, prefix: Prefix, prompt: list[int], owner: str) -> Prefix:
-        """The prefix with the next pieces of this prompt that are here. The last token is always read, for its logits."""
+        """The prefix with this prompt's next pieces, if they are here. The last token is always read, for logits."""
         end = prefix.length + PIECE
         while end < len(prompt) and (owner, *prompt[:end]) in self.pieces:
             piece = self.pieces[owner, *prompt[:end]]

@@ -13,8 +13,8 @@ This keeps apart what a model writes by mistake. It is no sandbox against an att
 
 - The program reads every file that this user may read, keys included. It cannot send them away, but it can print them.
 - It may use devices (a GPU), and anything that listens on a socket in the file system (Docker, a desktop).
-- Until its time is over it may use all cores, MAX_PROCESSES times `memory_bytes`, and the disk below its folder. A mistake
-  in the kernel can give it everything.
+- Until its time is over it may use all cores, MAX_PROCESSES times `memory_bytes`, and the disk below its folder. A
+  mistake in the kernel can give it everything.
 - It writes nowhere but in its folder where the kernel has Landlock (Linux 5.13).
 - All else holds on Linux where namespaces are allowed; in most containers they are not. `Result.unprotected` says what
   could not be guarded there. "network": it may use it. "processes": what leaves its process group again and again,

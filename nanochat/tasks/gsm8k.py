@@ -40,7 +40,9 @@ def answer_parts(answer: str) -> list[dict]:
         end = found.end()
         expression, _, result = (piece.strip().replace(",", "") for piece in found[1].rpartition("="))
         if CALCULABLE.fullmatch(expression) and result:
-            parts += [("text", text)] * bool(text) + [("python", expression), ("python_output", result)]
+            if text:
+                parts.append(("text", text))
+            parts += [("python", expression), ("python_output", result)]
             text = ""
     parts.append(("text", text + answer[end:]))
     return [{"type": kind, "text": content} for kind, content in parts]
