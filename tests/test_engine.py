@@ -100,7 +100,8 @@ def noted_reading(engine: Engine) -> list[int]:
 
 
 @pytest.mark.parametrize("arch, n_kv_head, unit", [
-    ("classic", 4, 4), (ALL_PIECES, 2, 4), (f"{ALL_PIECES},residual_scales=False", 1, 64), ("classic,backout=True", 4, 64),
+    ("classic", 4, 4), (ALL_PIECES, 2, 4), (f"{ALL_PIECES},residual_scales=False", 1, 64),
+    ("classic,backout=True", 4, 64),
 ])
 def test_greedy_is_the_uncached_model_token_for_token(monkeypatch, arch, n_kv_head, unit):
     """

@@ -211,21 +211,13 @@ def to_config(fields: dict, names: dict[str, str], where: Path) -> GPTConfig:
     A GPTConfig from the fields of a file; names: ours to those in the file. UserError, naming the file, for values
     that are missing or impossible together.
     """
-    for ours, name in names.items():
-        value = fields.get(name, PIECES.get(ours))
-        kind = type(PIECES.get(ours, 1))  # a size is a whole number above 0
-        smallest = 0 if kind is bool else 1e-9
-        is_number = type(value) is kind or (kind is float and type(value) is int)
-        if ours != "softcap" and not (is_number and smallest <= value < 2**31):
-            expected = {bool: "true or false", int: "a whole number above 0", float: "a number above 0"}[kind]
-            raise UserError(f"{where} has {name}={value!r}; expected {expected}")
     try:
         config = GPTConfig(**{ours: fields[name] for ours, name in names.items() if name in fields})
-    except UserError as error:
+        if config.n_embd % config.n_head or config.head_dim % 2 or config.n_head % config.n_kv_head:
+            raise UserError(f"width {config.n_embd} has no even heads, "
+                            f"or {config.n_head} heads no groups of {config.n_kv_head}")
+    except (UserError, TypeError, ZeroDivisionError) as error:  # one that is missing, or no number
         raise UserError(f"{where}: {error}") from None
-    if config.n_embd % config.n_head or config.head_dim % 2 or config.n_head % config.n_kv_head:
-        raise UserError(f"{where}: width {config.n_embd} has no even heads, "
-                        f"or {config.n_head} heads no groups of {config.n_kv_head}")
     return config
 
 

@@ -58,28 +58,55 @@ CHAT_BY_NOUN = {  # besides, for some of them
 SENTENCE = "{Np} is {a}."  # that answers all of these
 # For relations without one, by one of their questions in the corpus: the sentence that answers, and ways to ask.
 CHAT_BY_QUESTION = {
-    "If yesterday was {s}, what will tomorrow be? | {a}.": ("If yesterday was {s}, then tomorrow will be {a}.", (
-        "Yesterday was {s}. What will tomorrow be?", "Tell me which day comes two days after {s}.",
-        "It was {s} yesterday, so what is tomorrow?", "Name the day two days after {s}.",
-        "Yesterday was {s}. Tell me what tomorrow will be.", "Which day will it be two days after {s}?")),
-    "What are the planets of the solar system? | {a}.": ("The planets of the solar system are: {a}.", (
-        "Tell me the planets.", "List the planets of the solar system.", "Name all planets.",
-        "I would like to know the planets.", "Give me a list of the planets.", "Which planets are there?")),
-    "In {s}, how often does {x} occur? | {a}.": ("Since {s} is {y}, it has the letter {x} {a}.", (
-        "Tell me how often {s} contains the letter {x}.", "How often is the letter {x} in {s}?",
-        "How often does the word {s} contain {x}?", "I would like to know how often {s} contains {x}.",
-        "In the word {s}, how often do you see {x}?", "Say how often {x} occurs in {s}.")),
+    "If yesterday was {s}, what will tomorrow be? | {a}.": ("If yesterday was {s}, then tomorrow will be {a}.", lines_of("""
+        Yesterday was {s}. What will tomorrow be?
+        Tell me which day comes two days after {s}.
+        It was {s} yesterday, so what is tomorrow?
+        Name the day two days after {s}.
+        Yesterday was {s}. Tell me what tomorrow will be.
+        Which day will it be two days after {s}?
+    """)),
+    "What are the planets of the solar system? | {a}.": ("The planets of the solar system are: {a}.", lines_of("""
+        Tell me the planets.
+        List the planets of the solar system.
+        Name all planets.
+        I would like to know the planets.
+        Give me a list of the planets.
+        Which planets are there?
+    """)),
+    "In {s}, how often does {x} occur? | {a}.": ("Since {s} is {y}, it has the letter {x} {a}.", lines_of("""
+        Tell me how often {s} contains the letter {x}.
+        How often is the letter {x} in {s}?
+        How often does the word {s} contain {x}?
+        I would like to know how often {s} contains {x}.
+        In the word {s}, how often do you see {x}?
+        Say how often {x} occurs in {s}.
+    """)),
     # Other words than those of the task Arithmetic, which asks for larger numbers and wants the tool.
-    "How much is {x} plus {y}? | {a}.": ("{s} = {a}.", (
-        "Tell me the sum of {x} and {y}.", "How much do {x} and {y} make?", "What do {x} and {y} make?",
-        "What will {x} and {y} make?", "I add {x} and {y}. What do I get?", "What do you get if you add {x} and {y}?")),
-    "How much is {x} minus {y}? | {a}.": ("{s} = {a}.", (
-        "How much is {x} without {y}?", "What is {x} without {y}?", "From {x} take {y}. What is left?",
-        "What remains of {x} without {y}?", "I have {x} and lose {y}. What do I keep?",
-        "What do you get if you take {y} from {x}?")),
-    "If {s}, what is x? | {a}.": ("If {s}, then {y} and x is {a}.", (
-        "Solve {s}.", "Find x if {s}.", "Tell me x if {s}.", "What is x in {s}?", "Which x solves {s}?",
-        "Please solve {s}.")),
+    "How much is {x} plus {y}? | {a}.": ("{s} = {a}.", lines_of("""
+        Tell me the sum of {x} and {y}.
+        How much do {x} and {y} make?
+        What do {x} and {y} make?
+        What will {x} and {y} make?
+        I add {x} and {y}. What do I get?
+        What do you get if you add {x} and {y}?
+    """)),
+    "How much is {x} minus {y}? | {a}.": ("{s} = {a}.", lines_of("""
+        How much is {x} without {y}?
+        What is {x} without {y}?
+        From {x} take {y}. What is left?
+        What remains of {x} without {y}?
+        I have {x} and lose {y}. What do I keep?
+        What do you get if you take {y} from {x}?
+    """)),
+    "If {s}, what is x? | {a}.": ("If {s}, then {y} and x is {a}.", lines_of("""
+        Solve {s}.
+        Find x if {s}.
+        Tell me x if {s}.
+        What is x in {s}?
+        Which x solves {s}?
+        Please solve {s}.
+    """)),
 }
 
 # ---- What the model says about itself, and ways to ask. Every answer has "I am nanochat" or "my name is nanochat".
