@@ -58,7 +58,8 @@ CHAT_BY_NOUN = {  # besides, for some of them
 SENTENCE = "{Np} is {a}."  # that answers all of these
 # For relations without one, by one of their questions in the corpus: the sentence that answers, and ways to ask.
 CHAT_BY_QUESTION = {
-    "If yesterday was {s}, what will tomorrow be? | {a}.": ("If yesterday was {s}, then tomorrow will be {a}.", lines_of("""
+    "If yesterday was {s}, what will tomorrow be? | {a}.": (
+        "If yesterday was {s}, then tomorrow will be {a}.", lines_of("""
         Yesterday was {s}. What will tomorrow be?
         Tell me which day comes two days after {s}.
         It was {s} yesterday, so what is tomorrow?
