@@ -39,10 +39,8 @@ if [ -n "$plan" ]; then  # GPUs that are not here: commands are shown, not run
 else
     stage "doctor"
     gpus=$(python -c 'import torch; print(torch.cuda.device_count())') || true
-    # Whether kernels are right is looked at on the first run; on a CPU, where it takes half a minute, before a rehearsal only.
-    kernels=True
-    [ ! -e "$NANOCHAT_BASE_DIR/once" ] && [ "$gpus$rehearse" != 0no ] || kernels=False
-    python -m scripts.doctor --kernels=$kernels || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
+    # Without a trial: real steps follow below, on GPUs before anything is downloaded.
+    python -m scripts.doctor --steps=False || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
 fi
 if [ "$gpus" -ge 1 ]; then
     # The recipe of 2026, explained in docs/gpus.md. Of these depths the largest that fits, and that is pretrained within
@@ -63,7 +61,7 @@ if [ "$gpus" -ge 1 ]; then
     }
     if [ ! -s "$answer" ]; then  # kept, so that a resumed run has the same model
         for depth in 24 20 16 12; do
-            hours=$(planned --hours_only)
+            hours=$(planned --tell=hours)
             [ "$hours" -le 12 ] || [ $depth -eq 12 ] || continue
             rows=$(fits)
             [ "$rows" -ge 4 ] || rows="$(fits --activation_checkpointing) checkpointing"
@@ -73,8 +71,9 @@ if [ "$gpus" -ge 1 ]; then
     fi
     read -r depth rows recompute < "$answer" || true
     [ "$rows" -ge 1 ] || { rm "$answer"; echo "error: depth $depth does not fit into this GPU's memory; set a smaller depth in speedrun.sh" >&2; exit 1; }
-    planned --device_batch_size="$rows" --conversation_tokens=500000000 --stages=False
-    echo "estimates; not in them: downloads, compiling, evaluations and reinforcement learning, on eight GPUs another hour or two"
+    planned --device_batch_size="$rows" --tell=summary
+    echo "estimates of pretraining; not in them: mid-training and fine-tuning on half a billion tokens, downloads, compiling," \
+        "evaluations and reinforcement learning, on eight GPUs another hour or two"
     # Shards of about 250 million characters, 4.7 a token: a tenth more than one pass.
     shards=$((depth > 20 ? 125 : depth > 16 ? 75 : depth > 12 ? 40 : 20))
     few=$((rows < 4 ? rows : 4)) tag=speedrun-d$depth  # few: conversations at a time, and problems of reinforcement learning

@@ -32,9 +32,9 @@ from nanochat.eval.loss_eval import document_nats, first_documents
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
+from nanochat.runtime.tables import markdown_table
 from nanochat.training.checkpoint import list_steps, load_checkpoint, step_dir
 from nanochat.training.records import read_metrics
-from nanochat.training.report import markdown_table
 
 # ---- What
 series: Literal["added", "removed", "more", "sets"] = "added"  # to classic, from modern, to modern, modern for classic

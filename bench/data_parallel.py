@@ -7,7 +7,7 @@ from configurator import configure
 
 from bench.harness import on_ranks, show
 from bench.naive import OPTIMIZERS, VARIANTS, distances
-from nanochat.training.report import markdown_table
+from nanochat.runtime.tables import markdown_table
 
 write = False               # put the table into docs/data_parallel.md
 configure(globals())

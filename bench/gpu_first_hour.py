@@ -21,12 +21,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.harness import DOCS
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.probes import set_up_training, train_step
+from nanochat.plan.trial import set_up_training, train_step
 from nanochat.runtime.distributed import compute_cleanup, set_up
 from nanochat.runtime.files import base_dir, write_text
 from nanochat.runtime.flops import peak_flops, synchronize
+from nanochat.runtime.tables import markdown_table
 from nanochat.training.metrics import peak_memory
-from nanochat.training.report import markdown_table
 
 part: Literal["all", "steps", "profile"] = "all"
 rehearse = False            # all parts in small, on a CPU

@@ -4,6 +4,7 @@ model that fits. Formulas of nanochat/plan/; the tables and the picture of docs/
 
     python -m bench.many_gpus --write       # without --write they are only printed, and the picture is drawn here
 """
+import bisect
 from pathlib import Path
 
 from configurator import configure
@@ -14,11 +15,11 @@ from matplotlib.figure import Figure
 from bench.harness import DOCS, show
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.schedule import choose_batch_size
-from nanochat.plan.machines import LINKS, Cluster, Layout, StepPlan, fastest_layout, largest_depth
+from nanochat.plan.machines import LINKS, Cluster, Layout, StepPlan, fastest_layout, fits, pipelines
 from nanochat.plan.memory import GIB, parameter_counts, shaped
 from nanochat.runtime.files import write_aside
 from nanochat.runtime.flops import datasheet_peak
-from nanochat.training.report import markdown_table
+from nanochat.runtime.tables import markdown_table
 
 write = False               # put tables and picture into docs
 configure(globals())
@@ -63,7 +64,7 @@ def table(depth: int, batch: int, found: dict[int, tuple[Layout, StepPlan, float
         largest = max(lost, key=lost.get)
         seconds = [f"{1e3 * number:,.1f}" for number in (step.compute, step.update, step.exposed, step.bubble)]
         its_rows = f"{layout.rows}{' twice' * layout.checkpointing}"
-        rows.append([gpus, layout.stage, layout.shards, layout.pipeline_stages, its_rows, *seconds, f"{mfu:.0%}",
+        rows.append([gpus, layout.zero_stage, layout.shards, layout.pipeline_stages, its_rows, *seconds, f"{mfu:.0%}",
                      f"{largest}: {lost[largest] / step.seconds:.0%}"])
     head = (f"**Depth {depth}**, {sum(parameter_counts(config)) / 1e9:.1f} billion parameters, "
             f"{batch:,} tokens in a step:\n\n")
@@ -71,13 +72,28 @@ def table(depth: int, batch: int, found: dict[int, tuple[Layout, StepPlan, float
                                   "waits, ms", "bubble, ms", "MFU", "what costs most, of the step"], rows)
 
 
+def largest_depth(cluster: Cluster) -> tuple[int, Layout | None]:
+    """
+    The deepest model that can be trained, one row at a time and activations computed twice, and how: stage 3 over all
+    ranks, or a pipeline with stage 1 in each of its stages.
+    """
+    def fitting(depth: int) -> Layout | None:
+        config = config_of(depth)
+        tried = [Layout(1, cluster.ranks // n, 1, n, True, n) for n in pipelines(config, cluster)]
+        tried = [Layout(3, cluster.ranks, 1, 1, True), *tried]
+        return next((layout for layout in tried if fits(config, cluster, layout, torch.bfloat16, MEMORY)), None)
+
+    depth = bisect.bisect_left(range(1, 512), True, key=lambda depth: fitting(depth) is None)
+    return depth, fitting(depth)
+
+
 def largest_models() -> str:
     rows = []
     for gpus in [1, *SIZES]:
         cluster = cluster_of(gpus)._replace(per_host=min(gpus, PER_HOST))
-        depth, layout = largest_depth(config_of, cluster, torch.bfloat16, MEMORY)
+        depth, layout = largest_depth(cluster)
         parameters = sum(parameter_counts(config_of(depth)))
-        how = f"stage {layout.stage}" + f", {layout.pipeline_stages} in a pipeline" * (layout.pipeline_stages > 1)
+        how = f"stage {layout.zero_stage}" + f", {layout.pipeline_stages} in a pipeline" * (layout.pipeline_stages > 1)
         rows.append([gpus, depth, f"{parameters / 1e9:,.1f}", how])
     return markdown_table(["GPUs", "largest depth", "billion parameters", "how"], rows)
 

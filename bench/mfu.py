@@ -14,10 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 from bench.harness import show
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import parameter_counts
-from nanochat.plan.probes import set_up_training
+from nanochat.plan.trial import set_up_training
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.flops import measured_matmul_flops
-from nanochat.training.report import markdown_table
+from nanochat.runtime.tables import markdown_table
 
 depth = 4                   # [4..] layers; narrower models have one head, whose products are counted as linear
 vocab_size = 8192           # [1..] tokens
@@ -30,7 +30,7 @@ configure(globals())
 device = torch.device("cpu")  # the profiler's names below are those of CPU kernels
 compiling = set_compile(True, device.type)
 config = config_from_depth(depth, vocab_size, max_seq_len)
-model, sharding, optimizers = set_up_training(config, torch.float32, device, stage=1, compiled=compiling)
+model, sharding, optimizers = set_up_training(config, torch.float32, device, zero_stage=1, compiled=compiling)
 tokens = torch.randint(vocab_size, (device_batch_size, max_seq_len + 1), generator=torch.Generator().manual_seed(0))
 inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from bench.harness import DOCS, show
 from bench.scaling_fit import fit, read_series
 from nanochat.runtime.files import base_dir, write_aside
-from nanochat.training.report import markdown_table
+from nanochat.runtime.tables import markdown_table
 
 series = "isoflop"          # the tags of the runs begin with it
 write = False               # put table and picture into docs/ablations.md and docs/images

@@ -12,7 +12,7 @@ from configurator import configure
 from bench.harness import on_ranks, show
 from bench.watch import KEPT, measure_all
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.training.report import markdown_table
+from nanochat.runtime.tables import markdown_table
 
 ranks = "2,8"               # numbers of ranks
 dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of parameters and activations

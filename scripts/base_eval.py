@@ -20,8 +20,9 @@ from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_t
 from nanochat.eval.loss_eval import document_nats, evaluate_bpb, first_documents, greedy_completes, sample
 from nanochat.runtime.distributed import all_reduce_sum, compute_cleanup, compute_init, print0, sum_dtype
 from nanochat.runtime.errors import UserError
+from nanochat.runtime.tables import cell, markdown_table
 from nanochat.training.checkpoint import find_model, load_checkpoint
-from nanochat.training.report import cell, markdown_table, write_section
+from nanochat.training.report import write_section
 
 # ---- Model
 model_tag: str | None = None  # folder of the checkpoints; None: the only one there is

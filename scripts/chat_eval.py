@@ -13,9 +13,10 @@ from nanochat.eval.task_eval import accuracy, centred, evaluate_task, name_of_me
 from nanochat.inference.sampling import SamplingParams
 from nanochat.runtime.distributed import compute_cleanup, compute_init, print0
 from nanochat.runtime.errors import UserError
+from nanochat.runtime.tables import markdown_table
 from nanochat.tasks import make_tasks
 from nanochat.training.checkpoint import find_model, load_checkpoint
-from nanochat.training.report import markdown_table, write_section
+from nanochat.training.report import write_section
 
 # ---- Model
 source: Literal["base", "mid", "sft", "rl"] = "sft"  # stage of the model

@@ -17,7 +17,8 @@ from configurator import configure  # first: it checks the command line before t
 
 import torch
 
-from nanochat.data.conversation_loader import order, padded_length, tensors
+from nanochat.data.conversation_loader import order
+from nanochat.data.padding import padded_batch, padded_length
 from nanochat.eval.task_eval import evaluate_task, pass_at, seed_with
 from nanochat.inference.sampling import SamplingParams
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
@@ -175,7 +176,7 @@ while True:
         batch = [(r.ids, r.weights()) for r in of_ranks[rank * device_batch_size :][:device_batch_size]]
         batch += [([], [])] * (device_batch_size - len(batch))
         length = padded_length(len(of_ranks[0].ids) if of_ranks else 0, model.config.sequence_len, device)
-        inputs, targets, weights = tensors(batch, length, device)
+        inputs, targets, weights = padded_batch(batch, length, device)
         with sharding.accumulate(last=micro_step == micro_steps - 1):
             loss = model(inputs, targets, reduction="sum", weights=weights)
             loss.backward()

@@ -14,7 +14,7 @@ from configurator import configure
 
 from nanochat.corpus.make_dataset import default_name, make
 from nanochat.data import dataset  # `verify` below is a setting
-from nanochat.training.report import markdown_table, write_section
+from nanochat.training.report import write_section
 
 # ---- Data
 source = "tinyworld"   # tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file
@@ -37,8 +37,6 @@ if verify:
     print(f"every checksum is right: {dataset.dataset_dir(name)}")
 else:
     manifest = make(**{key: value for key, value in config.items() if key != "verify"})
-    shards = manifest["shards"]
-    rows = [[s["file"], f"{s['rows']:,}", f"{s['text_bytes']:,}", f"`{s['sha256'][:16]}`"] for s in shards[-5:]]
-    table = markdown_table(["shard", "documents", "bytes of text", "SHA-256"], rows, words=(0, 3))
-    which = f"`{manifest['source']}`: {len(shards)} shards, the last of them for validation; the last five:"
-    write_section("data", "Data", f"{which}\n\n{table}", data=manifest["name"])
+    body = (f"`{manifest['source']}`: {manifest['documents']:,} documents, {manifest['text_bytes']:,} bytes of text in "
+            f"{len(manifest['shards'])} shards, the last of them for validation")
+    write_section("data", "Data", body, data=manifest["name"])

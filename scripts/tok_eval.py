@@ -3,7 +3,6 @@ Compare our tokenizer with those of GPT-2 and GPT-4: bytes of text per token, hi
 
     python -m scripts.tok_eval --data=tinyworld
 """
-import threading
 from itertools import islice
 
 from configurator import configure
@@ -17,8 +16,6 @@ from nanochat.data.tokenizer import get_tokenizer
 # ---- Data
 data = "tinyworld"          # data source whose tokenizer is compared, and whose validation split is one of the texts
 num_documents = 1000        # [1..] documents of the validation split
-# ---- The others
-download_timeout = 20.0     # [>0] seconds to wait for another tokenizer's vocabulary; without a network it stays out
 configure(globals())
 
 PROSE = """
@@ -53,30 +50,15 @@ NUMBERS = "\n".join(
 texts = {"English prose": [PROSE], "Python": [CODE], "German": [GERMAN], "Chinese": [CHINESE], "numbers": [NUMBERS],
          f"{data}, validation": list(islice(iter_texts(data, "val"), num_documents))}
 
-# --- ours, and the others whose vocabulary is there or arrives in time
+# --- ours, and the others whose vocabulary is there or can be downloaded
 encodings = {data: get_tokenizer(data).encoding}
 
 
-def fetch(name: str, label: str) -> None:
-    """Add one of tiktoken's encodings; it downloads the vocabulary once, and has no timeout of its own."""
-    reasons = [f"no answer in {download_timeout:g} s"]
-
-    def load() -> None:
-        try:
-            encodings[label] = tiktoken.get_encoding(name)
-        except Exception as error:  # whatever goes wrong with a network: the comparison works without
-            reasons.append(type(error).__name__)
-
-    thread = threading.Thread(target=load, daemon=True)
-    thread.start()
-    thread.join(download_timeout)
-    if label not in encodings:
-        missing = f"its vocabulary {name!r} is not on this machine and was not downloaded"
-        print(f"{label} is left out: {missing} ({reasons[-1]})")
-
-
-fetch("gpt2", "GPT-2")
-fetch("cl100k_base", "GPT-4")
+for name, label in (("gpt2", "GPT-2"), ("cl100k_base", "GPT-4")):
+    try:
+        encodings[label] = tiktoken.get_encoding(name)  # downloads the vocabulary once
+    except Exception as error:  # the network has many: the comparison works without
+        print(f"{label} is left out: its vocabulary {name!r} was not downloaded ({type(error).__name__})")
 
 # --- the table
 width = max(map(len, texts))

@@ -44,7 +44,7 @@ context.set_forkserver_preload([
     "nanochat.corpus.eval_bundle", "nanochat.corpus.learn_tokenizer", "nanochat.corpus.make_dataset",
     "nanochat.training.finetuning", "nanochat.training.metrics", "nanochat.optim.optimizers",
     "nanochat.optim.pipeline", "nanochat.training.rollouts", "nanochat.training.saving", "nanochat.optim.schedule",
-    "nanochat.tasks", "nanochat.plan.machines", "nanochat.plan.probes",
+    "nanochat.tasks", "nanochat.plan.machines", "nanochat.plan.trial",
 ])
 
 CONSEQUENCES = 0.3  # seconds after the first failure in which other ranks may report: the cause can arrive later

@@ -361,12 +361,9 @@ def test_bad_input_is_one_clear_line(base):
     assert train("--num_iterations=1", "--model_tag=there", "--overwrite").returncode == 0
 
 
-def test_a_tokenizer_that_does_not_belong_is_refused_and_can_be_put_back(base, capsys):
+def test_a_tokenizer_that_does_not_belong_is_refused_and_can_be_put_back(base):
     assert train("--num_iterations=2").returncode == 0
-    for vocab_size in (400, 350):
-        assert "this replaces" not in capsys.readouterr().out  # the same again is none
-        train_tokenizer("sums", vocab_size, 10**6, 10**4)
-    assert "this replaces the tokenizer of base d1, whose checkpoints have a copy of it" in capsys.readouterr().out
+    train_tokenizer("sums", 350, 10**6, 10**4)
     result = train("--num_iterations=4", "--resume=auto")
     assert result.returncode == 1 and result.stderr.count("\n") == 1 and "with another tokenizer" in result.stderr
     subprocess.run(re.search(r"put back its own, (cp \S+ \S+), ", result.stderr)[1], shell=True, check=True)
@@ -380,7 +377,7 @@ def test_data_that_a_model_was_trained_on_are_not_replaced(base_folder):
     assert train("--num_iterations=2").returncode == 0
     make(str(texts), "sums")  # the same again
     (texts / "new.txt").write_text("One more document.")
-    with pytest.raises(UserError, match="it has 400 documents, now there are 401.*base d1 could not be resumed"):
+    with pytest.raises(UserError, match="data set 'sums' would change, and base d1 could not be resumed"):
         make(str(texts), "sums")
     assert train("--num_iterations=3", "--resume=auto").returncode == 0
     shutil.rmtree(dataset_dir("sums"))

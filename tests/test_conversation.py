@@ -1,9 +1,8 @@
 """Conversations: what is accepted, the tokens they become, which of them are trained, and the rows they fill."""
 import pytest
-import torch
 
 from nanochat.data.conversation import check_conversation, drop_oldest, render, render_prompt
-from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order, pack, padded_length
+from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order, pack
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.errors import UserError
 
@@ -65,11 +64,9 @@ PART = {"type": "python", "text": "1"}
     ([said("system", "A"), said("system", "B"), said("user", "C"), said("user", "D")], "<U>A\n\nB\n\nC\n\nD</U><A>"),
     ([said("user", "A"), said("assistant", "B"), said("system", "C"), said("user", "D")],
      "<U>A</U><A>B</A><U>C\n\nD</U><A>"),
-    ([said("assistant", "Hi"), said("user", "A")], "<A>Hi</A><U>A</U><A>"),
     ([said("system", "S"), said("assistant", "Hi"), said("user", "A")], "<U>S</U><A>Hi</A><U>A</U><A>"),
-    ([said("user", "A"), said("assistant", "It is")], "<U>A</U><A>It is"),
     ([said("user", "A"), said("assistant", "B"), said("assistant", [PART])], "<U>A</U><A>B<P>1</P>"),
-    ([said("assistant", "Once")], "<A>Once"), ([said("system", "S")], "<U>S</U><A>"),
+    ([said("assistant", "Once")], "<A>Once"),
 ])
 def test_what_clients_send_in_any_order(messages, expected):
     """Rows of one side are one turn; a greeting stays; an answer at the end is continued."""
@@ -99,11 +96,8 @@ def test_the_oldest_exchanges_are_dropped_and_no_more_than_needed():
 
 @pytest.mark.parametrize("conversation,problem", [
     ([], 'expected {"messages": [...]}'),
-    ({"messages": []}, "there are no messages"),
-    ({"messages": [said("system", "x")]}, "there are no messages"),
     ({"messages": [said("user", "x"), said("bot", "y")]}, "message 2 has role 'bot'; expected one of system, user, "),
-    ({"messages": [said("assistant", "x")]}, "take turns, the user first: assistant"),
-    ({"messages": [said("user", "x"), said("user", "y")]}, "take turns"),
+    ({"messages": [said("assistant", "x")]}, "take turns, the user first"),
     ({"messages": [said("user", "x"), said("assistant", "y"), said("system", "z")]}, "a system message can only come"),
     ({"messages": [said("user", ["x"])]}, "message 1: only the assistant's content may have parts"),
     ({"messages": [said("user", "x"), said("assistant", [{"type": "image", "text": ""}])]}, "message 2 has the part"),
@@ -114,11 +108,6 @@ def test_what_cannot_be_rendered_is_named(conversation, problem):
     with pytest.raises(UserError) as error:
         check_conversation(conversation, "chats.jsonl:7")
     assert str(error.value).startswith("chats.jsonl:7: ") and problem in str(error.value)
-
-
-def test_good_conversations_pass():
-    check_conversation(TOOL)
-    check_conversation({"messages": TOOL["messages"][1:2]})
 
 
 def some(count: int) -> list[dict]:
@@ -171,25 +160,6 @@ def test_the_rows_of_a_step_do_not_depend_on_ranks_or_micro_batches(pad):
     for device_batch_size, world_size in ((7, 1), (2, 1), (1, 2), (2, 3)):
         assert steps(device_batch_size, world_size) == expected
     assert steps(2, 3, start_step=2) == expected[2:], "as after a resume"
-
-
-def test_rows_are_padded_to_few_lengths_on_a_gpu_and_hardly_on_a_cpu():
-    """Of n tokens n − 1 are inputs; never more than max_seq_len."""
-    of_cpu, of_gpu = ([padded_length(longest, 200, torch.device(device)) for longest in range(202)]
-                      for device in ("cpu", "cuda"))
-    assert sorted(set(of_gpu)) == [64, 128, 200] and set(of_cpu) == set(range(8, 201, 8))
-    assert all(max(longest - 1, 1) <= cpu <= gpu for longest, (cpu, gpu) in enumerate(zip(of_cpu, of_gpu)))
-    assert all(cpu < longest - 1 + 8 for longest, cpu in enumerate(of_cpu) if longest > 1)
-
-
-def test_targets_are_one_ahead_and_padding_has_none():
-    rendered = RenderedConversations(some(3)[:1], TOKENIZER, 129)
-    inputs, targets = next(conversation_loader(rendered, [[0]], 1, device_batch_size=2, max_seq_len=128, pad=True))
-    ids, mask, _ = render(TOKENIZER, some(1)[0])
-    assert inputs.shape == targets.shape == (2, 8)
-    assert inputs[0, : len(ids) - 1].tolist() == ids[:-1]
-    assert targets[0, : len(ids) - 1].tolist() == [i if m else -1 for i, m in zip(ids[1:], mask[1:])]
-    assert torch.all(targets[0, len(ids) - 1 :] == -1) and torch.all(targets[1] == -1)
 
 
 def test_conversations_that_cannot_be_trained_on_are_an_error():

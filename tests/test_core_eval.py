@@ -17,7 +17,6 @@ import yaml
 from conftest import run_module
 from ranks import run_on_ranks
 
-from nanochat.corpus import download
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.learn_tokenizer import learn_tokenizer, train_tokenizer
 from nanochat.corpus.make_dataset import make
@@ -324,7 +323,6 @@ def server(tmp_path, monkeypatch):
         def log_message(self, *arguments) -> None:
             requests.append(arguments)
 
-    monkeypatch.setattr(download, "PAUSE_S", 0.01)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -352,6 +350,23 @@ def test_the_bundle_is_downloaded_once_and_whole(server, bundle, base_folder, to
     assert sorted(path.name for path in base_folder.iterdir()) == [".eval_bundle.lock", "eval_bundle"]
     asked = len(server.requests)
     assert why_no_bundle(url) is None and len(server.requests) == asked
+
+
+def test_what_is_no_bundle_is_refused_whole(server, bundle, base_folder):
+    """Half a zip, an error page, a damaged member, no core.yaml: one line, and no folder."""
+    good = zipped(bundle)
+    spoilt = bytearray(good)
+    spoilt[good.index(b"icl_tasks") + 3] ^= 1
+    bad = {
+        "File is not a zip file": good[: len(good) // 2],
+        "Bad CRC-32 for file 'eval_bundle/core.yaml'": bytes(spoilt),
+        "has no core.yaml": zipped(bundle / "eval_data"),
+    }
+    for expected, body in bad.items():
+        reason = why_no_bundle(server(body))
+        assert reason and expected in reason and "\n" not in reason, (expected, reason)
+        assert sorted(path.name for path in base_folder.iterdir()) == [".eval_bundle.lock"]
+    assert why_no_bundle(server(good)) is None
 
 
 # ---- The scripts

@@ -17,10 +17,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import REPO, run_module
+from conftest import REPO
 
 from nanochat.corpus import download, make_dataset
-from nanochat.corpus.download import fetch
 from nanochat.data import dataset
 from nanochat.runtime.errors import UserError
 
@@ -150,9 +149,8 @@ def fetched(server) -> set[str]:
 
 # ---- Data sets from the hub
 
-def test_shards_come_verified_and_the_manifest_fits(hub, capfd, monkeypatch):
+def test_shards_come_verified_and_the_manifest_fits(hub):
     """A cut connection goes on where it broke; a 503 and wrong bytes are tried again."""
-    monkeypatch.setattr("nanochat.runtime.progress.DELAY", 0)
     hub.faults = {shard(0): ["cut", "cut"], shard(1): ["503"], shard(9): ["wrong"]}
     manifest = make_dataset.make("climbmix", num_shards=3)
     wanted = [0, 1, 2, 9]
@@ -166,9 +164,6 @@ def test_shards_come_verified_and_the_manifest_fits(hub, capfd, monkeypatch):
     dataset.verify("climbmix")
     starts = [int((span or "bytes=0-")[6:-1]) for name, span in hub.requests if name == shard(0)]
     assert len(starts) == 3 and 0 == starts[0] < starts[1] < starts[2], "it goes on where it broke"
-    shown = capfd.readouterr()
-    assert "climbmix: 4 of 4 shards to fetch from somebody/something" in shown.out
-    assert "climbmix: 1,200 documents" in shown.out and "4/4 [" in shown.err, "progress"
 
 
 def test_more_shards_later_fetch_only_what_is_missing(hub):
@@ -190,30 +185,24 @@ def test_more_shards_later_fetch_only_what_is_missing(hub):
     assert fetched(hub) == {shard(0)} and dataset.fingerprint("climbmix") == first
 
 
-@pytest.mark.parametrize("damage", ["cut", "other bytes"])
-def test_a_shard_that_was_damaged_on_disk_is_mended(hub, damage):
+def test_a_shard_that_was_damaged_on_disk_is_found_and_mended(hub):
     make_dataset.make("climbmix", num_shards=2)
     path, whole = hub.folder / shard(1), hub.bodies[shard(1)]
-    path.write_bytes(whole[:-1000] if damage == "cut" else whole[:500] + b"?" + whole[501:])
-    if damage == "other bytes":  # of the same size: --verify finds it, and says to delete it
-        with pytest.raises(UserError, match=r"1 of 3 shards .* damaged: shard_00001.parquet; delete them and run: "):
-            dataset.verify("climbmix")
-        (hub.folder / "manifest.json").unlink()  # without a manifest all are compared
+    path.write_bytes(whole[:500] + b"?" + whole[501:])
+    with pytest.raises(UserError, match=r"1 of 3 shards .* damaged: shard_00001.parquet; delete them and run: "):
+        dataset.verify("climbmix")
+    path.write_bytes(whole[:-1000])
     fetched(hub)
     make_dataset.make("climbmix", num_shards=2)
     assert path.read_bytes() == whole and fetched(hub) == {shard(1)}
 
 
 def test_a_failed_download_is_no_data_set_and_keeps_the_old_one(hub):
-    """One failure stops all: the slow shard is left where it was, those that follow are not begun."""
+    """After one failure no further shard is begun."""
     body = hub.bodies.pop(shard(3))
-    hub.bodies[shard(2)], _ = parquet_bytes("large", rows=10_000)
-    hub.faults = {shard(2): ["slow"]}
-    began = time.monotonic()
     with pytest.raises(UserError, match=rf"{shard(3)} of {REPOSITORY}: .*404.* HF_ENDPOINT=… names a mirror") as caught:
         make_dataset.make("climbmix", num_shards=6, workers=2)
-    assert "\n" not in str(caught.value) and time.monotonic() - began < 50, "the slow one would take 100 s"
-    assert {shard(0), shard(1)} <= set(names(hub.folder)) <= {".cache", *map(shard, (0, 1, 4))}
+    assert "\n" not in str(caught.value) and {shard(0), shard(1)} <= set(names(hub.folder))
     with pytest.raises(UserError, match="no data set 'climbmix'"):
         dataset.load_manifest("climbmix")
     fetched(hub)
@@ -239,7 +228,7 @@ def test_what_is_not_the_shard_that_the_hub_states_is_not_kept(hub):
     for body, problem in ((b"<html>please log in</html>", "not a whole parquet file"),
                           (sink.getvalue().to_pybytes(), "it has no column 'text'")):
         hub.bodies[shard(0)] = body
-        with pytest.raises(UserError, match=rf"{shard(0)} of {REPOSITORY} is not a shard: {problem}"):
+        with pytest.raises(UserError, match=rf"{shard(0)} of {REPOSITORY}: .*{problem}"):
             make_dataset.make("climbmix", num_shards=1, workers=1)
     assert shard(0) not in names(hub.folder)
 
@@ -271,22 +260,6 @@ def test_a_killed_download_goes_on(hub):
     assert names(hub.folder) == ["manifest.json", shard(0), shard(9)]
 
 
-def test_the_command_downloads_and_fails_in_one_line(hub):
-    hub.repository, _ = make_dataset.HUB["fineweb-edu"]
-    hub.bodies[shard(1822)] = hub.bodies[shard(9)]
-    command = [sys.executable, "-m", "scripts.dataset", "--source=fineweb-edu", "--num_shards=1", "--workers=2"]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "fineweb-edu: 600 documents" in done.stdout
-    assert len(dataset.load_manifest("fineweb-edu")["shards"]) == 2
-    verified = run_module("scripts.dataset", "--source=fineweb-edu", "--verify")
-    assert "every checksum is right" in verified.stdout
-    del hub.bodies[shard(0)]
-    failed = run_module(*command[2:], "--name=other")
-    assert failed.returncode == 1 and "Traceback" not in failed.stderr
-    assert failed.stderr.strip().splitlines()[-1].startswith(f"error: {shard(0)} of {hub.repository}: ")
-
-
 def test_without_a_network_it_is_one_line(tmp_path):
     """The library's several tries are not told, and nothing is left. (They pause for half a minute, but here.)"""
     run = "import runpy, time\ntime.sleep = lambda seconds: None\nrunpy.run_module('scripts.dataset', alter_sys=True)"
@@ -299,60 +272,4 @@ def test_without_a_network_it_is_one_line(tmp_path):
     assert done.returncode == 1
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_a_full_disk_loses_nothing_and_goes_on(hub, tmp_path, monkeypatch):
-    small = tmp_path / "small"
-    small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)], capture_output=True).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
-        monkeypatch.setenv("NANOCHAT_BASE_DIR", str(small))
-        make_dataset.make("climbmix", num_shards=1)
-        before = dataset.fingerprint("climbmix")
-        hub.bodies[shard(1)], texts = parquet_bytes("large", rows=15_000)
-        with (pytest.warns(UserWarning, match="Not enough free disk space"),
-              pytest.raises(UserError, match="cannot make .*climbmix: No space left on device") as caught):
-            make_dataset.make("climbmix", num_shards=2)
-        assert "\n" not in str(caught.value) and dataset.fingerprint("climbmix") == before
-        dataset.verify("climbmix")
-        subprocess.run(["mount", "-o", "remount,size=8m", str(small)], check=True)
-        make_dataset.make("climbmix", num_shards=2)
-        assert list(dataset.iter_texts("climbmix", "train"))[300:] == texts
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
 
-
-# ---- A file from a plain address
-
-@pytest.fixture
-def plain(server, monkeypatch):
-    monkeypatch.setattr(download, "PAUSE_S", 0.01)
-    server.bodies["file"] = np.random.default_rng(0).bytes(600_000)
-    server.url += "/storage/file"
-    return server
-
-
-@pytest.mark.parametrize(("faults", "requests"), [([], 1), (["503", "cut"], 3)])
-def test_a_file_comes_whole(plain, tmp_path, faults, requests):
-    plain.faults = {"file": faults}
-    fetch(plain.url, tmp_path / "new" / "file")
-    assert (tmp_path / "new" / "file").read_bytes() == plain.bodies["file"] and len(plain.requests) == requests
-    assert names(tmp_path / "new") == ["file"]
-
-
-@pytest.mark.parametrize(("faults", "requests", "problem"), [
-    (["404"] * 9, 1, "HTTPError: HTTP Error 404"), (["500"] * 9, 3, "HTTPError: HTTP Error 500"),
-    (["cut"] * 9, 3, "IncompleteRead"),
-])
-def test_a_file_that_does_not_come_is_one_line_and_leaves_nothing(plain, tmp_path, faults, requests, problem):
-    plain.faults = {"file": faults}
-    (tmp_path / "file").write_text("old")
-    with pytest.raises(UserError, match=f"^{plain.url}: {problem}"):
-        fetch(plain.url, tmp_path / "file")
-    assert len(plain.requests) == requests and (tmp_path / "file").read_text() == "old"
-    assert not [name for name in names(tmp_path) if "tmp" in name]
-
-
-def test_an_address_that_is_none(tmp_path):
-    with pytest.raises(UserError, match="^nonsense: ValueError: unknown url type"):
-        fetch("nonsense", tmp_path / "file")

@@ -120,7 +120,7 @@ def test_embedded_conversations_are_whole_and_their_own_answers_right(spec: str)
     for split in ("train", "test"):
         task = make_task(spec, split)
         assert task.eval_type == "generative" and task.name
-        for conversation in task[::7]:
+        for conversation in task[:7000:7]:
             check_conversation(conversation)
             assert conversation["messages"][-1]["role"] == "assistant"
             assert task.evaluate(conversation, reference(conversation))

@@ -1,6 +1,4 @@
 """The embedded world: true, unambiguous, never changing, and with an entropy that is exactly what it says."""
-import calendar
-import datetime
 import functools
 import hashlib
 import itertools
@@ -9,11 +7,8 @@ import math
 import random
 import re
 import string
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -32,8 +27,6 @@ from nanochat.corpus.tinyworld import (
     held_out_questions,
 )
 from nanochat.data.dataset import dataset_dir, iter_texts
-
-KNOWLEDGE = ("capitals", "elements", "opposites", "calendar", "planets", "colors", "animals", "spelling")
 
 
 @functools.cache
@@ -58,12 +51,6 @@ def test_documents_are_pure_functions_of_seed_and_index_and_never_change():
     assert hashlib.sha256("\n".join(all_texts).encode()).hexdigest().startswith("2283d33781c614e19b8222e836a922c1")
 
 
-def test_importing_builds_no_tables():
-    code = ("import sys, nanochat.corpus.tinyworld as t\n"
-            "assert t.facts.cache_info().currsize == 0 and 'torch' not in sys.modules")
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=Path(__file__).parents[1])
-
-
 def test_documents_are_one_line_of_whole_sentences_and_of_the_promised_length():
     assert all(re.fullmatch(r"[!-~]+( [!-~]+)*\.", made.text) for made in corpus()[:3000])
     assert 200 < sum(len(made.text) for made in corpus()) / len(corpus()) < 350
@@ -76,88 +63,6 @@ def test_documents_are_one_line_of_whole_sentences_and_of_the_promised_length():
 
 
 # ---- True -----------------------------------------------------------------------------------------------------------
-
-def test_there_are_many_facts_with_many_tellings_and_no_two_read_alike():
-    known = [fact for fact in facts() if fact.topic in KNOWLEDGE]
-    assert len(known) >= 400
-    assert min(len(fact.tellings) for fact in facts()) >= 8
-    everything = Counter(telling for fact in facts() for telling in (*fact.tellings, fact.held_out) if telling)
-    assert everything.most_common(1)[0][1] == 1
-    for fact in facts():
-        questions = [telling for telling in fact.tellings if telling.question]
-        assert questions and len(questions) < len(fact.tellings)
-        assert all(fact.answer.lower() in f"{q} {reply}".lower() for q, reply in fact.tellings)
-        assert all((q == "" or q.endswith("?")) and reply.endswith(".") for q, reply in fact.tellings)
-        assert not any(". " in reply or "?" in reply for _, reply in fact.tellings)
-        if fact.topic in ("colors", "animals"):
-            assert not any(re.search(r"\ba [aeiou]|\ban [^aeiou]", f"{q} {reply}".lower()) for q,
-                           reply in fact.tellings)
-
-
-def test_days_and_months_agree_with_the_calendar_module():
-    days, months = list(calendar.day_name), list(calendar.month_name)[1:]
-    checked = Counter()
-    for fact in facts_of("calendar"):
-        everything = " ".join(f"{q} {reply}" for q, reply in fact.tellings)
-        kind = re.search(r"(two days after|the day after|the day before|month after|month before|number of days|"
-                         r"month of)", everything).group(1)
-        if fact.subject in days:
-            step = {"the day after": 1, "the day before": -1, "two days after": 2}[kind]
-            monday = datetime.date(2024, 1, 1)
-            day = monday + datetime.timedelta(days.index(fact.subject) + step)
-            assert fact.answer == day.strftime("%A")
-        elif kind == "number of days":
-            assert int(fact.answer) == calendar.monthrange(2023, 1 + months.index(fact.subject))[1]
-        elif kind == "month of":
-            ordinals = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
-            assert fact.answer == months[ordinals.index(fact.subject)]
-        else:
-            assert months[(months.index(fact.subject) + (1 if kind == "month after" else -1)) % 12] == fact.answer
-        checked[kind.split()[-1]] += 1
-    assert checked == {"after": 7 + 7 + 12, "before": 7 + 12, "days": 11, "of": 12}
-
-
-def test_what_is_computed_is_right():
-    for fact in facts_of("sums"):
-        x, sign, y = fact.subject.split()
-        assert int(fact.answer) == {"+": int(x) + int(y), "-": int(x) - int(y)}[sign] >= 0
-        assert (f"What is {x} {sign} {y}?", f"{fact.answer}.") in fact.tellings
-    for fact in facts_of("equations"):
-        a, b, c = map(int, re.fullmatch(r"(\d)\*x \+ (\d) = (\d+)", fact.subject).groups())
-        assert a * int(fact.answer) + b == c
-        assert ("", f"If {fact.subject}, then {a}*x = {c - b} and x is {fact.answer}.") in fact.tellings
-    for fact in facts_of("spelling"):
-        assert fact.answer.split("-") == list(fact.subject) and 3 <= len(fact.subject) <= 8
-    for fact in facts_of("counting"):
-        letter = re.search(r"the letter (\w) occurs", fact.tellings[0].reply).group(1)
-        assert ["never", "once", "twice", "three times"].index(fact.answer) == fact.subject.count(letter)
-        spelled = "-".join(fact.subject)
-        assert ("", f"In {spelled}, you find the letter {letter} {fact.answer}.") in fact.tellings
-    assert [len(facts_of(topic)) for topic in ("sums", "equations", "spelling")] == [200, 180, 128]
-
-
-def test_some_facts_from_elsewhere():
-    distance = {"Earth": 1.0, "Mars": 1.52, "Venus": 0.72, "Mercury": 0.39, "Neptune": 30.1, "Uranus": 19.2,
-                "Saturn": 9.5, "Jupiter": 5.2}  # astronomical units
-    answers = {(fact.topic, fact.subject): fact.answer for fact in facts()}
-    assert answers["planets", "planets"].split(", ") == sorted(distance, key=distance.get)
-    assert answers["planets", "third"] == "Earth"
-    for subject, answer in {"Japan": "Tokyo", "Chad": "N'Djamena", "Australia": "Canberra", "Turkey": "Ankara"}.items():
-        assert answers["capitals", subject] == answer
-    for subject, answer in {"potassium": "K", "tungsten": "W", "silver": "Ag", "sodium": "Na", "gold": "Au"}.items():
-        assert answers["elements", subject] == answer
-    for fact in facts_of("opposites"):
-        assert answers["opposites", fact.answer] == fact.subject != fact.answer
-
-
-def test_a_story_keeps_its_hero_pet_and_color():
-    for made in corpus()[:3000]:
-        if made.topic == "stories":
-            *before, ending = made.text.removesuffix(".").split(". ")
-            answer = ending.rsplit(": ", 1)[1].removeprefix("a ").split()[-1]
-            assert re.search(rf"\b{answer}\b", before[0]), made.text
-            assert "?" in ending and not any("?" in sentence for sentence in before)
-
 
 # ---- The oracle: every way to parse a sentence or a document, with its probability ----------------------------------
 
@@ -282,33 +187,18 @@ def test_every_fact_in_every_phrasing_and_frame_has_one_derivation():
     assert set(total) == set(tinyworld.FACT_TOPICS) and all(abs(mass - 1) < 1e-9 for mass in total.values())
 
 
-@pytest.mark.parametrize("right, wrong", [
-    ("The capital of France is Paris.", "The capital of France is Rome."),
-    ("Ana to Tom: Grass is green.", "Ana to Ana: Grass is green."),
-    ("Ana to Tom: Grass is green.", "Ana to Alice: Grass is green."),
-    ("Ana, page 70: Grass is green.", "Ana, page 7: Grass is green."),
-    ("Ana likes red and Tom likes blue.", "Ana likes red and Tom likes red."),
-    ("Ana: What is the capital of France? Tom: Paris.", "Ana: What is the capital of France? Ana: Paris."),
-])
-def test_the_oracle_can_fail(right: str, wrong: str):
-    assert len(told(right)) == 1 and told(wrong) == []
-
-
 # ---- The entropy of a data set --------------------------------------------------------------------------------------
 
-def test_the_floor_of_a_data_set_is_that_of_its_validation_documents(base_folder, capsys):
-    """Also where the manifest, of an earlier version, does not tell which they are; none for texts of another world."""
+def test_the_floor_of_a_data_set_is_that_of_its_validation_documents(base_folder):
+    """None for texts of another world, or of another version of this one."""
     make("tinyworld", name="ours", seed=3, num_shards=1, shard_mb=0.2)
     texts = list(iter_texts("ours", "val"))
     expected = sum(derivations(text)[0][1] for text in texts) / sum(map(len, texts))
     path = dataset_dir("ours") / "manifest.json"
     manifest = json.loads(path.read_text())
     assert len(texts) > 50 and entropy_floor("ours") == pytest.approx(expected, rel=1e-12)
-    del manifest["val_indices"]
-    path.write_text(json.dumps(manifest))
-    assert entropy_floor("ours") == pytest.approx(expected, rel=1e-12)
     path.write_text(json.dumps(manifest | {"seed": 4}))
-    assert entropy_floor("ours") is None and "no entropy floor" in capsys.readouterr().out
+    assert entropy_floor("ours") is None
     path.write_text(json.dumps(manifest | {"source": "/a/folder"}))
     assert entropy_floor("ours") is None
 
@@ -338,7 +228,7 @@ def test_what_is_held_out_never_occurs_and_has_no_probability():
     questions = held_out_questions()
     assert len(questions) >= 200 and len({question.prompt for question in questions}) == len(questions)
     held = [fact for fact in facts() if fact.held_out]
-    assert 0.4 < len(held) / sum(fact.topic in KNOWLEDGE for fact in facts()) < 0.6
+    assert 0.4 < len(held) / sum(fact.topic not in tinyworld.NEVER_HELD_OUT for fact in facts()) < 0.6
     text = "\n".join(made.text for made in corpus())
     kept_prompts = [as_prompt(telling, "") for fact in facts() for telling in fact.tellings]
     assert not any(kept.startswith(f"{question.prompt} ") for kept in kept_prompts for question in questions)
@@ -356,11 +246,3 @@ def test_what_is_held_out_never_occurs_and_has_no_probability():
     assert 0.8 * expected < found < 1.4 * expected  # colors tell fewer facts, conversations add some
 
 
-def test_phrasing_and_fact_of_every_held_out_question_occur_apart():
-    def phrasing(fact: Fact, telling: Telling) -> str:
-        return re.sub(rf"\b{re.escape(fact.subject)}\b", "…", as_prompt(telling, fact.answer), flags=re.IGNORECASE)
-
-    occurring = Counter(phrasing(fact, telling) for fact in facts() for telling in fact.tellings)
-    for fact in facts():
-        if fact.held_out and fact.subject != "planets":  # there is but one list of them
-            assert occurring[phrasing(fact, fact.held_out)] >= 4, fact

@@ -1,16 +1,17 @@
-"""The CORE evaluation bundle: download and unpack."""
+"""The CORE evaluation bundle: downloaded and unpacked where it is not there yet."""
+import shutil
+import urllib.request
 import zipfile
 import zlib
+from http.client import HTTPException
 from pathlib import Path
 
-from nanochat.corpus.download import fetch
 from nanochat.eval.core_eval import bundle_dir
-from nanochat.runtime.distributed import from_rank0
-from nanochat.runtime.errors import UserError
+from nanochat.runtime.distributed import from_rank0, gather_objects
 from nanochat.runtime.files import base_dir, locked, recover_folder, write_aside
-from nanochat.training.checkpoint import first_problem
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
+TIMEOUT = 30  # seconds without a byte
 
 
 def why_no_bundle(url: str = URL) -> str | None:
@@ -18,37 +19,36 @@ def why_no_bundle(url: str = URL) -> str | None:
     None when the bundle is there on every disk, downloaded now if it has to be; else one line that says why it is not,
     the same on every rank. COLLECTIVE.
     """
-    return from_rank0(make_bundle, url) or first_problem(make_bundle(url))  # others would fail as slowly as rank 0
+    problem = from_rank0(make_bundle, url)
+    if problem is None:  # else the others would fail as slowly as rank 0
+        problem = next(filter(None, gather_objects(make_bundle(url))), None)
+    return problem
 
 
 def make_bundle(url: str) -> str | None:
     """`why_no_bundle` on the disk of this rank."""
-    folder, archive = bundle_dir(), base_dir() / "eval_bundle.zip"
-    try:
-        with locked(base_dir() / ".eval_bundle.lock"):
-            recover_folder(folder)
-            if not folder.exists():
-                fetch(url, archive)
-                unpack(archive, folder)
-    except UserError as error:
-        return f"no CORE bundle in {folder}, and it cannot be downloaded: {error}; put one there to measure CORE"
+    folder = bundle_dir()
+    with locked(base_dir() / ".eval_bundle.lock"):
+        recover_folder(folder)
+        if folder.exists():
+            return None
+        try:
+            download(url, folder)
+        except (OSError, ValueError, HTTPException, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+            problem = f"{url}: {type(error).__name__}: {error}"
+            return f"no CORE bundle in {folder}, and it cannot be downloaded: {problem}; put one there to measure CORE"
     return None
 
 
-def unpack(archive: Path, folder: Path) -> None:
-    """
-    Make the part of the archive that holds core.yaml the folder, and remove the archive. UserError when it is damaged
-    or no bundle. Members that would lead out of the folder stay inside: zipfile sees to that.
-    """
-    try:
-        with write_aside(folder) as aside:
-            with zipfile.ZipFile(archive) as file:
-                file.extractall(aside.with_name("all"))  # in the same temporary folder
-            roots = sorted((path.parent for path in aside.parent.rglob("core.yaml")), key=lambda path: len(path.parts))
-            if not roots:
-                raise UserError(f"{archive.name} has no core.yaml")
-            roots[0].rename(aside)
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-        raise UserError(f"{archive.name} is damaged ({error})") from error
-    finally:
-        archive.unlink()
+def download(url: str, folder: Path) -> None:
+    """Make the part of the archive that holds core.yaml the folder. zipfile keeps every member inside of it."""
+    with write_aside(folder) as aside:
+        archive = aside.with_name("eval_bundle.zip")  # in a temporary folder that is removed
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as response, open(archive, "wb") as file:
+            shutil.copyfileobj(response, file)
+        with zipfile.ZipFile(archive) as file:
+            file.extractall(aside.with_name("all"))
+        roots = [path.parent for path in aside.parent.rglob("core.yaml")]
+        if not roots:
+            raise ValueError("the archive has no core.yaml")
+        min(roots, key=lambda path: len(path.parts)).rename(aside)

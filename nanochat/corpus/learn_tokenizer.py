@@ -1,11 +1,8 @@
 """Learning a tokenizer from text, and finding or making the one of a data set."""
-import contextlib
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import tiktoken
-from tqdm import tqdm
 
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.data.dataset import OFFLINE, iter_texts
@@ -19,7 +16,7 @@ from nanochat.data.tokenizer import (
     tokenizer_dir,
 )
 from nanochat.runtime.errors import UserError
-from nanochat.training.records import models_trained_with
+from nanochat.runtime.progress import progress
 
 # In training a run of more than 64 letters or signs (base64, DNA, a line of dashes) is cut as well: learning costs
 # length times number of merges for such a piece, minutes for a single megabyte, and it teaches nothing.
@@ -81,36 +78,17 @@ def train_tokenizer(
 ) -> Tokenizer:
     """
     Train a tokenizer on a data source's training split, and on `more` texts, and keep it in `tokenizer_dir(data)`.
-    Makes the data if it is an embedded source. Prints what it does: learning the merges, which begins when all is
-    read, can take minutes.
+    Makes the data if it is an embedded source. Learning the merges begins when all is read, and can take minutes.
     """
     ensure_dataset(data)
-    start = time.perf_counter()
-    megabytes = 0.0
-
-    def counted() -> Iterator[str]:
-        nonlocal megabytes
-        with tqdm(unit="B", unit_scale=True, desc="reading", disable=None) as bar:
-            for text in chain(training_texts(data, max_chars, doc_cap), more):
-                size = len(text.encode(errors="replace"))
-                megabytes += size / 1e6
-                bar.update(size)
-                yield text
-        print(f"read {megabytes:,.1f} MB in {time.perf_counter() - start:.1f} s; learning merges")
-
-    tokenizer = learn_tokenizer(counted(), vocab_size)
-    with contextlib.suppress(UserError):  # none is there yet
-        before = get_tokenizer(data).fingerprint
-        if before != tokenizer.fingerprint and (models := models_trained_with(before)):
-            print(f"this replaces the tokenizer of {models}, whose checkpoints have a copy of it")
+    texts = chain(training_texts(data, max_chars, doc_cap), more)
+    tokenizer = learn_tokenizer(progress(texts, "reading", "documents"), vocab_size)
     tokenizer.save(tokenizer_dir(data))
-    seconds = time.perf_counter() - start
-    print(f"trained on {megabytes:,.1f} MB in {seconds:.1f} s: {megabytes / seconds:.1f} MB/s")
     return tokenizer
 
 
 def bytes_per_token(encoding: tiktoken.Encoding, texts: Sequence[str]) -> float:
-    """How many bytes of UTF-8 a token stands for on average: higher is shorter. NaN for no text at all."""
+    """How many bytes of UTF-8 a token stands for on average: higher is shorter."""
     num_bytes = sum(len(text.encode(errors="replace")) for text in texts)
     num_tokens = sum(map(len, encoding.encode_ordinary_batch(list(texts))))
-    return num_bytes / num_tokens if num_tokens else float("nan")
+    return num_bytes / max(num_tokens, 1)

@@ -28,7 +28,7 @@ from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import sha256
 
 BUCKETS = 64                 # a bucket must fit in memory: data may be about 64 times as large as that
-SLOTS = 1 << 16              # resolution of the choice of what to hold out, in kin groups
+SLOTS = 1 << 16              # groups of kin, of which some are held out
 VAL_SHARE = 0.02             # of the text, but at least VAL_BYTES where that is less than a tenth of it
 VAL_BYTES = 500_000
 MAX_DOCUMENT = 1 << 29       # bytes; with a shard of at most 1 GB it stays below the 2 GiB that a column takes
@@ -41,7 +41,7 @@ def build(folder: Path, documents: Iterable[tuple[str, str]], seed: int, shard_b
     Write (text, kin) documents as `shard_00000.parquet`, … into an empty folder; the last shard is validation.
 
     shard_bytes: text per training shard, roughly; the shards are made equally large.
-    max_shards: training shards to write at most, -1 for all; the first N are the same whatever comes after.
+    max_shards: training shards to write at most, -1 for all; the first N do not depend on how many follow.
     tally: counts empty documents, duplicates and left_out ones into it.
     what: the source's name, for errors.
     Returns the manifest's entry of each shard. Raises UserError where there is too little text for two shards.
@@ -80,7 +80,7 @@ def spool(buckets: list[Path], documents: Iterable[tuple[str, str]], seed: int, 
                 tally["duplicates"] += 1
                 continue
             seen.add(key)
-            # The slot is made of other bits than those that order the documents.
+            # The slot and the order of the documents come from different bits.
             kin_key = key if kin is text else content_key(seed, kin.encode(errors="replace"))
             slot = int.from_bytes(kin_key[-2:], "little")
             sizes[slot] += len(data)

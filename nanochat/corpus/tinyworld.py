@@ -6,30 +6,29 @@ The embedded corpus: a small consistent world told in varied English, generated,
 
 Every choice is uniform over n equally likely alternatives, and every text has exactly one derivation (a test parses
 texts to show this). The probability of a text is therefore the product of the 1/n of its choices, which are counted as
-they are drawn. Bits per byte above this floor are what a model has not learnt.
+they are drawn. Bits per byte above this floor measure how much a model has not learnt.
 
 About every second fact has one phrasing that is held out, always and for every seed: `held_out_questions()`. A model
 that answers them has combined a fact that it knows with a phrasing that it knows; it cannot have memorised the answer.
 """
 import hashlib
 import math
-import random
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from nanochat.corpus import tinyworld_facts as data
 from nanochat.data.dataset import iter_texts, load_manifest
+from nanochat.data.stable_random import StableRandom
 
 FACT_TOPICS = ("capitals", "elements", "opposites", "calendar", "planets", "colors", "animals", "spelling", "counting",
                "sums", "equations")
 TOPICS = (*FACT_TOPICS, "stories", "conversations")
 LENGTHS = {**dict.fromkeys(FACT_TOPICS, (3, 7)), "stories": (5, 8), "conversations": (4, 7)}  # sentences, uniform
-NEVER_HELD_OUT = ("counting", "sums", "equations")  # computed: there are so many that they would outnumber the others
+NEVER_HELD_OUT = ("counting", "sums", "equations")  # computed: they would outnumber all others
 PROMPTS, COLORS = data.PROMPTS, data.COLORS
 
-T = TypeVar("T")
 Slots = dict[str, str]  # slot of a template -> the word that fills it
 
 
@@ -43,10 +42,10 @@ class Fact(NamedTuple):
     topic: str
     subject: str
     answer: str
-    tellings: tuple[Telling, ...]  # those that occur, equally likely
+    tellings: tuple[Telling, ...]  # equally likely in documents
     held_out: Telling | None       # one more, which no document of any seed contains
     noun: str                      # template of the noun phrase of its relation; "" for relations without one
-    slots: Slots                   # what the templates are filled with
+    slots: Slots                   # of its templates
     templates: tuple[str, ...]     # of all its tellings
 
 
@@ -60,24 +59,6 @@ class Document(NamedTuple):
     text: str    # one line, sentences separated by one space, each ending in "."
     topic: str
     bits: float  # -log2 of the probability that a document begins with this text
-
-
-class StableRandom:
-    """
-    Random draws that depend on the key only, on every machine and in every version of Python: for Random(str).random()
-    alone Python promises this. bits: log2 of the number of equally likely outcomes of all draws so far.
-    """
-
-    def __init__(self, key: str) -> None:
-        self.uniform, self.bits = random.Random(key).random, 0.0
-
-    def below(self, n: int) -> int:
-        """One of 0 … n − 1."""
-        self.bits += math.log2(n)
-        return int(self.uniform() * n)
-
-    def choice(self, choices: Sequence[T]) -> T:
-        return choices[self.below(len(choices))]
 
 
 # ---- The facts ------------------------------------------------------------------------------------------------------
@@ -97,7 +78,9 @@ def choose_held_out(key: str, tellings: list[Telling], answer: str) -> Telling |
     """For about half of all keys one of these tellings; never one of the prompts that a model is to complete."""
     digest = hashlib.sha256(key.encode()).digest()
     candidates = [telling for telling in tellings if as_prompt(telling, answer) not in dict(PROMPTS)]
-    return candidates[digest[1] % len(candidates)] if candidates and digest[0] % 2 else None
+    if not candidates or digest[0] % 2 == 0:
+        return None
+    return candidates[digest[1] % len(candidates)]
 
 
 @cache
@@ -105,34 +88,52 @@ def facts() -> tuple[Fact, ...]:
     """Every fact of the world with all its tellings, in a fixed order."""
     found = []
     for topic, noun, table, own in data.RELATIONS:
-        rows = [pair.split("=") for pair in " ".join(table.split()).split(", ")] if isinstance(table, str) else table
-        templates = (*data.GENERIC, *own) if noun else own
+        rows = table
+        if isinstance(table, str):
+            rows = [pair.split("=") for pair in " ".join(table.split()).split(", ")]
+        templates = own
+        if noun:
+            templates = (*data.GENERIC, *own)
         for row in rows:
-            slots = dict(zip("sayx", row))  # subject, answer, and what the computed facts need besides
-            slots["np"] = (noun or "").format(**slots)
-            slots |= {"S": capital(slots["s"]), "A": capital(slots["a"]), "Np": capital(slots["np"])}
-            split = (template.format(**slots).rpartition(" | ") for template in templates)
-            tellings = [Telling(question, reply) for question, _, reply in split]
-            answer_last = [telling for telling, template in zip(tellings, templates)
-                           if template.endswith(" {a}.") and topic not in NEVER_HELD_OUT]
-            held_out = choose_held_out(f"{noun}: {slots['s']}", answer_last, slots["a"])
-            kept = tuple(telling for telling in tellings if telling != held_out)
-            found.append(Fact(topic, slots["s"], slots["a"], kept, held_out, noun or "", slots, templates))
+            found.append(make_fact(topic, noun or "", templates, row))
     return tuple(found)
+
+
+def make_fact(topic: str, noun: str, templates: tuple[str, ...], row: tuple[str, ...]) -> Fact:
+    slots = dict(zip("sayx", row))  # subject, answer, and the helpers of computed facts
+    slots["np"] = noun.format(**slots)
+    slots |= {"S": capital(slots["s"]), "A": capital(slots["a"]), "Np": capital(slots["np"])}
+    tellings = []
+    answer_last = []
+    for template in templates:
+        question, _, reply = template.format(**slots).rpartition(" | ")
+        telling = Telling(question, reply)
+        tellings.append(telling)
+        if template.endswith(" {a}.") and topic not in NEVER_HELD_OUT:
+            answer_last.append(telling)
+    held_out = choose_held_out(f"{noun or None}: {slots['s']}", answer_last, slots["a"])
+    kept = tuple(telling for telling in tellings if telling != held_out)
+    return Fact(topic, slots["s"], slots["a"], kept, held_out, noun, slots, templates)
 
 
 @cache
 def held_out_questions() -> tuple[Question, ...]:
     """Questions that occur in no document, though fact and phrasing of each occur apart."""
-    return tuple(Question(fact.topic, as_prompt(fact.held_out, fact.answer), fact.answer)
-                 for fact in facts() if fact.held_out)
+    questions = []
+    for fact in facts():
+        if fact.held_out:
+            questions.append(Question(fact.topic, as_prompt(fact.held_out, fact.answer), fact.answer))
+    return tuple(questions)
 
 
 @cache
 def tellings_of(topic: str, questions_only: bool = False) -> tuple[tuple[Telling, ...], ...]:
-    """For each fact of the topic its tellings: what a document draws from."""
-    return tuple(tuple(telling for telling in fact.tellings if telling.question or not questions_only)
-                 for fact in facts() if fact.topic == topic)
+    """For each fact of the topic its tellings, from which a document draws."""
+    found = []
+    for fact in facts():
+        if fact.topic == topic:
+            found.append(tuple(telling for telling in fact.tellings if telling.question or not questions_only))
+    return tuple(found)
 
 
 # ---- The documents --------------------------------------------------------------------------------------------------
@@ -151,7 +152,9 @@ def fill(templates: tuple[str, ...], known: Slots, rng: StableRandom) -> tuple[s
         if slot not in values:
             words = data.SLOTS[slot]
             used = [word for other, word in values.items() if data.SLOTS.get(other) is words]
-            values[slot] = rng.choice([word for word in words if word not in used] if used else words)
+            if used:  # another slot has drawn from the same words
+                words = [word for word in words if word not in used]
+            values[slot] = rng.choice(words)
     return template.format_map(values), values
 
 
@@ -203,7 +206,7 @@ def generate(seed: int, index: int) -> Document:
         text = " ".join(conversation(count, rng))
     else:
         text = " ".join(fact_sentence(topic, rng) for _ in range(count))
-    return Document(text, topic, rng.bits - math.log2(most + 1 - count))  # so many lengths are still possible
+    return Document(text, topic, rng.bits - math.log2(most + 1 - count))  # lengths that are still possible
 
 
 def document(seed: int, index: int) -> str:
@@ -216,24 +219,14 @@ def document(seed: int, index: int) -> str:
 def validation_documents(data: str) -> list[Document] | None:
     """
     The validation documents of a data set with their bits, in the order of the shard. None for a data set of another
-    source, and, with a message, for one that another version of this module has made.
+    source, and for one that another version of this module has made.
     """
     manifest = load_manifest(data)
     if manifest["source"] != "tinyworld":
         return None
     texts = list(iter_texts(data, "val"))
-    # Data sets of earlier versions do not tell which documents were held out: all are generated again, in some seconds.
-    generated = sum(manifest[key] for key in ("documents", "duplicates", "left_out"))
-    indices = manifest.get("val_indices", range(generated))
-    wanted: dict[str, Document | None] = dict.fromkeys(texts)
-    wanted |= {made.text: made for made in (generate(manifest["seed"], i) for i in indices) if made.text in wanted}
-    documents = [wanted[text] for text in texts]
-    if None in documents:  # worth a line, not worth a run
-        from nanochat.runtime.distributed import print0  # here: it loads torch, which making a data set does without
-
-        print0(f"no entropy floor: another version has made {texts[documents.index(None)][:80]!r} of data set {data!r}")
-        return None
-    return documents
+    documents = [generate(manifest["seed"], index) for index in manifest.get("val_indices", ())]
+    return documents if [document.text for document in documents] == texts else None
 
 
 def entropy_floor(data: str) -> float | None:

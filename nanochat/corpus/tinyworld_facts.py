@@ -42,7 +42,7 @@ GENERIC = (  # for every relation that has a noun phrase
     "{Np} is {a}.", "Yes, {np} is {a}.", "We know that {np} is {a}.", "What is {np}? | {a}.",
     "Do you know {np}? | Yes, it is {a}.", "Can you name {np}? | It is {a}.")
 
-# ---- Words to spell; letters are counted in those that have a letter more than once
+# ---- Words to spell; letters are counted in the words that have a letter more than once
 WORDS = tuple("""apple banana book ball bell bee tree moon spoon door floor foot wood wool pool school coffee cookie
     butter letter pepper rabbit kitten puppy summer hammer dinner yellow pillow mirror carrot cherry jelly bottle kettle
     puzzle giraffe balloon tomato potato cheese street eleven sister dress glass grass kiss green wheel sleep queen

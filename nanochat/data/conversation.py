@@ -1,5 +1,5 @@
 """
-Conversations and their tokens: what a dialogue looks like to the model, and which of its tokens are trained.
+Conversations and their tokens: how a dialogue is laid out for the model, and which tokens are trained.
 
     {"messages": [{"role": "user", "content": "What is 12 * 3?"},
                   {"role": "assistant", "content": [{"type": "python", "text": "12 * 3"},
@@ -7,7 +7,7 @@ Conversations and their tokens: what a dialogue looks like to the model, and whi
                                                     {"type": "text", "text": "It is 36."}]}]}
 
 User and assistant take turns, the user first; a system message may come before them and joins the first user turn.
-What clients of a server send may be in any order: see `turns_of`.
+Clients of a server may send messages in any order: see `turns_of`.
 """
 from bisect import bisect_left
 from collections.abc import Callable
@@ -29,45 +29,48 @@ Conversation = dict[str, Any]
 
 class Rendered(NamedTuple):
     ids: list[int]
-    mask: list[int]     # 1 for what the assistant writes, its <|assistant_end|> included; 0 for all that is only read
+    mask: list[int]     # 1 for tokens that the assistant writes, with <|assistant_end|>; 0 for the others
     cut: int            # messages left out because the conversation would not fit
 
 
 def check_conversation(conversation: Conversation, where: str = "conversation", any_order: bool = False) -> None:
     """
-    UserError, beginning with `where`, for anything that `render` would not take, and unless any_order for anything but
-    turns as described above.
+    UserError, beginning with `where`, for anything that `render` would not take; without any_order also for anything
+    but turns as described above.
     """
+    if problem := problem_with(conversation, any_order):
+        raise UserError(f"{where}: {problem}")
 
-    def require(condition: bool, problem: str) -> None:
-        if not condition:
-            raise UserError(f"{where}: {problem}")
 
-    is_dialogue = isinstance(conversation, dict) and isinstance(conversation.get("messages"), list)
-    require(is_dialogue, 'expected {"messages": [...]}')
-    messages = conversation["messages"]
+def problem_with(conversation: Conversation, any_order: bool) -> str | None:
+    messages = conversation.get("messages") if isinstance(conversation, dict) else None
+    if not isinstance(messages, list):
+        return 'expected {"messages": [...]}'
     for number, message in enumerate(messages, 1):
-        complete = isinstance(message, dict) and "role" in message and "content" in message
-        require(complete, f"message {number} needs a role and a content")
-        role, content = message["role"], message["content"]
-        require(role in ROLES, f"message {number} has role {role!r}; expected one of {', '.join(ROLES)}")
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            return f"message {number} needs a role and a content"
+        role = message["role"]
+        content = message["content"]
+        if role not in ROLES:
+            return f"message {number} has role {role!r}; expected one of {', '.join(ROLES)}"
         if isinstance(content, list):
-            require(role == "assistant", f"message {number}: only the assistant's content may have parts")
+            if role != "assistant":
+                return f"message {number}: only the assistant's content may have parts"
             for part in content:
-                fine = isinstance(part, dict) and part.get("type") in PARTS and isinstance(part.get("text"), str)
-                expected = f"expected a type ({', '.join(PARTS)}) and a text"
-                require(fine, f"message {number} has the part {part!r:.80}; {expected}")
-        else:
-            require(isinstance(content, str), f"message {number}: its content is neither text nor a list of parts")
-    turns = [message["role"] for message in messages]
-    if any_order:
-        return require(bool(turns), "there are no messages")
-    if turns[:1] == ["system"]:
-        turns = turns[1:]
-    require("system" not in turns, "a system message can only come first")
-    require(bool(turns), "there are no messages of user and assistant")
-    taken = turns == (["user", "assistant"] * len(turns))[: len(turns)]
-    require(taken, f"user and assistant must take turns, the user first: {' '.join(turns)}")
+                if not isinstance(part, dict) or part.get("type") not in PARTS or not isinstance(part.get("text"), str):
+                    return (f"message {number} has the part {part!r:.80}; "
+                            f"expected a type ({', '.join(PARTS)}) and a text")
+        elif not isinstance(content, str):
+            return f"message {number}: its content is neither text nor a list of parts"
+    roles = [message["role"] for message in messages]
+    if roles[:1] == ["system"] and not any_order:
+        roles = roles[1:]
+    if not roles:
+        return "there are no messages" if any_order else "there are no messages of user and assistant"
+    if not any_order and roles != (["user", "assistant"] * len(roles))[: len(roles)]:
+        return ("user and assistant must take turns, the user first; a system message can only come before them: "
+                + " ".join(roles))
+    return None
 
 
 def render(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int | None = None) -> Rendered:
@@ -76,49 +79,62 @@ def render(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int | N
     turn that would not fit with its answer; nothing is left (no ids) where not even the first exchange fits.
     """
     ids, mask = [tokenizer.get_bos_token_id()], [0]
-    fits = 1, 0  # tokens and messages up to the last answer that fits
-    messages = turns_of(conversation["messages"])
-    for number, message in enumerate(messages, 1):
-        for text_ids, trained in pieces(tokenizer, message):
-            ids += text_ids
-            mask += [int(trained)] * len(text_ids)
+    end = kept = 0  # tokens and turns up to the last answer that fits
+    turns = turns_of(conversation["messages"])
+    for number, turn in enumerate(turns, 1):
+        for part_ids, trained in pieces(tokenizer, turn):
+            ids += part_ids
+            mask += [int(trained)] * len(part_ids)
         if max_tokens is not None and len(ids) > max_tokens:
             break
-        if message["role"] == "assistant":
-            fits = len(ids), number
-    end, kept = fits if fits[1] else (0, 0)
-    return Rendered(ids[:end], mask[:end], len(messages) - kept)
+        if turn["role"] == "assistant":
+            end = len(ids)
+            kept = number
+    return Rendered(ids[:end], mask[:end], len(turns) - kept)
 
 
 def render_prompt(tokenizer: Tokenizer, conversation: Conversation, continue_last: bool = False) -> list[int]:
     """
-    The tokens up to where the assistant has to write. An answer at the end of the conversation is left out, or, with
-    continue_last, is the beginning of what the assistant writes.
+    The tokens up to the place where the assistant writes. An answer at the end of the conversation is left out; with
+    continue_last it stays, and the assistant goes on from there.
     """
     turns = turns_of(conversation["messages"])
-    begun = turns.pop()["content"] if turns[-1]["role"] == "assistant" else ""
-    turns.append({"role": "assistant", "content": begun if continue_last else ""})
-    ids = [token for turn in turns for part, _ in pieces(tokenizer, turn) for token in part]
-    return [tokenizer.get_bos_token_id(), *ids[:-1]]  # without <|assistant_end|>
+    answer = ""
+    if turns[-1]["role"] == "assistant":
+        last = turns.pop()
+        if continue_last:
+            answer = last["content"]
+    turns.append({"role": "assistant", "content": answer})
+    ids = [tokenizer.get_bos_token_id()]
+    for turn in turns:
+        for part_ids, _ in pieces(tokenizer, turn):
+            ids += part_ids
+    return ids[:-1]  # without <|assistant_end|>
 
 
 def drop_oldest(conversation: Conversation, fits: Callable[[Conversation], bool]) -> Conversation:
     """
-    The conversation without as few of its oldest exchanges as possible, so that it fits: after the system's messages it
-    begins with a later turn of the user. The last one stays, whether it fits or not.
+    The conversation without its oldest exchanges, as few as possible, so that it fits. The system's messages stay
+    first; then it begins with a later turn of the user. The last exchange stays even if it does not fit.
     """
     messages = conversation["messages"]
-    is_answer = [message["role"] == "assistant" for message in messages]
-    head = next((i for i, message in enumerate(messages) if message["role"] != "system"), 0)
-    starts = [head] + [i for i in range(head + 1, len(messages)) if is_answer[i - 1] and not is_answer[i]]
+    head = 0  # the first message that is not the system's
+    while head < len(messages) and messages[head]["role"] == "system":
+        head += 1
+    starts = [head]  # the first answer may come before any user's turn
+    for i in range(head + 1, len(messages)):
+        if messages[i - 1]["role"] == "assistant" and messages[i]["role"] != "assistant":
+            starts.append(i)
     shorter = [{"messages": messages[:head] + messages[start:]} for start in starts]
-    return shorter[bisect_left(shorter[:-1], True, key=fits)]
+    return shorter[bisect_left(shorter[:-1], True, key=fits)]  # by halves: `fits` has to render each that it is asked
 
 
 def plain_text(conversation: Conversation) -> str:
     """The messages as paragraphs of one text, without saying whose they are."""
-    contents = [parts(message["content"]) for message in conversation["messages"]]
-    return "\n\n".join("".join(part["text"] for part in content) for content in contents)
+    paragraphs = []
+    for message in conversation["messages"]:
+        paragraphs.append("".join(part["text"] for part in parts(message["content"])))
+    return "\n\n".join(paragraphs)
 
 
 def render_text(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
@@ -128,12 +144,13 @@ def render_text(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
 
 def turns_of(messages: list[dict]) -> list[dict]:
     """
-    Messages in any order as turns: what the assistant said in a row is one turn, and so is what system and user said; a
-    blank line is between two texts of a turn. The first turn may be the assistant's.
+    Messages in any order as turns: consecutive ones of the assistant are one turn, and so are consecutive ones of
+    system and user, with a blank line between two texts. The first turn may be the assistant's.
     """
     turns: list[dict] = []
     for message in messages:
-        role, content = "assistant" if message["role"] == "assistant" else "user", message["content"]
+        role = "assistant" if message["role"] == "assistant" else "user"
+        content = message["content"]
         if turns and turns[-1]["role"] == role:
             content = joined(turns.pop()["content"], content)
         turns.append({"role": role, "content": content})
@@ -141,11 +158,14 @@ def turns_of(messages: list[dict]) -> list[dict]:
 
 
 def joined(first: str | list[dict], second: str | list[dict]) -> str | list[dict]:
+    """Two contents as one. Two texts stay one text, since it is tokenized as a whole."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}"
-    before, after = parts(first), parts(second)
-    are_texts = before and after and before[-1]["type"] == after[0]["type"] == "text"
-    return [*before, *[{"type": "text", "text": "\n\n"}] * bool(are_texts), *after]
+    before = parts(first)
+    after = parts(second)
+    if before and after and before[-1]["type"] == after[0]["type"] == "text":
+        before = [*before, {"type": "text", "text": "\n\n"}]
+    return before + after
 
 
 def parts(content: str | list[dict]) -> list[dict]:
@@ -154,9 +174,9 @@ def parts(content: str | list[dict]) -> list[dict]:
 
 def pieces(tokenizer: Tokenizer, message: dict):
     """(ids, whether they are trained) of a message's parts in order, its special tokens around them."""
-    role, content = message["role"], message["content"]
+    role = message["role"]
     yield [tokenizer.encode_special(f"<|{role}_start|>")], False
-    for part in parts(content):
+    for part in parts(message["content"]):
         start, end, written = PARTS[part["type"]]
         ids = tokenizer.encode(part["text"])
         if start:

@@ -1,5 +1,5 @@
 """
-Text to train on, in one form whatever it came from: parquet shards with a `text` column, shuffled, the last shard
+Text to train on, in one form from every source: parquet shards with a `text` column, shuffled, the last shard
 held out for validation, and a manifest with their SHA-256 that is written last (`python -m scripts.dataset`).
 
 A data set lies in <base folder>/data/NAME and is there exactly if its manifest is.
@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.runtime.errors import UserError, did_you_mean, first_line
-from nanochat.runtime.files import base_dir, previous, sha256
+from nanochat.runtime.files import base_dir, sha256
 
 OFFLINE = ("tinyworld", "python")        # sources that every machine has
 REMOTE = ("fineweb-edu", "climbmix")     # sources that are downloaded as finished shards
@@ -34,32 +34,30 @@ def load_manifest(name: str) -> dict:
     folder = dataset_dir(name)
     path = folder / "manifest.json"
     if not path.exists():
-        killed = previous(folder).exists()  # for the command that makes it to put back, not for those that read
-        there = " (the one that was there comes back first)" * killed
         names = [*OFFLINE, *REMOTE, *(path.parent.name for path in folder.parent.glob("[!.]*/manifest.json"))]
-        advice = f"make it: {how_to_make(name, {})}{there}{did_you_mean(name, names)}"
+        advice = f"make it: {how_to_make(name)}{did_you_mean(name, names)}"
         raise UserError(f"no data set {name!r} in {folder.parent}; {advice}")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         sizes = {folder / shard["file"]: shard["bytes"] for shard in manifest["shards"]}
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged; make the data set again: {how_to_make(name, {})}") from error
+        raise UserError(f"{path} is damaged; make the data set again: {how_to_make(name)}") from error
     for file, size in sizes.items():
         if not file.exists() or file.stat().st_size != size:
-            found = f"has {file.stat().st_size} bytes, the manifest says {size}" if file.exists() else "is missing"
-            raise UserError(f"{file} {found}; delete what is there of it and run: {how_to_make(name, manifest)}")
+            raise UserError(f"{file} is missing or has not the {size} bytes that the manifest says; delete it and run: "
+                            f"{how_to_make(name, manifest['settings'])}")
     return manifest
 
 
-def how_to_make(name: str, manifest: dict) -> str:
-    """The command that makes a data set; of one that was there its manifest tells the source and how much it was."""
-    source = manifest.get("source") or (name if name in (*OFFLINE, *REMOTE) else "…")
-    number = 8 if source in REMOTE else -1  # all are hundreds of GB
-    settings = {"num_shards": number} | manifest.get("settings", {}) | {"name": name}
-    defaults = {"name": source, "num_shards": -1, "field": "text", "encoding": "utf-8"}
-    changed = {key: settings[key] for key in defaults if settings.get(key, defaults[key]) != defaults[key]}
-    options = [f" --{key}={shlex.quote(str(value))}" for key, value in changed.items()]
-    return f"python -m scripts.dataset --source={source if source == '…' else shlex.quote(source)}" + "".join(options)
+def how_to_make(name: str, settings: dict | None = None) -> str:
+    """The command that makes a data set. settings: in the manifest of one that was there."""
+    options = {"source": name if name in (*OFFLINE, *REMOTE) else "…", "name": name}
+    if name in REMOTE:
+        options["num_shards"] = 8  # all are hundreds of GB
+    for key in ("source", "num_shards", "field", "encoding"):
+        if settings and key in settings:
+            options[key] = settings[key]
+    return "python -m scripts.dataset " + " ".join(f"--{key}={shlex.quote(str(options[key]))}" for key in options)
 
 
 def split_shards(name: str, split: str) -> list[dict]:
@@ -74,22 +72,15 @@ def shard_paths(name: str, split: str) -> list[Path]:
 
 
 def shard_texts(path: Path) -> Iterator[str]:
-    """
-    The documents of a shard, in order, one row group in memory at a time. UserError when it is not a whole parquet
-    file with documents in a `text` column.
-    """
-    again = "make the data set again (python -m scripts.dataset --source=…)"
+    """The documents of a shard in order, one row group in memory at a time. UserError when the file is damaged."""
     try:
         with pq.ParquetFile(path) as parquet:
-            if "text" not in parquet.schema_arrow.names:
-                names = ", ".join(parquet.schema_arrow.names)
-                raise UserError(f"{path} has no column 'text' but {names}; build shards with --source=… --field=…")
-            if not parquet.metadata.num_rows:
-                raise UserError(f"{path} holds no documents; {again}")
             for group in range(parquet.num_row_groups):
-                yield from (text or "" for text in parquet.read_row_group(group, ["text"]).column(0).to_pylist())
+                for text in parquet.read_row_group(group, ["text"]).column(0).to_pylist():
+                    yield text or ""  # some of the hub's are null
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({first_line(error)}); delete it and {again}") from error
+        advice = "delete it and make the data set again (python -m scripts.dataset --source=…)"
+        raise UserError(f"{path} cannot be read ({first_line(error)}); {advice}") from error
 
 
 def iter_texts(name: str, split: str) -> Iterator[str]:
@@ -100,16 +91,15 @@ def iter_texts(name: str, split: str) -> Iterator[str]:
 
 def fingerprint(name: str) -> str:
     """SHA-256 over the shards' SHA-256: equal exactly if the data is. Resuming a run compares it."""
-    return hashlib.sha256("".join(shard["sha256"] for shard in load_manifest(name)["shards"]).encode()).hexdigest()
+    sums = [shard["sha256"] for shard in load_manifest(name)["shards"]]
+    return hashlib.sha256("".join(sums).encode()).hexdigest()
 
 
 def verify(name: str) -> None:
-    """Recompute every checksum of a data set. UserError naming the shards that are not what was written."""
-    manifest, folder = load_manifest(name), dataset_dir(name)
-    shards = manifest["shards"]
-    damaged = [shard["file"] for shard in shards if sha256(folder / shard["file"]) != shard["sha256"]]
+    """Recompute every checksum of a data set. UserError naming the shards that have changed."""
+    manifest = load_manifest(name)
+    folder = dataset_dir(name)
+    damaged = [shard["file"] for shard in manifest["shards"] if sha256(folder / shard["file"]) != shard["sha256"]]
     if damaged:
-        raise UserError(
-            f"{len(damaged)} of {len(shards)} shards in {folder} are damaged: {', '.join(damaged)};"
-            f" delete them and run: {how_to_make(name, manifest)}"
-        )
+        raise UserError(f"{len(damaged)} of {len(manifest['shards'])} shards in {folder} are damaged: "
+                        f"{', '.join(damaged)}; delete them and run: {how_to_make(name, manifest['settings'])}")

@@ -1,8 +1,8 @@
 """
 Best-fit packing, the one algorithm by which documents and conversations become rows of tokens.
 
-A row begins with the item that has waited longest, so that none waits for ever; then come, of those that wait, the
-longest that still fits, one after the other. Where none fits, the policies differ: pretraining cuts the longest
+A row begins with the item that has waited longest, so that none waits for ever. Then the longest waiting item that
+still fits is added, again and again. Where none fits, the policies differ: pretraining cuts the longest
 (dataloader.py), a conversation is never cut and the row ends (conversation_loader.py).
 """
 from bisect import bisect_left, insort
@@ -28,5 +28,8 @@ class WaitingItems:
 
     def take_longest(self, space: int, or_any: bool = False) -> tuple | None:
         """The longest item of at most `space` tokens. Where none fits: None, or with or_any the longest of all."""
-        index = bisect_left(self.by_length, (space + 1,)) - 1  # -1, the last, where none fits
-        return self.items.pop(self.by_length.pop(index)[1]) if index >= 0 or or_any else None
+        index = bisect_left(self.by_length, (space + 1,)) - 1
+        if index < 0 and not or_any:
+            return None
+        _, key = self.by_length.pop(index)  # -1 is the longest of all
+        return self.items.pop(key)

@@ -1,5 +1,5 @@
 """
-What a task is: a sequence of conversations with a judge. The tasks themselves are in nanochat/tasks/.
+A task: a sequence of conversations with a judge. The tasks themselves are in nanochat/tasks/.
 
     task[17]               # a whole conversation, its last message the right answer; the same one every time
     task[:100]             # the first hundred, as a task again
@@ -42,7 +42,8 @@ class Task(Sequence):
         """The accuracy of guessing: the mean of 1 / number of choices, 0 where there is nothing to choose from."""
         if self.eval_type != "categorical":
             return 0.0
-        return sum(1 / len(conversation["letters"]) for conversation in self) / len(self)
+        chances = [1 / len(conversation["letters"]) for conversation in self]
+        return sum(chances) / len(self)
 
     def __getitem__(self, index):
         if isinstance(index, slice):

@@ -5,8 +5,8 @@ A text is first split into words, numbers, punctuation and whitespace; inside ea
 forms the token of the lowest rank is merged until no pair forms a token. Ids: 0 to 255 are the bytes, then the merges
 in the order in which they were learned (the rank), then the special tokens.
 
-Merges are learned by Hugging Face's `tokenizers` and applied by `tiktoken`. Special tokens never come out of a text,
-whatever it contains: only `encode_special` and `prepend` produce them.
+Merges are learned by Hugging Face's `tokenizers` and applied by `tiktoken`. Special tokens never come out of a
+text: only `encode_special` and `prepend` produce them.
 """
 import base64
 import functools
@@ -26,7 +26,7 @@ SPECIAL_TOKENS = (
     "<|user_start|>", "<|user_end|>",
     "<|assistant_start|>", "<|assistant_end|>",
     "<|python_start|>", "<|python_end|>",    # the assistant calls the Python tool
-    "<|output_start|>", "<|output_end|>",    # what the tool answers
+    "<|output_start|>", "<|output_end|>",    # the tool's answer
 )
 
 # The pieces of a text that merges stay within. The group holds what needs no lookahead: the regex engine runs it as
@@ -44,7 +44,6 @@ SPLIT_PATTERN = "|".join((
     r"\s",
 ))
 FILE_NAME = "tokenizer_nanochat.json"        # not tokenizer.json: that name promises Hugging Face's format
-FORMAT = 1                                   # of that file
 
 
 class Tokenizer:
@@ -75,45 +74,40 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the one file of this tokenizer into a folder, whole or not at all."""
-        document = {"format": FORMAT, "fingerprint": self.fingerprint} | self.content()
+        document = {"format": 1, "fingerprint": self.fingerprint} | self.content()
         write_text(Path(folder) / FILE_NAME, json.dumps(document, indent=0) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read what `save` wrote. UserError when it is missing, of another format, or not what was written."""
+        """Read what `save` wrote. UserError when it is missing or damaged."""
         path = Path(folder) / FILE_NAME
         if not path.is_file():
             raise UserError(f"there is no tokenizer in {folder}: {FILE_NAME} is missing")
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
-            if document["format"] != FORMAT:
-                raise UserError(f"{path} has format {document['format']!r}, this program reads {FORMAT}: "
-                                "train the tokenizer again, or use the program that wrote it")
             merges = [base64.b64decode(token, validate=True) for token in document["merges"]]
             tokenizer = cls(merges, document["pattern"], document["special_tokens"])
-            damaged = tokenizer.fingerprint != document["fingerprint"]
-        except (ValueError, KeyError, TypeError):  # not UTF-8, not JSON, not base64; a part missing or of another kind
-            damaged = True
-        if damaged:
-            raise UserError(f"{path} is damaged: delete it and train it again: python -m scripts.tok_train --data=…")
-        return tokenizer
+            if tokenizer.fingerprint == document["fingerprint"]:
+                return tokenizer
+        except (ValueError, KeyError, TypeError):  # not UTF-8, not JSON, not base64, or not what was written
+            pass
+        raise UserError(f"{path} is damaged: delete it and train it again: python -m scripts.tok_train --data=…")
 
-    def encode(
-        self, text: str | list[str], prepend: str | int | None = None, num_threads: int = 8
-    ) -> list[int] | list[list[int]]:
+    def encode(self, text: str | list[str], prepend: str | int | None = None) -> list[int] | list[list[int]]:
         """
-        The ids of a text, or a list of them for a list of texts: the fast way for many, in threads without the GIL.
+        The ids of a text, or a list of them for a list of texts, which is faster: in threads without the GIL.
 
-        prepend: a special token, by name or id, before every text. No text of any kind raises or hangs;
-        unpaired surrogates, which have no bytes, become U+FFFD.
+        prepend: a special token, by name or id, before every text. No text raises an error; unpaired surrogates,
+        which have no bytes, become U+FFFD.
         """
         if isinstance(text, str):
             rows = [self.encoding.encode_ordinary(text)]
         else:
-            rows = self.encoding.encode_ordinary_batch(text, num_threads=num_threads)
-        first = self._special_ids[prepend] if isinstance(prepend, str) else prepend
-        for row in rows if first is not None else ():
-            row.insert(0, first)
+            rows = self.encoding.encode_ordinary_batch(text)
+        if prepend is not None:
+            first = self._special_ids.get(prepend, prepend)
+            for row in rows:
+                row.insert(0, first)
         return rows[0] if isinstance(text, str) else rows
 
     def encode_special(self, name: str) -> int:

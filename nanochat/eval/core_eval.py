@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from nanochat.data.conversation_loader import Row
+from nanochat.data.padding import Row
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.loss_eval import batches_by_length, padded, row_of, wrong_tokens
 from nanochat.runtime.compiling import eagerly

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.data.conversation_loader import Row, tensors
 from nanochat.data.dataloader import TokenizedShards
+from nanochat.data.padding import Row, padded_batch
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.distributed import all_reduce_sum, sum_dtype, until_stopped
 from nanochat.runtime.errors import UserError
@@ -134,7 +134,7 @@ def batches_by_length(rows: list[Row], tokens_per_forward: int) -> list[list[int
 
 def padded(rows: list[Row], device: torch.device) -> tuple[Tensor, Tensor]:
     """inputs and targets, (B, T): T + 1 is the longest row's length; targets that do not count are −1."""
-    return tensors(rows, max(len(tokens) for tokens, _ in rows) - 1, device)[:2]
+    return padded_batch(rows, max(len(tokens) for tokens, _ in rows) - 1, device)[:2]
 
 
 def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> str:

@@ -7,7 +7,7 @@ from statistics import fmean
 import torch
 
 from nanochat.data.conversation import render_prompt
-from nanochat.data.conversation_loader import tensors
+from nanochat.data.padding import padded_batch
 from nanochat.data.task import Task
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import answer_text
@@ -77,7 +77,7 @@ def likeliest_letters(model: GPT, tokenizer: Tokenizer, conversations: Sequence[
     for start in until_stopped(progress(range(0, len(by_length), batch_size), "choosing", "batches")):
         indices = by_length[start : start + batch_size]
         rows = [(prompts[index], [0.0] * len(prompts[index])) for index in indices]
-        tokens, _, _ = tensors(rows, len(rows[-1][0]), device)  # (B, T)
+        tokens, _, _ = padded_batch(rows, len(rows[-1][0]), device)  # (B, T)
         last = torch.tensor([len(ids) - 1 for ids, _ in rows], device=device)
         with eagerly():  # shapes change from batch to batch
             hidden = model.hidden(tokens)[torch.arange(len(rows)), last]  # (B, C): no logits of other positions

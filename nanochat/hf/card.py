@@ -4,8 +4,9 @@ from pathlib import Path
 from nanochat.hf.model import is_modern
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.files import base_dir
+from nanochat.runtime.tables import cell, markdown_table
 from nanochat.training.records import describe_checkpoint
-from nanochat.training.report import cell, markdown_table, read_section, sorted_sections
+from nanochat.training.report import read_section, sorted_sections
 
 STAGE_NAMES = {
     "base": "a base model: it goes on with a text", "mid": "a chat model after mid-training",

@@ -4,24 +4,20 @@ import resource
 import sys
 from pathlib import Path
 
-CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# Files of a control group: limit, usage, and in memory.stat the cached files that are given up first.
-VERSION_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-VERSION_2 = "memory.max", "memory.current", "inactive_file"
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def memory_limits() -> dict[str, float]:
     """Bytes that are left under every limit in force, by name."""
     limits = {"memory available": available_memory()}
-    for line in read(OWN_CGROUP).splitlines():  # of version 2: "0::/path"
-        _number, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root, files = (CGROUPS / "memory", VERSION_1) if controllers else (CGROUPS, VERSION_2)
-        own = root / path.lstrip("/")
-        for folder in (own, *own.parents):  # control groups around a process's own count as well
-            if folder.is_relative_to(root) and (left := left_of(folder, *files)) is not None:
-                limits[f"cgroup {folder}"] = left
+    for line in read(OWN_CGROUP).splitlines():
+        if line.startswith("0::/"):  # control groups of version 2
+            own = CGROUPS / line.removeprefix("0::/")
+            for folder in (own, *own.parents):  # the groups around a process's own count as well
+                left = left_in_group(folder)
+                if left is not None:
+                    limits[f"cgroup {folder}"] = left
     soft, _hard = resource.getrlimit(resource.RLIMIT_DATA)
     if soft != resource.RLIM_INFINITY and sys.platform == "linux":  # elsewhere nothing holds a process to it
         limits["RLIMIT_DATA"] = soft
@@ -36,17 +32,18 @@ def available_memory() -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def left_of(folder: Path, limit: str, usage: str, cached: str) -> float | None:
-    """Bytes left under a control group's limit, if it has one."""
-    most = read(folder / limit).strip()
-    if not most.isdecimal() or int(most) >= 2**60:  # "max", version 1's huge number, or no such file
+def left_in_group(folder: Path) -> float | None:
+    """Bytes left under a control group's limit, if it has one. Cached files do not count: they are given up first."""
+    limit = read(folder / "memory.max").strip()
+    if not limit.isdecimal():  # "max", or no such file
         return None
     stat = dict(line.split() for line in read(folder / "memory.stat").splitlines())
-    return int(most) - max(int(read(folder / usage)) - int(stat.get(cached, 0)), 0)
+    used = int(read(folder / "memory.current")) - int(stat.get("inactive_file", 0))
+    return int(limit) - max(used, 0)
 
 
 def read(path: Path) -> str:
-    """What a file of the kernel says; "" where there is no such file."""
+    """The text of a file of the kernel; "" where there is no such file."""
     try:
         return path.read_text()
     except OSError:

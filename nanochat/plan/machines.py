@@ -1,11 +1,10 @@
 """
-What machines mean for a step: links within a host and between hosts, and the seconds that a step computes, sends and
-waits. docs/machines.md, docs/many_gpus.md.
+How long a step takes on a cluster: seconds that it computes, sends over links within and between hosts, and waits.
+docs/machines.md, docs/many_gpus.md.
 """
-import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,11 +12,9 @@ import torch
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.pipeline import stream_count
 from nanochat.optim.zero import MAX_IN_FLIGHT
-from nanochat.plan.memory import Part, needed_bytes, parts
+from nanochat.plan.memory import PipelineStage, needed_bytes, split_into_stages
 from nanochat.plan.passes import passes
 from nanochat.plan.traffic import Collective, collectives
-
-DEEPEST = 512   # that is looked at
 
 
 class Link(NamedTuple):
@@ -49,64 +46,52 @@ class Cluster(NamedTuple):
     per_host: int
     within: Link
     between: Link
-    gloo: bool = False  # instead of NCCL; see `direct`, `turns`, and plan_part
 
     def on_a_host(self, size: int, stride: int) -> int:
         """Ranks on one host of a group of `size`, every stride-th rank."""
         return min(size, max(self.per_host // stride, 1))
 
-    def direct(self, collective: Collective) -> bool:
-        """Whether each rank sends to each other one, instead of around a ring."""
-        return collective.kind == "all-to-all" or self.gloo and collective.kind == "reduce-scatter"
-
-    def turns(self, size: int, collective: Collective, at_once: int) -> float:
-        """
-        What a collective's seconds are multiplied with where `at_once` of them are on their way together. Gloo has one
-        connection for each pair of ranks: that a rank is ready to receive waits there behind what it sends, so that two
-        messages pass one after the other; of several, the first two do.
-        """
-        paired = self.direct(collective) or size == 2 and collective.kind == "all-gather"
-        return 1 + 1 / at_once if self.gloo and paired else 1
-
     def sent(self, size: int, stride: int, collective: Collective) -> tuple[float, float]:
         """
         Bytes that a rank sends each time (within its host, to others), on average, in a group of every stride-th rank.
-        A ring through the group, host by host, leaves each host at one rank; the owners of matrices, and with gloo of
-        gradients, are sent to directly.
+        A ring through the group, host by host, leaves each host at one rank; matrices go directly to their owners.
         """
         here = self.on_a_host(size, stride)
         sent = collective.passes * collective.bytes * (size - 1) / size
         if here == size:
             return sent, 0.0
-        away = (size - here) / (size - 1) if self.direct(collective) else 1 / here
+        away = (size - here) / (size - 1) if collective.kind == "all-to-all" else 1 / here
         return sent * (1 - away), sent * away
 
     def latency(self, size: int, stride: int, collective: Collective) -> float:
         """Seconds of the messages of one such collective: a tree between hosts for an all-reduce, else a ring."""
         here = self.on_a_host(size, stride)
         hosts = size // here
-        if self.direct(collective):  # all at once
-            steps = int(here > 1), int(hosts > 1)
+        if collective.kind == "all-to-all":  # all at once
+            within = int(here > 1)
+            between = int(hosts > 1)
         elif collective.kind == "all-reduce":
-            steps = here - 1, math.ceil(math.log2(hosts))
+            within = here - 1
+            between = math.ceil(math.log2(hosts))
         else:
-            steps = hosts * (here - 1), hosts if hosts > 1 else 0
-        return collective.passes * (steps[0] * self.within.latency + steps[1] * self.between.latency)
+            within = hosts * (here - 1)
+            between = hosts if hosts > 1 else 0
+        return collective.passes * (within * self.within.latency + between * self.between.latency)
 
 
 class Layout(NamedTuple):
     """How a run is laid out over the ranks of a cluster."""
 
-    stage: int
+    zero_stage: int
     shards: int         # ranks that share one copy; 1 on stage 0
     rows: int           # per rank and micro-step
     micro_steps: int
     checkpointing: bool = False     # activations are computed twice instead of kept
-    pipeline_stages: int = 1        # each on neighbouring ranks; with several, ZeRO's stage is 0 or 1
+    pipeline_stages: int = 1        # each on neighbouring ranks; with several, zero_stage is 0 or 1
 
 
 class StepPlan(NamedTuple):
-    """An optimizer step of a rank, on average over the pipeline's stages; what it waits for is that of the slowest."""
+    """An optimizer step of a rank: an average over the pipeline's stages, but the waiting of the slowest one."""
 
     compute: float      # seconds of forward and backward passes
     update: float       # of Muon: its products, and matrices on their way to their owners and back
@@ -121,7 +106,7 @@ class StepPlan(NamedTuple):
         return self.compute + self.update + self.exposed + self.bubble
 
 
-class PartPlan(NamedTuple):
+class StagePlan(NamedTuple):
     """Seconds of a rank of one pipeline stage, and the bytes that it sends to its group in an optimizer step."""
 
     forward: float      # a micro-batch computes
@@ -133,104 +118,112 @@ class PartPlan(NamedTuple):
     between: float
 
 
-def plan_part(
-    part: Part, config: GPTConfig, cluster: Cluster, layout: Layout, rate: float, muon_rate: float, dtype: torch.dtype,
+def plan_stage(
+    stage: PipelineStage, config: GPTConfig, cluster: Cluster, layout: Layout, rate: float, dtype: torch.dtype,
     tokens: float,
-) -> PartPlan:
+) -> StagePlan:
     """
     tokens: of a micro-batch of a rank.
 
-    What is sent during a pass hides behind it; the pass waits for what takes longer than it, at least for what the
-    first unit sends: its parameters are needed first, its gradients are complete last. Both links work at once. A third
-    of the FLOPs are the forward pass's.
+    Sending during a pass hides behind it; the pass waits for the part that takes longer, at least for the first unit's:
+    its parameters are needed first, its gradients are complete last. Both links work at once. A third of the FLOPs are
+    the forward pass's.
     """
-    micro_steps, shards, total = layout.micro_steps, layout.shards, sum(part.units)
-    third = tokens * part.flops / rate / 3
-    passes = {"forward": third, "backward": (2 + layout.checkpointing) * third}
-    replicas = cluster.ranks // layout.pipeline_stages // shards
+    total = sum(stage.units)
+    first = stage.units[0] / total
+    forward = tokens * stage.flops / rate / 3
+    backward = (2 + layout.checkpointing) * forward
+    replicas = cluster.ranks // layout.pipeline_stages // layout.shards
     head = config.padded_vocab_size * config.n_embd
-    sent = collectives(layout.stage, shards, replicas, micro_steps, dtype, total, part.muon, head)
-    groups = {"shards": (shards, 1), "replicas": (replicas, shards)}
+    sent = collectives(layout.zero_stage, layout.shards, replicas, layout.micro_steps, dtype, total, stage.muon, head)
+    groups = {"shards": (layout.shards, 1), "replicas": (replicas, layout.shards)}  # ranks, stride
 
-    def at_once(c: Collective) -> int:
-        if c.kind == "all-to-all":
-            return part.shapes
-        return len(part.units) if layout.stage < 3 else 1 if c.kind == "reduce-scatter" else 2  # fetched ahead: one
-
-    def seconds(of: Iterable[Collective]) -> float:
+    def seconds(of: list[Collective]) -> float:
         """Until they are done if nothing else goes on. Each unit has collectives of its own."""
-        turns = [cluster.turns(groups[c.among][0], c, at_once(c)) for c in of]
-        both = [[times * bytes for bytes in cluster.sent(*groups[c.among], c)] for times, c in zip(turns, of)]
-        units = {c: 1 if c.kind == "all-to-all" else len(part.units) for c in of}
-        messages = sum(cluster.latency(*groups[c.among], c) * units[c] for c in of)
-        return max(sum(near for near, _ in both) / cluster.within.bandwidth,
-                   sum(far for _, far in both) / cluster.between.bandwidth) + messages
+        within = between = messages = 0.0
+        for collective in of:
+            group = groups[collective.among]
+            bytes_within, bytes_between = cluster.sent(*group, collective)
+            within += bytes_within
+            between += bytes_between
+            units = 1 if collective.kind == "all-to-all" else len(stage.units)
+            messages += cluster.latency(*group, collective) * units
+        return max(within / cluster.within.bandwidth, between / cluster.between.bandwidth) + messages
 
-    def waits(behind: str) -> float:
-        now, first = [c for c in sent if c.behind == behind], part.units[0] / total
-        # With gloo fully_shard waits for gradients where they were computed: GlooReduceScatter in zero.py.
-        waited_for = [c for c in now if cluster.gloo and layout.stage == 3 and c.kind != "all-gather"]
-        now = [c for c in now if c not in waited_for]
-        every = [c for c in now if c.times == micro_steps]
+    def waits(behind: str, lasting: float) -> float:
+        now = [c for c in sent if c.behind == behind]
+        every = [c for c in now if c.times == layout.micro_steps]  # in each micro-step, the others once
         # Replicas sum what has been summed within a copy: a unit's sum starts when two more units are computed.
-        again = [c for c in now if c.kind == "all-reduce" and shards > 1 and layout.stage < 3]
-        after = sum(part.units[: 1 + MAX_IN_FLIGHT]) / total * seconds(again)
-        hidden = sum(times * max(seconds(of) - passes[behind], first * seconds(of), last)
-                     for times, of, last in ((micro_steps - 1, every, 0.0), (1, now, after)))
-        return hidden + sum(c.times * seconds([c]) for c in waited_for)
+        again = [c for c in now if c.kind == "all-reduce" and layout.shards > 1 and layout.zero_stage < 3]
+        after = sum(stage.units[: 1 + MAX_IN_FLIGHT]) / total * seconds(again)
+        each = max(seconds(every) - lasting, first * seconds(every))
+        last = max(seconds(now) - lasting, first * seconds(now), after)
+        return (layout.micro_steps - 1) * each + last
 
-    levels = [[c.times * bytes for bytes in cluster.sent(*groups[c.among], c)] for c in sent]
+    within = between = 0.0
+    for collective in sent:
+        bytes_within, bytes_between = cluster.sent(*groups[collective.among], collective)
+        within += collective.times * bytes_within
+        between += collective.times * bytes_between
+    products = max(sum(stage.products) / layout.shards, max(stage.products)) / rate  # a matrix has one owner
     exchange = seconds([c for c in sent if c.kind == "all-to-all"])
-    matrices = max(sum(part.products) / shards, max(part.products)) / muon_rate  # a matrix has one owner
-    return PartPlan(*passes.values(), waits("forward"), waits("backward"), matrices + exchange,
-                    sum(near for near, _ in levels), sum(far for _, far in levels))
+    return StagePlan(forward, backward, waits("forward", forward), waits("backward", backward), products + exchange,
+                     within, between)
 
 
 def plan_step(
-    config: GPTConfig, cluster: Cluster, layout: Layout, rate: float, dtype: torch.dtype, batch_tokens: int,
-    muon_rate: float | None = None,
+    config: GPTConfig, cluster: Cluster, layout: Layout, rate: float, dtype: torch.dtype, batch_tokens: int
 ) -> StepPlan:
-    """rate: FLOP/s that a rank achieves; batch_tokens: of a step over all ranks; muon_rate: None: as in the passes."""
-    stages, micro_steps, model = layout.pipeline_stages, layout.micro_steps, parts(config, layout.pipeline_stages)
+    """rate: FLOP/s that a rank achieves; batch_tokens: of a step over all ranks."""
+    stages = layout.pipeline_stages
+    micro_steps = layout.micro_steps
+    model = split_into_stages(config, stages)
     ranks = cluster.ranks // stages
     tokens = batch_tokens / ranks / micro_steps
-    planned = [plan_part(part, config, cluster, layout, rate, muon_rate or rate, dtype, tokens) for part in model]
-    compute = micro_steps * sum(part.forward + part.backward for part in planned) / stages
-    within, between = (sum(getattr(part, level) for part in planned) / stages for level in ("within", "between"))
+    planned = [plan_stage(stage, config, cluster, layout, rate, dtype, tokens) for stage in model]
+    compute = micro_steps * sum(stage.forward + stage.backward for stage in planned) / stages
+    within = sum(stage.within for stage in planned) / stages
+    between = sum(stage.between for stage in planned) / stages
 
     sending = []    # seconds of a micro-batch from each stage to the next; its gradient comes back as fast
-    for number, part in enumerate(model[1:], start=1):
-        size = tokens * config.n_embd * dtype.itemsize * stream_count(config, part.layers.start)
-        here = number % cluster.on_a_host(stages, ranks) > 0
-        link = cluster.within if here else cluster.between
-        sending.append(size / link.bandwidth + link.latency)
+    for number, stage in enumerate(model[1:], start=1):
+        size = tokens * config.n_embd * dtype.itemsize * stream_count(config, stage.layers.start)
         both_ways = 2 * micro_steps * size / stages
-        within, between = within + both_ways * here, between + both_ways * (not here)
-    schedule = passes(*(tuple(getattr(part, name) for part in planned) for name in ("forward", "backward")),
+        if number % cluster.on_a_host(stages, ranks):
+            link = cluster.within
+            within += both_ways
+        else:
+            link = cluster.between
+            between += both_ways
+        sending.append(size / link.bandwidth + link.latency)
+    schedule = passes(tuple(stage.forward for stage in planned), tuple(stage.backward for stage in planned),
                       tuple(sending), micro_steps)
-    starts, ends = {p.stage: p.start for p in reversed(schedule)}, {p.stage: p.end for p in schedule}
-    late = max(0.0, *(part.gathers - starts[stage] for stage, part in enumerate(planned)))
+    starts = {p.pipeline_stage: p.start for p in reversed(schedule)}
+    ends = {p.pipeline_stage: p.end for p in schedule}
     last = max(ends.values())
-    after = max(ends[stage] + part.reduces for stage, part in enumerate(planned)) - last
+    late = max(0.0, *(stage.gathers - starts[number] for number, stage in enumerate(planned)))
+    after = max(ends[number] + stage.reduces for number, stage in enumerate(planned)) - last
     seconds = within / cluster.within.bandwidth + between / cluster.between.bandwidth
-    update = max(part.update for part in planned)
+    update = max(stage.update for stage in planned)
     return StepPlan(compute, update, late + after, max(last - compute, 0.0), within, between, seconds)
 
 
 def fits(config: GPTConfig, cluster: Cluster, layout: Layout, dtype: torch.dtype, memory: float) -> bool:
-    """Whether a rank's training fits into so many bytes of a GPU, margins included."""
-    sharing = layout.shards if layout.stage else cluster.ranks // layout.pipeline_stages
+    """Whether a rank's training fits into `memory` bytes of a GPU, margins included."""
+    sharing = layout.shards if layout.zero_stage else cluster.ranks // layout.pipeline_stages
     return memory >= needed_bytes(
-        config, layout.rows, dtype, "cuda", True, sharing, stage=layout.stage, checkpointing=layout.checkpointing,
-        pipeline_stages=layout.pipeline_stages, micro_steps=layout.micro_steps)
+        config, layout.rows, dtype, "cuda", True, sharing, zero_stage=layout.zero_stage,
+        checkpointing=layout.checkpointing, pipeline_stages=layout.pipeline_stages, micro_steps=layout.micro_steps)
 
 
 def shard_sizes(cluster: Cluster, pipeline_stages: int = 1) -> list[int]:
     """Ranks that may share a copy of a pipeline stage: those of 1, 2, 4, … hosts, and all of the stage."""
     ranks = cluster.ranks // pipeline_stages
     hosts = math.ceil(ranks / cluster.per_host)
+    if hosts == 1:
+        return [ranks]
     sizes = [cluster.per_host << i for i in range(hosts.bit_length()) if hosts % 2**i == 0]
-    return sorted({*sizes, ranks}) if hosts > 1 else [ranks]
+    return sorted({*sizes, ranks})
 
 
 def pipelines(config: GPTConfig, cluster: Cluster) -> list[int]:
@@ -240,22 +233,24 @@ def pipelines(config: GPTConfig, cluster: Cluster) -> list[int]:
 
 
 def layouts(config: GPTConfig, cluster: Cluster, batch_tokens: int) -> Iterator[list[Layout]]:
-    """All that are looked at; in each list the same with fewer and fewer rows at a time."""
+    """All possible ones; in each list the same with fewer and fewer rows at a time."""
     for stages in pipelines(config, cluster):
         rows = batch_tokens * stages // (config.sequence_len * cluster.ranks)
         halves = [rows >> i for i in range(rows.bit_length()) if rows % 2**i == 0 and 2**i >= stages]
-        zero = (1, 2, 3) if stages == 1 else (1,) if stages < cluster.ranks else ()
-        sharded = itertools.product(zero, shard_sizes(cluster, stages))
-        for (stage, shards), again in itertools.product([(0, 1), *sharded], (False, True)):
-            yield [Layout(stage, shards, half, rows // half, again, stages) for half in halves]
+        zero_stages = (1, 2, 3)
+        if stages > 1:
+            zero_stages = (1,) if stages < cluster.ranks else ()
+        sharded = itertools.product(zero_stages, shard_sizes(cluster, stages))
+        for (zero_stage, shards), again in itertools.product([(0, 1), *sharded], (False, True)):
+            yield [Layout(zero_stage, shards, half, rows // half, again, stages) for half in halves]
 
 
 def fastest_layout(
     config: GPTConfig, cluster: Cluster, rate: float, dtype: torch.dtype, batch_tokens: int, memory: float
 ) -> tuple[Layout, StepPlan] | None:
     """
-    The layout of the fastest step among those that fit; None: there is none. Without a pipeline only the largest rows
-    of each are looked at: fewer send more often.
+    The layout with the fastest step that fits; None: nothing fits. Without a pipeline only the largest rows
+    that fit are planned: fewer send more often.
     """
     found = []
     for trials in layouts(config, cluster, batch_tokens):
@@ -265,20 +260,3 @@ def fastest_layout(
                 if trial.pipeline_stages == 1:
                     break
     return min(found, key=lambda pair: pair[1].seconds, default=None)
-
-
-def largest_depth(
-    config_of: Callable[[int], GPTConfig], cluster: Cluster, dtype: torch.dtype, memory: float
-) -> tuple[int, Layout]:
-    """
-    The deepest model that can be trained, one row at a time and activations computed twice, and how: stage 3 over all
-    ranks, or a pipeline with stage 1 in each of its stages. Depth 0: none.
-    """
-    def fitting(depth: int) -> Layout | None:
-        config = config_of(depth)
-        tried = [Layout(1, cluster.ranks // n, 1, n, True, n) for n in pipelines(config, cluster)]
-        tried = [Layout(3, cluster.ranks, 1, 1, True), *tried]
-        return next((layout for layout in tried if fits(config, cluster, layout, dtype, memory)), None)
-
-    depth = bisect.bisect_left(range(1, DEEPEST), True, key=lambda depth: fitting(depth) is None)
-    return depth, fitting(depth) if depth else None

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 
 class Pass(NamedTuple):
-    """Of one micro-batch through one pipeline stage, from `start` to `end` seconds, which includes what it sends."""
+    """One micro-batch goes through one pipeline stage, from `start` to `end` seconds, sending included."""
 
-    stage: int
+    pipeline_stage: int
     micro_batch: int
     backward: bool
     start: float
@@ -17,10 +17,14 @@ class Pass(NamedTuple):
 
 
 def order(stage: int, stages: int, micro_batches: int) -> list[tuple[bool, int]]:
-    """(backward?, micro-batch) as a stage runs them: stages − stage forward passes, then one of each in turn."""
+    """(backward?, micro-batch) as a stage runs them: `stages - stage` forward passes, then one of each in turn."""
     ahead = min(stages - stage, micro_batches)
-    turns = [(backward, i + (0 if backward else ahead)) for i in range(micro_batches) for backward in (True, False)]
-    return [(False, i) for i in range(ahead)] + [turn for turn in turns if turn[1] < micro_batches]
+    turns = [(False, i) for i in range(ahead)]
+    for i in range(micro_batches):
+        turns.append((True, i))
+        if i + ahead < micro_batches:
+            turns.append((False, i + ahead))
+    return turns
 
 
 @cache
@@ -28,27 +32,34 @@ def passes(
     forward: Sequence[float], backward: Sequence[float], sending: Sequence[float], micro_batches: int
 ) -> list[Pass]:
     """
-    Of so many micro-batches in an optimizer step. Arguments: seconds of a micro-batch's passes in each stage, and from
-    each stage to the next, one way (tuples). A stage waits until what it sent has arrived: torch sends and receives in
-    one batch, between two passes.
+    All passes of an optimizer step. Arguments (tuples): seconds of a micro-batch's passes in each stage, and from each
+    stage to the next, one way. A stage waits until its message has arrived: torch sends and receives in one batch,
+    between two passes.
     """
     stages = len(forward)
-    after, before = (*sending, 0.0), (0.0, *sending)
-    lasting = [(forward[s] + after[s], backward[s] + before[s]) for s in range(stages)]
-    todo = [order(s, stages, micro_batches) for s in range(stages)]
+    to_next = (*sending, 0.0)
+    to_previous = (0.0, *sending)
+    todo = [order(stage, stages, micro_batches) for stage in range(stages)]
     ends: dict[tuple[int, bool, int], float] = {}
     found: list[Pass] = []
-    at, free = [0] * stages, [0.0] * stages
+    position = [0] * stages
+    free = [0.0] * stages
     while len(found) < 2 * stages * micro_batches:
-        for s in range(stages):
-            while at[s] < len(todo[s]):
-                back, i = todo[s][at[s]]
-                giver = s + 1 if back else s - 1  # the loss and the tokens are there
-                ready = ends.get((giver, back, i)) if 0 <= giver < stages else 0.0
+        for stage in range(stages):
+            while position[stage] < len(todo[stage]):
+                is_backward, i = todo[stage][position[stage]]
+                sender = stage + 1 if is_backward else stage - 1
+                ready = 0.0  # the loss and the tokens are there
+                if 0 <= sender < stages:
+                    ready = ends.get((sender, is_backward, i))
                 if ready is None:
                     break
-                start = max(free[s], ready)
-                free[s] = ends[s, back, i] = start + lasting[s][back]
-                found.append(Pass(s, i, back, start, free[s]))
-                at[s] += 1
+                if is_backward:
+                    lasting = backward[stage] + to_previous[stage]
+                else:
+                    lasting = forward[stage] + to_next[stage]
+                start = max(free[stage], ready)
+                free[stage] = ends[stage, is_backward, i] = start + lasting
+                found.append(Pass(stage, i, is_backward, start, free[stage]))
+                position[stage] += 1
     return found

@@ -1,6 +1,6 @@
 """
-What ranks send to one another in an optimizer step: the collectives of each stage of ZeRO, as formulas. Measured beside
-them in docs/zero.md, at a network interface; between hosts in docs/many_hosts.md.
+The collectives of an optimizer step on each stage of ZeRO, and the bytes that ranks send. docs/zero.md compares them
+with measurements at a network interface; docs/many_hosts.md between hosts.
 """
 from typing import Literal, NamedTuple
 
@@ -12,7 +12,7 @@ Kind = Literal["reduce-scatter", "all-gather", "all-reduce", "all-to-all"]
 
 
 class Collective(NamedTuple):
-    """A tensor of so many bytes on each rank of a group, so many times in an optimizer step."""
+    """A tensor of `bytes` bytes on each rank of a group, `times` times in an optimizer step."""
 
     kind: Kind
     bytes: float
@@ -27,35 +27,40 @@ class Collective(NamedTuple):
 
 
 def collectives(
-    stage: int, shards: int, replicas: int, micro_steps: int, dtype: torch.dtype, total: int, muon: int, head: int
+    zero_stage: int, shards: int, replicas: int, micro_steps: int, dtype: torch.dtype, total: int, muon: int, head: int
 ) -> list[Collective]:
     """
-    Of a step on shards · replicas ranks; on stage 0 shards is 1. total: parameters of the model; muon: those in its
-    care; head: those of the last unit, which stage 3 keeps whole from its forward to its backward pass.
+    The collectives of a step on shards · replicas ranks; on stage 0 shards is 1. total: parameters of the model; muon:
+    in Muon's care; head: of the last unit, which stage 3 keeps whole from its forward to its backward pass.
     """
-    gradients, gathered, whole_head = total * FLOAT32, total * dtype.itemsize, head * dtype.itemsize
-    if stage == 0:
+    gradients = total * FLOAT32
+    gathered = total * dtype.itemsize
+    if zero_stage == 0:
         return [Collective("all-reduce", gradients, among="replicas", behind="backward")]
-    found = [Collective("reduce-scatter", gradients, micro_steps if stage >= 2 else 1, behind="backward")]
-    if stage < 3:
-        found.append(Collective("all-gather", gathered, behind="forward"))
-    else:
-        found.append(Collective("all-gather", gathered, micro_steps, behind="forward"))
-        found.append(Collective("all-gather", gathered - whole_head, micro_steps, behind="backward"))
-    found.append(Collective("all-reduce", total * FLOAT32 / shards, among="replicas", behind="backward"))
-    found.append(Collective("all-to-all", muon * dtype.itemsize / shards))
-    return [c for c in found if (shards if c.among == "shards" else replicas) > 1]
+    sums = micro_steps if zero_stage >= 2 else 1
+    found = []
+    if shards > 1:
+        found.append(Collective("reduce-scatter", gradients, sums, behind="backward"))
+        if zero_stage < 3:
+            found.append(Collective("all-gather", gathered, behind="forward"))
+        else:
+            found.append(Collective("all-gather", gathered, micro_steps, behind="forward"))
+            found.append(Collective("all-gather", gathered - head * dtype.itemsize, micro_steps, behind="backward"))
+        found.append(Collective("all-to-all", muon * dtype.itemsize / shards))
+    if replicas > 1:
+        found.append(Collective("all-reduce", gradients / shards, among="replicas", behind="backward"))
+    return found
 
 
 def sent_bytes(
-    stage: int, ranks: int, micro_steps: int, dtype: torch.dtype, total: int, muon: int, head: int
+    zero_stage: int, ranks: int, micro_steps: int, dtype: torch.dtype, total: int, muon: int, head: int
 ) -> float:
     """
-    What a rank sends in one optimizer step, on average over ranks, which are one group.
+    Bytes that a rank sends in an optimizer step, on average over the ranks of one group.
 
     In elements, times (N − 1)/N, with A micro-steps: stages 0 and 1 send 2Ψ, stage 2 (A + 1)Ψ, stage 3 A(3Ψ − Ψ_head),
     and stages 1 to 3 about 2Ψ_muon/N more, for matrices on their way to the rank that orthogonalises them, and back.
     """
-    shards, replicas = (1, ranks) if stage == 0 else (ranks, 1)
-    sent = collectives(stage, shards, replicas, micro_steps, dtype, total, muon, head)
+    shards = 1 if zero_stage == 0 else ranks
+    sent = collectives(zero_stage, shards, ranks // shards, micro_steps, dtype, total, muon, head)
     return sum(c.bytes * c.times * c.passes for c in sent) * (ranks - 1) / ranks

@@ -21,8 +21,8 @@ from functools import cache
 from typing import NamedTuple
 
 from nanochat.corpus import tinyworld_facts as data
-from nanochat.corpus.tinyworld import StableRandom
 from nanochat.data.conversation import Conversation
+from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task, reference
 from nanochat.inference.calculator import arithmetic
 from nanochat.tasks.common import last_number, single_turn, split_of, with_tool

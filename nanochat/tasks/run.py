@@ -15,8 +15,8 @@ import json
 from collections.abc import Iterator
 from functools import cache
 
-from nanochat.corpus.tinyworld import StableRandom
 from nanochat.data.conversation import Conversation
+from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import single_turn, split_of, with_tool

@@ -23,9 +23,9 @@ import string
 from collections.abc import Iterator
 from functools import cache
 
-from nanochat.corpus.tinyworld import StableRandom
 from nanochat.corpus.tinyworld_facts import WORDS
 from nanochat.data.conversation import Conversation
+from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task, reference
 from nanochat.data.tokenizer import Tokenizer, get_tokenizer
 from nanochat.tasks.common import last_number, single_turn, split_of, stable_hash, with_tool

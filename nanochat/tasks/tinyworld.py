@@ -17,8 +17,9 @@ from collections import defaultdict
 from functools import cache
 from typing import NamedTuple
 
-from nanochat.corpus.tinyworld import Fact, StableRandom, Telling, capital, facts
+from nanochat.corpus.tinyworld import Fact, Telling, capital, facts
 from nanochat.data.conversation import Conversation
+from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task, reference
 from nanochat.tasks.common import shuffled, single_turn, split_of, stable_hash
 

@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 
 from nanochat.runtime.errors import UserError, did_you_mean, is_rank0
 from nanochat.runtime.files import base_dir, write_text
+from nanochat.runtime.tables import cell, markdown_table
 from nanochat.training.records import describe_checkpoint, duration, newest_step, replaced_origin
 
 COLUMNS = ("base", "mid", "sft", "rl")  # of the summary; then all others
@@ -178,24 +179,9 @@ def summary(tables: Iterable[dict[str, dict[str, float | str]]]) -> str:
     return "## Summary\n\n" + markdown_table(["", *map(cell, columns)], lines) if rows else ""
 
 
-def cell(value: float | int | str) -> str:
-    """A value as a table shows it: four significant digits of a float, and no exponent where digits can be read."""
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{float(f'{value:.4g}'):,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
-    return single_line(value).replace("|", "\\|")
-
-
 def single_line(text: object) -> str:
     """Text on one line."""
     return " ".join(str(text).split())
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]], words: Sequence[int] = (0,)) -> str:
-    """A Markdown table: the columns of these indices to the left, all others, which are numbers, to the right."""
-    rules = ["---" if i in words else "---:" for i in range(len(columns))]
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [columns, rules, *rows])
 
 
 def settings_table(config: dict[str, Any]) -> str:

@@ -1,0 +1,41 @@
+"""Rows of different lengths as one padded batch: for conversations, rollouts and evaluations."""
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+SHORTEST_PADDED = 64  # a GPU compiles each length once: rows are padded to this times a power of two
+CPU_MULTIPLE = 8      # a CPU compiles for all lengths: rows are padded to a multiple of this
+
+Row = tuple[list[int], list[float]]  # tokens, and the weight of each of them as a target
+
+
+def padded_batch(rows: Sequence[Row], length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    (inputs, targets, weights), each (B, length), of rows of at most length + 1 tokens; int64, int64, float32. Targets
+    are one position ahead, −1 where the weight is zero. An empty row has no targets.
+    """
+    tokens = torch.zeros(len(rows), length + 1, dtype=torch.int64)
+    weights = torch.zeros(len(rows), length + 1)
+    for i, (ids, row_weights) in enumerate(rows):
+        tokens[i, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        weights[i, : len(ids)] = torch.tensor(row_weights)
+    inputs = tokens[:, :-1].contiguous()
+    targets = tokens[:, 1:].masked_fill(weights[:, 1:] == 0, -1)
+    batch = [inputs, targets, weights[:, 1:].contiguous()]
+    if device.type == "cuda":  # from pinned memory the copy does not wait for the work in the device's queue
+        batch = [tensor.pin_memory() for tensor in batch]
+    return tuple(tensor.to(device, non_blocking=device.type == "cuda") for tensor in batch)
+
+
+def padded_length(longest: int, max_seq_len: int, device: torch.device) -> int:
+    """The length to which rows of at most `longest` tokens are padded; at most max_seq_len."""
+    needed = max(longest - 1, 1)  # the last token is only a target
+    if device.type == "cpu":
+        length = math.ceil(needed / CPU_MULTIPLE) * CPU_MULTIPLE
+    else:
+        length = SHORTEST_PADDED
+        while length < needed:
+            length *= 2
+    return min(length, max_seq_len)

@@ -1,0 +1,28 @@
+"""Random draws for texts that have to be the same on every machine: the embedded world and the generated tasks."""
+import math
+import random
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class StableRandom:
+    """
+    Draws that depend on the key alone. Python promises the same numbers in every version only for
+    Random(str).random(), so everything else is made of these.
+
+    bits: log2 of the number of equally likely outcomes of all draws so far.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.uniform = random.Random(key).random
+        self.bits = 0.0
+
+    def below(self, n: int) -> int:
+        """One of 0 … n − 1."""
+        self.bits += math.log2(n)
+        return int(self.uniform() * n)
+
+    def choice(self, choices: Sequence[T]) -> T:
+        return choices[self.below(len(choices))]

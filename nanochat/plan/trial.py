@@ -1,0 +1,140 @@
+"""
+Real training steps: how long one takes, and how many rows fit.
+
+    python -m nanochat.plan.trial JSON      # as scripts.doctor runs it; prints the milliseconds of a step
+
+A step that brings its process down (out of memory, a segmentation fault, a CUDA error that poisons the context) must
+cost no more than an answer: each trial runs in a process of its own, which ends itself after a while.
+"""
+import dataclasses
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import GPTConfig
+from nanochat.optim.optimizers import setup_optimizers
+from nanochat.optim.zero import Sharding
+from nanochat.runtime.compiling import set_compile
+from nanochat.runtime.distributed import compute_cleanup, compute_init, print0
+from nanochat.runtime.errors import UserError, install_one_line_errors
+from nanochat.runtime.flops import synchronize
+
+TIMEOUT = 900      # seconds; every rank compiles a whole model, perhaps with an empty cache
+SECONDS = 3        # of steps, at least
+FREE_SHARE = 0.95  # of a GPU's free memory that a trial may take: a long run fragments more of it
+
+
+# ---- A step, as base_train makes it
+
+def set_up_training(
+    config: GPTConfig, dtype: torch.dtype, device: torch.device, zero_stage: int = 2, compiled: bool = False
+) -> tuple[GPT, Sharding, tuple]:
+    """(model, sharding, optimizers); `device` may be "meta"."""
+    with torch.device("meta"):
+        model = GPT(config)
+    weights = None
+    if device.type != "meta":
+        def weights(name: str) -> Tensor:
+            return model.draw(name, seed=0)
+    sharding = Sharding(model, model.units(), device, dtype, zero_stage, weights=weights)
+    if compiled:
+        model.compile_blocks()
+    return model, sharding, setup_optimizers(model, sharding)
+
+
+def train_step(model: GPT, sharding: Sharding, optimizers: Iterable, tokens: Tensor, micro_steps: int) -> None:
+    """One optimizer step. tokens: (rows, T + 1), the same in every micro-step."""
+    inputs = tokens[:, :-1].contiguous()
+    targets = tokens[:, 1:].contiguous()
+    for micro_step in range(micro_steps):
+        with sharding.accumulate(last=micro_step == micro_steps - 1):
+            loss = model(inputs, targets)
+            (loss / micro_steps).backward()
+    stats = sharding.reduce_and_clip(loss)
+    for optimizer in optimizers:
+        optimizer.step(stats)
+    sharding.all_gather_params()
+
+
+# ---- In a process of its own
+
+def try_steps(
+    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, checkpointing: bool = False,
+    ranks: int = 1, micro_steps: int = 1,
+) -> tuple[float | None, str]:
+    """(milliseconds of a training step with `rows` rows on each rank, ""), or (None, one line why it fails)."""
+    settings = {"config": dataclasses.asdict(config), "rows": rows, "dtype": str(dtype).removeprefix("torch."),
+                "device_type": device_type, "compiled": compiled, "checkpointing": checkpointing,
+                "micro_steps": micro_steps}
+    launcher = []
+    if ranks > 1:
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
+    command = [sys.executable, "-m", *launcher, "nanochat.plan.trial", json.dumps(settings)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    if done.returncode == 0:
+        return float(done.stdout.split()[-1]), ""
+    if done.returncode < 0:
+        return None, f"the process was ended by {signal.Signals(-done.returncode).name}"
+    lines = done.stderr.strip().splitlines()
+    # torchrun writes more after the error of a rank
+    errors = [line for line in lines if "out of memory" in line or line.startswith("error: ")]
+    return None, (errors or lines or [f"exit code {done.returncode}"])[-1]
+
+
+def rows_that_train(
+    most: int, config: GPTConfig, dtype: torch.dtype, device_type: str, compiled: bool, checkpointing: bool = False,
+    ranks: int = 1,
+) -> int:
+    """
+    The largest power of two of rows up to `most` with which training steps do not run out of memory here, by trying;
+    0: none. UserError when a step fails for another reason.
+    """
+    rows = 2 ** int(math.log2(most))
+    while rows:
+        # In the second micro-step the memory also holds the first one's gradients.
+        milliseconds, problem = try_steps(config, rows, dtype, device_type, compiled, checkpointing, ranks, 2)
+        if milliseconds is not None:
+            return rows
+        if "out of memory" not in problem and "SIGKILL" not in problem:
+            raise UserError(f"a training step with device_batch_size={rows} fails: {problem}")
+        rows //= 2
+    return 0
+
+
+def main(
+    config: dict, rows: int, dtype: str, device_type: str, compiled: bool, checkpointing: bool, micro_steps: int
+) -> None:
+    """Steps for some seconds; the first one compiles, of the others the fastest counts."""
+    _, ranks, device = compute_init(device_type)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(FREE_SHARE * free / total)
+    compiling = set_compile(compiled, device.type)
+    model, sharding, optimizers = set_up_training(
+        GPTConfig(**config), getattr(torch, dtype), device, compiled=compiling)
+    model.activation_checkpointing = checkpointing
+    tokens = torch.randint(0, model.config.vocab_size, (rows, model.config.sequence_len + 1), device=device)
+    times = []
+    while len(times) < 3 or sum(times[1:]) < SECONDS and ranks == 1:  # several ranks must agree on the number
+        began = time.perf_counter()
+        train_step(model, sharding, optimizers, tokens, micro_steps)
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    print0(1000 * min(times[1:]))
+    compute_cleanup()
+
+
+if __name__ == "__main__":
+    signal.alarm(TIMEOUT)
+    trial = json.loads(sys.argv[1])
+    install_one_line_errors({"device_batch_size": trial["rows"]})
+    main(**trial)
