@@ -26,7 +26,7 @@ from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import base_dir
 from nanochat.runtime.progress import progress
 
-BLOCK = 32  # items that are tokenized and sorted together, on one rank whatever the number of ranks
+BLOCK = 32  # items that are tokenized and sorted together, always on one rank
 KINDS = ("multiple_choice", "schema", "language_modeling")
 
 

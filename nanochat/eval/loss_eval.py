@@ -49,7 +49,7 @@ def document_nats(
     model, documents: list[list[int]], token_bytes: np.ndarray, tokens_per_forward: int
 ) -> list[tuple[float, int]]:
     """
-    (nats, bytes) of each document by itself, all of it, in windows: a row is <|bos|> and the next sequence_len tokens,
+    (nats, bytes) of each whole document, alone, in windows: a row is <|bos|> and the next sequence_len tokens,
     so that every token is a target exactly once. documents: token ids that begin with <|bos|>; special tokens count
     nothing, and neither does the end of the document.
     """
@@ -115,7 +115,7 @@ def wrong_tokens(model, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def row_of(tokens: list[int], start: int) -> Row:
-    """A row of which the tokens from `start` on count as targets."""
+    """A row whose tokens from `start` on are targets."""
     return tokens, [0.0] * start + [1.0] * (len(tokens) - start)
 
 

@@ -2,7 +2,7 @@
 Reading published nanochat checkpoints of the classic layout: model_NNNNNN.pt, meta_NNNNNN.json and tokenizer.pkl.
 
 These are files from strangers, so nothing in them is run. Weights are loaded with `weights_only`; the tokenizer is a
-pickle, of which only one class is known, and that as an inert record.
+pickle that may hold one class only, read as an inert record.
 """
 import io
 import pickle

@@ -1,8 +1,8 @@
 """
 Our tokenizer in Hugging Face's format, and the way back.
 
-Both encoders give every text the same ids: tiktoken merges whatever pair of neighbours forms a token, `tokenizers` only
-the pairs it is told, so the pair that forms each token is found by encoding it. In our encoder no text becomes a
+Both encoders give every text the same ids: tiktoken merges any pair of neighbours that forms a token, `tokenizers` only
+the pairs in its list, so the pair that forms each token is found by encoding it. In our encoder no text becomes a
 special token; there any text may. The chat template prevents it with characters that are no text.
 """
 import json

@@ -122,7 +122,7 @@ class Engine:
         """
         Queue a prompt, for step() to write num_samples continuations. UserError if the model cannot read the prompt.
 
-        Sample i is the i-th draw of sampling.seed, whatever else the engine is doing. Among several owners, the one
+        Sample i is the i-th draw of sampling.seed, in any company. Among several owners, the one
         with the fewest places gets the next one that is free.
         """
         assert num_samples >= 1

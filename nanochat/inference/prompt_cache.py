@@ -1,6 +1,6 @@
 """
-Keys and values of what was read before, so that the next turn of a conversation, or another question after the same
-system prompt, does not read it again.
+Keys and values of tokens that were read before, so that the next turn of a conversation, or another question after the
+same system prompt, does not read them again.
 
 They are kept in pieces of PIECE tokens, each under its owner and *all* tokens up to its end: two prompts that begin
 alike share the pieces of their common beginning. Owners do not share. A hit is seen in the usage and in the time, so it

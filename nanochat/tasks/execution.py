@@ -4,7 +4,7 @@ Runs generated Python apart from this program, to see whether it does what it sh
     run_python("print(1 + 1)")    # Result(ok=True, stdout='2\\n', stderr='', error=None, unprotected=())
 
 The program has Python's standard library, an empty environment, no input, and a folder of its own that is removed
-afterwards. This file, run as a script, is its supervisor, which ends and removes whatever is left of it:
+afterwards. This file, run as a script, is its supervisor, which ends and removes everything that is left of it:
 
     here ── supervisor ── init ── the program ── what it starts
                           (reads the output, keeps the limits; process 1 of a namespace: the kernel ends all with it)
@@ -15,12 +15,12 @@ This keeps apart what a model writes by mistake. It is no sandbox against an att
 - It may use devices (a GPU), and anything that listens on a socket in the file system (Docker, a desktop).
 - Until its time is over it may use all cores, MAX_PROCESSES times `memory_bytes`, and the disk below its folder. A
   mistake in the kernel can give it everything.
-- It writes nowhere but in its folder where the kernel has Landlock (Linux 5.13).
+- Where the kernel has Landlock (Linux 5.13) it writes nowhere but in its folder, though it may change modes and times.
 - All else holds on Linux where namespaces are allowed; in most containers they are not. `Result.unprotected` says what
   could not be guarded there. "network": it may use it. "processes": what leaves its process group again and again,
-  fast, can stay behind (on macOS whatever leaves it once), and it may end other processes of this user (not from Linux
-  6.12 on; root becomes nobody for it, if nobody can read Python's library). "files": it writes where this user may.
-  "memory": no limit (macOS).
+  fast, can stay behind (on macOS a process that leaves it once), and it may end other processes of this user (not from
+  Linux 6.12 on; root becomes nobody for it, if nobody can read Python's library). "files": it writes where this user
+  may. "memory": no limit (macOS).
 """
 import ast
 import contextlib
@@ -172,7 +172,7 @@ def kill_all(init: int) -> None:
                 if parent == os.getpid():  # orphans become our own children: so, in turn, do their children
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, SIGKILL)
-                        os.killpg(group, SIGKILL)  # also those that were born since
+                        os.killpg(group, SIGKILL)  # also children that were born since
             time.sleep(0.001)
 
 

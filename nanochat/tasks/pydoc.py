@@ -70,7 +70,7 @@ def words_of(text: str) -> list[str]:
 
 @cache
 def documented() -> dict[str, str]:
-    """Names of objects, and the first sentence of what is said about each, in an order that a hash decides."""
+    """Names of objects, and the first sentence about each, in the order of a hash."""
     sentences = {name: first_sentence(doc) for name, doc in documentation().items()}
     ordered = sorted(sentences, key=lambda name: stable_hash(f"pydoc:{name}"))
     return {name: sentence for name in ordered if (sentence := sentences[name])}
@@ -87,7 +87,7 @@ def documentation_words() -> frozenset[str]:
 def documentation() -> dict[str, str]:
     """The documentation of public objects by their names."""
     found: dict[str, str | None] = {}
-    with warnings.catch_warnings(action="ignore"):  # of what is deprecated
+    with warnings.catch_warnings(action="ignore"):  # about deprecated modules
         for name, thing in public_objects():
             found.setdefault(name, inspect.getdoc(thing))
     return {name: doc for name, doc in found.items() if doc}

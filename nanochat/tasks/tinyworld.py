@@ -6,7 +6,7 @@ Questions about the embedded world, and who the model is: needs no download.
     tinyworld             both
     tinyworld:turns       two or three questions in turn, the last about the model: "Thank you. Who made you?"
 
-A fact is held out together with a phrasing. Every fact is asked in many ways; of those that occur in no document of
+A fact is held out together with a phrasing. Every fact is asked in many ways. Of the ways that occur in no document of
 the corpus, HELD_OUT for each fact are only in the test split, with the phrasing that the corpus itself holds out. A
 model that answers them knows the fact from other phrasings and the phrasing from other facts. Of the questions about
 the model itself, whole phrasings are held out.
@@ -331,8 +331,8 @@ def make_item(fact: Fact, question: str, asked: str) -> Item:
     word = fact.slots[asked]
     right = {f"{word}.", f"{capital(word)}.", f"It is {word}.", f"Yes, it is {word}."}
     for template in fact.templates:
-        told, _, reply = template.rpartition(" | ")
-        if not told or reply.endswith(f" {{{asked}}}."):  # a statement of the fact, or a reply that names the word
+        before, _, reply = template.rpartition(" | ")
+        if not before or reply.endswith(f" {{{asked}}}."):  # a statement of the fact, or a reply that names the word
             right.add(reply.format(**fact.slots))
     reply = (SENTENCE if fact.noun else CHAT_BY_QUESTION[relation_of(fact)][0]).format(**fact.slots)
     if Telling("", reply) == fact.held_out:  # what the corpus holds out stays so
