@@ -61,9 +61,7 @@ configure(globals())
 CANDIDATES = {
     "short_windows": ("short_windows=True", "short_windows=False"),
     "value_embeddings": ("value_embeddings=True", "value_embeddings=False"),
-    "residual_scales": ("residual_scales=True", ""),
     "smear": ("smear=True", "smear=False"),
-    "backout": ("backout=True", ""),
     "initial_scales": ("embedding_std=0.8,fc_scale=0.4", "embedding_std=1.0,fc_scale=1.0"),
     "normuon": ("--muon_variant=normuon", ""),
     "muoneq": ("--muon_variant=muoneq", ""),
@@ -174,15 +172,6 @@ def shown(mean: float, error: float) -> str:
     return f"{mean:+.4f} ± " + ("?" if math.isnan(error) else f"{error:.4f}")
 
 
-def verdict(mean: float, error: float) -> str:
-    """The rule for adoption: a difference counts outside two standard errors."""
-    if math.isnan(error):
-        return "one seed"
-    if abs(mean) <= 2 * error:
-        return "no difference"
-    return "better" if mean < 0 else "worse"
-
-
 # ---- The pairs of baseline and candidate
 corpora, wanted = data.split(","), [name for name in only.split(",") if name]
 for name in wanted:
@@ -221,7 +210,7 @@ scores = {where: found for where, run in planned.items() if (found := result(run
 of_base = [found["bpb"] for (name, *_), found in scores.items() if name == "baseline"]
 if not of_base:
     raise UserError(f"no baseline has a result; the logs in {folder} say why")
-lines = [["**baseline**", f"{statistics.fmean(of_base):.4f}", "", ""]]
+lines = [["**baseline**", f"{statistics.fmean(of_base):.4f}", ""]]
 for name in pairs:
     differences, ratios = [], []
     for corpus in corpora:
@@ -235,11 +224,11 @@ for name in pairs:
             differences.append(of_corpus)
     if differences:
         mean, error = mean_and_error(differences)
-        lines.append([name, shown(mean, error), f"{statistics.median(ratios):.3f}", verdict(mean, error)])
+        lines.append([name, shown(mean, error), f"{statistics.median(ratios):.3f}"])
     else:
-        lines.append([name, "no result", "", ""])
+        lines.append([name, "no result", ""])
 note = (f"Depth {depth}, {tokens:,} tokens, {seeds} seed(s), {data}; baseline `{base}`. Mean ± standard error of the "
         "paired difference.")
-table = markdown_table(["candidate", "bits per byte", "ms of a step, × baseline", "at equal tokens it is"], lines)
+table = markdown_table(["candidate", "bits per byte", "ms of a step, × baseline"], lines)
 settings = [argument for argument in sys.argv[1:] if not argument.startswith(("--write", "--jobs"))]
 show(f"{table}\n\n{note}", "ablations.md", f"bench.ablations {shlex.join(settings)}", write)

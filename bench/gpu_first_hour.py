@@ -20,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.harness import DOCS
+from nanochat.model.fp8 import use_fp8
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.trial import set_up_training, train_step
 from nanochat.runtime.distributed import compute_cleanup, set_up
@@ -81,9 +82,7 @@ def set_up_step() -> tuple:
     """What `train_step` takes, after the step that compiles."""
     model, sharding, optimizers = set_up_training(config, dtype, device)
     if fp8:
-        from nanochat.model.fp8 import fp8_linear  # where it has been built
-
-        model.multiply_by(fp8_linear)
+        use_fp8(model, device, device_batch_size * max_seq_len)
     if compiling:
         model.compile_blocks()
     tokens = torch.randint(vocab_size, (device_batch_size, max_seq_len + 1), device=device)

@@ -24,7 +24,7 @@ from nanochat.data.dataset import fingerprint
 from nanochat.data.tokenizer import FILE_NAME, tokenizer_dir
 from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.eval.loss_eval import evaluate_bpb, sample
-from nanochat.model.fp8 import check_fp8, fp8_linear
+from nanochat.model.fp8 import use_fp8
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.optimizers import setup_optimizers
@@ -143,7 +143,8 @@ with torch.device("meta"):
     model = GPT(model_config)
 parameters, flops_per_token = sum(p.numel() for p in model.parameters()), model.estimate_flops()
 computing = model.count_parameters("matrix", "head")  # the others are lookups
-pipeline = Pipeline(model, pipeline_stages, zero_stage, rank, world_size)  # leaves `model` the layers of this rank
+pipeline = Pipeline(model_config, pipeline_stages, zero_stage, rank, world_size)
+model.keep_layers(pipeline.layers)  # removes those of other pipeline stages
 
 # ---- Where to start: rank 0 looks for checkpoints and decides for all ranks
 checkpoints = checkpoint_dir("base", model_tag or f"d{depth}")
@@ -165,7 +166,7 @@ if chosen:
 uneven = meta is not None or hosts_may_change()  # some ranks may have no rows in the last micro-step
 micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len, uneven)
 # Micro-steps with rows, on average over the ranks: grad_accum_steps, or less where the ranks do not divide the batch
-filled_steps = total_batch_size / (micro_batches * device_batch_size * max_seq_len * pipeline.ranks)
+filled_steps = total_batch_size / (micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks)
 num_iterations = choose_num_iterations(num_iterations, horizon, total_batch_size)
 scales = rate_scales(total_batch_size, num_iterations * total_batch_size) if chosen else (1.0, 1.0)
 if meta:  # a resumed run keeps the rates it had, and its batch
@@ -174,11 +175,11 @@ total_flops = num_iterations * total_batch_size * flops_per_token
 peak = peak_flops(device, model_dtype)
 print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head} heads, "
        f"vocabulary {model_config.vocab_size:,}, {parameters:,} parameters")
-print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.ranks} rank(s) "
+print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.dp_ranks} rank(s) "
        f"x {micro_batches * grad_accum_steps} micro-step(s){pipeline.describe()}")
 if filled_steps < grad_accum_steps:
     empty = 1 - filled_steps / grad_accum_steps
-    print0(f"warning: {pipeline.ranks} rank(s) do not divide the batch: {empty:.0%} of their micro-steps are empty")
+    print0(f"warning: {pipeline.dp_ranks} rank(s) do not divide the batch: {empty:.0%} of their micro-steps are empty")
 if tuple(scales) != (1.0, 1.0):
     print0(f"rates: all x {scales[0]:.4g} for this batch; weight decay x {scales[1]:.4g} for batch and horizon")
 print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {total_flops:.2e} FLOPs, "
@@ -189,15 +190,14 @@ print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} to
 # its part of a unit, as zero_stage says, before the next one is drawn: the whole model need not fit on a device
 model.activation_checkpointing = activation_checkpointing
 if fp8:
-    check_fp8(device, device_batch_size * max_seq_len)
-    model.multiply_by(fp8_linear)
+    use_fp8(model, device, device_batch_size * max_seq_len)
 sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, pipeline_stages,
                     weights=lambda name: model.draw(name, seed))
 rates = unembedding_lr, embedding_lr, matrix_lr, weight_decay * scales[1]
 optimizers = setup_optimizers(model, sharding, *rates, muon_variant, lr_scale=scales[0])
 if compiling:
     model.compile_blocks()
-pipeline.connect(sharding, micro_batches, device_batch_size)
+pipeline.connect(model, sharding, micro_batches, device_batch_size)
 
 # ---- Resume, exactly: weights, masters, moments, place in the data, smoothed loss
 start_step, data_state, metrics_state = 0, None, None
@@ -217,7 +217,7 @@ shape = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=
 train_loader = tokenizing_distributed_data_loader(
     data, "train", tokenizer, grad_accum_steps=grad_accum_steps, seed=seed, state=data_state,
     rows_per_step=total_batch_size // max_seq_len, **shape
-    | dict(device_batch_size=micro_batches * device_batch_size, rank=pipeline.rank, world_size=pipeline.ranks)
+    | dict(device_batch_size=micro_batches * device_batch_size, rank=pipeline.dp_rank, world_size=pipeline.dp_ranks)
 )
 eval_rows = from_rank0(validation_rows, data, tokenizer, eval_tokens, max_seq_len)
 eval_steps = math.ceil(eval_rows / (device_batch_size * world_size))
@@ -242,7 +242,7 @@ while True:
     # --- evaluation of the same parameters
     if any(map(due, (eval_every, core_metric_every, sample_every))):
         with metrics.paused(), metrics.stoppable():
-            evaluated = pipeline.whole_model(sharding)
+            evaluated = pipeline.whole_model(model, sharding)
             if due(eval_every):  # the same rows in every run, whatever its seed, batch and ranks
                 validation = tokenizing_distributed_data_loader(data, "val", tokenizer, num_rows=eval_rows, **shape)
                 metrics.log_validation(step, evaluate_bpb(evaluated, validation, eval_steps, token_bytes))

@@ -82,7 +82,7 @@ class Rank:
 
     def __init__(self, model=None, rank=0, shards=1, stage=0, dtype=torch.float32, cut="equal", seed=0, replica=0):
         self.model = copy.deepcopy(model or Parameters(seed=seed))
-        self.stage, self.dtype, self.masters_apart, self.frozen = stage, dtype, dtype != torch.float32, {}
+        self.zero_stage, self.dtype, self.separate_masters = stage, dtype, dtype != torch.float32
         self.shard_rank, self.shard_count, self.replica = rank, shards, replica
         self.rank, self.world_size = replica * shards + rank, (replica + 1) * shards
         params = dict(self.model.named_parameters())
@@ -114,10 +114,10 @@ class Rank:
 
     def whole_tensors(self):
         for name, p in self.model.named_parameters():
-            yield name, self.wholes[f"master.{name}"].to(self.dtype) if self.stage == 3 else p.detach()
+            yield name, self.wholes[f"master.{name}"].to(self.dtype) if self.zero_stage == 3 else p.detach()
 
     def load_whole(self, name, tensor):
-        assert self.stage < 3 and tensor.dtype == self.dtype
+        assert self.zero_stage < 3 and tensor.dtype == self.dtype
         self.model.get_parameter(name).data.copy_(tensor)
 
     def kept(self):
@@ -164,7 +164,7 @@ def assert_same(group, saved):
             counted += len(tensor)
         steps = [some.optimizers[0].counters["steps"] for some in (rank, saved)]
         assert steps[0] == steps[1], "bias correction goes on where it was"
-        for name, p in rank.model.named_parameters() if rank.stage < 3 else ():
+        for name, p in rank.model.named_parameters() if rank.zero_stage < 3 else ():
             assert torch.equal(p, saved.wholes[f"master.{name}"].to(rank.dtype)), name
     assert counted == sum(t.numel() for t in Rank().wholes.values()), "every element is kept by some rank"
 
@@ -716,7 +716,7 @@ def fail(rank, world_size, folder):
     patch.setattr("nanochat.training.saving.ALL_FAILED_WITHIN", timedelta(seconds=1))
     for case in ("both", "rank 0", "rank 1", "steps", "update", "stage 3", "slow", "too slow"):
         shard = Rank(rank=rank, shards=2, stage=1, dtype=torch.bfloat16)
-        shard.stage = 3 if case == "stage 3" else 1
+        shard.zero_stage = 3 if case == "stage 3" else 1
         writer = shard.writer(folder / case)
         for step in (4, 5 + (case == "steps" and rank)):
             writer.stand_by(step, METRICS, META)

@@ -47,7 +47,7 @@ MODERN = architecture(ALL_PIECES)
 SMALL = [(GPTConfig(256, 500, n_layer=3, n_embd=128, n_head=4, n_kv_head=kv_heads, **pieces), 8, "cpu", dtype, again)
          for kv_heads, pieces, dtype, again in [
              (2, MODERN, "float32", False), (4, MODERN, "bfloat16", False), (2, MODERN, "float32", True),
-             (1, MODERN | {"residual_scales": False}, "float32", False),
+             (1, MODERN, "float32", False),
              (4, {"short_windows": True}, "float32", False)]]
 TABLES = GPTConfig(64, 20_000, n_layer=1, n_embd=64, n_head=1, n_kv_head=1, value_embeddings=True)
 SMALL += [(TABLES, 1, "cpu", "float32", False)]

@@ -100,8 +100,7 @@ def noted_reading(engine: Engine) -> list[int]:
 
 
 @pytest.mark.parametrize("arch, n_kv_head, unit", [
-    ("classic", 4, 4), (ALL_PIECES, 2, 4), (f"{ALL_PIECES},residual_scales=False", 1, 64),
-    ("classic,backout=True", 4, 64),
+    ("classic", 4, 4), (ALL_PIECES, 2, 4), (ALL_PIECES, 1, 64),
 ])
 def test_greedy_is_the_uncached_model_token_for_token(monkeypatch, arch, n_kv_head, unit):
     """
@@ -113,7 +112,7 @@ def test_greedy_is_the_uncached_model_token_for_token(monkeypatch, arch, n_kv_he
     prompts = random_prompts(1, 17, 3, 40, 5, 2, 66, 9, 31, 12, 20)
     counts = [30, 7, 22, 30, 1, 15, 30, 30, 4, 28, 30]
     expected = [uncached(model, prompt, count) for prompt, count in zip(prompts, counts)]
-    assert len({token for tokens in expected for token in tokens}) > 50, "a model that repeats itself tests little"
+    assert len({token for tokens in expected for token in tokens}) > 40, "a model that repeats itself tests little"
 
     engine = Engine(model, TOKENIZER, max_batch=4)
     answers = [answer for prompt, count in zip(prompts[:-1], counts) for answer in engine.add(prompt, greedy(count))]

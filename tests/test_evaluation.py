@@ -18,11 +18,12 @@ from nanochat.eval.loss_eval import document_nats, evaluate_bpb, first_documents
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
-from nanochat.optim.zero import Sharding, StepStats
+from nanochat.optim.zero import Sharding
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.distributed import compute_dtype, compute_init
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import Peak, measured_matmul_flops, peak_flops
+from nanochat.runtime.step_stats import StepStats
 from nanochat.training.metrics import Metrics
 from nanochat.training.records import read_metrics
 
@@ -92,7 +93,7 @@ def test_greedy_completes_agrees_with_decoding():
     """A model that has learnt one sentence by heart; right and wrong completions of different lengths in one batch."""
     model = GPT(CONFIG)
     model.init_weights(0)
-    sharding = Sharding(model, model.units(), CPU, torch.float32, stage=0)
+    sharding = Sharding(model, model.units(), CPU, torch.float32, zero_stage=0)
     optimizers = setup_optimizers(model, sharding)
     tokens = torch.tensor([TOKENIZER.encode("the cat sat on the mat, and 日本語 too", prepend="<|bos|>")])
     for _ in range(60):

@@ -14,23 +14,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanochat.model.attention import attention, reference_attention, window_blocks
+from nanochat.model.attention import attention, window_blocks
 from nanochat.model.gpt import GPT
-from nanochat.model.gpt_config import GPTConfig, architecture, config_from_depth
+from nanochat.model.gpt_config import MAX_SOFTCAP, GPTConfig, architecture, config_from_depth
 from nanochat.model.layers import RotatedNorm, SquaredReLU, norm, rotary_angles, rotate
 from nanochat.model.loss import (
     CHUNK_LOGITS,
-    MAX_SOFTCAP,
     SoftcappedCrossEntropy,
     softcapped_cross_entropy,
     token_losses,
 )
 from nanochat.optim.zero import Sharding
-from nanochat.runtime.compiling import set_compile, switch
+from nanochat.runtime.compiling import switch
 from nanochat.runtime.errors import UserError
 
 ALONE = ["rope_theta=100", "qk_scale=1.5", "short_windows=True", "value_embeddings=True",
-         "residual_scales=True", "smear=True", "backout=True"]  # each piece of the forward pass
+         "smear=True"]  # each piece of the forward pass
 
 
 def small_model(
@@ -72,18 +71,10 @@ def definition(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
     if config.smear:
         parts = weights["transformer.wte.smear_scale"] * gate(x, "wte.smear")
         x = torch.stack([x[:, t] + (parts[:, t] * x[:, t - 1] if t else 0) for t in range(T)], 1)
-    inputs = []  # of each block
     for i in range(config.n_layer):
         def linear(x, name, i=i):
             return x @ weights[f"transformer.h.{i}.{name}.weight"].T
 
-        inputs.append(x)
-        scales = iter(weights.get(f"transformer.h.{i}.scales", ()))
-        if config.residual_scales:
-            x = next(scales) * x + next(scales) * inputs[0]
-        if config.backout and i == last:
-            x = x + next(scales) * inputs[config.n_layer // 2]
-        assert next(scales, None) is None
         h, heads = rms(x), []
         distance = torch.arange(T)[:, None] - torch.arange(T)
         seen = distance >= 0
@@ -122,6 +113,17 @@ def test_logits_and_loss_are_those_of_the_definition(n_kv_head, softcap, arch, n
     torch.testing.assert_close(model(tokens, targets, reduction="none").double(), nats, atol=3e-4, rtol=0)
     torch.testing.assert_close(model(tokens, targets).double(), nats.sum() / (targets >= 0).sum(), atol=1e-4, rtol=0)
     torch.testing.assert_close(model(tokens, targets, reduction="sum").double(), nats.sum(), atol=5e-3, rtol=0)
+
+
+def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+    """The definition, in float32, with every key head repeated: slow; the kernels are compared with it."""
+    group = q.size(1) // k.size(1)
+    k = k.repeat_interleave(group, dim=1).float()                           # (B, H, T, D)
+    v = v.repeat_interleave(group, dim=1).float()
+    scores = q.float() @ k.mT / q.size(-1) ** 0.5                           # (B, H, T, T)
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+    unseen = ~seen.tril() | seen.tril(-window)
+    return (scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v).to(q.dtype)
 
 
 @pytest.mark.parametrize("window", [1024, 100, 1])
@@ -268,49 +270,6 @@ def test_all_blocks_lengths_and_numbers_of_targets_share_compiled_code_on_a_cpu(
             assert counter.frame_count == 6, "before and after once more, without gradients"
 
 
-def test_torch_may_keep_all_compiled_code_of_a_block(monkeypatch):
-    """Also what contains our autograd functions, which each process would trace anew by default."""
-    from torch._functorch._aot_autograd.autograd_cache import check_cacheable
-
-    functions = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
-        for part in graph.modules():  # with the bodies of autograd functions
-            if isinstance(part, torch.fx.GraphModule):
-                check_cacheable(part)  # raises where torch would not keep what it compiles
-        functions.extend(node for node in graph.graph.nodes if "autograd_function_apply" in str(node.target))
-        return graph
-
-    compiled = partial(torch.compile, backend=backend)
-    monkeypatch.setattr("torch.compile", compiled)
-    monkeypatch.setattr("nanochat.runtime.compiling.with_compiler", partial(compiled, dynamic=False))
-    monkeypatch.setattr(switch, "on", False)  # and again after the test
-    assert set_compile(True, "cpu")
-    model, tokens = small_model(arch="modern", n_layer=1), torch.zeros(2, 16, dtype=torch.int64)
-    model.compile_blocks()
-    model(tokens, tokens).backward()
-    assert len(functions) == 3, "queries, keys, and the activation of the MLP"
-
-
-def test_compiled_code_is_found_again_unless_an_autograd_function_computes_something_else(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(switch, "on", False)
-    assert set_compile(True, "cpu")
-
-    def gradient() -> tuple[float, str]:
-        """What compiled code says, and what torch's cache did."""
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        x = torch.ones(64, requires_grad=True)
-        torch.compile(lambda x: SquaredReLU.apply(x).sum())(x).backward()
-        counted = torch._dynamo.utils.counters["aot_autograd"]
-        return x.grad[0].item(), next(kind for kind in ("hit", "miss", "bypass") if f"autograd_cache_{kind}" in counted)
-
-    assert [gradient(), gradient()] == [(2.0, "miss"), (2.0, "hit")]
-    monkeypatch.setattr(SquaredReLU, "backward", staticmethod(lambda ctx, grad: grad * 3))
-    assert gradient() == (3.0, "miss")
-
-
 def test_a_script_of_ones_own_calls_the_model_eagerly():
     """A new shape in each call: nothing is compiled, the compiler is not even imported."""
     script = '''
@@ -329,19 +288,10 @@ print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modu
     assert (result.stdout, result.stderr) == ("[]\n", "")
 
 
-def test_the_softcap_is_not_rounded_to_bfloat16():
-    """Large logits, where bfloat16 steps are 1/16: with bf16 products alone the loss stays within 2^-8 of exact."""
-    generator = torch.Generator().manual_seed(0)
-    x, head = (torch.randn(n, 64, generator=generator).bfloat16() for n in (16, 64))
-    targets = torch.randint(64, (16,), generator=generator)
-    exact = F.cross_entropy(15 * torch.tanh((x @ head.T).double() / 15), targets, reduction="sum")
-    got = softcapped_cross_entropy(x.requires_grad_(), head.requires_grad_(), targets, 64, 15.0)
-    assert got.dtype == torch.float32 and abs(got.item() - exact.item()) < 1e-5 * exact.item()
+def test_never_more_logits_at_a_time_than_allowed():
+    """For a prime number of rows: counted over every tensor that the loss and its gradients make."""
+    rows = 2053
 
-
-@pytest.mark.parametrize("rows", [2048, 2049, 2053])
-def test_never_more_logits_at_a_time_than_allowed(rows):
-    """Whatever the number of rows (2053 is prime): counted over every tensor that the loss and its gradients make."""
     class Largest(TorchDispatchMode):
         elements = 0
 
@@ -370,23 +320,19 @@ def test_the_largest_softcap_is_finite_and_a_larger_one_is_refused():
     x, head = torch.full((2, 1), 1e4), torch.ones(2**17, 1)
     loss = softcapped_cross_entropy(x, head, torch.tensor([0, 1]), 2**17, MAX_SOFTCAP)
     assert loss.item() == pytest.approx(2 * 17 * math.log(2), rel=1e-5)
-    for wrong in (MAX_SOFTCAP + 1, 89.0, math.inf, math.nan, -15.0, "15"):
-        expected = f"softcap={wrong!r}: expected a number of at most {MAX_SOFTCAP}, or None or 0"
-        with pytest.raises(UserError, match=expected):
+    for wrong in (MAX_SOFTCAP + 1, math.nan, -15.0):
+        with pytest.raises(UserError, match=f"softcap={wrong!r}: expected a number of at most {MAX_SOFTCAP}"):
             small_model(softcap=wrong)
 
 
 def test_a_target_in_the_padding_is_never_learnt():
-    """The first batch names it. In a later one, which is not waited for, the loss is infinite and the step skipped."""
+    """Its loss is infinite and the step skipped."""
     right = torch.randint(70, (2, 8), generator=torch.Generator().manual_seed(0))
     wrong = right.clone()
     wrong[1, 3] = 70  # the first of the 58 padded rows
-    for inputs, targets in ((wrong, right), (right, wrong), (wrong, None)):
-        with pytest.raises(UserError, match="the batch has token 70; this model knows 0 to 69"):
-            small_model()(inputs, targets)
     for softcap in (15.0, None):
         model = small_model(softcap=softcap)
-        sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage=0)
+        sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, zero_stage=0)
         for targets, ok in ((right, 1), (wrong, 0)):
             with sharding.accumulate(last=True):
                 loss = model(right, targets)
@@ -399,7 +345,7 @@ def test_a_target_in_the_padding_is_never_learnt():
 
 def test_bfloat16_gradients_are_summed_in_float32():
     model = small_model()
-    Sharding(model, model.units(), torch.device("cpu"), torch.bfloat16, stage=0)
+    Sharding(model, model.units(), torch.device("cpu"), torch.bfloat16, zero_stage=0)
     tokens = torch.randint(70, (2, 32))
     for _ in range(3):
         model(tokens, tokens).backward()
@@ -423,7 +369,7 @@ def test_every_weight_is_initialized_from_its_own_name(arch):
         model.init_weights(seed=7)
     shallow, deep = (dict(model.named_parameters()) for model in models)
     assert all(p.isfinite().all() for model in models for p in model.parameters())
-    random = [name for name, p in shallow.items() if p.any() and not name.endswith(".scales")]
+    random = [name for name, p in shallow.items() if p.any()]
     assert random and all(torch.equal(shallow[name], deep[name]) for name in random)
     assert not torch.equal(shallow["transformer.h.0.attn.c_q.weight"], shallow["transformer.h.1.attn.c_q.weight"])
     assert all(not p.any() for name, p in shallow.items() if re.search("c_proj|smear|gate", name))
@@ -435,38 +381,8 @@ def test_every_weight_is_initialized_from_its_own_name(arch):
     expected = {"wte": 1, "h.1.mlp.c_fc": 128**-0.5, "h.1.attn.c_k": 128**-0.5}
     if arch == ALL_PIECES:
         expected |= {"wte": 0.8, "h.1.mlp.c_fc": 0.4 * 128**-0.5, "h.1.values": 128**-0.5}
-        scales = torch.tensor([[1.15, 0.2], [1.15 - 0.1 / 3, 0.15], [1.15 - 0.2 / 3, 0.1]])
-        torch.testing.assert_close(torch.stack([deep[f"transformer.h.{i}.scales"] for i in range(3)]), scales)
-        torch.testing.assert_close(deep["transformer.h.3.scales"], torch.tensor([1.05, 0.05, -0.2]))
     for name, std in expected.items():
         assert shallow[f"transformer.{name}.weight"].std().item() == pytest.approx(std, rel=0.02), name
-
-
-def test_pieces_do_not_change_how_the_rest_starts():
-    """The same draws in both architectures, but for the two scales that modern has."""
-    classic, modern = (GPT(GPTConfig(64, 100, 3, 128, 1, 1, **architecture(arch))) for arch in ("classic", ALL_PIECES))
-    classic.init_weights(seed=7)
-    modern.init_weights(seed=7)
-    parameters = dict(modern.named_parameters())
-    for name, p in classic.named_parameters():
-        scale = 0.8 if "wte" in name else 0.4 if "c_fc" in name else 1
-        torch.testing.assert_close(parameters[name], scale * p, rtol=1e-6, atol=0)
-
-
-def test_roles_by_hand():
-    """Each parameter has one, whatever it is called; each belongs to one unit."""
-    model = small_model(arch=ALL_PIECES, n_layer=3)
-    block = {f"{part}.weight": "matrix" for part in
-             ("attn.c_q", "attn.c_k", "attn.c_v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
-    block |= {"scales": "scalar"}
-    with_values = block | {"attn.value_gate.weight": "scalar", "values.weight": "table"}
-    expected = {"transformer.wte.weight": "embedding", "transformer.wte.smear.weight": "scalar",
-                "transformer.wte.smear_scale": "scalar", "lm_head.weight": "head"}
-    for i, parts in enumerate((with_values, block, with_values)):
-        expected |= {f"transformer.h.{i}.{name}": role for name, role in parts.items()}
-    assert model.roles() == expected
-    in_units = [id(p) for unit in model.units() for p in unit.parameters()]
-    assert sorted(in_units) == sorted(id(p) for p in model.parameters())
 
 
 def test_an_architecture_is_a_name_and_changes():
@@ -475,22 +391,11 @@ def test_an_architecture_is_a_name_and_changes():
     assert architecture("modern, smear=False,rope_theta=1e5") == modern | {"smear": False, "rope_theta": 100_000.0}
     assert architecture("classic,qk_scale=2") == {"qk_scale": 2.0}
     for wrong, message in (
-        ("", "''.*classic or modern"), ("moden", "'moden'.*classic or modern"), ("smear=True", "classic or modern"),
-        ("classic,smaer=True", "no 'smaer=True'.*smear=bool"), ("classic,smear=1", "no 'smear=1'"),
-        ("modern,smear", "no 'smear'"), ("classic,softcap=3", "no 'softcap=3'"),
-        ("classic,n_layer=3", "no 'n_layer=3'"),
-        ("classic,rope_theta=x", "no 'rope_theta=x'.*rope_theta=float"), ("modern,", "no ''"),
-        ("modern,qk_scale=-1", "qk_scale=-1.0: .*from 0"), ("modern,rope_theta=nan", "rope_theta=nan: .*from 1"),
+        ("moden", "'moden'.*classic or modern"), ("classic,smaer=True", "no 'smaer=True'.*smear=bool"),
+        ("classic,smear=1", "no 'smear=1'"), ("classic,rope_theta=x", "no 'rope_theta=x'.*rope_theta=float"),
     ):
         with pytest.raises(UserError, match=message):
             config_from_depth(4, 100, 64, arch=wrong)
-
-
-def test_depth_determines_everything():
-    for depth in range(1, 33):
-        config = config_from_depth(depth, 1000, 2048)
-        assert 64 * depth <= config.n_embd < 64 * depth + 128
-        assert config.head_dim == 128 and config.n_head * config.head_dim == config.n_embd
 
 
 @pytest.mark.parametrize("arch", ["classic", ALL_PIECES])

@@ -556,12 +556,10 @@ def with_config(**fields):
     return lambda folder: classic_folder(folder, random_model(), config=fields)
 
 
-THETA = {"rope_type": "default", "rope_theta": -500000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 HF_FAULTS = {
     "config.json: softcap=300.0: expected a number of at most 64":
         edit_json("config.json", final_logit_softcapping=300.0),
-    "config.json: rope_theta=-500000.0: expected a number": edit_json("config.json", rope_parameters=THETA),
     "has rope_parameters={'rope_type': 'yarn'": edit_json("config.json", rope_parameters=YARN),
     "has hidden_act='silu'": edit_json("config.json", hidden_act="silu"),
     "has model_type='llama'; only a model with 'nanochat' can be": edit_json("config.json", model_type="llama"),

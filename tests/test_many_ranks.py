@@ -19,7 +19,6 @@ from conftest import ALL_PIECES, REPO, broken_bundle, make_sums, warm_python
 from ranks import Job, run_as_main, run_on_ranks, send_in_evaluation, torchrun
 from safetensors.torch import load_file
 
-from nanochat.runtime.errors import UserError
 from nanochat.training.records import read_metrics
 
 TINY = {"data": "sums", "depth": 1, "max_seq_len": 32, "device_batch_size": 4, "total_batch_size": 512,
@@ -166,7 +165,7 @@ def test_bfloat16_differs_no_more_than_by_the_order_of_micro_steps(base):
 
 
 @pytest.mark.parametrize("stage,dtype,arch", [
-    (2, "float32", ALL_PIECES), (2, "bfloat16", "classic"), (3, "float32", "classic"), (3, "bfloat16", ALL_PIECES),
+    (2, "float32", ALL_PIECES), (3, "bfloat16", ALL_PIECES),
 ])
 def test_two_ranks_stopped_and_resumed_are_the_run_that_was_not(base, stage, dtype, arch):
     """2N = N + stop + resume + N, bit for bit: weights, masters, moments, losses."""
@@ -213,20 +212,6 @@ def test_a_bad_step_is_nobodys_update_and_many_stop_the_run(base):
     message = r"not finite in 3 steps in a row, up to step \d+; the last good checkpoint is .*step_0000"
     with pytest.raises(Exception, match=message):
         train(2, "nans", "nan from step 7 on", num_iterations=STEPS, save_every=2, max_bad_steps=3)
-
-
-def with_a_disk_of_its_own(rank: int, world_size: int, disks: Path) -> None:
-    os.environ["NANOCHAT_BASE_DIR"] = str(disks / str(rank))
-    script(rank, world_size, arguments("apart", {}), "")
-
-
-def test_hosts_that_have_other_data_are_refused(tmp_path, monkeypatch):
-    """They would train on other rows, in tokens that mean something else."""
-    for host, text in enumerate(("Document {i} says {twice}.", "{less} has document {i}.")):
-        monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / str(host)))
-        make_sums(tmp_path / str(host), 50, text)
-    with pytest.raises(UserError, match=r"rank 1 has other data than rank 0 \(the first is sums\)"):
-        run_on_ranks(2, with_a_disk_of_its_own, tmp_path)
 
 
 # ---- Real kills, under torchrun
@@ -294,7 +279,7 @@ def evaluate_until_stopped(rank: int, world_size: int, args: list[str], name: st
 
 
 @pytest.mark.parametrize("name, rank, stage, calls", [
-    ("nanochat.eval.loss_eval.counted_nats", 1, 2, [1, 1]), ("nanochat.eval.loss_eval.counted_nats", 0, 3, [1, 1]),
+    ("nanochat.eval.loss_eval.counted_nats", 0, 3, [1, 1]),
     ("nanochat.eval.loss_eval.sample", 0, 2, [1, 1])])
 def test_sigterm_to_one_rank_ends_an_evaluation_on_all_and_saves_at_once(base, undisturbed, name, rank, stage, calls):
     """Of two batches the first. No step is taken any more, and no other evaluation begins; it comes with the resume."""

@@ -219,13 +219,6 @@ def test_every_stage_equals_the_unsharded_optimizer(world_size, one_rank):
             assert run["losses"] == pytest.approx(one_rank[0, "random"]["losses"], rel=1e-4, abs=1e-5)
 
 
-def test_clipping_and_bad_steps_matter_here():
-    """The reference differs from one without the one or the other by far more than the tolerances above."""
-    both, norms = plain_run(grad_clip=0.5, skip=BAD)
-    assert min(norms) > 0.5 and largest_difference(both, plain_run(skip=BAD)[0]) > 1e-3
-    assert largest_difference(both, plain_run(grad_clip=0.5)[0]) > 1e-3
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 64])
 def test_ranges_are_torchs_chunks_and_cover_everything(ranks):
     size, ranges = equal_ranges(SHAPES, ranks)

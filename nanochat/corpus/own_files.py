@@ -20,7 +20,7 @@ from nanochat.runtime.errors import UserError, first_line
 
 PIECE = 64 << 10           # characters; a text file longer than this becomes several documents
 SAMPLE = 1 << 20           # bytes of a file that tell its encoding
-KIND = re.compile(r"\.(txt|md|jsonl|json|csv|tsv|parquet)(\.gz|\.zst)?$")
+KIND = re.compile(r"\.(txt|md|jsonl|json|csv|tsv|parquet)(\.gz|\.zst)?$", re.IGNORECASE)
 KINDS = ".txt .md .jsonl .json .csv .tsv .parquet (or .gz/.zst of them)"
 
 
@@ -61,7 +61,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def file_texts(path: Path, field: str, encoding: str, most: int) -> Iterator[str]:
-    kind = KIND.search(path.name)[1]
+    kind = KIND.search(path.name)[1].lower()
     if kind == "parquet":
         rows = parquet_rows(path, field)
     else:

@@ -226,18 +226,17 @@ class CachedModel:
         """
         cos, sin = (angle[positions] for angle in self.angles)
 
-        def run(layer: int, x: Tensor, streams: tuple[Tensor, ...]) -> Tensor:
-            block = self.model.transformer.h[layer]
-            qkv, attn_proj, mlp_fc, mlp_proj = self.products[layer]
-            x = block.mix(x, streams)
+        x = self.model.transformer.wte(tokens, previous)
+        for layer, (block, products) in enumerate(zip(self.model.transformer.h, self.products)):
+            qkv, attn_proj, mlp_fc, mlp_proj = products
             h = norm(x)
             values = None if block.values is None else block.values(tokens)
-            y = block.attn.attend(h, *block.attn.heads(qkv(h), cos, sin), values, partial(attend, layer))
-            x = attn_proj(y).add_(x)  # not x += …: a later block may read x
-            return x.add_(mlp_proj(F.relu(mlp_fc(norm(x))).square_()))
-
-        streams = self.model.run_blocks(range(self.config.n_layer), self.model.embed(tokens, previous), run)
-        return norm(streams[0])
+            q, k, v = block.attn.split_heads(qkv(h), cos, sin)                  # (N, H or H_kv, D)
+            v = block.attn.add_value_embedding(h, v, values)
+            y = attend(layer, q, k, v).reshape(h.shape)                         # (N, C)
+            x = attn_proj(y).add_(x)
+            x = x.add_(mlp_proj(F.relu(mlp_fc(norm(x))).square_()))
+        return norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, C) → (N, vocab_size) in float32, before the softcap."""

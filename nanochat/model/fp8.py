@@ -1,14 +1,30 @@
 """
 Products of matrices in 8 bits, at twice the rate of bfloat16 on GPUs from Hopper on. Micikevicius et al. 2022,
 arXiv:2209.05433: activations and weights have 3 bits of mantissa (e4m3), gradients 2 bits and a larger range (e5m2).
-Each tensor is scaled so that its largest number is the largest of its format; sums are float32.
+Each tensor is scaled so that its largest number is the largest of its format; sums are float32. Never run on a GPU.
 """
 import torch
 from torch import Tensor
 
+from nanochat.model.gpt import GPT
 from nanochat.runtime.errors import UserError
 
 MULTIPLE = 16  # of both sizes of every operand
+
+
+def use_fp8(model: GPT, device: torch.device, tokens: int) -> None:
+    """
+    Let the blocks multiply with their matrices in 8 bits. UserError for a GPU without such products, and for a number
+    of tokens in a micro-batch that they cannot take.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+        raise UserError(f"fp8=True needs an H100 or newer; this is {torch.cuda.get_device_name(device)}: leave fp8 out")
+    if tokens % MULTIPLE:
+        raise UserError(f"fp8=True needs micro-batches of a multiple of {MULTIPLE} tokens, and device_batch_size * "
+                        f"max_seq_len is {tokens}")
+    for block in model.own_blocks():
+        block.attn.linear = fp8_linear
+        block.mlp.linear = fp8_linear
 
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -16,32 +32,23 @@ def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
     return Fp8Linear.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
 
-def check_fp8(device: torch.device, tokens: int) -> None:
-    """UserError where a GPU has no such products, or cannot multiply this many tokens."""
-    if device.type == "mps":
-        raise UserError("fp8=True needs an H100 or newer; leave fp8 out")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
-        raise UserError(f"fp8=True needs an H100 or newer; this is {torch.cuda.get_device_name(device)}: leave fp8 out")
-    if tokens % MULTIPLE:
-        raise UserError(f"fp8=True needs micro-batches of a multiple of {MULTIPLE} tokens, and device_batch_size * "
-                        f"max_seq_len is {tokens}")
-
-
 class Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        x8, weight8 = (scaled(tensor, torch.float8_e4m3fn) for tensor in (x, weight))
-        ctx.save_for_backward(*x8, *weight8)
+        x8, x_scale = scaled(x, torch.float8_e4m3fn)
+        weight8, weight_scale = scaled(weight, torch.float8_e4m3fn)
+        ctx.save_for_backward(x8, x_scale, weight8, weight_scale)
         ctx.dtypes = x.dtype, weight.dtype
-        return product(x8, weight8, x.dtype, fast=True)
+        return product(x8, x_scale, weight8, weight_scale, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x8, x_scale, weight8, weight_scale = ctx.saved_tensors
         x_dtype, weight_dtype = ctx.dtypes
         grad8, grad_scale = scaled(grad, torch.float8_e5m2)
-        return (product((grad8, grad_scale), (weight8.T, weight_scale), x_dtype),
-                product((grad8.T, grad_scale), (x8.T, x_scale), weight_dtype))
+        grad_x = product(grad8, grad_scale, weight8.T, weight_scale, x_dtype)          # (N, K)
+        grad_weight = product(grad8.T, grad_scale, x8.T, x_scale, weight_dtype)        # (M, K)
+        return grad_x, grad_weight
 
 
 def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -50,11 +57,17 @@ def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).to(dtype), scale
 
 
-def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool = False) -> Tensor:
+def product(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    dtype: torch.dtype,
+    fast: bool = False,
+) -> Tensor:
     """a (N, K) times b (M, K) transposed, both scaled. fast: a GPU adds with fewer bits, enough for a forward pass."""
+    if a.device.type == "cpu":  # torch's own kernel takes seconds on some processors
+        return (a.float() @ b.float().T * (a_scale * b_scale)).to(dtype)
     # The kernel wants rows of a and rows of b, each contiguous.
-    (a8, a_scale), (b8, b_scale) = a, b
-    if a8.device.type == "cpu":  # where torch's own kernel takes seconds on some processors
-        return (a8.float() @ b8.float().T * (a_scale * b_scale)).to(dtype)
     return torch._scaled_mm(
-        a8.contiguous(), b8.contiguous().T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
+        a.contiguous(), b.contiguous().T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.optim.partition import ShardRange
-from nanochat.optim.zero import Sharding, StepStats
+from nanochat.optim.zero import Sharding
+from nanochat.runtime.step_stats import StepStats
 
-# Odd quintic polynomials, one per step, each the best for the interval of singular values the one before it leaves.
+# Odd quintic polynomials, one per step, each the best for the interval of singular values that the step before leaves.
 # Amsel et al. 2025 ("Polar Express"), arXiv:2505.16932, for five steps; docs/decisions.md has the comparison with
 # the fixed (3.4445, −4.7750, 2.0315) of the original Muon.
 POLAR_EXPRESS = (
@@ -26,8 +27,8 @@ POLAR_EXPRESS = (
 )
 
 Variant = Literal["muon", "normuon", "muoneq", "muonplus"]
-SECOND_BETA = 0.95       # of NorMuon's second moment
-SMALLEST = 1e-20         # squared length of a row or column below which it is not made longer
+SECOND_MOMENT_BETA = 0.95  # NorMuon's
+SMALLEST = 1e-20           # squared length of a row or column below which it is not made longer
 
 
 def orthogonalize(G: Tensor) -> Tensor:
@@ -37,51 +38,85 @@ def orthogonalize(G: Tensor) -> Tensor:
     G: (..., rows, cols), any float dtype; the iteration runs in G's dtype. Returns the same shape; singular values of
     at least 1/1000 of the Frobenius norm end within [0.7, 1.2], zero matrices stay zero.
     """
-    stack = G.reshape(-1, *G.shape[-2:])
-    X = stack.mT if G.size(-2) > G.size(-1) else stack  # the Gram matrix is taken on the shorter side
+    X = G.reshape(-1, *G.shape[-2:])  # (n, rows, cols)
+    is_tall = X.size(-2) > X.size(-1)
+    if is_tall:  # the Gram matrix is taken on the shorter side
+        X = X.mT
     # 2% above the Frobenius norm: rounding must not leave a singular value above one, where the iteration diverges.
     X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     for a, b, c in POLAR_EXPRESS:
         A = X @ X.mT
-        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)  # aX + (bA + cA²)X
-    return (X.mT if G.size(-2) > G.size(-1) else X).reshape(G.shape)
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # bA + cA²
+        X = torch.baddbmm(X, B, X, beta=a)           # aX + BX
+    if is_tall:
+        X = X.mT
+    return X.reshape(G.shape)
 
 
-def even_out(update: Tensor, dim: int, second: Tensor | None = None, ok: Tensor | float = 1.0) -> Tensor:
+def even_out(
+    update: Tensor,
+    dim: int,
+    second_moment: Tensor | None = None,
+    ok: Tensor | float = 1.0,
+) -> Tensor:
     """
     Rows (dim −1) or columns (dim −2) of a stack (n, rows, cols) made one length; every matrix keeps its Frobenius norm.
-    second: the moving average of their squared lengths, (n, rows or cols) float32, moved in place unless ok is 0; each
-    is divided by the root of that instead. A factor common to all has no effect, so that an average which began at zero
+    second_moment: the moving average of their squared lengths, (n, rows or cols) float32, moved in place unless ok is
+    0; each is divided by the root of that instead. A common factor has no effect, so an average that began at zero
     needs no correction.
     """
     squares = torch.linalg.vector_norm(update, dim=dim, dtype=torch.float32).square()
-    average = squares if second is None else second.lerp_(squares, (1 - SECOND_BETA) * ok)
+    if second_moment is None:
+        average = squares
+    else:
+        average = second_moment.lerp_(squares, (1 - SECOND_MOMENT_BETA) * ok)
     factors = average.clamp(min=SMALLEST).rsqrt()
-    before, after = squares.sum(-1, keepdim=True), (squares * factors.square()).sum(-1, keepdim=True)
-    factors = factors * (before / after.clamp(min=SMALLEST)).sqrt()
+    old_norm = squares.sum(-1, keepdim=True)                     # squared
+    new_norm = (squares * factors.square()).sum(-1, keepdim=True)
+    factors = factors * (old_norm / new_norm.clamp(min=SMALLEST)).sqrt()
     return (update * factors.unsqueeze(dim)).to(update.dtype)
 
 
-def direction(momentum: Tensor, variant: Variant, second: Tensor | None, ok: Tensor) -> Tensor:
+def direction(
+    momentum: Tensor,
+    variant: Variant,
+    second_moment: Tensor | None,
+    ok: Tensor,
+) -> Tensor:
     """
-    What a stack of matrices (n, rows, cols) moves along, the same shape: their momentum, orthogonalized. In that, rows
-    of a wide matrix, or columns of a tall one, are of one norm. The others, along its longer side, are evened out
-      normuon   by their second moment. Li et al. 2025, arXiv:2510.05491 (there by rows, whatever the shape)
+    The direction in which a stack of matrices (n, rows, cols) moves, the same shape: their momentum, orthogonalized.
+    Then rows of a wide matrix, or columns of a tall one, have one norm. The others, along its longer side, are evened
+    out
+      normuon   by their second moment. Li et al. 2025, arXiv:2510.05491 (there always by rows)
       muonplus  at once, without state. Zhang et al. 2026, arXiv:2602.21545 (there rows and columns in turn)
     muoneq evens out the rows of the momentum instead, before. Chang et al. 2026, arXiv:2603.28254.
     """
-    update = orthogonalize(even_out(momentum, -1) if variant == "muoneq" else momentum)
-    longer = -1 if update.size(-2) >= update.size(-1) else -2
-    return even_out(update, longer, second, ok) if variant in ("normuon", "muonplus") else update
+    if variant == "muoneq":
+        momentum = even_out(momentum, -1)
+    update = orthogonalize(momentum)
+    if variant in ("normuon", "muonplus"):
+        longer = -1 if update.size(-2) >= update.size(-1) else -2
+        update = even_out(update, longer, second_moment, ok)
+    return update
 
 
-def nesterov_momentum(grad: Tensor, buffer: Tensor, momentum: float, ok: Tensor) -> Tensor:
+def nesterov_momentum(
+    grad: Tensor,
+    buffer: Tensor,
+    momentum: float,
+    ok: Tensor,
+) -> Tensor:
     """Moves the buffer towards the gradient in place, unless ok is 0; returns the gradient moved towards the buffer."""
     buffer.lerp_(grad, (1 - momentum) * ok)
     return torch.lerp(grad, buffer, momentum)
 
 
-def muon_update(master: Tensor, update: Tensor, lr: Tensor, decay: Tensor | None) -> None:
+def muon_update(
+    master: Tensor,
+    update: Tensor,
+    lr: Tensor,
+    decay: Tensor | None,
+) -> None:
     """
     One step in place on any range of elements; with lr and decay 0 nothing changes. decay: lr · weight decay, or None.
     It acts only where it agrees in sign with the update ("cautious" weight decay, Liang et al. 2024, arXiv:2411.16085),
@@ -107,35 +142,52 @@ class MatrixExchange:
     """
 
     def __init__(
-        self, shape: tuple[int, int], ranges: dict[str, list[ShardRange]], owners: list[int], sharding: Sharding
+        self,
+        shape: tuple[int, int],
+        ranges: dict[str, list[ShardRange]],
+        owners: dict[str, int],
+        sharding: Sharding,
     ):
-        self.shape, self.group, self.ranks = shape, sharding.shard_group, sharding.shard_count
+        self.shape = shape
+        self.group = sharding.shard_group
+        self.ranks = sharding.shard_count
         self.nothing = torch.empty(0, dtype=sharding.dtype, device=sharding.device)
-        rank, ranks = sharding.shard_rank, range(sharding.shard_count)
-        owned = [[name for name, owner in zip(ranges, owners) if owner == r] for r in ranks]
-        sizes = {name: r.end - r.start for name, parts in ranges.items() for r in parts if r.rank == rank}
-        # Outgoing are this rank's shards, by owner; incoming are all shards of its own matrices, by the rank that keeps
-        # them. Each rank gets them in the order of its list of matrices.
-        self.kept = {name: sizes[name] for names in owned for name in names if name in sizes}  # elements
-        self.outgoing = [sum(sizes.get(name, 0) for name in names) for names in owned]
-        self.arriving = [
-            (i, r) for source in ranks for i, name in enumerate(owned[rank]) for r in ranges[name] if r.rank == source
-        ]
-        self.incoming = [sum(r.end - r.start for _, r in self.arriving if r.rank == source) for source in ranks]
-        self.owned = owned[rank]
+        rank = sharding.shard_rank
+        by_owner = sorted(ranges, key=owners.get)  # every rank sends and receives the matrices in this order
+
+        self.kept: dict[str, int] = {}      # elements of this rank's shards, in the order in which they are sent
+        self.outgoing = [0] * self.ranks    # elements to each owner
+        for name in by_owner:
+            for r in ranges[name]:
+                if r.rank == rank:
+                    self.kept[name] = r.end - r.start
+                    self.outgoing[owners[name]] += r.end - r.start
+
+        self.owned = [name for name in by_owner if owners[name] == rank]
+        self.arriving: list[tuple[int, ShardRange]] = []  # (index of the owned matrix, range), by the rank that sends
+        self.incoming = [0] * self.ranks                  # elements from each rank
+        for source in range(self.ranks):
+            for i, name in enumerate(self.owned):
+                for r in ranges[name]:
+                    if r.rank == source:
+                        self.arriving.append((i, r))
+                        self.incoming[source] += r.end - r.start
 
     def send(self, updates: dict[str, Tensor]) -> None:
         """Start sending this rank's shards of the updates, flat, to the owners."""
         self.start([updates[name] for name in self.kept], self.outgoing, self.incoming)
 
     def receive(self) -> Tensor:
-        """What `send` brought: a stack (n, rows, cols) of the matrices that this rank owns; n may be 0."""
+        """Wait for `send`: a stack (n, rows, cols) of the matrices that this rank owns; n may be 0."""
         received = self.finish()
         if self.ranks == 1:
             return received.view(len(self.owned), *self.shape)
         stack = received.new_empty(len(self.owned), prod(self.shape))
-        for (i, r), part in zip(self.arriving, received.split([r.end - r.start for _, r in self.arriving])):
-            stack[i, r.start : r.end] = part
+        offset = 0
+        for i, r in self.arriving:
+            size = r.end - r.start
+            stack[i, r.start : r.end] = received[offset : offset + size]
+            offset += size
         return stack.view(len(self.owned), *self.shape)
 
     def send_back(self, stack: Tensor) -> None:
@@ -144,35 +196,47 @@ class MatrixExchange:
         self.start([flat[i, r.start : r.end] for i, r in self.arriving], self.incoming, self.outgoing)
 
     def receive_back(self) -> dict[str, Tensor]:
-        """What `send_back` brought: this rank's shards by name, flat."""
+        """Wait for `send_back`: this rank's shards by name, flat."""
         return dict(zip(self.kept, self.finish().split(list(self.kept.values()))))
 
-    def start(self, parts: list[Tensor], outgoing: list[int], incoming: list[int]) -> None:
-        source = torch.cat([self.nothing, *parts])
-        work, received = None, source
+    def start(
+        self,
+        parts: list[Tensor],
+        outgoing: list[int],
+        incoming: list[int],
+    ) -> None:
+        self.source = torch.cat([self.nothing, *parts])  # referenced until it is sent
+        self.received = self.source
+        self.work = None
         if self.ranks > 1:
-            received = source.new_empty(sum(incoming))
-            work = dist.all_to_all_single(received, source, incoming, outgoing, self.group, async_op=True)
-        self.started = work, received, source  # the source is referenced until it is sent
+            self.received = self.source.new_empty(sum(incoming))
+            self.work = dist.all_to_all_single(
+                self.received, self.source, incoming, outgoing, self.group, async_op=True)
 
     def finish(self) -> Tensor:
-        (work, received, _source), self.started = self.started, None
-        if work is not None:
-            work.wait()
+        if self.work is not None:
+            self.work.wait()
+        received = self.received
+        self.source = self.received = self.work = None  # free the memory
         return received
 
 
 class DistMuon:
     """
     Muon for matrices, on a rank's shards. Momentum is elementwise and stays in the shards. Once per step the shards of
-    each matrix travel to one rank of the shard group (each has about the same work), are orthogonalized there in stacks
-    of one shape and in the compute dtype, and travel back. NorMuon's second moments stay with that rank.
+    each matrix travel to one rank of the shard group (the work is balanced), are orthogonalized there in stacks of one
+    shape and in the compute dtype, and travel back. NorMuon's second moments stay with that rank.
     """
 
     kind = "muon"
 
     def __init__(
-        self, sharding: Sharding, names: list[str], lr: float, weight_decay: float = 0.0, momentum: float = 0.95,
+        self,
+        sharding: Sharding,
+        names: list[str],
+        lr: float,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
         variant: Variant = "muon",
     ):
         shards = [shard for shard in sharding.shards if shard.name in names]
@@ -180,26 +244,33 @@ class DistMuon:
             "shards": shards, "lr": lr, "initial_lr": lr,
             "weight_decay": weight_decay, "initial_weight_decay": weight_decay, "momentum": momentum,
         }]
-        self.dtype, self.variant = sharding.dtype, variant
+        self.dtype = sharding.dtype
+        self.variant = variant
         self.state = {"momentum": {shard.name: torch.zeros_like(shard.master) for shard in shards}}
         self.counters: dict[str, Tensor] = {}
         self.exchanges: dict[tuple[int, int], MatrixExchange] = {}
-        parameters = sharding.model.named_parameters()
-        shapes = {name: tuple(p.shape) for name, p in parameters if name in names and name in sharding.ranges}
-        loads = [0] * sharding.shard_count
-        for shape in sorted(set(shapes.values()), key=lambda s: -work_of(s)):
-            ranges = {name: sharding.ranges[name] for name in shapes if shapes[name] == shape}
-            owners = []
-            for _ in ranges:  # the dearest matrices first, each to the first rank that has the least work so far
-                owners.append(loads.index(min(loads)))
-                loads[owners[-1]] += work_of(shape)
-            self.exchanges[shape] = MatrixExchange(shape, ranges, owners, sharding)
-        self.seconds: dict[tuple[int, int], Tensor] = {}  # of each shape, a row for each matrix that this rank owns
-        self.owned: dict[str, dict[str, Tensor]] = {}     # the same rows by name
+        self.second_moments: dict[tuple[int, int], Tensor] = {}  # by shape: (owned matrices, longer side), for normuon
+        self.owned: dict[str, dict[str, Tensor]] = {}            # the same rows by name, as checkpoints have them
         if variant == "normuon":
-            owned = {shape: exchange.owned for shape, exchange in self.exchanges.items()}
-            self.seconds = {s: torch.zeros(len(names), max(s), device=sharding.device) for s, names in owned.items()}
-            self.owned = {"second_moment": {name: row for s in owned for name, row in zip(owned[s], self.seconds[s])}}
+            self.owned["second_moment"] = {}
+
+        ranges_of_shape: dict[tuple[int, int], dict[str, list[ShardRange]]] = {}
+        for name, p in sharding.model.named_parameters():
+            if name in names:
+                ranges_of_shape.setdefault(tuple(p.shape), {})[name] = sharding.ranges[name]
+        loads = [0] * sharding.shard_count
+        for shape in sorted(ranges_of_shape, key=work_of, reverse=True):
+            ranges = ranges_of_shape[shape]
+            owners: dict[str, int] = {}
+            for name in ranges:  # largest matrix first, each to the least loaded rank
+                owners[name] = loads.index(min(loads))
+                loads[owners[name]] += work_of(shape)
+            exchange = MatrixExchange(shape, ranges, owners, sharding)
+            self.exchanges[shape] = exchange
+            if variant == "normuon":
+                rows = torch.zeros(len(exchange.owned), max(shape), device=sharding.device)
+                self.second_moments[shape] = rows
+                self.owned["second_moment"] |= dict(zip(exchange.owned, rows))
 
     @torch.no_grad()
     def step(self, stats: StepStats) -> None:
@@ -214,7 +285,8 @@ class DistMuon:
                 updates[s.name] = update.to(self.dtype)
             exchange.send(updates)
         for shape, exchange in self.exchanges.items():
-            exchange.send_back(direction(exchange.receive(), self.variant, self.seconds.get(shape), stats.ok))
+            momentum = exchange.receive()  # (owned matrices, rows, cols)
+            exchange.send_back(direction(momentum, self.variant, self.second_moments.get(shape), stats.ok))
         for shape, exchange in self.exchanges.items():
             updates = exchange.receive_back()
             lr = group["lr"] * shape_scale(*shape)
@@ -225,5 +297,5 @@ class DistMuon:
 
 def work_of(shape: tuple[int, int]) -> int:
     """Proportional to the FLOPs of orthogonalizing a matrix."""
-    assert len(shape) == 2, f"Muon takes matrices, not {shape}"
-    return shape[0] * shape[1] * min(shape)
+    rows, cols = shape
+    return rows * cols * min(shape)

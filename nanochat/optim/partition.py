@@ -1,6 +1,6 @@
 """
 How a model is cut: into units, whose parameters travel together; and each parameter, flattened, into ranges, one for
-each rank that keeps some of it. Every stage of ZeRO is a list of such ranges, FSDP's rows as well.
+each rank that keeps a part of it. Every stage of ZeRO is a list of such ranges, FSDP's rows as well.
 """
 from dataclasses import dataclass
 from math import ceil, prod
@@ -21,7 +21,7 @@ class ShardRange(NamedTuple):
 @dataclass
 class Shard:
     """
-    What this rank keeps of one parameter, elements [start, end) of it, flattened: the float32 master and, from
+    The part of one parameter that this rank keeps, elements [start, end) of it, flattened: the float32 master and, from
     `reduce_and_clip` to `all_gather_params`, the averaged float32 gradient, each (end − start,).
     """
 
@@ -35,42 +35,51 @@ class Shard:
 
 def equal_ranges(shapes: dict[str, tuple[int, ...]], ranks: int) -> tuple[int, dict[str, list[ShardRange]]]:
     """
-    Lay parameters end to end and cut them into one equal part for each rank, whatever their shapes.
+    Lay parameters end to end and cut them into equal parts, one for each rank. A cut may go through a parameter.
 
     Returns (elements of a part, {name: its ranges}); the last part may end with padding, which is in no range.
     """
-    size = ceil(sum(map(prod, shapes.values())) / ranks)
+    part_size = ceil(sum(map(prod, shapes.values())) / ranks)
     ranges: dict[str, list[ShardRange]] = {}
-    offset = 0
+    offset = 0  # of the parameter among all of them
     for name, shape in shapes.items():
-        cuts = [(max(r * size - offset, 0), min((r + 1) * size - offset, prod(shape)), r) for r in range(ranks)]
-        ranges[name] = [ShardRange(*cut) for cut in cuts if cut[0] < cut[1]]
+        ranges[name] = cut(prod(shape), part_size, ranks, offset)
         offset += prod(shape)
-    return size, ranges
+    return part_size, ranges
 
 
 def row_ranges(shape: tuple[int, ...], ranks: int) -> list[ShardRange]:
     """FSDP's cut: whole rows, like torch.chunk; 5 rows on 4 ranks are 2, 2, 1 and none."""
-    rows, row = shape[0], prod(shape[1:])
-    height = ceil(rows / ranks)
-    cuts = [(min(r * height, rows), min((r + 1) * height, rows), r) for r in range(ranks)]
-    return [ShardRange(start * row, end * row, r) for start, end, r in cuts if start < end]
+    rows = ceil(shape[0] / ranks)
+    return cut(prod(shape), rows * prod(shape[1:]), ranks)
 
 
-def partition(model: nn.Module, units: list[nn.Module]) -> list[tuple[list[nn.Module], dict[str, Parameter]]]:
+def cut(
+    size: int,
+    part_size: int,
+    ranks: int,
+    offset: int = 0,
+) -> list[ShardRange]:
+    """The ranges of a parameter of `size` elements, which begins `offset` elements after the first rank's part does."""
+    ranges = []
+    for rank in range(ranks):
+        start = max(rank * part_size - offset, 0)
+        end = min((rank + 1) * part_size - offset, size)
+        if start < end:
+            ranges.append(ShardRange(start, end, rank))
+    return ranges
+
+
+def partition(model: nn.Module, units: list[nn.Module]) -> list[tuple[nn.Module, dict[str, Parameter]]]:
     """
-    (modules, trainable parameters by name) of each unit, in the order of the forward pass. Units that share a parameter
-    (tied weights) become one; parameters outside all units belong to the whole model; a unit without any is left out.
+    (unit, its parameters by name) in the order of the forward pass; units without parameters are left out. Every
+    parameter must belong to exactly one unit: a shared one would be summed and updated twice.
     """
-    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    parts: list[tuple[list[nn.Module], dict[str, Parameter]]] = []
+    names = {p: name for name, p in model.named_parameters()}
+    parts = []
     for unit in units:
-        modules, params = [unit], {names[p]: p for p in unit.parameters() if p in names}
-        tied = [i for i, (_, earlier) in enumerate(parts) if earlier.keys() & params.keys()]
-        for i in reversed(tied):
-            modules, params = parts[i][0] + modules, parts[i][1] | params
-            del parts[i]
+        params = {names[p]: p for p in unit.parameters()}
         if params:
-            parts.insert(tied[0] if tied else len(parts), (modules, params))
-    rest = {name: p for p, name in names.items() if not any(name in params for _, params in parts)}
-    return ([([model], rest)] if rest else []) + parts
+            parts.append((unit, params))
+    assert sum(len(params) for _, params in parts) == len(names), "every parameter belongs to exactly one unit"
+    return parts

@@ -9,6 +9,7 @@ while the first micro-batch comes and the last one goes, for (P − 1)/(m + P �
 Ranks [s · N/P, (s + 1) · N/P) are stage s: neighbours, since they send one another whole gradients, while rank r sends
 only the residual stream to rank r + N/P, and receives its gradient. All ranks of a pipeline read the same rows.
 """
+import math
 from collections.abc import Callable
 
 import torch
@@ -17,153 +18,191 @@ from torch import Tensor, nn
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.layers import norm
+from nanochat.optim.partition import partition
 from nanochat.optim.schedule import accumulation_steps
 from nanochat.optim.zero import Sharding
 from nanochat.runtime.errors import UserError
 
 
-def stage_layers(config: GPTConfig, stages: int) -> list[range]:
+def stage_layers(config: GPTConfig, pipeline_stages: int) -> list[range]:
     """
-    The layers of each stage, so that the one with the most FLOPs has as few as possible: the last stage, which has the
-    head, may have fewer layers. UserError for more stages than layers.
+    The layers of each stage, so that the largest number of FLOPs of a stage is as small as possible: the last stage,
+    which has the head, may have fewer layers. UserError for more stages than layers.
     """
     layers = config.n_layer
-    if not 1 <= stages <= layers:
-        raise UserError(f"pipeline_stages={stages} of a model with {layers} layers; expected 1 to {layers}")
-    if stages == 1:
+    if not 1 <= pipeline_stages <= layers:
+        raise UserError(f"pipeline_stages={pipeline_stages} of a model with {layers} layers; expected 1 to {layers}")
+    if pipeline_stages == 1:
         return [range(layers)]
+
+    # A sixth of a token's FLOPs: of an average block, and of the head.
     windows = sum(map(config.window, range(layers))) / layers
-    kv = config.n_kv_head * config.head_dim
-    block = config.n_embd * (10 * config.n_embd + 2 * kv + 2 * windows)  # a sixth of a token's FLOPs, as is the head
+    kv_width = config.n_kv_head * config.head_dim
+    block = config.n_embd * (10 * config.n_embd + 2 * kv_width + 2 * windows)
     head = config.padded_vocab_size * config.n_embd
-    most = {last: max(-(-(layers - last) // (stages - 1)) * block, last * block + head)
-            for last in range(1, layers - stages + 2)}  # FLOPs of the largest stage, by layers of the last one
-    last = min(most, key=most.__getitem__)
-    few, more = divmod(layers - last, stages - 1)
-    sizes = [few + (stage < more) for stage in range(stages - 1)] + [last]
-    ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
-    return [range(end - size, end) for size, end in zip(sizes, ends)]
+    others = pipeline_stages - 1
 
+    def largest_stage(last: int) -> float:
+        """FLOPs of the largest stage, if the last one has this many layers and the others share the rest."""
+        return max(math.ceil((layers - last) / others) * block, last * block + head)
 
-def stream_count(config: GPTConfig, layer: int) -> int:
-    """How many tensors (B, T, C) enter a layer; the middle of the model is one from there on."""
-    return 1 + config.residual_scales + (config.backout and layer > config.n_layer // 2)
+    last = min(range(1, layers - others + 1), key=largest_stage)
+    size, extra = divmod(layers - last, others)
+    cut, start = [], 0
+    for stage in range(others):
+        end = start + size
+        if stage < extra:
+            end += 1
+        cut.append(range(start, end))
+        start = end
+    return [*cut, range(start, layers)]
 
 
 class Pipeline:
     """
-    Leaves of a model the layers of this rank's stage; with one stage that is all of it. Then, once the model has its
-    weights and a Sharding, `connect`; then `step`. UserError for stages that do not divide the ranks, for more than
-    there are layers, and for a zero_stage that sends gradients in each backward pass.
+    Which layers this rank has, and an optimizer step of all pipeline stages together. The caller removes the other
+    layers from its model (`GPT.keep_layers`), shards it, then calls `connect`, then `step`. With one stage there is
+    nothing to connect. UserError for stages that do not divide the ranks, for more stages than layers, and for a
+    zero_stage that sends gradients in each backward pass.
     """
 
-    def __init__(self, model: GPT, stages: int, zero_stage: int, rank: int, world_size: int):
-        if stages < 1 or world_size % stages:
+    def __init__(
+        self,
+        config: GPTConfig,
+        pipeline_stages: int,
+        zero_stage: int,
+        rank: int,
+        world_size: int,
+    ):
+        if world_size % pipeline_stages:
             divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-            raise UserError(f"pipeline_stages={stages} does not divide the {world_size} rank(s); expected {divisors}, "
-                            "or more ranks: torchrun --nproc_per_node=…")
-        if stages > 1 and zero_stage > 1:
-            raise UserError(f"zero_stage={zero_stage} with pipeline_stages={stages}: a pipeline sums gradients of all "
-                            "micro-batches before it sends them; expected zero_stage 0 or 1")
-        self.model, self.stages = model, stages
-        self.all_layers = stage_layers(model.config, stages)
-        self.ranks = world_size // stages           # of a stage: so many pipelines work side by side, on other rows
-        self.stage, self.rank = divmod(rank, self.ranks)
-        self.layers, self.is_last = self.all_layers[self.stage], self.stage == stages - 1
-        model.keep(self.layers)
+            raise UserError(
+                f"pipeline_stages={pipeline_stages} does not divide the {world_size} rank(s); "
+                f"expected {divisors}, or more ranks: torchrun --nproc_per_node=…"
+            )
+        if pipeline_stages > 1 and zero_stage > 1:
+            raise UserError(
+                f"zero_stage={zero_stage} with pipeline_stages={pipeline_stages}: a pipeline sums gradients of all "
+                "micro-batches before it sends them; expected zero_stage 0 or 1"
+            )
+        self.config = config
+        self.pipeline_stages = pipeline_stages
+        self.layers_of_stages = stage_layers(config, pipeline_stages)
+        self.dp_ranks = world_size // pipeline_stages  # pipelines that work side by side, on different rows
+        self.pipeline_stage, self.dp_rank = divmod(rank, self.dp_ranks)
+        self.layers = self.layers_of_stages[self.pipeline_stage]
+        self.is_last = self.pipeline_stage == pipeline_stages - 1
 
     def accumulation_steps(
-        self, total_batch_size: int, device_batch_size: int, max_seq_len: int, uneven: bool = False
+        self,
+        total_batch_size: int,
+        device_batch_size: int,
+        max_seq_len: int,
+        uneven: bool = False,
     ) -> tuple[int, int]:
         """
-        (micro-batches of a micro-step, micro-steps of an optimizer step): a pipeline has them all in flight in one.
-        UserError for a batch that does not divide (unless `uneven`, without a pipeline), and for fewer micro-batches
-        than stages.
+        (micro-batches of a micro-step, micro-steps of an optimizer step): a pipeline has all micro-batches in flight in
+        one micro-step. UserError for a batch that does not divide (unless `uneven`, without a pipeline), and for fewer
+        micro-batches than stages.
         """
-        uneven = uneven and self.stages == 1
-        micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, self.ranks, uneven)
-        if self.stages == 1:
+        uneven = uneven and self.pipeline_stages == 1
+        micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, self.dp_ranks, uneven)
+        if self.pipeline_stages == 1:
             return 1, micro_steps
-        if micro_steps < self.stages:
-            raise UserError(f"total_batch_size={total_batch_size} makes {micro_steps} micro-step(s), fewer than "
-                            f"pipeline_stages={self.stages}; raise it, lower device_batch_size, or use fewer stages")
+        if micro_steps < self.pipeline_stages:
+            raise UserError(
+                f"total_batch_size={total_batch_size} makes {micro_steps} micro-step(s), fewer than pipeline_stages="
+                f"{self.pipeline_stages}; raise it, lower device_batch_size, or use fewer stages"
+            )
         return micro_steps, 1
 
     def describe(self) -> str:
-        cuts = ", ".join(f"{layers.start}-{layers.stop - 1}" for layers in self.all_layers)
-        return f" in {self.stages} stages of layers {cuts}" if self.stages > 1 else ""
+        if self.pipeline_stages == 1:
+            return ""
+        cuts = ", ".join(f"{layers.start}-{layers.stop - 1}" for layers in self.layers_of_stages)
+        return f" in {self.pipeline_stages} stages of layers {cuts}"
 
-    def connect(self, sharding: Sharding, micro_batches: int, rows: int) -> None:
+    def connect(
+        self,
+        model: GPT,
+        sharding: Sharding,
+        micro_batches: int,
+        rows: int,
+    ) -> None:
         """Make the schedule of an optimizer step: micro_batches of `rows` rows each."""
-        if self.stages == 1:
+        if self.pipeline_stages == 1:
             return
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # takes seconds to import
 
-        config = self.model.config
-
-        def example(count: int) -> tuple[Tensor, ...]:  # of what travels, without memory
-            stream = torch.empty(rows, config.sequence_len, config.n_embd, dtype=sharding.dtype, device="meta")
-            return (stream.requires_grad_(),) * count
+        # Examples, without memory, of the tensors that the stage receives and sends: tokens, the residual stream.
+        shape = (rows, self.config.sequence_len)
+        stream = torch.empty(*shape, self.config.n_embd, dtype=sharding.dtype, device="meta").requires_grad_()
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
-            return self.model.lm_head(hidden, targets) / micro_batches
+            return model.lm_head(hidden, targets) / micro_batches
 
-        tokens = torch.empty(rows, config.sequence_len, dtype=torch.int64, device="meta")
-        received = example(stream_count(config, self.layers.start)) if self.stage else (tokens,)
-        sent = example(1 if self.is_last else stream_count(config, self.layers.stop))
-        part = PipelineStage(Part(self.model, self.layers), self.stage, self.stages, sharding.device, received, sent,
-                             group=sharding.pipeline_group)
-        self.schedule = Schedule1F1B(part, micro_batches, loss, scale_grads=False)
+        received = stream
+        if self.pipeline_stage == 0:
+            received = torch.empty(shape, dtype=torch.int64, device="meta")  # tokens
+        stage = PipelineStage(
+            StageLayers(model, self.layers), self.pipeline_stage, self.pipeline_stages, sharding.device,
+            input_args=(received,), output_args=(stream,), group=sharding.pipeline_group,
+        )
+        self.schedule = Schedule1F1B(stage, micro_batches, loss, scale_grads=False)
 
-    def whole_model(self, sharding: Sharding) -> GPT:
+    def whole_model(self, model: GPT, sharding: Sharding) -> GPT:
         """
         A model for evaluations, which all ranks must run together: the pipeline stage that keeps a unit sends its
         weights to the others just before the unit runs, and they are freed after it. With one stage: the model itself.
         """
-        if self.stages == 1:
-            return self.model
+        if self.pipeline_stages == 1:
+            return model
         sharding.wait_for_params()
         with torch.device("meta"):
-            model = GPT(self.model.config)
-        names = {p: name for name, p in model.named_parameters()}
+            whole = GPT(self.config)
 
-        def fill(of_unit: list[str], weights: Callable[[str], Tensor]) -> None:
-            for name in of_unit:
-                module, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(module), leaf, nn.Parameter(weights(name), requires_grad=False))
+        def fill(names: list[str], weights: Callable[[str], Tensor]) -> None:
+            tensors = {name: weights(name) for name in names}
+            whole.load_state_dict(tensors, strict=False, assign=True)
 
-        def nothing(name: str) -> Tensor:  # of the right shape, but in the memory of one element
-            shape = sharding.homes[name][1]
+        def nothing(name: str) -> Tensor:
+            """Of the parameter's shape, but in the memory of one element."""
+            _, shape = sharding.homes[name]
             return torch.empty((), dtype=sharding.dtype, device=sharding.device).expand(shape)
 
-        for unit in model.units():
-            of_unit = [names[p] for p in unit.parameters()]
-            fill(of_unit, nothing)
-            unit.register_forward_pre_hook(lambda *_, of_unit=of_unit: fill(of_unit, sharding.whole_tensor))
-            unit.register_forward_hook(lambda *_, of_unit=of_unit: fill(of_unit, nothing))
-        return model
+        for unit, params in partition(whole, whole.units()):
+            names = list(params)
+            fill(names, nothing)
+            unit.register_forward_pre_hook(lambda *_, names=names: fill(names, sharding.whole_tensor))
+            unit.register_forward_hook(lambda *_, names=names: fill(names, nothing))
+        return whole
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """
         Forward and backward passes of this rank's stage for all micro-batches. inputs, targets: (micro_batches · rows,
         T). Returns the mean loss over them on the last stage, zero on the others.
         """
-        self.model.check_first(inputs, targets)
         losses: list[Tensor] = []
-        self.schedule.step(*(() if self.stage else (inputs,)), tokens=inputs, target=targets, losses=losses,
-                           return_outputs=False)
+        first_input = (inputs,) if self.pipeline_stage == 0 else ()  # the other stages receive theirs
+        self.schedule.step(*first_input, tokens=inputs, target=targets, losses=losses, return_outputs=False)
         return sum(losses, torch.zeros((), device=inputs.device))  # in the order in which one rank adds them
 
 
-class Part(nn.Module):
-    """The layers of a stage: takes and returns streams of the model, each (B, T, C), at the last stage what the head
-    reads. The first stage begins with tokens, which all stages get, since some layers look up vectors of their own."""
+class StageLayers(nn.Module):
+    """
+    The layers of a stage: takes and returns the residual stream (B, T, C); the last stage returns the head's input. All
+    stages get the tokens, since some layers look up vectors of their own; the first stage begins with them.
+    """
 
     def __init__(self, model: GPT, layers: range):
         super().__init__()
-        self.model, self.layers = model, layers
+        self.model = model
+        self.layers = layers
 
-    def forward(self, *received: Tensor, tokens: Tensor) -> Tensor | tuple[Tensor, ...]:
-        streams = self.model.embed(tokens) if self.layers.start == 0 else received
-        streams = self.model.blocks(self.layers, tokens, streams)
-        return norm(streams[0]) if self.layers.stop == self.model.config.n_layer else streams
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        if self.layers.start == 0:
+            x = self.model.transformer.wte(tokens)
+        x = self.model.blocks(self.layers, tokens, x)
+        if self.layers.stop == self.model.config.n_layer:
+            x = norm(x)
+        return x

@@ -6,18 +6,25 @@ from nanochat.runtime.errors import UserError
 # The batch grows with the tokens to train on as tokens^0.383, through half a million tokens for 1.2 billion
 # (a depth-12 model on ten tokens per parameter). Exponent: Bergsma et al. 2025, arXiv:2505.13738. The rates of the
 # scripts are for that point.
-REFERENCE_BATCH, REFERENCE_TOKENS, BATCH_EXPONENT = 2**19, 1.2e9, 0.383
+REFERENCE_BATCH = 2**19
+REFERENCE_TOKENS = 1.2e9
+BATCH_EXPONENT = 0.383
 LONGEST_WARMUP = 0.1  # part of the run: a short one is not all warmup
 
 
 def warmdown_left(step: int, num_iterations: int, warmdown_ratio: float) -> float:
     """1 until the last part of the run, then linear to 0 at its end, where it stays."""
-    left, warmdown = max(num_iterations - step, 0), warmdown_ratio * num_iterations
+    left = max(num_iterations - step, 0)
+    warmdown = warmdown_ratio * num_iterations
     return left / warmdown if left < warmdown else 1.0
 
 
 def lr_multiplier(
-    step: int, num_iterations: int, warmup_steps: int, warmdown_ratio: float, final_lr_frac: float
+    step: int,
+    num_iterations: int,
+    warmup_steps: int,
+    warmdown_ratio: float,
+    final_lr_frac: float,
 ) -> float:
     """Linear warmup, constant, linear warmdown to final_lr_frac at the end, where it stays; always within [0, 1]."""
     warmup = min(warmup_steps, LONGEST_WARMUP * num_iterations)
@@ -27,19 +34,32 @@ def lr_multiplier(
 
 
 def is_due(step: int, num_iterations: int, every: int) -> bool:
-    """Whether something is done before this step that is done every so many steps and at the end; -1: never."""
+    """Whether an action is due before this step: every `every` steps and at the end; -1: never."""
     return every > 0 and (step % every == 0 or step >= num_iterations)
 
 
-def momentum_at(step: int, left: float = 1.0, peak: float = 0.95, final: float = 0.95) -> float:
+def momentum_at(
+    step: int,
+    left: float = 1.0,
+    peak: float = 0.95,
+    final: float = 0.95,
+) -> float:
     """
-    Muon's: 0.85 rising to the peak over 300 steps, as early gradients turn too fast to be averaged for long; in the
-    warmdown, of which `left` is left, falling to `final`, as late steps are small beside what was averaged.
+    Muon's: 0.85 rising to the peak over 300 steps, since early gradients turn too fast to be averaged for long; in the
+    warmdown falling to `final`, since late steps are small beside the average. left: see warmdown_left.
     """
-    return min(0.85 + (peak - 0.85) * min(step / 300, 1.0), final + (peak - final) * left)
+    rise = 0.85 + (peak - 0.85) * min(step / 300, 1.0)
+    fall = final + (peak - final) * left
+    return min(rise, fall)
 
 
-def apply_schedule(optimizers, step: int, num_iterations: int, lrm: float, momentum: float) -> None:
+def apply_schedule(
+    optimizers,
+    step: int,
+    num_iterations: int,
+    lrm: float,
+    momentum: float,
+) -> None:
     """Set every group's rates for this step from their initial ones; weight decay falls linearly to zero."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -52,19 +72,21 @@ def apply_schedule(optimizers, step: int, num_iterations: int, lrm: float, momen
 
 def rate_scales(batch: int, tokens: float) -> tuple[float, float]:
     """
-    What learning rates, and weight decay, are multiplied by for a batch and a horizon in tokens. Rates change as
-    √batch, but are never less than half: runs on small batches are short, and learn little at small rates. Decay times
-    rate times steps, which says how much of early weights is left, stays what it is at the reference: Wang & Aitchison
-    2024, arXiv:2405.13698.
+    The factors of learning rates and of weight decay for a batch and a horizon in tokens. Rates change as √batch, but
+    are never less than half: runs on small batches are short, and learn little at small rates. Decay times rate times
+    steps, which says how much of early weights is left, stays as at the reference: Wang & Aitchison 2024,
+    arXiv:2405.13698.
     """
-    lr = max((batch / REFERENCE_BATCH) ** 0.5, 0.5)
-    return lr, batch / REFERENCE_BATCH / lr * REFERENCE_TOKENS / tokens
+    relative_batch = batch / REFERENCE_BATCH
+    lr = max(relative_batch**0.5, 0.5)
+    decay = relative_batch / lr * REFERENCE_TOKENS / tokens
+    return lr, decay
 
 
 def choose_batch_size(num_iterations: int, horizon: float, rows_unit: int) -> int:
     """
-    Tokens per optimizer step for a horizon in steps, or where that is not positive in tokens: the power of two nearest
-    to the rule above, but at least one micro-batch on every rank (rows_unit tokens) and a multiple of it.
+    Tokens per optimizer step for a horizon in steps, or if that is not positive in tokens: the power of two nearest to
+    the rule above, but at least one micro-batch on every rank (rows_unit tokens) and a multiple of it.
     """
     if num_iterations > 0:  # tokens = steps · batch: solve batch = ref · (steps · batch / ref_tokens)^e for batch
         batch = (REFERENCE_BATCH * (num_iterations / REFERENCE_TOKENS) ** BATCH_EXPONENT) ** (1 / (1 - BATCH_EXPONENT))
@@ -75,30 +97,40 @@ def choose_batch_size(num_iterations: int, horizon: float, rows_unit: int) -> in
 
 
 def accumulation_steps(
-    total_batch_size: int, device_batch_size: int, max_seq_len: int, world_size: int, uneven: bool = False
+    total_batch_size: int,
+    device_batch_size: int,
+    max_seq_len: int,
+    world_size: int,
+    uneven: bool = False,
 ) -> int:
     """
-    Micro-steps per optimizer step on each rank, or an error that names the nearest batches that work. uneven: in the
-    last micro-step some ranks may have no rows, where the batch has micro-batches that the ranks do not divide.
+    Micro-steps per optimizer step on each rank, or an error that names the nearest batches that work. uneven: also for
+    a number of micro-batches that the ranks do not divide; in the last micro-step some ranks then have no rows.
     """
     if total_batch_size < 1:
         raise UserError(f"total_batch_size={total_batch_size} must be at least 1, or -1 to have it chosen")
     unit = device_batch_size * max_seq_len * world_size
-    if total_batch_size % (device_batch_size * max_seq_len if uneven else unit) == 0:
+    if uneven:
+        divides = total_batch_size % (device_batch_size * max_seq_len) == 0
+    else:
+        divides = total_batch_size % unit == 0
+    if divides:
         return math.ceil(total_batch_size / unit)
+
     below = total_batch_size // unit * unit
-    nearest = f"{below} or {below + unit}" if below else f"{unit}"
+    advice = f"try total_batch_size={below} or {below + unit}" if below else f"try total_batch_size={unit}"
     rows, rest = divmod(total_batch_size, max_seq_len * world_size)
-    smaller = [] if rest else [size for size in range(device_batch_size, 0, -1) if rows and rows % size == 0][:1]
+    if rows and not rest:
+        largest = max(size for size in range(1, device_batch_size + 1) if rows % size == 0)
+        advice += f", or device_batch_size={largest}"
     raise UserError(
         f"total_batch_size={total_batch_size} is not a multiple of device_batch_size * max_seq_len * world_size = "
-        f"{device_batch_size} * {max_seq_len} * {world_size} = {unit}; try total_batch_size={nearest}"
-        + "".join(f", or device_batch_size={size}" for size in smaller)
+        f"{device_batch_size} * {max_seq_len} * {world_size} = {unit}; {advice}"
     )
 
 
 def choose_num_iterations(num_iterations: int, horizon: float, total_batch_size: int) -> int:
-    """Optimizer steps of the run: as given, else from a horizon in tokens."""
+    """Optimizer steps of the run: num_iterations if positive, else from a horizon in tokens."""
     steps = num_iterations if num_iterations > 0 else round(horizon / total_batch_size)
     if steps < 1:
         raise UserError(f"the horizon is less than one step of total_batch_size={total_batch_size} tokens; "

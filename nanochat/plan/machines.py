@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.optim.pipeline import stream_count
 from nanochat.optim.zero import MAX_IN_FLIGHT
 from nanochat.plan.memory import PipelineStage, needed_bytes, split_into_stages
 from nanochat.plan.passes import passes
@@ -186,8 +185,8 @@ def plan_step(
     between = sum(stage.between for stage in planned) / stages
 
     sending = []    # seconds of a micro-batch from each stage to the next; its gradient comes back as fast
-    for number, stage in enumerate(model[1:], start=1):
-        size = tokens * config.n_embd * dtype.itemsize * stream_count(config, stage.layers.start)
+    size = tokens * config.n_embd * dtype.itemsize
+    for number in range(1, stages):
         both_ways = 2 * micro_steps * size / stages
         if number % cluster.on_a_host(stages, ranks):
             link = cluster.within

@@ -16,7 +16,7 @@ from nanochat.model.attention import BLOCKWISE_MAX_LENGTH, query_blocks
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.loss import chunk_rows
-from nanochat.optim.pipeline import stage_layers, stream_count
+from nanochat.optim.pipeline import stage_layers
 
 FLOAT32 = 4  # bytes: masters, moments and accumulated gradients, for any compute dtype
 GIB = 2**30
@@ -122,7 +122,7 @@ def block_bytes(
     """
     Bytes that autograd saves in a block's forward pass. Per token, in elements of width C: the inputs of the two norms
     and their results, 4; inputs and output of attention; rotated queries and keys where it reads copies of them;
-    relu², 4; with residual scales the block's input; with value embeddings the rows looked up, and the values. Besides
+    relu², 4; with value embeddings the rows looked up, and the values. Besides
     the concatenated matrix of queries, keys and values. Eager norms on a CPU keep their inputs in float32.
     """
     b = dtype.itemsize
@@ -133,8 +133,6 @@ def block_bytes(
     heads = config.n_head + config.n_kv_head
     wide = FLOAT32 if device_type == "cpu" and not compiled else b
     saved = tokens * (wide * 2 * C + b * 7 * C + FLOAT32 * (2 + heads)) + b * C * (C + 2 * kv_width)
-    if config.residual_scales:
-        saved += tokens * b * C
     if shaped(config).transformer.h[layer].values is not None:
         saved += tokens * b * (kv_width + 2 * config.n_kv_head)
     whole = tokens * (C + 2 * kv_width)  # queries, keys and values of each head
@@ -206,15 +204,14 @@ def moments(
     # that the first block keeps.
     streams = 0
     if not first:
-        streams += micro_steps * stream_count(config, layers.start) - ahead
+        streams += micro_steps - ahead
     if not last:
-        streams += micro_steps * stream_count(config, layers.stop)
+        streams += micro_steps
     kept = state.parameters + state.optimizer + width * streams
     share = 1 if zero_stage == 0 else ranks
     saving = b * (stage.adamw + stage.muon) + state.optimizer if device_type == "cpu" else 0
 
-    # Besides the blocks: the norms at both ends; two tensors of the smear; a stage's output, sent to the next one; the
-    # stream in the middle of the model where no block before the last keeps it as the input of its first norm.
+    # Besides the blocks: the norms at both ends; two tensors of the smear; a stage's output, sent to the next one.
     blocks = [block_bytes(config, layer, rows, dtype, device_type, compiled) for layer in layers]
     wide = FLOAT32 / b if device_type == "cpu" and not compiled else 1
     ends = (first + last) * wide
@@ -222,8 +219,6 @@ def moments(
         ends += 2 * config.smear
     if not last:
         ends += 1
-    if config.backout and not config.residual_scales and layers.stop > config.n_layer // 2:
-        ends += checkpointing or config.n_layer < 3
     around = ends * width + FLOAT32 * config.sequence_len * config.head_dim
     saved = [around + (layer * width if checkpointing else sum(blocks[:layer])) for layer in range(L + 1)]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanochat.optim.zero import StepStats
 from nanochat.runtime.distributed import Stopped, print0, rank_and_size, vote
 from nanochat.runtime.errors import UserError, is_rank0
 from nanochat.runtime.files import write_text
 from nanochat.runtime.flops import Peak
+from nanochat.runtime.step_stats import StepStats
 from nanochat.training.checkpoint import newest_saved
 from nanochat.training.records import duration, read_metrics
 

@@ -33,7 +33,7 @@ def kept_state(sharding: Sharding, optimizers) -> dict[str, Part]:
     """
     shards = {s.name: s for s in sharding.shards}
     tensors = {f"{o.kind}.{key}": by_name for o in optimizers for key, by_name in o.state.items()}
-    if sharding.masters_apart:
+    if sharding.separate_masters:
         tensors["master"] = {name: s.master for name, s in shards.items()}
     return {
         f"{key}.{name}": Part(shards[name].start, shards[name].end, tensor)
@@ -62,9 +62,10 @@ def load_training_state(checkpoint: Path, sharding: Sharding, optimizers) -> Non
         saved = index_of(files)
         if problem := first_problem(next(mismatches(weights, saved, sharding, kept, optimizers), None)):
             raise UserError(f"{checkpoint} does not fit this run: {problem}")
-        for name in dict(sharding.model.named_parameters()) if sharding.stage < 3 else sharding.frozen:
-            sharding.load_whole(name, weights.get_tensor(name))
-        if sharding.stage == 3 and not sharding.masters_apart:
+        if sharding.zero_stage < 3:
+            for name, _ in sharding.model.named_parameters():
+                sharding.load_whole(name, weights.get_tensor(name))
+        elif not sharding.separate_masters:
             for s in sharding.shards:
                 s.master.copy_(weights.get_tensor(s.name).flatten()[s.start : s.end])
         for name, (start, end, tensor) in kept.items():

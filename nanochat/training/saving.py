@@ -301,7 +301,7 @@ class CheckpointWriter:
                 self.warn()
                 return
             if self.group:
-                if self.sharding.stage == 3:
+                if self.sharding.zero_stage == 3:
                     raise UserError("on zero_stage=3 parameters may be half gathered")
                 set_timeout(ALL_FAILED_WITHIN, self.group)
                 if set(self.share(lambda: step)) != {step}:
