@@ -5,7 +5,8 @@ from statistics import fmean, stdev
 
 from nanochat.data.task import Task
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.eval.task_eval import accuracy, answer_text, generate_answers
+from nanochat.eval.task_eval import accuracy, generate_answers
+from nanochat.inference.detokenizer import answer_text
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
 
@@ -21,7 +22,7 @@ class Rollout:
 
     def weights(self) -> list[float]:
         """The weight of each token in the policy's loss."""
-        return [self.advantage * sampled for sampled in self.sampled]
+        return [self.advantage if sampled else 0.0 for sampled in self.sampled]
 
 
 def sample_rollouts(
@@ -33,7 +34,7 @@ def sample_rollouts(
     answers = generate_answers(model, tokenizer, conversations, indices, sampling, num_samples, batch_size)
     rollouts = []
     for conversation, samples in zip(conversations, answers):
-        rewards = [task.reward(conversation, answer_text(tokenizer, answer)) for answer in samples]
+        rewards = [task.reward(conversation, answer_text(tokenizer, answer.tokens)) for answer in samples]
         mean = fmean(rewards)
         for answer, reward in zip(samples, rewards):
             sampled = [False] * len(answer.prompt) + [not forced for forced in answer.forced]
@@ -43,15 +44,20 @@ def sample_rollouts(
 
 def rollout_stats(rollouts: list[Rollout]) -> dict[str, float]:
     """Mean reward, mean number of sampled tokens, and the part that has an advantage."""
-    return {"rl/reward": fmean(r.reward for r in rollouts), "rl/tokens": fmean(sum(r.sampled) for r in rollouts),
-            "rl/trained_on": fmean(r.advantage != 0 for r in rollouts)}
+    return {
+        "rl/reward": fmean(rollout.reward for rollout in rollouts),
+        "rl/tokens": fmean(sum(rollout.sampled) for rollout in rollouts),
+        "rl/trained_on": fmean(rollout.advantage != 0 for rollout in rollouts),
+    }
 
 
 def describe_change(before: list[list[bool]], after: list[list[bool]]) -> str:
     """How pass@1 changed on the same problems, in words, with a 95% interval from the problems' own differences."""
     differences = [fmean(b) - fmean(a) for a, b in zip(before, after, strict=True)]
-    margin = 1.96 * stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
     change = fmean(differences)
+    margin = math.nan
+    if len(differences) > 1:
+        margin = 1.96 * stdev(differences) / math.sqrt(len(differences))  # of a normal distribution
     return (f"pass@1 from {accuracy(before):.1%} to {accuracy(after):.1%}, {100 * change:+.1f} points, "
             f"95% interval {100 * (change - margin):+.1f} to {100 * (change + margin):+.1f}, "
             f"paired over {len(differences):,} problems")
