@@ -31,7 +31,6 @@ BUCKETS = 64                 # a bucket must fit in memory: data may be about 64
 SLOTS = 1 << 16              # groups of kin, of which some are held out
 VAL_SHARE = 0.02             # of the text, but at least VAL_BYTES where that is less than a tenth of it
 VAL_BYTES = 500_000
-MAX_DOCUMENT = 1 << 29       # bytes; with a shard of at most 1 GB it stays below the 2 GiB that a column takes
 HEADER = struct.Struct("<16sHI")
 
 
@@ -47,7 +46,7 @@ def build(folder: Path, documents: Iterable[tuple[str, str]], seed: int, shard_b
     Returns the manifest's entry of each shard. Raises UserError where there is too little text for two shards.
     """
     buckets = [folder / f"bucket_{i:02d}" for i in range(BUCKETS)]
-    sizes = spool(buckets, documents, seed, tally, what)
+    sizes = spool(buckets, documents, seed, tally)
     total = int(sizes.sum())
     if np.count_nonzero(sizes) < 2:
         raise UserError(
@@ -61,8 +60,7 @@ def build(folder: Path, documents: Iterable[tuple[str, str]], seed: int, shard_b
     return [describe(path, sha256(path)) for path in paths]
 
 
-def spool(buckets: list[Path], documents: Iterable[tuple[str, str]], seed: int, tally: Counter,
-          what: str) -> np.ndarray:
+def spool(buckets: list[Path], documents: Iterable[tuple[str, str]], seed: int, tally: Counter) -> np.ndarray:
     """First pass: every new document into the bucket that its key names. Returns the bytes of text in each slot."""
     sizes = np.zeros(SLOTS, dtype=np.int64)
     seen: set[bytes] = set()  # about 100 bytes a document
@@ -73,8 +71,6 @@ def spool(buckets: list[Path], documents: Iterable[tuple[str, str]], seed: int, 
                 tally["empty"] += 1
                 continue
             data = text.encode(errors="replace")  # half a surrogate pair, which JSON can hold, becomes "?"
-            if len(data) > MAX_DOCUMENT:
-                raise UserError(f"{what} has a document of {len(data)} bytes, more than {MAX_DOCUMENT}; cut it up")
             key = content_key(seed, data)
             if key in seen:
                 tally["duplicates"] += 1
