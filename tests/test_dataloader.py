@@ -1,8 +1,6 @@
 """Rows of tokens: every token once, the same rows on any number of ranks, exact continuation."""
 import itertools
 import math
-import os
-import resource
 from collections import Counter
 
 import numpy as np
@@ -173,27 +171,3 @@ def test_the_token_cache_is_made_once_and_belongs_to_data_and_tokenizer(source, 
     monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized again"))
     next(loader(source))
     assert files == {path.name: path.stat().st_mtime_ns for path in (dataset_dir(data) / "tokens").glob("*.npy")}
-
-
-def test_more_shards_than_files_may_be_open(tmp_path):
-    """A process gets 1,024 descriptors on Linux and 256 on macOS, here 160 more than it has."""
-    folder = tmp_path / "many"
-    folder.mkdir()
-    texts = [f"{i} and {i} are {2 * i}. " * 20 for i in range(600)]
-    pq.write_table(pa.table({"text": texts}), folder / "a.parquet")
-    make(str(folder), "many", shard_mb=0.001)
-    tokenizer = learn_tokenizer(["1 and 2 are 3."], 270)
-    shards = TokenizedShards("many", "train", tokenizer)
-    planner = RowPlanner(shards, T + 1, seed=0)
-    limits, seen = resource.getrlimit(resource.RLIMIT_NOFILE), set()
-    spare = os.dup(0)
-    os.close(spare)  # descriptors are given out in order
-    resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 160, limits[1]))
-    try:
-        while planner.epoch == 0:
-            row = planner.next_row()
-            planner.read([row])
-            seen.update(shard for shard, _, _ in row)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert len(seen) > 150

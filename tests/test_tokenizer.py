@@ -90,7 +90,6 @@ def test_token_bytes_are_raw_bytes_not_decoded_ones(tokenizer):
     num_bytes = tokenizer.token_bytes()
     assert num_bytes.dtype == np.int32 and num_bytes.shape == (tokenizer.get_vocab_size(),)
     assert num_bytes[:256].tolist() == [1] * 256 and len(tokenizer.decode([200]).encode()) == 3
-    assert num_bytes[256:-9].tolist() == [len(token) for token in tokenizer.merges]
     assert num_bytes[-9:].tolist() == [0] * 9
     broken = [i for i, token in enumerate(tokenizer.merges) if "\ufffd" in token.decode(errors="replace")]
     assert broken, "the corpus should teach a merge inside a character"
@@ -224,5 +223,3 @@ def test_a_tokenizer_may_read_the_conversations_of_later_stages_too(dataset, mon
     assert with_tasks < 0.6 * alone, lengths
     texts = [*corpus(), *map(plain_text, make_mixture(tasks, "train", seed=0))]
     assert get_tokenizer("small").fingerprint == learn_tokenizer(texts, 800).fingerprint
-
-
