@@ -50,8 +50,6 @@ texts = {"English prose": [PROSE], "Python": [CODE], "German": [GERMAN], "Chines
 
 # --- ours, and the others whose vocabulary is there or can be downloaded
 encodings = {data: get_tokenizer(data).encoding}
-
-
 for name, label in (("gpt2", "GPT-2"), ("cl100k_base", "GPT-4")):
     try:
         encodings[label] = tiktoken.get_encoding(name)  # downloads the vocabulary once

@@ -82,7 +82,6 @@ def test_muons_products_are_shared_within_a_copy():
     for shards, flops in ((8, 20 * (4 * one[0] + 2 * one[1]) / 8), (256, one[1])):
         plan = plan_step(CONFIG, Cluster(256, 8, *links), Layout(2, shards, 1, 1), RATE, BF16, BATCH)
         assert plan.update == pytest.approx(flops / RATE), shards
-        assert plan.compute == pytest.approx(BATCH / 256 * PER_TOKEN / RATE)
 
 
 def test_flops_are_megatrons():

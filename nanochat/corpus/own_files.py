@@ -149,12 +149,12 @@ def json_rows(path: Path, encoding: str) -> Iterator[tuple[str, Any]]:
         try:
             rows = json.load(file)
         except (ValueError, RecursionError):
-            rows = None
-    if rows is None:
-        yield from jsonl_rows(path, encoding)
-    else:
-        for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
-            yield f"{path}, entry {number}", row
+            yield from jsonl_rows(path, encoding)
+            return
+    if not isinstance(rows, list):
+        rows = [rows]
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}, entry {number}", row
 
 
 def csv_rows(path: Path, encoding: str) -> Iterator[tuple[str, Any]]:

@@ -72,9 +72,8 @@ def try_steps(
     ranks: int = 1, micro_steps: int = 1,
 ) -> float:
     """Milliseconds of a training step with `rows` rows on each rank. UserError, in one line, when it fails."""
-    settings = {"config": dataclasses.asdict(config), "rows": rows, "dtype": str(dtype).removeprefix("torch."),
-                "device_type": device_type, "compiled": compiled, "checkpointing": checkpointing,
-                "micro_steps": micro_steps}
+    settings = [dataclasses.asdict(config), rows, str(dtype).removeprefix("torch."), device_type, compiled,
+                checkpointing, micro_steps]  # of `main`
     launcher = []
     if ranks > 1:
         launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
@@ -134,6 +133,6 @@ def main(
 
 if __name__ == "__main__":
     signal.alarm(TIMEOUT)
-    trial = json.loads(sys.argv[1])
-    install_one_line_errors({"device_batch_size": trial["rows"]})
-    main(**trial)
+    settings = json.loads(sys.argv[1])
+    install_one_line_errors({"device_batch_size": settings[1]})
+    main(*settings)
