@@ -73,7 +73,7 @@ def plain_step() -> tuple[float, torch.Tensor]:
     """The definition: the mean over all target tokens of all conversations, each by itself, in float64."""
     model, total, count = random_model(), 0.0, 0
     for i in range(EXAMPLES):
-        ids, mask, _ = render(TOKENIZER, conversation(i))
+        ids, mask = render(TOKENIZER, conversation(i))
         logits = model(torch.tensor([ids[:-1]])).double()
         losses = -logits.log_softmax(-1)[0, torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
         trained = torch.tensor(mask[1:], dtype=torch.float64)
