@@ -25,8 +25,6 @@ encoding = "utf-8"     # of text files that are not UTF-8, such as gb18030
 num_shards = -1        # [-1, 1..] training shards at most, besides validation; -1 = all (on the hub, 100 MB each!)
 shard_mb = 8.0         # [0.001..1000] megabytes of text per training shard (downloads come as they are)
 seed = 42              # of the shuffle, and of tinyworld
-# ---- Download
-workers = 4            # [1..] files at a time
 # ---- Check
 verify = False         # recompute the checksums of a data set that is there, and do nothing else
 config = configure(globals())

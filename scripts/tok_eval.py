@@ -16,7 +16,6 @@ from nanochat.runtime.tables import markdown_table
 
 # ---- Data
 data = "tinyworld"          # data source whose tokenizer is compared, and whose validation split is one of the texts
-num_documents = 1000        # [1..] documents of the validation split
 configure(globals())
 
 PROSE = """
@@ -46,7 +45,7 @@ Am frühen Morgen überquerten wir die Brücke und gingen am Fluss entlang, bis 
 CHINESE = "早上下了一场小雨，院子里的桂花落了一地。外婆说，等太阳出来，就把它们收起来做糖。我们坐在门口，" \
           "一边喝茶，一边等天晴。\n"
 texts = {"English prose": [PROSE], "Python": [CODE], "German": [GERMAN], "Chinese": [CHINESE],
-         f"{data}, validation": list(islice(iter_texts(data, "val"), num_documents))}
+         f"{data}, validation": list(islice(iter_texts(data, "val"), 1000))}
 
 # --- ours, and the others whose vocabulary is there or can be downloaded
 encodings = {data: get_tokenizer(data).encoding}

@@ -20,8 +20,6 @@ from nanochat.training.report import settings_table, write_section
 
 # ---- Data
 data = "tinyworld"          # data source to learn from
-max_chars = 2_000_000_000   # [1..] characters to read at most
-doc_cap = 10_000            # [1..] characters of each document, so that one very long document does not dominate
 tasks = ""                  # conversations that are read besides, as in mid_train: words that the data does not have
 # ---- Vocabulary
 vocab_size = 65536          # ids, with the 256 bytes and the special tokens; smaller if the data has fewer merges
@@ -29,7 +27,7 @@ config = configure(globals())
 
 # --- learn the merges
 conversations = make_mixture(tasks, "train", seed=0) if tasks else []
-tokenizer = train_tokenizer(data, vocab_size, max_chars, doc_cap, map(plain_text, conversations))
+tokenizer = train_tokenizer(data, vocab_size, map(plain_text, conversations))
 print(f"vocabulary: {tokenizer.get_vocab_size():,} ids in {tokenizer_dir(data)}")
 if tokenizer.get_vocab_size() < vocab_size:
     print(f"    fewer than the {vocab_size:,} asked for: no other pair of tokens occurs twice in this data")

@@ -338,7 +338,7 @@ def test_bad_input_is_one_clear_line(base):
 
 def test_a_tokenizer_that_does_not_belong_is_refused_and_can_be_put_back(base):
     assert train("--num_iterations=2").returncode == 0
-    train_tokenizer("sums", 350, 10**6, 10**4)
+    train_tokenizer("sums", 350)
     result = train("--num_iterations=4", "--resume=auto")
     assert result.returncode == 1 and result.stderr.count("\n") == 1 and "with another tokenizer" in result.stderr
     subprocess.run(re.search(r"put back its own, (cp \S+ \S+), ", result.stderr)[1], shell=True, check=True)

@@ -118,6 +118,7 @@ def hub(server, base_folder, monkeypatch):
     """A shard set whose last shard is number 9."""
     use_endpoint(monkeypatch, server.url)
     monkeypatch.setitem(make_dataset.HUB, "climbmix", (REPOSITORY, 9))
+    monkeypatch.setattr(make_dataset, "DOWNLOADS", 2)
     server.texts = {}
     for i in range(10):
         server.bodies[shard(i)], server.texts[i] = parquet_bytes(f"shard {i}")
@@ -201,7 +202,7 @@ def test_a_failed_download_is_no_data_set_and_keeps_the_old_one(hub):
     """After one failure no further shard is begun."""
     body = hub.bodies.pop(shard(3))
     with pytest.raises(UserError, match=rf"{shard(3)} of {REPOSITORY}: .*404.* HF_ENDPOINT=… names a mirror") as caught:
-        make_dataset.make("climbmix", num_shards=6, workers=2)
+        make_dataset.make("climbmix", num_shards=6)
     assert "\n" not in str(caught.value) and {shard(0), shard(1)} <= set(names(hub.folder))
     with pytest.raises(UserError, match="no data set 'climbmix'"):
         dataset.load_manifest("climbmix")
@@ -220,12 +221,12 @@ def test_what_is_not_the_shard_that_the_hub_states_is_not_kept(hub):
     hub.honest = False
     digest = hashlib.sha256(hub.bodies[shard(0)]).hexdigest()
     with pytest.raises(UserError, match=rf"{shard(0)} .*: wrong checksum: expected {'0' * 64}, got {digest};"):
-        make_dataset.make("climbmix", num_shards=1, workers=1)
+        make_dataset.make("climbmix", num_shards=1)
     assert sum(name == shard(0) for name, _ in hub.requests) == download.TRIES
     hub.honest = True
     hub.bodies[shard(0)] = b"<html>please log in</html>"
     with pytest.raises(UserError, match=rf"{shard(0)} of {REPOSITORY}: .*not a whole parquet file"):
-        make_dataset.make("climbmix", num_shards=1, workers=1)
+        make_dataset.make("climbmix", num_shards=1)
     assert shard(0) not in names(hub.folder)
 
 
@@ -261,7 +262,7 @@ def test_without_a_network_it_is_one_line(tmp_path):
     run = "import runpy, time\ntime.sleep = lambda seconds: None\nrunpy.run_module('scripts.dataset', alter_sys=True)"
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # nobody listens, and nobody else can
-        command = [sys.executable, "-c", run, "--source=climbmix", "--num_shards=1", "--workers=1"]
+        command = [sys.executable, "-c", run, "--source=climbmix", "--num_shards=1"]
         env = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=300)
     assert re.fullmatch("error: .* of karpathy/.*: .*[Cc]onnect.*; the same command goes on.*\n", done.stderr)

@@ -206,10 +206,10 @@ def dataset(monkeypatch) -> None:
 
 
 def test_train_tokenizer_keeps_what_it_made_and_passes_errors_on(dataset, tokenizer, monkeypatch):
-    made = train_tokenizer("small", 800, max_chars=10**9, doc_cap=10**9)
+    made = train_tokenizer("small", 800)
     assert made.fingerprint == tokenizer.fingerprint == get_tokenizer("small").fingerprint
     with pytest.raises(UserError, match="no data 'other'"):
-        train_tokenizer("other", 800, 10**9, 10**9)
+        train_tokenizer("other", 800)
 
 def test_a_tokenizer_may_read_the_conversations_of_later_stages_too(dataset, monkeypatch, capsys):
     """The words of a task that the data does not have become tokens, so a question about it has about half as many."""

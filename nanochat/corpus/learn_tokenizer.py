@@ -22,7 +22,9 @@ from nanochat.runtime.progress import progress
 # length times number of merges for such a piece, minutes for a single megabyte, and it teaches nothing.
 TRAINING_PATTERN = SPLIT_PATTERN.replace(r"\p{L}+", r"\p{L}{1,64}").replace(r"\p{N}]+", r"\p{N}]{1,64}")
 
-EMBEDDED_VOCAB_SIZE = 8192                   # of a tokenizer that is made because none is there
+EMBEDDED_VOCAB_SIZE = 8192  # of a tokenizer that is made because none is there
+MAX_CHARS = 2_000_000_000   # read at most
+DOCUMENT_CHARS = 10_000     # read of each document, so that one very long document does not dominate
 
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -57,30 +59,28 @@ def ensure_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of a data source; for the embedded sources it is trained now if it is not there yet."""
     if name in OFFLINE and not (tokenizer_dir(name) / FILE_NAME).is_file():
         print(f"no tokenizer for {name!r} yet, training one in {tokenizer_dir(name)}")
-        return train_tokenizer(name, EMBEDDED_VOCAB_SIZE, max_chars=100_000_000, doc_cap=10_000)
+        return train_tokenizer(name, EMBEDDED_VOCAB_SIZE)
     return get_tokenizer(name)
 
 
-def training_texts(data: str, max_chars: int, doc_cap: int) -> Iterator[str]:
-    """The training split's documents, each cut at doc_cap characters, until max_chars are reached."""
-    left = max_chars
+def training_texts(data: str) -> Iterator[str]:
+    """The beginnings of the training split's documents."""
+    left = MAX_CHARS
     for text in iter_texts(data, "train"):
-        text = text[:min(doc_cap, left)]
-        left -= len(text)
-        yield text
-        if left == 0:
+        beginning = text[:DOCUMENT_CHARS]
+        yield beginning
+        left -= len(beginning)
+        if left <= 0:
             return
 
 
-def train_tokenizer(
-    data: str, vocab_size: int, max_chars: int, doc_cap: int, more: Iterable[str] = (),
-) -> Tokenizer:
+def train_tokenizer(data: str, vocab_size: int, more: Iterable[str] = ()) -> Tokenizer:
     """
     Train a tokenizer on a data source's training split, and on `more` texts, and keep it in `tokenizer_dir(data)`.
     Makes the data if it is an embedded source. Learning the merges begins when all is read, and can take minutes.
     """
     ensure_dataset(data)
-    texts = chain(training_texts(data, max_chars, doc_cap), more)
+    texts = chain(training_texts(data), more)
     tokenizer = learn_tokenizer(progress(texts, "reading", "documents"), vocab_size)
     tokenizer.save(tokenizer_dir(data))
     return tokenizer

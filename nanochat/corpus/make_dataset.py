@@ -28,6 +28,7 @@ HUB = {
     "fineweb-edu": ("karpathy/fineweb-edu-100b-shuffle", 1822),
     "climbmix": ("karpathy/climbmix-400b-shuffle", 6542),
 }
+DOWNLOADS = 4   # files at a time
 # Documents dropped as duplicates, as empty, by num_shards; characters that were replaced.
 COUNTED = ("duplicates", "empty", "left_out", "invalid")
 NAMED = (*OFFLINE, *REMOTE)
@@ -35,7 +36,7 @@ SOURCES = "tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a fold
 
 
 def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, field: str = "text",
-         encoding: str = "utf-8", shard_mb: float = 8.0, workers: int = 4) -> dict:
+         encoding: str = "utf-8", shard_mb: float = 8.0) -> dict:
     """
     Make or complete a data set, print how large it is and return its manifest. The settings are those of the command,
     scripts/dataset.py. A data set that is there is kept or replaced as a whole; of two processes one works, the other
@@ -52,7 +53,7 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
     with locked(folder.with_name(f".{name}.lock")):
         recover_folder(folder)
         if source in REMOTE:
-            manifest = make_from_hub(name, source, num_shards, workers)
+            manifest = make_from_hub(name, source, num_shards)
         else:
             settings = {"source": source, "num_shards": num_shards, "seed": seed, "field": field,
                         "encoding": encoding, "shard_mb": shard_mb}
@@ -104,7 +105,7 @@ def make_from_text(name: str, settings: dict) -> dict:
         return write_manifest(aside, name, settings, shards, tally, **more)
 
 
-def make_from_hub(name: str, source: str, num_shards: int, workers: int) -> dict:
+def make_from_hub(name: str, source: str, num_shards: int) -> dict:
     """Fetch finished shards into place one by one; the manifest follows when all of them are verified."""
     repository, last = HUB[source]
     number = last if num_shards < 0 else min(num_shards, last)
@@ -114,7 +115,7 @@ def make_from_hub(name: str, source: str, num_shards: int, workers: int) -> dict
     with contextlib.suppress(UserError):  # where anything is missing, all shards are compared with the hub again
         entries = {entry["file"]: entry for entry in load_manifest(name)["shards"]}
     missing = [file for file in files if file not in entries]
-    with ThreadPoolExecutor(workers) as pool, progress(None, "fetching", "shards", len(missing)) as bar:
+    with ThreadPoolExecutor(DOWNLOADS) as pool, progress(None, "fetching", "shards", len(missing)) as bar:
         jobs = [pool.submit(fetch_shard, repository, file, folder) for file in missing]
         try:
             for job in as_completed(jobs):

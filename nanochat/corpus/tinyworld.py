@@ -76,7 +76,8 @@ def as_prompt(telling: Telling, answer: str) -> str:
 def choose_held_out(key: str, tellings: list[Telling], answer: str) -> Telling | None:
     """For about half of all keys one of these tellings; never one of the prompts that a model is to complete."""
     digest = hashlib.sha256(key.encode()).digest()
-    candidates = [telling for telling in tellings if as_prompt(telling, answer) not in dict(PROMPTS)]
+    prompts = dict(PROMPTS)
+    candidates = [telling for telling in tellings if as_prompt(telling, answer) not in prompts]
     if not candidates or digest[0] % 2 == 0:
         return None
     return candidates[digest[1] % len(candidates)]
