@@ -118,7 +118,6 @@ def hub(server, base_folder, monkeypatch):
     """A shard set whose last shard is number 9."""
     use_endpoint(monkeypatch, server.url)
     monkeypatch.setitem(make_dataset.HUB, "climbmix", (REPOSITORY, 9))
-    monkeypatch.setattr(make_dataset, "DOWNLOADS", 2)
     server.texts = {}
     for i in range(10):
         server.bodies[shard(i)], server.texts[i] = parquet_bytes(f"shard {i}")
@@ -198,8 +197,9 @@ def test_a_shard_that_was_damaged_on_disk_is_found_and_mended(hub):
     assert path.read_bytes() == whole and fetched(hub) == {shard(1)}
 
 
-def test_a_failed_download_is_no_data_set_and_keeps_the_old_one(hub):
+def test_a_failed_download_is_no_data_set_and_keeps_the_old_one(hub, monkeypatch):
     """After one failure no further shard is begun."""
+    monkeypatch.setattr(make_dataset, "DOWNLOADS", 1)
     body = hub.bodies.pop(shard(3))
     with pytest.raises(UserError, match=rf"{shard(3)} of {REPOSITORY}: .*404.* HF_ENDPOINT=… names a mirror") as caught:
         make_dataset.make("climbmix", num_shards=6)
@@ -216,8 +216,9 @@ def test_a_failed_download_is_no_data_set_and_keeps_the_old_one(hub):
     assert len(make_dataset.make("climbmix", num_shards=6)["shards"]) == 7
 
 
-def test_what_is_not_the_shard_that_the_hub_states_is_not_kept(hub):
+def test_what_is_not_the_shard_that_the_hub_states_is_not_kept(hub, monkeypatch):
     """A wrong checksum; and an error page, of whose checksum the server is sure."""
+    monkeypatch.setattr(make_dataset, "DOWNLOADS", 1)
     hub.honest = False
     digest = hashlib.sha256(hub.bodies[shard(0)]).hexdigest()
     with pytest.raises(UserError, match=rf"{shard(0)} .*: wrong checksum: expected {'0' * 64}, got {digest};"):
