@@ -43,7 +43,7 @@ ranks = -1                  # [-1, 1..] -1: one for each GPU here; they share st
 max_rows = 64               # [1..] largest device_batch_size to recommend
 # ---- What to tell
 batch_only = False          # print the recommended device_batch_size and nothing else; 0 where none fits
-time_only = False           # print the milliseconds of a training step of 16 rows and nothing else
+time_only = False           # print the milliseconds of a training step of 16 rows here and nothing else
 memory_gib = -1.0           # [-1, >0] GiB of a GPU that is not here: 12, 24, 80, 141
 steps = True                # try training steps
 configure(globals())
@@ -51,9 +51,6 @@ configure(globals())
 DEPTHS = (4, 8, 12, 16, 20, 24, 26, 32)
 
 here = memory_gib < 0
-if time_only and not here:
-    raise UserError(f"memory_gib={memory_gib:g} is about a GPU that is not here, and time_only measures what is here; "
-                    "leave out one of the two")
 device = torch.device(choose_device_type(device_type) if here else "cuda")
 gpus = torch.cuda.device_count() if here and device.type == "cuda" else 0
 if ranks < 0:

@@ -73,7 +73,7 @@ def make_sums(folder: Path, documents: int = 400, text: str = SUM, vocab_size: i
     for i in range(documents):
         (folder / "texts" / f"{i}.txt").write_text(text.format(i=i, twice=2 * i, less=i - 1))
     make(str(folder / "texts"), "sums")
-    return train_tokenizer("sums", vocab_size, 10**6, 10**4)
+    return train_tokenizer("sums", vocab_size)
 
 
 def broken_bundle(folder: Path) -> None:

@@ -387,7 +387,7 @@ def test_base_train_and_base_eval_measure_core(bundle, base_folder, tmp_path):
         text = f"Document {i} says that {i} plus {i} is {2 * i}, and that the sun is not the moon."
         (tmp_path / "texts" / f"{i}.txt").write_text(text)
     make(str(tmp_path / "texts"), "sums")
-    train_tokenizer("sums", 300, 10**6, 10**4)
+    train_tokenizer("sums", 300)
     tiny = ("--data=sums --depth=1 --max_seq_len=32 --device_batch_size=2 --total_batch_size=64 --compile=False "
             "--dtype=float32 --sample_every=-1 --eval_every=3 --seed=5 --num_iterations=3 --core_metric_every=2 "
             "--core_metric_max_per_task=10").split()

@@ -161,7 +161,7 @@ def test_two_nodes_train_and_save_before_the_time_limit(tmp_path, base_folder):
         text = f"Document {i} says that {i} plus {i} is {2 * i}, and that {i} minus one is {i - 1}."
         (base_folder / "texts" / f"{i}.txt").write_text(text)
     make(str(base_folder / "texts"), "sums")
-    train_tokenizer("sums", 400, 10**6, 10**4)
+    train_tokenizer("sums", 400)
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(text)

@@ -98,10 +98,8 @@ def split_into_stages(config: GPTConfig, pipeline_stages: int = 1) -> tuple[Pipe
         matrices = [tuple(p.shape) for p in parameters if roles[p] == "matrix"]
         muon = sum(map(math.prod, matrices))
         counts = [sum(p.numel() for p in unit) for unit in units]
-        computing = muon
-        if layers.stop == config.n_layer:
-            computing += counts[-1]  # the head
-        flops = 6 * computing + 12 * config.n_embd * sum(map(config.window, layers))
+        head = counts[-1] if layers.stop == config.n_layer else 0
+        flops = 6 * (muon + head) + 12 * config.n_embd * sum(map(config.window, layers))
         products = [5 * (4 * m * m * n + 2 * m**3) for m, n in map(sorted, matrices)]
         largest = max(p.numel() for p in parameters)
         stages.append(PipelineStage(layers, counts, largest, sum(counts) - muon, muon, flops, products))
