@@ -9,13 +9,12 @@ help; a comment line such as `# ---- Batch` opens a section. A comment may begin
 [1..] one or more, [0..1] within, [>0] above zero, [-1, 1..] minus one, or one or more. Annotations name other types
 and choices: `int | None`, `Literal["a", "b"]`.
 
-    --key=value   override, or --key value; a number may be arithmetic (2**19), None goes where the annotation has it
+    --key=value   override, or --key value; None goes where the annotation has it
     --flag        short for --flag=True
     -p value      short for --p=value, where a setting's name is one letter
-    file.py       overrides as `key = value` lines; a key on the command line beats the same key in a file
     --help        the docstring and every setting
 
-Source, files and values are parsed (`ast`, `tokenize`), never executed.
+Source and values are parsed (`ast`, `tokenize`), never executed.
 
 The command line of the running script is checked as this module is imported: a script that imports it before torch
 answers a mistyped setting, and --help, at once.
@@ -24,7 +23,6 @@ import ast
 import contextlib
 import functools
 import io
-import os
 import re
 import sys
 import tokenize
@@ -32,15 +30,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.inference.calculator import arithmetic
-from nanochat.runtime.errors import UserError, did_you_mean, install_one_line_errors
+from nanochat.runtime.errors import UserError, did_you_mean
+from nanochat.runtime.exits import install_one_line_errors
 
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}  # a bool, as people write it
 SECTION = re.compile(r"#\s*-{3,}\s*(.*?)[\s-]*$")
 RANGES = re.compile(r"\[([-\d.,> ]+)\]")  # at the start of a comment: the numbers that a setting may be
-ARITHMETIC = re.compile(r"[\s\d.eE_xXa-fA-F()*/+-]+")  # keeps words away from the parser, which warns about some
-NOT_PLAIN = (ValueError, ArithmeticError, SyntaxError, RecursionError, MemoryError)  # whatever text can provoke
 
 
 @dataclass(frozen=True)
@@ -72,15 +68,15 @@ def configure(script_globals: dict[str, Any], argv: list[str] | None = None) -> 
     Returns every setting in source order, as a dict that JSON can hold. Exits with 0 after --help, and with 2 after
     one line on stderr when the command line does not fit. Installs the one-line error hook.
     """
-    config = settings_of(script_globals, sys.argv[1:] if argv is None else argv)
+    config = settings_of(script_globals["__file__"], sys.argv[1:] if argv is None else argv)
     install_one_line_errors(config)
     script_globals.update(config)
     return config
 
 
-def settings_of(script_globals: dict[str, Any], argv: list[str]) -> dict[str, Any]:
-    """What `configure` returns; it changes nothing yet, and exits as `configure` does."""
-    settings, docstring = read_settings(script_globals)
+def settings_of(path: str, argv: list[str]) -> dict[str, Any]:
+    """The dict that `configure` returns; it changes nothing yet, and exits as `configure` does."""
+    settings, docstring = read_settings(path)
     if "--help" in argv or "-h" in argv:
         print(help_text(settings, docstring))
         raise SystemExit(0)
@@ -94,33 +90,37 @@ def settings_of(script_globals: dict[str, Any], argv: list[str]) -> dict[str, An
 
 # ---- The script: which settings there are
 
-def read_settings(script_globals: dict[str, Any]) -> tuple[dict[str, Setting], str]:
+def read_settings(path: str) -> tuple[dict[str, Setting], str]:
     """The settings above the call of `configure` in the script's source, by name; and the script's docstring."""
-    path = script_globals["__file__"]
     with tokenize.open(path) as file:
         source = file.read()
     tree = ast.parse(source, path)
     comments, headings = read_comments(source)
     settings: dict[str, Setting] = {}
-    for node in statements_above_call(tree, path):
-        name, annotation, value = assignment(node)
-        if name is None or name.startswith("_"):
-            continue
+    for node in tree.body:
+        annotation = None
+        match node:
+            case ast.Assign(value=ast.Call(ast.Name("configure"))) | ast.Expr(ast.Call(ast.Name("configure"))):
+                return settings, ast.get_docstring(tree) or ""
+            case ast.Assign([ast.Name(name)], value):
+                pass
+            case ast.AnnAssign(ast.Name(name), annotation, ast.expr() as value):
+                pass
+            case _:
+                continue
         try:
-            literal = plain_value(value)
-        except NOT_PLAIN:
+            default = ast.literal_eval(value)
+        except ValueError:  # an expression: no setting
             continue
-        default = script_globals.get(name, literal)  # absent while this module is imported
-        accepts = tuple(read_annotation(annotation)) or (type(default),)
-        comment = next((comments[row] for row in range(node.lineno, node.end_lineno + 1) if row in comments), "")
-        section = [title for line, title in headings if line < node.lineno][-1:] or [""]
-        setting = settings[name] = Setting(name, default, accepts, comment, section[0])
-        if accepts == (type(None),) or not any(fits(default, kind) for kind in accepts) or not setting.allows(literal):
-            raise ValueError(f"{path}:{node.lineno}: {name} = {default!r} does not fit its annotation or its range")
-    return settings, ast.get_docstring(tree) or ""
+        if default is None or type(default) in TYPES.values():  # no list and the like
+            accepts = tuple(read_annotation(annotation)) or (type(default),)
+            titles = [title for line, title in headings if line < node.lineno]
+            section = titles[-1] if titles else ""
+            settings[name] = Setting(name, default, accepts, comments.get(node.end_lineno, ""), section)
+    raise ValueError(f"{path} does not call `configure(globals())` at its top level")
 
 
-@functools.cache  # a script's are read before torch is imported, and when it configures itself
+@functools.cache  # a script is read before torch is imported, and when it configures itself
 def read_comments(source: str) -> tuple[dict[int, str], list[tuple[int, str]]]:
     """The comments that end a line of code, by line number; and the section headings with their line numbers."""
     comments, headings = {}, []
@@ -134,28 +134,11 @@ def read_comments(source: str) -> tuple[dict[int, str], list[tuple[int, str]]]:
     return comments, headings
 
 
-def statements_above_call(tree: ast.Module, path: str) -> list[ast.stmt]:
-    """The top-level statements before `configure(...)`."""
-    for position, node in enumerate(tree.body):
-        call = getattr(node, "value", None)
-        if isinstance(call, ast.Call) and getattr(call.func, "id", getattr(call.func, "attr", "")) == "configure":
-            return tree.body[:position]
-    raise ValueError(f"{path} does not call `configure(globals())` at its top level")
-
-
-def assignment(node: ast.stmt) -> tuple[str | None, ast.expr | None, ast.expr | None]:
-    """Name, annotation and value of `name = value` or `name: annotation = value`; three Nones for anything else."""
-    match node:
-        case ast.Assign(targets=[ast.Name(id=name)], value=value):
-            return name, None, value
-        case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=ast.expr() as value):
-            return name, annotation, value
-    return None, None, None
-
-
 def read_annotation(annotation: ast.expr | None) -> Iterator[Any]:
     """The types and single values that `int | None` or `Literal["a", "b"]` name."""
-    for node in ast.walk(annotation) if annotation else ():
+    if annotation is None:
+        return
+    for node in ast.walk(annotation):
         if isinstance(node, ast.Constant):
             yield node.value
         elif isinstance(node, ast.Name) and node.id in TYPES:
@@ -164,31 +147,15 @@ def read_annotation(annotation: ast.expr | None) -> Iterator[Any]:
 
 # ---- The values: parsed, never executed
 
-def plain_value(node: ast.expr) -> Any:
-    """The value of a literal bool, number, string or None, or of arithmetic with numbers; else one of NOT_PLAIN."""
-    if isinstance(node, ast.Constant):
-        if node.value is None or type(node.value) in TYPES.values():
-            return node.value
-        raise ValueError("not a plain value")
-    return arithmetic(node, number)
-
-
-def number(node: ast.expr) -> int | float:
-    """The value of an operand."""
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return node.value
-    raise ValueError("not a number")
-
-
 def readings(text: str) -> Iterator[Any]:
-    """What a text on the command line may mean, in the order of trial; which one is meant, the setting decides."""
+    """Values that a text may mean, in the order of trial; the setting decides which one is meant."""
     if text == "None":
         yield None
     if text.lower() in WORDS:
         yield WORDS[text.lower()]
-    if ARITHMETIC.fullmatch(text):
-        with contextlib.suppress(*NOT_PLAIN):  # then it is only a text
-            yield plain_value(ast.parse(text.strip(), mode="eval").body)
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            yield kind(text)
     yield text
 
 
@@ -208,122 +175,88 @@ def within(value: int | float, text: str) -> bool:
     if text.startswith(">"):
         return value > float(text[1:])
     low, dots, high = text.partition("..")
-    return float(low) <= value <= float(high or "inf") if dots else value == float(text)
+    if not dots:
+        return value == float(low)
+    return float(low) <= value <= float(high or "inf")
 
 
-def choose(candidates: Iterator[Any], setting: Setting, where: str) -> Any:
-    """The first candidate that the setting accepts, in the setting's own type; UserError when there is none."""
-    for value in candidates:
+def choose(text: str, setting: Setting) -> Any:
+    """The first reading of a text that the setting accepts, in the setting's own type; UserError when there is none."""
+    for value in readings(text):
         for kind in setting.accepts:
             if fits(value, kind) and setting.allows(value):
                 return kind(value) if kind in (int, float) else value
     expected = " or ".join(kind.__name__ if isinstance(kind, type) else repr(kind) for kind in setting.accepts)
-    expected += f" in {setting.ranges}" * bool(setting.ranges)
-    raise UserError(f"{where}: {setting.name} takes {expected} (default: {setting.default!r})")
+    if setting.ranges:
+        expected += f" in {setting.ranges}"
+    raise UserError(f"--{setting.name}={text}: {setting.name} takes {expected} (default: {setting.default!r})")
 
 
 # ---- The command line: which values they get
 
 def read_arguments(argv: list[str], settings: dict[str, Setting]) -> dict[str, Any]:
-    """The overrides of a command line and of the files it names, by setting. Raises UserError where it does not fit."""
-    from_files: dict[str, Any] = {}
-    from_keys: dict[str, Any] = {}
+    """The overrides of a command line, by setting. Raises UserError where it does not fit."""
+    overrides: dict[str, Any] = {}
     rest = [argument for argument in argv if argument != "--"]  # torchrun puts it before our arguments
     while rest:
         argument = rest.pop(0)
-        if argument.endswith(".py") and not argument.startswith("-"):
-            from_files |= read_file(argument, settings)
-            continue
-        short = re.fullmatch("-[a-z]", argument) and argument[1] in settings
+        short = len(argument) == 2 and argument[0] == "-" and argument[1] in settings
         if not short and not argument.startswith("--"):
             raise UserError(f"stray argument {argument!r}: settings are written --key=value")
-        key, equals, text = argument.removeprefix("-").removeprefix("-").partition("=")
-        setting = find(key.replace("-", "_"), settings, f"--{key}")
-        if setting.name in from_keys:
+        key, equals, text = argument.lstrip("-").partition("=")
+        setting = settings.get(key.replace("-", "_"))
+        if setting is None:
+            hint = did_you_mean(key, settings) or "; --help lists them all"
+            raise UserError(f"--{key}: there is no setting {key.replace('-', '_')!r}{hint}")
+        if setting.name in overrides:
             raise UserError(f"--{key} is given twice")
-        if not equals and rest and takes_next(setting, rest[0], short):
-            text = rest.pop(0)
-        elif not equals and bool in setting.accepts:
-            text = "True"
-        elif not equals:
-            raise UserError(f"--{key} needs a value, such as --{key}={setting.default}")
-        from_keys[setting.name] = choose(readings(text), setting, f"--{key}={text}")
-    return from_files | from_keys
-
-
-def takes_next(setting: Setting, following: str, short: Any) -> bool:
-    """Whether the next argument is the value of a key without "=": for a flag only a word such as True."""
-    if bool in setting.accepts:
-        return following.lower() in WORDS
-    return bool(short) or not following.startswith("--")
-
-
-def read_file(path: str, settings: dict[str, Setting]) -> dict[str, Any]:
-    """The overrides in a file of `key = value` lines. Raises UserError, with the line, for anything else in it."""
-    try:
-        with tokenize.open(path) as file:
-            tree = ast.parse(file.read(), path)
-    except OSError as error:
-        raise UserError(f"cannot read settings from {path}: {os.strerror(error.errno)}") from None
-    except (SyntaxError, ValueError) as error:
-        raise UserError(f"{path}:{getattr(error, 'lineno', None) or 1}: {getattr(error, 'msg', error)}") from None
-    overrides: dict[str, Any] = {}
-    for node in tree.body:
-        where = f"{path}:{node.lineno}"
-        name, _, expression = assignment(node)
-        try:
-            value = plain_value(expression) if name else None
-        except NOT_PLAIN:
-            name = None
-        if name is None:
-            raise UserError(f"{where}: only lines such as `key = 1` are read here, with a plain value; nothing is run")
-        if name in overrides:
-            raise UserError(f"{where}: {name} is given twice")
-        overrides[name] = choose(iter([value]), find(name, settings, where), where)
+        if not equals:
+            text = take_next(rest, setting, short)
+        overrides[setting.name] = choose(text, setting)
     return overrides
 
 
-def find(key: str, settings: dict[str, Setting], where: str) -> Setting:
-    """The setting of that name, or a UserError with the nearest one."""
-    if key in settings:
-        return settings[key]
-    raise UserError(f"{where}: there is no setting {key!r}{did_you_mean(key, settings) or '; --help lists them all'}")
+def take_next(rest: list[str], setting: Setting, short: bool) -> str:
+    """The value of a key without "=": the next argument. A flag takes only a word such as True, and needs none."""
+    following = rest[0] if rest else "--"
+    if bool in setting.accepts:
+        return rest.pop(0) if following.lower() in WORDS else "True"
+    if following == "--" or following.startswith("--") and not short:
+        raise UserError(f"--{setting.name} needs a value, such as --{setting.name}={setting.default}")
+    return rest.pop(0)
 
 
 def help_text(settings: dict[str, Setting], docstring: str) -> str:
     """The docstring, then every setting with its default and comment, aligned, by section."""
-    width = max((len(f"--{name}={setting.default}") for name, setting in settings.items()), default=0)
-    lines, section = [docstring], ""
+    assignments = {name: f"--{name}={setting.default}" for name, setting in settings.items()}
+    width = max(map(len, assignments.values()), default=0)
+    lines, section = [docstring], None
     for name, setting in settings.items():
-        if setting.section != section or len(lines) == 1:
+        if setting.section != section:
             section = setting.section
             lines += ["", section or "Settings"]
         choices = [str(kind) for kind in setting.accepts if not isinstance(kind, type) and kind not in ("", None)]
-        allowed = f"[{', '.join(choices)}] " * bool(choices)
-        lines.append(f"  {f'--{name}={setting.default}':<{width}}  {allowed}{setting.comment}".rstrip())
+        allowed = f"[{', '.join(choices)}] " if choices else ""
+        lines.append(f"  {assignments[name]:<{width}}  {allowed}{setting.comment}".rstrip())
     return "\n".join(lines).strip()
 
 
-def check_names(config: dict[str, Any], defaults: dict[str, Any]) -> None:
+def check_names(config: dict[str, Any]) -> None:
     """UserError for a data set or a task that does not exist: without torch, which takes seconds to import."""
-    data = config.get("data")
-    if data and defaults["data"] != "":  # empty by default: of a report, whose data set may be gone
-        from nanochat.data.dataset import (  # here, like the tasks: most scripts have no such setting
-            OFFLINE,
-            load_manifest,
-        )
+    if config.get("data"):
+        from nanochat.data.dataset import OFFLINE, load_manifest  # here: most scripts have no such setting
 
-        if data not in OFFLINE:  # they are made where they are needed
-            load_manifest(data)
-    for specs in filter(None, (config.get("task"), config.get("tasks"))):
-        from nanochat.tasks import read_spec
+        if config["data"] not in OFFLINE:  # those are made where they are needed
+            load_manifest(config["data"])
+    for name in ("task", "tasks"):
+        if config.get(name):
+            from nanochat.tasks import read_spec
 
-        for spec in specs.split(","):
-            read_spec(spec)
+            for spec in config[name].split(","):
+                read_spec(spec)
 
 
 with contextlib.suppress(AttributeError, OSError, ValueError, SyntaxError):  # the program is no script of settings
-    main = {"__file__": sys.modules["__main__"].__file__}
-    config = settings_of(main, sys.argv[1:])
+    config = settings_of(sys.modules["__main__"].__file__, sys.argv[1:])
     install_one_line_errors(config)
-    check_names(config, settings_of(main, []))
+    check_names(config)

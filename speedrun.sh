@@ -7,11 +7,13 @@
 #     bash speedrun.sh --rehearse     # every stage with a tiny model for two steps, on GPUs after three steps of the real one
 #     bash speedrun.sh --plan=8,H100,80    # only says what it would run on 8 H100 of 80 GB, in how many hours, at what cost
 #
-# Run it again after anything went wrong: what is done and still whole is not done again, and training goes on from its
+# Run it again after anything went wrong: finished stages whose files are whole are skipped, and training goes on from its
 # newest checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")"
-chat=no rehearse=no full=no plan="" gpu="" memory="" words="" shard_mb=8  # words: tasks that the tokenizer reads, too
+chat=no rehearse=no full=no plan="" gpu="" memory=""
+words=""    # tasks that the tokenizer reads, too
+shard_mb=8
 for argument in "$@"; do
     case $argument in
         --chat) chat=yes ;;
@@ -42,41 +44,58 @@ else
     # Without a trial: real steps follow below, on GPUs before anything is downloaded.
     python -m scripts.doctor --steps=False || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
 fi
-if [ "$gpus" -ge 1 ]; then
-    # The recipe of 2026, explained in docs/gpus.md. Of these depths the largest that fits, and that is pretrained within
-    # half a day: then all is done within a day.
-    [ -n "$plan" ] || python -c "import datasets" 2>/dev/null || { echo "error: the tasks need the datasets package: pip install datasets" >&2; exit 1; }
+# ---- On GPUs. The recipe of 2026, explained in docs/gpus.md
+
+planned() { python -m scripts.plan --vocab_size=$vocab --depth="$depth" "${horizon[@]}" --gpus=$ranks --gpu="$gpu" "$@"; }
+
+# As many rows at a time as the memory holds, up to 16 (no GPU has confirmed that more fit), and 256 over all ranks, which
+# a step of mid-training has.
+fits() {
+    local most=$((ranks > 16 ? 256 / ranks : 16))
+    python -m scripts.doctor --batch_only --vocab_size=$vocab --depth="$depth" --ranks=$ranks --max_rows=$most ${memory:+--memory_gib=$memory} "$@"
+}
+
+# The largest depth that fits, and that is pretrained within half a day: then all is done within a day. Where hardly one
+# row fits, activations are computed twice.
+choose_depth_and_rows() {
+    for depth in 24 20 16 12; do
+        hours=$(planned --tell=hours)
+        if [ "$hours" -gt 12 ] && [ $depth -ne 12 ]; then continue; fi
+        rows=$(fits)
+        [ "$rows" -ge 4 ] || rows="$(fits --activation_checkpointing) checkpointing"
+        if [ "${rows% *}" -ne 0 ]; then break; fi
+    done
+    mkdir -p "${answer%/*}"
+    echo "$depth $rows" > "$answer"
+}
+
+gpu_recipe() {
+    if [ -z "$plan" ] && ! python -c "import datasets" 2>/dev/null; then
+        echo "error: the tasks need the datasets package: pip install datasets" >&2
+        exit 1
+    fi
     base=$NANOCHAT_BASE_DIR
     [ $rehearse = no ] || base=${base%/*}
-    data=climbmix vocab=32768 ranks=1 answer=$base/once/depth-and-rows
+    data=climbmix vocab=32768 answer=$base/once/depth-and-rows
+    ranks=1
     while [ $((2 * ranks)) -le "$gpus" ]; do ranks=$((2 * ranks)); done  # a power of two, which divides every batch
     launch=(torchrun --standalone --nproc_per_node=$ranks --max-restarts=3 --shutdown-timeout=300 -m)
     horizon=(--target_param_data_ratio=8 --total_batch_size=-1)
-    planned() { python -m scripts.plan --vocab_size=$vocab --depth="$depth" "${horizon[@]}" --gpus=$ranks --gpu="$gpu" "$@"; }
-    # As many rows at a time as the memory holds, up to 16 (no GPU has confirmed that more fit), and 256 over all ranks, which
-    # a step of mid-training has; where that is hardly one, activations are computed twice.
-    fits() {
-        python -m scripts.doctor --batch_only --vocab_size=$vocab --depth="$depth" --ranks=$ranks \
-            --max_rows=$((ranks > 16 ? 256 / ranks : 16)) ${memory:+--memory_gib=$memory} "$@"
-    }
-    if [ ! -s "$answer" ]; then  # kept, so that a resumed run has the same model
-        for depth in 24 20 16 12; do
-            hours=$(planned --tell=hours)
-            [ "$hours" -le 12 ] || [ $depth -eq 12 ] || continue
-            rows=$(fits)
-            [ "$rows" -ge 4 ] || rows="$(fits --activation_checkpointing) checkpointing"
-            [ "${rows% *}" -eq 0 ] || break
-        done
-        mkdir -p "${answer%/*}" && echo "$depth $rows" > "$answer"
-    fi
+    [ -s "$answer" ] || choose_depth_and_rows  # kept, so that a resumed run has the same model
     read -r depth rows recompute < "$answer" || true
-    [ "$rows" -ge 1 ] || { rm "$answer"; echo "error: depth $depth does not fit into this GPU's memory; set a smaller depth in speedrun.sh" >&2; exit 1; }
+    if [ "$rows" -lt 1 ]; then
+        rm "$answer"
+        echo "error: depth $depth does not fit into this GPU's memory; set a smaller depth in speedrun.sh" >&2
+        exit 1
+    fi
     planned --device_batch_size="$rows" --tell=summary
     echo "estimates of pretraining; not in them: mid-training and fine-tuning on half a billion tokens, downloads, compiling," \
         "evaluations and reinforcement learning, on eight GPUs another hour or two"
+
     # Shards of about 250 million characters, 4.7 a token: a tenth more than one pass.
     shards=$((depth > 20 ? 125 : depth > 16 ? 75 : depth > 12 ? 40 : 20))
-    few=$((rows < 4 ? rows : 4)) tag=speedrun-d$depth  # few: conversations at a time, and problems of reinforcement learning
+    few=$((rows < 4 ? rows : 4))  # conversations at a time, and problems of reinforcement learning
+    tag=speedrun-d$depth
     keep=(--keep_last=2)
     [ -z "${recompute:-}" ] || keep+=(--activation_checkpointing)
     rates=(--embedding_lr=0.3 --unembedding_lr=0.008)
@@ -84,44 +103,55 @@ if [ "$gpus" -ge 1 ]; then
            --warmdown_ratio=0.65 --final_lr_frac=0.05 --muon_momentum=0.97 --final_muon_momentum=0.9 --save_every=1000 "${keep[@]}")
     mid=(--tasks="smoltalk, mmlu*3, gsm8k*4, words:$data*3, spellingbee[:20000], tinyworld:identity, tinyworld:turns" "${rates[@]}"
          --init_lr_frac=0.8 --warmdown_ratio=0.5 --device_batch_size="$rows" --total_batch_size=524288 --save_every=200 "${keep[@]}")
-    sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:$data[:600], tinyworld:identity" --init_lr_frac=0.02 --device_batch_size=$few --save_every=200 "${keep[@]}")
+    sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:$data[:600], tinyworld:identity" --init_lr_frac=0.02
+         --device_batch_size=$few --save_every=200 "${keep[@]}")
     rl=(--task=gsm8k --device_batch_size=$few --save_every=20 "${keep[@]}")
     judged=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, words:$data[:256], spellingbee[:256], tinyworld:identity" --max_problems=-1)
     core=-1 eval_tokens=10485760
-    # Before anything is downloaded, three steps of the same shapes on the same ranks, with validation, samples and a
-    # checkpoint: whether it compiles, fits, is fast, and can be saved. On Python's library, which has text enough for the
-    # vocabulary, in a base folder of its own; of two micro-steps, as in the second the memory also holds the first one's sum.
-    if [ -z "$plan" ]; then (
-        stage "depth $depth: three steps before the downloads"
-        export NANOCHAT_BASE_DIR=$base/rehearsal
-        steps=("${model[@]/%--total_batch_size=-1/--total_batch_size=$((2 * rows * 2048 * ranks))}" --num_iterations=3)
-        python -m scripts.dataset --source=python
-        once tokenizer-python --needs data/python/manifest.json --makes tokenizer/python -- \
-            python -m scripts.tok_train --data=python --vocab_size=$vocab
-        once steps-$tag --needs tokenizer/python --makes report/sections/python/$tag/base_train.json -- \
-            "${launch[@]/restarts=3/restarts=0}" scripts.base_train --data=python --model_tag=$tag --overwrite "${steps[@]}"
-        rm -rf "$NANOCHAT_BASE_DIR/base_checkpoints/$tag"
-    ) fi
-elif [ $rehearse = no ]; then
-    # The embedded world, and Python's own documentation: nothing to download, and a model small enough for minutes on two cores.
-    data=tinyworld shards=-1 vocab=4096 words="pydoc, run" depth=4 answer=$NANOCHAT_BASE_DIR/once/depth-assistant
-    # All stages together take about as long as 1,700 training steps of the base model, and three minutes more.
-    estimate() {
-        local ms
-        ms=$(python -m scripts.doctor --time_only --depth=$depth --max_seq_len=256 --vocab_size=$vocab) && minutes=$((3 + ms * 1700 / 60000))
-    }
+}
+
+# Before anything is downloaded, three steps of the same shapes on the same ranks, with validation, samples and a
+# checkpoint: whether it compiles, fits, is fast, and can be saved. On Python's library, which has text enough for the
+# vocabulary, in a base folder of its own; of two micro-steps, as in the second the memory also holds the first one's sum.
+try_three_steps() (  # a subshell: the base folder is changed for it alone
+    stage "depth $depth: three steps before the downloads"
+    export NANOCHAT_BASE_DIR=$base/rehearsal
+    steps=("${model[@]/%--total_batch_size=-1/--total_batch_size=$((2 * rows * 2048 * ranks))}" --num_iterations=3)
+    python -m scripts.dataset --source=python
+    once tokenizer-python --needs data/python/manifest.json --makes tokenizer/python -- \
+        python -m scripts.tok_train --data=python --vocab_size=$vocab
+    once steps-$tag --needs tokenizer/python --makes report/sections/python/$tag/base_train.json -- \
+        "${launch[@]/restarts=3/restarts=0}" scripts.base_train --data=python --model_tag=$tag --overwrite "${steps[@]}"
+    rm -rf "$NANOCHAT_BASE_DIR/base_checkpoints/$tag"
+)
+
+# ---- On a CPU: the embedded world, and Python's own documentation. Nothing to download, and a model small enough for
+# minutes on two cores
+
+# All stages together take about as long as 1,700 training steps of the base model, and three minutes more.
+estimate() {
+    local ms
+    ms=$(python -m scripts.doctor --time_only --depth=$depth --max_seq_len=256 --vocab_size=$vocab)
+    minutes=$((3 + ms * 1700 / 60000))
+}
+
+choose_cpu_depth() {
+    depth=4
+    estimate
+    echo "on this machine, as busy as it is now, this will take about $minutes minutes"
+    if [ "$minutes" -gt 30 ]; then
+        depth=2
+        estimate
+        echo "a smaller model instead, in about $minutes minutes; bash speedrun.sh --full trains the larger one"
+    fi
+    echo $depth > "$answer"
+}
+
+cpu_recipe() {
+    data=tinyworld shards=-1 vocab=4096 words="pydoc, run" answer=$NANOCHAT_BASE_DIR/once/depth-assistant
     mkdir -p "${answer%/*}"
     [ $full = no ] || echo 4 > "$answer"
-    if [ ! -s "$answer" ]; then  # asked once: another answer must not change the model in the middle of a run
-        estimate
-        echo "on this machine, as busy as it is now, this will take about $minutes minutes"
-        if [ "$minutes" -gt 30 ]; then
-            depth=2
-            estimate
-            echo "a smaller model instead, in about $minutes minutes; bash speedrun.sh --full trains the larger one"
-        fi
-        echo $depth > "$answer"
-    fi
+    [ -s "$answer" ] || choose_cpu_depth  # asked once: another answer must not change the model in the middle of a run
     read -r depth < "$answer"
     tag=assistant-d$depth launch=(python -m)
     model=(--depth=$depth --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=500
@@ -136,9 +166,12 @@ elif [ $rehearse = no ]; then
     judged=(--tasks="tinyworld:facts, tinyworld:identity, arithmetic, spellingbee, words:$data, pydoc:known, pydoc, run"
             --max_problems=600 --batch_size=64)
     core=0 eval_tokens=65536
-fi
-if [ $rehearse = yes ]; then
-    # Everything above in small, on all GPUs or the CPU: nothing is learnt. That compiling works has been seen by now.
+}
+
+# ---- A rehearsal: everything in small, on all GPUs or the CPU. Nothing is learnt. That compiling works has been seen by
+# now
+
+rehearsal_recipe() {
     data=tinyworld shards=2 shard_mb=1 vocab=1024 tag=rehearsal
     launch=(python -m)
     [ "$gpus" -le 1 ] || launch=(torchrun --standalone --nproc_per_node="$gpus" -m)
@@ -148,7 +181,17 @@ if [ $rehearse = yes ]; then
     sft=(--tasks="tinyworld[:99], spellingbee[:99]" --target_examples_per_step=2 --eval_metrics_every=-1 "${tiny[@]}")
     rl=(--task=arithmetic:easy --examples_per_step=1 --num_samples=2 --max_new_tokens=4 "${tiny[@]}")
     judged=(--tasks="arithmetic[:4]" --max_problems=4) core=0 eval_tokens=256
+}
+
+# ---- The run
+
+if [ "$gpus" -ge 1 ]; then
+    gpu_recipe
+    [ -n "$plan" ] || try_three_steps
+elif [ $rehearse = no ]; then
+    cpu_recipe
 fi
+[ $rehearse = no ] || rehearsal_recipe
 
 [ -z "$plan" ] || python() { show python "$@"; }
 stage "data: $data"
@@ -193,4 +236,4 @@ if [ $rehearse = no ]; then
 else
     echo "everything works; the models in $NANOCHAT_BASE_DIR have learnt nothing"
 fi
-[ $chat = no ] || exec "${page[@]}" --open_page=True
+[ $chat = no ] || exec "${page[@]}"

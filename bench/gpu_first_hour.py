@@ -23,9 +23,10 @@ from bench.harness import DOCS
 from nanochat.model.fp8 import use_fp8
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.trial import set_up_training, train_step
+from nanochat.runtime.devices import synchronize
 from nanochat.runtime.distributed import compute_cleanup, set_up
 from nanochat.runtime.files import base_dir, write_text
-from nanochat.runtime.flops import peak_flops, synchronize
+from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.tables import markdown_table
 from nanochat.training.metrics import peak_memory
 

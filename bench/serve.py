@@ -32,7 +32,8 @@ from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.runtime.distributed import compute_dtype, compute_init
+from nanochat.runtime.devices import compute_dtype
+from nanochat.runtime.distributed import compute_init
 from nanochat.training.checkpoint import checkpoint_dir, load_checkpoint
 from nanochat.training.saving import save_weights
 

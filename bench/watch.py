@@ -17,7 +17,7 @@ from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.zero import Sharding
 from nanochat.plan.memory import parameter_counts, state_bytes
 from nanochat.plan.traffic import sent_bytes
-from nanochat.runtime.distributed import gather_objects
+from nanochat.runtime.collectives import gather_objects
 
 STAGES, MICRO_STEPS = (0, 1, 2, 3), (1, 4)
 KEPT = ("parameters", "gradients", "optimizer")  # the fields of StateBytes

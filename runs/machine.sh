@@ -25,7 +25,7 @@ if [ ! -e "$NANOCHAT_BASE_DIR/tokenizer/$DATA/tokenizer_nanochat.json" ]; then
     python -m scripts.tok_train --data="$DATA" --vocab_size="$([ "$DATA" = tinyworld512 ] && echo 512 || echo 65536)"
 fi
 
-# train TAG --depth=… --setting=value …: validated at its beginning and end. What is finished and whole is skipped.
+# train TAG --depth=… --setting=value …: validated at its beginning and end. Finished runs whose files are whole are skipped.
 train() {
     local tag=$1; shift
     echo; echo "=== $tag"

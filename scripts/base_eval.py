@@ -18,7 +18,10 @@ from nanochat.corpus.tinyworld import PROMPTS, held_out_questions, validation_do
 from nanochat.data.dataloader import tokenizing_distributed_data_loader, validation_rows
 from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.eval.loss_eval import document_nats, evaluate_bpb, first_documents, greedy_completes, sample
-from nanochat.runtime.distributed import all_reduce_sum, compute_cleanup, compute_init, print0, sum_dtype
+from nanochat.runtime.collectives import all_reduce_sum
+from nanochat.runtime.console import print0
+from nanochat.runtime.devices import sum_dtype
+from nanochat.runtime.distributed import compute_cleanup, compute_init
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.tables import cell, markdown_table
 from nanochat.training.checkpoint import find_model, load_checkpoint

@@ -8,7 +8,6 @@ Pretrain a base model.
 The outer loop is one optimizer step, the inner loop accumulates the gradient of total_batch_size tokens in micro-steps.
 """
 import math
-from functools import partial
 from typing import Literal
 
 from configurator import configure  # first: it checks the command line before torch is imported
@@ -40,21 +39,13 @@ from nanochat.optim.schedule import (
     warmdown_left,
 )
 from nanochat.optim.zero import Sharding
+from nanochat.runtime.collectives import from_rank0, rank0_first, require_same
 from nanochat.runtime.compiling import eagerly
-from nanochat.runtime.distributed import (
-    StopRequest,
-    after_first_step,
-    compute_cleanup,
-    from_rank0,
-    hosts_may_change,
-    print0,
-    rank0_first,
-    require_same,
-    set_up,
-    until_stopped,
-)
+from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import after_first_step, compute_cleanup, hosts_may_change, set_up
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import peak_flops
+from nanochat.runtime.stopping import StopRequest, until_stopped
 from nanochat.training.checkpoint import (
     changed_settings,
     checkpoint_dir,
@@ -63,7 +54,7 @@ from nanochat.training.checkpoint import (
     say_how_to_talk,
     step_dir,
 )
-from nanochat.training.metrics import Metrics, peak_memory, require_wandb
+from nanochat.training.metrics import Metrics, require_wandb
 from nanochat.training.records import duration
 from nanochat.training.report import settings_table, write_section
 from nanochat.training.resharding import load_training_state
@@ -79,14 +70,12 @@ device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
 fp8 = False                 # the blocks' products in 8 bits, on H100 and newer; a CPU only emulates it
-deterministic = False       # the same bits each time on a GPU, too; slower
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Data
 data = "tinyworld"          # name of a data set made by scripts.dataset
 max_seq_len = 2048          # [1..] tokens per row
 # ---- Model
 depth = 20                  # [1..] layers; the width (64 per layer) and the heads follow from it
-softcap = 15.0              # [0..64] limit of the logits; 0: none
 arch = "modern"             # pieces of the model: classic, modern, or one with changes: modern,smear=False
 # ---- Horizon: the first of these that is positive
 num_iterations = -1         # [-1, 1..] optimizer steps
@@ -96,9 +85,9 @@ target_param_data_ratio = 10.5  # tokens per parameter of matrices and head
 device_batch_size = 16      # [1..] rows per rank and micro-step; halve it when memory runs out
 total_batch_size = 524288   # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen, rates with it
 # ---- Sharding over the ranks
-zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters
-shard_size = -1             # [-1, 1..] ranks N that share one copy; groups of so many are replicas; -1: all ranks
-pipeline_stages = 1         # [1..] groups of ranks with layers of their own; micro-steps go from one to the next
+zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
+shard_size = -1             # [-1, 1..] ranks that share one copy; groups of this size are replicas; -1: all ranks
+pipeline_stages = 1         # [1..] groups of ranks with layers of their own; micro-batches go from one to the next
 # ---- Optimizers
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
@@ -110,8 +99,7 @@ weight_decay = 0.0          # [0..] of Muon's matrices; falls linearly to zero
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
 warmup_steps = 0            # [0..] in which the learning rate rises, at most a tenth of the run
 warmdown_ratio = 0.4        # [0..1] part of the run in which it falls
-final_lr_frac = 0.0         # [0..1] what is left of it at the end
-max_bad_steps = 10          # [1..] stop after so many steps in a row without a finite loss and gradient
+final_lr_frac = 0.0         # [0..1] part of the learning rate that is left at the end
 # ---- Evaluation and logging
 eval_every = 250            # [-1..] steps between validations, also before the first step and after the last; -1: never
 eval_tokens = 10485760      # [1..] tokens of a validation, at most one pass over the split
@@ -119,58 +107,68 @@ core_metric_every = -1      # [-1..] steps between CORE evaluations, also after 
 core_metric_max_per_task = 500  # [-1, 1..] items of each task of CORE; -1: all
 sample_every = 2000         # [-1..] steps between samples, also after the last step; -1: never
 # ---- Checkpoints
-save_every = -1             # [-1..] steps between checkpoints, also after the last step; -1: only then, and by time
-save_minutes = 30.0         # [-1..] minutes between further checkpoints, of which the newest two are kept; -1: none
+save_every = -1             # [-1..] steps between checkpoints, beside one each half hour and the last; -1: only those
 keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())
 
-# ---- Setup: the ranks join each other; rank 0 makes what is not there yet (embedded data, its tokenizer)
+# ---- Setup: the ranks join each other; rank 0 makes missing files (the embedded data, its tokenizer)
 require_wandb(run)
-rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile, deterministic)
+rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
 rank0_first(ensure_dataset, data)
 tokenizer = rank0_first(ensure_tokenizer, data)
 require_same("has other data", {data: fingerprint(data), "their tokenizer": tokenizer.fingerprint}, "copy rank 0's")
 token_bytes = tokenizer.token_bytes()
-if core_metric_every > 0 and (reason := why_no_bundle()):
-    raise UserError(f"core_metric_every={core_metric_every}, but there is {reason}")
-core_tasks = load_tasks(bundle_dir()) if core_metric_every > 0 else []
+core_tasks = []
+if core_metric_every > 0:
+    if reason := why_no_bundle():
+        raise UserError(f"core_metric_every={core_metric_every}, but there is {reason}")
+    core_tasks = load_tasks(bundle_dir())
 
 # ---- Model: first its shapes, without memory, so that wrong settings are found at once
-model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, softcap, arch)
+model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, arch=arch)
 with torch.device("meta"):
     model = GPT(model_config)
-parameters, flops_per_token = sum(p.numel() for p in model.parameters()), model.estimate_flops()
-computing = model.count_parameters("matrix", "head")  # the others are lookups
+parameters = sum(p.numel() for p in model.parameters())
+matmul_parameters = model.count_parameters("matrix", "head")  # the others are looked up, not multiplied
+flops_per_token = model.estimate_flops()
 pipeline = Pipeline(model_config, pipeline_stages, zero_stage, rank, world_size)
 model.keep_layers(pipeline.layers)  # removes those of other pipeline stages
 
 # ---- Where to start: rank 0 looks for checkpoints and decides for all ranks
 checkpoints = checkpoint_dir("base", model_tag or f"d{depth}")
-checkpoint = choose_start(checkpoints, resume, resume_from_step, overwrite)
+checkpoint = choose_start(checkpoints, resume, overwrite, resume_from_step)
 meta = read_meta(checkpoint) if checkpoint else None
 if meta and meta["tokenizer"] != tokenizer.fingerprint:
     put_back = f"cp {checkpoint / FILE_NAME} {tokenizer_dir(data)}"
     raise UserError(f"{checkpoint} was trained with another tokenizer than the one of data {data!r}; "
                     f"put back its own, {put_back}, or choose another --model_tag")
 
-# ---- Batch and horizon. A pipeline has several micro_batches in flight, in its one micro-step; otherwise it is one
-horizon = target_flops / flops_per_token if target_flops > 0 else target_param_data_ratio * computing  # tokens
+# ---- Horizon: tokens to train on, unless num_iterations says how many steps
+horizon = target_param_data_ratio * matmul_parameters
+if target_flops > 0:
+    horizon = target_flops / flops_per_token
 if num_iterations < 1 and horizon <= 0:
     raise UserError("no horizon: set num_iterations, target_flops or target_param_data_ratio")
-chosen = total_batch_size == -1
-if chosen:
-    unit = device_batch_size * max_seq_len * world_size  # with a pipeline at least a micro-batch for each stage
-    total_batch_size = meta["total_batch_size"] if meta else choose_batch_size(num_iterations, horizon, unit)
+
+# ---- Batch. A pipeline has several micro_batches in flight, in its one micro-step; otherwise a micro-step is one
+choose_batch = total_batch_size == -1
+if choose_batch and meta:
+    total_batch_size = meta["total_batch_size"]
+elif choose_batch:
+    tokens_per_micro_step = device_batch_size * max_seq_len * world_size
+    total_batch_size = choose_batch_size(num_iterations, horizon, tokens_per_micro_step)
 uneven = meta is not None or hosts_may_change()  # some ranks may have no rows in the last micro-step
 micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len, uneven)
 # Micro-steps with rows, on average over the ranks: grad_accum_steps, or less where the ranks do not divide the batch
 filled_steps = total_batch_size / (micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks)
 num_iterations = choose_num_iterations(num_iterations, horizon, total_batch_size)
-scales = rate_scales(total_batch_size, num_iterations * total_batch_size) if chosen else (1.0, 1.0)
-if meta:  # a resumed run keeps the rates it had, and its batch
-    scales = meta.get("rate_scales", (1.0, 1.0))
+lr_scale, decay_scale = 1.0, 1.0
+if meta:  # a resumed run keeps the rates it had
+    lr_scale, decay_scale = meta.get("rate_scales", (1.0, 1.0))
+elif choose_batch:
+    lr_scale, decay_scale = rate_scales(total_batch_size, num_iterations * total_batch_size)
 total_flops = num_iterations * total_batch_size * flops_per_token
 peak = peak_flops(device, model_dtype)
 print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head} heads, "
@@ -180,8 +178,8 @@ print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_se
 if filled_steps < grad_accum_steps:
     empty = 1 - filled_steps / grad_accum_steps
     print0(f"warning: {pipeline.dp_ranks} rank(s) do not divide the batch: {empty:.0%} of their micro-steps are empty")
-if tuple(scales) != (1.0, 1.0):
-    print0(f"rates: all x {scales[0]:.4g} for this batch; weight decay x {scales[1]:.4g} for batch and horizon")
+if lr_scale != 1 or decay_scale != 1:
+    print0(f"rates: all x {lr_scale:.4g} for this batch; weight decay x {decay_scale:.4g} for batch and horizon")
 print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {total_flops:.2e} FLOPs, "
        f"{duration(total_flops / (peak.flops * world_size))} at the peak of {peak.flops / 1e12:,.2f} TFLOP/s per rank "
        f"({peak.source})")
@@ -193,69 +191,71 @@ if fp8:
     use_fp8(model, device, device_batch_size * max_seq_len)
 sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, pipeline_stages,
                     weights=lambda name: model.draw(name, seed))
-rates = unembedding_lr, embedding_lr, matrix_lr, weight_decay * scales[1]
-optimizers = setup_optimizers(model, sharding, *rates, muon_variant, lr_scale=scales[0])
+optimizers = setup_optimizers(model, sharding, unembedding_lr, embedding_lr, matrix_lr, weight_decay * decay_scale,
+                              muon_variant, lr_scale)
 if compiling:
     model.compile_blocks()
 pipeline.connect(model, sharding, micro_batches, device_batch_size)
 
 # ---- Resume, exactly: weights, masters, moments, place in the data, smoothed loss
 start_step, data_state, metrics_state = 0, None, None
-if meta:
+if checkpoint:
     load_training_state(checkpoint, sharding, optimizers)
     start_step, data_state, metrics_state = meta["step"], meta["data_state"], meta["metrics_state"]
     print0(f"resuming from {checkpoint}{changed_settings(meta['config'], config)}")
 elif resume == "auto":
     print0(f"nothing to resume in {checkpoints}: starting from step 0")
-saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, start_step, keep_last, save_minutes, overwrite)
+saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, start_step, keep_last, overwrite)
 metrics = Metrics(checkpoints, run, config, start_step, num_iterations, total_batch_size, flops_per_token, peak,
                   metrics_state)
 
 # ---- Data: the rows of a step depend on its number, the seed and the batch, not on how many ranks share them
-shape = dict(device_batch_size=device_batch_size, max_seq_len=max_seq_len, rank=rank, world_size=world_size,
-             device=device)
 train_loader = tokenizing_distributed_data_loader(
-    data, "train", tokenizer, grad_accum_steps=grad_accum_steps, seed=seed, state=data_state,
-    rows_per_step=total_batch_size // max_seq_len, **shape
-    | dict(device_batch_size=micro_batches * device_batch_size, rank=pipeline.dp_rank, world_size=pipeline.dp_ranks)
+    data, "train", tokenizer, device_batch_size=micro_batches * device_batch_size, max_seq_len=max_seq_len,
+    grad_accum_steps=grad_accum_steps, rank=pipeline.dp_rank, world_size=pipeline.dp_ranks, device=device, seed=seed,
+    state=data_state, rows_per_step=total_batch_size // max_seq_len,
 )
 eval_rows = from_rank0(validation_rows, data, tokenizer, eval_tokens, max_seq_len)
 eval_steps = math.ceil(eval_rows / (device_batch_size * world_size))
 inputs, targets, data_state = next(train_loader)  # data_state: where the step of these rows begins
 
-step, stop = start_step, StopRequest()
+step = start_step
+stop = StopRequest()
 while True:
-    last_step, due = step >= num_iterations, partial(is_due, step, num_iterations)  # due(every): every so many steps
+    metrics.raise_if_diverged(step)
+    last_step = step >= num_iterations
     stopping = metrics.stop_requested  # all ranks have read the same sum: some rank was sent SIGTERM, SIGINT or SIGHUP
-    if metrics.bad_steps >= max_bad_steps:
-        saver.give_up(f"loss or gradient not finite in {max_bad_steps} steps in a row, up to step {step}")
 
     # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
-    saver.stand_by(step, metrics, dict(  # what to save, also if an exception ends the run before the next update
-        config=config, total_batch_size=total_batch_size, num_iterations=num_iterations, rate_scales=scales,
-        tokenizer=tokenizer.fingerprint, data=data, data_state=data_state,
-    ))
-    saver.checkpoint(asked_for=last_step or stopping or due(save_every))  # or since save_minutes are over
+    saver.set_state(step, metrics, config=config, total_batch_size=total_batch_size, num_iterations=num_iterations,
+                    rate_scales=(lr_scale, decay_scale), tokenizer=tokenizer.fingerprint, data=data,
+                    data_state=data_state)
+    saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
     if stopping:
         break
 
     # --- evaluation of the same parameters
-    if any(map(due, (eval_every, core_metric_every, sample_every))):
+    validate = is_due(step, num_iterations, eval_every)
+    measure_core = step > 0 and is_due(step, num_iterations, core_metric_every)
+    show_samples = step > 0 and is_due(step, num_iterations, sample_every)
+    if validate or measure_core or show_samples:
         with metrics.paused(), metrics.stoppable():
             evaluated = pipeline.whole_model(model, sharding)
-            if due(eval_every):  # the same rows in every run, whatever its seed, batch and ranks
-                validation = tokenizing_distributed_data_loader(data, "val", tokenizer, num_rows=eval_rows, **shape)
+            if validate:  # the same rows in every run, for any seed, batch and number of ranks
+                validation = tokenizing_distributed_data_loader(
+                    data, "val", tokenizer, device_batch_size=device_batch_size, max_seq_len=max_seq_len,
+                    rank=rank, world_size=world_size, device=device, num_rows=eval_rows)
                 metrics.log_validation(step, evaluate_bpb(evaluated, validation, eval_steps, token_bytes))
                 validation.close()
-            if step > 0 and due(core_metric_every):
-                tokens_per_forward, most = device_batch_size * max_seq_len, core_metric_max_per_task
-                core, scores = evaluate_core(evaluated, tokenizer, core_tasks, most, tokens_per_forward)
+            if measure_core:
+                core, scores = evaluate_core(evaluated, tokenizer, core_tasks, core_metric_max_per_task,
+                                             device_batch_size * max_seq_len)
                 name = core_name(scores)
                 metrics.log(step, {f"core/{name}": core} | {f"core/{score.label}": score.centered for score in scores})
                 print0(f"step {step:05d}/{num_iterations:05d} | {name} {core:.4f}")
-            if step > 0 and due(sample_every):
+            if show_samples:
                 with eagerly():
-                    for prompt, _ in until_stopped(PROMPTS):  # by all ranks: they may have to gather units together
+                    for prompt, _ in until_stopped(PROMPTS):  # on all ranks: they may have to gather units together
                         print0(f"  {prompt}{sample(evaluated, tokenizer, prompt, max_tokens=24)}")
     if metrics.stop_requested:  # in an evaluation, which all ranks have left
         continue
@@ -267,7 +267,7 @@ while True:
     #   forward   before a unit runs, r waits for its weights, whose all-gather began after the last update
     #   backward  a unit's gradients are complete -> reduce-scatter, in every micro-step (on stage 1: in the last):
     #             r receives the sum over the ranks of its 1/N, adds it to its float32 sum, and frees the gradients;
-    #             after the last micro-step r waits for what is still under way
+    #             after the last micro-step r waits for the collectives still under way
     #   reduce    one all-reduce of six numbers: loss, count (1 per rank), squared norm, not finite?, stop?, save?;
     #             r divides loss and gradients by the count, which is the number of ranks, and clips
     #   update    AdamW: r updates its 1/N. Muon: the momentum updates of each matrix go to one rank (all-to-all), which
@@ -285,18 +285,19 @@ while True:
         step_loss += loss.detach() / filled_steps
         inputs, targets, data_state = next(train_loader)  # read by a thread; the host does not wait for the copy
 
-    # Divides loss and gradients by the ranks that have a loss; in fine-tuning the count is the number of targets.
-    stats = sharding.reduce_and_clip(step_loss, pipeline.is_last, grad_clip, stop=stop.asked, save=saver.time_is_up())
+    # Divides loss and gradients by the sum of the counts; in fine-tuning the count is the number of targets.
+    count = 1.0 if pipeline.is_last else 0.0  # only the last pipeline stage has a loss
+    stats = sharding.reduce_and_clip(step_loss, count, grad_clip, stop=stop.asked, save=saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
     lrm = lr_multiplier(step, num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
     left = warmdown_left(step, num_iterations, warmdown_ratio)
     momentum = momentum_at(step, left, muon_momentum, final_muon_momentum)
     apply_schedule(optimizers, step, num_iterations, lrm, momentum)
-    saver.begin_update()  # from here to `stand_by` no parameters can be saved: they are half updated
+    saver.clear_state()  # from here to `set_state` no parameters can be saved: they are half updated
     for optimizer in optimizers:
         optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite
     sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
-    metrics.log_step(step, stats, lrm)
+    metrics.log_step(step, stats.values, lrm)
     if step == start_step:
         after_first_step(*sharding.groups())  # all have compiled: shorter timeouts from here
     step += 1
@@ -308,12 +309,10 @@ metrics.close()
 if stopping:
     stop.end(step)
 elif rank == 0:
-    write_section("base_train", "Base model: pretraining", settings_table(config), {"base": {
-        "parameters": f"{parameters:,}", "tokens trained on": f"{num_iterations * total_batch_size:,}",
-        "training minutes": metrics.state["elapsed"] / 60,
-        "peak memory, GiB": peak_memory(),
-        "best validation bits per byte": metrics.state["min_val_bpb"] or "-",
-    }}, metrics.path, floor=entropy_floor(data), data=data, model_tag=checkpoints.name,
-        checkpoint=step_dir(checkpoints, step))
+    results = {"parameters": f"{parameters:,}", "tokens trained on": f"{num_iterations * total_batch_size:,}"}
+    results |= metrics.results()
+    write_section("base_train", "Base model: pretraining", settings_table(config), {"base": results}, metrics.path,
+                  floor=entropy_floor(data), data=data, model_tag=checkpoints.name,
+                  checkpoint=step_dir(checkpoints, step))
     say_how_to_talk(checkpoints)
 compute_cleanup(stop)

@@ -17,12 +17,14 @@ from nanochat.data.conversation import render_prompt, render_text
 from nanochat.inference.detokenizer import Delta, parts_of
 from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import SamplingParams
-from nanochat.runtime.distributed import compute_dtype, compute_init, print0
-from nanochat.runtime.errors import UserError, did_you_mean
-from nanochat.training.checkpoint import find_model, furthest_stage, load_checkpoint
+from nanochat.runtime.console import print0
+from nanochat.runtime.devices import compute_dtype
+from nanochat.runtime.distributed import compute_init
+from nanochat.runtime.errors import UserError
+from nanochat.training.checkpoint import find_model, latest_stage, load_checkpoint
 
 # ---- Model
-source: Literal["auto", "base", "mid", "sft", "rl"] = "auto"  # stage of the model; auto: the furthest there is
+source: Literal["auto", "base", "mid", "sft", "rl"] = "auto"  # stage of the model; auto: the last one trained
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
 step: int | None = None     # of the checkpoint; None: the newest valid one
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
@@ -33,10 +35,9 @@ temperature = 0.6           # [0..] 0: always the most probable token
 top_k = 50                  # [0..] only the k most probable tokens; 0: all
 max_new_tokens = 256        # [1..] of an answer
 seed: int | None = None     # None: another answer every time
-prompt_cache_mb = 512       # [0..] MiB for what was read before of the conversation; 0: every turn reads it anew
 configure(globals())
 
-COMMANDS = "/clear", "/new", "/quit", "/help"
+PROMPT_CACHE_BYTES = 2**29   # for what was read before of the conversation
 HELP = """\
 /clear    begin a new conversation (or /new)
 /quit     end (or Ctrl-D)
@@ -44,22 +45,24 @@ HELP = """\
 Ctrl-C    stop an answer"""
 
 *_, device = compute_init(device_type)
-stage, older = furthest_stage(model_tag) if source == "auto" else (source, "")
+stage = latest_stage(model_tag) if source == "auto" else source
 model, tokenizer, meta = load_checkpoint(find_model(stage, model_tag, step), device)
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
 render = render_text if stage == "base" else render_prompt
-engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, prompt_cache_mb * 2**20)
+engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, PROMPT_CACHE_BYTES)
 room = min(max_new_tokens, engine.context // 4)  # tokens that an answer should find free
-DIM, PLAIN = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
 
 
-def show(before: str, delta: Delta | None) -> None:
-    """Print a delta after one of the type `before`, or an answer's end (None); the tool's part in brackets and dim."""
-    now = delta.type if delta else "text"
-    if now != before:
-        opening = DIM + "[" if before == "text" else "; "
-        closing = "]" + PLAIN + " " * bool(delta)
-        print({"text": closing, "python": opening, "python_output": " = "}[now], end="")
+def show(previous: str, delta: Delta | None) -> None:
+    """Print a delta after one of type `previous`, or an answer's end (None); the tool's part in brackets."""
+    type = delta.type if delta else "text"
+    if type != previous:
+        if type == "text":
+            print("]", end=" " if delta else "")
+        elif type == "python_output":
+            print(" = ", end="")
+        else:
+            print("[" if previous == "text" else "; ", end="")
     print(delta.text if delta else "\n", end="", flush=True)
 
 
@@ -71,7 +74,7 @@ def answer(messages: list[dict]) -> None:
         del messages[:2]  # what the user said, and the answer
         dropped += 1
     if dropped:
-        print(f"{DIM}({dropped} of the oldest turns forgotten: the context has {engine.context} tokens){PLAIN}")
+        print(f"({dropped} of the oldest turns forgotten: the context has {engine.context} tokens)")
     deltas: list[Delta] = []
     try:
         for delta in engine.stream(prompt, sampling):
@@ -85,8 +88,9 @@ def answer(messages: list[dict]) -> None:
     messages.append({"role": "assistant", "content": parts_of(deltas)})
 
 
-about = f"{stage} model of step {meta['step']}" + " (it continues a text, and does not chat)" * (stage == "base")
-about += older
+about = f"{stage} model of step {meta['step']}"
+if stage == "base":
+    about += " (it continues a text, and does not chat)"
 if p is not None:
     if source == "auto":
         print(about, file=sys.stderr)
@@ -114,7 +118,7 @@ while True:
     elif text == "/help":
         print(HELP)
     elif re.fullmatch(r"/\w*", text):
-        print(f"there is no command {text}; /help lists them{did_you_mean(text, COMMANDS)}")
+        print(f"there is no command {text}; /help lists them")
     elif text:
         messages.append({"role": "user", "content": text})
         try:

@@ -11,7 +11,8 @@ from configurator import configure
 
 from nanochat.eval.task_eval import accuracy, centred, evaluate_task, name_of_mean, pass_at
 from nanochat.inference.sampling import SamplingParams
-from nanochat.runtime.distributed import compute_cleanup, compute_init, print0
+from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import compute_cleanup, compute_init
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.tables import markdown_table
 from nanochat.tasks import make_tasks

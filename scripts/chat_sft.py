@@ -9,7 +9,6 @@ A row is one conversation, padded; only what the assistant writes is learned. Th
 target tokens divided by their number, however the conversations fall into micro-batches and onto ranks.
 """
 import math
-from functools import partial
 from typing import Literal
 
 from configurator import configure  # first: it checks the command line before torch is imported
@@ -19,22 +18,28 @@ import torch
 from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import accuracy, evaluate_task
+from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
-from nanochat.runtime.distributed import StopRequest, after_first_step, compute_cleanup, from_rank0, print0, set_up
+from nanochat.runtime.collectives import from_rank0
+from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import peak_flops
+from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_mixture, make_tasks, task_names, without_parts
 from nanochat.tasks.common import Mixture
 from nanochat.training.checkpoint import say_how_to_talk, step_dir
 from nanochat.training.finetuning import (
-    begin_stage,
     choose_epochs_and_rate,
+    find_start,
+    load_sharded,
     plan_steps,
     require_same_data,
+    resume_training,
     row_length,
     tasks_before,
 )
-from nanochat.training.metrics import Metrics, peak_memory, require_wandb
+from nanochat.training.metrics import Metrics, require_wandb
 from nanochat.training.report import settings_table, write_section
 from nanochat.training.saving import CheckpointWriter
 
@@ -46,51 +51,45 @@ seed = 0                    # [0..] of the data order
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
-deterministic = False       # the same bits each time on a GPU, too; slower
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Model
 source: Literal["base", "mid"] = "mid"  # stage of the model to begin with
 model_tag: str | None = None  # folder of its checkpoints, and of those made here; None: the only one there is
-source_step: int | None = None  # of the checkpoint to begin with; None: the newest valid one
+source_step: int | None = None  # step of the checkpoint to begin with; None: the newest valid one
 # ---- Data
 tasks = "tinyworld, arithmetic, spellingbee"  # the mixture; *k: k times over, [:n]: its first n
 keep = 0.0                  # [0..] conversations of the stage before for each of these, so that it is not forgotten
-max_seq_len = -1            # [-1, 1..] longest conversation, in tokens; -1: that of the model
+max_seq_len = -1            # [-1, 1..] longest conversation, in tokens; -1: the model's
 num_epochs = -1             # [-1, 1..] how often each conversation is seen; -1: a few hundred often, thousands once
 num_iterations = -1         # [-1, 1..] optimizer steps; -1: as many as the epochs have
 # ---- Batch
 device_batch_size = 4       # [1..] conversations per rank and micro-step; halve it when memory runs out
 target_examples_per_step = 32  # [1..] conversations per optimizer step, over all ranks
 # ---- Sharding over the ranks
-zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters
-shard_size = -1             # [-1, 1..] ranks N that share one copy; groups of so many are replicas; -1: all ranks
+zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
 # ---- Optimizers
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
 init_lr_frac = -1.0         # [-1, 0..1] part of these rates to begin with; -1: the more conversations, the less
-weight_decay = 0.0          # [0..] of Muon's matrices; falls linearly to zero
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
 warmdown_ratio = 1.0        # [0..1] part of the run, at its end, in which the learning rate falls
-final_lr_frac = 0.0         # [0..1] what is left of it at the end
-max_bad_steps = 10          # [1..] stop after so many steps in a row without a finite loss and gradient
 # ---- Evaluation and logging
 eval_every = 100            # [-1..] steps between validations, also before the first step and after the last; -1: never
 eval_steps = 100            # [1..] steps' worth of conversations in a validation, at most one pass over those held out
 eval_metrics_every = 200    # [-1..] steps between evaluations of the tasks, also after the last step; -1: never
 eval_metrics_max_problems = 256  # [-1, 1..] held-out problems of each task; -1: all
 # ---- Checkpoints
-save_every = -1             # [-1..] steps between checkpoints, also after the last step; -1: only then, and by time
-save_minutes = 30.0         # [-1..] minutes between further checkpoints, of which the newest two are kept; -1: none
+save_every = -1             # [-1..] steps between checkpoints, beside one each half hour and the last; -1: only those
 keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
-resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())
 
 # ---- Setup
 require_wandb(run)
-rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile, deterministic)
-train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(without_parts(tasks), "test", seed=0)
+rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
+train_tasks = make_mixture(tasks, "train", seed)
+val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # held out: the same for every seed
 measured = without_parts(tasks)
 num_epochs, init_lr_frac = choose_epochs_and_rate(len(train_tasks), num_epochs, init_lr_frac)
 config |= {"num_epochs": num_epochs, "init_lr_frac": init_lr_frac}
@@ -98,18 +97,24 @@ print0(f"{len(train_tasks):,} conversations, {num_epochs} x, beginning with {ini
        "what --num_epochs and --init_lr_frac do not set goes by their number")
 
 # ---- The model of the stage before, or an interrupted run of this script
-model, tokenizer, sharding, optimizers, start = begin_stage("sft", config, device, model_dtype, compiling)
-checkpoints, origin, data, start_step, meta = start  # meta: of the interrupted run that goes on, or None
+start = find_start("sft", source, model_tag, source_step, resume, overwrite)
+model, tokenizer, sharding = load_sharded(start.begin, device, model_dtype, zero_stage)
+model.activation_checkpointing = activation_checkpointing
+optimizers = setup_optimizers(model, sharding, unembedding_lr, embedding_lr, matrix_lr, lr_scale=init_lr_frac)
+if compiling:
+    model.compile_blocks()
+metrics_state = resume_training(start, sharding, optimizers, config)  # None, if nothing was interrupted
 max_seq_len = row_length(max_seq_len, model)
 
 # ---- What was learned before: some of it again, or it is forgotten
-earlier = from_rank0(tasks_before, origin)
+earlier = from_rank0(tasks_before, start.origin)
 if keep:
     if not earlier:
-        raise UserError(f"keep={keep}: nothing says which tasks {origin} was trained on; name them in --tasks")
+        raise UserError(f"keep={keep}: nothing says which tasks {start.origin} was trained on; name them in --tasks")
     kept = make_mixture(earlier, "train", seed)[: round(keep * num_epochs * len(train_tasks))]
     print0(f"with {len(kept):,} conversations of {earlier}")
-    train_tasks, num_epochs = Mixture([train_tasks] * num_epochs + [kept], seed), 1
+    train_tasks = Mixture([train_tasks] * num_epochs + [kept], seed)
+    num_epochs = 1  # the mixture has each conversation as often as it is seen
     measured = without_parts(f"{tasks}, {earlier}")
 elif earlier and not task_names(earlier) & task_names(tasks):
     print0(f"nothing of {earlier}, which the model has learned before, is repeated; --keep=1 does, or it forgets much")
@@ -121,52 +126,52 @@ rows = [[index] for epoch in range(num_epochs) for index in order(len(conversati
 num_iterations, grad_accum_steps, rows_per_micro_step = plan_steps(
     len(rows), target_examples_per_step, num_iterations, device_batch_size, world_size
 )
-data_state = {"origin": origin, "conversations": conversations.fingerprint, "seed": seed, "max_seq_len": max_seq_len,
-              "rows_per_step": target_examples_per_step}
-require_same_data(meta, data_state)
+data_state = {"origin": start.origin, "conversations": conversations.fingerprint, "seed": seed,
+              "max_seq_len": max_seq_len, "rows_per_step": target_examples_per_step}
+require_same_data(start, data_state)
 print0(f"{num_iterations:,} steps of {target_examples_per_step} conversations = "
        f"{grad_accum_steps} micro-step(s) x {world_size} rank(s) x {rows_per_micro_step}")
 held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, "held out")
 held_out_rows = [[index] for index in order(len(held_out), seed=0, epoch=0)][: eval_steps * target_examples_per_step]
 eval_rows_at_once = rows_per_micro_step * world_size
 
-saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, start_step, keep_last, save_minutes, overwrite)
-metrics = Metrics(checkpoints, run, config, start_step, num_iterations, target_examples_per_step * max_seq_len,
-                  model.estimate_flops(), peak_flops(device, model_dtype), meta["metrics_state"] if meta else None)
+saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
+metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, target_examples_per_step * max_seq_len,
+                  model.estimate_flops(), peak_flops(device, model_dtype), metrics_state)
 shape = dict(device_batch_size=rows_per_micro_step, max_seq_len=max_seq_len, rank=rank, world_size=world_size,
-             device=device, pad=True)
-loader = conversation_loader(conversations, rows, target_examples_per_step, start_step=start_step, **shape)
+             device=device, pad=True)  # of training and validation
+loader = conversation_loader(conversations, rows, target_examples_per_step, start_step=start.step, **shape)
 inputs, targets = next(loader)
 
-step, stop = start_step, StopRequest()
+step = start.step
+stop = StopRequest()
 while True:
-    last_step, due = step >= num_iterations, partial(is_due, step, num_iterations)  # due(every): every so many steps
+    metrics.raise_if_diverged(step)
+    last_step = step >= num_iterations
     stopping = metrics.stop_requested  # all ranks have read the same sum: some rank was sent SIGTERM, SIGINT or SIGHUP
-    if metrics.bad_steps >= max_bad_steps:
-        saver.give_up(f"loss or gradient not finite in {max_bad_steps} steps in a row, up to step {step}")
 
     # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
-    saver.stand_by(step, metrics, dict(config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
-                                       data=data, data_state=data_state))
-    saver.checkpoint(asked_for=last_step or stopping or due(save_every))  # or since save_minutes are over
+    saver.set_state(step, metrics, config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
+                    data=start.meta.get("data"), data_state=data_state)
+    saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
     if stopping:
         break
 
     # --- evaluation of the same parameters
-    if due(eval_every) or due(eval_metrics_every):
+    validate = is_due(step, num_iterations, eval_every)
+    measure_tasks = step > 0 and measured_tasks and is_due(step, num_iterations, eval_metrics_every)
+    if validate or measure_tasks:
         with metrics.paused(), metrics.stoppable():
-            if due(eval_every):
+            if validate:
                 validation = conversation_loader(held_out, held_out_rows, eval_rows_at_once, **shape)
                 steps = math.ceil(len(held_out_rows) / eval_rows_at_once)
                 metrics.log_validation(step, evaluate_bpb(model, validation, steps, tokenizer.token_bytes()))
-            if step > 0 and measured_tasks and due(eval_metrics_every):
-                whole_model = sharding.gather_model()  # on stage 3 its parameters are gathered for this
-                scores = {
-                    task.name: accuracy(
-                        evaluate_task(task, whole_model, tokenizer, device_batch_size, eval_metrics_max_problems)
-                    )
-                    for task in measured_tasks
-                }
+            if measure_tasks:
+                whole_model = sharding.gather_model()  # on stage 3 of ZeRO its parameters are gathered for this
+                scores = {}
+                for task in measured_tasks:
+                    right = evaluate_task(task, whole_model, tokenizer, device_batch_size, eval_metrics_max_problems)
+                    scores[task.name] = accuracy(right)
                 del whole_model
                 metrics.log(step, {f"tasks/{name}": score for name, score in scores.items()})
                 print0(f"step {step:05d}/{num_iterations:05d} | "
@@ -178,7 +183,9 @@ while True:
 
     # --- one optimizer step, as in base_train, but micro-batches differ in how many targets they have: losses and
     # gradients are sums, and reduce_and_clip divides them by the number of targets of all ranks and micro-steps.
-    step_loss, step_targets, step_tokens = torch.zeros((), device=device), torch.zeros((), device=device), 0
+    step_loss = torch.zeros((), device=device)
+    step_targets = torch.zeros((), device=device)  # counted on the device: the host does not wait
+    step_tokens = 0
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
             loss = model(inputs, targets, reduction="sum")  # without a single target: zero, and so is its gradient
@@ -190,14 +197,14 @@ while True:
 
     stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, stop.asked, saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
-    lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
+    lrm = lr_multiplier(step, num_iterations, warmup_steps=0, warmdown_ratio=warmdown_ratio, final_lr_frac=0.0)
     apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
-    saver.begin_update()  # from here to `stand_by` no parameters can be saved: they are half updated
+    saver.clear_state()  # from here to `set_state` no parameters can be saved: they are half updated
     for optimizer in optimizers:
         optimizer.step(stats)
     sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
-    metrics.log_step(step, stats, lrm, step_tokens)
-    if step == start_step:
+    metrics.log_step(step, stats.values, lrm, step_tokens)
+    if step == start.step:
         after_first_step(*sharding.groups())  # all have compiled: shorter timeouts from here
     step += 1
 
@@ -207,10 +214,8 @@ metrics.close()
 if stopping:
     stop.end(step)
 else:
-    write_section("chat_sft", "Supervised fine-tuning", settings_table(config), {"sft": {
-        "training minutes": metrics.state["elapsed"] / 60,
-        "peak memory, GiB": peak_memory(),
-        "best validation bits per byte": metrics.state["min_val_bpb"] or "-",
-    }}, metrics.path, data=data, model_tag=checkpoints.name, checkpoint=step_dir(checkpoints, step))
-    say_how_to_talk(checkpoints)
+    write_section("chat_sft", "Supervised fine-tuning", settings_table(config), {"sft": metrics.results()},
+                  metrics.path, data=start.meta.get("data"), model_tag=start.checkpoints.name,
+                  checkpoint=step_dir(start.checkpoints, step))
+    say_how_to_talk(start.checkpoints)
 compute_cleanup(stop)

@@ -26,7 +26,7 @@ from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.limits import memory_limits
 from nanochat.plan.memory import GIB, largest_rows, needed_bytes, parameter_counts
 from nanochat.plan.trial import rows_that_train, try_steps
-from nanochat.runtime.distributed import choose_device_type, compute_dtype
+from nanochat.runtime.devices import choose_device_type, compute_dtype
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
 from nanochat.runtime.tables import markdown_table

@@ -7,7 +7,6 @@ Mid-training: teach the base model what a conversation is, on a mixture of tasks
 Rows are packed with whole conversations; only what the assistant writes is learned.
 """
 import math
-from functools import partial
 from typing import Literal
 
 from configurator import configure  # first: it checks the command line before torch is imported
@@ -16,14 +15,24 @@ import torch
 
 from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order, pack
 from nanochat.eval.loss_eval import evaluate_bpb
+from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
-from nanochat.runtime.distributed import StopRequest, after_first_step, compute_cleanup, print0, set_up
+from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import peak_flops
+from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_mixture, without_parts
 from nanochat.training.checkpoint import say_how_to_talk, step_dir
-from nanochat.training.finetuning import begin_stage, plan_steps, require_same_data, row_length
-from nanochat.training.metrics import Metrics, peak_memory, require_wandb
+from nanochat.training.finetuning import (
+    find_start,
+    load_sharded,
+    plan_steps,
+    require_same_data,
+    resume_training,
+    row_length,
+)
+from nanochat.training.metrics import Metrics, require_wandb
 from nanochat.training.report import settings_table, write_section
 from nanochat.training.saving import CheckpointWriter
 
@@ -35,12 +44,11 @@ seed = 0                    # [0..] of the data order
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and activations; auto: bfloat16 where it is fast
 compile = True              # compile the blocks and the loss
-deterministic = False       # the same bits each time on a GPU, too; slower
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Model
 source: Literal["base"] = "base"  # stage of the model to begin with
 model_tag: str | None = None  # folder of its checkpoints, and of those made here; None: the only one there is
-source_step: int | None = None  # of the checkpoint to begin with; None: the newest valid one
+source_step: int | None = None  # step of the checkpoint to begin with; None: the newest valid one
 # ---- Data
 tasks = "tinyworld, arithmetic, spellingbee"  # the mixture; *k: k times over, [:n]: its first n
 max_seq_len = -1            # [-1, 1..] tokens per row; -1: those of the model
@@ -49,37 +57,37 @@ num_iterations = -1         # [-1, 1..] optimizer steps; -1: the mixture once th
 device_batch_size = 16      # [1..] rows per rank and micro-step; halve it when memory runs out
 total_batch_size = 524288   # [1..] tokens per optimizer step, over all ranks
 # ---- Sharding over the ranks
-zero_stage: Literal[0, 1, 2, 3] = 2  # a rank keeps 1/N of 1: optimizer state, 2: and gradients, 3: and parameters
-shard_size = -1             # [-1, 1..] ranks N that share one copy; groups of so many are replicas; -1: all ranks
+zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
 # ---- Optimizers
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
 init_lr_frac = 1.0          # [0..1] part of these rates to begin with
-weight_decay = 0.0          # [0..] of Muon's matrices; falls linearly to zero
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
 warmdown_ratio = 0.2        # [0..1] part of the run, at its end, in which the learning rate falls
-final_lr_frac = 0.0         # [0..1] what is left of it at the end
-max_bad_steps = 10          # [1..] stop after so many steps in a row without a finite loss and gradient
 # ---- Evaluation and logging
 eval_every = 150            # [-1..] steps between validations, also before the first step and after the last; -1: never
 eval_tokens = 10485760      # [1..] tokens of a validation, at most one pass over the held-out conversations
 # ---- Checkpoints
-save_every = -1             # [-1..] steps between checkpoints, also after the last step; -1: only then, and by time
-save_minutes = 30.0         # [-1..] minutes between further checkpoints, of which the newest two are kept; -1: none
+save_every = -1             # [-1..] steps between checkpoints, beside one each half hour and the last; -1: only those
 keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
-resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())
 
 # ---- Setup
 require_wandb(run)
-rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile, deterministic)
-train_tasks, val_tasks = make_mixture(tasks, "train", seed), make_mixture(without_parts(tasks), "test", seed=0)
+rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
+train_tasks = make_mixture(tasks, "train", seed)
+val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # held out: the same for every seed
 
 # ---- The base model, or an interrupted run of this script
-model, tokenizer, sharding, optimizers, start = begin_stage("mid", config, device, model_dtype, compiling)
-checkpoints, origin, data, start_step, meta = start  # meta: of the interrupted run that goes on, or None
+start = find_start("mid", source, model_tag, source_step, resume, overwrite)
+model, tokenizer, sharding = load_sharded(start.begin, device, model_dtype, zero_stage)
+model.activation_checkpointing = activation_checkpointing
+optimizers = setup_optimizers(model, sharding, unembedding_lr, embedding_lr, matrix_lr, lr_scale=init_lr_frac)
+if compiling:
+    model.compile_blocks()
+metrics_state = resume_training(start, sharding, optimizers, config)  # None, if nothing was interrupted
 max_seq_len = row_length(max_seq_len, model)
 
 # ---- Data: every rank packs all rows, so every rank knows where the run ends
@@ -92,9 +100,9 @@ rows = pack(conversations.lengths.tolist(), order(len(conversations), seed, epoc
 num_iterations, grad_accum_steps, rows_per_micro_step = plan_steps(
     len(rows), rows_per_step, num_iterations, device_batch_size, world_size
 )
-data_state = {"origin": origin, "conversations": conversations.fingerprint, "seed": seed, "max_seq_len": max_seq_len,
-              "rows_per_step": rows_per_step}
-require_same_data(meta, data_state)
+data_state = {"origin": start.origin, "conversations": conversations.fingerprint, "seed": seed,
+              "max_seq_len": max_seq_len, "rows_per_step": rows_per_step}
+require_same_data(start, data_state)
 filled = len(conversations.ids) / (len(rows) * (max_seq_len + 1))
 print0(f"{len(rows):,} rows, {filled:.1%} filled; {num_iterations:,} steps of {rows_per_step} rows = "
        f"{grad_accum_steps} micro-step(s) x {world_size} rank(s) x {rows_per_micro_step}")
@@ -103,28 +111,30 @@ held_out_rows = pack(held_out.lengths.tolist(), order(len(held_out), seed=0, epo
 held_out_rows = held_out_rows[: max(eval_tokens // max_seq_len, 1)]
 eval_rows_at_once = rows_per_micro_step * world_size
 
-saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, start_step, keep_last, save_minutes, overwrite)
-metrics = Metrics(checkpoints, run, config, start_step, num_iterations, total_batch_size, model.estimate_flops(),
-                  peak_flops(device, model_dtype), meta["metrics_state"] if meta else None)
+saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
+metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, total_batch_size, model.estimate_flops(),
+                  peak_flops(device, model_dtype), metrics_state)
 shape = dict(device_batch_size=rows_per_micro_step, max_seq_len=max_seq_len, rank=rank, world_size=world_size,
-             device=device, pad=False)
-loader = conversation_loader(conversations, rows, rows_per_step, start_step=start_step, **shape)
+             device=device, pad=False)  # of training and validation
+loader = conversation_loader(conversations, rows, rows_per_step, start_step=start.step, **shape)
 inputs, targets = next(loader)
 
-step, stop = start_step, StopRequest()
+step = start.step
+stop = StopRequest()
 while True:
-    last_step, due = step >= num_iterations, partial(is_due, step, num_iterations)  # due(every): every so many steps
+    metrics.raise_if_diverged(step)
+    last_step = step >= num_iterations
     stopping = metrics.stop_requested  # all ranks have read the same sum: some rank was sent SIGTERM, SIGINT or SIGHUP
-    if metrics.bad_steps >= max_bad_steps:
-        saver.give_up(f"loss or gradient not finite in {max_bad_steps} steps in a row, up to step {step}")
 
     # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
-    saver.stand_by(step, metrics, dict(config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
-                                       data=data, data_state=data_state))
-    saver.checkpoint(asked_for=last_step or stopping or due(save_every))  # or since save_minutes are over
+    saver.set_state(step, metrics, config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
+                    data=start.meta.get("data"), data_state=data_state)
+    saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
     if stopping:
         break
-    if due(eval_every):
+
+    # --- evaluation of the same parameters
+    if is_due(step, num_iterations, eval_every):
         with metrics.paused(), metrics.stoppable():
             validation = conversation_loader(held_out, held_out_rows, eval_rows_at_once, **shape)
             eval_steps = math.ceil(len(held_out_rows) / eval_rows_at_once)
@@ -136,7 +146,8 @@ while True:
 
     # --- one optimizer step, as in base_train, but micro-batches differ in how many targets they have: losses and
     # gradients are sums, and reduce_and_clip divides them by the number of targets of all ranks and micro-steps.
-    step_loss, step_targets = torch.zeros((), device=device), torch.zeros((), device=device)
+    step_loss = torch.zeros((), device=device)
+    step_targets = torch.zeros((), device=device)  # counted on the device: the host does not wait
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
             loss = model(inputs, targets, reduction="sum")  # without a single target: zero, and so is its gradient
@@ -147,14 +158,14 @@ while True:
 
     stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, stop.asked, saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
-    lrm = lr_multiplier(step, num_iterations, 0, warmdown_ratio, final_lr_frac)  # without a warmup
+    lrm = lr_multiplier(step, num_iterations, warmup_steps=0, warmdown_ratio=warmdown_ratio, final_lr_frac=0.0)
     apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
-    saver.begin_update()  # from here to `stand_by` no parameters can be saved: they are half updated
+    saver.clear_state()  # from here to `set_state` no parameters can be saved: they are half updated
     for optimizer in optimizers:
         optimizer.step(stats)
     sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
-    metrics.log_step(step, stats, lrm)
-    if step == start_step:
+    metrics.log_step(step, stats.values, lrm)
+    if step == start.step:
         after_first_step(*sharding.groups())  # all have compiled: shorter timeouts from here
     step += 1
 
@@ -164,10 +175,8 @@ metrics.close()
 if stopping:
     stop.end(step)
 else:
-    write_section("mid_train", "Mid-training", settings_table(config), {"mid": {
-        "training minutes": metrics.state["elapsed"] / 60,
-        "peak memory, GiB": peak_memory(),
-        "best validation bits per byte": metrics.state["min_val_bpb"] or "-",
-    }}, metrics.path, data=data, model_tag=checkpoints.name, checkpoint=step_dir(checkpoints, step))
-    say_how_to_talk(checkpoints)
+    write_section("mid_train", "Mid-training", settings_table(config), {"mid": metrics.results()},
+                  metrics.path, data=start.meta.get("data"), model_tag=start.checkpoints.name,
+                  checkpoint=step_dir(start.checkpoints, step))
+    say_how_to_talk(start.checkpoints)
 compute_cleanup(stop)

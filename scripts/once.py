@@ -14,7 +14,8 @@ import signal
 import subprocess
 from pathlib import Path
 
-from nanochat.runtime.errors import UserError, install_one_line_errors
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.exits import install_one_line_errors
 from nanochat.runtime.files import base_dir, locked, sha256, write_text
 from nanochat.training.records import newest_step
 

@@ -4,6 +4,5 @@ from configurator import configure
 from nanochat.training.report import generate
 
 model_tag = ""  # the model to report on; empty: the newest
-data = ""       # the data set it was trained on, where several models have this tag; empty: the newest
 configure(globals())
-print(generate(model_tag, data))
+print(generate(model_tag))

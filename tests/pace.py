@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from nanochat.inference.engine import Engine
-from nanochat.serve import engine_process, worker
+from nanochat.serve import engine_process, gate, server, worker
 from nanochat.serve.engine_process import load_engine
 
 
@@ -47,13 +47,13 @@ class Pace:
         return engine
 
 
-def chat_web(file: Path, *args: str, **patience: float) -> tuple[list[str], dict[str, str]]:
+def chat_web(file: Path, *args: str, **constants: float) -> tuple[list[str], dict[str, str]]:
     """
-    The command that starts scripts.chat_web with engines of that pace, and its environment. patience: other values of
-    the constants of nanochat.serve.worker, in seconds.
+    The command that starts scripts.chat_web with engines of that pace, and its environment. constants: other values of
+    limits in nanochat/serve/.
     """
     path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    settings = {"PACE": str(file), "PATIENCE": json.dumps(patience), "OMP_NUM_THREADS": "1",
+    settings = {"PACE": str(file), "CONSTANTS": json.dumps(constants), "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join(path)}
     return [sys.executable, "-m", "pace", *args], os.environ | settings
 
@@ -64,7 +64,7 @@ def load_paced_engine(*args) -> Engine:
 
 if __name__ == "__main__":
     engine_process.load_engine = importlib.import_module("pace").load_paced_engine  # as the engine's process knows it
-    for name, seconds in json.loads(os.environ["PATIENCE"]).items():
-        assert hasattr(worker, name)
-        setattr(worker, name, seconds)
+    for name, value in json.loads(os.environ["CONSTANTS"]).items():
+        [module] = [module for module in (gate, server, worker) if hasattr(module, name)]
+        setattr(module, name, value)
     runpy.run_module("scripts.chat_web", run_name="__main__", alter_sys=True)

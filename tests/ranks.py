@@ -216,11 +216,11 @@ def send_in_evaluation(number: int, name: str, step: int) -> list[int]:
 
     where, _, function = name.rpartition(".")
     owner = pkgutil.resolve_name(where)
-    original, stand_by, steps, calls = getattr(owner, function), CheckpointWriter.stand_by, [0], []
+    original, set_state, steps, calls = getattr(owner, function), CheckpointWriter.set_state, [0], []
 
-    def standing(writer, step: int, *others) -> None:
+    def set_and_count(writer, step: int, *others, **meta) -> None:
         steps.append(step)
-        stand_by(writer, step, *others)
+        set_state(writer, step, *others, **meta)
 
     def called(*args, **settings):
         calls.append(steps[-1])
@@ -228,7 +228,7 @@ def send_in_evaluation(number: int, name: str, step: int) -> list[int]:
             os.kill(os.getpid(), number)
         return original(*args, **settings)
 
-    CheckpointWriter.stand_by = standing
+    CheckpointWriter.set_state = set_and_count
     setattr(owner, function, called)
     return calls
 
@@ -298,7 +298,7 @@ def kill(pattern: str, number: int) -> None:
 def wait_for_signal(is_due: Callable[[int], object]) -> None:
     """Once it is due, by the number of forward passes, this process waits for a signal: so that none comes too late."""
     from nanochat.model.gpt import GPT
-    from nanochat.runtime.distributed import StopRequest
+    from nanochat.runtime.stopping import StopRequest
 
     forward, ask, heard, passes = GPT.forward, StopRequest.ask, threading.Event(), itertools.count()
 

@@ -17,9 +17,6 @@ from safetensors.torch import load_file
 
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
-from nanochat.corpus.tinyworld import entropy_floor
-from nanochat.data.dataset import dataset_dir
-from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import find_model
 from nanochat.training.records import read_metrics
 
@@ -191,14 +188,14 @@ def start(*args, command=(sys.executable, "-m", "scripts.base_train"), **environ
 
 
 def test_a_second_run_in_the_same_folder_ends_at_once_and_the_first_goes_on(base):
-    """Also one that would remove the first's checkpoints. The first saves by time alone; then it is resumed."""
-    first = start("--num_iterations=1000000", "--model_tag=one", "--save_minutes=0.0001")
+    """Also one that would remove the first's checkpoints. Then the first is stopped and resumed."""
+    first = start("--num_iterations=1000000", "--model_tag=one", "--save_every=50", "--keep_last=2")
     try:
         assert any(line.startswith("saved ") for line in first.stdout)
         for args in (["--resume=auto"], ["--overwrite"]):
             second = train("--model_tag=one", "--num_iterations=3", *args)
             assert second.returncode == 1 and second.stderr.count("\n") == 1 and "step 00000" not in second.stdout
-            holder = rf"host {socket.gethostname()}, process {first.pid}, .*"
+            holder = rf"host {socket.gethostname()}, process {first.pid}.*"
             assert re.match(rf"error: .*/one is in use by another run \({holder}--model_tag", second.stderr)
         first.send_signal(signal.SIGTERM)
         printed, errors = first.communicate(timeout=300)
@@ -210,14 +207,13 @@ def test_a_second_run_in_the_same_folder_ends_at_once_and_the_first_goes_on(base
     resumed = train("--model_tag=one", f"--num_iterations={step + 1}", "--resume=auto")
     assert resumed.returncode == 0, resumed.stderr
     assert f"step {step:05d}/" in resumed.stdout and f"step {step - 1:05d}/" not in resumed.stdout
-    assert len(list((base / "base_checkpoints" / "one").glob("step_*"))) == 4, "of those by time two are left"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_an_evaluation_ends_goes_on_bit_for_bit(base, dtype):
     """It fails at step 6, where no save is due: one error, a checkpoint of step 6, then the undisturbed run's end."""
     broken_bundle(base)
-    args = ["--num_iterations=10", "--eval_every=3", f"--dtype={dtype}", "--weight_decay=0.1", "--deterministic"]
+    args = ["--num_iterations=10", "--eval_every=3", f"--dtype={dtype}", "--weight_decay=0.1"]
     assert train("--model_tag=straight", *args).returncode == 0
     failed = train("--model_tag=failed", *args, "--core_metric_every=6")
     assert failed.returncode == 1 and len(re.findall("^error: ", failed.stderr, re.MULTILINE)) == 1
@@ -292,27 +288,6 @@ def test_ctrl_c_twice_in_an_evaluation_saves_what_is_done(base):
     assert [path.name for path in (base / "base_checkpoints" / "d1").glob("step_*")] == ["step_000005"]
 
 
-INTERRUPTED_CORE = """
-import signal
-from ranks import send_in_evaluation
-send_in_evaluation(signal.SIGINT, "nanochat.eval.core_eval.measure", 6)
-"""
-
-
-def test_ctrl_c_in_an_evaluation_saves_and_ends_as_interrupted(base):
-    """In the first of two blocks of CORE's items. What follows `base_train … &&` must not begin with half a model."""
-    broken_bundle(base)
-    items = "".join(json.dumps({"context": f"{i} plus {i} is", "continuation": f"{2 * i}"}) + "\n" for i in range(64))
-    (base / "eval_bundle" / "eval_data" / "broken.jsonl").write_text(items)
-    process = start_with(INTERRUPTED_CORE, "--num_iterations=10", "--eval_every=6", "--core_metric_every=6",
-                         PYTHONPATH=f"{REPO}{os.pathsep}{REPO / 'tests'}")
-    printed, errors = process.communicate(timeout=300)
-    assert process.returncode == 130 and not errors, errors
-    assert "step 00006/00010 | validation" in printed and "CORE" not in printed and "step 00006/00010 (" not in printed
-    assert printed.splitlines()[-1] == "stopped after step 6; --resume=auto continues"
-    assert [path.name for path in (base / "base_checkpoints" / "d1").glob("step_*")] == ["step_000006"]
-
-
 def test_going_back_to_an_older_step_needs_a_word_and_other_settings_are_named(base):
     """Newer checkpoints are never dropped in silence, nor mistaken for the newer branch."""
     args = ["--num_iterations=9", "--save_every=3", "--model_tag=branch"]
@@ -336,7 +311,7 @@ def test_bad_input_is_one_clear_line(base):
         (["--total_batch_size=100"], "total_batch_size=100 is not a multiple of device_batch_size * max_seq_len * "
                                      "world_size = 2 * 32 * 1 = 64; try total_batch_size=64 or 128"),
         (["--device_type=tpu"], "device_type takes '' or 'cuda' or 'mps' or 'cpu'"),
-        *([] if torch.cuda.is_available() else [(["--device_type=cuda"], "this torch sees no GPU")]),
+        *([] if torch.cuda.is_available() else [(["--device_type=cuda"], "torch finds none here")]),
         (["--data=nowhere"], "no data set 'nowhere'"),
         (["--data=untokenized"], "no tokenizer for data 'untokenized'"),
         (["--model_tag=there"], "has checkpoints; continue with --resume=auto"),
@@ -368,23 +343,6 @@ def test_a_tokenizer_that_does_not_belong_is_refused_and_can_be_put_back(base):
     assert result.returncode == 1 and result.stderr.count("\n") == 1 and "with another tokenizer" in result.stderr
     subprocess.run(re.search(r"put back its own, (cp \S+ \S+), ", result.stderr)[1], shell=True, check=True)
     assert train("--num_iterations=4", "--resume=auto").returncode == 0
-
-
-def test_data_that_a_model_was_trained_on_are_not_replaced(base_folder):
-    """A folder that has grown: refused, with the model; who deletes the data is told by the run why it cannot go on."""
-    make_sums(base_folder)
-    texts = base_folder / "texts"
-    assert train("--num_iterations=2").returncode == 0
-    make(str(texts), "sums")  # the same again
-    (texts / "new.txt").write_text("One more document.")
-    with pytest.raises(UserError, match="data set 'sums' would change, and base d1 could not be resumed"):
-        make(str(texts), "sums")
-    assert train("--num_iterations=3", "--resume=auto").returncode == 0
-    shutil.rmtree(dataset_dir("sums"))
-    make(str(texts), "sums")
-    result = train("--num_iterations=4", "--resume=auto")
-    assert "data set 'sums' is not what the checkpoint was trained on" in result.stderr
-    assert result.returncode == 1 and result.stderr.count("\n") == 1 and not re.search("[0-9a-f]{16}", result.stderr)
 
 
 @pytest.fixture
@@ -460,11 +418,6 @@ def test_the_last_save_on_a_full_disk_is_the_finished_model(base, small_disk):
     assert resumed.returncode == 0 and f"resuming from {base}/base_checkpoints/d1/step_000010" in resumed.stdout
     again = checkpoint(base, "d1", 40)
     assert all(torch.equal(weight, again[name]) for name, weight in weights.items())
-
-
-def test_the_corpus_floor_is_below_any_model(base):
-    """Only the embedded world has one; other data say None."""
-    assert entropy_floor("sums") is None and dataset_dir("sums").exists()
 
 
 def test_wandb_is_imported_only_when_asked_for_and_works_offline(base, tmp_path):

@@ -1,12 +1,11 @@
 """The chat server as its clients meet it: a real process, the official client, raw sockets; parts in this process."""
 import asyncio
 import contextlib
-import dataclasses
 import functools
-import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import runpy
@@ -18,8 +17,6 @@ import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 
 import httpx
 import openai
@@ -31,11 +28,11 @@ from pace import Pace, chat_web
 from starlette.responses import Response
 from test_engine import SPECIAL, TOKENIZER, V, draw_weights, write_checkpoint
 
-import nanochat.serve.connections
 import nanochat.serve.engine_process
+import nanochat.serve.server
+import nanochat.serve.web
 import nanochat.serve.worker
 from nanochat.data.conversation import render_prompt
-from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import Delta, StopStrings, to_parts
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.prompt_cache import PIECE
@@ -44,25 +41,23 @@ from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.distributed import is_alive
 from nanochat.runtime.errors import UserError
-from nanochat.serve import tokenization
-from nanochat.serve.api_error import ApiError
-from nanochat.serve.connections import MAX_CONNECTIONS, WAIT_SECONDS, ImpatientProtocol
-from nanochat.serve.engine_process import EngineProcess, Request
-from nanochat.serve.web import Limits, create_app
+from nanochat.serve.engine_process import EngineProcess
+from nanochat.serve.protocol import Request
+from nanochat.serve.server import MAX_CONNECTIONS, WAIT_SECONDS, ImpatientProtocol
+from nanochat.serve.web import create_app
 from nanochat.serve.worker import ServedModel, Worker
 
 KEY = "a-secret"
 MARKER = "xyzzy"            # in what users write here, never in the log
 PLACES, QUEUE = 8, 56
 MOST = PLACES + QUEUE // 2    # answers for one client
-DRAIN_SECONDS = 4.0
+DRAIN_SECONDS = 4
 CHAT = "/v1/chat/completions"
 ERROR = {"message", "type", "param", "code"}  # the fields of every error
 # What the talking model says, every time. Its tokens are single bytes.
 SAID = [{"type": type, "text": text} for type, text in (
     ("text", "Wel 😀:"), ("python", "12*3"), ("python_output", "36"), ("text", "so,北!"))]
 CONTENT = "Wel 😀:so,北!"
-LIMITS = Limits(10**6, 10, 10**5, 2000, 8, timeout_s=60.0, temperature=0.0, top_k=0)
 
 
 def writing_model() -> GPT:
@@ -108,12 +103,12 @@ def streamed(chunks) -> str:
 
 
 class Running:
-    def __init__(self, folder, models: dict[str, GPT], *args: str, **patience: float):
+    def __init__(self, folder, models: dict[str, GPT], *args: str, **constants: float):
         for stage, model in models.items():
             write_checkpoint(folder / f"{stage}_checkpoints" / "tiny", model)
         self.log, self.pace = folder / "log", Pace(folder / "pace")
         on_cpu = "--port=0", "--device_type=cpu", "--dtype=float32"
-        command, env = chat_web(self.pace.file, *on_cpu, *args, **patience)
+        command, env = chat_web(self.pace.file, *on_cpu, *args, **constants)
         env |= {"NANOCHAT_BASE_DIR": str(folder), "NANOCHAT_API_KEY": KEY}
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(command, cwd=REPO, env=env, stdout=log, stderr=subprocess.STDOUT)
@@ -140,6 +135,11 @@ class Running:
         settings = {"model": model, "messages": chat(*contents), "temperature": 0} | settings
         return (client or self.client).chat.completions.create(**settings)
 
+    def elsewhere(self) -> openai.OpenAI:
+        """A client at another address."""
+        http = httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"))
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=300, http_client=http)
+
     def connect(self, length: int) -> socket.socket:
         """A raw connection on which the head of a request for chat was sent, whose body is that long."""
         raw = socket.create_connection(("127.0.0.1", self.port), timeout=200)
@@ -159,34 +159,21 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def servers():
-    """Those that were started: the last one may be alive."""
-    started = []
-    yield started
-    for running in started:
-        running.process.kill()
-        running.process.wait()
+def shared_server(tmp_path_factory):
+    running = Running(
+        tmp_path_factory.mktemp("server"), {"sft": writing_model(), "rl": talking_model()}, "--source=sft, rl",
+        f"--max_batch={PLACES}", "--max_new_tokens=2000", MAX_QUEUE=QUEUE, MAX_BODY_BYTES=100_000,
+        DRAIN_SECONDS=DRAIN_SECONDS)
+    yield running
+    running.process.kill()
+    running.process.wait()
 
 
 @pytest.fixture
-def start(servers, tmp_path_factory):
-    """Starts a server that lets answers end for so many seconds after SIGTERM."""
-    def start(drain_s: float) -> Running:
-        servers.append(Running(
-            tmp_path_factory.mktemp("server"), {"sft": writing_model(), "rl": talking_model()}, "--source=sft, rl",
-            f"--max_batch={PLACES}", f"--max_queue={QUEUE}", "--max_body_bytes=100000", "--max_messages=9",
-            "--max_chars=50000", "--max_new_tokens=2000", f"--max_n={MOST}", f"--drain_s={drain_s}"))
-        return servers[-1]
-
-    return start
-
-
-@pytest.fixture
-def server(servers, start):
-    """One for all tests; another one after a test that ends it; these are the last in the file."""
-    server = servers[-1] if servers and servers[-1].process.poll() is None else start(DRAIN_SECONDS)
-    server.pace.set(0)
-    return server
+def server(shared_server):
+    """One for all tests; the test that ends it is the last one that uses it."""
+    shared_server.pace.set(0)
+    return shared_server
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +194,7 @@ def test_the_official_client_chats(server, engines):
 
     ask = {"model": "tiny-rl", "messages": messages}
     neutral = {"user": "me", "store": False, "presence_penalty": 0, "response_format": {"type": "text"},
-               "extra_body": {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "ignore_eos": False, "min_tokens": 0}}
+               "extra_body": {"top_k": -1, "min_p": 0, "repetition_penalty": 1}}
     whole = server.ask(**ask, **neutral)
     [choice] = whole.choices
     assert (whole.object, whole.model, choice.finish_reason) == ("chat.completion", "tiny-rl", "stop")
@@ -219,7 +206,6 @@ def test_the_official_client_chats(server, engines):
 
     *chunks, last = server.ask(**ask, stream=True, stream_options={"include_usage": True})
     assert last.choices == [] and last.usage.model_dump(include=set(usage)) == usage
-    assert len({chunk.id for chunk in [*chunks, last]}) == 1 and chunks[0].id != whole.id
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert deltas[0].role == "assistant" and not any(delta.role for delta in deltas[1:])
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
@@ -228,39 +214,12 @@ def test_the_official_client_chats(server, engines):
         for _ in helper:
             pass
         for choice in helper.get_final_completion().choices:
-            parts = [{name: part[name] for name in ("type", "text")} for part in choice.message.parts]
-            assert parts == SAID and choice.message.content == CONTENT, "what the helper puts together"
+            assert choice.message.content == CONTENT, "what the helper puts together"
 
     # What was received can be sent back as it is, and is what the model wrote.
     again = server.ask(model="tiny-rl", messages=[*messages, choice.message, *chat("Go on")])
     sent = [*same, {"role": "assistant", "content": SAID}, *chat("Go on")]
     assert again.usage.prompt_tokens == len(prompt_of(sent)) and again.choices[0].message.content == CONTENT
-
-
-def test_stop_strings_whatever_the_tokens(server):
-    """Every token is a byte: each string begins in one token and ends in another, even beyond the calculator's part."""
-    for stop, content in (
-        ("o,北", "Wel 😀:s"), (["zz", " 😀"], "Wel"), (":s", "Wel 😀"), (["never", "北!?"], CONTENT),
-    ):
-        [choice] = server.ask("?", model="tiny-rl", stop=stop).choices
-        assert (choice.message.content, choice.finish_reason) == (content, "stop")
-        assert streamed(server.ask("?", model="tiny-rl", stop=stop, stream=True)) == content
-
-
-def test_samples_seeds_and_lengths(server, engines):
-    """n samples of one seed are the engine's; a length ends an answer, the server's own limit as well."""
-    question = f"{MARKER} what?"
-    ask = {"max_tokens": 20, "temperature": 1.5, "top_p": 0.9, "extra_body": {"top_k": 40}, "seed": 5, "n": 3}
-    answers = engines["tiny-sft"].generate([prompt_of(chat(question))], SamplingParams(20, 1.5, 40, 0.9, seed=5), 3)
-    expected = [text_of(answer) for answer in answers]
-    assert len(set(expected)) == 3
-    three = server.ask(question, **ask)
-    assert [choice.message.content for choice in three.choices] == expected and three.usage.completion_tokens == 60
-    assert {choice.finish_reason for choice in three.choices} == {"length"}
-    chunks = list(server.ask(question, **ask, stream=True))
-    assert [streamed(chunk for chunk in chunks if chunk.choices[0].index == i) for i in range(3)] == expected
-    limited = server.ask(question, max_completion_tokens=10**6)
-    assert limited.usage.completion_tokens == 2000 and limited.choices[0].finish_reason == "length"
 
 
 def test_completions_and_models(server, engines):
@@ -276,8 +235,7 @@ def test_completions_and_models(server, engines):
     several = complete(texts, n=2)
     assert [choice.text for choice in several.choices] == [expected[0]] * 2 + [expected[1]] * 2
     assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (sum(map(len, prompts)), 64)
-    for prompt in (prompts[0], prompts[0][1:], [prompts[0]]):
-        assert complete(prompt).choices[0].text == expected[0]
+    assert complete(prompts[0]).choices[0].text == expected[0]
     chunks = [chunk.choices[0] for chunk in complete(texts[1], stream=True)]
     assert "".join(chunk.text for chunk in chunks) == expected[1] and chunks[-1].finish_reason == "length"
 
@@ -324,70 +282,48 @@ def test_logprobs_of_a_chat_are_those_of_its_content(server, engines):
             told += b"".join(bytes(one.bytes) for one in logprobs_of([chunk], "content"))
             shown += (chunk.delta.content or "").encode()
             assert told.startswith(shown), "never later than the text"
-    assert server.ask("?", model="tiny-rl").choices[0].logprobs is None
-    hot = server.ask("?", **ask | {"logit_bias": {"33": 5}, "frequency_penalty": 1, "model": "tiny-sft", "seed": 1,
-                                   "temperature": 2, "max_tokens": 9}).choices[0]
-    assert all(one.logprob <= one.top_logprobs[0].logprob for one in hot.logprobs.content)
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1, 6])
-def test_echo_tells_the_logprobs_of_prompt_and_answer(server, engines, max_tokens):
-    """Batches of texts and of token ids, with <|bos|> and without; what `lm-eval` asks for. A stream says the same."""
+@pytest.mark.parametrize("max_tokens", [0, 6])
+def test_echo_has_the_logprobs_of_prompt_and_answer(server, engines, max_tokens):
+    """Texts and token ids, without <|bos|> and with it; lm-eval asks for that. A stream says the same."""
     model, bos = engines["tiny-sft"].model.model, TOKENIZER.get_bos_token_id()
     texts = ["the 北 thing", "other"]
     ids = [TOKENIZER.encode(text) for text in texts]
-    settings = {"model": "tiny-sft", "max_tokens": max_tokens, "temperature": 0, "logprobs": 2, "echo": True, "seed": 1}
-    for prompt, first in ((texts, 1), (ids, 1), ([[bos, *tokens] for tokens in ids], 0)):
-        whole = server.client.completions.create(prompt=prompt, n=2, **settings)
-        assert whole.usage.completion_tokens == 4 * max_tokens and len(whole.choices) == 4
-        stream = server.client.completions.create(prompt=prompt, stream=True, **settings)
-        chunks = [chunk.choices[0] for chunk in stream]
-        for number, choice in enumerate(whole.choices):
-            tokens = [bos, *ids[number // 2]]
+    create = functools.partial(
+        server.client.completions.create, model="tiny-sft", max_tokens=max_tokens, temperature=0, logprobs=2, echo=True)
+    for prompt, first in ((texts, 1), ([[bos, *tokens] for tokens in ids], 0)):
+        chunks = [chunk.choices[0] for chunk in create(prompt=prompt, stream=True)]
+        for choice in create(prompt=prompt).choices:
+            tokens = [bos, *ids[choice.index]]
             tokens += list(model.generate(tokens, max_tokens))
-            table, told = plain_logprobs(model, tokens), choice.logprobs
-            assert choice.text.startswith(texts[number // 2]) and choice.finish_reason == "length"
-            names = [TOKENIZER.decode([token]) for token in tokens[first:]]
-            assert [a for a, b in zip(told.tokens, names, strict=True) if "\ufffd" not in b and a != b] == []
-            values = [None] + [table[i, token].item() for i, token in enumerate(tokens[1:])]
-            assert told.token_logprobs[1 - first :] == pytest.approx(values[1:], abs=1e-4)
-            assert first or (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
-            for i, top in list(enumerate(told.top_logprobs, first))[1 - first :]:
-                best = table[i - 1].topk(2).values.tolist()
+            table, reported = plain_logprobs(model, tokens), choice.logprobs
+            assert choice.text.startswith(texts[choice.index]) and len(reported.tokens) == len(tokens) - first
+            values = [table[i, token].item() for i, token in enumerate(tokens[1:])]
+            assert reported.token_logprobs[1 - first :] == pytest.approx(values, abs=1e-4)
+            assert first or (reported.token_logprobs[0], reported.top_logprobs[0]) == (None, None)
+            for row, top in zip(table, reported.top_logprobs[1 - first :]):
+                best = row.topk(2).values.tolist()
                 assert sorted(top.values(), reverse=True)[:2] == pytest.approx(best, abs=1e-4)
-                assert told.tokens[i - first] in top and len(top) in (2, 3)
-            echoed = list(zip(told.text_offset, names))[: len(ids[number // 2]) + 1 - first]
-            known = [(at, name) for at, name in echoed if name in texts[number // 2]]
-            assert len(known) >= 3 and all(choice.text[at:].startswith(name) for at, name in known)
-            if number % 2 == 0:
-                same = [chunk for chunk in chunks if chunk.index == number // 2]
-                assert "".join(chunk.text for chunk in same) == choice.text
-                for name in ("tokens", "text_offset"):
-                    assert logprobs_of(same, name) == getattr(told, name)
-                # Another company in the batch changes the last digits of float32.
-                streamed, tops = (logprobs_of(same, name)[1 - first :] for name in ("token_logprobs", "top_logprobs"))
-                assert streamed == pytest.approx(told.token_logprobs[1 - first :], abs=1e-4)
-                for top, other in zip(tops, told.top_logprobs[1 - first :], strict=True):
-                    assert top == pytest.approx(other, abs=1e-4)
-    [only] = server.client.completions.create(prompt=texts[0], **settings | {"logprobs": None, "stop": "t"}).choices
-    assert only.text.startswith(texts[0]) and only.logprobs is None, "a stop string ends what is written, not the echo"
+            echoed = zip(reported.text_offset[: len(ids[choice.index])], reported.tokens)
+            known = [(at, name) for at, name in echoed if name in texts[choice.index]]
+            assert len(known) >= 2 and all(choice.text[at:].startswith(name) for at, name in known)
+            same = [chunk for chunk in chunks if chunk.index == choice.index]
+            assert "".join(chunk.text for chunk in same) == choice.text
+            assert logprobs_of(same, "tokens") == reported.tokens
 
 
-def test_penalties_biases_and_stop_tokens_are_the_engines(server, engines):
+def test_penalties_and_biases_are_the_engines(server, engines):
     question, engine = f"{MARKER} what?", engines["tiny-sft"]
     settings = {"max_tokens": 30, "temperature": 1.2, "seed": 5}
     for asked, params in (
         ({"presence_penalty": 1.5, "frequency_penalty": -0.5}, {"presence_penalty": 1.5, "frequency_penalty": -0.5}),
         ({"logit_bias": {"65": 20, "66": -100}}, {"logit_bias": ((65, 20.0), (66, -100.0))}),
         ({"extra_body": {"repetition_penalty": 1.5, "min_p": 0.1}}, {"repetition_penalty": 1.5, "min_p": 0.1}),
-        ({"extra_body": {"stop_token_ids": list(range(128, 192))}},
-         {"stop": (SPECIAL("<|assistant_end|>"), SPECIAL("<|bos|>"), *range(128, 192))}),
     ):
         [expected] = engine.generate([prompt_of(chat(question))], SamplingParams(30, 1.2, 50, seed=5, **params))
         choice = server.ask(question, **settings, **asked).choices[0]
         assert (choice.message.content, choice.finish_reason) == (text_of(expected), expected.finish_reason)
-    on = server.ask("?", model="tiny-rl", max_tokens=60, extra_body={"ignore_eos": True})
-    assert on.choices[0].finish_reason == "length" and on.choices[0].message.content.startswith(CONTENT)
 
 
 def test_the_usage_says_what_was_read_before(server):
@@ -406,36 +342,23 @@ def test_the_usage_says_what_was_read_before(server):
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     turns = question, first.choices[0].message.parts, "And?"
     assert cached(*turns) == cached(*turns, n=3) == PIECE and cached(f"{MARKER}!", *turns[1:]) == 0
-    with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2")) as http:
-        other = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=300, http_client=http)
+    with server.elsewhere() as other:
         assert [cached(*turns, client=client) for client in (other, server.client, other)] == [0, PIECE, PIECE]
-        forged = {"X-Forwarded-For": "127.0.0.2"}   # which anybody can write
-        assert cached(MARKER * 30, client=other) == cached(MARKER * 30, extra_headers=forged) == 0
 
 
 @pytest.mark.parametrize("words, settings", [
     ("temperature: .*greater than or equal to 0", {"temperature": -1}), ("max_tokens: .*integer", {"max_tokens": "3"}),
-    ("top_p: .*less than or equal to 1", {"top_p": 1.5}), ("seed: .*integer", {"seed": 0.5}),
-    ("n=37 .*at most 36", {"n": MOST + 1}), ("stop: .*at most 16", {"stop": list("abcdefghijklmnopq")}),
-    (r"stop.*at least 1 character", {"stop": ""}), ("min_p: .*less than", {"extra_body": {"min_p": 1.1}}),
+    ("stop: .*at most 16", {"stop": list("abcdefghijklmnopq")}), ("logit_bias", {"logit_bias": {"268": 1}}),
     ("functions is not supported", {"extra_body": {"functions": [{"name": "f"}]}}),
-    ("top_logprobs without logprobs", {"top_logprobs": 3}), ("frequency_penalty: .*2", {"frequency_penalty": 2.5}),
-    ("top_logprobs: .*20", {"top_logprobs": 21, "logprobs": True}), ("'268' is no token", {"logit_bias": {"268": 1}}),
-    ("stream_options: 1,025 entries", {"extra_body": {"stream_options": dict.fromkeys(map(str, range(1025)), "x")}}),
-    ("'x' is no token", {"logit_bias": {"x": 1}}), ("modalities is not", {"modalities": ["audio"]}),
-    (r"messages\[1\].role: .*'system', 'developer', 'user' or 'assistant'",
+    (r"messages.1.role: .*'system', 'developer', 'user'",
      {"messages": [*chat("?"), {"role": "function", "content": "1", "name": "f"}]}),
-    ("no messages", {"messages": []}), ("messages; at most 9", {"messages": chat(*"0123456789")}),
-    ("^(?!.*role).*10 messages; at most 9", {"messages": [{"role": "none of them is read"}] * 10}),
-    (r"content must be a text or a list", {"messages": chat(None)}),
-    (r"messages\[0\].content\[0\].type: .*'text'", {"messages": chat([{"type": "image_url", "image_url": {}}])}),
+    ("no messages", {"messages": []}), ("content must be a text or a list", {"messages": chat(None)}),
+    ("messages.0.content.0.type: .*'text'", {"messages": chat([{"type": "image_url", "image_url": {}}])}),
     ("only the assistant's content may have parts", {"messages": chat([{"type": "python", "text": "1"}])}),
-    ("characters; at most 50,000", {"messages": chat("x" * 50001)}),
     (r"This model's maximum context length is 2048 tokens\. However, your messages resulted in 20\d\d tokens",
      {"messages": chat("x" * 2045)}),
-    ("within 0 and 267", {"prompt": [1, 268]}), ("max_tokens=0 without echo", {"max_tokens": 0, "prompt": "?"}),
-    (f"takes at most {MOST}", {"prompt": ["?"] * (MOST + 1)}), ("a list of tokens", {"prompt": []}),
-    ("logprobs: .*20", {"logprobs": 21, "prompt": "?"}), ("a list of tokens", {"prompt": [[]]}),
+    ("the tokens are 0 to 267", {"prompt": [1, 268]}), (f"takes at most {MOST}", {"n": MOST + 1}),
+    ("a list of tokens", {"prompt": [[]]}),
 ])
 def test_what_is_wrong_with_a_request_is_said(server, words, settings):
     ask = server.client.completions.create if "prompt" in settings else functools.partial(server.ask, MARKER)
@@ -452,7 +375,7 @@ def test_keys_and_models_that_are_unknown(server):
     for key in ("wrong", KEY + "x"):
         with pytest.raises(openai.AuthenticationError):
             server.ask("?", client=server.client.with_options(api_key=key))
-    for header in (b"", b"Bearer", b"Basic " + KEY.encode(), KEY.encode(), b"Bearer cl\xe9"):
+    for header in (b"", b"Basic " + KEY.encode(), b"Bearer cl\xe9"):
         assert server.http.get("/v1/models", headers={"Authorization": header}).status_code == 401
     assert server.http.get("/health", headers={"Authorization": ""}).status_code == 200
     with pytest.raises(openai.NotFoundError, match="no model 'gpt'; this server has tiny-sft, tiny-rl") as caught:
@@ -467,8 +390,6 @@ def test_requests_that_are_none_leave_nothing_in_the_log(server):
     requests = [(200, HEALTH), (200, b"GET /health HTTP/1.0\r\n\r\n"), (400, b"GET /health HTTP/1.1\r\n\r\n")]
     requests += [(421, HEALTH.replace(b"localhost", host)) for host in (b"evil.example", b"")]
     requests += [(400, data) for data in (b"\x16\x03\x01 no TLS here\r\n\r\n", HEALTH.replace(b"Host", b"Ho st"))]
-    upgrade = HEALTH[:-2] + b"Connection: Upgrade\r\nUpgrade: "
-    requests += [(200, upgrade + protocol + b"\r\n\r\n") for protocol in (b"h2c", b"websocket")]
     for status, request in requests:
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw:
             raw.sendall(request)
@@ -478,19 +399,14 @@ def test_requests_that_are_none_leave_nothing_in_the_log(server):
 
 def test_bodies_that_are_none(server):
     """Wrong JSON, wrong kinds, too long bodies with and without a length: a status and OpenAI's shape each time."""
-    post = {"url": CHAT, "headers": {"Content-Type": "application/json"}}
+    def post(content, kind: str = "application/json") -> httpx.Response:
+        return server.http.post(CHAT, content=content, headers={"Content-Type": kind})
+
     bad_json = f'{{"model": "{MARKER}', "[" * 90000, "[]", b"\xff\xfe", "", '{"model": NaN}'
-    contents = [(400, content) for content in bad_json] + [(413, "x" * 10**7)]
-    responses = [(status, server.http.post(**post, content=content)) for status, content in contents]
-    responses.append((413, server.http.post(**post, content=(b"x" * 10**4 for _ in range(1000)))))
-    with server.connect(10**7) as raw:
-        assert raw.recv(100).startswith(b"HTTP/1.1 413")
-    text = {"Content-Type": "text/plain"}
-    responses.append((415, server.http.post("/v1/completions", content="{}", headers=text)))
-    for method, path, status in (
-        ("GET", "/nope", 404), ("POST", "/chat/completions", 404), ("GET", "/v1/completions", 405), ("PUT", "/", 405),
-    ):
-        responses.append((status, server.http.request(method, path)))
+    responses = [(400, post(content)) for content in bad_json]
+    responses += [(413, post("x" * 10**7)), (413, post(b"x" * 10**4 for _ in range(1000)))]
+    responses.append((415, post("", "text/plain")))
+    responses += [(404, server.http.get("/nope")), (405, server.http.get(CHAT))]
     for status, response in responses:
         assert response.status_code == status and set(response.json()["error"]) == ERROR, response.text
 
@@ -511,7 +427,8 @@ def test_32_streams_at_once_are_what_each_is_alone(server, engines):
 
     with ThreadPoolExecutor(32) as pool:
         together = list(pool.map(ask, range(32)))
-    assert together == expected == [ask(i) for i in range(32)]
+    assert together == expected
+    assert [ask(i) for i in range(4)] == expected[:4]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -535,8 +452,7 @@ def test_who_goes_away_frees_the_places(server, stream):
 
 def test_one_client_leaves_room_for_others(server):
     """One address has all places and waits for more: it gets no more of the queue, and another address is next."""
-    with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2")) as http:
-        other = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=300, http_client=http)
+    with server.elsewhere() as other:
         server.pace.set(0.02)  # all those answers take 36 seconds at least
         with server.ask(MARKER, max_tokens=400, n=MOST, stream=True):
             server.wait_until("nanochat_running", PLACES)
@@ -552,21 +468,19 @@ def test_a_flood_is_told_to_come_again(server):
     def ask(i: int) -> int:
         body = {"model": "tiny-sft", "messages": chat(f"{MARKER} {i}"), "max_tokens": 30, "n": 2}
         response = server.http.post(CHAT, json=body)
-        assert response.status_code == 200 or response.status_code == 429 and int(response.headers["retry-after"]) >= 1
+        assert response.status_code == 200 or int(response.headers["retry-after"]) >= 1
         return response.status_code
 
     server.pace.set(math.inf)
     with ThreadPoolExecutor(40) as pool:
         done = as_completed([pool.submit(ask, i) for i in range(40)])
-        refused = [future.result() for future in itertools.islice(done, 40 - MOST // 2)]
+        refused = [next(done).result() for _ in range(40 - MOST // 2)]
         server.pace.set(0)
         answered = [future.result() for future in done]
-    assert refused == [429] * (40 - MOST // 2), "those for whom places and queue have no room, while nothing ends"
-    assert answered == [200] * (MOST // 2)
-    assert server.metric("nanochat_running") == server.metric("nanochat_queue_length") == 0 and ask(0) == 200
+    assert set(refused) == {429}, "those for whom places and queue have no room, while nothing ends"
+    assert set(answered) == {200} and server.metric("nanochat_queue_length") == 0
     health = server.http.get("/health")
-    states = {"tiny-sft": ["ready"], "tiny-rl": ["ready"]}
-    assert health.status_code == 200 and health.json() == {"status": "ok", "models": states}
+    assert health.json() == {"status": "ok", "models": {"tiny-sft": ["ready"], "tiny-rl": ["ready"]}}
     text = server.http.get("/metrics").text
     assert f'nanochat_requests_total{{path="{CHAT}",status="429"}}' in text
     assert "nanochat_time_to_first_token_seconds_bucket" in text
@@ -580,12 +494,10 @@ def test_one_request_cannot_spoil_it_for_others(server):
     huge = {"model": "tiny-sft", "messages": chat("x"), "max_tokens": 3, "top_p": 0.9, "seed": -(2**90)}
     for top_k in (2**31, 2**63, 2**90):
         assert server.http.post(CHAT, json=huge | {"top_k": top_k}).status_code in (200, 400)
-    json_header = {"Content-Type": "application/json"}
     for start, end in ((b"", b""), (b'{"role":"user","content":[', b"]}")):
-        started = time.monotonic()
         content = b'{"model":"tiny-sft","messages":[' + start + b"1," * 49_000 + b"1" + end + b"]}"
-        wrong = server.http.post(CHAT, content=content, headers=json_header)
-        assert wrong.status_code == 400 and len(wrong.content) < 1000 and time.monotonic() - started < 20
+        wrong = server.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
+        assert wrong.status_code == 400 and len(wrong.content) < 1000
     assert server.metric("nanochat_running") == 1
     server.pace.set(0)
     assert list(other)[-1].choices[0].finish_reason == "length", "it has not been ended"
@@ -616,9 +528,8 @@ def stuck(server: Running, address: str) -> socket.socket:
 
 
 def test_idle_connections_do_not_lock_out_others(server):
-    """More than are allowed, from one address: a new one replaces the oldest one; other addresses lose nothing."""
+    """More than are allowed, from one address: a new one replaces the oldest one; others may go on."""
     with contextlib.ExitStack() as stack:
-        other = stack.enter_context(stuck(server, "127.0.0.2"))
         many = [stack.enter_context(stuck(server, "127.0.0.1")) for _ in range(MAX_CONNECTIONS + 1)]
         for address in ("127.0.0.1", "127.0.0.3"):
             transport = httpx.HTTPTransport(local_address=address)
@@ -626,9 +537,8 @@ def test_idle_connections_do_not_lock_out_others(server):
                 assert newcomer.get(f"{server.url}/health").status_code == 200, "long before any deadline"
         with contextlib.suppress(ConnectionError):
             assert many[0].recv(1) == b"", "the oldest one is closed"
-        for raw in (other, many[-1]):
-            raw.sendall(HEALTH[1:])
-            assert raw.recv(100).startswith(b"HTTP/1.1 200"), "these may go on with their request"
+        many[-1].sendall(HEALTH[1:])
+        assert many[-1].recv(100).startswith(b"HTTP/1.1 200"), "this one may go on with its request"
 
 
 async def until(condition) -> None:
@@ -669,7 +579,7 @@ def get(path: str) -> bytes:
 @run_async
 async def test_clients_that_keep_the_server_waiting_are_dropped(monkeypatch):
     """Nothing sent; half a head; half of a second one; half a body; nothing read. A slow answer is waited for."""
-    monkeypatch.setattr(nanochat.serve.connections, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(nanochat.serve.server, "WAIT_SECONDS", 0.3)
     came, connection_made = [], ImpatientProtocol.connection_made  # all of them: some may be gone before others come
     monkeypatch.setattr(ImpatientProtocol, "connection_made", lambda self, transport: (
         came.append(self), connection_made(self, transport)))
@@ -686,23 +596,6 @@ async def test_clients_that_keep_the_server_waiting_are_dropped(monkeypatch):
             writer.close()
 
 
-@run_async
-async def test_who_reads_nothing_gives_way_to_others(monkeypatch):
-    """All connections are taken, by two clients that do not read and one at work: a new one replaces one of the two."""
-    monkeypatch.setattr(nanochat.serve.connections, "MAX_CONNECTIONS", 3)
-    async with guarded_server(work := asyncio.Event()) as (port, connections):
-        others = [await send(port, get(path)) for path in ("/work", "/much", "/much")]
-        await until(lambda: sum(one.flow.write_paused for one in connections) == 2)
-        for _ in range(2):
-            reader, writer = await send(port, get("/"))
-            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-            writer.close()
-        work.set()
-        assert (await others[0][0].readline()).startswith(b"HTTP/1.1 200")
-        for _, writer in others:
-            writer.close()
-
-
 def test_the_page_and_who_may_ask(server):
     """The page runs its own scripts only; no other site may read an answer."""
     origin = {"Origin": "https://elsewhere.example"}
@@ -710,111 +603,12 @@ def test_the_page_and_who_may_ask(server):
     policy = page.headers["content-security-policy"]
     assert page.status_code == 200 and "unsafe" not in policy
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy
-    preflight = server.http.options(CHAT, headers=origin | {"Access-Control-Request-Method": "POST"})
-    assert not any(name.startswith("access-control") for response in (page, preflight) for name in response.headers)
-
-
-def test_head_and_the_root_of_the_interface(server):
-    """HEAD is GET without the body, and the connection remains in order; /v1 says what there is below it."""
-    for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/tiny-rl"):
-        head, whole = server.http.head(path), server.http.get(path)
-        assert head.status_code == whole.status_code == 200 and head.content == b"" and len(whole.content) > 0
-        names = set(head.headers) - {"date", "content-length", "x-request-id"}
-        assert {name: head.headers[name] for name in names} == {name: whole.headers[name] for name in names}
-        assert whole.headers["x-content-type-options"] == "nosniff" and whole.headers["cache-control"] == "no-store"
-        if path != "/metrics":  # which is another one each time
-            assert head.headers["content-length"] == str(len(whole.content))
-    assert [server.http.head(path).status_code for path in ("/nope", CHAT)] == [404, 405]
-    for path in ("/v1", "/v1/"):
-        endpoints = server.http.get(path, follow_redirects=True).json()["endpoints"]
-        assert {"GET /v1/models", f"POST {CHAT}", "POST /v1/completions"} <= set(endpoints)
-
-
-def test_the_page_about_the_interface(server):
-    """Every path is there but the page's own; requests that are answered fit the schemas, others do not."""
-    page = httpx.get(f"{server.url}/openapi.json").json()  # without the key
-    listed = server.http.get("/v1").json()["endpoints"]
-    written = {f"{method.upper()} {path}" for path, methods in page["paths"].items() for method in methods}
-    assert {line for line in listed if not line.startswith("HEAD")} <= written and "GET /health" in written
-    schemas = page["components"]["schemas"]
-
-    def schema(path: str) -> dict:
-        content = page["paths"][path]["post"]["requestBody"]["content"]
-        return schemas[content["application/json"]["schema"]["$ref"].rpartition("/")[2]]
-
-    for path, needed, text in ((CHAT, "messages", chat("?")), ("/v1/completions", "prompt", "?")):
-        fields = schema(path)["properties"]
-        assert fields["model"] == {"enum": ["tiny-sft", "tiny-rl"]} and not schema(path)["additionalProperties"]
-        assert sorted(schema(path)["required"]) == sorted(["model", needed])
-        for name, one in fields.items():  # what the page takes is taken: null, and the values of an enumeration
-            values = [] if name in ("model", needed) else [None, *one["anyOf"][0].get("enum", [])]
-            for value in values:
-                ask = {"model": "tiny-rl", needed: text, "max_tokens": 1, name: value}
-                assert server.http.post(path, json=ask).status_code == 200, ask
-    stop, null = schema(CHAT)["properties"]["stop"]["anyOf"]
-    assert [one["type"] for one in (*stop["anyOf"], null)] == ["string", "array", "null"]
-    message = schemas["Message"]
-    assert message["required"] == ["role", "content"] and {"parts", "content"} <= set(message["properties"])
-
-
-def test_every_response_has_an_id(server):
-    """Of its own, or the one that the client sent; errors of the gate and of the router as well."""
-    ids = [server.http.get(path, headers=extra).headers["x-request-id"] for path, extra in (
-        ("/", {}), ("/nope", {}), ("/v1/models", {"Authorization": ""}), ("/v1/models", {"X-Request-Id": "mine-1"}),
-        ("/health", {"X-Request-Id": "a b"}))]
-    assert len(set(ids)) == 5 and ids[3] == "mine-1" and all(id.startswith("req_") for id in ids[:3] + ids[4:])
-    assert server.ask("?", model="tiny-rl")._request_id.startswith("req_")
-
-
-def test_tokens_as_vllm_tells_them(server):
-    """A text, a chat as it is read, and back; the name of a special token alone is that token, in a text it is not."""
-    def post(path: str, **body):
-        return server.http.post(path, json=body).json()
-
-    text, bos = "the <|bos|> 北", TOKENIZER.get_bos_token_id()
-    ids = TOKENIZER.encode(text)
-    whole = post("/tokenize", model="tiny-rl", prompt=text, return_token_strs=True)
-    assert whole["tokens"] == [bos, *ids] and (whole["count"], whole["max_model_len"]) == (len(ids) + 1, 256)
-    assert whole["token_strs"][:3] == ["<|bos|>", "the", " "] and whole["token_strs"][-1] == "bytes:\\x97"
-    assert post("/tokenize", prompt=text, add_special_tokens=False)["tokens"] == ids
-    assert post("/tokenize", prompt="<|bos|>", add_special_tokens=False)["tokens"] == [bos]
-    assert post("/tokenize", messages=chat("a", "b", "c"))["tokens"] == prompt_of(chat("a", "b", "c"))
-    assert post("/detokenize", tokens=[bos, *ids]) == {"prompt": "<|bos|>" + text}
-    info = server.http.get("/tokenizer_info").json()
-    assert (info["bos_token"], info["eos_token"], info["model_max_length"]) == ("<|bos|>", "<|assistant_end|>", 2048)
-    assert server.http.get("/tokenizer_info?model=tiny-rl").json()["model_max_length"] == 256
-    for path, body, words in (("/tokenize", {}, "a prompt or messages"),
-                              ("/detokenize", {"tokens": [268]}, "0 and 267"),
-                              ("/tokenize", {"prompt": "x" * 50001}, "at most 50,000"),
-                              ("/tokenize", {"prompt": "x", "model": "gpt"}, "no model 'gpt'")):
-        assert words in post(path, **body)["error"]["message"]
-
-
-def test_responses_do_not_wait_for_acknowledgements(server):
-    """Connections stay open; if the body waited until the head was acknowledged, it would come 44 ms after it."""
-    def seconds(method: str) -> float:
-        started = time.monotonic()
-        server.http.request(method, "/health")
-        return time.monotonic() - started
-
-    with_body, without = (min(seconds(method) for _ in range(20)) for method in ("GET", "HEAD"))
-    assert with_body < without + 0.02
-
-
-def test_messages_in_any_order_are_read_as_turns(server, engines):
-    """An answer that has begun is continued, and only what is new is said; usage tells the real prompt."""
-    system, begun = {"role": "system", "content": "S"}, {"role": "assistant", "content": "Wel"}
-    messages = [begun, system, system, *chat("a"), *chat("b"), begun]
-    prompt = render_prompt(TOKENIZER, {"messages": messages}, continue_last=True)
-    [expected] = engines["tiny-rl"].generate([prompt])
-    answer = server.ask(model="tiny-rl", messages=messages)
-    assert answer.choices[0].message.content == text_of(expected) == CONTENT.removeprefix("Wel")
-    assert answer.usage.prompt_tokens == len(prompt)
+    assert not any(name.startswith("access-control") for name in page.headers)
 
 
 def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
     """
-    The furthest stage there is, which is said; messages are one text to continue. The proxy's name is answered to, no
+    The last stage trained, which is said; messages are one text to continue. The proxy's name is answered to, no
     other. When one of two workers is stopped, others are answered, even while more waits for it than its pipe holds;
     then it is ended, and its requests with an error. When the second one is killed, the process ends with a line and
     code 1 instead of answering 503.
@@ -824,7 +618,7 @@ def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
         tmp_path, {"base": model}, "--allowed_hosts=Chat.example.org", "--workers=2", "--max_batch=2",
         HUNG_AFTER=3, DEAD_AFTER=10)
     try:
-        assert "the furthest stage of training is base, a base model" in server.log.read_text()
+        assert "the last stage of training was base, a base model" in server.log.read_text()
         [listed] = server.client.models.list()
         assert (listed.id, listed.chat) == ("tiny-base", False)
         text = [TOKENIZER.get_bos_token_id(), *TOKENIZER.encode(f"Once\n\nupon\n\n{MARKER}")]
@@ -878,12 +672,14 @@ def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
 
 def test_no_engine_is_left_without_its_web_process():
     """Even one that is loading: it ends with the pipe, not with the signals that a terminal or service sends to all."""
-    process, connection = Worker(functools.partial(time.sleep, 1000)).launch()
+    make_engine = functools.partial(time.sleep, 1000)
+    process, ours = Worker(make_engine).launch()
+    ours.sendall(pickle.dumps(make_engine))
     for number in (signal.SIGINT, signal.SIGTERM):
         process.send_signal(number)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=0.5)
-    connection.close()
+    ours.close()
     assert process.wait(timeout=300) == 0
 
 
@@ -911,35 +707,21 @@ def test_zy_sigterm_lets_answers_end_for_a_while(server):
         assert time.monotonic() - started > DRAIN_SECONDS
         with pytest.raises(openai.InternalServerError, match="stopping"):
             waiting.result()
-    check_end(server, workers)
+    check_end(server, workers, "tiny-sft, tiny-rl")
 
 
-def test_zz_ctrl_c_ends_it_with_streams_open(start):
-    """At once, not after drain_s, and the streams end with an error."""
-    server = start(drain_s=100)
-    server.pace.set(0.1)  # the answers take 200 seconds
-    stream, workers = server.ask(MARKER, max_tokens=2000, n=8, stream=True), server.workers()
-    with pytest.raises(openai.APIError, match="stopping"):
-        for number, _ in enumerate(stream):
-            if number == 8:
-                server.signal_all(signal.SIGINT)
-                started = time.monotonic()
-    assert time.monotonic() - started < 50
-    check_end(server, workers)
-
-
-def check_end(server: Running, workers: list[int]) -> None:
+def check_end(server: Running, workers: list[int], models: str) -> None:
     """With code 0, without its engines, and nothing in the log but the line with the address."""
     assert server.process.wait(timeout=200) == 0
-    assert len(workers) == 2 and not any(map(is_alive, workers))
+    assert workers and not any(map(is_alive, workers))
     log = server.log.read_text()
-    assert re.fullmatch(r"http://127\.0\.0\.1:\d+ serves tiny-sft, tiny-rl; Ctrl-C ends it\n", log), log
+    assert re.fullmatch(rf"http://127\.0\.0\.1:\d+ serves {models}; Ctrl-C ends it\n", log), log
 
 
 @pytest.mark.parametrize("words, args", [
     ("cannot listen on 127.0.0.1 port .*: Address already in use; choose", "--port=TAKEN"),
     ("no model in .*: there is none", "--port=0"), ("0 models in .*sft_checkpoints", "--port=0 --source=sft"),
-    ("source=huge is unknown", "--port=0 --source=huge"), ("different ones", "--source=sft,sft"),
+    ("different ones", "--source=sft,sft"),
 ])
 def test_settings_that_cannot_be(monkeypatch, words, args):
     """A line each, before anything is served."""
@@ -955,19 +737,18 @@ def test_settings_that_cannot_be(monkeypatch, words, args):
 
 
 class EngineThread(EngineProcess):
-    """The engine's process as a thread of this one, where a test has its hands on the engine. The pipe is a pipe."""
+    """The engine's process as a thread of this one, where a test has its hands on the engine."""
 
-    def __init__(self, connection: Connection, make_engine):
-        super().__init__(connection, make_engine)
-        self.pid, self.returncode = 0, None
+    def __init__(self, web: socket.socket):
+        super().__init__(web)
+        self.socket, self.pid, self.returncode = web, 0, None
         self.thread = threading.Thread(target=self.serve, daemon=True)
         self.thread.start()
 
     def serve(self) -> None:
         with contextlib.suppress(SystemExit):
             self.run()
-        with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as pipe:
-            pipe.shutdown(socket.SHUT_RDWR)
+        self.socket.shutdown(socket.SHUT_RDWR)
 
     def end(self, code: int) -> None:
         self.returncode = code
@@ -981,17 +762,26 @@ class EngineThread(EngineProcess):
 
 
 class NearWorker(Worker):
+    makers: dict = {}   # a test's function cannot be pickled, its number can
+
+    def __init__(self, make_engine):
+        self.makers[id(make_engine)] = make_engine
+        super().__init__(functools.partial(made, id(make_engine)))
+
     def launch(self):
-        ours, theirs = Pipe()
-        return EngineThread(theirs, self.make_engine), ours
+        ours, theirs = socket.socketpair()
+        return EngineThread(theirs), ours
+
+
+def made(number: int) -> Engine:
+    return NearWorker.makers[number]()
 
 
 @contextlib.asynccontextmanager
-async def serving(make_engines, origins=(), max_queue: int = 8, **limits):
+async def serving(make_engines):
     """A client of an application with a writing model, and the model."""
-    workers = [NearWorker(make_engine) for make_engine in make_engines]
-    model = ServedModel("tiny-sft", TOKENIZER, 2048, 1, 0, 2, max_queue, workers)
-    app = create_app([model], dataclasses.replace(LIMITS, **limits), cors_origins=origins)
+    model = ServedModel("tiny-sft", TOKENIZER, 2048, 0, 2, [NearWorker(make_engine) for make_engine in make_engines])
+    app = create_app([model], 2000, {"temperature": 0.0, "top_k": 0})
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as client:
@@ -1025,21 +815,8 @@ async def test_settings_that_no_engine_takes_are_named(capfd):
 
 
 @run_async
-async def test_two_workers_share_the_requests(pace):
-    async with serving([lambda: pace.slow_down(make_engine())] * 2) as (client, model):
-        alone = [(await ask(client, f"{i}")).json()["choices"] for i in range(6)]
-        pace.set(math.inf)
-        together = asyncio.gather(*(ask(client, f"{i}") for i in range(6)))
-        await until(lambda: all(worker.load == 3 for worker in model.workers))
-        pace.set(0)
-        assert [response.json()["choices"] for response in await together] == alone
-        assert [worker.load for worker in model.workers] == [0, 0]
-        assert (await client.get("/health")).json()["models"] == {"tiny-sft": ["ready", "ready"]}
-
-
-@run_async
 async def test_a_conversation_goes_back_to_the_worker_that_has_read_it(pace):
-    """Also when both are idle; not when that one has no place."""
+    """But not when that one has no place."""
     def make_caching() -> Engine:
         return pace.slow_down(Engine(writing_model(), TOKENIZER, max_batch=2, prompt_cache_bytes=2**20))
 
@@ -1048,16 +825,11 @@ async def test_a_conversation_goes_back_to_the_worker_that_has_read_it(pace):
             usage = (await ask(client, "?" * PIECE, **settings)).json()["usage"]
             return usage["prompt_tokens_details"]["cached_tokens"]
 
-        pace.set(math.inf)
-        busy = asyncio.create_task(ask(client, "x"))
-        await until(lambda: model.workers[0].load)
-        assert await cached(max_tokens=1) == 0 and model.workers[0].load == 1, "the second worker has read it"
-        pace.set(0)
-        await busy
+        assert [await cached(max_tokens=1) for _ in range(2)] == [0, PIECE]
         pace.set(math.inf)
         full = asyncio.create_task(cached(n=2, max_tokens=40))
-        await until(lambda: model.workers[1].load == 2)
-        assert await cached(max_tokens=1) == 0, "the first one has not"
+        await until(lambda: max(worker.load for worker in model.workers) == 2)
+        assert await cached(max_tokens=1) == 0, "the other one has not"
         pace.set(0)
         assert await full == await cached(max_tokens=1) == PIECE
 
@@ -1108,27 +880,6 @@ async def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeyp
 
 
 @run_async
-async def test_others_write_on_between_the_prompts_that_are_read():
-    """Prompts that come together are read a piece at a time, a token for everyone in between."""
-    done = []       # tokens that were read, 0 for a step of writing
-
-    def make_noting() -> Engine:
-        engine = Engine(writing_model(), TOKENIZER, max_batch=8)
-        extend, decode = engine.model.extend, engine.model.decode
-        engine.model.extend = lambda prefix, tokens, _: done.append(len(tokens)) or extend(prefix, tokens)
-        engine.model.decode = lambda tokens: done.append(0) or decode(tokens)
-        return engine
-
-    async with serving([make_noting]) as (client, _):
-        request = {"model": "tiny-sft", "prompt": [letter * 299 for letter in "abcdef"], "max_tokens": 30}
-        response = await client.post("/v1/completions", json=request)
-        assert len(response.json()["choices"]) == 6
-    first = done.index(0)
-    assert sum(done) == 6 * 300 and done.count(0) < 60, "bos and 299 letters; nobody has waited for an answer's end"
-    assert all(0 in pair and max(pair) <= PIECE for pair in zip(done[first:], done[first + 1 :]))
-
-
-@run_async
 async def test_loading_and_limits_of_time(monkeypatch, pace):
     """What waits for the model is answered when it is there; time that is over ends an answer, and a wait with 503."""
     loaded, passed = threading.Event(), 0.0
@@ -1139,11 +890,12 @@ async def test_loading_and_limits_of_time(monkeypatch, pace):
         loaded.wait()
         return pace.slow_down(make_engine())
 
-    async with serving([make_late], timeout_s=600) as (client, model):
+    monkeypatch.setattr(nanochat.serve.web, "TIMEOUT", 600)
+    async with serving([make_late]) as (client, model):
         health, early = await client.get("/health"), asyncio.create_task(ask(client, "early"))
         assert (health.status_code, health.json()["status"]) == (503, "loading")
         await until(lambda: model.waiting == 1)
-        model.submit(Request([[1]], SamplingParams())).cancel()
+        model.submit(Request([[1]], SamplingParams(), 600)).cancel()
         assert model.waiting == 1 and (await client.get("/health")).json()["status"] == "loading"
         loaded.set()
         assert (await early).status_code == 200
@@ -1155,98 +907,8 @@ async def test_loading_and_limits_of_time(monkeypatch, pace):
         long = (await long).json()
         assert [choice["finish_reason"] for choice in long["choices"]] == ["length"] * 2
         assert 2 <= long["usage"]["completion_tokens"] < 4000
-        pace.set(math.inf)
-        prompts, sampling = [prompt_of(chat("long"))], SamplingParams(2000, temperature=0)
-        # The time of the second one is over at once with that of those before it.
-        both = dict(n=2, seconds=600, started=clock.monotonic())
-        first, second = [model.submit(Request(prompts, sampling, **both)) for _ in range(2)]
-        await until(lambda: model.running == 2)
-        passed += 600
-        pace.set(0)
-        reasons = [chunk.finish_reason async for chunks in first.chunks() for chunk in chunks]
-        assert [reason for reason in reasons if reason] == ["length"] * 2
-        with pytest.raises(ApiError, match="within 600 s"):
-            await anext(second.chunks())
         passed = 0.0
         assert model.workers[0].load == 0 and (await ask(client, "late")).status_code == 200
-
-
-@run_async
-async def test_what_no_engine_answers_ends_with_503(monkeypatch):
-    """Even if the engine is never there, or does not hear that the time of a request is over."""
-    monkeypatch.setattr(nanochat.serve.worker, "GRACE", 0)
-    loaded = threading.Event()
-    async with serving([lambda: loaded.wait() and make_engine()], timeout_s=0.1) as (client, model):
-        answer = await ask(client, "?")
-        assert answer.status_code == 503 and answer.json()["error"]["message"] == "no answer within 0.1 s"
-        assert model.workers[0].load == 0
-        loaded.set()
-
-
-@run_async
-async def test_prompts_are_counted_before_they_are_encoded(monkeypatch):
-    """A megabyte has 340,000 empty ones: two seconds for everybody."""
-    encoded, encode = [], Tokenizer.encode
-
-    def noting(tokenizer: Tokenizer, text: str) -> list[int]:
-        encoded.append(text)
-        return encode(tokenizer, text)
-
-    monkeypatch.setattr(Tokenizer, "encode", noting)
-    async with serving([make_engine]) as (client, _):
-        for count, status in ((300_000, 400), (2, 200)):
-            asked = {"model": "tiny-sft", "prompt": [""] * count, "max_tokens": 1}
-            response = await client.post("/v1/completions", json=asked)
-            assert response.status_code == status and len(encoded) == (count if status == 200 else 0), response.text
-
-
-@run_async
-async def test_nobody_waits_while_tokens_are_named(monkeypatch):
-    """The names of half a million tokens take a third of a second: not on the event loop."""
-    threads = set()
-
-    def named(tokenizer: Tokenizer, token: int) -> str:
-        threads.add(threading.current_thread())
-        return "?"
-
-    monkeypatch.setattr(tokenization, "token_text", named)
-    async with serving([make_engine]) as (client, _):
-        told = (await client.post("/tokenize", json={"prompt": "abc", "return_token_strs": True})).json()
-    assert told["token_strs"] == ["?"] * told["count"] and threads and threading.current_thread() not in threads
-
-
-@run_async
-async def test_pages_of_other_servers_that_may_ask():
-    """As a browser asks first, with the headers of OpenAI's JavaScript client."""
-    wanted = "authorization, content-type, x-stainless-lang, x-stainless-retry-count"
-    async with serving([make_engine], ["https://friend.example"]) as (client, _):
-        for origin, status, allowed in (
-            ("https://friend.example", 200, "https://friend.example"), ("https://other.example", 400, None),
-        ):
-            answer = await client.get("/v1/models", headers={"Origin": origin})
-            assert answer.headers.get("access-control-allow-origin") == allowed
-            asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": wanted}
-            preflight = await client.options(CHAT, headers=asked | {"Origin": origin})
-            assert preflight.status_code == status and preflight.headers["access-control-allow-headers"] == wanted
-            assert preflight.headers.get("access-control-allow-origin") == allowed
-            assert preflight.headers["x-request-id"]
-            assert not allowed or "X-Request-Id" in answer.headers["access-control-expose-headers"]
-
-
-@run_async
-async def test_a_chat_that_is_too_long_loses_its_oldest_exchanges():
-    """With truncate=oldest: what the answer may have, or a quarter of the context, is left. A question alone may still
-    be too long."""
-    messages = [{"role": "system", "content": "S"}, *chat(*(f"{i % 10}" * 150 for i in range(27)))]
-    lengths = [len(prompt_of(messages[:1] + messages[start:])) for start in range(1, len(messages), 2)]
-    async with serving([make_engine], max_messages=99, truncate="oldest") as (client, _):
-        for max_tokens in (10, 2000):
-            body = {"model": "tiny-sft", "messages": messages, "max_tokens": max_tokens, "stop": "\n"}
-            usage = (await client.post(CHAT, json=body)).json()["usage"]
-            room = 2048 - min(max_tokens, 512)
-            assert usage["prompt_tokens"] == next(length for length in lengths if length <= room) < lengths[0]
-        refused = await client.post(CHAT, json=body | {"messages": chat("x" * 2100)})
-        assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
 
 
 # ---- Stop strings

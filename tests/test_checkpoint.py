@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,12 +20,9 @@ import pytest
 import torch
 from conftest import REPO, make_sums, run_module
 from ranks import run_on_ranks
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.model.gpt import GPT
-from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.partition import Shard, equal_ranges, row_ranges
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.errors import UserError
@@ -34,19 +30,17 @@ from nanochat.runtime.files import previous, sha256, write_folder_aside
 from nanochat.training.checkpoint import (
     checkpoint_dir,
     choose_start,
-    claim,
     find_checkpoint,
     find_model,
-    furthest_stage,
+    latest_stage,
     list_steps,
     load_checkpoint,
-    lock_path,
     problem_with,
     read_meta,
     step_dir,
 )
 from nanochat.training.resharding import load_training_state
-from nanochat.training.saving import CheckpointWriter, complete, copy_to_host, write_files, write_tensors
+from nanochat.training.saving import CheckpointWriter, complete, copy_to_host, write_files
 
 set_compile(False, "cpu")
 TOKENIZER = learn_tokenizer(["a few words to learn merges from, a few words"], 280)
@@ -173,7 +167,7 @@ def assert_same(group, saved):
 
 
 # Of 8 ranks most keep no row of most parameters.
-CUTS = [(1, 0, "equal"), (2, 2, "equal"), (5, 1, "equal"), (3, 3, "rows"), (8, 3, "rows")]
+CUTS = [(1, 0, "equal"), (5, 1, "equal"), (8, 3, "rows")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -226,30 +220,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(folder):
         assert all(torch.equal(t, after[1][name][1]) for name, (_, t) in before[1].items())
 
 
-def test_a_file_of_a_rank_that_is_not_there_or_there_twice_is_missed(folder):
-    """Verification finds this first; loading by itself does not fill the gap with what was there."""
-    path = save_all(folder, 1, ranks(3, stage=1))
-    (path / "optimizer_rank_00001.safetensors").rename(path / "kept")
-    with pytest.raises(UserError, match="is not whole in its optimizer files"):
-        Rank(seed=1).load(path)
-    shutil.copy(path / "kept", path / "optimizer_rank_00001.safetensors")
-    shutil.copy(path / "kept", path / "optimizer_rank_00003.safetensors")
-    with pytest.raises(UserError, match="is not whole in its optimizer files"):
-        Rank(seed=1).load(path)
-
-
 # ---- Finding
-
-
-def test_load_checkpoint_is_the_model_and_its_tokenizer(folder):
-    model = GPT(config_from_depth(1, TOKENIZER.get_vocab_size(), 16))
-    model.init_weights(0)
-    rank = Rank(model, dtype=torch.bfloat16)
-    save(folder, 2, rank)
-    loaded, tokenizer, meta = load_checkpoint(find_model("base"), CPU)
-    assert meta["step"] == 2 and tokenizer.fingerprint == TOKENIZER.fingerprint
-    tokens = torch.tensor([[1, 2, 3]])
-    assert torch.equal(loaded(tokens), rank.model(tokens)) and next(loaded.parameters()).dtype == torch.bfloat16
 
 
 def test_the_newest_step_is_found_by_number_and_only_the_last_are_kept(folder):
@@ -274,7 +245,6 @@ def flip(file):
 
 
 DAMAGES = {
-    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-1]),
     "flipped": flip,  # the manifest is no UTF-8 any more
     "missing": lambda file: file.unlink(),
     "unreadable": lambda file: (file.unlink(), file.mkdir()),  # an error when it is read, as of a bad disk
@@ -298,48 +268,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, victim
         find_checkpoint(folder)
 
 
-def test_the_furthest_stage_of_a_model():
-    """Of one model, or of any; another model may have got further."""
+def test_the_stage_that_was_trained_last():
+    """Of one model, or of any; of stages trained at one time, as copies are, the furthest."""
     with pytest.raises(UserError, match="none; python -m scripts.base_train makes one"):
-        furthest_stage()
-    for stage, tag in (("base", "d1"), ("base", "d2"), ("sft", "d1"), ("mid", "d2")):
-        step_dir(checkpoint_dir(stage, tag), 1).mkdir(parents=True)
-    assert [furthest_stage(tag) for tag in (None, "d1", "d2")] == [("sft", ""), ("sft", ""), ("mid", "")]
-    step_dir(checkpoint_dir("rl", "d2"), 1).mkdir(parents=True)
-    assert [furthest_stage(tag) for tag in (None, "d1", "d2")] == [("rl", ""), ("sft", ""), ("rl", "")]
+        latest_stage()
+    trained = (("base", "d1", 1), ("base", "d2", 2), ("sft", "d1", 3), ("rl", "d2", 5), ("mid", "d2", 9))
+    for stage, tag, time_saved in trained:
+        meta = step_dir(checkpoint_dir(stage, tag), time_saved) / "meta.json"
+        meta.parent.mkdir(parents=True)
+        meta.touch()
+        os.utime(meta, (time_saved, time_saved))
+    assert [latest_stage(tag) for tag in (None, "d1", "d2")] == ["mid", "sft", "mid"]
     with pytest.raises(UserError, match="no model d3 in .*: there is d1, d2"):
-        furthest_stage("d3")
-
-
-def leave(stage: str, step: int, weights: str, origin: str = "", source_step: int | None = None) -> Path:
-    """What a run leaves for the next stages to look at: where it began, and the sum of its weights."""
-    checkpoint = step_dir(checkpoint_dir(stage, "d1"), step)
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    (checkpoint / "manifest.json").write_text(json.dumps({"model.safetensors": weights * 64}))
-    started = {"origin": f"{origin[:-1]} ({origin[-1] * 16})"} if origin else {}
-    (checkpoint / "meta.json").write_text(json.dumps({"data_state": started, "config": {"source_step": source_step}}))
-    return checkpoint
-
-
-@pytest.mark.parametrize("change, furthest", [
-    (lambda: None, "rl"),
-    (lambda: leave("sft", 8, "b", "mid_checkpoints/d1/step_000008m"), "rl"),  # the same again, bit for bit
-    (lambda: leave("sft", 8, "x", "mid_checkpoints/d1/step_000008m"), "sft"),
-    (lambda: leave("sft", 9, "x", "mid_checkpoints/d1/step_000008m"), "sft"),  # gone on with
-    (lambda: leave("mid", 9, "x"), "mid"),  # from which sft, and RL of it, were not made
-    (lambda: leave("rl", 9, "r", "sft_checkpoints/d1/step_000008b", source_step=8) and leave("sft", 9, "x"), "rl"),
-    (lambda: shutil.rmtree(checkpoint_dir("sft", "d1")), "rl"),  # to save space
-])
-def test_a_model_made_from_one_that_was_replaced_is_not_the_furthest(change, furthest):
-    """Neither are those made from it in turn; all are named. Real runs: in test_chat_training."""
-    leave("mid", 8, "m")
-    leave("sft", 8, "b", "mid_checkpoints/d1/step_000008m")
-    leave("rl", 8, "r", "sft_checkpoints/d1/step_000008b")
-    change()
-    stage, older = furthest_stage("d1")
-    assert stage == furthest
-    later = ["mid", "sft", "rl"][["mid", "sft", "rl"].index(furthest) + 1 :]
-    assert [named for named in ("mid", "sft", "rl") if f"--source={named} takes it" in older] == later
+        latest_stage("d3")
 
 
 def test_the_choice_of_a_model_is_never_guessed(capsys):
@@ -352,7 +293,6 @@ def test_the_choice_of_a_model_is_never_guessed(capsys):
         (["base"], "2 models in .*: d1, d2; choose one with --model_tag"),
         (["base", "d1", 7], r"no valid checkpoint of step 7 in .* \(steps there: 1\)"),
         (["base", "d22"], r"there: none; there is a model d1; there is a model d2\); did you mean 'd2'\?$"),
-        (["sft", "d2"], r"there: none; there is a model d1 of stage base; there is a model d2 of stage base\)$"),
         (["pretrain"], "source=pretrain is unknown"),
     ):
         with pytest.raises(UserError, match=message):
@@ -410,20 +350,20 @@ def test_what_torchrun_starts_again_continues_what_it_wrote_itself(folder, monke
     """
     def refused():
         with pytest.raises(UserError, match="has checkpoints; continue with --resume=auto"):
-            choose_start(folder, "", -1, False)
-        assert choose_start(folder, "", -1, True) is None
+            choose_start(folder, "", False)
+        assert choose_start(folder, "", True) is None
 
     start_under(monkeypatch, "before")
     save(folder, 5, Rank())
     start_under(monkeypatch, "now", restarts)
     refused()
-    assert choose_start(folder, "auto", -1, False).name == "step_000005"
+    assert choose_start(folder, "auto", False).name == "step_000005"
     save(folder, 10, Rank())
     newest = save(folder, 20, Rank())
-    for settings in (("", -1, False), ("", -1, True), ("", 10, True), ("auto", -1, False)):
+    for settings in (("", False), ("", True), ("", True, 10), ("auto", False)):
         assert choose_start(folder, *settings) == newest
     (newest / "meta.json").write_text("damaged")
-    assert choose_start(folder, "", -1, True).name == "step_000010"
+    assert choose_start(folder, "", True).name == "step_000010"
     for name in ("step_000010", "step_000020"):
         shutil.rmtree(folder / name)
     refused()
@@ -459,9 +399,7 @@ def refusal(*_, **__):
     raise OSError(28, "No space left on device", "/disk")
 
 
-@pytest.mark.parametrize("where", [
-    "nanochat.runtime.files.tempfile.mkdtemp", "nanochat.training.saving.save_file",
-    "nanochat.training.saving.sha256", "nanochat.runtime.files.sync"])
+@pytest.mark.parametrize("where", ["nanochat.runtime.files.tempfile.mkdtemp", "nanochat.training.saving.save_file"])
 def test_a_failed_save_is_a_warning_if_another_follows_and_an_error_if_not(where, folder, monkeypatch, capsys):
     """The disk fills up while a step that is there already is saved again: the old one stays, without debris."""
     writer = Rank().writer(folder)
@@ -486,65 +424,6 @@ def test_a_failed_save_is_a_warning_if_another_follows_and_an_error_if_not(where
         writer.wait()
     assert sorted(path.name for path in folder.iterdir()) == ["step_000005", "step_000006"]
     writer.wait()  # an error is raised once
-    writer.save(8, META)
-    with pytest.raises(UserError, match="^not finite; the last good checkpoint is .*/step_000006; try lower"):
-        writer.give_up("not finite")
-    assert "warning: step 8 was not saved: No space left on device: /disk" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("optimizers_fit", [True, False])
-def test_the_last_save_on_a_full_disk_keeps_the_weights_of_a_finished_model(optimizers_fit, folder, monkeypatch):
-    """For other stages; a run goes on from the step before, if there is one. Nothing that was there goes."""
-    def full(tensors, path, *others):
-        if not path.name.startswith("model") and (path.parent.name == "step_000006" or not optimizers_fit):
-            raise OSError(28, "No space left on device", "/disk")
-        save_file(tensors, path, *others)
-
-    monkeypatch.setattr("nanochat.training.saving.save_file", full)
-    rank, meta = Rank(), META | {"num_iterations": 6}
-    writer = rank.writer(folder, keep_last=1)
-    for step in (4, 6):
-        writer.save(step, meta)
-        writer.join()
-    with pytest.raises(UserError, match="step 6 was saved as weights alone: No .*; the newest saved step is .*06$"):
-        writer.wait()
-    assert list_steps(folder) == ([4, 6] if optimizers_fit else [6])
-    weights = load_file(find_model("base") / "model.safetensors")
-    assert all(torch.equal(weights[name], p) for name, p in rank.model.named_parameters())
-    if optimizers_fit:
-        assert choose_start(folder, "auto", -1, False).name == "step_000004"
-    else:
-        with pytest.raises(UserError, match="step_000006 was saved on a full disk: it has weights only, and no run"):
-            choose_start(folder, "auto", -1, False)
-
-
-def test_a_run_whose_folder_another_has_taken_saves_nothing_more(folder, monkeypatch):
-    """As where a file system has no locks. A lock that was removed with the folder is made anew."""
-    writer = Rank().writer(folder)
-    with pytest.raises(UserError, match=f"in use by another run .host .*, process {os.getpid()}, .*; wait for it"):
-        Rank().writer(folder)
-    lock_path(folder).unlink()
-    writer.save(1, META)
-    writer.join()
-
-    def taken_meanwhile(*args):
-        lock_path(folder).write_text("host b, process 7, job 9")
-        return write_files(*args)
-
-    monkeypatch.setattr("nanochat.training.saving.write_files", taken_meanwhile)
-    writer.save(2, META)
-    for step in (3, 4):
-        with pytest.raises(UserError, match="taken over by another run .host b, process 7, job 9.; this one can save"):
-            writer.save(step, META)
-    assert [path.name for path in folder.iterdir()] == ["step_000001"], "and not even its debris"
-
-
-def test_what_killed_saves_left_goes_with_the_next_run(folder):
-    """Also what they left of other steps."""
-    folder.mkdir(parents=True)
-    (folder / ".step_000007.tmp-abc" / "step_000007").mkdir(parents=True)
-    save(folder, 8, Rank())
-    assert [path.name for path in folder.iterdir()] == ["step_000008"]
 
 
 METRICS = SimpleNamespace(paused=contextlib.nullcontext, state={}, save_requested=False)
@@ -558,102 +437,28 @@ def last_acts(monkeypatch):
     return acts
 
 
-def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(folder, tmp_path, monkeypatch, last_acts):
-    """Beside those of save_every and the end; a save starts the clock anew."""
+def test_of_checkpoints_that_only_time_asked_for_the_newest_two_are_kept(folder, tmp_path, last_acts):
+    """Beside those of save_every and the end; a save starts the clock anew. Also in a run that goes on."""
     rank = Rank()
     writer = rank.writer(folder, save_minutes=5)
     for step in range(8):
-        writer.began -= 300 * (step != 4)
+        if step != 4:
+            writer.began -= 300
         assert writer.time_is_up() == (step != 4)
-        writer.stand_by(step, METRICS, META)
+        writer.set_state(step, METRICS, **META)
         METRICS.save_requested = writer.time_is_up()
         writer.checkpoint(asked_for=step in (2, 6))
         assert not METRICS.save_requested, "a request is for one checkpoint"
-        assert not writer.time_is_up() or step == 0
-    writer.join()
-    assert list_steps(folder) == [2, 5, 6, 7]
-    for step in (8, 9, 10):
-        writer.stand_by(step, METRICS, META)
-        with monkeypatch.context() as patch:
-            if step == 9:
-                patch.setattr("nanochat.training.saving.save_file", refusal)
-            METRICS.save_requested = True
-            writer.checkpoint(asked_for=False)
-            writer.join()
     writer.wait()
-    assert list_steps(folder) == [2, 6, 8, 10], "one that the disk refused is none of the two"
-    writer = rank.writer(folder, start_step=10)
-    writer.stand_by(11, METRICS, META)
+    assert list_steps(folder) == [2, 5, 6, 7]
+    writer = rank.writer(folder, start_step=7)
+    writer.set_state(8, METRICS, **META)
     METRICS.save_requested = True
     writer.checkpoint(asked_for=False)
     writer.wait()
-    assert list_steps(folder) == [2, 6, 10, 11], "a run that goes on knows of them"
+    assert list_steps(folder) == [2, 6, 7, 8], "a run that goes on knows of them"
     other = Rank(rank=1, shards=2).writer(tmp_path / "other", save_minutes=1e-9)
     assert not other.time_is_up(), "rank 0's clock decides"
-    assert not rank.writer(tmp_path / "never", save_minutes=-1).time_is_up()
-
-
-def test_an_interrupted_copy_is_no_save(folder, monkeypatch, last_acts):
-    """A second Ctrl-C while what is saved is copied: the step is saved before the run ends."""
-    writer = Rank().writer(folder)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    writer.stand_by(5, METRICS, META)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("nanochat.training.saving.copy_to_host", interrupted)
-        writer.checkpoint(asked_for=True)
-    last_acts.pop()()
-    assert list_steps(folder) == [5]
-
-
-def test_the_lock_of_a_machine_that_crashed_is_waited_for(folder, monkeypatch):
-    """A file server lets go of it some time later. One that stays is refused, and one of this machine at once."""
-    lock = claim(folder)
-
-    def sign(text):
-        lock.truncate(0)
-        lock.write(text)
-        lock.flush()
-
-    sign("host elsewhere, process 1, job x")
-    threading.Timer(0.5, lock.close).start()
-    lock = claim(folder)
-    sign("host elsewhere, process 1, job x")
-    with monkeypatch.context() as patch:
-        patch.setattr("nanochat.training.checkpoint.LEASE_SECONDS", 0.1)
-        with pytest.raises(UserError, match="in use by another run .host elsewhere, .*if its machine is gone, remove"):
-            claim(folder)
-    sign(f"host {socket.gethostname()}, process 1, job x")
-    with pytest.raises(UserError, match="in use by another run"):
-        claim(folder)
-
-
-def test_a_file_system_without_locks(folder, monkeypatch):
-    """Runs go on without; the name in the file is a guard, which a run that only looks does not overwrite."""
-
-    def no_locks(*_):
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr("nanochat.runtime.files.fcntl.flock", no_locks)
-    writer = Rank().writer(folder)
-    lock_path(folder).write_text(signed := lock_path(folder).read_text() + " of another process")
-    assert choose_start(folder, "", -1, False) is None and lock_path(folder).read_text() == signed
-    writer.save(1, META)
-    with pytest.raises(UserError, match="x was taken over by another run"):
-        writer.wait()
-
-
-def test_a_bug_keeps_its_traceback_and_a_refusal_of_the_disk_its_number(folder, tmp_path, monkeypatch):
-    writer = Rank().writer(folder)
-    monkeypatch.setattr("nanochat.training.saving.write_files", lambda *_: json.loads("{"))
-    writer.save(1, META)
-    with pytest.raises(RuntimeError, match=r"(?s)decoder\.py.*JSONDecodeError"):
-        writer.wait()
-    with pytest.raises(OSError) as raised:
-        write_tensors(tmp_path / "no folder" / "file", {"a": torch.zeros(2)}, {})
-    assert raised.value.errno == 2
 
 
 # ---- Several processes
@@ -679,7 +484,7 @@ def save_and_load(rank, world_size, folder):
     if rank == 1:
         (folder / "step_000003" / "optimizer_rank_00001.safetensors").write_bytes(b"damaged")
     torch.distributed.barrier()
-    checkpoint = choose_start(folder, "auto", -1, False)
+    checkpoint = choose_start(folder, "auto", False)
     assert len(list(checkpoint.glob("optimizer_rank_*"))) == 2, "replicas write nothing"
     fresh = Rank(rank=rank, shards=world_size, stage=3, cut="rows", dtype=torch.bfloat16, seed=3)
     fresh.load(checkpoint)
@@ -693,10 +498,9 @@ def save_and_load(rank, world_size, folder):
     return checkpoint.name, seen
 
 
-@pytest.mark.parametrize("local_world_size", ["1", "4"])
-def test_ranks_save_and_load_together_and_agree_on_what_went_wrong(local_world_size, tmp_path, monkeypatch):
+def test_ranks_save_and_load_together_and_agree_on_what_went_wrong(tmp_path, monkeypatch):
     """One rank's disk refuses; one file is damaged, which one rank reads; one cannot use what the others can."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     outcomes = run_on_ranks(4, save_and_load, tmp_path / "x")
     message = f"{tmp_path / 'x' / 'step_000002'} does not fit this run: adamw.steps is not here (other optimizers?)"
     assert outcomes == [("step_000002", ["step 4 was not saved: No space left on device: /disk", True, message])] * 4
@@ -719,13 +523,13 @@ def fail(rank, world_size, folder):
         shard.zero_stage = 3 if case == "stage 3" else 1
         writer = shard.writer(folder / case)
         for step in (4, 5 + (case == "steps" and rank)):
-            writer.stand_by(step, METRICS, META)
+            writer.set_state(step, METRICS, **META)
         if case == "update" and rank:
-            writer.begin_update()
+            writer.clear_state()
         if "slow" in case:  # to wait for a thread takes a tenth of the time that it says, but the disk does not know
             patch.setattr(threading.Thread, "join", lambda thread, timeout=None: join(thread, timeout and timeout / 10))
             patch.setattr("nanochat.training.saving.sync", lambda path: time.sleep(1.2))
-            patch.setattr("nanochat.training.saving.PATIENCE", timedelta(seconds=600 if case == "slow" else 6))
+            patch.setattr("nanochat.training.saving.SAVE_TIMEOUT", timedelta(seconds=600 if case == "slow" else 6))
             writer.save(4, META)
         if case != f"rank {1 - rank}":
             writer.rescue()  # alone in these two cases: the other waits in a collective, and gives up long after
@@ -749,22 +553,6 @@ def test_an_exception_saves_only_where_every_rank_stands_before_the_same_step(tm
     fresh = Rank(dtype=torch.bfloat16, seed=3)
     fresh.load(find_checkpoint(tmp_path / "both"))
     assert_same([fresh], Rank(dtype=torch.bfloat16))
-
-
-def copy_for_ever(rank, world_size, folder):
-    """Ranks that failed at different points of a step can wait for each other's parameters."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr("nanochat.training.saving.COPIED_WITHIN_S", 1)
-    patch.setattr("nanochat.training.saving.copy_to_host", lambda *_: time.sleep(1000))
-    writer = Rank(rank=rank, shards=2, stage=1, dtype=torch.bfloat16).writer(folder)
-    writer.stand_by(4, METRICS, META)
-    writer.rescue()
-
-
-def test_a_save_after_an_exception_that_never_ends_ends_the_process(tmp_path):
-    with pytest.raises(RuntimeError, match="failed") as failure:
-        run_on_ranks(2, copy_for_ever, tmp_path)
-    assert "died, exit code 1" in "".join(failure.value.__notes__) and not list(tmp_path.glob("step_*"))
 
 
 def find_apart(rank, world_size, folder):
@@ -793,7 +581,7 @@ def test_a_folder_that_not_every_node_has_is_no_checkpoint(tmp_path):
 
 def save_apart(rank, world_size, disks):
     """Each rank is on a host with a disk of its own, under another name. Returns what was printed."""
-    keep_apart = CheckpointWriter.keep_apart
+    keep_apart = CheckpointWriter.publish_on_own_disk
 
     def as_nfs_may_answer(*args):
         assert list_steps(disks / "0")[0] == 1, "the old one stays until the new one is on both"
@@ -801,7 +589,7 @@ def save_apart(rank, world_size, disks):
             patched.setattr(Path, "exists", lambda path: True)  # from a client's memory
             keep_apart(*args)
 
-    CheckpointWriter.keep_apart = as_nfs_may_answer
+    CheckpointWriter.publish_on_own_disk = as_nfs_may_answer
     os.environ["LOCAL_RANK"] = "0"
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         writer = Rank(rank=rank, shards=2, stage=1).writer(disks / str(rank), keep_last=1)
@@ -869,8 +657,8 @@ def test_a_process_ends_although_its_thread_waits_for_a_rank_that_died(folder, t
 
 
 def test_killed_at_any_moment_of_saving_the_same_step_a_valid_checkpoint_remains(folder):
-    """A real process that replaces step 1 over and over, stopped at four moments, then killed for real; three times."""
-    for life in range(3):
+    """A real process that replaces step 1 over and over, stopped at four moments, then killed for real; twice."""
+    for life in range(2):
         process = python(SAVE_FOR_EVER)
         assert process.stdout.readline().startswith(b"saved ")
         for moment in range(4):
@@ -884,6 +672,6 @@ def test_killed_at_any_moment_of_saving_the_same_step_a_valid_checkpoint_remains
         process.communicate()
         list_steps(folder)
         assert {path.name for path in folder.iterdir()} == names, "who reads repairs nothing"
-        path = choose_start(folder, "auto", -1, False)
+        path = choose_start(folder, "auto", False)
         assert path.name == "step_000001" and problem_with(path) is None
         Rank(seed=3).load(path)

@@ -17,10 +17,15 @@ from ranks import run_on_ranks  # makes the repo importable where this file is r
 from torch import Tensor
 
 from nanochat.runtime import distributed
-from nanochat.runtime.distributed import all_gather_single, rank0_first, reduce_scatter, reduce_scatter_single
+from nanochat.runtime.collectives import (
+    all_gather_single,
+    rank0_first,
+    reduce_scatter,
+    reduce_scatter_single,
+    require_same,
+)
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
-from nanochat.training.finetuning import require_same_data
 
 PRIVATE_NETWORK = ["unshare", "--net", "--map-root-user"]  # in which no other process sends
 ELEMENTS = 1_048_572  # 4 MB of float32, divisible by 2, 3 and 4
@@ -95,12 +100,12 @@ def one_makes_it_on_each_disk(rank: int, world_size: int) -> None:
 def all_compute_in_one_dtype(rank: int, world_size: int) -> None:
     """Where bfloat16 is fast on the processor of one host only, too."""
     distributed.compute_dtype = lambda *_: torch.bfloat16 if rank else torch.float32
-    assert distributed.set_up("cpu", "auto", compile=False).dtype == torch.float32
+    assert distributed.set_up("cpu", "auto", compile=False)[3] == torch.float32
 
 
 def all_train_on_the_same(rank: int, world_size: int) -> None:
     with pytest.raises(UserError, match=r"rank 1 has other data than rank 0 \(the first is problems\)"):
-        require_same_data(None, {"task": "gsm8k", "problems": 7 + rank})
+        require_same("has other data", {"task": "gsm8k", "problems": 7 + rank}, "copy rank 0's")
 
 
 @pytest.mark.parametrize(("ranks", "check"), [
@@ -184,7 +189,7 @@ def test_bytes_on_the_wire_are_the_formulas(measured):
 
 
 def test_gloos_own_reduce_scatter_is_an_all_reduce(measured):
-    """Why runtime/distributed.py has its own. When this fails, gloo's has become cheaper, and ours can be removed."""
+    """Why runtime/collectives.py has its own. When this fails, gloo's has become cheaper, and ours can be removed."""
     for n, counts in measured.items():
         assert counts["gloo's own reduce-scatter"] == pytest.approx(counts["all-reduce"], rel=0.02), f"{n} ranks"
 

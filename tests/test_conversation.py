@@ -1,7 +1,7 @@
 """Conversations: what is accepted, the tokens they become, which of them are trained, and the rows they fill."""
 import pytest
 
-from nanochat.data.conversation import check_conversation, drop_oldest, render, render_prompt
+from nanochat.data.conversation import check_conversation, render, render_prompt
 from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order, pack
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.errors import UserError
@@ -74,24 +74,6 @@ def test_what_clients_send_in_any_order(messages, expected):
     for short, name in (("U", "user"), ("A", "assistant"), ("P", "python")):
         expected = expected.replace(f"<{short}>", f"<|{name}_start|>").replace(f"</{short}>", f"<|{name}_end|>")
     assert shown(render_prompt(TOKENIZER, {"messages": messages}, continue_last=True)) == "<|bos|>" + expected
-
-
-def test_the_oldest_exchanges_are_dropped_and_no_more_than_needed():
-    """For every room: the system's messages and the last turn stay, what is left begins with a user's turn, and the
-    exchange before it would not have fitted."""
-    talk = [said("system", "S" * 5), said("assistant", "Hi"), said("user", "a" * 9), said("user", "b"),
-            said("assistant", "c" * 20), said("user", "d"), said("assistant", "e" * 3), said("system", "f"),
-            said("user", "g" * 7), said("assistant", "h")]
-    cuts = [talk[:1] + talk[start:] for start in (1, 2, 5, 7)]
-
-    def length(messages: list[dict]) -> int:
-        return len(render_prompt(TOKENIZER, {"messages": messages}, continue_last=True))
-
-    for room in range(length(talk) + 2):
-        expected = next((cut for cut in cuts if length(cut) <= room), cuts[-1])
-        found = drop_oldest({"messages": talk}, lambda c, room=room: length(c["messages"]) <= room)
-        assert found["messages"] == expected
-    assert drop_oldest({"messages": talk[:1]}, lambda c: False)["messages"] == talk[:1]
 
 
 @pytest.mark.parametrize("conversation,problem", [

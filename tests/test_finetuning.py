@@ -16,7 +16,6 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.zero import Sharding
-from nanochat.runtime import distributed
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.errors import UserError
 
@@ -118,7 +117,7 @@ class Recorded(Sequence):
 
 def render_share(rank: int, world_size: int, count: int) -> tuple[list[int], list, tuple]:
     """(indices that this rank read, what its progress bar counts, everything that is known afterwards)"""
-    distributed.PIECE_BYTES, bars = 100, []
+    bars = []
     loader_module.progress = lambda share, name, unit: bars.append((name, len(share))) or share
     source = Recorded(count)
     rendered = RenderedConversations(source, TOKENIZER, LONGEST)
@@ -155,7 +154,8 @@ def test_a_mixture_without_anything_to_learn_is_an_error_on_every_rank():
 BAD_ROW = """
 from nanochat.data.conversation_loader import RenderedConversations
 from nanochat.runtime.distributed import compute_init
-from nanochat.runtime.errors import UserError, install_one_line_errors
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.exits import install_one_line_errors
 from nanochat.data.tokenizer import Tokenizer
 
 class BadRow(list):

@@ -817,6 +817,6 @@ def test_every_stage_begins_with_an_imported_model_and_none_goes_on_from_one(tmp
     prompt = render_prompt(TOKENIZER, {"messages": [{"role": "user", "content": "12?"}]})
     parts = Engine(after, TOKENIZER).stream(prompt, SamplingParams(8, temperature=0))
     assert answer == "".join(part.text for part in parts) + "\n" and len(answer) > 1
-    assert re.fullmatch(r"error: \S+/mid_checkpoints/back/step_000012 was imported: it has weights only, .*", resumed)
+    assert re.fullmatch(r"error: \S+/mid_checkpoints/back/step_000012 was imported, or .* weights only, .*", resumed)
     unknown = "/base_checkpoints/back/step_000012 was imported, and does not say what it was trained on; set --data "
     assert evaluated.startswith("error: ") and unknown in evaluated and "\n" not in evaluated

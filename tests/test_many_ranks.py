@@ -131,7 +131,7 @@ def test_one_two_and_four_ranks_draw_the_same_curve_on_every_stage(base):
     """
     The same tokens in every step, and losses within 1e-5 over 12 steps: float32 sums in another order (a learning rate
     that is off by a thousandth makes 8e-5). One of the runs begins by removing another, which only one rank may do; one
-    on stage 3 is evaluated on its way, and saved when rank 0's clock says so.
+    on stage 3 is evaluated on its way.
     """
     expected = rows_by_step(train(1, "1", num_iterations=12)[1], 12)
     train(1, "2-0", num_iterations=1)
@@ -140,10 +140,9 @@ def test_one_two_and_four_ranks_draw_the_same_curve_on_every_stage(base):
     for world_size in (2, 4):
         for stage in range(4):
             tag = f"{world_size}-{stage}"
-            also = dict(eval_every=12, sample_every=12, save_minutes=1e-9) if (world_size, stage) == (2, 3) else {}
+            also = dict(eval_every=12, sample_every=12) if (world_size, stage) == (2, 3) else {}
             printed, rows = train(world_size, tag, num_iterations=12, zero_stage=stage, overwrite=True, **also)
             assert printed.count("The capital of France is") == bool(also)
-            assert (printed.count("saved ") > 10) == bool(also)
             assert rows_by_step(rows, 12) == expected, tag
             assert difference(losses(base, tag), one) < 1e-5, tag
 
@@ -209,9 +208,9 @@ def test_a_bad_step_is_nobodys_update_and_many_stop_the_run(base):
     records = {record["step"]: record for record in read_metrics(folder(base, "nan") / "metrics.jsonl")}
     assert [step for step in records if "train/loss" not in records[step]] == [5] and records[5]["train/skipped"] == 1
     assert all(t.isfinite().all() for t in tensors(base, "nan", 8).values() if t.is_floating_point())
-    message = r"not finite in 3 steps in a row, up to step \d+; the last good checkpoint is .*step_0000"
+    message = r"not finite in 10 steps in a row, up to step 17; the newest saved step is .*step_0000"
     with pytest.raises(Exception, match=message):
-        train(2, "nans", "nan from step 7 on", num_iterations=STEPS, save_every=2, max_bad_steps=3)
+        train(2, "nans", "nan from step 7 on", num_iterations=20, save_every=2)
 
 
 # ---- Real kills, under torchrun
@@ -334,10 +333,10 @@ def test_a_lost_connection_saves_and_ends(base, undisturbed):
 
 def test_what_the_user_has_to_mend_is_not_tried_again(base, tmp_path):
     """torchrun has a restart left when the loss is not finite any more: it ends with the same line, before training."""
-    job = start_job(tmp_path / "log", "diverged", ("--max-restarts=1",), matrix_lr=1e38, max_bad_steps=2)
+    job = start_job(tmp_path / "log", "diverged", ("--max-restarts=1",), matrix_lr=1e38, num_iterations=20)
     assert job.end() == 1
     assert len(re.findall("^step 00000/", job.text(), re.MULTILINE)) == 1, job.text()
-    of_rank0 = "^error: loss or gradient not finite in 2 steps in a row.*[^)]$"
+    of_rank0 = "^error: loss or gradient not finite in 10 steps in a row.*[^)]$"
     line, again = re.findall(of_rank0, job.text(), re.MULTILINE)
     assert line == again
 
@@ -374,10 +373,10 @@ def test_a_signal_ends_a_rank_that_waits_for_ever():
     """
     program = """
 import hashlib, os, signal, sys, time, torch.distributed as dist
-from nanochat.runtime import distributed
-distributed.DEATH_AFTER, distributed.STUCK_AFTER = 0, float(sys.argv[2])
+from nanochat.runtime import stopping
+stopping.DEATH_AFTER, stopping.STUCK_AFTER = 0, float(sys.argv[2])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-distributed.StopRequest()
+stopping.StopRequest()
 print("ready", flush=True)
 if sys.argv[1] == "child":
     child = os.fork()
@@ -404,10 +403,10 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if sys.argv[1] == "stuck" else ti
 
 DIES = """
 import hashlib, os, signal, torch
-from nanochat.runtime import distributed
-distributed.DEATH_AFTER = 1
+from nanochat.runtime import distributed, stopping
+stopping.DEATH_AFTER = 1
 rank, *_ = distributed.compute_init("cpu")
-distributed.StopRequest()
+stopping.StopRequest()
 torch.distributed.barrier()     # the other rank takes signals as well
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,31 +1,25 @@
 """Answers of a prescribed form: judged by jsonschema, masks written out by hand, OpenAI's client with its helpers."""
-import asyncio
 import functools
 import json
 import re
+import signal
 import sys
-import threading
 import time
 from typing import Literal
 
-import httpx
 import openai
 import pytest
 import torch
 from pydantic import BaseModel, Field
-from test_chat_web import MARKER, Running, chat, make_engine, prompt_of, run_async, serving, until, writing_model
-from test_engine import SPECIAL, TOKENIZER, finish, random_model, random_prompts
+from test_chat_web import MARKER, Running, chat, check_end, prompt_of, writing_model
+from test_engine import SPECIAL, TOKENIZER, random_model, random_prompts
 
 from nanochat.data.conversation import render_prompt
-from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import to_parts
 from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import SamplingParams
 from nanochat.runtime.errors import UserError
-from nanochat.serve import engine_process
-from nanochat.serve.engine_process import Request
-from nanochat.serve.grammars import MAX_BYTES, Grammar, compile_grammar
-from nanochat.serve.structured import json_of
+from nanochat.serve.structured import MAX_GRAMMAR_BYTES, compile_grammar, json_grammar
 from nanochat.serve.tools import Function, read_call
 
 STOPS = [SPECIAL("<|assistant_end|>"), SPECIAL("<|bos|>")]
@@ -49,26 +43,16 @@ SCHEMAS = {
         who=strict(name={"type": "string", "maxLength": 12}, born=strict(year={"type": "integer"})),
         at={"type": ["string", "null"], "maxLength": 3}),
     "enum": {"enum": ["red", "北京", 7, None, {"a": [1.5]}, "a\"b"]},
-    "constants": strict(kind={"const": "dog"}, legs={"const": 4}),
-    "array": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 5},
     "tuple": {"type": "array", "prefixItems": [{"type": "boolean"}, {"enum": ["x"]}], "items": False, "minItems": 2},
     "unicode": strict(**{"名前": {"type": "string", "minLength": 2, "maxLength": 6}, "é": {"type": "boolean"}}),
-    "integers": {"type": "integer", "minimum": -7, "maximum": 123456},
-    "numbers": strict(a={"type": "number", "exclusiveMinimum": 0, "maximum": 2.5}, b={"type": "number"}),
+    "numbers": strict(a={"type": "number", "exclusiveMinimum": 0, "maximum": 2.5}, b={"type": "integer"}),
     "pattern": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3,5}$"},
-    "formats": strict(day={"type": "string", "format": "date"}, id={"type": "string", "format": "uuid"}),
     "optional": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "null"}},
                  "additionalProperties": False},
-    "extra": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
-              "additionalProperties": {"type": "boolean"}, "maxProperties": 3},
     "union": {"anyOf": [{"type": "array", "items": {"type": "boolean"}, "maxItems": 2}, {"type": "null"},
                         strict(x={"type": "number"})]},
-    "references": {"$defs": {"leaf": {"enum": [1, 2]}}, "type": "array", "items": {"$ref": "#/$defs/leaf"},
-                   "maxItems": 4},
     "recursive": {"$defs": {"tree": strict(left={"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]})},
                   "$ref": "#/$defs/tree"},
-    "string": {"type": "string"},
-    "anything": {},
 }
 
 
@@ -81,25 +65,18 @@ POINT = listed(x={"type": "integer"})
 
 
 @pytest.mark.parametrize("schema, fits, does_not", [
-    (POINT, {"x": 1}, {"x": 1, "y": 2}),
     ({"$defs": {"P": POINT}} | listed(at={"anyOf": [{"$ref": "#/$defs/P"}, {"type": "null"}]}, list={
         "type": "array", "items": {"allOf": [{"$ref": "#/$defs/P"}]}}), {"at": {"x": 1}, "list": [{"x": 2}]}, {
         "at": {"x": 1, "y": 2}, "list": []}),
-    (POINT, {"x": 1 - 2**53}, {"x": 2**53}), (listed(x={"type": "integer", "minimum": 2**53}), {"x": 2**54}, {"x": 1}),
-    (listed(x={"type": "integer", "exclusiveMinimum": 0}), {"x": 2**53 - 1}, {"x": 2**53}),
+    (POINT, {"x": 1 - 2**53}, {"x": 2**53}), (listed(x={"type": "integer", "minimum": 2}), {"x": 2**53 - 1}, {"x": 1}),
     (listed(properties={"const": {"items": {}}}), {"properties": {"items": {}}}, {"properties": {"items": {}}, "y": 1}),
-    (POINT | {"additionalProperties": {"type": "integer"}}, {"x": 1, "y": 2}, {"x": 1, "y": "2"}),
     # Put together from several, which would exclude each other's properties: these stay open.
-    ({"$defs": {"P": POINT}, "allOf": [{"$ref": "#/$defs/P"}, listed(y=POINT)]}, {"x": 1, "y": {"x": 1}}, {
-        "x": 1, "y": {"x": 1, "z": 2}}),
-    ({"$defs": {"a/b": POINT}, "$ref": "#/$defs/a~1b"} | listed(y={"type": "null"}), {"x": 1, "y": None}, {"x": 1}),
-    (POINT | {"anyOf": [listed(y={"type": "null"}), listed(z={"type": "null"})]}, {"x": 1, "z": None}, {"x": 1}),
-    (listed(a=POINT) | {"required": ["b"]}, {"a": {"x": 1}, "b": 1}, {"a": {"x": 1, "y": 1}, "b": 1}),
+    ({"$defs": {"P": POINT}, "allOf": [{"$ref": "#/$defs/P"}, listed(y=POINT)]}, {"x": 1, "y": {"x": 1}}, {"x": 1}),
 ])
 def test_no_key_is_invented_and_no_number_endless(schema, fits, does_not):
     """Judged by the grammar, byte by byte, in the order of the schema."""
     for value, expected in ((fits, True), (does_not, False)):
-        grammar = compile_grammar(json_of(schema), TOKENIZER)
+        grammar = compile_grammar(json_grammar(schema), TOKENIZER)
         accepted = True
         for token in json.dumps(value, separators=(",", ":")).encode():
             accepted = accepted and bool(grammar.allowed[token])
@@ -118,9 +95,9 @@ def test_every_finished_answer_of_a_random_model_fits_its_schema(writer, name):
     """Temperature 1: it would write noise. One that is cut off ends with "length"; a half answer never with "stop"."""
     jsonschema = pytest.importorskip("jsonschema")
     validator = jsonschema.Draft202012Validator(SCHEMAS[name])
-    answers = writer.generate([prompt_of(chat("?"))], sampling(json_of(SCHEMAS[name]), 300, seed=1), 16)
+    answers = writer.generate([prompt_of(chat("?"))], sampling(json_grammar(SCHEMAS[name]), 300, seed=1), 8)
     finished = [answer for answer in answers if answer.finish_reason == "stop"]
-    assert len(finished) >= 3, "nothing to judge"
+    assert len(finished) >= 2, "nothing to judge"
     for answer in finished:
         [part] = to_parts(TOKENIZER, answer.tokens)
         assert part["type"] == "text" and "\ufffd" not in part["text"] and answer.tokens[-1] in STOPS
@@ -153,31 +130,15 @@ def test_only_what_begins_a_choice_is_drawn():
     assert len({tuple(answer.tokens) for answer in answers}) > 1
 
 
-def test_others_in_the_batch_are_as_they_were():
-    """Rows without a grammar, greedy and sampled, beside rows with one: the same tokens as alone."""
-    model, prompts = random_model(), random_prompts(4, 20, 7, 12)
-    plain = [SamplingParams(30, temperature=t, seed=3, stop=(), tools=False) for t in (0, 1.0)] * 2
-    alone = [answer.tokens for answer in Engine(model, TOKENIZER).generate(prompts, plain)]
-    engine, formed = Engine(model, TOKENIZER), sampling(json_of({"type": "object"}), 50)
-    engine.add(prompts[0], formed, 3)
-    answers = [answer for prompt, its in zip(prompts, plain) for answer in engine.add(prompt, its)]
-    engine.add(prompts[1], formed, 3)
-    finish(engine)
-    assert [answer.tokens for answer in answers] == alone
-    seeded = sampling(json_of({"type": "array"}), 40, seed=5)
-    first, again = (engine.generate(prompts[:1], seeded, 2) for _ in range(2))
-    assert [a.tokens for a in first] == [a.tokens for a in again] and first[0].tokens != first[1].tokens
-
-
 @pytest.mark.parametrize("schema, words", [
-    ({"type": "array", "uniqueItems": True}, "uniqueItems"), ({"not": {}}, "not"), ({"type": "huge"}, "huge"),
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"), ({"type": "huge"}, "huge"),
     ({"$ref": "https://example.org/x"}, "example.org"), ({"type": "string", "pattern": "(?=a)b"}, "look-around|regex"),
-    ({"enum": ["x" * MAX_BYTES]}, "at most"), ({"type": "integer", "minimum": 2, "maximum": 1}, "Unsatisfiable"),
+    ({"enum": ["x" * MAX_GRAMMAR_BYTES]}, "at most"),
     ({"properties": {"a": {"multipleOf": 9999}}}, "multipleOf"),
 ])
 def test_what_a_schema_may_not_say(schema, words):
     with pytest.raises(UserError, match=words):
-        compile_grammar(json_of(schema), TOKENIZER)
+        compile_grammar(json_grammar(schema), TOKENIZER)
 
 
 def test_no_schema_keeps_others_waiting():
@@ -188,7 +149,7 @@ def test_no_schema_keeps_others_waiting():
         started = time.process_time()
         try:
             engine = Engine(random_model(), TOKENIZER)
-            engine.generate(random_prompts(3), sampling(json_of(schema), 60))
+            engine.generate(random_prompts(3), sampling(json_grammar(schema), 60))
         except UserError:
             pass
         assert time.process_time() - started < 60, schema  # of the processor: others may be busy
@@ -197,42 +158,7 @@ def test_no_schema_keeps_others_waiting():
 def test_without_the_library_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UserError, match=r"\. \./setup\.sh structured"):
-        compile_grammar(json_of({}), TOKENIZER)
-
-
-@run_async
-async def test_the_grammars_of_one_client_wait_for_each_other_not_others_for_them(monkeypatch):
-    """And one whose client goes before it is compiled leaves nothing behind."""
-    compiled, all_have_asked = [], threading.Event()
-
-    def compile_later(expression: str, tokenizer: Tokenizer) -> Grammar:
-        all_have_asked.wait()
-        compiled.append(json.loads(expression))
-        if expression != '"stays"':
-            raise UserError("enough of that")
-        return compile_grammar(expression, tokenizer)
-
-    async def ask(address: str, choice: str) -> httpx.Response:
-        transport = httpx.ASGITransport(app, client=(address, 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            body = {"model": "tiny-sft", "messages": chat("?"), "guided_choice": [choice]}
-            return await client.post("/v1/chat/completions", json=body)
-
-    monkeypatch.setattr(engine_process, "compile_grammar", compile_later)
-    async with serving([make_engine]) as (client, model):
-        app, [worker] = client._transport.app, model.workers
-        asked = [("busy", "1"), ("busy", "2"), ("busy", "3"), ("busy", "4"), ("new", "5")]
-        answers = asyncio.gather(*(ask(*one) for one in asked))
-        await until(lambda: len(worker.pending) == 2)  # the first one of each client
-        all_have_asked.set()
-        answers = await answers
-        assert compiled == ["1", "5", "2", "3", "4"]
-        assert {(answer.status_code, answer.json()["error"]["message"]) for answer in answers} == {
-            (400, "enough of that")}
-        gone = model.submit(Request([[1]], SamplingParams(9, tools=False), form='"stays"'))
-        gone.cancel()
-        assert (await ask("new", "6")).status_code == 400 and compiled[-2:] == ["stays", "6"]
-        assert (worker.load, worker.process.compiling, worker.process.choices) == (0, set(), {})
+        compile_grammar(json_grammar({}), TOKENIZER)
 
 
 # ---- Through the server
@@ -240,7 +166,8 @@ async def test_the_grammars_of_one_client_wait_for_each_other_not_others_for_the
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    running = Running(tmp_path_factory.mktemp("structured"), {"sft": writing_model()}, "--source=sft")
+    folder = tmp_path_factory.mktemp("structured")
+    running = Running(folder, {"sft": writing_model()}, "--source=sft", DRAIN_SECONDS=100)
     yield running
     running.process.kill()
     running.process.wait()
@@ -264,11 +191,10 @@ ARGUMENTS = re.compile(r'\{"city":"(Paris|北京)","days":[1-9]\}')
 
 
 def test_pydantic_models_are_parsed(server):
-    """The client's own helper makes the schema and reads the answer, whole and as a stream. JSON; choices."""
+    """The client's own helper makes the schema and reads the answer, whole and as a stream; any JSON."""
     ask = WARM | {"messages": chat("?"), "response_format": Pet, "max_tokens": 400}
-    for seed in range(3):
-        [choice] = server.client.chat.completions.parse(**ask, seed=seed).choices
-        assert isinstance(choice.message.parsed, Pet) and choice.finish_reason == "stop"
+    [choice] = server.client.chat.completions.parse(**ask, seed=0).choices
+    assert isinstance(choice.message.parsed, Pet) and choice.finish_reason == "stop"
     with server.client.chat.completions.stream(**ask, seed=0) as stream:
         assert any(event.type == "content.delta" for event in stream)
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Pet)
@@ -278,10 +204,6 @@ def test_pydantic_models_are_parsed(server):
     whole = server.ask(**settings, response_format={"type": "json_object"}, max_tokens=300, seed=3)
     ended = [choice.message.content for choice in whole.choices if choice.finish_reason == "stop"]
     assert ended and all(isinstance(json.loads(content), dict) for content in ended)
-    for extra in ({"guided_choice": ["yes", "no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}):
-        chosen = {choice.message.content for choice in server.ask(**settings, extra_body=extra).choices}
-        continued = server.client.completions.create(**WARM, prompt="?", n=8, extra_body=extra)
-        assert chosen | {choice.text for choice in continued.choices} == {"yes", "no"}
 
 
 def test_functions_are_called_and_their_results_read(server):
@@ -320,17 +242,8 @@ def test_functions_are_called_and_their_results_read(server):
 def test_a_model_may_call_a_function_of_its_own_accord():
     """auto: what is written as a call is one, and ends the answer; other expressions are the calculator's."""
     call, functions = '{"name": "now", "arguments": {"zone": "UTC"}}', [Function(name="now")]
-    assert read_call([{"type": "python", "text": call}], functions)["function"]["arguments"] == '{"zone": "UTC"}'
-    for parts in ([{"type": "text", "text": call}], [{"type": "python", "text": "12*3"}], [],
-                  [{"type": "python", "text": call}, {"type": "text", "text": "."}],
-                  [{"type": "python", "text": call.replace("now", "then")}], [{"type": "python", "text": call[:-2]}]):
-        assert read_call(parts, functions) is None
-    engine, start, end = Engine(random_model(), TOKENIZER), SPECIAL("<|python_start|>"), SPECIAL("<|python_end|>")
-    for expression, ends in ((call, True), ("12*3", False)):
-        [answer] = engine.add([1], SamplingParams(90, stop=(*STOPS, end)))
-        for token in (start, *TOKENIZER.encode(expression), end):
-            engine._advance(answer, token)
-        assert (answer.finish_reason == "stop") == ends == (not answer.output)
+    assert read_call(call, functions)["function"]["arguments"] == '{"zone": "UTC"}'
+    assert [read_call(text, functions) for text in ("12*3", call.replace("now", "then"), call[:-2])] == [None] * 3
 
 
 def test_responses(server):
@@ -344,21 +257,18 @@ def test_responses(server):
     whole = create(**settings)
     assert whole.output_text == plain.choices[0].message.content
     assert (whole.usage.input_tokens, whole.usage.output_tokens) == (plain.usage.prompt_tokens, 20)
-    long = [create(input="a, b; " * 100, max_output_tokens=1).usage.input_tokens_details for _ in range(2)]
-    assert [details.cached_tokens > 0 for details in long] == [False, True]
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     events = list(create(**settings, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
     kinds = [event.type.removeprefix("response.") for event in events if not event.type.endswith("delta")]
-    assert kinds == ["created", "in_progress", "output_item.added", "content_part.added", "output_text.done",
+    assert kinds == ["created", "output_item.added", "content_part.added", "output_text.done",
                      "content_part.done", "output_item.done", "incomplete"]
     assert events[-1].response.output_text == whole.output_text
 
     parsed = server.client.responses.parse(**WARM, input="?", text_format=Pet)
     assert isinstance(parsed.output_parsed, Pet) and parsed.status == "completed"
     with server.client.responses.stream(**WARM, input="?", text_format=Pet) as stream:
-        assert any(event.type == "response.output_text.delta" for event in stream)
         assert isinstance(stream.get_final_response().output_parsed, Pet)
     ask = {"input": "?", "tools": [{"type": "function"} | WEATHER["function"]], "extra_body": {"seed": 1},
            "tool_choice": {"type": "function", "name": "get_weather"}}
@@ -370,12 +280,10 @@ def test_responses(server):
                {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
     assert create(input=history, max_output_tokens=3).usage.output_tokens <= 3
     for words, wrong in (
-        ("previous_response_id is not", {"previous_response_id": "resp_1"}), ("conversation is", {"conversation": "c"}),
-        ("background is not", {"background": True}), ("'item_reference' is", {"input": [{"type": "item_reference"}]}),
-        ("a text or a list of items", {"input": 5}), ("tools", {"tools": [{"type": "web_search"}]}),
-        ("content: expected", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
-        ("text.n is not", {"extra_body": {"text": {"n": 2}}}),
-        ("text.messages is", {"extra_body": {"text": {"messages": 5}}}),
+        ("previous_response_id is not", {"previous_response_id": "resp_1"}),
+        ("background is not", {"background": True}), ("input.0.type", {"input": [{"type": "item_reference"}]}),
+        ("input: .* list", {"input": 5}), ("tools", {"tools": [{"type": "web_search"}]}),
+        ("input.0.content", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
     ):
         with pytest.raises(openai.BadRequestError, match=words):
             create(**{"input": "?"} | wrong)
@@ -383,19 +291,26 @@ def test_responses(server):
 
 @pytest.mark.parametrize("words, settings", [
     ("uniqueItems", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}}),
-    ("only one of", {"response_format": {"type": "json_object"}, "extra_body": {"guided_choice": ["a"]}}),
-    ("guided_choice.*at least 1", {"extra_body": {"guided_choice": []}}),
-    ("json_object", {"response_format": {"type": "xml"}}),
-    ("ignore_eos", {"extra_body": {"guided_choice": ["a"], "ignore_eos": True}}),
-    ("structured_outputs.regex", {"extra_body": {"structured_outputs": {"choice": ["a"], "regex": "a"}}}),
-    ("tool_choice: f is none of the tools: get_weather", {
-        "tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}),
-    ("tool_choice: required", {"tool_choice": "required"}), ("type", {"tools": [{"type": "custom"}]}),
-    ("a tool call needs", {"messages": [*chat("a"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]}),
-    ("content of a tool", {"messages": [*chat("a"), {"role": "tool", "content": None}]}),
+    ("json_object", {"response_format": {"type": "xml"}}), ("tool_choice", {"tool_choice": "required"}),
+    ("tool_calls.0.function", {"messages": [*chat("a"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]}),
 ])
 def test_what_is_wrong_with_a_form_is_said(server, words, settings):
     ask = {"model": "tiny-sft", "messages": chat(MARKER), "max_tokens": 3} | settings
     with pytest.raises(openai.BadRequestError, match=words):
         server.client.chat.completions.create(**ask)
     assert server.log.read_text().count("\n") == 1, "the log has its first line, and no word of a user"
+
+
+def test_zz_ctrl_c_ends_it_with_streams_open(server):
+    """At once, not after DRAIN_SECONDS, and the streams end with an error."""
+    server.pace.set(0.1)  # the answers take 100 seconds
+    stream = server.ask(MARKER, max_tokens=1000, n=8, stream=True)
+    workers = server.workers()
+    for _ in range(8):
+        next(stream)
+    started = time.monotonic()
+    server.signal_all(signal.SIGINT)
+    with pytest.raises(openai.APIError, match="stopping"):
+        list(stream)
+    assert time.monotonic() - started < 50
+    check_end(server, workers, "tiny-sft")

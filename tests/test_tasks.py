@@ -286,7 +286,7 @@ def test_what_pydoc_knows_does_not_depend_on_what_else_is_imported():
     """What torch and we change in the standard library would shift a mixture's order, and end a resumed run."""
     code = "from nanochat.tasks.pydoc import documented; print(list(documented().items()))"
     more = ("import torch._dynamo; "
-            "from nanochat.runtime.errors import install_one_line_errors; install_one_line_errors(); ")
+            "from nanochat.runtime.exits import install_one_line_errors; install_one_line_errors(); ")
     assert in_a_process(code) == in_a_process(more + code)
 
 

@@ -4,7 +4,6 @@ The chat page in a real browser, through clicks and keys, at a real server: one 
 The model's weights are written by hand so that its answers are known: the alphabet, again and again, until stopped.
 """
 import json
-import math
 import re
 import shutil
 import string
@@ -68,8 +67,8 @@ def server(tmp_path_factory, pace):
     """The address of a server with two places and no queue, which wants a key."""
     base = tmp_path_factory.mktemp("base")
     write_model(base)
-    settings = "--device_type=cpu --dtype=float32 --port=0 --max_batch=2 --max_queue=0 --temperature=0"
-    command, env = chat_web(pace.file, *settings.split(), f"--max_new_tokens={MAX_TOKENS}")
+    settings = "--device_type=cpu --dtype=float32 --port=0 --max_batch=2 --temperature=0"
+    command, env = chat_web(pace.file, *settings.split(), f"--max_new_tokens={MAX_TOKENS}", MAX_QUEUE=0)
     env |= {"NANOCHAT_BASE_DIR": str(base), "NANOCHAT_API_KEY": KEY, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True, env=env)
     try:
@@ -239,15 +238,6 @@ def test_regenerate_edit_copy_new_chat_undo_and_reload(visit):
     me.page.locator(".it").last.get_by_role("button", name="Copy").click()
     me.button("Copied").wait_for()
     assert me.clipboard() == answer
-    me.page.locator(".you").first.get_by_role("button", name="Copy").click()
-    wait_until(lambda: me.clipboard() == "One", me.page)
-    me.page.evaluate("delete Navigator.prototype.clipboard")  # as where there is neither localhost nor https
-    me.page.locator(".it").last.get_by_role("button", name="Copy").click()
-    me.page.locator(".it").last.get_by_role("button", name="Copied").wait_for()
-    me.draft.press("ControlOrMeta+V")
-    assert me.draft.input_value() == answer
-    me.draft.fill("")
-
     me.button("New chat").click()
     assert me.page.locator("article").count() == 0
     examples = me.page.locator("#examples button")
@@ -259,39 +249,6 @@ def test_regenerate_edit_copy_new_chat_undo_and_reload(visit):
     examples.first.click()
     me.rest()
     assert me.asked[4]["messages"] == [{"role": "user", "content": example}] and me.button("Undo").is_hidden()
-
-    me.limit(Max_tokens="")
-    me.say("Left in the middle")
-    expect(me.answers.last).to_have_text(re.compile(".{20}"))
-    me.draft.fill("half a thought")
-    me.page.reload()
-    assert ALPHABET.startswith(me.answers.last.inner_text()) and len(me.answers.last.inner_text()) >= 20
-    assert me.page.locator(".note").last.inner_text() == "Stopped" and me.draft.input_value() == "half a thought"
-
-
-def test_who_scrolls_up_is_left_there(visit, pace):
-    """Who reads the end sees it come; who has scrolled up is not torn away from it."""
-    me = visit(viewport={"width": 400, "height": 400})
-
-    def place() -> list[int]:
-        return me.page.evaluate("""() => {
-            const { scrollTop, scrollHeight } = document.scrollingElement;
-            return [scrollTop, scrollHeight - scrollTop - innerHeight];
-        }""")
-
-    pace.set(0.002)
-    me.say("Go on!")
-    wait_until(lambda: place()[0] > 400, me.page)
-    pace.set(math.inf)
-    assert place()[1] <= 1
-    me.page.mouse.move(200, 200)
-    me.page.mouse.wheel(0, -200)
-    wait_until(lambda: place()[1] > 100, me.page)
-    before, length = place()[0], len(me.answers.inner_text())
-    pace.set(0.01)
-    wait_until(lambda: len(me.answers.inner_text()) > length + 200, me.page)
-    assert abs(place()[0] - before) <= 1
-    me.button("Stop").click()
 
 
 def test_settings_reach_the_request_and_stay(visit):
@@ -328,7 +285,7 @@ def test_settings_reach_the_request_and_stay(visit):
 
 
 def test_keyboard_alone(visit):
-    """Enter sends, unless an input method is composing; Escape stops; Tab reaches everything, and shows where it is."""
+    """Enter sends, unless an input method is composing; Escape stops."""
     me = visit()
     keyboard = me.page.keyboard
     keyboard.type("Line one")  # the page begins in the text area
@@ -349,20 +306,6 @@ def test_keyboard_alone(visit):
     keyboard.press("Escape")
     me.rest()
 
-    names = []
-    for _ in range(14):  # once around, the browser's own part included
-        keyboard.press("Tab")
-        name, outline = me.page.evaluate("""() => {
-            const at = document.activeElement, shown = at.id === "draft" ? at.closest("form") : at;
-            const outlined = getComputedStyle(at).outlineStyle !== "none";
-            return [at.ariaLabel || at.innerText, outlined || getComputedStyle(shown).boxShadow !== "none"];
-        }""")
-        if me.page.evaluate("document.activeElement !== document.body"):
-            assert outline, f"no focus to be seen on {name}"
-            names.append(name)
-    bar = ["Chats", "New chat", "Settings", "Light or dark"]
-    assert names[names.index("Chats") :][:4] == bar
-    assert set(names) == {*bar, "Edit", "Copy", "Regenerate", "Message"}  # there is nothing to send
     me.page.locator(".you").last.get_by_role("button", name="Edit").focus()
     keyboard.press("Enter")
     keyboard.press("Escape")
@@ -432,9 +375,9 @@ def test_whatever_is_written_is_text(visit):
 
 
 def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
-    """A key that is wanted; no server; all places taken; a stream that breaks; a conversation that is too long."""
+    """A key that is wanted; all places taken; a stream that breaks; a conversation that is too long."""
     me = visit(key="")
-    me.expected = ["401", "429", "400", "ERR_INTERNET_DISCONNECTED"]  # what the browser itself says about such answers
+    me.expected = ["401", "429", "400"]  # what the browser itself says about such answers
     error = me.page.locator(".error:visible")
     key = me.page.locator("input[type=password]")
     key.fill("guess")
@@ -451,16 +394,11 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     expect(error).to_have_count(0)
     me.rest()
 
-    me.context.set_offline(True)
-    me.say("Is anybody there?")
-    error.wait_for()
-    assert "cannot be reached" in error.inner_text() and me.questions()[-1] == "Is anybody there?"
-    me.context.set_offline(False)
     others = [Visit(me.context.browser, server) for _ in range(2)]
     for other in others:
         other.say("I was here first")
         expect(other.answers).to_have_text(re.compile("^abc"))
-    me.button("Retry").click()
+    me.say("Is anybody there?")
     expect(error).to_have_text(re.compile(r"All places are taken\. Try again in \d+ s\.Retry in \d+ s"))
     for other in others:
         other.button("Stop").click()
@@ -488,23 +426,6 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     assert [message["content"][0] for message in me.asked[-1]["messages"]] == ["y"]
     assert me.page.locator(".forgotten").count() == 3
 
-    held = []
-    me.page.route("**/v1/models", lambda route: held.append(route))
-    me.page.reload()
-    expect(me.page.locator("#modelName")).to_have_text("Loading the model…")
-    wait_until(lambda: held, me.page)
-    held[0].continue_()
-    expect(me.page.locator("#modelName")).to_have_text("alphabet-sft")
-    me.page.unroute("**/v1/models")
-    me.button("New chat").click()
-    me.say("z" * 5000)  # nothing to forget: the message has to be shortened
-    error.wait_for()
-    assert error.get_by_role("button").all_inner_texts() == ["Edit"]
-    error.get_by_role("button").click()
-    me.page.get_by_label("Edit message").fill("z")
-    me.page.keyboard.press("Enter")
-    expect(me.answers).to_have_text(ALPHABET[:100].strip())
-
     me.button("New chat").click()
     failure = 'data: {"error": {"message": "the model could not answer this request"}}\n\n'
     me.reply({"content": "half an"}, end=failure)
@@ -512,87 +433,24 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     error.wait_for()
     assert me.answers.inner_text() == "half an"
     assert error.inner_text().startswith("The model could not answer this request.")
-    me.page.unroute(CHAT)
-    me.reply({"content": "half an"}, end="")
-    me.button("Retry").click()
-    expect(error).to_contain_text("broke off")
-    assert me.answers.inner_text() == "half an"
 
 
-def contrast(page, selector: str) -> float:
-    """WCAG 2's ratio between the color of a text and what is painted behind it."""
-    colors = page.locator(selector).first.evaluate("""(at) => {
-        const color = getComputedStyle(at).color;
-        while (at && getComputedStyle(at).backgroundColor === "rgba(0, 0, 0, 0)") at = at.parentElement;
-        return [color, getComputedStyle(at).backgroundColor];
-    }""")
-    light = []
-    for color in colors:
-        numbers, scale = re.findall(r"[\d.]+", color.removeprefix("color(srgb"))[:3], 255 if color[:3] == "rgb" else 1
-        channels = [float(number) / scale for number in numbers]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        light.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
-    return (max(light) + 0.05) / (min(light) + 0.05)
-
-
-def test_a_phone_and_the_dark(visit):
-    """Nothing is wider than 360 px, fields have 16 px, both themes can be read, and the toggle's choice stays."""
+def test_a_phone_in_the_dark(visit):
+    """Nothing is wider than 360 px; the theme is the system's until it is chosen, and the choice stays."""
     me = visit(viewport={"width": 360, "height": 640}, is_mobile=True, has_touch=True, color_scheme="dark")
-    deltas = [
-        {"content": f"{'w' * 200}\n\n```\n{'c' * 200}\n```\n\n{'- word ' * 60}\n"},
-        {"part": {"type": "python", "text": "1+" * 100}}, {"part": {"type": "python_output", "text": "9" * 200}}]
-    me.reply(*deltas)
-
-    def check_width() -> None:
-        assert me.page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
-
-    check_width()
-    name = me.page.locator("#modelName")
-    long_name = "a-model-with-" + "a-long-" * 12 + "name-sft"
-    me.page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": long_name}]}))
-    me.page.reload()
-    expect(name).to_contain_text("name-sft")
-    whole = "(one) => one.scrollWidth <= one.clientWidth && one.scrollHeight <= one.clientHeight"
-    assert name.evaluate(whole), "the whole name shows"
-    assert me.page.locator("#examples button").count() == 0, "the server has none for this model"
-    me.page.unroute("**/v1/models")
-    me.page.reload()
-    check_width()
+    me.reply({"content": f"{'w' * 200}\n\n```\n{'c' * 200}\n```\n"}, {"part": {"type": "python", "text": "1+" * 100}})
     me.ask("u" * 200)
-    check_width()
-    me.page.unroute(CHAT)
-    wrong = {"error": {"message": "<img src=x> " + "s" * 100}}
-    me.page.route(CHAT, lambda route: route.fulfill(status=503, json=wrong))
-    me.expected = ["503"]
-    me.say("Hello")
-    expect(me.page.locator(".error:visible")).to_contain_text("<img src=x>")
-    check_width()
-    me.button("New chat").tap()
-    check_width()
-    me.button("Undo").tap()
-    me.button("Settings").tap()
-    box = me.page.locator("#settingsDialog").bounding_box()
-    assert box["x"] >= 0 and box["x"] + box["width"] <= 360
-    sizes = "(all) => all.map((one) => getComputedStyle(one).fontSize)"
-    assert set(me.page.locator("input, select, textarea").evaluate_all(sizes)) == {"16px"}
-    me.button("Done").tap()
+    assert me.page.evaluate("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
 
     def background() -> float:
         color = me.page.evaluate("getComputedStyle(document.body).backgroundColor")
         return sum(map(int, re.findall(r"\d+", color)[:3])) / 3
 
-    for brightness in ("dark", "light"):
-        assert (background() < 60) if brightness == "dark" else (background() > 200)
-        texts = "h1, #modelName, .question, .body p, .note, .tool > span, .result, .error span, #draft, #go"
-        for selector in [*texts.split(", "), ".actions button"]:
-            assert contrast(me.page, selector) >= 4.5, f"{selector} in the {brightness}"
-        me.button("Light or dark").tap()
-    assert background() < 60  # dark again: as the system says
-    me.page.emulate_media(color_scheme="light")
-    assert background() > 200, "follows the system once more"
+    assert background() < 60
     me.button("Light or dark").tap()
+    assert background() > 200
     me.page.reload()
-    assert background() < 60, "the choice stays"
+    assert background() > 200, "the choice stays"
 
 
 ANSWER = r"""# Sorting
@@ -649,8 +507,6 @@ def test_markdown_and_formulas_are_shown_as_they_are_meant(visit):
                      ["https://example.org/a_b", "https://example.org/a_b", "_blank", "noopener noreferrer"]]
     cells = [row.locator("th, td").all_inner_texts() for row in me.answers.locator("tr").all()]
     assert cells == [["Way", "Best", "Memory"], ["merge | both", "n log n", "1,024"], ["quick", "fast"]]
-    sides = me.answers.locator("th").evaluate_all("(all) => all.map((one) => getComputedStyle(one).textAlign)")
-    assert sides == ["left", "center", "right"]
     levels = "", " > ul > li", " > ul > li > ol > li"
     assert [me.answers.locator(f"> ol > li{inner}").count() for inner in levels] == [3, 2, 1]
     assert [me.answers.locator(path).inner_text() for path in ("ol ol li", "blockquote li")] == ["again", "here"]
@@ -661,79 +517,6 @@ def test_markdown_and_formulas_are_shown_as_they_are_meant(visit):
     assert formula.inner_text().strip() == "∑i i" and last.text_content() == "After 1 + 1= 2 that."
     me.button("Copy code").click()
     wait_until(lambda: me.clipboard() == "def merge(a, b):\n    return a", me.page)
-
-
-def test_a_command_of_a_formula_is_known_by_its_whole_name(visit):
-    """What only begins like a command without a sign is not dropped, and nothing is found that is not in the table."""
-    me = visit()
-    formula = (r"A \rightarrow B \leftarrow C \leftrightarrow \bigcup D \bigcap E \constructor, "
-               r"\left( \text{if} \bigl[ \mathbf{v} \Big] \right)")
-    me.reply({"content": f"\\( {formula} \\)"})
-    me.ask("Arrows!")
-    assert me.answers.locator(".math").text_content().split() == "A → B ← C ↔ ⋃ D ⋂ E constructor, ( if [ v ] )".split()
-
-
-def test_what_is_finished_stays_while_the_rest_is_written(visit):
-    """Text that somebody has selected stays selected; whatever is half written is shown and breaks nothing."""
-    me = visit()
-    me.page.evaluate("""() => {
-        const fetch = window.fetch;
-        window.fetch = (url, ...more) => !url.endsWith("completions") ? fetch(url, ...more)
-            : Promise.resolve(new Response(new ReadableStream({ start: (writer) => { window.writer = writer; } })));
-    }""")
-
-    def feed(data: str) -> None:
-        me.page.evaluate("(text) => writer.enqueue(new TextEncoder().encode(text))", data)
-
-    me.say("Sort!")
-    me.page.wait_for_function("window.writer")
-    end = ANSWER.index("1. Split")
-    for i, character in enumerate(ANSWER):
-        feed(stream({"content": character}, end="")["body"])
-        if i == end:
-            expect(me.answers.locator("table")).to_be_visible()
-            me.page.evaluate("getSelection().selectAllChildren(document.querySelector('.body p'))")
-    expect(me.answers).to_contain_text("After")
-    expect(me.answers.locator("p").last.locator(".cursor")).to_have_count(1)
-    assert me.page.evaluate("getSelection().toString()").startswith("Two usual ways")
-    feed("data: [DONE]\n\n")
-    me.rest()
-    expect(me.page.locator(".cursor")).to_have_count(0)
-    assert me.answers.locator("> *").evaluate_all("(all) => all.map((one) => one.localName)") == BLOCKS
-
-
-@pytest.mark.parametrize("phone", [False, True])
-def test_a_questions_buttons_and_its_fold(visit, phone):
-    """Edit and Copy wait for mouse, keyboard or finger; a long question shows eight lines until it is opened."""
-    me = visit(**{"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True} if phone else {})
-    me.reply({"content": "Yes."})
-    for question in ("Short", "A long one. " * 300):
-        me.ask(question)
-    short, long = me.page.locator(".you").all()
-    edits = [you.get_by_role("button", name="Edit") for you in (short, long)]
-
-    def wait_for_shown(*expected: bool) -> None:
-        opaque = "(one) => [one, one.parentElement].every((each) => getComputedStyle(each).opacity === '1')"
-        wait_until(lambda: [edit.evaluate(opaque) for edit in edits] == list(expected), me.page)
-
-    me.page.mouse.move(0, 0)
-    wait_for_shown(False, False)
-    for i, you in enumerate((short, long)):
-        (you.locator(".question").tap if phone else you.hover)()
-        wait_for_shown(i == 0, i == 1)
-    me.draft.focus()
-    me.page.mouse.move(0, 0)
-    wait_for_shown(False, False)
-    edits[0].focus()
-    wait_for_shown(True, False)
-
-    height = long.bounding_box()["height"]
-    assert height < 300 and short.get_by_role("button", name="Show all").count() == 0
-    for name in ("Show all", "Show less"):
-        fold = long.get_by_role("button", name=name)
-        (fold.tap if phone else fold.click)()
-        now = long.bounding_box()["height"]
-        assert now > 2 * height if name == "Show all" else now == height
 
 
 def test_past_chats_are_kept_opened_deleted_and_limited(visit):
@@ -783,51 +566,3 @@ def test_past_chats_are_kept_opened_deleted_and_limited(visit):
         { id: i, at: i, forgotten: 0, turns: [{ question: `Question ${i}`, parts: [], note: "", error: null }] })))""")
     me.ask("Newest")
     assert past() == ["Newest", *(f"Question {i}" for i in range(59, 10, -1))]
-    me.page.evaluate("""for (let size = 2 ** 22; size >= 1; size /= 2) {
-        try { localStorage[`other${size}`] = "x".repeat(size); } catch { /* full */ }
-    }""")
-    me.ask("n" * 300)
-    assert me.answers.count() == 2 and 10 < len(texts := past()) < 50 and texts[:2] == ["Newest", "Question 59"]
-    kept = past()
-    me.reply({"content": "Yes."})
-    me.ask("n" * 20_000)  # more than all of them together: it is left out, not they
-    assert past() == kept
-
-
-def test_a_tab_left_open_neither_overwrites_nor_brings_back(visit):
-    """Only what a tab changed is stored, and beside what another tab has changed since, not over it."""
-    me = visit()
-    me.context.route(CHAT, lambda route: route.fulfill(**stream({"content": "Yes."})))
-    other = me.context.new_page()
-    other.goto(me.server)
-
-    def past() -> list[list[str]]:
-        questions = "(one) => one.turns.map(({ question }) => question)"
-        return other.evaluate(f"JSON.parse(localStorage['nanochat.chats']).map({questions})")
-
-    def open_and_ask(question: str) -> None:
-        other.get_by_role("button", name="Chats").click()
-        other.locator("#chatList .open").first.click()
-        other.get_by_label("Message", exact=True).fill(question)
-        other.keyboard.press("Enter")
-        expect(other.locator(".note").last).to_contain_text(" s")
-
-    me.ask("One")
-    open_and_ask("Two")
-    assert past() == [["One", "Two"]]
-    me.page.goto(f"{me.server}/metrics")
-    assert past() == [["One", "Two"]]
-    me.page.goto(me.server)  # this tab still shows the chat as it was
-    me.ask("Three")
-    assert past() == [["One", "Three"], ["One", "Two"]]
-    me.page.locator("article", has_text="Three").get_by_role("button", name="Edit").click()
-    me.page.get_by_label("Edit message").fill("Four")
-    me.page.keyboard.press("Enter")
-    me.rest()
-    assert past() == [["One", "Four"], ["One", "Two"]]
-    me.button("Undo").click()
-    assert past() == [["One", "Three"], ["One", "Two"]]
-    other.get_by_role("button", name="Chats").click()
-    other.get_by_role("button", name="Delete all").click()
-    me.page.goto(f"{me.server}/metrics")
-    assert past() == []

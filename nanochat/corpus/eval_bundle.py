@@ -7,7 +7,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from nanochat.eval.core_eval import bundle_dir
-from nanochat.runtime.distributed import from_rank0, gather_objects
+from nanochat.runtime.collectives import from_rank0, gather_objects
 from nanochat.runtime.files import base_dir, locked, recover_folder, write_aside
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"

@@ -9,8 +9,6 @@ Conversations and their tokens: how a dialogue is laid out for the model, and wh
 User and assistant take turns, the user first; a system message may come before them and joins the first user turn.
 Clients of a server may send messages in any order: see `turns_of`.
 """
-from bisect import bisect_left
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nanochat.data.tokenizer import Tokenizer
@@ -110,23 +108,6 @@ def render_prompt(tokenizer: Tokenizer, conversation: Conversation, continue_las
         for part_ids, _ in pieces(tokenizer, turn):
             ids += part_ids
     return ids[:-1]  # without <|assistant_end|>
-
-
-def drop_oldest(conversation: Conversation, fits: Callable[[Conversation], bool]) -> Conversation:
-    """
-    The conversation without its oldest exchanges, as few as possible, so that it fits. The system's messages stay
-    first; then it begins with a later turn of the user. The last exchange stays even if it does not fit.
-    """
-    messages = conversation["messages"]
-    head = 0  # the first message that is not the system's
-    while head < len(messages) and messages[head]["role"] == "system":
-        head += 1
-    starts = [head]  # the first answer may come before any user's turn
-    for i in range(head + 1, len(messages)):
-        if messages[i - 1]["role"] == "assistant" and messages[i]["role"] != "assistant":
-            starts.append(i)
-    shorter = [{"messages": messages[:head] + messages[start:]} for start in starts]
-    return shorter[bisect_left(shorter[:-1], True, key=fits)]  # by halves: `fits` has to render each that it is asked
 
 
 def plain_text(conversation: Conversation) -> str:

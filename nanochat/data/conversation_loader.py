@@ -16,7 +16,8 @@ from nanochat.data.conversation import Conversation, render
 from nanochat.data.packing import WaitingItems
 from nanochat.data.padding import Row, padded_batch, padded_length
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.runtime.distributed import concatenate_parts, print0, rank_and_size
+from nanochat.runtime.collectives import concatenate_parts, rank_and_size
+from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.progress import progress
 

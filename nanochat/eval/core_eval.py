@@ -20,11 +20,13 @@ import torch.distributed as dist
 from nanochat.data.padding import Row
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.loss_eval import batches_by_length, padded, row_of, wrong_tokens
+from nanochat.runtime.collectives import all_reduce_sum, rank_and_size
 from nanochat.runtime.compiling import eagerly
-from nanochat.runtime.distributed import all_reduce_sum, rank_and_size, sum_dtype, until_stopped
+from nanochat.runtime.devices import sum_dtype
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
 from nanochat.runtime.progress import progress
+from nanochat.runtime.stopping import until_stopped
 
 BLOCK = 32  # items that are tokenized and sorted together, on one rank whatever the number of ranks
 KINDS = ("multiple_choice", "schema", "language_modeling")

@@ -9,9 +9,11 @@ from torch import Tensor
 from nanochat.data.dataloader import TokenizedShards
 from nanochat.data.padding import Row, padded_batch
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.runtime.distributed import all_reduce_sum, sum_dtype, until_stopped
+from nanochat.runtime.collectives import all_reduce_sum
+from nanochat.runtime.devices import sum_dtype
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.progress import progress
+from nanochat.runtime.stopping import until_stopped
 
 
 @torch.no_grad()

@@ -14,9 +14,10 @@ from nanochat.inference.detokenizer import to_parts
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
+from nanochat.runtime.collectives import gather_objects, rank_and_size
 from nanochat.runtime.compiling import eagerly
-from nanochat.runtime.distributed import gather_objects, rank_and_size, until_stopped
 from nanochat.runtime.progress import progress
+from nanochat.runtime.stopping import until_stopped
 
 GREEDY = SamplingParams(temperature=0.0)
 CHAT_CORE = {"arc:ARC-Easy", "arc:ARC-Challenge", "mmlu", "gsm8k", "humaneval", "spellingbee[:256]"}  # ChatCORE's tasks

@@ -27,9 +27,9 @@ from nanochat.inference.logprobs import TokenLogprob, token_logprobs
 from nanochat.inference.prompt_cache import PIECE, PromptCache
 from nanochat.inference.sampling import Grammar, History, SamplingParams, draw
 from nanochat.model.gpt import GPT
-from nanochat.runtime.distributed import until_stopped
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.progress import progress
+from nanochat.runtime.stopping import until_stopped
 
 MOST_TOGETHER = 512  # tokens of several short prompts that are read in one pass
 FinishReason = Literal["stop", "length"]  # a stop token; max_tokens or the end of the context

@@ -33,17 +33,10 @@ from torch.nn import Parameter
 
 from nanochat.model.gpt import GPT
 from nanochat.optim.partition import Shard, ShardRange, equal_ranges, partition, row_ranges
+from nanochat.runtime.collectives import all_gather_single, gather_objects, rank_and_size, reduce_scatter, require_same
 from nanochat.runtime.compiling import in_one_pass
-from nanochat.runtime.distributed import (
-    SETUP_TIMEOUT,
-    all_gather_single,
-    gather_objects,
-    rank_and_size,
-    reduce_scatter,
-    require_same,
-    set_timeout,
-    sum_dtype,
-)
+from nanochat.runtime.devices import sum_dtype
+from nanochat.runtime.distributed import SETUP_TIMEOUT, set_timeout
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.step_stats import StepStats
 
@@ -484,7 +477,7 @@ def averaged(grad: Tensor, divisor: Tensor, ok: Tensor) -> Tensor:
 
 
 class GlooReduceScatter:
-    """nanochat.runtime.distributed.reduce_scatter with the interface of fully_shard."""
+    """nanochat.runtime.collectives.reduce_scatter with the interface of fully_shard."""
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -24,9 +24,11 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.zero import Sharding
 from nanochat.runtime.compiling import set_compile
-from nanochat.runtime.distributed import compute_cleanup, compute_init, print0
-from nanochat.runtime.errors import UserError, install_one_line_errors
-from nanochat.runtime.flops import synchronize
+from nanochat.runtime.console import print0
+from nanochat.runtime.devices import synchronize
+from nanochat.runtime.distributed import compute_cleanup, compute_init
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.exits import install_one_line_errors
 
 TIMEOUT = 900      # seconds; every rank compiles a whole model, perhaps with an empty cache
 SECONDS = 3        # of steps, at least

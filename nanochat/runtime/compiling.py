@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import torch
 from torch.utils._pytree import tree_leaves
 
-from nanochat.runtime.errors import UserError, first_line, is_rank0
+from nanochat.runtime.console import print0
+from nanochat.runtime.errors import UserError, first_line
 
-ONE_PASS = 2**16  # elements
+ONE_PASS = 2**16       # elements that are worth a call of compiled code
 RECOMPILE_LIMIT = 64  # torch's is 8; kinds of blocks, lengths of conversations and their last chunks are more
 
 switch = SimpleNamespace(on=False)  # of this process
@@ -30,9 +31,10 @@ def of_any_length(function: Callable) -> Callable:
     code that knows T, and to compile that takes longer than many steps of a small model.
     """
     def call(*arguments):
-        for part in tree_leaves(arguments) if switch.on else ():
-            if isinstance(part, torch.Tensor) and part.dim() > 1 and part.device.type == "cpu":
-                torch._dynamo.maybe_mark_dynamic(part, part.dim() - 2)
+        if switch.on:
+            for part in tree_leaves(arguments):
+                if isinstance(part, torch.Tensor) and part.dim() > 1 and part.device.type == "cpu":
+                    torch._dynamo.maybe_mark_dynamic(part, part.dim() - 2)
         return function(*arguments)
 
     return call
@@ -43,7 +45,9 @@ def in_one_pass(function: Callable, flat: torch.Tensor, *others: torch.Tensor | 
     function(flat, *others), elementwise over long flat tensors: compiled, it reads and writes memory once instead of
     once for each operation. It is compiled once for all lengths; below ONE_PASS elements it is not worth a call.
     """
-    return (with_compiler(function, True) if switch.on and len(flat) >= ONE_PASS else function)(flat, *others)
+    if switch.on and len(flat) >= ONE_PASS:
+        function = with_compiler(function, True)
+    return function(flat, *others)
 
 
 @functools.cache
@@ -67,13 +71,13 @@ def set_compile(wanted: bool, device_type: str) -> bool:
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
         try:
             compiled(probe)(torch.zeros(64, device=device_type))
-        except Exception as error:  # whatever keeps it from working, eager code does not need it
-            why, switch.on = first_line(error), False
+        except Exception as error:  # of any kind: eager code does not need a compiler
+            switch.on = False
+            why = first_line(error)
             if device_type == "cuda":
                 raise UserError("compiling fails; it takes a C compiler and Python's headers (sudo apt install gcc "
                                 f"python3-dev), or --compile=False at half the speed: {why}") from None
-            if is_rank0():
-                print(f"not compiling: {why}", flush=True)
+            print0(f"not compiling: {why}")
     return switch.on
 
 

@@ -51,8 +51,9 @@ def locked(path: Path, wait: bool = True) -> TextIO:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = open(path, "a+", encoding="utf-8")
+    how = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
     try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, how)
     except BlockingIOError:
         file.close()
         raise
@@ -70,14 +71,14 @@ def write_aside(path: Path) -> Iterator[Path]:
     Yields a temporary path beside `path` to make a file or folder at; on success it is synced and renamed to `path`.
     After an exception nothing of it remains and `path` is as it was.
     """
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    where = dict(prefix=f".{path.name}.tmp-", dir=path.parent)
-    with tempfile.TemporaryDirectory(**where, ignore_cleanup_errors=True) as folder:
+    prefix = f".{path.name}.tmp-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=path.parent, ignore_cleanup_errors=True) as folder:
         aside = Path(folder, path.name)
         yield aside
-        for written in (*aside.rglob("*"), aside):
+        for written in aside.rglob("*"):
             sync(written)
+        sync(aside)
         if aside.is_dir() and path.is_dir():  # a folder can take the place of an empty one only
             os.rename(path, previous(path))
         os.replace(aside, path)
@@ -105,16 +106,17 @@ def write_folder_aside(path: Path) -> Iterator[Path]:
 
 
 def previous(path: Path) -> Path:
-    """The hidden name of a folder while the one that replaces it takes its place."""
+    """The hidden name of a folder while another takes its place."""
     return path.with_name(f".{path.name}.nanochat-previous")
 
 
 def recover_folder(path: Path) -> None:
     """
     Clear up after a process that was killed while it wrote a folder: the old one comes back unless the new one is
-    there. For processes that are about to write there; those that read change nothing.
+    there. For processes that are about to write there; readers change nothing.
     """
     if previous(path).exists() and not path.exists():
         os.rename(previous(path), path)
-    for debris in (previous(path), *path.parent.glob(f".{glob.escape(path.name)}.tmp-*")):
-        shutil.rmtree(debris, ignore_errors=True)  # what is in use (NFS) goes next time
+    shutil.rmtree(previous(path), ignore_errors=True)
+    for debris in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
+        shutil.rmtree(debris, ignore_errors=True)  # a file that is in use (NFS) goes next time

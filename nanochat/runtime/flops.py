@@ -1,21 +1,18 @@
 """FLOP/s that a device can reach, for the share of them that a run makes use of (MFU)."""
-import functools
 import re
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from nanochat.runtime.devices import synchronize
 from nanochat.runtime.errors import UserError
 
 # Dense bf16 peaks of the datasheets, in FLOP/s, by a part of the name that torch reports; the first match wins.
 PEAK_BF16 = {
-    "GB200": 2.5e15, "B200": 2.25e15, "B100": 1.8e15, "H200": 989e12, "GH200": 989e12, "H100 NVL": 835e12,
-    "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "H20": 148e12, "A100": 312e12, "A800": 312e12,
-    "A40": 149.7e12, "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
-    "MI355X": 2.5e15, "MI325X": 1307e12, "MI300X": 1307e12, "MI250X": 383e12,
-    "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12, "RTX 6000 Ada": 364e12,
+    "GB200": 2.5e15, "B200": 2.25e15, "H200": 989e12, "GH200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
+    "H100": 989e12, "A100": 312e12, "A40": 149.7e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12,
+    "MI325X": 1307e12, "MI300X": 1307e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
 }
 
 
@@ -29,9 +26,9 @@ def datasheet_peak(gpu: str) -> float:
 class Peak(NamedTuple):
     """What a device can reach at best, as far as that is known."""
 
-    flops: float                            # FLOP/s of one device
-    source: str                             # where the figure is from
-    measure: Callable[[], float] | None     # measures it anew, in FLOP/s: it may prove to be more; None: a datasheet's
+    flops: float    # FLOP/s of one device
+    source: str     # where the figure is from
+    measured: bool  # beside other processes, perhaps: it may prove to be more. False: a datasheet's
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
@@ -43,31 +40,25 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
         name = torch.cuda.get_device_name(device)
         for part, peak in PEAK_BF16.items():
             if re.search(rf"\b{part}\b", name):  # whole words: an RTX A4000 is no A40
-                return Peak(peak, f"{name} datasheet", None)
-    measure = functools.partial(measured_matmul_flops, device, dtype)
-    peak = measure()
-    return Peak(peak, f"measured {str(dtype).removeprefix('torch.')} matmul, {peak / 1e9:,.0f} GFLOP/s", measure)
+                return Peak(peak, f"{name} datasheet", False)
+    peak = measured_matmul_flops(device, dtype)
+    return Peak(peak, f"measured {str(dtype).removeprefix('torch.')} matmul, {peak / 1e9:,.0f} GFLOP/s", True)
 
 
 def measured_matmul_flops(
-    device: torch.device, dtype: torch.dtype, size: int = 2048, patience: float = 0.3
+    device: torch.device, dtype: torch.dtype, size: int = 2048, max_seconds: float = 0.3
 ) -> float:
     """
-    FLOP/s of A @ B, both size x size: the best of five after a warm-up, or of as many as begin within `patience`
-    seconds, at least one: a slow processor takes half a second for each, and a run waits for them.
+    FLOP/s of A @ B, both size x size: the best of five after a warm-up, or of as many as begin within `max_seconds`, at
+    least one: a slow processor takes half a second for each, and a run waits for them.
     """
     a, b = torch.randn(2, size, size, device=device).to(dtype)
-    seconds, began = [], time.perf_counter()
-    while len(seconds) < 2 or len(seconds) < 6 and time.perf_counter() - began < patience:
+    seconds = []
+    began = time.perf_counter()
+    while len(seconds) < 2 or len(seconds) < 6 and time.perf_counter() - began < max_seconds:
         synchronize(device)
         start = time.perf_counter()
         a @ b
         synchronize(device)
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 / min(seconds[1:])
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device to finish what it was given."""
-    if device.type in ("cuda", "mps"):
-        getattr(torch, device.type).synchronize()

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from tqdm import tqdm
 
-from nanochat.runtime.errors import is_rank0
+from nanochat.runtime.console import is_rank0
 
 DELAY = 5  # seconds; what takes less shows nothing
 

@@ -1,45 +1,36 @@
-"""What is around every request: who may ask, bodies with limits, errors in OpenAI's shape, headers."""
-import asyncio
+"""What is around every request: who may ask, a body with a limit, errors in OpenAI's shape, headers."""
 import hmac
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 
+from prometheus_client import Counter
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.types import Message as AsgiMessage
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanochat.runtime.errors import log_error
-from nanochat.serve.api_error import ApiError
-from nanochat.serve.metrics import Metrics
+from nanochat.runtime.console import log_error
+from nanochat.serve.protocol import ApiError
 
-BODY_SECONDS = 30   # within which the body of a request must have come
-OPEN_PATHS = "/", "/health", "/metrics", "/openapi.json"    # everybody may read them
+MAX_BODY_BYTES = 2**20
+OPEN_PATHS = "/", "/health", "/metrics"     # everybody may read them
 SAFE = (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"), (b"cache-control", b"no-store")
 
 
-async def read_body(http: HttpRequest, limit: int) -> bytes:
-    """The body, hardly more than the limit of which is ever in memory. ApiError: it is too long, slow or not JSON."""
+async def read_body(http: HttpRequest) -> bytes:
+    """The body; hardly more than MAX_BODY_BYTES are ever in memory. ApiError if it is too long or not JSON."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # any page in a browser may post other kinds to any address, without asking first
         raise ApiError(415, "the body must be JSON: Content-Type: application/json", "unsupported_media_type")
-    length, body = http.headers.get("content-length", ""), bytearray()
-    # The connection stays open: uvicorn drops what still comes, and a client that is cut off would lose the answer.
-    too_long = ApiError(413, f"the body is longer than {limit:,} bytes", "request_too_large")
-    if length.isdecimal() and int(length) > limit:
-        raise too_long
+    body = bytearray()
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in http.stream():
-                body += part
-                if len(body) > limit:
-                    raise too_long
-    except TimeoutError:
-        late = f"the body did not come within {BODY_SECONDS} s"
-        raise ApiError(408, late, headers={"Connection": "close"}) from None
+        async for part in http.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                # The connection stays open: a client that is cut off while it sends would lose the answer.
+                raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES:,} bytes", "request_too_large")
     except ClientDisconnect:
         raise ApiError(400, "the body ended early") from None
     return bytes(body)
@@ -47,32 +38,32 @@ async def read_body(http: HttpRequest, limit: int) -> bytes:
 
 async def show_error(http: HttpRequest, error: HTTPException) -> Response:
     if not isinstance(error, ApiError):  # the router's
-        place = f"{http.method} {http.scope['path']:.80}"
-        words = {404: f"there is no {place} here; the interface begins with /v1", 405: f"{place} is not allowed here"}
-        error = ApiError(error.status_code, words.get(error.status_code, error.detail), headers=error.headers)
+        words = f"{error.detail}: {http.method} {http.scope['path']:.80}"
+        error = ApiError(error.status_code, words, headers=error.headers)
     return JSONResponse(error.body(), error.status_code, error.headers)
 
 
 class Gate:
     """
-    Around everything: only those who may ask get in, responses are counted, and an unforeseen error is answered; the
-    log says where it happened, without words of users. paths: endpoint → path, the label of the counter.
+    Around everything: only clients who may ask get in, responses are counted, and an unforeseen error is answered; the
+    log says where it happened, without words of users. paths: what the counter names; others are "other".
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: dict, api_key: str, hosts: Sequence[str]):
-        self.app, self.metrics, self.paths, self.api_key, self.hosts = app, metrics, paths, api_key, hosts
+    def __init__(self, app: ASGIApp, responses: Counter, paths: Collection[str], api_key: str, hosts: Collection[str]):
+        self.app, self.responses, self.paths = app, responses, paths
+        self.api_key, self.hosts = api_key, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         started = False
 
-        async def send_counted(message: AsgiMessage) -> None:
+        async def send_counted(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                path = self.paths.get(scope.get("endpoint"), "other")
-                self.metrics.responses.labels(path, str(message["status"])).inc()
+                path = scope["path"] if scope["path"] in self.paths else "other"
+                self.responses.labels(path, str(message["status"])).inc()
                 message["headers"] = [*message["headers"], *SAFE]
             await send(message)
 
@@ -95,8 +86,7 @@ class Gate:
         """
         host = re.sub(r":\d+$", "", headers.get("host", "").lower())
         if self.hosts and "host" in headers and host not in self.hosts:
-            names = ", ".join(self.hosts)
-            words = f"this server answers to {names} only; --allowed_hosts={host:.80} adds a name"
+            words = f"this server answers to {', '.join(self.hosts)} only; --allowed_hosts={host:.80} adds a name"
             raise ApiError(421, words, "wrong_host")
         scheme, _, key = headers.get("authorization", "").partition(" ")
         same = hmac.compare_digest(key.strip().encode("latin-1"), self.api_key.encode())  # in constant time

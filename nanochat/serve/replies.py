@@ -3,105 +3,163 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import parts_of
-from nanochat.serve.api_error import ApiError
-from nanochat.serve.engine_process import Chunk
-from nanochat.serve.logprobs import PlacedLogprob, chat_logprobs, completion_logprobs
-from nanochat.serve.openai_api import BaseRequest, ChatRequest
+from nanochat.inference.logprobs import TokenLogprob
+from nanochat.serve.openai_api import BaseRequest
+from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json, PlacedLogprob
 from nanochat.serve.tools import read_call
 
 
+@dataclass
+class Written:
+    """What has been written of a choice."""
+    index: int
+    begun: bool = False
+    parts: list[Json] = field(default_factory=list)
+    logprobs: list[PlacedLogprob] = field(default_factory=list)
+    call: Json | None = None
+    finish_reason: str | None = None
+
+    def text(self) -> str:
+        """Without the calculator's parts."""
+        return "".join(part["text"] for part in self.parts if part["type"] == "text")
+
+
 class Reply:
-    """The choices of one request in OpenAI's shapes: as one response, or as server-sent events."""
+    """The choices of one request, as one response or as server-sent events: here those of a completion."""
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl-"
 
-    def __init__(self, asked: BaseRequest, model: str, step: int, tokenizer: Tokenizer, prompt_tokens: int):
-        self.is_chat = isinstance(asked, ChatRequest)
-        self.include_usage = bool(asked.stream_options.get("include_usage"))
-        self.kind, prefix = ("chat.completion", "chatcmpl-") if self.is_chat else ("text_completion", "cmpl-")
+    def __init__(self, asked: BaseRequest, model: str, tokenizer: Tokenizer, prompt_tokens: int):
+        self.asked, self.tokenizer = asked, tokenizer
+        self.id = uuid.uuid4().hex
         self.head = {
-            "id": prefix + uuid.uuid4().hex, "created": int(time.time()), "model": model,
-            "system_fingerprint": f"step_{step}",
+            "id": self.prefix + self.id, "created": int(time.time()), "model": model,
         }
-        self.describe = partial(chat_logprobs if self.is_chat else completion_logprobs, tokenizer)
         self.prompt_tokens, self.completion_tokens, self.cached_tokens = prompt_tokens, 0, 0
-        self.parts: dict[int, list[dict[str, str]]] = {}        # by choice
-        self.logprobs: dict[int, list[PlacedLogprob]] | None = {} if asked.told().get("logprobs") is not None else None
-        self.finish_reasons: dict[int, str | None] = {}
-        self.functions, self.calls = asked.functions, {}        # the calls by choice
+        self.written: dict[int, Written] = {}   # by choice
 
-    def add(self, chunks: Sequence[Chunk]) -> list[dict[str, Any]]:
+    def add(self, chunks: Sequence[Chunk]) -> list[Json]:
         """Take these chunks in; returns the choices of the events that say what is new."""
-        choices, nothing = [], {"delta": {}} if self.is_chat else {"text": ""}
+        choices = []
         for chunk in chunks:
-            if self.is_chat and chunk.index not in self.parts:
-                choices.append(choice(chunk.index, {"delta": {"role": "assistant", "content": ""}}))
-            parts, new = self.parts.setdefault(chunk.index, []), []
-            for part in parts_of(chunk.deltas):
-                if not parts or parts[-1]["type"] != part["type"]:
-                    parts.append(part | {"text": ""})
-                parts[-1]["text"] += part["text"]
-                content = {"content": part["text"]} if part["type"] == "text" else {}
-                delta = {"delta": content | {"parts": [{"index": len(parts) - 1} | part]}}
-                new.append(choice(chunk.index, delta if self.is_chat else {"text": part["text"]}))
-            if chunk.finish_reason and (call := read_call(parts, self.functions)):
-                self.calls[chunk.index], chunk.finish_reason = call, "tool_calls"
-                new.append(choice(chunk.index, {"delta": {"tool_calls": [{"index": 0} | call]}}))
-            if chunk.finish_reason or (chunk.logprobs and not new):
-                new.append(choice(chunk.index, nothing, chunk.finish_reason))
-            if chunk.logprobs:
-                self.logprobs.setdefault(chunk.index, []).extend(chunk.logprobs)
-                new[0]["logprobs"] = self.describe(chunk.logprobs)
-            choices += new
-            self.finish_reasons[chunk.index] = chunk.finish_reason
             self.completion_tokens += chunk.tokens
             self.cached_tokens += chunk.cached
+            written = self.written.setdefault(chunk.index, Written(chunk.index))
+            written.logprobs += chunk.logprobs
+            written.finish_reason = chunk.finish_reason
+            news = self.news(written, parts_of(chunk.deltas))
+            choices.append(self.choice(chunk, written, news))
         return choices
 
-    def whole(self) -> dict[str, Any]:
+    def choice(self, chunk: Chunk | Written, written: Written, content: Json) -> Json:
+        logprobs = self.describe(chunk.logprobs) if chunk.logprobs else None
+        return {"index": written.index, **content, "logprobs": logprobs, "finish_reason": written.finish_reason}
+
+    def news(self, written: Written, parts: list[Json]) -> Json:
+        """Take these parts in; returns what an event says of them."""
+        written.parts += parts
+        return {"text": "".join(part["text"] for part in parts)}
+
+    def content(self, written: Written) -> Json:
+        """What a whole response says of a choice."""
+        return {"text": "".join(part["text"] for part in written.parts)}
+
+    def describe(self, placed: Sequence[PlacedLogprob]) -> Json:
+        """Log-probabilities of all tokens."""
+        return {
+            "tokens": [self.token_text(one.logprob.token) for one in placed],
+            "token_logprobs": [one.logprob.logprob for one in placed],
+            "top_logprobs": [self.top(one.logprob) for one in placed],
+            "text_offset": [one.offset for one in placed],
+        }
+
+    def top(self, logprob: TokenLogprob) -> dict[str, float] | None:
+        """The most probable tokens and the token itself. Nothing predicts the first token of all."""
+        if logprob.logprob is None:
+            return None
+        return {self.token_text(token): value for token, value in [*logprob.top, logprob[:2]]}
+
+    def token_text(self, token: int) -> str:
+        """As OpenAI writes tokens: no two are the same, whether or not they are whole UTF-8."""
+        data = self.tokenizer.decode_bytes([token])
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def whole(self) -> Json:
         """All that was added, as one response."""
-        choices = []
-        for index, parts in sorted(self.parts.items()):
-            text = "".join(part["text"] for part in parts if part["type"] == "text" or not self.is_chat)
-            message = {"role": "assistant", "content": text, "refusal": None, "parts": parts}
-            if index in self.calls:
-                message |= {"content": text or None, "tool_calls": [self.calls[index]]}
-            content = {"message": message} if self.is_chat else {"text": text}
-            choices.append(choice(index, content, self.finish_reasons[index]))
-            if self.logprobs is not None:
-                choices[-1]["logprobs"] = self.describe(self.logprobs.get(index, []))
+        written = sorted(self.written.values(), key=lambda one: one.index)
+        choices = [self.choice(one, one, self.content(one)) for one in written]
         return self.head | {"object": self.kind, "choices": choices, "usage": self.usage()}
 
-    async def events(self, first: Sequence[Chunk], later: AsyncIterator[Sequence[Chunk]]) -> AsyncIterator[bytes]:
+    async def events(self, chunks: Chunks) -> AsyncIterator[bytes]:
         """As server-sent events. An error is an event as well, for which the official client raises APIError."""
-        head = self.head | {"object": "chat.completion.chunk" if self.is_chat else self.kind}
-        no_usage = {"usage": None} if self.include_usage else {}
-
-        def progress(chunks: Sequence[Chunk]) -> bytes:
-            return b"".join(event(head | {"choices": [one]} | no_usage) for one in self.add(chunks))
-
+        head = self.head | {"object": self.chunk_kind}
         try:
-            yield progress(first)
-            async for chunks in later:
-                yield progress(chunks)
-            if self.include_usage:
-                yield event(head | {"choices": [], "usage": self.usage()})
+            async for several in chunks:
+                for choice in self.add(several):
+                    yield sse(head | {"choices": [choice]})
+            if self.asked.stream_options.get("include_usage"):
+                yield sse(head | {"choices": [], "usage": self.usage()})
             yield b"data: [DONE]\n\n"
         except ApiError as error:
-            yield event(error.body())
+            yield sse(error.body())
 
-    def usage(self) -> dict[str, Any]:
-        total = self.prompt_tokens + self.completion_tokens
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total,
-                "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
+    def usage(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
 
-def event(data: dict[str, Any]) -> bytes:
+def sse(data: Json) -> bytes:
+    """A server-sent event."""
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
-def choice(index: int, content: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-    return {"index": index} | content | {"logprobs": None, "finish_reason": finish_reason}
+class ChatReply(Reply):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def news(self, written: Written, parts: list[Json]) -> Json:
+        delta: Json = {}
+        if not written.begun:
+            written.begun = True
+            delta = {"role": "assistant", "content": ""}
+        for part in parts:
+            if not written.parts or written.parts[-1]["type"] != part["type"]:
+                written.parts.append(part | {"text": ""})
+            written.parts[-1]["text"] += part["text"]
+            delta.setdefault("parts", []).append({"index": len(written.parts) - 1} | part)
+            if part["type"] == "text":
+                delta["content"] = delta.get("content", "") + part["text"]
+        if written.finish_reason and written.parts and written.parts[-1]["type"] == "python":
+            written.call = read_call(written.parts[-1]["text"], self.asked.functions)
+        if written.call:
+            written.finish_reason = "tool_calls"
+            delta["tool_calls"] = [{"index": 0} | written.call]
+        return {"delta": delta}
+
+    def content(self, written: Written) -> Json:
+        message = {"role": "assistant", "content": written.text(), "parts": written.parts}
+        if written.call:
+            message |= {"content": written.text() or None, "tool_calls": [written.call]}
+        return {"message": message}
+
+    def describe(self, placed: Sequence[PlacedLogprob]) -> Json:
+        """Log-probabilities of the tokens of a message's content: their bytes, put end to end, are its text."""
+        content = []
+        for one in placed:
+            if one.is_content:
+                token, value, top = one.logprob
+                tops = [self.named(*pair) for pair in top]
+                content.append(self.named(token, value) | {"top_logprobs": tops})
+        return {"content": content}
+
+    def named(self, token: int, logprob: float | None) -> Json:
+        return {"token": self.token_text(token), "logprob": logprob, "bytes": [*self.tokenizer.decode_bytes([token])]}

@@ -1,128 +1,153 @@
 """
-Answers of a prescribed form: JSON, JSON that fits a schema, one of several texts, a call of a function. Here is what a
-request says of it, and the grammar's expression for that; grammars.py compiles it.
+Answers of a prescribed form: JSON, JSON that fits a schema, a call of a function. llguidance (the extra "structured")
+makes a grammar of it, which says after every token which ones may come next; the engine draws among these only.
 
 JSON is written without blanks between its tokens: a model that may write blanks may write nothing else until
 max_tokens. For the same reason an object has only the properties that its schema lists, unless additionalProperties
 says otherwise, and an integer without limits is one that a float64 holds exactly.
 """
+import copy
+import functools
 import json
-from typing import Annotated, Any, Literal, Self
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, FailFast, Field, model_validator
+import numpy as np
+import torch
+from pydantic import BaseModel, BeforeValidator, Field
+from torch import Tensor
 
 from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.engine import default_stop
+from nanochat.runtime.errors import UserError, first_line
+from nanochat.serve.protocol import Json
 
-# Keywords of a JSON schema that have others in them: those that the same value must fit; by name; a list, or one.
-COMBINED = {"allOf", "anyOf", "oneOf"}
-NAMED = {"properties", "patternProperties", "$defs", "definitions"}
-NESTED = COMBINED | NAMED | {"items", "prefixItems", "additionalProperties"}
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
-LIMITS = "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"
 MAX_INTEGER = 2**53 - 1
+VALUES = {"const", "enum", "default", "examples"}   # keywords of a JSON schema that have no other schemas in them
+CONDITIONS = {"allOf", "anyOf", "oneOf", "properties", "$ref"}  # two of them describe the same object
 
-Choices = Annotated[list[str], Field(min_length=1), FailFast()]
+MAX_GRAMMAR_BYTES = 2**16
+# Limits of llguidance's work, as it counts it: one answer's next token must not keep the others waiting.
+WORK_LIMITS = dict(
+    initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=20_000,
+    precompute_large_lexemes=False, verbose_errors=False)
 
 
-class JsonSchema(BaseModel):
-    definition: dict[str, Any] = Field({}, alias="schema")
+# ---- What a request says
+
+
+def flat(value: Any) -> Any:
+    """Chat nests what the Responses interface does not: {"type": "function", "function": {"name": …}}."""
+    if not isinstance(value, dict):
+        return value
+    inner = value.get(str(value.get("type")))
+    return {"type": value["type"]} | inner if isinstance(inner, dict) else value
 
 
 class ResponseFormat(BaseModel):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    definition: Json = Field({}, alias="schema")
 
-
-class StructuredOutputs(BaseModel, extra="forbid"):
-    choice: Choices
-
-
-class Formed(BaseModel):
-    """The fields of a request that prescribe a form: OpenAI's; for lists of choices vLLM's, the newer and the older."""
-    response_format: ResponseFormat = ResponseFormat(type="text")
-    structured_outputs: StructuredOutputs | None = None
-    guided_choice: Choices = []
-
-    @model_validator(mode="after")
-    def check_form(self) -> Self:
-        formats = self.response_format.type != "text", self.structured_outputs, self.guided_choice
-        if sum(map(bool, formats)) > 1:
-            raise ValueError("only one of response_format, structured_outputs and guided_choice can be met")
-        if self.response_format.type == "json_schema" and self.response_format.json_schema is None:
-            raise ValueError("response_format.json_schema is missing")
-        return self
-
-    def form(self, tokenizer: Tokenizer) -> str | None:
-        """A grammar's expression for the answer; None: any text."""
-        choices = self.structured_outputs.choice if self.structured_outputs else self.guided_choice
-        if choices:
-            return " | ".join(map(json.dumps, choices))
-        if self.response_format.type == "text":
+    def grammar(self) -> str | None:
+        """None: any text."""
+        if self.type == "text":
             return None
-        any_object = self.response_format.type == "json_object"
-        return json_of({"type": "object"} if any_object else self.response_format.json_schema.definition)
+        return json_grammar({"type": "object"} if self.type == "json_object" else self.definition)
 
 
-def json_of(schema: dict[str, Any]) -> str:
+AnyResponseFormat = Annotated[ResponseFormat, BeforeValidator(flat)]
+
+
+def json_grammar(schema: Json) -> str:
     """A grammar's expression for JSON that fits a schema."""
-    compact = {"x-guidance": {"whitespace_flexible": False}}  # llguidance's own options, which a client may not choose
-    return f"%json {json.dumps(bounded(schema) | compact)}"
+    schema = copy.deepcopy(schema)
+    close(schema)
+    schema["x-guidance"] = {"whitespace_flexible": False}   # llguidance's own options, which a client may not choose
+    return f"%json {json.dumps(schema)}"
 
 
-def bounded(schema: dict[str, Any]) -> dict[str, Any]:
+def close(root: Json) -> None:
     """
-    A copy in which objects that list properties, and say nothing of others, have no others, and integers have limits.
-    Objects that are put together from several schemas stay open: none of these lists all properties.
+    Objects that list their properties, and say nothing of others, have no others; integers get limits. Where a schema
+    puts objects together from several parts, each of which would exclude the others' properties, objects stay open.
     """
-    root = json.loads(json.dumps(schema))
-    found, put_together = [root], []
-    for one in found:
-        found += schemas_in(one, NESTED)
-        conditions = one.keys() & (COMBINED | {"properties", "$ref"})
-        if len(conditions) > 1 or len(schemas_in(one, {"allOf"})) > 1:
-            put_together.append(one)
-    parts = parts_of(put_together, root)
-    for one in found:
-        if one.get("type") == "integer" and not one.keys() & {"const", "enum"}:
-            limits = [one[name] for name in LIMITS if name in one]
-            if all(isinstance(limit, (int, float)) and abs(limit) < MAX_INTEGER for limit in limits):
-                one.setdefault("minimum", -MAX_INTEGER)
-                one.setdefault("maximum", MAX_INTEGER)
-        properties, required = one.get("properties"), one.get("required", [])
-        if id(one) in parts or "additionalProperties" in one or not isinstance(properties, dict):
-            continue
-        names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-        if names <= properties.keys():
-            one["additionalProperties"] = False
-    return root
+    schemas = [root]
+    is_combined = False
+    for schema in schemas:  # grows meanwhile
+        for keyword in schema.keys() - VALUES:
+            value = schema[keyword]
+            inner = value if isinstance(value, list) else [value]
+            schemas += [one for one in inner if isinstance(one, dict)]
+        all_of = schema.get("allOf")
+        if isinstance(all_of, list) and len(all_of) > 1 or len(schema.keys() & CONDITIONS) > 1:
+            is_combined = True
+    for schema in schemas:
+        if schema.get("type") == "integer" and not schema.keys() & {"const", "enum"}:
+            schema.setdefault("minimum", -MAX_INTEGER)
+            schema.setdefault("maximum", MAX_INTEGER)
+        if "properties" in schema and not is_combined:
+            schema.setdefault("additionalProperties", False)
 
 
-def schemas_in(schema: dict[str, Any], keywords: set[str]) -> list[dict]:
-    """The schemas directly below these keywords."""
-    found = []
-    for keyword in schema.keys() & keywords:
-        value = schema[keyword]
-        if keyword in NAMED and isinstance(value, dict):
-            found += value.values()
-        else:
-            found += value if isinstance(value, list) else [value]
-    return [one for one in found if isinstance(one, dict)]
+# ---- Grammars, in the engine's process
 
 
-def parts_of(schemas: list[dict], root: dict[str, Any]) -> set[int]:
-    """The ids of these schemas and of all that the same values must fit."""
-    ids, waiting = set(), schemas
-    while waiting:
-        schema = waiting.pop()
-        if id(schema) in ids:
-            continue
-        ids.add(id(schema))
-        waiting += schemas_in(schema, COMBINED)
-        reference = schema.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#"):
-            target: Any = root
-            for name in reference.split("/")[1:]:
-                target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
-            if isinstance(target, dict):
-                waiting.append(target)
-    return ids
+class Grammar:
+    """
+    What one answer may still become. allowed: (V,) bool, the tokens that may come next; a token that ends the answer is
+    among them exactly when what was written is complete.
+    """
+
+    def __init__(self, matcher: "LLMatcher", vocab_size: int):
+        """UserError if the grammar is wrong or not supported."""
+        self.matcher, self.vocab_size = matcher, vocab_size
+        self.allowed = self._allowed()
+
+    def start(self) -> "Grammar":
+        """A copy, for one more answer."""
+        other = copy.copy(self)
+        other.matcher = self.matcher.deep_copy()
+        return other
+
+    def advance(self, token: int) -> None:
+        """The answer has one token more, an allowed one. UserError when it takes too long to find the next ones."""
+        self.matcher.consume_token(token)
+        self.allowed = self._allowed()
+
+    def _allowed(self) -> Tensor:
+        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+        if self.matcher.is_error():
+            raise UserError(f"the form of the answer: {first_line(ValueError(self.matcher.get_error()))}")
+        return torch.from_numpy(np.unpackbits(bits, count=self.vocab_size, bitorder="little").view(bool))
+
+
+def compile_grammar(expression: str, tokenizer: Tokenizer) -> Grammar:
+    """
+    Takes up to seconds, and longer for many patterns within allOf. UserError for what is wrong, too large or not
+    supported, or if the library is missing.
+    """
+    if re.search(r'"multipleOf": [-\d]', expression):  # its compilation can take for ever, and cannot be stopped
+        raise UserError("the form of the answer: multipleOf is not supported; leave it out")
+    if len(expression) > MAX_GRAMMAR_BYTES:
+        sizes = f"{len(expression):,} characters; at most {MAX_GRAMMAR_BYTES:,} are allowed"
+        raise UserError(f"the form of the answer: {sizes}")
+    try:
+        from llguidance import LLMatcher, LLParserLimits
+    except ImportError:
+        raise UserError("answers of a prescribed form need the package llguidance: . ./setup.sh structured") from None
+    limits = LLParserLimits(**WORK_LIMITS)
+    # log_level 0: no client's words in the log.
+    matcher = LLMatcher(vocabulary_of(tokenizer), f"start: {expression}", log_level=0, limits=limits)
+    return Grammar(matcher, tokenizer.get_vocab_size())
+
+
+@functools.cache
+def vocabulary_of(tokenizer: Tokenizer) -> "LLTokenizer":
+    """As llguidance has it. Takes half a second for 65,536 tokens."""
+    from llguidance.tiktoken import lltokenizer_from_encoding
+
+    stop = [*default_stop(tokenizer)]
+    return lltokenizer_from_encoding(tokenizer.encoding, n_vocab=tokenizer.get_vocab_size(), eos_token=stop)

@@ -1,7 +1,6 @@
 """
 Many requests, one engine: it decodes for all of them in a process of its own (engine_process.py), and the event loop
-receives what it writes. One thread reads the pipe and one writes to it, since either may have to wait for the engine;
-everything else here runs on the event loop.
+receives what it writes.
 
     pending = model.submit(request)         to the worker that has least to do
     async for chunks in pending.chunks()    every 40 ms: the text since the last chunks
@@ -9,31 +8,27 @@ everything else here runs on the event loop.
 """
 import asyncio
 import contextlib
-import math
-import queue
+import pickle
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import Engine
 from nanochat.inference.prompt_cache import PIECE
-from nanochat.serve.api_error import ApiError, unavailable
-from nanochat.serve.engine_process import Batch, Chunk, Request
+from nanochat.serve.protocol import ApiError, Batch, Chunk, Chunks, Request, unavailable
 
 ENGINE = "from nanochat.serve.engine_process import main; main()"   # -m would know its classes under another name
-SIGNALS = signal.SIGINT, signal.SIGTERM     # which come to all processes of a terminal or service; the web heeds them
+SIGNALS = signal.SIGINT, signal.SIGTERM     # they come to all processes of a terminal or service; the web heeds them
+MAX_QUEUE = 128     # choices that may wait for each engine, half of them one address's
 # Seconds without a message from an engine that is not loading: each sends one a second at least, between its steps.
 HUNG_AFTER = 10     # /health says so, and others get its requests; a large model's step on a CPU may take that long
 DEAD_AFTER = 60     # it is ended, and its requests with it
-GRACE = 10          # seconds beyond a request's own in which its engine should have ended it
-MAX_HOMES = 10_000  # beginnings of conversations of which is known where they were read
 
 
 class Pending:
@@ -42,13 +37,12 @@ class Pending:
     def __init__(self, request: Request, worker: "Worker"):
         self.request, self.worker = request, worker
         self.open = request.size            # choices that have not ended
-        self.writing: set[int] = set()      # those of which something has come
+        self.writing: set[int] = set()      # choices that have begun and not ended
         self.first_token: float | None = None   # when it came
-        self.accepted = asyncio.Event()     # or refused: its grammar has been compiled
         self.received: asyncio.Queue[list[Chunk] | ApiError] = asyncio.Queue()
         self.watcher: asyncio.Task | None = None    # cancels it when its client goes
 
-    async def chunks(self) -> AsyncIterator[list[Chunk]]:
+    async def chunks(self) -> Chunks:
         """What was written, until all choices have ended. Raises the ApiError that ends the request before."""
         while self.open or not self.received.empty():
             item = await self.received.get()
@@ -57,22 +51,21 @@ class Pending:
             yield item
 
     def receive(self, item: list[Chunk] | ApiError) -> None:
-        self.accepted.set()
+        self.received.put_nowait(item)
         if isinstance(item, ApiError):
             self.open = 0
-        elif item:
-            self.first_token = self.first_token or time.monotonic()
-            ended = {chunk.index for chunk in item if chunk.finish_reason}
-            self.writing = (self.writing | {chunk.index for chunk in item}) - ended
-            self.open -= len(ended)
-        if item:
-            self.received.put_nowait(item)
+            return
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+        ended = {chunk.index for chunk in item if chunk.finish_reason}
+        self.writing = (self.writing | {chunk.index for chunk in item}) - ended
+        self.open -= len(ended)
 
-    def cancel(self, error: ApiError | None = None) -> None:
-        """Give back the places of the choices that have not ended, if any. error: None: the client has gone."""
+    def cancel(self) -> None:
+        """The client has gone: give back the places of the choices that have not ended, if any."""
         if self.open:
-            self.worker.outbox.put(self.request.id)
-            self.worker.deliver({self.request.id: error or ApiError(499, "the client has gone")})
+            self.worker.send(self.request.id)
+            self.worker.deliver({self.request.id: ApiError(499, "the client has gone")})
 
 
 class Worker:
@@ -84,82 +77,60 @@ class Worker:
     def __init__(self, make_engine: Callable[[], Engine]):
         self.make_engine = make_engine  # is called there, so it can be pickled
         self.state, self.stopping = "loading", False
-        self.process: subprocess.Popen | None = None
         self.pending: dict[int, Pending] = {}   # what has not ended, by id
-        self.outbox: queue.SimpleQueue[Request | int | None] = queue.SimpleQueue()  # for the engine; None: no more
         self.silence = 0                        # seconds since its last message
-        self.seconds = 1.0                      # that a request took of late
-        self.thread = threading.Thread(target=self.read, daemon=True, name="worker")
 
     @property
     def load(self) -> int:
         """Choices that were accepted and have not ended."""
         return sum(pending.open for pending in self.pending.values())
 
-    def start(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.process, self.connection = self.launch()
-        self.thread.start()
-        threading.Thread(target=self.write, daemon=True, name="to the worker").start()
-        self.watcher = self.loop.create_task(self.watch())
+    async def start(self) -> None:
+        self.process, web = self.launch()
+        self.reader, self.writer = await asyncio.open_connection(sock=web)
+        self.send(self.make_engine)
+        self.reading = asyncio.create_task(self.read())
+        self.watching = asyncio.create_task(self.watch())
 
-    def launch(self) -> tuple[subprocess.Popen, Connection]:
-        """The engine's process, and this end of the pipe to it."""
+    def launch(self) -> tuple[subprocess.Popen, socket.socket]:
+        """The engine's process, and our end of the socket to it."""
         ours, theirs = socket.socketpair()
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)   # what is blocked now is blocked there from the beginning
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)   # a process is born with the signals that are blocked now
         try:
             command = [sys.executable, "-c", ENGINE, str(theirs.fileno())]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             theirs.close()
-        connection = Connection(ours.detach())
-        connection.send(self.make_engine)
-        return process, connection
+        return process, ours
 
     def stop(self) -> None:
-        """End what is running with an error, and the process."""
+        """End the process, and with an error what is running."""
         self.stopping = True
-        if self.process:
-            self.process.kill()
+        self.process.kill()
 
-    def submit(self, request: Request) -> Pending:
-        pending = self.pending[request.id] = Pending(request, self)
-        self.outbox.put(request)
-        return pending
+    def send(self, message: Any) -> None:
+        """It waits in the event loop while the engine reads nothing."""
+        self.writer.write(pickle.dumps(message))
 
-    def write(self) -> None:
-        """A thread: the pipe may be full, and its engine stopped."""
-        with contextlib.suppress(OSError):  # the process has ended: `read` sees that, too
-            while (message := self.outbox.get()) is not None:
-                self.connection.send(message)
-
-    def read(self) -> None:
-        """A thread."""
-        with contextlib.suppress(EOFError, OSError):
+    async def read(self) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):     # it has ended
             while True:
-                self.post(self.hear, self.connection.recv())
-        self.outbox.put(None)
-        self.process.wait()
-        self.post(self.end_all)
-
-    def hear(self, batch: Batch) -> None:
-        """A message, empty or not, tells that the engine is there."""
-        if self.state != "dead":
-            self.state, self.silence = "ready", 0
-        self.deliver(batch)
+                size = int.from_bytes(await self.reader.readexactly(4))
+                batch = pickle.loads(await self.reader.readexactly(size))
+                if self.state != "dead":    # a message, even an empty one, says that the engine is alive
+                    self.state, self.silence = "ready", 0
+                self.deliver(batch)
+        await asyncio.to_thread(self.process.wait)
+        self.end_all()
 
     async def watch(self) -> None:
         """
-        End what the engine should have ended. Silence is counted in looks: while this process itself is stopped, as by
-        Ctrl-Z, nothing adds up.
+        End an engine that is silent. Silence is counted in turns of this loop: while this process itself is
+        stopped, as by Ctrl-Z, nothing adds up.
         """
         while self.state != "dead" and not self.stopping:
             await asyncio.sleep(1)
-            for pending in list(self.pending.values()):
-                request = pending.request
-                if time.monotonic() - request.started > request.seconds + GRACE:
-                    pending.cancel(unavailable(f"no answer within {request.seconds:g} s"))
             if self.state == "loading":
                 continue
             self.silence += 1
@@ -169,11 +140,6 @@ class Worker:
                 self.end_all(f"said nothing for {DEAD_AFTER} s and was ended")
                 self.process.kill()
 
-    def post(self, callback: Callable, *args) -> None:
-        """Have the event loop call it."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for an answer
-            self.loop.call_soon_threadsafe(callback, *args)
-
     def deliver(self, batch: Batch) -> None:
         for id, item in batch.items():
             pending = self.pending.get(id)
@@ -182,10 +148,9 @@ class Worker:
             pending.receive(item)
             if not pending.open:
                 del self.pending[id]
-                self.seconds += 0.1 * (time.monotonic() - pending.request.started - self.seconds)
 
-    def end_all(self, why: str = "") -> None:
-        """The process has ended, or is given up: why."""
+    def end_all(self, reason: str = "") -> None:
+        """The process has ended, or is given up for this reason."""
         error = unavailable("the server is stopping" if self.stopping else "the model's worker has died")
         self.deliver(dict.fromkeys(self.pending, error))
         if self.stopping or self.state == "dead":
@@ -193,9 +158,9 @@ class Worker:
         self.state = "dead"
         code = self.process.returncode
         if code is not None and code < 0:   # else it has said why
-            why = f"was ended by {signal.Signals(-code).name}"
-        if why:
-            print(f"a worker has died: process {self.process.pid} {why}", file=sys.stderr, flush=True)
+            reason = f"was ended by {signal.Signals(-code).name}"
+        if reason:
+            print(f"a worker has died: process {self.process.pid} {reason}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -204,14 +169,11 @@ class ServedModel:
     id: str
     tokenizer: Tokenizer
     context: int                    # tokens
-    step: int                       # of its checkpoint
-    created: int                    # when that was, in seconds since 1970
-    max_batch: int                  # choices written at once on each device
-    max_queue: int                  # choices that may wait on each device
+    created: int                    # its checkpoint, in seconds since 1970
+    max_batch: int                  # choices of one address written at once on each device
     workers: list[Worker]
     chats: bool = True              # else it is a base model: messages are a text that it continues
     examples: Sequence[str] = ()    # questions to suggest
-    homes: dict[int, Worker] = field(default_factory=dict)  # who has read a beginning, by its hash; the latest last
 
     @property
     def dead(self) -> bool:
@@ -219,38 +181,38 @@ class ServedModel:
 
     def submit(self, request: Request) -> Pending:
         """
-        Give the request to the worker that has least to do. ApiError when that has too much (429) or none is there
-        (503). Choices of one client may wait only while there is room for as many more: so others find room.
+        Give the request to a worker. ApiError when that has too much to do (429) or none is there (503). Choices of one
+        client may wait only while there is room for as many more: so others find room.
         """
         worker = self.choose(request)
-        room = self.max_batch + self.max_queue - worker.load - request.size
+        room = self.max_batch + MAX_QUEUE - worker.load - request.size
         own = sum(other.open for other in worker.pending.values() if other.request.client == request.client)
         if own + request.size - self.max_batch > room or room < 0:
-            wait = str(min(max(math.ceil(worker.seconds / self.max_batch), 1), 60))  # one place becomes free, about
-            message = f"too many requests are waiting; try again in {wait} s"
-            raise ApiError(429, message, "rate_limit_exceeded", headers={"Retry-After": wait})
-        return worker.submit(request)
+            headers = {"Retry-After": "2"}
+            raise ApiError(429, "too many requests are waiting; try again", "rate_limit_exceeded", headers=headers)
+        pending = worker.pending[request.id] = Pending(request, worker)
+        worker.send(request)
+        return pending
 
     def choose(self, request: Request) -> Worker:
-        """The one whose prompt cache has the beginning, while a place is free there; else the one with least to do."""
+        """
+        The worker that reads all prompts with this beginning, so that its prompt cache has it, while a place is free
+        there; else the worker with least to do.
+        """
         alive = [worker for worker in self.workers if worker.state != "dead" and not worker.stopping]
         if not alive:
             raise unavailable("the model's worker has died")
-        beginning = hash((request.client, *request.prompts[0][:PIECE]))
-        worker = self.homes.pop(beginning, None)
         usable = [worker for worker in alive if worker.state != "hung"] or alive
-        if worker not in usable or worker.load >= self.max_batch:
-            worker = min(usable, key=lambda worker: worker.load)
-        if len(request.prompts[0]) >= PIECE and len(alive) > 1:
-            self.homes[beginning] = worker
-            if len(self.homes) > MAX_HOMES:
-                del self.homes[next(iter(self.homes))]
-        return worker
+        prompt = request.prompts[0]
+        home = self.workers[hash((request.client, *prompt[:PIECE])) % len(self.workers)]
+        if len(prompt) >= PIECE and home in usable and home.load < self.max_batch:
+            return home
+        return min(usable, key=lambda worker: worker.load)
 
     @property
     def max_choices(self) -> int:
-        """That one request may ask for."""
-        return self.max_batch + self.max_queue // 2
+        """Most choices of one request."""
+        return self.max_batch + MAX_QUEUE // 2
 
     @property
     def running(self) -> int:

@@ -30,7 +30,7 @@ zipfile zlib""".split()
 QUESTIONS = (
     "What does {n} do?", "What is {n} for?", "Tell me what {n} does.", "Explain {n}.", "Describe {n}.",
     "What do I need {n} for?", "In Python, what does {n} do?", "What can I do with {n}?", "{n}?", "Please explain {n}.")
-REPLACED = ("inspect.getfile", "sys.excepthook")  # by torch and by nanochat/runtime/errors.py
+REPLACED = ("inspect.getfile", "sys.excepthook")  # by torch and by nanochat/runtime/exits.py
 LONGEST = 130  # characters of an answer
 WORD = re.compile(r"(?<!\S)[a-z]{3,}(?=[,.;:]?(?:\s|$))")  # in a sentence, not in a piece of code
 # At the start of older documentation: "D.pop(k[,d]) -> v, remove …", "sleep(seconds)\n\nDelay …".

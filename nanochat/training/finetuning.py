@@ -8,9 +8,9 @@ from safetensors import safe_open
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
-from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.zero import Sharding
-from nanochat.runtime.distributed import from_rank0, print0, require_same
+from nanochat.runtime.collectives import from_rank0, require_same
+from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
 from nanochat.training.checkpoint import (
@@ -29,75 +29,83 @@ from nanochat.training.records import MODEL_FILE, describe_checkpoint
 from nanochat.training.resharding import load_training_state
 
 # Fine-tuning on a user's few conversations. Measured with models of depth 4; a rate of 0.1 taught next to nothing.
-FEW, FEW_RATE, MOST_EPOCHS = 3_000, 0.3, 20
+FEW = 3_000       # rows
+FEW_RATE = 0.3
+MOST_EPOCHS = 20
 LEAST_RATE = 0.02  # nanochat's, for 23,000 conversations
 
 
 class Start(NamedTuple):
-    """Where a run of a stage begins."""
+    """Where a run of a training stage begins."""
 
     checkpoints: Path       # the folder of its checkpoints
+    begin: Path             # the checkpoint to load: of the stage before, or of an interrupted run that goes on
     origin: str             # the checkpoint of the stage before that it all began with, and the sum of its weights
-    data: str | None        # the data set that the base model was trained on, as far as checkpoints say
+    meta: dict              # of `begin`
+    resumed: bool           # whether an interrupted run goes on
     step: int               # the first optimizer step to take
-    meta: dict | None       # of the interrupted run that goes on
 
 
-def begin_stage(
-    stage: str, config: dict, device: torch.device, dtype: torch.dtype, compiling: bool,
-) -> tuple[GPT, Tokenizer, Sharding, tuple, Start]:
-    """
-    (model, tokenizer, sharding, optimizers, start) of a stage ("mid", "sft", "rl"), ready to train. config: the
-    settings of its script, of which this takes the sections Model, Sharding and Optimizers, activation_checkpointing,
-    dry_run, and those about resuming.
-    Weights of the stage before are taken in the dtype they were saved in; an interrupted run goes on with its masters
-    and moments. COLLECTIVE.
-    """
-    source = model_dir(config["source"], config["model_tag"])
-    checkpoints = checkpoint_dir(stage, source.name)
-    checkpoint = None  # of an interrupted run; a dry run looks for none
-    if not config.get("dry_run"):
-        checkpoint = choose_start(checkpoints, config["resume"], config["resume_from_step"], config["overwrite"])
-    begin = checkpoint or find_checkpoint(source, config["source_step"], training=False)
-    model, tokenizer, meta = load_checkpoint(begin, torch.device("meta"))  # weights come unit by unit
-    model.activation_checkpointing = config["activation_checkpointing"]
-    with safe_open(begin / MODEL_FILE, framework="pt") as stored:
-        sharding = Sharding(model, model.units(), device, dtype, config["zero_stage"], config["shard_size"],
-                            weights=stored.get_tensor)
-    rates = (config[name] for name in ("unembedding_lr", "embedding_lr", "matrix_lr", "weight_decay"))
-    optimizers = setup_optimizers(model, sharding, *rates, lr_scale=config["init_lr_frac"])
-    if compiling:
-        model.compile_blocks()
-    data = meta.get("data")
-    if checkpoint is None:
+def find_start(
+    stage: str, source: str, model_tag: str | None, source_step: int | None, resume: str, overwrite: bool,
+) -> Start:
+    """Where a run of a training stage ("mid", "sft", "rl") begins, as the settings of its script say. COLLECTIVE."""
+    source_dir = model_dir(source, model_tag)
+    checkpoints = checkpoint_dir(stage, source_dir.name)
+    interrupted = choose_start(checkpoints, resume, overwrite)
+    if interrupted is None:
+        begin = find_checkpoint(source_dir, source_step, training=False)
         print0(f"starting from {begin}")
-        start = Start(checkpoints, from_rank0(describe_checkpoint, begin), data, 0, None)
-    else:
-        load_training_state(checkpoint, sharding, optimizers)
-        print0(f"resuming from {checkpoint}{changed_settings(meta['config'], config)}")
-        origin = origin_of_resumed(meta, source, config["source_step"])
-        start = Start(checkpoints, origin, data, meta["step"], meta)
-    return model, tokenizer, sharding, optimizers, start
+        return Start(checkpoints, begin, from_rank0(describe_checkpoint, begin), read_meta(begin), False, 0)
+    meta = read_meta(interrupted)
+    return Start(checkpoints, interrupted, origin_of_resumed(meta, source_dir, source_step), meta, True, meta["step"])
+
+
+def load_sharded(
+    begin: Path, device: torch.device, dtype: torch.dtype, zero_stage: int,
+) -> tuple[GPT, Tokenizer, Sharding]:
+    """
+    (model, tokenizer, sharding) of a checkpoint. The weights come unit by unit, so that no rank holds more than one
+    whole unit beside its shards, in the dtype they were saved in. COLLECTIVE.
+    """
+    model, tokenizer, _ = load_checkpoint(begin, torch.device("meta"))
+    with safe_open(begin / MODEL_FILE, framework="pt") as stored:
+        sharding = Sharding(model, model.units(), device, dtype, zero_stage, weights=stored.get_tensor)
+    return model, tokenizer, sharding
+
+
+def resume_training(start: Start, sharding: Sharding, optimizers, config: dict) -> dict | None:
+    """
+    Load masters and moments of an interrupted run. Returns its `Metrics.state`, None where no run was interrupted.
+    config: the settings of now, to name the changed ones. COLLECTIVE.
+    """
+    if not start.resumed:
+        return None
+    load_training_state(start.begin, sharding, optimizers)
+    print0(f"resuming from {start.begin}{changed_settings(start.meta['config'], config)}")
+    return start.meta["metrics_state"]
 
 
 def origin_of_resumed(meta: dict, source: Path, step: int | None) -> str:
     """
-    What the run would begin with now, for `require_same_data` to compare: what it did begin with where that is gone,
-    and after a restart in the middle, which has no reason to stop if the source has been trained on. COLLECTIVE.
+    The checkpoint that the run would begin with now, for `require_same_data` to compare. Where it is gone, and after a
+    restart by torchrun, which has no reason to stop if the source was trained on: the one it began with. COLLECTIVE.
     """
     if wrote(launchers(), meta) or not from_rank0(list_steps, source):
         return meta["data_state"]["origin"]
     return from_rank0(describe_checkpoint, find_checkpoint(source, step, training=False))
 
 
-def require_same_data(meta: dict | None, data_state: dict) -> None:
+def require_same_data(start: Start, data_state: dict) -> None:
     """
     UserError where an interrupted run would go on from another model, or with other rows, than it began with, and where
     a rank would train on others than rank 0. COLLECTIVE.
     """
     require_same("has other data", data_state, "copy rank 0's")
+    if not start.resumed:
+        return
     for key, value in data_state.items():
-        before = value if meta is None else meta["data_state"].get(key)
+        before = start.meta["data_state"].get(key)
         if before != value:
             raise UserError(f"cannot continue exactly: {key} was {before} when the checkpoint was saved "
                             f"and is {value} now; --overwrite starts anew")
@@ -114,7 +122,7 @@ def tasks_before(origin: str) -> str:
 def choose_epochs_and_rate(conversations: int, num_epochs: int, init_lr_frac: float) -> tuple[int, float]:
     """
     How often each conversation is seen, and the part of the learning rates to begin with; −1: chosen here. FEW rows,
-    32 a step, teach what is in them at FEW_RATE; so few hundred conversations are seen several times. The more rows
+    32 a step, teach their content at FEW_RATE, so a few hundred conversations are seen several times. The more rows
     there are, the lower the rate, as what a run learns goes with the sum of its rates.
     """
     if num_epochs == -1:

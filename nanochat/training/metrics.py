@@ -11,34 +11,36 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanochat.runtime.distributed import Stopped, print0, rank_and_size, vote
-from nanochat.runtime.errors import UserError, is_rank0
+from nanochat.runtime.collectives import rank_and_size
+from nanochat.runtime.console import is_rank0, print0
+from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import write_text
 from nanochat.runtime.flops import Peak
-from nanochat.runtime.step_stats import StepStats
+from nanochat.runtime.stopping import Stopped, vote
 from nanochat.training.checkpoint import newest_saved
 from nanochat.training.records import duration, read_metrics
 
-EMA_DECAY = 0.9  # of the smoothed loss, per step
-MEASURE_EVERY = 120  # seconds at least between measurements of a peak that no datasheet states; each takes up to 1 s
+EMA_DECAY = 0.9      # of the smoothed loss, per step
+MAX_BAD_STEPS = 10   # in a row without a finite loss and gradient: then a run ends
 
 
 def require_wandb(run: str) -> None:
     """UserError when a run is to be logged to wandb, which is not there or not logged in. Rank 0 only."""
-    if run and is_rank0():
-        try:
-            import wandb
+    if not run or not is_rank0():
+        return
+    try:
+        import wandb
 
-            wandb.login()
-        except Exception as error:  # a broken installation may raise anything
-            raise UserError(f"run={run} needs wandb, which does not work here: {error}; `pip install wandb` and "
-                            "`wandb login`, set WANDB_MODE=offline, or leave out --run") from None
+        wandb.login()
+    except Exception as error:  # a broken installation may raise anything
+        raise UserError(f"run={run} needs wandb, which does not work here: {error}; `pip install wandb` and "
+                        "`wandb login`, set WANDB_MODE=offline, or leave out --run") from None
 
 
 class Metrics:
     """
-    The numbers of a run. `log_step` takes a step's stats as tensors on the device and reads them one step later, when
-    the device has computed them: logging never waits for the step that runs. On a CPU it reads them at once.
+    The numbers of a run. `log_step` takes a step's numbers as a tensor on the device and reads it one step later, when
+    the device has computed it: logging never waits for the step that runs. On a CPU it reads it at once.
 
     Every rank reads the same sums, so every rank knows at the same step that some rank wants the run to stop
     (`stop_requested`), that it is time for a checkpoint (`save_requested`), and how many steps in a row were skipped
@@ -52,15 +54,16 @@ class Metrics:
         self.path = folder / "metrics.jsonl"
         self.num_iterations, self.total_batch_size = num_iterations, total_batch_size
         self.world_size = rank_and_size()[1]
-        # A rate measured beside other processes is too low: the best one of the run counts.
-        self.peak_flops, self.measure = peak.flops * self.world_size, peak.measure
+        self.peak_flops = peak.flops * self.world_size
+        self.peak_measured = peak.measured
         self.flops_per_token = flops_per_token
-        self.measured = -math.inf  # soon again: the first time may have been a busy moment
         self.state = state or {"ema": 0.0, "ema_steps": 0, "elapsed": 0.0, "min_val_bpb": None, "skipped": 0}
-        self.stop_requested, self.save_requested, self.bad_steps = False, False, 0
+        self.stop_requested = self.save_requested = False
+        self.bad_steps = 0
         self.pending: tuple[int, Tensor, torch.cuda.Event | None, int, dict] | None = None
         self.clock = time.perf_counter()
-        self.session_steps, self.session_seconds = 0, 0.0
+        self.session_steps = 0        # of this process
+        self.session_seconds = 0.0    # without its first step
         self.wandb = None
         self.unwritten = ""  # records that the disk has refused so far
         if start_step >= num_iterations:
@@ -79,7 +82,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is not training: all steps are read and written before it, and its time counts for no step."""
+        """Around saves and evaluations: all steps are read and written before, and their time counts for no step."""
         self.flush()
         yield
         self.clock = time.perf_counter()
@@ -87,8 +90,8 @@ class Metrics:
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[None]:
         """
-        Around what changes no parameters, such as an evaluation: all ranks leave it, and know it by `stop_requested`,
-        once one of them is asked to stop. COLLECTIVE at its end.
+        Around an evaluation, which changes no parameters: once one rank is asked to stop, all ranks leave it, and
+        `stop_requested` is set. COLLECTIVE at its end.
         """
         try:
             yield
@@ -96,11 +99,21 @@ class Metrics:
         except Stopped:
             self.stop_requested = True
 
-    def log_step(self, step: int, stats: StepStats, lrm: float, tokens: int | None = None) -> None:
-        """A finished optimizer step. tokens: of all ranks, where they differ from step to step."""
+    def raise_if_diverged(self, step: int) -> None:
+        """UserError on every rank after MAX_BAD_STEPS bad steps in a row: it names the last good checkpoint."""
+        if self.bad_steps >= MAX_BAD_STEPS:
+            raise UserError(f"loss or gradient not finite in {MAX_BAD_STEPS} steps in a row, up to step {step}; "
+                            f"{newest_saved(self.path.parent)}; try lower learning rates, a longer warmup or "
+                            "grad_clip=1")
+
+    def log_step(self, step: int, values: Tensor, lrm: float, tokens: int | None = None) -> None:
+        """
+        A finished optimizer step. values: (5,) mean loss, gradient norm, 1 if both are finite, ranks that ask to stop
+        and to save. tokens: of all ranks, where they differ from step to step.
+        """
         self.flush()
         now = time.perf_counter()
-        values, copied = stats.values, None
+        copied = None
         if values.is_cuda:
             # A copy and an event of its own: reading them must not wait for the step that is queued behind them.
             values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
@@ -111,10 +124,6 @@ class Metrics:
         self.clock = now
         if copied is None:
             self.flush()
-            if self.measure and time.monotonic() - self.measured >= MEASURE_EVERY:
-                self.peak_flops = max(self.peak_flops, self.measure() * self.world_size)
-                self.measured = time.monotonic()
-                self.clock = time.perf_counter()
 
     def flush(self) -> None:
         """Read, print and write the step that is still pending, if there is one. Waits for the device to finish it."""
@@ -139,14 +148,20 @@ class Metrics:
             self.session_seconds += dt
         self.session_steps += 1
         tok_per_sec = tokens / dt
-        if self.measure and not copied:  # what the run reaches, the device can; beside a GPU a step's time may be off
+        if self.peak_measured and not copied:  # beside other processes it was too low: the best rate of the run counts
             self.peak_flops = max(self.peak_flops, self.flops_per_token * tok_per_sec)
         mfu = self.flops_per_token * tok_per_sec / self.peak_flops
-        at_most = "at most " * bool(self.measure)
-        seen = {"train/loss": loss, "train/grad_norm": norm} if ok else {"train/skipped": state["skipped"]}
-        speed = {"train/tok_per_sec": tok_per_sec, "train/mfu_at_most" if at_most else "train/mfu": mfu}
-        self.write({"step": step, **seen, **record, **speed})
-        smoothed = state["ema"] / (1 - EMA_DECAY ** state["ema_steps"]) if state["ema_steps"] else math.nan
+        at_most = "at most " if self.peak_measured else ""
+        if ok:
+            record |= {"train/loss": loss, "train/grad_norm": norm}
+        else:
+            record["train/skipped"] = state["skipped"]
+        record["train/tok_per_sec"] = tok_per_sec
+        record["train/mfu_at_most" if at_most else "train/mfu"] = mfu
+        self.log(step, record)
+        smoothed = math.nan
+        if state["ema_steps"]:
+            smoothed = state["ema"] / (1 - EMA_DECAY ** state["ema_steps"])
         left = "?"  # nothing can be said after the first step
         if self.session_steps > 1:
             left = duration(self.session_seconds / (self.session_steps - 1) * (self.num_iterations - step - 1))
@@ -156,8 +171,8 @@ class Metrics:
             f"mfu {at_most}{100 * mfu:.1f}% | {duration(state['elapsed'])} done, {left} left"
         )
         if not ok:
-            skipped = f"({state['skipped']} so far)"
-            print0(f"step {step:05d}: skipped on every rank: loss or gradient is not finite {skipped}")
+            print0(f"step {step:05d}: skipped on every rank: loss or gradient is not finite "
+                   f"({state['skipped']} so far)")
 
     def log_validation(self, step: int, bpb: float) -> None:
         best = self.state["min_val_bpb"]
@@ -166,24 +181,27 @@ class Metrics:
         print0(f"step {step:05d}/{self.num_iterations:05d} | validation {bpb:.4f} bits per byte")
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Any other measurement; names are <kind>/<what>, and a step has one record of a kind."""
-        self.write({"step": step, **values})
+        """Measurements; names are <kind>/<what>, and a step has one record of a kind."""
+        if not is_rank0():
+            return
+        warned = bool(self.unwritten)
+        self.unwritten += json.dumps({"step": step} | values) + "\n"
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(self.unwritten)
+            self.unwritten = ""
+        except OSError as error:  # a full disk, most often, where a line is worth less than the run
+            if not warned:
+                print0(f"warning: {self.path} cannot be written: {error.strerror}; the run goes on, and writes it "
+                       f"when it can; {newest_saved(self.path.parent)}")
+                self.unwritten = "\n" + self.unwritten  # part of it may be there: a line of its own
+        if self.wandb:
+            self.wandb.log(values, step=step)
 
-    def write(self, record: dict) -> None:
-        if is_rank0():
-            warned = bool(self.unwritten)
-            self.unwritten += json.dumps(record) + "\n"
-            try:
-                with open(self.path, "a", encoding="utf-8") as file:
-                    file.write(self.unwritten)
-                self.unwritten = ""
-            except OSError as error:  # a full disk, most often, where a line is worth less than the run
-                if not warned:
-                    print0(f"warning: {self.path} cannot be written: {error.strerror}; the run goes on, and writes it "
-                           f"when it can; {newest_saved(self.path.parent)}")
-                    self.unwritten = "\n" + self.unwritten  # part of it may be there: a line of its own
-            if self.wandb:
-                self.wandb.log(record, step=record["step"])
+    def results(self) -> dict[str, float | str]:
+        """The rows of a training stage in the summary of the report."""
+        return {"training minutes": self.state["elapsed"] / 60, "peak memory, GiB": peak_memory(),
+                "best validation bits per byte": self.state["min_val_bpb"] or "-"}
 
     def close(self) -> None:
         self.flush()
@@ -196,4 +214,5 @@ def peak_memory() -> float:
     """The most GiB that this process has held so far: of its GPU, what the allocator took; else of host memory."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_reserved() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes: the system's unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

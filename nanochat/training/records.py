@@ -1,6 +1,5 @@
-"""What runs have left, read again. Without torch, because a report is made of nothing else."""
+"""What runs leave behind, read again. Without torch, which a report does not need."""
 import json
-import re
 from pathlib import Path
 
 from nanochat.runtime.files import base_dir
@@ -19,7 +18,8 @@ def read_metrics(path: Path) -> list[dict]:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue  # cut short by a kill; the resumed run wrote that step again on a line of its own
-        kind = next((name.partition("/")[0] for name in record if name != "step"), "")
+        names = [name for name in record if name != "step"]
+        kind = names[0].partition("/")[0] if names else ""
         records[record["step"], kind] = record
     return [records[key] for key in sorted(records)]
 
@@ -33,8 +33,8 @@ def step_dir(folder: Path, step: int) -> Path:
 
 def list_steps(folder: Path) -> list[int]:
     """Steps that have a checkpoint folder, rising."""
-    names = (re.fullmatch(r"step_(\d+)", path.name) for path in folder.glob("step_*"))
-    return sorted(int(match[1]) for match in names if match)  # as numbers: step_1000000 is newer than step_999999
+    numbers = [path.name.removeprefix("step_") for path in folder.glob("step_*")]
+    return sorted(int(number) for number in numbers if number.isdecimal())  # 1000000 is newer than 999999
 
 
 def newest_step(folder: Path) -> Path | None:
@@ -49,34 +49,20 @@ def describe_checkpoint(checkpoint: Path) -> str:
     return f"{'/'.join(checkpoint.parts[-3:])} ({sums[MODEL_FILE][:16]})"
 
 
-def replaced_origin(checkpoint: Path) -> str:
-    """
-    The checkpoint of an earlier stage that this one was made from, directly or not, where a run of that stage has made
-    another one since. "" where there is none, and where nothing is known of it.
-    """
-    try:
-        meta = json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
-        origin, step = meta["data_state"]["origin"], meta["config"]["source_step"]
-        folder = checkpoint.parents[2] / origin.split("/")[0] / checkpoint.parent.name
-        now = newest_step(folder)
-        if now is None:
-            return ""  # removed, to save space
-        if step is not None:
-            now = step_dir(folder, step)
-        same = now.exists() and describe_checkpoint(now).split()[1] == origin.split()[1]  # it may have been renamed
-        return replaced_origin(now) if same else origin
-    except (OSError, ValueError, LookupError, TypeError):  # a base model, an imported one, a damaged one
-        return ""
-
-
 def models_trained_with(fingerprint: str) -> str:
     """The models whose checkpoints name the data set or the tokenizer of a fingerprint: "base d4, sft d4", or ""."""
-    metas = [path for path in base_dir().glob("*_checkpoints/*/step_*/meta.json") if fingerprint in path.read_text()]
-    return ", ".join(sorted({f"{path.parts[-4].removesuffix('_checkpoints')} {path.parts[-3]}" for path in metas}))
+    models = set()
+    for meta in base_dir().glob("*_checkpoints/*/step_*/meta.json"):
+        if fingerprint in meta.read_text():
+            stage, tag = meta.parts[-4].removesuffix("_checkpoints"), meta.parts[-3]
+            models.add(f"{stage} {tag}")
+    return ", ".join(sorted(models))
 
 
 def duration(seconds: float) -> str:
-    """In words of the size of the time: "40s", "3.5m", "12.0h"."""
+    """In a unit that suits: "40s", "3.5m", "12.0h"."""
     if seconds < 90:
         return f"{seconds:.0f}s"
-    return f"{seconds / 60:.1f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"
+    if seconds < 5400:
+        return f"{seconds / 60:.1f}m"
+    return f"{seconds / 3600:.1f}h"

@@ -21,7 +21,7 @@ class Rollout:
 
     def weights(self) -> list[float]:
         """The weight of each token in the policy's loss."""
-        return [self.advantage * sampled for sampled in self.sampled]
+        return [self.advantage if sampled else 0.0 for sampled in self.sampled]
 
 
 def sample_rollouts(
@@ -43,15 +43,20 @@ def sample_rollouts(
 
 def rollout_stats(rollouts: list[Rollout]) -> dict[str, float]:
     """Mean reward, mean number of sampled tokens, and the part that has an advantage."""
-    return {"rl/reward": fmean(r.reward for r in rollouts), "rl/tokens": fmean(sum(r.sampled) for r in rollouts),
-            "rl/trained_on": fmean(r.advantage != 0 for r in rollouts)}
+    return {
+        "rl/reward": fmean(rollout.reward for rollout in rollouts),
+        "rl/tokens": fmean(sum(rollout.sampled) for rollout in rollouts),
+        "rl/trained_on": fmean(rollout.advantage != 0 for rollout in rollouts),
+    }
 
 
 def describe_change(before: list[list[bool]], after: list[list[bool]]) -> str:
     """How pass@1 changed on the same problems, in words, with a 95% interval from the problems' own differences."""
     differences = [fmean(b) - fmean(a) for a, b in zip(before, after, strict=True)]
-    margin = 1.96 * stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
     change = fmean(differences)
+    margin = math.nan
+    if len(differences) > 1:
+        margin = 1.96 * stdev(differences) / math.sqrt(len(differences))  # of a normal distribution
     return (f"pass@1 from {accuracy(before):.1%} to {accuracy(after):.1%}, {100 * change:+.1f} points, "
             f"95% interval {100 * (change - margin):+.1f} to {100 * (change + margin):+.1f}, "
             f"paired over {len(differences):,} problems")

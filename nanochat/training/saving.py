@@ -1,11 +1,11 @@
 """
 Saving in the background: training waits until what it changes is copied to host memory, not for the disk.
 
-    main thread, every rank        wait for the save before; copy what this rank writes
+    main thread, every rank        wait for the save before; copy the tensors that this rank writes
     background thread, rank 0      make the folder to fill
     background thread, every rank  write, sync and hash this rank's files
     background thread, rank 0      add meta.json, the tokenizer and the manifest; rename
-    one rank of a host whose disk is its own: rename what is there, with the same manifest, which tells what is missing
+    one rank of a host whose disk is its own: rename the host's files, with the same manifest, which lists all files
     one rank of each host          remove old checkpoints, when the new one is on every disk
 
 A save that fails is a warning while training goes on, and an error when it was the last; a finished model is saved
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -36,14 +36,15 @@ from torch import Tensor
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.zero import Sharding
-from nanochat.runtime import heartbeat
-from nanochat.runtime.distributed import from_rank0, on_first_of_host, print0, rank_and_size, set_timeout
-from nanochat.runtime.errors import UserError, last_acts, one_line
+from nanochat.runtime.collectives import from_rank0, on_first_of_host, rank_and_size
+from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import set_timeout
+from nanochat.runtime.errors import UserError, one_line
+from nanochat.runtime.exits import last_acts
 from nanochat.runtime.files import recover_folder, sha256, sync, write_folder_aside, write_text
 from nanochat.training.checkpoint import (
     MODEL_FILE,
     claim,
-    find_checkpoint,
     has_training_state,
     launchers,
     list_steps,
@@ -54,10 +55,11 @@ from nanochat.training.checkpoint import (
 from nanochat.training.metrics import Metrics
 from nanochat.training.resharding import counters, kept_state
 
-PATIENCE = timedelta(minutes=30)  # with the slowest rank's disk; a rank that dies is noticed at once
+SAVE_MINUTES = 30  # between checkpoints that no setting asks for: a crash costs half an hour at most
+KEPT_BY_TIME = 2   # checkpoints that only time asked for: newer ones take their place
+SAVE_TIMEOUT = timedelta(minutes=30)       # for the slowest rank's disk; a rank that dies is noticed at once
 ALL_FAILED_WITHIN = timedelta(seconds=10)  # after an exception on this rank, for the others to have one as well
-COPIED_WITHIN_S = 120  # seconds in which a save after an exception must have copied what it writes
-KEPT_BY_TIME = 2  # checkpoints that nothing but `save_minutes` asked for: newer ones take their place
+COPY_TIMEOUT = 120  # seconds in which a save after an exception must have copied its tensors
 
 Files = dict[str, tuple[dict[str, Tensor], dict[str, str]]]  # by name: the tensors of a file, and its metadata
 
@@ -65,27 +67,28 @@ Files = dict[str, tuple[dict[str, Tensor], dict[str, str]]]  # by name: the tens
 class CheckpointWriter:
     """
     Writes the checkpoints of a run into `folder`, one at a time, keeping the newest `keep_last` (−1: all); one at least
-    every `save_minutes` (−1: only when asked for). UserError while another run writes there: the folder is this one's
-    until `wait`, or the end of the process. overwrite: remove the checkpoints after start_step, or all if that is 0.
+    every `save_minutes`. UserError while another run writes there: the folder is this run's until `wait`, or the end of
+    the process. overwrite: remove the checkpoints after start_step, or all if that is 0.
     COLLECTIVE, as are its methods: every rank calls each of them in the same order.
     """
 
     def __init__(self, folder: Path, sharding: Sharding, optimizers, tokenizer: Tokenizer, start_step: int = 0,
-                 keep_last: int = -1, save_minutes: float = -1, overwrite: bool = False):
+                 keep_last: int = -1, overwrite: bool = False, save_minutes: float = SAVE_MINUTES):
         self.folder, self.sharding, self.optimizers = folder, sharding, optimizers
         self.tokenizer, self.keep_last, self.save_minutes = tokenizer, keep_last, save_minutes
         self.lock: TextIO | None = None
         self.launchers = launchers()
-        # Steps that `save_minutes` alone asked for, also of the run that goes on.
+        # Steps that only time asked for, also of the run that goes on.
         self.by_time: list[int] = from_rank0(self.take_folder, start_step, overwrite)
         last_acts.append(self.rescue)
-        self.began = time.monotonic()     # the newest save, or the run
-        self.saved = start_step           # the step of the newest save; -1: it failed
-        self.whole: tuple[int, Metrics, dict] | None = None  # what `stand_by` was told, until `begin_update`
+        self.began = time.monotonic()  # the newest save, or the run
+        self.saved = start_step        # the step of the newest save; -1: it failed
+        self.state: tuple[int, Metrics, dict] | None = None  # between two steps: step, metrics and meta to save
         self.thread: threading.Thread | None = None
         self.failed: tuple[int, Exception, str] | None = None  # step, reason and meta, the same on every rank
-        # A group for the thread alone: in a shared one its messages would mix with those of the main thread.
-        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if rank_and_size()[1] > 1 else None
+        self.group = None
+        if rank_and_size()[1] > 1:  # for the thread alone: its messages must not mix with those of the main thread
+            self.group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
 
     def take_folder(self, start_step: int, overwrite: bool) -> list[int]:
         """
@@ -95,9 +98,10 @@ class CheckpointWriter:
         self.lock = claim(self.folder)
         for left in self.folder.glob(".step_*"):
             recover_folder(self.folder / left.name.split(".")[1])
-        for step in list_steps(self.folder) if overwrite else ():
-            if step > start_step or start_step == 0:
-                shutil.rmtree(step_dir(self.folder, step))
+        if overwrite:
+            for step in list_steps(self.folder):
+                if step > start_step or start_step == 0:
+                    shutil.rmtree(step_dir(self.folder, step))
         begin = step_dir(self.folder, start_step)
         return read_meta(begin).get("by_time", []) if begin.exists() else []
 
@@ -105,51 +109,45 @@ class CheckpointWriter:
 
     def time_is_up(self) -> bool:
         """Whether this rank asks for a checkpoint: on rank 0, `save_minutes` after the last one began."""
-        return self.sharding.rank == 0 and 0 < self.save_minutes <= (time.monotonic() - self.began) / 60
+        return self.sharding.rank == 0 and time.monotonic() - self.began >= 60 * self.save_minutes
 
-    def stand_by(self, step: int, metrics: Metrics, meta: dict) -> None:
+    def set_state(self, step: int, metrics: Metrics, **meta) -> None:
         """
-        Between two steps: what `checkpoint` saves. From here to `begin_update` an exception that ends the run saves it,
-        too. meta: what JSON can hold, to continue from.
+        Between two steps: the state that `checkpoint` saves. Until `clear_state` an exception that ends the run saves
+        it, too. meta: everything else that a resumed run needs, as JSON can hold it.
         """
-        self.whole = step, metrics, meta
+        self.state = step, metrics, meta
+
+    def clear_state(self) -> None:
+        """Parameters change from here to the next `set_state`: an exception in between saves nothing."""
+        self.state = None
 
     def checkpoint(self, asked_for: bool) -> None:
         """
-        Save what `stand_by` was told, unless it has been saved: if asked for, or if rank 0 says that `save_minutes` are
-        over. Of those that nothing else asked for the newest two are kept.
+        Save the state, unless it has been saved: if asked for, or if rank 0 says that `save_minutes` are over. The
+        newest two of the checkpoints that only time asked for are kept.
         """
-        step, metrics, meta = self.whole
+        step, metrics, meta = self.state
         if not (asked_for or metrics.save_requested):
             return
         with metrics.paused():
             metrics.save_requested = False
             if step > self.saved:
-                self.by_time += [] if asked_for else [step]
+                if not asked_for:
+                    self.by_time.append(step)
                 self.save(step, meta | {"metrics_state": metrics.state, "by_time": self.by_time})
-
-    def begin_update(self) -> None:
-        """Parameters change from here to the next `stand_by`: an exception in between saves nothing."""
-        self.whole = None
-
-    def give_up(self, reason: str) -> NoReturn:
-        """UserError on every rank, once the save under way is finished: the reason, and the last good checkpoint."""
-        self.whole = None
-        self.join()
-        self.warn()
-        there = from_rank0(list_steps, self.folder)
-        good = f"the last good checkpoint is {find_checkpoint(self.folder)}" if there else "there is no checkpoint yet"
-        raise UserError(f"{reason}; {good}; try lower learning rates, a longer warmup or grad_clip=1")
 
     def wait(self) -> None:
         """
         Return when the last save is finished, and let other runs have the folder. Raises on every rank what made it
         fail: UserError when the disk refused, also if the weights of a finished model could be saved without the rest.
         """
-        self.whole = None
+        self.state = None
         self.join()
         failed, self.failed = self.failed, None
-        result = "was saved as weights alone" if failed and self.keep_weights(*failed) else "was not saved"
+        result = "was not saved"
+        if failed and self.save_weights_alone(*failed):
+            result = "was saved as weights alone"
         if self.lock:
             self.lock.close()
             self.lock = None
@@ -159,7 +157,24 @@ class CheckpointWriter:
                 raise UserError(f"step {step} {result}: {reason(error)}; {newest_saved(self.folder)}") from error
             raise error
 
-    def keep_weights(self, step: int, error: Exception, meta: str) -> bool:
+    # --- saving
+
+    def save(self, step: int, meta: dict) -> None:
+        """
+        Begin to save folder/step_NNNNNN; parameters may change as soon as this returns. meta must be JSON; step,
+        launchers and model are added to it. A kill at any moment costs nothing older.
+        """
+        self.join()
+        self.warn("; training goes on, the next save tries again")
+        meta = meta | {"step": step, "launchers": self.launchers, "model_config": vars(self.sharding.model.config)}
+        self.began = time.monotonic()
+        text, files = json.dumps(meta, indent=1), copy_to_host(self.sharding, self.optimizers)
+        self.saved = step  # not before: an interrupted copy has saved nothing
+        # Not a daemon: at the end of a run that fails the interpreter waits for it, instead of killing it in mid-write.
+        self.thread = threading.Thread(target=self.write, args=(step, files, text), name="checkpoint")
+        self.thread.start()
+
+    def save_weights_alone(self, step: int, error: Exception, meta: str) -> bool:
         """Whether the weights of a finished model fit on a disk that was too full to save all. COLLECTIVE."""
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not full or step != json.loads(meta).get("num_iterations"):
@@ -168,27 +183,6 @@ class CheckpointWriter:
         self.write(step, {name: file for name, file in files.items() if name == MODEL_FILE}, meta)
         failed, self.failed = self.failed, None
         return failed is None
-
-    # --- saving
-
-    def save(self, step: int, meta: dict) -> None:
-        """
-        Begin to save folder/step_NNNNNN; what is saved may change as soon as this returns. meta must be JSON; step,
-        launchers and model are added to it. A kill at any moment costs nothing older. UserError once another run has
-        the folder.
-        """
-        self.join()
-        if self.failed and isinstance(self.failed[1], UserError):
-            self.whole = None
-            raise self.failed[1]
-        self.warn("; training goes on, the next save tries again")
-        meta = meta | {"step": step, "launchers": self.launchers, "model_config": vars(self.sharding.model.config)}
-        self.began = time.monotonic()
-        text, files = json.dumps(meta, indent=1), copy_to_host(self.sharding, self.optimizers)
-        self.saved = step  # not before: what interrupts the copy has saved nothing
-        # Not a daemon: at the end of a run that fails the interpreter waits for it, instead of killing it in mid-write.
-        self.thread = threading.Thread(target=self.write, args=(step, files, text), name="checkpoint")
-        self.thread.start()
 
     def warn(self, consequence: str = "") -> None:
         """Say that the last save failed, if it did."""
@@ -206,52 +200,57 @@ class CheckpointWriter:
             self.thread = None
 
     def write(self, step: int, files: Files, meta: str) -> None:
-        """The thread: whatever happens on one rank, all end with the same outcome, and nothing half-made is left."""
-        begin, publish = (self.begin, self.publish) if self.sharding.rank == 0 else (None, None)
+        """The thread: after a failure on one rank all ranks report the same one, and nothing half-made is left."""
+        begin = publish = None
+        if self.sharding.rank == 0:
+            begin, publish = self.begin, self.publish
         try:
             with contextlib.ExitStack() as stack:  # rank 0's has the folder to fill, and publishes it when it closes
                 aside = self.folder / self.share(begin, step, stack)[0]  # hosts may have it elsewhere
                 sums = self.share(write_files, aside, files)
                 manifest, too_old = self.share(publish, step, stack, aside, sums, meta)[0]
-                self.share(self.keep_apart, step, aside, manifest)
-                for old in too_old if on_first_of_host() else ():
-                    shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)  # in use (NFS): goes next time
+                self.share(self.publish_on_own_disk, step, aside, manifest)
+                if on_first_of_host():
+                    for old in too_old:
+                        shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)  # in use (NFS): goes next time
         except Exception as error:  # of any rank; or a rank has died
-            self.failed, self.saved = (step, error, meta), -1
+            self.failed = step, error, meta
+            self.saved = -1
         else:
             with contextlib.suppress(Exception):
                 self.share(None)  # all threads end together: `rescue` does not wait long for other ranks
 
     def begin(self, step: int, stack: contextlib.ExitStack) -> Path:
-        self.lock = claim(self.folder, self.lock)
+        """The folder to fill, within self.folder."""
         aside = stack.enter_context(write_folder_aside(step_dir(self.folder, step)))
-        return Path(*aside.parts[-2:])  # within the folder
+        return Path(*aside.parts[-2:])
 
     def publish(
         self, step: int, stack: contextlib.ExitStack, aside: Path, sums: list[dict], meta: str
     ) -> tuple[str, list[int]]:
         """Make the filled folder a checkpoint. Returns its manifest, and the steps that are too old then."""
         manifest = complete(aside, sums, self.tokenizer, meta)
-        self.lock = claim(self.folder, self.lock)
         stack.close()
-        steps = [there for there in list_steps(self.folder) if there <= step]
-        by_time = [there for there in self.by_time if there in steps]  # a save can have failed
-        too_old = steps[: -self.keep_last] if self.keep_last > 0 else []
-        too_old += by_time[:-KEPT_BY_TIME]
         print0(f"saved {step_dir(self.folder, step)}")
-        return manifest, too_old if has_training_state(step_dir(self.folder, step)) else []
+        if not has_training_state(step_dir(self.folder, step)):
+            return manifest, []  # weights alone: a run can go on from an older checkpoint only
+        steps = [there for there in list_steps(self.folder) if there <= step]
+        too_old = [there for there in self.by_time if there in steps][:-KEPT_BY_TIME]  # in steps: a save can fail
+        if self.keep_last > 0:
+            too_old += steps[: -self.keep_last]
+        return manifest, too_old
 
-    def keep_apart(self, step: int, aside: Path, manifest: str) -> None:
+    def publish_on_own_disk(self, step: int, aside: Path, manifest: str) -> None:
         """
-        On a host that does not share rank 0's disk: its files take their place there, and what killed saves left goes.
-        Resuming needs the files of all hosts.
+        On a host that does not share rank 0's disk: its files take their place there, and the debris of killed saves
+        goes. Resuming needs the files of all hosts.
         """
         if not on_first_of_host():
             return
         own, target = aside.with_name("own"), step_dir(self.folder, step)
         try:
-            # On a shared disk it has its place by now, which a rename finds out from the file server; another question
-            # may be answered from this host's memory of how it was, and what follows would harm the checkpoint.
+            # On a shared disk rank 0 has moved `aside` by now. Only a rename asks the file server whether it is there:
+            # `exists` may answer from this host's cache, and the lines below would then harm the checkpoint.
             os.rename(aside, own)
         except FileNotFoundError:
             return
@@ -266,7 +265,7 @@ class CheckpointWriter:
 
     def share(self, function: Callable | None, *args) -> list:
         """
-        What the function returns on each rank (None: nothing is to be done there), on every rank. What it raises on any
+        The function's results on all ranks (None: this rank has nothing to do), on every rank. An exception on any
         rank is raised on every rank.
         """
         try:
@@ -286,18 +285,18 @@ class CheckpointWriter:
 
     def rescue(self) -> None:
         """
-        For a run that an exception ends: finish the save under way, then save what `stand_by` was told. Several ranks
-        only if all come here, before the same step, and not on stage 3, where parameters may be half gathered.
+        For a run that an exception ends: finish the save under way, then save the state. Several ranks only if all come
+        here, before the same step, and not on stage 3 of ZeRO, where parameters may be half gathered.
         """
-        step, metrics, _ = self.whole or (-1, None, None)
+        step = self.state[0] if self.state else -1
         # Ranks that failed at different points of a step may wait for each other when the parameters are copied.
-        watchdog = threading.Timer(COPIED_WITHIN_S, os._exit, [1])
+        watchdog = threading.Timer(COPY_TIMEOUT, os._exit, [1])
         watchdog.daemon = True
         try:
             if self.thread and self.thread.is_alive():
                 print0(f"finishing the save of step {self.saved} before the run ends")
-            self.join(PATIENCE.total_seconds())
-            if self.whole is None or step == self.saved:
+            self.join(SAVE_TIMEOUT.total_seconds())
+            if self.state is None or step == self.saved:
                 self.warn()
                 return
             if self.group:
@@ -306,18 +305,19 @@ class CheckpointWriter:
                 set_timeout(ALL_FAILED_WITHIN, self.group)
                 if set(self.share(lambda: step)) != {step}:
                     raise UserError("other ranks failed in another step")
-                set_timeout(PATIENCE, self.group)
+                set_timeout(SAVE_TIMEOUT, self.group)
                 watchdog.start()
             print0(f"saving step {step} before the run ends")
             self.checkpoint(asked_for=True)
             watchdog.cancel()  # all is in host memory
             self.wait()
         except BaseException as error:  # a second one must not hide the first
-            lost, why, say = max(step, self.saved), reason(error), print0
+            why, say = reason(error), print0
             if self.group and not isinstance(error, UserError):
                 why += "; that takes all ranks, and some have not failed, or are gone"
                 say = partial(print, flush=True)  # rank 0 may be one of them
             with contextlib.suppress(OSError):  # the terminal may be gone
+                lost = max(step, self.saved)
                 say(f"warning: step {lost} was not saved: {why}; {newest_saved(self.folder)}")
         finally:
             watchdog.cancel()
@@ -331,8 +331,8 @@ def save_weights(
     folder: Path, step: int, weights: dict[str, Tensor], tokenizer: Tokenizer, config: GPTConfig, meta: dict,
 ) -> Path:
     """
-    Save folder/step_NNNNNN without a state of training: what an import leaves. The other stages can begin with it,
-    no run can go on from it. OSError when the disk refuses; a kill at any moment leaves nothing half-made.
+    Save folder/step_NNNNNN without a state of training, as an import does. The other stages can begin with it, no run
+    can go on from it. OSError when the disk refuses; a kill at any moment leaves nothing half-made.
     """
     meta = meta | {"step": step, "tokenizer": tokenizer.fingerprint, "model_config": vars(config)}
     target = step_dir(folder, step)
@@ -343,7 +343,7 @@ def save_weights(
 
 def copy_to_host(sharding: Sharding, optimizers) -> Files:
     """
-    Copies of what this rank writes, also of what is in host memory already, as training changes it in place: the whole
+    Copies of the tensors that this rank writes, also in host memory, where training changes them in place: the whole
     model on rank 0, and in one replica (of each stage of a pipeline) each rank's shards. Waits for the device once per
     tensor. COLLECTIVE.
     """
@@ -351,15 +351,20 @@ def copy_to_host(sharding: Sharding, optimizers) -> Files:
         return tensor.detach().to("cpu", copy=True).contiguous()
 
     files: Files = {}
-    whole = {name: host_copy(t) for name, t in sharding.whole_tensors() if sharding.rank == 0}  # all ranks iterate
+    weights = {}
+    for name, tensor in sharding.whole_tensors():  # every rank must iterate: each tensor is gathered from all
+        if sharding.rank == 0:
+            weights[name] = host_copy(tensor)
     if sharding.rank == 0:
-        files[MODEL_FILE] = whole, {}
+        files[MODEL_FILE] = weights, {}
     if sharding.replica == 0:
         number = sharding.pipeline_stage * sharding.shard_count + sharding.shard_rank
-        kept = kept_state(sharding, optimizers) | (counters(optimizers) if number == 0 else {})
-        ranges = {"pieces": json.dumps({name: (part.start, part.end) for name, part in kept.items()})}
-        tensors = {name: host_copy(part.source) for name, part in kept.items()}
-        files[f"optimizer_rank_{number:05d}.safetensors"] = tensors, ranges
+        kept = kept_state(sharding, optimizers)
+        if number == 0:
+            kept |= counters(optimizers)
+        pieces = {name: (piece.start, piece.end) for name, piece in kept.items()}
+        tensors = {name: host_copy(piece.source) for name, piece in kept.items()}
+        files[f"optimizer_rank_{number:05d}.safetensors"] = tensors, {"pieces": json.dumps(pieces)}
     return files
 
 
@@ -367,11 +372,12 @@ def write_files(aside: Path, files: Files) -> dict[str, str]:
     """Write files into the folder, to the disk; {file name: SHA-256}. OSError when the disk refuses."""
     if files:
         aside.mkdir(parents=True, exist_ok=True)  # on a disk that is not rank 0's it is not there
-    with heartbeat.writing():
-        for name, (tensors, metadata) in files.items():
-            write_tensors(aside / name, tensors, metadata)
-            sync(aside / name)
-        return {name: sha256(aside / name) for name in files}
+    sums = {}
+    for name, (tensors, metadata) in files.items():
+        write_tensors(aside / name, tensors, metadata)
+        sync(aside / name)
+        sums[name] = sha256(aside / name)
+    return sums
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -382,7 +388,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         if number := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
         raise
-    path.chmod(0o644)  # safetensors makes files private; a checkpoint is as readable as what it was trained on
+    path.chmod(0o644)  # safetensors makes files private; a checkpoint is as readable as the data
 
 
 def complete(aside: Path, sums: list[dict[str, str]], tokenizer: Tokenizer, meta: str) -> str:
@@ -392,8 +398,12 @@ def complete(aside: Path, sums: list[dict[str, str]], tokenizer: Tokenizer, meta
     """
     (aside / "meta.json").write_text(meta, encoding="utf-8")
     tokenizer.save(aside)
-    known = {name: digest for part in sums for name, digest in part.items()}
-    known |= {file.name: sha256(file) for file in aside.iterdir() if file.name not in known}
+    known: dict[str, str] = {}
+    for of_rank in sums:
+        known |= of_rank
+    for file in aside.iterdir():
+        if file.name not in known:
+            known[file.name] = sha256(file)
     manifest = json.dumps(known, indent=1, sort_keys=True)
     (aside / "manifest.json").write_text(manifest, encoding="utf-8")
     return manifest

@@ -1,0 +1,156 @@
+"""What ranks send to each other. Functions marked COLLECTIVE are called by every rank, and raise on all or none."""
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanochat.runtime.console import is_rank0
+from nanochat.runtime.errors import UserError
+
+T = TypeVar("T")
+
+# torch 2.13 renamed the collectives on single tensors, and warns of the older names.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank, and how many ranks there are."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def collective_device() -> str:
+    """Where tensors must be to be sent: NCCL sends from GPUs only."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+
+
+def on_first_of_host() -> bool:
+    """Whether this rank works for its host where something is done once on each disk."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
+# ---- Objects
+
+
+def rank0_first(function: Callable[..., T], *args) -> T:
+    """
+    Call on rank 0, then on the first rank of each host, whose disk may be its own, then on the others: what it makes
+    (data, a tokenizer) is there for them. COLLECTIVE.
+    """
+    own_turn = 2
+    if is_rank0():
+        own_turn = 0
+    elif on_first_of_host():
+        own_turn = 1
+    for turn in range(3):
+        if turn == own_turn:
+            result = function(*args)
+        if dist.is_initialized():
+            dist.barrier()
+    return result
+
+
+def from_rank0(function: Callable[..., T], *args) -> T:
+    """
+    The function's result on rank 0, on every rank: for decisions that must be the same. A UserError that it raises
+    there is raised on every rank. COLLECTIVE.
+    """
+    result = [None]
+    if is_rank0():
+        try:
+            result = [function(*args)]
+        except UserError as error:
+            result = [error]
+    if dist.is_initialized():
+        dist.broadcast_object_list(result, src=0)
+    if isinstance(result[0], UserError):
+        raise result[0]
+    return result[0]
+
+
+def gather_objects(value: T) -> list[T]:
+    """The value of each rank, in the order of ranks, on every rank. COLLECTIVE."""
+    values = [value] * rank_and_size()[1]
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def first_problem(problem: str | None) -> str | None:
+    """The problem of the first rank that has one, on every rank. COLLECTIVE."""
+    return next(filter(None, gather_objects(problem)), None)
+
+
+def require_same(what: str, values: dict[str, object], advice: str, ranks: int | None = None) -> None:
+    """
+    UserError on every rank where the values of some rank are not those of rank 0, or, where `ranks` neighbours share
+    them, of the first of its neighbours: "rank 1 {what} than rank 0 (the first is {name of the value}); {advice}".
+    COLLECTIVE.
+    """
+    of_ranks = gather_objects(values)
+    for rank, theirs in enumerate(of_ranks):
+        first = rank // ranks * ranks if ranks else 0
+        expected = of_ranks[first]
+        for name in expected | theirs:
+            if expected.get(name) != theirs.get(name):
+                raise UserError(f"rank {rank} {what} than rank {first} (the first is {name}); {advice}")
+
+
+# ---- Tensors
+
+
+def all_reduce_sum(tensor: Tensor) -> None:
+    """The tensor becomes its sum over the ranks, in place; nothing happens on one rank."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+
+
+def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None):
+    """
+    Start output = this rank's chunk of the sum of all ranks' inputs; returns the work to `wait()` for.
+
+    input: (N · n,), output: (n,); keep both until the wait is over. Gloo's own reduce-scatter is an all-reduce, which
+    sends twice the bytes and blocks when it starts: with gloo the chunks are sent to their owners, who add them.
+    """
+    if dist.get_backend(group) != "gloo":
+        return reduce_scatter_single(output, input, group=group, async_op=True)
+    received = torch.empty_like(input)
+    return SumOfChunks(dist.all_to_all_single(received, input, group=group, async_op=True), received, output)
+
+
+class SumOfChunks:
+    """Chunks that are being sent to their owner; `wait` adds them in the order of ranks."""
+
+    def __init__(self, work: dist.Work, received: Tensor, output: Tensor):
+        self.work, self.received, self.output = work, received, output
+
+    def wait(self) -> None:
+        self.work.wait()
+        torch.sum(self.received.view(-1, len(self.output)), dim=0, out=self.output)
+
+
+def concatenate_parts(part: np.ndarray) -> np.ndarray:
+    """
+    The arrays of all ranks end to end, in the order of ranks, on every rank; a rank's may be empty. They travel one
+    after the other, so that a GPU holds only one of them. COLLECTIVE.
+    """
+    if not dist.is_initialized():
+        return part
+    sizes = gather_objects(len(part))
+    whole = np.empty(sum(sizes), part.dtype)
+    for rank, own in enumerate(np.split(whole, np.cumsum(sizes)[:-1])):  # views of each rank's range
+        if rank == dist.get_rank():
+            own[:] = part
+        if len(own) == 0:
+            continue
+        content = torch.from_numpy(own.view(np.uint8))
+        sent = content.to(collective_device())  # on a CPU it is the content itself
+        dist.broadcast(sent, src=rank)
+        content.copy_(sent)
+    return whole

@@ -1,0 +1,40 @@
+"""What a process prints. Ranks that share a terminal print once; imports no torch."""
+import errno
+import os
+import sys
+import traceback
+
+
+def is_rank0() -> bool:
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def print0(*values: object, sep: str = " ") -> None:
+    """
+    Print on rank 0, at once. A run continues when its terminal, or the reader of its pipe (`| tee`), is gone, and
+    without its last lines while the disk of its log is full.
+    """
+    if not is_rank0():
+        return
+    try:
+        print(*values, sep=sep, flush=True)
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.EPIPE):  # a terminal, a pipe
+            discard_output()
+        elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
+def discard_output() -> None:
+    """Send all further output to /dev/null; errors as well if they went to the same place."""
+    # Descriptors, not sys.stdout: libraries and child processes write to them as well.
+    null = os.open(os.devnull, os.O_WRONLY)
+    if os.path.sameopenfile(1, 2):
+        os.dup2(null, 2)
+    os.dup2(null, 1)
+
+
+def log_error(what: str, error: BaseException) -> None:
+    """On stderr: where an error came from, without its message, which may quote what somebody wrote."""
+    trace = "".join(traceback.format_tb(error.__traceback__))
+    print(f"{what}: {type(error).__name__}\n{trace}", file=sys.stderr, end="", flush=True)

@@ -1,0 +1,123 @@
+"""Stop requests: how a signal to one rank ends all of them in the same place, and no rank waits for a dead one."""
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from nanochat.runtime.collectives import all_reduce_sum, collective_device
+from nanochat.runtime.console import discard_output, is_rank0, print0
+from nanochat.runtime.distributed import compute_cleanup, is_alive, node_process_ids
+from nanochat.runtime.exits import ending
+
+T = TypeVar("T")
+# Seconds from a signal to the end of a rank that still waits for its device or for another rank:
+DEATH_AFTER = 15   # if a rank of this node is dead
+STUCK_AFTER = 240  # otherwise; less than the --shutdown-timeout=300 of the launchers here
+
+
+class StopRequest:
+    """
+    Turns SIGTERM, SIGINT and SIGHUP (the terminal is gone) into `asked`, which the loop shares with all ranks. An
+    ignored SIGHUP (nohup) stays ignored. Without torchrun, which repeats signals, a second Ctrl-C interrupts at once.
+
+    A rank that waits in a collective on a GPU for a dead rank never runs Python's signal handler. A thread ends such a
+    process, so that it does not hold up the job: DEATH_AFTER seconds after torchrun's signal if a rank of this node is
+    dead, else after STUCK_AFTER. (Ranks of other nodes lose their connections to it, which NCCL notices.)
+    """
+
+    current: "StopRequest | None" = None  # of a training script
+
+    def __init__(self):
+        self.asked = False
+        self.interrupted = False  # by Ctrl-C, without torchrun
+        self.handlers_before = {}  # by signal: its handler without this class
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self.handlers_before[number] = signal.signal(number, self.ask)
+        os.register_at_fork(after_in_child=self.forget)
+        StopRequest.current = self
+        if dist.is_initialized():
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # written to at once, even in a collective
+            threading.Thread(target=self.watch, args=(reader,), daemon=True, name="signals").start()
+
+    def watch(self, reader: int) -> None:
+        """The thread: ends a process that would wait for a dead rank, but not one that is ending already."""
+        os.read(reader, 1)
+        time.sleep(DEATH_AFTER)
+        why = "another rank of this node is dead"
+        if ending.is_set() or all(map(is_alive, node_process_ids)):
+            time.sleep(STUCK_AFTER - DEATH_AFTER)
+            if self.asked:
+                return
+            why = f"stuck for {STUCK_AFTER} s after a signal, most likely waiting for a dead rank"
+        os.write(2, f"{why}: this one ends, too\n".encode())
+        os._exit(1)
+
+    def forget(self) -> None:
+        """In a forked child: a signal to it must not stop this process, whose pipe it would write to."""
+        signal.set_wakeup_fd(-1)
+        for number, handler in self.handlers_before.items():
+            signal.signal(number, handler)
+
+    def ask(self, number: int, _frame: object) -> None:
+        """The signal handler."""
+        again = self.asked
+        self.asked = True  # before anything is printed: the next signal may come meanwhile
+        hint = ""
+        if number == signal.SIGINT and "RANK" not in os.environ:
+            self.interrupted = True
+            hint = "; Ctrl-C again ends at once"
+            if again:
+                raise KeyboardInterrupt
+        if not again and is_rank0():
+            name = signal.Signals(number).name
+            try:  # os.write: print is not safe in a signal handler
+                os.write(1, f"{name}: finishing this step, or batch of an evaluation, then saving{hint}\n".encode())
+            except OSError:
+                discard_output()
+
+    def end(self, step: int) -> NoReturn:
+        """
+        End a run that was stopped, once it is saved. After Ctrl-C its exit code is that of an interrupted command, so
+        that what follows it in a script does not begin; under torchrun, which would start it again, 0. COLLECTIVE.
+        """
+        print0(f"stopped after step {step}; --resume=auto continues")
+        compute_cleanup(self)
+        raise SystemExit(128 + signal.SIGINT if self.interrupted else 0)
+
+
+class Stopped(Exception):
+    """Raised on all ranks in the same place, where some rank was asked to stop. See `Metrics.stoppable`."""
+
+
+def until_stopped(items: Iterable[T], every: int = 1) -> Iterator[T]:
+    """
+    The items of each rank, in a training script until some rank is asked to stop; then Stopped is raised on all.
+    COLLECTIVE at every `every`-th item. Ranks may have different numbers of items: ranks that have finished go on
+    voting until all have.
+    """
+    for number, item in enumerate(items):
+        if number % every == 0:
+            vote(finished=False)
+        yield item
+    while not vote(finished=True):
+        pass
+
+
+def vote(finished: bool) -> bool:
+    """Whether all ranks have finished. Stopped if any rank of a training script was asked to stop. COLLECTIVE."""
+    if StopRequest.current is None:
+        return True
+    votes = torch.tensor([StopRequest.current.asked, not finished], dtype=torch.float32, device=collective_device())
+    all_reduce_sum(votes)
+    asked, unfinished = votes.tolist()
+    if asked:
+        raise Stopped
+    return unfinished == 0
