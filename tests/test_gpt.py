@@ -2,8 +2,6 @@
 import functools
 import math
 import re
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -50,7 +48,8 @@ def small_model(
 
 def definition(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
     """Logits by the book, in float64: rotation as a product of complex numbers, heads one by one."""
-    config, weights = model.config, {name: p.detach().double() for name, p in model.named_parameters()}
+    config = model.config
+    weights = {name: p.detach().double() for name, p in model.named_parameters()}
     T, D, last = tokens.size(1), config.head_dim, config.n_layer - 1
 
     def rms(x):
@@ -126,26 +125,26 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, windo
     return (scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v).to(q.dtype)
 
 
-@pytest.mark.parametrize("window", [1024, 100, 1])
-@pytest.mark.parametrize("heads,kv_heads,length", [(2, 2, 64), (4, 2, 300), (6, 1, 513), (1, 1, 1)])
-def test_attention_kernels_equal_the_reference(heads, kv_heads, length, window, monkeypatch):
-    """Grouped queries, windows, and lengths below, above and not a multiple of the block; values and gradients."""
+def queries_keys_values(heads: int, kv_heads: int, length: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(length)
     shapes = [(2, h, length, 16) for h in (heads, kv_heads, kv_heads)]
-    q, k, v = (torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes)
-    upstream = torch.randn(2, heads, length, 16, generator=generator)
-    expected = reference_attention(q, k, v, window)
-    expected_grads = torch.autograd.grad(expected, (q, k, v), upstream)
-    def by_scaled_dot_product_attention(*args):
-        with monkeypatch.context() as patch:
-            patch.setattr("nanochat.model.attention.BLOCKWISE_MAX_LENGTH", 0)
-            return attention(*args)
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
 
-    for kernel in (attention, by_scaled_dot_product_attention):
-        got = kernel(q, k, v, window)
-        torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
-        for a, b in zip(torch.autograd.grad(got, (q, k, v), upstream), expected_grads):
-            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+@pytest.mark.parametrize("blockwise", [True, False])
+@pytest.mark.parametrize("window", [1024, 100, 1])
+@pytest.mark.parametrize("heads,kv_heads,length", [(2, 2, 64), (4, 2, 300), (6, 1, 513), (1, 1, 1)])
+def test_attention_kernels_equal_the_reference(heads, kv_heads, length, window, blockwise, monkeypatch):
+    """Grouped queries, windows, and lengths below, above and not a multiple of the block; values and gradients."""
+    if not blockwise:  # the way of longer rows
+        monkeypatch.setattr("nanochat.model.attention.BLOCKWISE_MAX_LENGTH", 0)
+    qkv = queries_keys_values(heads, kv_heads, length)
+    upstream = torch.randn(2, heads, length, 16, generator=torch.Generator().manual_seed(0))
+    expected = reference_attention(*qkv, window)
+    got = attention(*qkv, window)
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
+    for a, b in zip(torch.autograd.grad(got, qkv, upstream), torch.autograd.grad(expected, qkv, upstream)):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
 class PretendedGPU(str):
@@ -156,8 +155,7 @@ class PretendedGPU(str):
 @pytest.mark.parametrize("heads,kv_heads,length,window", [(2, 2, 256, 128), (4, 2, 300, 75)])
 def test_flex_attention_equals_the_reference(heads, kv_heads, length, window, monkeypatch):
     """The way of windows in compiled code on a GPU, here run eagerly on a CPU."""
-    generator = torch.Generator().manual_seed(length)
-    q, k, v = (torch.randn(2, h, length, 16, generator=generator) for h in (heads, kv_heads, kv_heads))
+    q, k, v = (t.detach() for t in queries_keys_values(heads, kv_heads, length))
     window_blocks.cache_clear()
     with torch.inference_mode():  # as a sample in mid-training, before a batch of its length
         blocks = window_blocks(length, window, PretendedGPU("cpu"))
@@ -168,79 +166,69 @@ def test_flex_attention_equals_the_reference(heads, kv_heads, length, window, mo
     monkeypatch.setattr(F, "scaled_dot_product_attention", None)
     got = attention(q, k, v, window, blocks)
     torch.testing.assert_close(got, reference_attention(q, k, v, window), atol=2e-6, rtol=0)
-    assert window_blocks(length, length, PretendedGPU("cpu")) is window_blocks(length, 1, torch.device("cpu")) is None
+    assert window_blocks(length, length, PretendedGPU("cpu")) is None  # no window
 
 
-def drawn(x_scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Generator]:
-    """x (32, 24), head (64, 24) for 50 tokens and padding, targets (32,) of which every fifth is missing."""
+def drawn(x_scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x (32, 24), head (64, 24) for 50 tokens and larger padding, targets (32,), of which every fifth is missing."""
     generator = torch.Generator().manual_seed(0)
-    x, head = torch.randn(32, 24, generator=generator) * x_scale, torch.randn(64, 24, generator=generator)
+    x = torch.randn(32, 24, generator=generator) * x_scale
+    head = torch.randn(64, 24, generator=generator)
+    head[50:] *= 20
     targets = torch.randint(50, (32,), generator=generator)
     targets[::5] = -1
-    return x, head, targets, generator
+    return x, head, targets
 
 
+@pytest.mark.parametrize("softcap, x_scale, rounding", [(15.0, 3, 1), (None, 40, 100)])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_loss_and_gradients_equal_autograds(monkeypatch, compiled):
-    """In one chunk and in four, padding, masked and weighted targets: autograd in float64 on the plain formula."""
+def test_loss_and_gradients_equal_autograds(monkeypatch, compiled, softcap, x_scale, rounding):
+    """
+    In one chunk and in four, padding, masked and weighted targets: autograd in float64 on the plain formula. Without a
+    softcap with logits of several hundred, whose exponentials are no float32; rounding leaves 2^-24 of one.
+    """
     monkeypatch.setattr(switch, "on", compiled)
-    x, head, targets, generator = drawn(x_scale=3)
+    x, head, targets = drawn(x_scale)
     x64, head64 = x.double().requires_grad_(), head.double().requires_grad_()
-    logits = 15 * torch.tanh(x64 @ head64[:50].T / 15)
+    logits = x64 @ head64[:50].T
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    else:
+        assert logits.abs().max() > 400
     expected_each = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
-    for chunk_logits, weights in ((32 * 64, None), (8 * 64, None), (8 * 64, torch.randn(32, generator=generator))):
+    drawn_weights = torch.randn(32, generator=torch.Generator().manual_seed(1))
+    for chunk_logits, weights in ((32 * 64, None), (8 * 64, None), (8 * 64, drawn_weights)):
         monkeypatch.setitem(CHUNK_LOGITS, "cpu", chunk_logits)
-        expected = expected_each.sum() if weights is None else expected_each @ weights.double()
+        counts = torch.ones(32) if weights is None else weights
+        expected = expected_each @ counts.double()
         grad_x, grad_head = torch.autograd.grad(expected / 3, (x64, head64), retain_graph=True)
-        counted = (targets >= 0) * (torch.ones(32) if weights is None else weights)
         for all_rows in (False, True):  # on a GPU rows without a target come along
             x_, head_ = x.clone().requires_grad_(), head.clone().requires_grad_()
-            loss = (SoftcappedCrossEntropy.apply(x_, head_, targets, counted, 50, 15.0) if all_rows else
-                    softcapped_cross_entropy(x_, head_, targets, 50, 15.0, weights))
+            if all_rows:
+                loss = SoftcappedCrossEntropy.apply(x_, head_, targets, (targets >= 0) * counts, 50, softcap)
+            else:
+                loss = softcapped_cross_entropy(x_, head_, targets, 50, softcap, weights)
             (loss / 3).backward()
             torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
-            torch.testing.assert_close(x_.grad.double(), grad_x, atol=2e-6, rtol=1e-5)
-            torch.testing.assert_close(head_.grad.double(), grad_head, atol=5e-6, rtol=1e-5)
+            torch.testing.assert_close(x_.grad.double(), grad_x, atol=2e-6 * rounding, rtol=1e-5 * rounding)
+            torch.testing.assert_close(head_.grad.double(), grad_head, atol=5e-6 * rounding, rtol=1e-5 * rounding)
             assert torch.all(head_.grad[50:] == 0), "padded rows get no gradient"
-        each = token_losses(x, head, targets, 50, 15.0)
-        torch.testing.assert_close(each.double(), expected_each, rtol=1e-6, atol=2e-6)
+        each = token_losses(x, head, targets, 50, softcap)
+        torch.testing.assert_close(each.double(), expected_each, rtol=1e-6, atol=2e-6 * rounding)
         assert torch.all(each[::5] == 0)
 
 
-def test_only_rows_with_a_target_are_multiplied_with_the_head():
-    """
-    Counted by torch: three products of the rows that have one, or whose target counts for something. Without any: no
-    loss, and gradients that are there, of zero.
-    """
-    x, head, targets, _ = drawn(x_scale=3)
-    for kept in (25, 20, 13, 0):
-        targets[targets.argsort()[: 32 - kept]] = -1
-        for given, weights in ((targets, None), (targets.clamp(min=0), torch.where(targets < 0, 0.0, 2.0))):
-            x_, head_ = x.clone().requires_grad_(), head.clone().requires_grad_()
-            with FlopCounterMode(display=False) as flops:
-                loss = softcapped_cross_entropy(x_, head_, given, 50, 15.0, weights)
-                loss.backward()
-            assert flops.get_total_flops() == 3 * 2 * kept * 64 * 24
-            assert torch.equal(x_.grad.any(1), targets >= 0) and bool(head_.grad.any()) == (loss > 0) == (kept > 0)
-
-
-def test_logits_of_any_size_without_a_softcap():
-    """Of several hundred, whose exponentials are no float32, and larger padded rows. Rounding leaves 2^-24 of one."""
-    x, head, targets, _ = drawn(x_scale=40)
-    head[50:] *= 20
-    x64, head64 = x.double().requires_grad_(), head[:50].double().requires_grad_()
-    logits = x64 @ head64.T
-    assert logits.abs().max() > 400
-    expected = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
-    expected.sum().backward()
-    x_, head_ = x.clone().requires_grad_(), head.clone().requires_grad_()
-    loss = softcapped_cross_entropy(x_, head_, targets, 50, None)
-    loss.backward()
-    torch.testing.assert_close(token_losses(x, head, targets, 50, 0).double(), expected, rtol=1e-6, atol=2e-4)
-    torch.testing.assert_close(loss.double(), expected.sum(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(x_.grad.double(), x64.grad, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(head_.grad[:50].double(), head64.grad, rtol=1e-4, atol=1e-2)
-    assert torch.all(head_.grad[50:] == 0), "padded rows get no gradient"
+@pytest.mark.parametrize("kept", [25, 13, 0])
+def test_only_rows_with_a_target_are_multiplied_with_the_head(kept):
+    """Counted by torch: three products of each. Without any: no loss, and gradients that are there, of zero."""
+    x, head, targets = drawn(x_scale=3)
+    targets[targets.argsort()[: 32 - kept]] = -1
+    x.requires_grad_(), head.requires_grad_()
+    with FlopCounterMode(display=False) as flops:
+        loss = softcapped_cross_entropy(x, head, targets, 50, 15.0)
+        loss.backward()
+    assert flops.get_total_flops() == 3 * 2 * kept * 64 * 24
+    assert torch.equal(x.grad.any(1), targets >= 0) and bool(head.grad.any()) == (loss > 0) == (kept > 0)
 
 
 def test_all_blocks_lengths_and_numbers_of_targets_share_compiled_code_on_a_cpu(monkeypatch):
@@ -270,28 +258,8 @@ def test_all_blocks_lengths_and_numbers_of_targets_share_compiled_code_on_a_cpu(
             assert counter.frame_count == 6, "before and after once more, without gradients"
 
 
-def test_a_script_of_ones_own_calls_the_model_eagerly():
-    """A new shape in each call: nothing is compiled, the compiler is not even imported."""
-    script = '''
-import sys, torch
-from nanochat.model.gpt import GPT
-from nanochat.model.gpt_config import GPTConfig
-model = GPT(GPTConfig(32, 70, n_layer=1, n_embd=32, n_head=1, n_kv_head=1))
-model.init_weights(seed=0)
-for length in range(2, 14):
-    tokens = torch.zeros(1, length, dtype=torch.int64)
-    model(tokens, tokens).backward()
-    model(tokens, tokens, reduction="none")
-print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
-'''
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert (result.stdout, result.stderr) == ("[]\n", "")
-
-
 def test_never_more_logits_at_a_time_than_allowed():
     """For a prime number of rows: counted over every tensor that the loss and its gradients make."""
-    rows = 2053
-
     class Largest(TorchDispatchMode):
         elements = 0
 
@@ -301,18 +269,13 @@ def test_never_more_logits_at_a_time_than_allowed():
             self.elements = max([self.elements, *sizes])
             return result
 
-    vocab_size = 2 * CHUNK_LOGITS["cpu"] // 2048
-    generator = torch.Generator().manual_seed(0)
-    x, head = (torch.randn(n, 4, generator=generator, requires_grad=True) for n in (rows, vocab_size))
-    targets = torch.randint(vocab_size, (rows,), generator=generator)
+    rows, vocab_size = 2053, 2 * CHUNK_LOGITS["cpu"] // 2048
+    x, head = (torch.randn(n, 4, requires_grad=True) for n in (rows, vocab_size))
+    targets = torch.randint(vocab_size, (rows,))
     with Largest() as largest:
-        loss = softcapped_cross_entropy(x, head, targets, vocab_size, 15.0)
-        loss.backward()
-        each = token_losses(x.detach(), head.detach(), targets, vocab_size, 15.0)
+        softcapped_cross_entropy(x, head, targets, vocab_size, 15.0).backward()
+        token_losses(x.detach(), head.detach(), targets, vocab_size, 15.0)
     assert CHUNK_LOGITS["cpu"] // 4 < largest.elements <= CHUNK_LOGITS["cpu"] < rows * vocab_size
-    expected = F.cross_entropy(15 * torch.tanh(x.double() @ head.double().T / 15), targets, reduction="none")
-    torch.testing.assert_close(each.double(), expected, rtol=1e-5, atol=1e-5)
-    assert loss.item() == pytest.approx(expected.sum().item(), rel=1e-5) and x.grad[-1].any()
 
 
 def test_the_largest_softcap_is_finite_and_a_larger_one_is_refused():
@@ -390,10 +353,7 @@ def test_an_architecture_is_a_name_and_changes():
     assert architecture("classic") == {} and modern["smear"] is True
     assert architecture("modern, smear=False,rope_theta=1e5") == modern | {"smear": False, "rope_theta": 100_000.0}
     assert architecture("classic,qk_scale=2") == {"qk_scale": 2.0}
-    for wrong, message in (
-        ("moden", "'moden'.*classic or modern"), ("classic,smaer=True", "no 'smaer=True'.*smear=bool"),
-        ("classic,smear=1", "no 'smear=1'"), ("classic,rope_theta=x", "no 'rope_theta=x'.*rope_theta=float"),
-    ):
+    for wrong, message in (("moden", "'moden'.*classic or modern"), ("classic,smear=1", "no 'smear=1'.*smear=bool")):
         with pytest.raises(UserError, match=message):
             config_from_depth(4, 100, 64, arch=wrong)
 
@@ -420,20 +380,18 @@ def test_flops_equal_those_that_torch_counts(arch):
     assert (forward.get_total_flops() + backward.get_total_flops()) == expected * tokens.numel()
 
 
-@pytest.mark.parametrize("arch", ["classic", ALL_PIECES])
-def test_activation_checkpointing_changes_nothing_but_memory(arch):
+def test_activation_checkpointing_changes_nothing_but_memory():
     tokens, grads = torch.randint(70, (2, 32)), []
     for recompute in (False, True):
-        model = small_model(arch=arch, n_layer=3)
+        model = small_model(arch=ALL_PIECES, n_layer=3)
         model.activation_checkpointing = recompute
         model(tokens, tokens).backward()
         grads.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
-@pytest.mark.parametrize("arch", ["classic", ALL_PIECES])
-def test_generate_is_the_argmax(arch):
-    model, prompt = small_model(arch=arch), [3, 1, 4]
+def test_generate_is_the_argmax():
+    model, prompt = small_model(arch=ALL_PIECES), [3, 1, 4]
     greedy = list(model.generate(prompt, 6))
     ids = list(prompt)
     for token in greedy:

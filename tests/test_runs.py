@@ -1,5 +1,4 @@
 """runs/ and the tour: what a page mentions exists; the launchers launch; the best depth of a budget is found."""
-import ast
 import functools
 import json
 import math
@@ -15,14 +14,12 @@ from pathlib import Path
 from configurator import read_arguments, read_settings
 
 import pytest
-from conftest import REPO, run_module, warm_python
+from conftest import REPO, make_sums, run_module, warm_python
 from ranks import run_on_ranks
 from torch.distributed.run import get_args_parser
 
 from bench.naive import VARIANTS, distances
 from bench.scaling_fit import fit, read_series
-from nanochat.corpus.learn_tokenizer import train_tokenizer
-from nanochat.corpus.make_dataset import make
 from nanochat.runtime.errors import UserError
 
 PAGES = sorted([*REPO.glob("README*.md"), *REPO.glob("docs/*.md"), REPO / "tests" / "README.md"])
@@ -91,12 +88,9 @@ def problems_of_command(words: list[str]) -> list[str]:
     module, rest = words[0], words[1:]
     if module == "pytest":
         files = [REPO / word.split("::")[0] for word in rest if word.startswith("tests/")]
-        missing = [f"test {file.relative_to(REPO)}" for file in files if not file.exists()]
         wanted = rest[rest.index("-k") + 1] if "-k" in rest else ""
-        names = [file.name for file in files]
-        for node in (node for file in files if file.exists() for node in ast.walk(ast.parse(file.read_text()))):
-            names += [node.name] if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else []
-        if wanted and not missing and not any(wanted in name for name in names):
+        missing = [f"test {file}" for file in files if not file.exists()]
+        if wanted and not missing and not any(wanted in f"{file}{file.read_text()}" for file in files):
             missing.append(f"tests -k {wanted}")
         return missing
     if not module.startswith(("scripts.", "nanochat.", "bench.")) or module == "scripts.":
@@ -156,12 +150,7 @@ def test_two_nodes_train_and_save_before_the_time_limit(tmp_path, base_folder):
     slurm.sbatch, multi_node.sh and two launchers for real; SLURM's own commands are played. Signalled, the job saves
     and is requeued. It is started as under nohup: torchrun would act on a SIGHUP that was ignored.
     """
-    (base_folder / "texts").mkdir(parents=True)
-    for i in range(300):
-        text = f"Document {i} says that {i} plus {i} is {2 * i}, and that {i} minus one is {i - 1}."
-        (base_folder / "texts" / f"{i}.txt").write_text(text)
-    make(str(base_folder / "texts"), "sums")
-    train_tokenizer("sums", 400, 10**6, 10**4)
+    make_sums(base_folder)
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(text)

@@ -61,16 +61,12 @@ def test_what_is_due_every_so_many_steps_is_due_at_the_end():
 
 
 def test_accumulation_divides_or_names_what_would():
-    assert accumulation_steps(524288, 32, 2048, 8) == 1 and accumulation_steps(524288, 8, 2048, 1) == 32
+    assert accumulation_steps(524288, 8, 2048, 1) == 32
     with pytest.raises(UserError, match=r"=5000 .* 4 \* 512 \* 2 = 4096; try total_batch_size=4096 or 8192"):
         accumulation_steps(5000, 4, 512, 2)
     with pytest.raises(UserError, match=r"try total_batch_size=8192, or device_batch_size=2"):
         accumulation_steps(2048, 8, 512, 2)
     assert [accumulation_steps(524288, 16, 2048, ranks, uneven=True) for ranks in (1, 3, 4, 24)] == [16, 6, 4, 1]
-    with pytest.raises(UserError, match="total_batch_size=5000 is not a multiple"):
-        accumulation_steps(5000, 4, 512, 2, uneven=True)
-    with pytest.raises(UserError, match="total_batch_size=0 must be at least 1"):
-        accumulation_steps(0, 4, 512, 2)
 
 
 def test_steps_from_the_horizon():
