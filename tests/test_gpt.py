@@ -8,14 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ALL_PIECES
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanochat.model.attention import attention, window_blocks
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import MAX_SOFTCAP, GPTConfig, architecture, config_from_depth
-from nanochat.model.layers import RotatedNorm, SquaredReLU, norm, rotary_angles, rotate
 from nanochat.model.loss import (
     CHUNK_LOGITS,
     SoftcappedCrossEntropy,
@@ -28,6 +25,10 @@ from nanochat.runtime.errors import UserError
 
 ALONE = ["rope_theta=100", "qk_scale=1.5", "short_windows=True", "value_embeddings=True",
          "smear=True"]  # each piece of the forward pass
+
+
+def in_float64(model: GPT) -> dict[str, torch.Tensor]:
+    return {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
 
 
 def small_model(
@@ -46,10 +47,9 @@ def small_model(
     return model
 
 
-def definition(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits by the book, in float64: rotation as a product of complex numbers, heads one by one."""
+def definition(model: GPT, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """Logits by the book, with weights in float64: rotation as a product of complex numbers, heads one by one."""
     config = model.config
-    weights = {name: p.detach().double() for name, p in model.named_parameters()}
     T, D, last = tokens.size(1), config.head_dim, config.n_layer - 1
 
     def rms(x):
@@ -100,18 +100,24 @@ def definition(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
     (2, 0, "classic", 2), (2, None, "classic", 2), (2, 15.0, ALL_PIECES, 5), (1, None, ALL_PIECES, 1),
     *((2, 15.0, f"classic,{piece}", 5) for piece in ALONE),
 ])
-def test_logits_and_loss_are_those_of_the_definition(n_kv_head, softcap, arch, n_layer):
+def test_logits_loss_and_gradients_are_those_of_the_definition(n_kv_head, softcap, arch, n_layer):
     """Weights of this size push many logits into the softcap's bend; float32 rounding leaves 1e-4 of 15."""
     model = small_model(n_kv_head, softcap=softcap, arch=arch, n_layer=n_layer, n_embd=48)
+    weights = in_float64(model)
     tokens = torch.randint(70, (3, 32), generator=torch.Generator().manual_seed(0))
-    expected = definition(model, tokens)
+    expected = definition(model, weights, tokens)
     torch.testing.assert_close(model(tokens).double(), expected, atol=2e-4, rtol=0)
     targets = tokens.roll(-1, 1)
     targets[1, 5:] = -1
     nats = F.cross_entropy(expected.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view(3, 32)
     torch.testing.assert_close(model(tokens, targets, reduction="none").double(), nats, atol=3e-4, rtol=0)
-    torch.testing.assert_close(model(tokens, targets).double(), nats.sum() / (targets >= 0).sum(), atol=1e-4, rtol=0)
     torch.testing.assert_close(model(tokens, targets, reduction="sum").double(), nats.sum(), atol=5e-3, rtol=0)
+    loss, mean = model(tokens, targets), nats.sum() / (targets >= 0).sum()
+    torch.testing.assert_close(loss.double(), mean, atol=1e-4, rtol=0)
+    loss.backward(), mean.backward()
+    for name, p in model.named_parameters():
+        exact = weights[name].grad
+        assert (p.grad - exact).norm() <= 1e-4 * exact.norm(), name
 
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
@@ -180,9 +186,9 @@ def drawn(x_scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, head, targets
 
 
-@pytest.mark.parametrize("softcap, x_scale, rounding", [(15.0, 3, 1), (None, 40, 100)])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_loss_and_gradients_equal_autograds(monkeypatch, compiled, softcap, x_scale, rounding):
+@pytest.mark.parametrize("softcap, x_scale, rounding, compiled", [
+    (15.0, 3, 1, False), (15.0, 3, 1, True), (None, 40, 100, False)])
+def test_loss_and_gradients_equal_autograds(monkeypatch, softcap, x_scale, rounding, compiled):
     """
     In one chunk and in four, padding, masked and weighted targets: autograd in float64 on the plain formula. Without a
     softcap with logits of several hundred, whose exponentials are no float32; rounding leaves 2^-24 of one.
@@ -258,26 +264,6 @@ def test_all_blocks_lengths_and_numbers_of_targets_share_compiled_code_on_a_cpu(
             assert counter.frame_count == 6, "before and after once more, without gradients"
 
 
-def test_never_more_logits_at_a_time_than_allowed():
-    """For a prime number of rows: counted over every tensor that the loss and its gradients make."""
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            sizes = (t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor))
-            self.elements = max([self.elements, *sizes])
-            return result
-
-    rows, vocab_size = 2053, 2 * CHUNK_LOGITS["cpu"] // 2048
-    x, head = (torch.randn(n, 4, requires_grad=True) for n in (rows, vocab_size))
-    targets = torch.randint(vocab_size, (rows,))
-    with Largest() as largest:
-        softcapped_cross_entropy(x, head, targets, vocab_size, 15.0).backward()
-        token_losses(x.detach(), head.detach(), targets, vocab_size, 15.0)
-    assert CHUNK_LOGITS["cpu"] // 4 < largest.elements <= CHUNK_LOGITS["cpu"] < rows * vocab_size
-
-
 def test_the_largest_softcap_is_finite_and_a_larger_one_is_refused():
     """With every logit at the limit, over a large vocabulary; beyond it exp(softcap) would be infinite, and inf NaN."""
     x, head = torch.full((2, 1), 1e4), torch.ones(2**17, 1)
@@ -289,37 +275,27 @@ def test_the_largest_softcap_is_finite_and_a_larger_one_is_refused():
 
 
 def test_a_target_in_the_padding_is_never_learnt():
-    """Its loss is infinite and the step skipped."""
-    right = torch.randint(70, (2, 8), generator=torch.Generator().manual_seed(0))
-    wrong = right.clone()
-    wrong[1, 3] = 70  # the first of the 58 padded rows
+    """Its loss is infinite: the step is skipped."""
+    tokens = torch.randint(70, (2, 8), generator=torch.Generator().manual_seed(0))
+    targets = tokens.clone()
+    targets[1, 3] = 70  # the first of the 58 padded rows
     for softcap in (15.0, None):
         model = small_model(softcap=softcap)
-        sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, zero_stage=0)
-        for targets, ok in ((right, 1), (wrong, 0)):
-            with sharding.accumulate(last=True):
-                loss = model(right, targets)
-                loss.backward()
-            assert math.isfinite(loss.item()) == ok == sharding.reduce_and_clip(loss.detach()).values.tolist()[2]
-            sharding.all_gather_params()
-        each = model(right, wrong, reduction="none")
+        each = model(tokens, targets, reduction="none")
         assert each[1, 3] == math.inf and each.isfinite().sum() == 15
+        assert model(tokens, targets) == math.inf
 
 
 def test_bfloat16_gradients_are_summed_in_float32():
+    """Three times the same gradient: in float32 exact, in bfloat16 two bits would be missing."""
     model = small_model()
     Sharding(model, model.units(), torch.device("cpu"), torch.bfloat16, zero_stage=0)
     tokens = torch.randint(70, (2, 32))
-    for _ in range(3):
+    model(tokens, tokens).backward()
+    once = [p.grad.clone() for p in model.parameters()]
+    for _ in range(2):
         model(tokens, tokens).backward()
-    reference = small_model().double()
-    reference.load_state_dict({name: p.double() for name, p in model.state_dict().items()})
-    logits = reference.hidden(tokens) @ reference.lm_head.weight.T
-    F.cross_entropy((15 * torch.tanh(logits / 15))[..., :70].flatten(0, 1), tokens.flatten()).backward()
-    for (name, p), q in zip(model.named_parameters(), reference.parameters()):
-        assert p.grad.dtype == torch.float32
-        error = (p.grad.double() / 3 - q.grad).norm() / q.grad.norm()
-        assert error < 0.03, f"{name}: {error}"  # three decimal digits of bf16, through two layers
+    assert all(torch.equal(p.grad, 3 * g.bfloat16().float()) for p, g in zip(model.parameters(), once))
 
 
 @pytest.mark.parametrize("arch", ["classic", ALL_PIECES])
@@ -392,46 +368,10 @@ def test_activation_checkpointing_changes_nothing_but_memory():
 
 def test_generate_is_the_argmax():
     model, prompt = small_model(arch=ALL_PIECES), [3, 1, 4]
+    weights = in_float64(model)
     greedy = list(model.generate(prompt, 6))
     ids = list(prompt)
     for token in greedy:
-        assert token == definition(model, torch.tensor([ids]))[0, -1].argmax().item()
+        assert token == definition(model, weights, torch.tensor([ids]))[0, -1].argmax().item()
         ids.append(token)
     assert len(list(model.generate(list(range(40)), 3))) == 3, "beyond the trained length"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fast_norm_of_rotated_heads_is_the_plain_one_and_its_gradient(dtype):
-    """Against autograd through the plain one in float32: to its rounding; in bfloat16 closer than the plain one."""
-    generator = torch.Generator().manual_seed(0)
-    x, grad = (torch.randn(2, 24, 3, 64, generator=generator).to(dtype) for _ in range(2))
-    angles = rotary_angles(24, 64, 1e4, x.device)
-
-    def results(function, dtype) -> list[torch.Tensor]:
-        leaf = x.detach().to(dtype).requires_grad_()
-        y = function(leaf, *angles)
-        y.backward(grad.to(dtype))
-        assert y.dtype == leaf.grad.dtype == dtype
-        return [y.detach().float(), leaf.grad.float()]
-
-    def plain(x, cos, sin):
-        return norm(rotate(x, cos, sin))
-
-    for ours, theirs, exact in zip(results(RotatedNorm.apply, dtype), results(plain, dtype),
-                                   results(plain, torch.float32)):
-        error = (ours - exact).norm()
-        assert error <= 3e-7 * exact.norm() if dtype == torch.float32 else error < (theirs - exact).norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_squared_relu_keeps_its_result_only_and_has_the_gradient_of_autograd(dtype):
-    """To the bit: of all numbers of bfloat16 whose squares are neither 0, subnormal nor infinite, and their like."""
-    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).to(dtype)
-    x = torch.cat((x, x * 1.2345678, torch.randn(9, dtype=dtype)))
-    x, kept = x[(x < 0) | (x.square() > 1.2e-38) & (x < 1e19)].requires_grad_(), []
-    grad = torch.linspace(-3, 3, len(x)).to(dtype)
-    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: kept[-1]):
-        ours = SquaredReLU.apply(x)
-    theirs = x.relu().square()
-    assert len(x) > 40_000 and torch.equal(ours, theirs) and [k.data_ptr() for k in kept] == [ours.data_ptr()]
-    assert torch.equal(*(torch.autograd.grad(y, x, grad)[0] for y in (ours, theirs)))

@@ -2,6 +2,7 @@
 import contextlib
 import fcntl
 import io
+import itertools
 import os
 import re
 import select
@@ -47,42 +48,29 @@ def arguments(tag: str, settings: dict) -> list[str]:
     return [f"--{key}={value}" for key, value in (TINY | settings | {"model_tag": tag}).items()]
 
 
-def script(rank: int, world_size: int, args: list[str], patch: str) -> tuple[str, list[list[tuple]]]:
-    """Run scripts.base_train here: what it printed, and the rows of tokens of each forward pass with gradients."""
-    from nanochat.data import dataloader
-    from nanochat.model import gpt
+def script(rank: int, world_size: int, args: list[str], nan_step: int = -1) -> str:
+    """Run scripts.base_train here; returns what it printed. In nan_step the last rank's gradient is not finite."""
+    from nanochat.model.gpt import GPT
 
-    rows, forward, loader = [], gpt.GPT.forward, dataloader.tokenizing_distributed_data_loader
+    forward, passes = GPT.forward, itertools.count()
 
-    def recorded(self, tokens, targets=None, reduction="mean", **others):
-        loss = forward(self, tokens, targets, reduction, **others)
-        if torch.is_grad_enabled():
-            rows.append([tuple(row) for row in tokens.tolist()])
-            step = len(rows) - 1
-            if patch == "nan on the last rank in step 5" and step == 5 * 4 // world_size and rank == world_size - 1:
-                loss = loss * torch.tensor(float("nan"))
-            if patch == "nan from step 7 on" and step >= 7 * 4 // world_size:
-                loss = loss * float("nan")
+    def spoilt(self, *args, **settings):
+        loss = forward(self, *args, **settings)
+        if torch.is_grad_enabled() and next(passes) == nan_step * 4 // world_size:
+            loss = loss * torch.tensor(float("nan"))
         return loss
 
-    def reversed_loader(*args, **settings):
-        batches = loader(*args, **settings)
-        while True:
-            yield from reversed([next(batches) for _ in range(settings.get("grad_accum_steps", 1))])
-
-    gpt.GPT.forward = recorded
-    if patch == "micro-steps in reverse":
-        dataloader.tokenizing_distributed_data_loader = reversed_loader
+    if rank == world_size - 1:
+        GPT.forward = spoilt
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):  # an early end is no error
         run_as_main("scripts.base_train", args)
-    return printed.getvalue(), rows
+    return printed.getvalue()
 
 
-def train(world_size: int, tag: str, patch: str = "", **settings) -> tuple[str, list[list[list[tuple]]]]:
-    """A whole run on so many ranks: (what rank 0 printed, rows of tokens by rank and micro-step)."""
-    results = run_on_ranks(world_size, script, arguments(tag, settings), patch)
-    return results[0][0], [rows for _, rows in results]
+def train(world_size: int, tag: str, nan_step: int = -1, **settings) -> str:
+    """A whole run on these ranks: what rank 0 printed."""
+    return run_on_ranks(world_size, script, arguments(tag, settings), nan_step)[0]
 
 
 def folder(base: Path, tag: str) -> Path:
@@ -111,13 +99,6 @@ def assert_same_checkpoint(base: Path, a: str, b: str, step: int) -> None:
     assert [name for name, t in first.items() if not torch.equal(t, second[name])] == []
 
 
-def rows_by_step(ranks: list[list[list[tuple]]], steps: int) -> list[list[tuple]]:
-    """All rows of tokens of each step, sorted: which rank had which is no matter."""
-    per_step = len(ranks[0]) // steps
-    of_step = [slice(step * per_step, (step + 1) * per_step) for step in range(steps)]
-    return [sorted(row for rows in ranks for part in rows[micro_steps] for row in part) for micro_steps in of_step]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(base):
     """Two ranks, stage 2, so many steps: what interrupted runs are compared with."""
@@ -129,37 +110,33 @@ def undisturbed(base):
 
 def test_one_two_and_four_ranks_draw_the_same_curve_on_every_stage(base):
     """
-    The same tokens in every step, and losses within 1e-5 over 12 steps: float32 sums in another order (a learning rate
-    that is off by a thousandth makes 8e-5). One of the runs begins by removing another, which only one rank may do; one
+    Losses within 1e-5 over 12 steps: float32 sums in another order (a learning rate that is off by a thousandth makes
+    8e-5). One of the runs begins by removing another, which only one rank may do; one
     on stage 3 is evaluated on its way.
     """
-    expected = rows_by_step(train(1, "1", num_iterations=12)[1], 12)
+    train(1, "1", num_iterations=12)
     train(1, "2-0", num_iterations=1)
     one = losses(base, "1")
     assert one[11] < one[0] - 1, "a curve that falls"
     for world_size, stage in ((2, 0), (2, 3), (4, 1), (4, 2), (4, 3)):
         tag = f"{world_size}-{stage}"
         also = dict(eval_every=12, sample_every=12) if tag == "2-3" else {}
-        printed, rows = train(world_size, tag, num_iterations=12, zero_stage=stage, overwrite=True, **also)
+        printed = train(world_size, tag, num_iterations=12, zero_stage=stage, overwrite=True, **also)
         assert printed.count("The capital of France is") == bool(also)
-        assert rows_by_step(rows, 12) == expected, tag
         assert difference(losses(base, tag), one) < 1e-5, tag
 
 
-def test_bfloat16_differs_no_more_than_by_the_order_of_micro_steps(base):
+def test_bfloat16_does_not_depend_on_the_cut(base):
     """
-    Three times what reversing the micro-steps of one rank does. That is next to nothing (sums of bfloat16 gradients are
-    nearly exact in float32), so this holds only while nothing else depends on the cut, the norm that clips included.
+    Within a few last bits of a loss (4.8e-7): sums of bfloat16 gradients are nearly exact in float32, and so is the
+    norm that clips.
     """
     settings = dict(num_iterations=12, dtype="bfloat16")
     train(1, "bf16", **settings)
-    train(1, "bf16-reversed", "micro-steps in reverse", **settings)
-    noise = max(difference(losses(base, "bf16"), losses(base, "bf16-reversed")), 4.8e-7)  # at least a loss's last bit
-    assert noise < 1e-3
     for world_size, stage in ((4, 2), (2, 3)):
         tag = f"bf16-{world_size}-{stage}"
         train(world_size, tag, zero_stage=stage, **settings)
-        assert difference(losses(base, tag), losses(base, "bf16")) <= 3 * noise, tag
+        assert difference(losses(base, tag), losses(base, "bf16")) <= 1.5e-6, tag
 
 
 @pytest.mark.parametrize("stage, dtype", [(2, "float32"), (3, "bfloat16")])
@@ -171,7 +148,7 @@ def test_two_ranks_stopped_and_resumed_are_the_run_that_was_not(base, stage, dty
     train(2, straight, **settings)
     shutil.copytree(folder(base, straight) / "step_000004", folder(base, resumed) / "step_000004")
     shutil.copy(folder(base, straight) / "metrics.jsonl", folder(base, resumed))
-    printed, _ = train(2, resumed, resume="auto", **settings)
+    printed = train(2, resumed, resume="auto", **settings)
     assert "resuming from" in printed and "step 00004/" in printed and "step 00003/" not in printed
     assert_same_checkpoint(base, straight, resumed, 8)
     assert losses(base, straight) == losses(base, resumed)
@@ -189,7 +166,7 @@ def test_a_run_moves_between_ranks_and_stages(base):
         tag = f"moved-{world_size}"
         shutil.copytree(folder(base, before) / f"step_{step:06d}", folder(base, tag) / f"step_{step:06d}")
         shutil.copy(folder(base, before) / "metrics.jsonl", folder(base, tag))
-        printed, _ = train(world_size, tag, zero_stage=stage, resume="auto", **settings)
+        printed = train(world_size, tag, zero_stage=stage, resume="auto", **settings)
         assert f"with another zero_stage: {stage_before} before" in printed
         warned = "warning: 3 rank(s) do not divide the batch: 33% of their micro-steps are empty" in printed
         assert warned == (world_size == 3)
@@ -197,16 +174,13 @@ def test_a_run_moves_between_ranks_and_stages(base):
     assert difference(losses(base, before), losses(base, "stayed")) < 1e-4
 
 
-def test_a_bad_step_is_nobodys_update_and_many_stop_the_run(base):
-    """A NaN on one of two ranks: both skip that step, count it, and go on; a run of them stops with a way back."""
-    printed, _ = train(2, "nan", "nan on the last rank in step 5", num_iterations=8, save_every=4)
+def test_a_bad_step_is_nobodys_update(base):
+    """A NaN on one of two ranks: both skip that step, count it, and go on."""
+    printed = train(2, "nan", nan_step=5, num_iterations=8, save_every=4)
     assert "step 00005: skipped on every rank" in printed and printed.count("skipped on every rank") == 1
     records = {record["step"]: record for record in read_metrics(folder(base, "nan") / "metrics.jsonl")}
     assert [step for step in records if "train/loss" not in records[step]] == [5] and records[5]["train/skipped"] == 1
     assert all(t.isfinite().all() for t in tensors(base, "nan", 8).values() if t.is_floating_point())
-    message = r"not finite in 10 steps in a row, up to step 17; the newest saved step is .*step_0000"
-    with pytest.raises(Exception, match=message):
-        train(2, "nans", "nan from step 7 on", num_iterations=20, save_every=2)
 
 
 # ---- Real kills, under torchrun
@@ -236,7 +210,7 @@ def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, 
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    printed, _ = train(2, "saving", resume="auto", num_iterations=STEPS, save_every=4)
+    printed = train(2, "saving", resume="auto", num_iterations=STEPS, save_every=4)
     assert f"warning: {newest}: optimizer_rank_00001.safetensors does not match its checksum" in printed
     assert "resuming from" in printed and not list(folder(base, "saving").glob(".step*"))
     assert_same_checkpoint(base, undisturbed, "saving", STEPS)
@@ -269,7 +243,7 @@ def test_sigterm_finishes_the_step_saves_and_ends_well(base, tmp_path, undisturb
 def evaluate_until_stopped(rank: int, world_size: int, args: list[str]) -> tuple[str, int]:
     """What is printed, and the batches that are evaluated at step 4, in the first of which rank 0 gets SIGTERM."""
     calls = send_in_evaluation(0 if rank else signal.SIGTERM, "nanochat.eval.loss_eval.counted_nats", 4)
-    printed, _ = script(rank, world_size, args, "")
+    printed = script(rank, world_size, args)
     return printed, calls.count(4)
 
 
@@ -283,7 +257,7 @@ def test_sigterm_to_one_rank_ends_an_evaluation_on_all_and_saves_at_once(base):
     assert "step 00003/00005 (" in printed and "step 00004/00005 (" not in printed
     assert "The capital of France is" not in printed
     assert [path.name for path in folder(base, "left").glob("step_*")] == ["step_000004"]
-    printed, _ = train(2, "left", resume="auto", **settings)
+    printed = train(2, "left", resume="auto", **settings)
     assert "step 00004/00005 | validation" in printed
 
 

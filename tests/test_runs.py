@@ -16,7 +16,6 @@ from configurator import read_arguments, read_settings
 import pytest
 from conftest import REPO, make_sums, run_module, warm_python
 from ranks import run_on_ranks
-from torch.distributed.run import get_args_parser
 
 from bench.naive import VARIANTS, distances
 from bench.scaling_fit import fit, read_series
@@ -24,9 +23,6 @@ from nanochat.runtime.errors import UserError
 
 PAGES = sorted([*REPO.glob("README*.md"), *REPO.glob("docs/*.md"), REPO / "tests" / "README.md"])
 SCRIPTS = sorted([*REPO.glob("runs/*"), *REPO.glob("*.sh"), *REPO.glob("tests/*.sh")])
-LAUNCHER_FLAGS = {
-    flag.lstrip("-").replace("-", "_") for action in get_args_parser()._actions for flag in action.option_strings
-}
 
 
 # ---- What a page claims
@@ -66,11 +62,9 @@ def problems(text: str, folder: Path) -> list[str]:
     for path in re.findall(r"`((?:nanochat|scripts|bench|tests|docs|runs)/[\w./-]+)`", text):
         if not (REPO / path).exists():
             found.append(f"file {path}")
-    paths = [path for folder in ("scripts", "bench") for path in (REPO / folder).glob("*.py")]
-    ours = [f"{path.parent.name}.{path.stem}" for path in paths]
-    known = LAUNCHER_FLAGS | {name for module in ours for name in settings_of(module) or ()}
     for flag in re.findall(r"`--(\w[\w-]*)(?:=[^`]*)?`", text):
-        if flag.replace("-", "_") not in known | {"help"} and f"--{flag}" not in all_source():
+        setting = rf"^{flag.replace('-', '_')}\b.* = "  # at the top of a script
+        if f"--{flag}" not in all_source() and not re.search(setting, all_source(), re.MULTILINE):
             found.append(f"setting --{flag}")
     for name in re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)(?:\(\))?`", text):
         if not re.search(rf"\b{name}\b", all_source()):

