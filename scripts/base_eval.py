@@ -42,14 +42,16 @@ configure(globals())
 rank, world_size, device = compute_init(device_type)
 checkpoint = find_model("base", model_tag, step)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)
-trained_on, token_bytes, max_seq_len = meta.get("data"), tokenizer.token_bytes(), model.config.sequence_len
+token_bytes = tokenizer.token_bytes()
+max_seq_len = model.config.sequence_len
+trained_on = meta.get("data")
 data = data or trained_on
 if data is None:
     raise UserError(f"{checkpoint} was imported, and does not say what it was trained on; "
                     "set --data to what to measure it on")
-name = f"step {meta['step']} of {checkpoint.parent.name}, " + (f"trained on {trained_on}" if trained_on else "imported")
-elsewhere = f", measured on {data}" * (data != trained_on)
-name += elsewhere
+origin = f"trained on {trained_on}" if trained_on else "imported"
+elsewhere = "" if data == trained_on else f", measured on {data}"
+name = f"step {meta['step']} of {checkpoint.parent.name}, {origin}{elsewhere}"
 print0(f"model: {name}")
 
 # --- bits per byte on both splits, as in training: rows packed with documents
@@ -60,7 +62,8 @@ for split, title in (("train", "training"), ("val", "validation")):
     loader = tokenizing_distributed_data_loader(
         data, split, tokenizer, num_rows=eval_rows, device_batch_size=device_batch_size, max_seq_len=max_seq_len,
         rank=rank, world_size=world_size, device=device)
-    bpb = results[f"{title} bits per byte{elsewhere}"] = evaluate_bpb(model, loader, eval_steps, token_bytes)
+    bpb = evaluate_bpb(model, loader, eval_steps, token_bytes)
+    results[f"{title} bits per byte{elsewhere}"] = bpb
     loader.close()
     print0(f"{title}: {bpb:.4f} bits per byte")
 
@@ -72,8 +75,9 @@ if made is None:
     sums = torch.tensor(scored, dtype=sum_dtype(device), device=device).view(-1, 2).sum(0)
     all_reduce_sum(sums)
     nats, size = sums.tolist()
-    results[f"bits per byte of validation documents{elsewhere}"] = nats / math.log(2) / size
-    print0(f"validation documents: {nats / math.log(2) / size:.4f} bits per byte of {size:,.0f} bytes")
+    bpb = nats / math.log(2) / size
+    results[f"bits per byte of validation documents{elsewhere}"] = bpb
+    print0(f"validation documents: {bpb:.4f} bits per byte of {size:,.0f} bytes")
 
 # --- CORE: tasks that any model of English can try, above guessing
 tables = []
@@ -86,40 +90,46 @@ elif core_metric_max_per_task:
     rows = []
     for score in scores:
         results[f"{core_name(scores)}: {score.label}"] = score.centered
-        rows.append([score.label, f"{score.items:,}", *(f"{value:.4f}" for value in score[1:4])])
+        accuracies = score.accuracy, score.baseline, score.centered
+        rows.append([score.label, f"{score.items:,}", *(f"{value:.4f}" for value in accuracies)])
     tables.append(markdown_table(["CORE task", "items", "accuracy", "guessing", "centred"], rows))
     print0(f"{tables[-1]}\n{core_name(scores)}: {core:.4f}")
 
 # --- the usual prompts, greedily
 rows = []
-for prompt, expected in PROMPTS if rank == 0 else ():
-    text = sample(model, tokenizer, prompt, sample_tokens)
-    if expected is not None and made is not None:
-        text += " ✓" if text.startswith(f" {expected}") else " ✗"
-    print0(f"  {prompt}{text}")
-    rows.append([prompt, cell(text)])
+if rank == 0:
+    for prompt, expected in PROMPTS:
+        text = sample(model, tokenizer, prompt, sample_tokens)
+        if expected is not None and made is not None:
+            text += " ✓" if text.startswith(f" {expected}") else " ✗"
+        print0(f"  {prompt}{text}")
+        rows.append([prompt, cell(text)])
 tables.append(markdown_table(["prompt", "greedy completion"], rows, words=(0, 1)))
 
 # --- the embedded world: excess over the entropy of each validation document, and held-out questions
 if made is not None and rank == 0:
     questions = held_out_questions()
     documents = tokenizer.encode([document.text for document in made], prepend=tokenizer.get_bos_token_id())
-    scored = zip(made, document_nats(model, documents, token_bytes, device_batch_size * max_seq_len))
-    measured = [(document.topic, nats / math.log(2), document.bits, size) for document, (nats, size) in scored]
+    scored = document_nats(model, documents, token_bytes, device_batch_size * max_seq_len)
     pairs = [(question.prompt, f" {question.answer}.") for question in questions]
-    answered = list(zip(questions, greedy_completes(model, tokenizer, pairs, device_batch_size * max_seq_len)))
+    answered = greedy_completes(model, tokenizer, pairs, device_batch_size * max_seq_len)
 
     rows = []
-    for topic in (*sorted({topic for topic, *_ in measured}), "all documents"):
-        of_topic = [numbers for its_topic, *numbers in measured if topic in (its_topic, "all documents")]
-        right = [is_right for question, is_right in answered if topic in (question.topic, "all documents")]
-        bits, floor, size = map(sum, zip(*of_topic))
+    for topic in (*sorted({document.topic for document in made}), "all documents"):
+        bits = floor = size = 0
+        for document, (nats, count) in zip(made, scored):
+            if topic in (document.topic, "all documents"):
+                bits += nats / math.log(2)
+                floor += document.bits
+                size += count
+        right = [is_right for question, is_right in zip(questions, answered)
+                 if topic in (question.topic, "all documents")]
         bpb, floor = bits / size, floor / size
         answers = f"{sum(right)}/{len(right)}" if right else "-"
         rows.append([topic, *(f"{value:.4f}" for value in (bpb, floor, bpb - floor)), answers])
     tables.append(markdown_table(["topic", "bits per byte", "floor", "excess", "held-out questions"], rows))
     print0(tables[-1])
-    results |= {  # of the last row, all documents
+    results |= {  # the last row: all documents
         f"bits per byte of validation documents{elsewhere}": bpb, "their floor": floor,
         "excess over the floor": f"{bpb - floor:.4f} ({bpb / floor - 1:.1%})",
         "held-out questions": f"{sum(right) / len(right):.1%}",

@@ -4,7 +4,7 @@ Export a model of any stage as a folder that Hugging Face's transformers loads a
     python -m scripts.export_hf --source=sft --output=my-model
 
 Weights, configuration, tokenizer, chat template, and a model card with the report's numbers; of a modern model its code
-as well, for trust_remote_code=True. scripts.import_hf is the way back, to the same bits. --push=NAME/MODEL uploads
+as well, for trust_remote_code=True. scripts.import_hf is the way back. --push=NAME/MODEL uploads
 the folder to the hub (HF_TOKEN, or `hf auth login`; HF_ENDPOINT for another one), where it is private until you
 change that.
 """
@@ -28,26 +28,26 @@ step: int | None = None     # [0..] of the checkpoint; None: the newest valid on
 # ---- The folder
 output = ""                 # where it goes
 overwrite = False           # replace an exported folder that is there
-dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: as in the model; float32: as the optimizers keep it
+dtype: Literal["auto", "bfloat16"] = "auto"  # auto: as in the checkpoint
 push = ""                   # NAME/MODEL: upload the folder there as well, as a private model
-max_shard_gb = 5.0          # [>0] gigabytes of a file of weights; more are split
 configure(globals())
 
 if not output:
     raise UserError("say where the folder is to be, such as --output=my-model")
 folder = Path(output).expanduser().resolve()
 recover_folder(folder)  # what a killed export left
-there = [folder] if folder.is_file() else list(folder.glob("*"))
-if others := sorted(path.name for path in there if not FOLDER.fullmatch(path.name)):  # never removed
+there = list(folder.glob("*"))
+others = sorted(path.name for path in there if not FOLDER.fullmatch(path.name))
+if others or folder.is_file():  # never removed
     raise UserError(f"{folder} is no exported model alone: it has {', '.join(others[:3])}; choose another --output")
 if there and not overwrite:
     raise UserError(f"{folder} is there; choose another --output, or --overwrite")
 
-checkpoint = find_model(source, model_tag, step, training=dtype == "float32")
+checkpoint = find_model(source, model_tag, step)
 meta = read_meta(checkpoint)
 print(f"exporting {checkpoint}")
 with write_folder_aside(folder) as aside:
-    parameters = export(checkpoint, meta, dtype, int(max_shard_gb * 1e9), aside)
+    parameters = export(checkpoint, meta, dtype, aside)
     (aside / "README.md").write_text(model_card(source, checkpoint, meta, parameters), encoding="utf-8")
 size = sum(path.stat().st_size for path in folder.iterdir())
 print(f"wrote {folder}: {parameters:,} parameters, {size / 1e6:,.1f} MB; its README.md says how to use it")

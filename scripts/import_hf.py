@@ -57,7 +57,6 @@ saved = save_weights(checkpoints, there.step, weights, there.tokenizer, there.co
 for old in before:
     if step_dir(checkpoints, old) != saved:
         shutil.rmtree(step_dir(checkpoints, old))
-(kept_as,) = {str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}
 parameters = sum(tensor.numel() for tensor in weights.values())
-print(f"imported {parameters:,} parameters, vocabulary padded, in {kept_as}: {saved}")
+print(f"imported {parameters:,} parameters, vocabulary padded: {saved}")
 print(f"talk to it: python -m scripts.chat_cli --source={source} --model_tag={checkpoints.name}")

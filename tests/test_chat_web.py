@@ -844,10 +844,10 @@ async def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeyp
         engine = make_engine()
         extend_all, decode = engine.model.extend_all, engine.model.decode
 
-        def fragile_extend_all(parts, every=False):
+        def fragile_extend_all(parts):
             if broken.is_set() or any(tokens[2:5] == list(b"bad") for _, tokens in parts):
                 raise RuntimeError(f"no memory for {MARKER}")
-            return extend_all(parts, every)
+            return extend_all(parts)
 
         def fragile_decode(tokens):
             if engine.running[0].sampling.max_tokens == 13:

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import threading
-import time
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -218,16 +217,6 @@ def test_rows_that_are_too_long_lose_what_follows_bos(bundle, tokenizer):
     assert [score.accuracy for score in whole] != expected, "the cut tells"
 
 
-def test_the_first_items_of_a_task(bundle, tokenizer):
-    """Examples come from among them as well."""
-    model = make_model(tokenizer)
-    scores = evaluate_core(model, tokenizer, load_tasks(bundle), max_per_task=7)[1]
-    assert core_name(scores) == "CORE (up to 7 items a task)"
-    for score in scores:
-        expected = oracle(model, tokenizer, bundle, score.label, 7)
-        assert score.items == 7 and score.accuracy == pytest.approx(expected, abs=1e-12)
-
-
 def test_prompts_as_they_are_written():
     """Examples first, the item itself never among them; contexts without blanks around."""
     def prompts(kind: str, num_fewshot: int, delimiter: str, fields: list[dict], index: int) -> list[str]:
@@ -245,23 +234,6 @@ def test_prompts_as_they_are_written():
     assert prompts("schema", 1, " ", schema, 0) == ["Cy ran.\n\nAnn sings.", "Cy ran.\n\nBob sings."]
     language = [{"context": " 1, 2,  ", "continuation": "3"}, {"context": "a b", "continuation": "c"}]
     assert prompts("language_modeling", 5, " ", language, 0) == ["a b c\n\n1, 2,", "a b c\n\n1, 2, 3"]
-
-
-def test_every_forward_pass_is_bounded(bundle, tokenizer):
-    """No more tokens than allowed (but for one row alone), logits only where they are asked for; the scores stay."""
-    model, sizes, logits = make_model(tokenizer), [], []
-    model.transformer.wte.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape))
-    model.lm_head.register_forward_hook(lambda module, args, out: logits.append(out.numel()))
-    expected = None
-    for limit in (10**6, 300, 1):
-        sizes.clear()
-        logits.clear()
-        scores = evaluate_core(model, tokenizer, load_tasks(bundle), tokens_per_forward=limit)[1]
-        assert all(B * (T + 1) <= limit or B == 1 for B, T in sizes)
-        expected = expected or [score.accuracy for score in scores]
-        assert [score.accuracy for score in scores] == expected
-        assert max(logits) <= max(B for B, _ in sizes) * 4 * tokenizer.get_vocab_size(), "an end has four tokens"
-    assert max(B for B, _ in sizes) == 1
 
 
 def core_on_a_rank(
@@ -283,24 +255,7 @@ def test_any_number_of_ranks_gives_the_same(bundle, world_size, stage):
     assert run_on_ranks(world_size, core_on_a_rank, bundle, stage) == [alone] * world_size
 
 
-def test_real_items_on_two_ranks_as_on_one(real_items):
-    """The beginning of each of CORE's tasks that are there."""
-    ask = real_items / "eval_bundle", -1, 33, 64, 4096
-    core, scores = core_on_a_rank(0, 1, *ask)
-    assert len(scores) >= 18 and all(score.items == min(33, score.items_there) for score in scores)
-    assert run_on_ranks(2, core_on_a_rank, *ask) == [(core, scores)] * 2
-
-
 # ---- Bundles that are not right
-
-
-def test_only_ends_of_lines_end_an_item(tmp_path):
-    """U+2028, U+0085 and the like are characters of a text; lines may end as on Windows."""
-    items = [{"context": f"{i} a\u2028b\u2029c\x85d", "continuation": "e"} for i in range(3)]
-    path = tmp_path / "items.jsonl"
-    path.write_text("\r\n".join(json.dumps(item, ensure_ascii=False) for item in items), encoding="utf-8", newline="")
-    loaded = load_items(CoreTask("t", "language_modeling", 0, " ", 0.0, path))
-    assert sorted(item.variants[0] for item in loaded) == [f"{item['context']} e" for item in items]
 
 
 def test_what_is_wrong_with_a_bundle_is_named(bundle, tmp_path):
@@ -412,28 +367,6 @@ def test_what_is_no_bundle_is_refused_whole(server, bundle, base_folder):
         assert reason and expected in reason and "\n" not in reason, (expected, reason)
         assert sorted(path.name for path in base_folder.iterdir()) == [".eval_bundle.lock"]
     assert why_no_bundle(server(good)) is None
-
-
-def test_members_that_would_lead_out_of_the_folder_stay_inside(server, bundle, base_folder, tmp_path):
-    """Parents, an absolute path, and a link, which becomes a file."""
-    link = zipfile.ZipInfo("eval_bundle/link")
-    link.external_attr = 0o120777 << 16
-    outside = "eval_bundle/../../../../../evil", str(tmp_path / "evil")
-    assert why_no_bundle(server(zipped(bundle, extra={link: "/etc", **dict.fromkeys(outside, "x")}))) is None
-    folder = base_folder / "eval_bundle"
-    assert all(path.is_relative_to(folder) for path in tmp_path.rglob("evil"))
-    assert (folder / "link").read_text() == "/etc" and not (folder / "link").is_symlink()
-    assert sorted(path.name for path in base_folder.iterdir()) == [".eval_bundle.lock", "eval_bundle"]
-    assert folder.stat().st_mode & 0o777 == 0o755
-
-
-def test_without_a_network_it_takes_one_line_and_little_time(base_folder, capfd):
-    began = time.monotonic()
-    reason = why_no_bundle("http://127.0.0.1:9/bundle.zip")
-    where = f"no CORE bundle in {base_folder / 'eval_bundle'}"
-    assert reason.startswith(f"{where}, and it cannot be downloaded: http://127.0.0.1:9/bundle.zip: ")
-    assert reason.endswith("; put one there to measure CORE") and "\n" not in reason and time.monotonic() - began < 60
-    assert capfd.readouterr() == ("", "") and not (base_folder / "eval_bundle").exists()
 
 
 # ---- The scripts

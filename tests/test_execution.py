@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import nanochat.tasks.execution
-from nanochat.tasks.execution import FOLDER_BYTES, LINUX, MAX_FILE_BYTES, MAX_PROCESSES, Result, run_python
+from nanochat.tasks.execution import LINUX, MAX_FILE_BYTES, MAX_PROCESSES, Result, run_python
 
 REPO = Path(__file__).parent.parent
 GIB = 2**30
@@ -84,18 +84,15 @@ def test_the_search_for_what_is_left_finds_something():
 
 @pytest.mark.parametrize("code,stdout,stderr", [
     ("print(1 + 1)", "2\n", ""),
-    ("", "", ""),
     ("print('é😀', end='')", "é😀", ""),
     ("import sys; print('out'); print('err', file=sys.stderr)", "out\n", "err\n"),
     ("import sys; sys.stdout.buffer.write(b'\\xff')", "\ufffd", ""),
-    ("import sys; sys.exit(0)", "", ""),
     ("exit()", "", ""),
     ("if __name__ == '__main__': print(__file__)", "main.py\n", ""),
     ("open('x', 'w').write('kept'); print(open('x').read())", "kept\n", ""),
     ("import os; os.mkdir('a'); os.chmod('a', 0); os.symlink('/', 'b')", "", ""),
     ("import threading; threading.Timer(0.1, print, ['later']).start()", "later\n", ""),
     ("import subprocess; print(subprocess.check_output(['echo', 'hi']).decode())", "hi\n\n", ""),
-    ("import dataclasses, json, math, re, random, collections, itertools, typing; print('all')", "all\n", ""),
 ])
 def test_right_programs(run, code, stdout, stderr):
     result = run(code)
@@ -107,13 +104,10 @@ def test_right_programs(run, code, stdout, stderr):
     ("print('so far')\nassert False", "exit code 1: AssertionError"),
     ("def f(:\n  pass", "exit code 1: SyntaxError: invalid syntax"),
     ("import sys; sys.exit(3)", "exit code 3"),
-    ("import sys; sys.exit('that is all')", "exit code 1: that is all"),
-    ("import os; os._exit(7)", "exit code 7"),
     ("input()", "exit code 1: EOFError: EOF when reading a line"),
     ("def f(): f()\nf()", "exit code 1: RecursionError: maximum recursion depth exceeded"),
     ("import torch", "exit code 1: ModuleNotFoundError: No module named 'torch'"),
     ("x = '\ud800'", "exit code 1: SyntaxError: (unicode error) 'utf-8' codec can't decode"),
-    ("import os; os.abort()", "SIGABRT"),
     ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
     pytest.param("import os; os.kill(os.getpid(), 40)", "signal 40", marks=linux_only),
     pytest.param("import ctypes, os; ctypes.CDLL(None).ptrace(0); os.kill(os.getpid(), 10)", "killed",
@@ -137,52 +131,27 @@ def test_an_infinite_loop(run, code):
         pytest.fail("what it said so far is lost")
 
 
-def test_the_limits_of_a_process(run):
-    limits = "RLIMIT_CPU RLIMIT_AS RLIMIT_FSIZE RLIMIT_CORE".split()
-    code = f"import resource\nfor name in {limits}: print(resource.getrlimit(getattr(resource, name))[1])\nprint(MARK)"
-    result = run(code, timeout=7.5)
-    cpu, memory, file, core, mark = map(int, result.stdout.split())
-    assert (cpu, file, core) == (8, MAX_FILE_BYTES, 0) and (memory == mark or not LINUX)
-
-
 @linux_only
-@pytest.mark.parametrize("code", ["x = bytearray(2**30)", "x = []\nwhile True: x.append(bytes(10**7))",
-                                  "import mmap; mmap.mmap(-1, 2**30)"])
+@pytest.mark.parametrize("code", ["x = bytearray(2**30)", "import mmap; mmap.mmap(-1, 2**30)"])
 def test_too_much_memory(run, code):
     assert run(code).error == "memory"
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_gigabyte_of_output(run, stream):
-    """And more, without end: it is over long before its time."""
-    result = run(f"import sys\nwhile True: sys.{stream}.write('x' * 2**20)", timeout=100, max_output_bytes=5000)
-    assert result.error == "too much output" and getattr(result, stream) == "x" * 5000
-
-
-def test_output_up_to_the_limit_and_one_byte_more(run):
+def test_too_much_output_and_too_large_a_file(run):
+    """Output without end is over long before its time; one byte more than the limit is too much, too."""
+    result = run("import sys\nwhile True: sys.stderr.write('x' * 2**20)", timeout=100, max_output_bytes=5000)
+    assert result.error == "too much output" and result.stderr == "x" * 5000
     assert run("print('x' * 4999)", max_output_bytes=5000).ok
-    result = run("print('x' * 5000)", max_output_bytes=5000)
-    assert result.error == "too much output" and result.stdout == "x" * 5000
-
-
-def test_large_files(run):
-    """One file, and where it has a file system of its own the sum of all files."""
-    assert "File too large" in run("f = open('x', 'wb')\nfor _ in range(1024): f.write(bytes(2**20))").error
-    count = 2 * FOLDER_BYTES // 10**7
-    result = run(f"for i in range({count}):\n with open(str(i), 'wb') as f: f.write(bytes(10**7))\n print(i)")
-    assert "No space left" in (result.error or "") or {"files", "processes"} & set(result.unprotected)
+    assert run("print('x' * 5000)", max_output_bytes=5000).error == "too much output"
+    assert "File too large" in run(f"f = open('x', 'wb')\nfor _ in range(2): f.write(bytes({MAX_FILE_BYTES}))").error
 
 
 WRITES = {
     "a new file": "open(PATH + '/new', 'w')",
     "an existing file": "open(PATH + '/file', 'w').write('spoilt')",
-    "an existing file, appended": "open(PATH + '/file', 'a').write('spoilt')",
     "removing": "os.remove(PATH + '/file')",
-    "renaming": "os.rename(PATH + '/file', PATH + '/other')",
-    "a folder": "os.mkdir(PATH + '/new')",
     "by a link": "os.symlink(PATH + '/file', 'link'); open('link', 'w').write('spoilt')",
     "by another process": "import subprocess; subprocess.run(['rm', PATH + '/file'], check=True)",
-    "modes": "os.chmod(PATH + '/file', 0o777)",
 }
 
 
@@ -199,7 +168,7 @@ def test_writing_outside_its_folder(run, tmp_path, how):
 
     before, code = state(), f"import os\nPATH = {str(place)!r}\n{WRITES[how]}"
     result = run(code)
-    if "files" in result.unprotected or how == "modes" and "processes" in result.unprotected:
+    if "files" in result.unprotected:
         pytest.skip("this machine allows no walls around files")
     assert not result.ok and state() == before
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
@@ -220,7 +189,6 @@ def test_reading_the_environment(run, monkeypatch):
 
 SLEEPER = "[sys.executable, '-I', '-S', '-c', 'import time; time.sleep(1000)', 'MARK']"
 BACKGROUND = {
-    "a child": "import subprocess, sys\nsubprocess.Popen(SLEEPER)",
     "a child in a session of its own": "import subprocess, sys\nsubprocess.Popen(SLEEPER, start_new_session=True)",
     "a daemon": "import os, sys\nif os.fork() == 0:\n os.setsid()\n"
                 " if os.fork() == 0: os.execv(sys.executable, SLEEPER)\n os._exit(0)\nos.wait()",
@@ -230,8 +198,7 @@ BACKGROUND = {
 
 
 @linux_only
-@pytest.mark.parametrize("end", ["", "\nwhile True: pass", "\nraise SystemExit(3)"],
-                         ids=["which ends", "which hangs", "which fails"])
+@pytest.mark.parametrize("end", ["", "\nwhile True: pass"], ids=["which ends", "which hangs"])
 @pytest.mark.parametrize("how", BACKGROUND)
 def test_leaving_something_in_the_background(run, how, end):
     for timeout in (1.5, 7, 35):  # on a busy machine it may not get as far as that in the first of these
@@ -240,15 +207,13 @@ def test_leaving_something_in_the_background(run, how, end):
                      + "\nimport time; time.sleep(0.2); print('it has begun')" + end, timeout=timeout)
         if result.stdout:
             break
-    assert result.error == {"": None}.get(end, "timeout" if "while" in end else "exit code 3")
+    assert result.error == ("timeout" if end else None)
     assert result.stdout == "it has begun\n"
     assert time.monotonic() - began < timeout + 10, "its wait does not end before the child closes the pipe"
 
 
 @linux_only
 @pytest.mark.parametrize("code", [
-    "while True: os.fork()",
-    "while True:\n try: os.fork()\n except OSError: pass",
     "while True:\n try: os.fork(); os.setsid()\n except OSError: pass",
     "while True:\n try: subprocess.Popen(['sleep', '1000', 'MARK'], start_new_session=True)\n except OSError: pass",
 ])
@@ -318,12 +283,12 @@ def test_many_at_a_time_from_threads(run):
 @pytest.mark.parametrize("who,how", [("trainer", signal.SIGKILL), ("trainer", signal.SIGINT),
                                      ("supervisor", signal.SIGKILL)])
 def test_nothing_is_left_when_someone_in_between_is_gone(tmp_path, who, how):
-    """The trainer is killed or interrupted while a program runs, and its supervisor cleans up; or the supervisor is."""
+    """The trainer is killed or interrupted while a program runs: its supervisor ends it in time. Or the supervisor."""
     mark = 400 * 2**20 + next(numbers)
     # Ctrl-C as in the foreground: started in the background by a shell, this process and its children would ignore it.
     code = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += f"import tempfile\nfrom nanochat.tasks.execution import run_python\ntempfile.tempdir = {str(tmp_path)!r}\n"
-    code += f"print(run_python('while True: pass', 100, {mark}).error)"
+    code += f"print(run_python('while True: pass', 10, {mark}).error)"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE,
                                stderr=subprocess.DEVNULL, text=True)
     deadline = time.monotonic() + 200
@@ -356,27 +321,6 @@ def test_a_program_that_outlives_its_wait_has_failed(tmp_path, monkeypatch):
     while running(str(memory_bytes)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not running(str(memory_bytes))
-
-
-STOPPED_MEANWHILE = """
-import sys
-sys.path.insert(0, {repo!r})
-from nanochat.tasks import execution
-execution.GRACE_S = 0.5
-print(execution.run_python("print(1)", 0.5).stdout)
-"""
-
-
-def test_who_was_stopped_while_a_program_ran_goes_on():
-    """As by Ctrl-Z and fg: the program has long ended when its wait is over."""
-    process = subprocess.Popen([sys.executable, "-c", STOPPED_MEANWHILE.format(repo=str(REPO))], stdout=subprocess.PIPE,
-                               text=True)
-    while not subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True).stdout and process.poll() is None:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(3)
-    process.send_signal(signal.SIGCONT)
-    assert process.communicate(timeout=100)[0] in ("1\n\n", "\n") and process.returncode == 0
 
 
 WITHOUT_NAMESPACES = """

@@ -39,7 +39,6 @@ def test_momentum_and_weight_decay():
 
 
 def test_a_warmup_in_steps_is_at_most_a_tenth_of_a_short_run():
-    assert [lr_multiplier(step, 1000, 40, 0.4, 0.0) for step in (0, 19, 39, 40)] == [1 / 40, 0.5, 1, 1]
     assert [lr_multiplier(step, 40, 40, 0.4, 0.0) for step in range(5)] == [0.25, 0.5, 0.75, 1, 1]
 
 

@@ -10,7 +10,7 @@ from ranks import run_on_ranks
 from nanochat.data.conversation import render_prompt
 from nanochat.data.task import Task
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.eval.task_eval import accuracy, centred, evaluate_task, likeliest_letters, name_of_mean, pass_at
+from nanochat.eval.task_eval import accuracy, evaluate_task, likeliest_letters, name_of_mean, pass_at
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
@@ -141,7 +141,3 @@ def test_chatcore_is_the_name_of_all_its_tasks_only():
     assert name_of_mean(classic.replace(" mmlu,", ""), -1, 5) == "mean centred accuracy over 5 tasks"
     assert name_of_mean(classic.replace("mmlu", "mmlu[:100]"), -1, 6) == "mean centred accuracy over 6 tasks"
     assert name_of_mean("gsm8k", -1, 1) == "mean centred accuracy over 1 task"
-
-
-def test_centred_accuracy():
-    assert centred(0.25, 0.25) == 0 and centred(1, 0.25) == 1 and centred(0.1, 0.25) < 0

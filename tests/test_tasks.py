@@ -24,11 +24,10 @@ from nanochat.data.task import Task, reference
 from nanochat.data.tokenizer import get_tokenizer
 from nanochat.inference.calculator import calculate
 from nanochat.runtime.errors import UserError
-from nanochat.tasks import Mixture, example_questions, make_mixture, make_task, make_tasks, run, spellingbee
+from nanochat.tasks import Mixture, example_questions, make_mixture, make_task, spellingbee
 from nanochat.tasks import tinyworld as world
-from nanochat.tasks.common import last_number, shuffled, single_turn, split_of
-from nanochat.tasks.execution import Result
-from nanochat.tasks.gsm8k import answer_parts, final_number
+from nanochat.tasks.common import last_number, single_turn, split_of
+from nanochat.tasks.gsm8k import answer_parts
 
 EMBEDDED = ("arithmetic", "arithmetic:easy", "arithmetic:medium", "arithmetic:hard", "spellingbee", "spellingbee:spell",
             "spellingbee:tool", "spellingbee:hand", "tinyworld", "tinyworld:facts", "tinyworld:identity",
@@ -85,13 +84,6 @@ def test_indices_and_slices_are_those_of_a_list():
         task[:3][3]
 
 
-def test_a_slice_is_measured_as_its_task_is():
-    part = Numbers("a", 10)[4:6]
-    assert (part.name, part.eval_type, part.baseline) == ("a", "generative", 0)
-    assert part.evaluate(part[0], "4") and not part.evaluate(part[0], "5")
-    assert part.reward(part[0], "4") == 1.0 and part.reward(part[0], "5") == 0.0
-
-
 def test_a_mixture_has_every_conversation_of_every_pass_once_and_an_order_of_its_seed():
     tasks = [Numbers("a", 50), Numbers("b", 7), Numbers("none", 0), Numbers("b", 7)]
     one_after_the_other = [f"a{i}" for i in range(50)] + 2 * [f"b{i}" for i in range(7)]
@@ -102,12 +94,6 @@ def test_a_mixture_has_every_conversation_of_every_pass_once_and_an_order_of_its
     assert Mixture(tasks, 0).eval_type is None
     with pytest.raises(NotImplementedError):
         Mixture(tasks, 0).evaluate({}, "")
-
-
-def test_shuffling_is_even():
-    """Each of 6 orders of 3 things about equally often: 200 of 1,200 expected, standard deviation 13."""
-    orders = Counter(tuple(shuffled(3, f"{key}")) for key in range(1200))
-    assert len(orders) == 6 and all(140 < count < 260 for count in orders.values())
 
 
 def test_nothing_depends_on_hash_randomisation_or_on_who_drew_before():
@@ -134,7 +120,7 @@ def test_embedded_conversations_are_whole_and_their_own_answers_right(spec: str)
     for split in ("train", "test"):
         task = make_task(spec, split)
         assert task.eval_type == "generative" and task.name
-        for conversation in task[::7]:
+        for conversation in task[:7000:7]:
             check_conversation(conversation)
             assert conversation["messages"][-1]["role"] == "assistant"
             assert task.evaluate(conversation, reference(conversation))
@@ -191,17 +177,6 @@ def test_arithmetic_calls_the_tool_with_what_was_asked_and_says_what_it_answers(
             assert set(re.findall("[0-9]+", expression)) == set(re.findall("[0-9]+", asked(conversation)))
 
 
-def test_what_the_tool_is_made_to_say_is_what_the_calculator_says():
-    """Otherwise a model would be trained on outputs that it never gets to see."""
-    called = Counter()
-    for spec in ("arithmetic", "spellingbee:tool"):
-        for conversation in make_task(spec, "test"):
-            (_, expression), (_, output), _ = parts_of(conversation)
-            assert calculate(expression) == output
-            called[spec] += 1
-    assert called == {"arithmetic": 2000, "spellingbee:tool": 2000}
-
-
 READINGS = {  # an easy question, read independently of how it was written
     r"What is (\d+) plus (\d+)\?|Add (\d+) and (\d+)\.|the sum of (\d+) and (\d+)\?|How much is (\d+) plus (\d+)\?":
         lambda x, y: x + y,
@@ -249,15 +224,6 @@ def test_arithmetic_holds_out_an_expression_on_every_level_and_in_every_order_of
     assert not told & sides["test"]
 
 
-def test_arithmetic_is_judged_by_its_last_number():
-    task = make_task("arithmetic:easy", "test")
-    right = parts_of(task[0])[1][1]
-    for answer in (right, f"It is {right}.", f"12 + 1 makes {right}", f"{right}.0"):
-        assert task.evaluate(task[0], answer)
-    for answer in (f"{right}1", f"1{right}", f"-{right}", f"{right} or 3.5", f"{right}.5", "twelve"):
-        assert not task.evaluate(task[0], answer)
-
-
 # ---- Python: documentation and programs
 
 def test_pydoc_says_what_the_documentation_says_about_that_object():
@@ -290,16 +256,6 @@ def test_what_pydoc_knows_does_not_depend_on_what_else_is_imported():
     assert in_a_process(code) == in_a_process(more + code)
 
 
-def test_pydoc_asks_about_every_object_in_all_phrasings_but_one():
-    trained, known = make_task("pydoc", "train"), make_task("pydoc:known", "test")
-    ways = Counter(name for turn in range(9) for name in
-                   (reference(conversation) for conversation in trained[turn * len(known):(turn + 1) * len(known)]))
-    assert len(trained) == 9 * len(known) == sum(ways.values()) and min(ways.values()) >= 9
-    assert len(set(questions(trained)) | set(questions(known))) == 10 * len(known)
-    assert known.evaluate(known[0], reference(known[0]).upper().replace(" ", "  "))
-    assert not known.evaluate(known[0], reference(known[1])) and not known.evaluate(known[0], reference(known[0])[:-6])
-
-
 def test_what_a_program_prints_is_what_python_prints_and_the_calls_are_what_it_calculates():
     called = Counter()
     for split in ("train", "test"):
@@ -324,42 +280,6 @@ def test_what_a_program_prints_is_what_python_prints_and_the_calls_are_what_it_c
                 assert [int(output) for _, output in values] == list(itertools.accumulate(numbers))
             called[bool(values), bool(loop)] += 1
     assert called[True, True] > 10 and called[True, False] > 500 and called[False, False] > 500
-
-
-def test_programs_are_drawn_and_run_when_they_are_wanted_the_same_in_any_order(monkeypatch):
-    numbers, found = (4321, 0, 4999, 1234, -1), []
-    for order in (numbers, sorted(numbers)):
-        for cached in (run.programs, run.drawn):
-            cached.cache_clear()
-        task = make_task("run", "train")
-        found.append({number: asked(task[number]) for number in order})
-        assert run.programs.cache_info().misses == 4, "four batches of twenty"
-    assert found[0] == found[1]
-    sources = run.drawn("train")[0]
-    assert len(set(sources)) == len(sources) == len(task)
-
-    monkeypatch.setattr(run, "run_python", lambda *args, **kwargs: Result(False, "", "", "no processes", ()))
-    run.programs.cache_clear()
-    with pytest.raises(UserError, match="could not be run: no processes"):
-        make_task("run", "train")
-    assert example_questions("run") == [], "nothing to suggest, and no error"
-    run.programs.cache_clear()
-
-
-def test_half_of_the_programs_are_calculated_in_the_head_and_no_name_makes_a_program_another():
-    free, with_tool = (list(make_task(spec, "train")[:4000]) for spec in ("run", "run:tool"))
-    having = [(a, b) for a, b in zip(free, with_tool) if isinstance(b["messages"][-1]["content"], list)]
-    in_the_head = [a for a, b in having if a != b]
-    assert 0.45 < len(in_the_head) / len(having) < 0.55 and len(having) > 1400
-    assert all(isinstance(a["messages"][-1]["content"], str) for a in in_the_head)
-
-    def nameless(conversation: dict) -> str:
-        source, names = asked(conversation).partition("\n\n")[2], {}
-        return re.sub(r"\b(x|n|a|i|k|y|total|s|b|result|f|add|double|change|g)\b(?!\")",
-                      lambda found: names.setdefault(found[0], f"v{len(names)}"), source)
-
-    trained, tested = (set(map(nameless, make_task("run", split))) for split in ("train", "test"))
-    assert len(tested) > 800 and not trained & tested
 
 
 # ---- SpellingBee
@@ -409,18 +329,6 @@ def test_spellingbee_spells_and_counts_right():
     assert kinds == {"spell": 2000, "tool": 2000, "hand": 2000} and min(counts[0], counts[2]) > 200 and counts[3]
 
 
-def test_spellingbee_is_strict_about_every_letter():
-    task = make_task("spellingbee:spell", "test")
-    word = task[0]["word"]
-    spelled = "-".join(word)
-    for answer in (spelled, f"{spelled}.", f"The word {word} is spelled {spelled}.",
-                   f"No, not x-y-z but {spelled.upper()}!"):
-        assert task.evaluate(task[0], answer)
-    for answer in (word, spelled[2:], f"{spelled}-e", spelled[::-1], spelled.replace("-", " - "),
-                   f"{spelled}, or a-b-c."):
-        assert not task.evaluate(task[0], answer)
-
-
 # ---- The words of a tokenizer
 
 def learn_world(folder: Path, more: list[str]) -> Counter:
@@ -454,21 +362,6 @@ def test_words_are_tokens_and_words_of_several_and_a_word_is_on_one_side_in_all_
     assert len(missing) < 0.02 * len(beginnings)
 
 
-def test_words_are_spelled_in_five_ways_and_counted_in_two_and_every_part_has_them_all(base_folder):
-    learn_world(base_folder, [])
-    task = make_task("words:world", "test")
-    count, checked = len(task.words), [check_spelling(conversation) for conversation in task]
-    assert {kind for kind, *_ in checked[:7]} == {"spell", "tool", "hand"}
-    assert {word for _, word, _ in checked[:count]} == set(task.words)
-    assert Counter((kind, word) for kind, word, _ in checked) == Counter(
-        {(kind, word): times for word in task.words for kind, times in (("spell", 5), ("tool", 1), ("hand", 1))})
-    assert len(set(questions(task))) == len(task) == 7 * count  # five phrasings
-    for conversation in task:
-        assert task.evaluate(conversation, reference(conversation)) and not task.evaluate(conversation, "99999.")
-    code = "from nanochat.tasks import make_task; print([c['messages'] for c in make_task('words:world', 'test')])"
-    assert in_a_process(code, PYTHONHASHSEED="3") == f"{[conversation['messages'] for conversation in task]}\n"
-
-
 def test_words_need_a_tokenizer(base_folder):
     with pytest.raises(UserError, match="no tokenizer for data 'world' .*python -m scripts.tok_train --data=world"):
         make_task("words:world", "train")
@@ -491,18 +384,6 @@ def test_every_fact_is_held_out_in_some_phrasing_that_is_trained_with_other_fact
         assert all(sum(bool(pattern.fullmatch(item.question)) for item in items) > 40 for items in (tested, trained))
 
 
-def test_no_two_facts_are_asked_for_in_the_same_words():
-    for split in ("train", "test"):
-        replies = {}
-        for item in world.items(split):
-            assert replies.setdefault(item.question, item.reply) == item.reply
-    for item in (*world.items("train"), *world.items("test")):
-        if item.right:
-            assert not re.search(r"\ba [aeiou]|\ban [^aeiou]",
-                                 f"{item.question} {item.reply}".lower().replace("letter a ", "")
-                                 .replace("contain a", "")) or re.search(r"\b[a-z]\b", item.question), item.question
-
-
 def test_second_questions_are_held_out_with_what_they_refer_to():
     def pair(conversation: dict) -> tuple[str, str]:
         return asked(conversation), reference(conversation)
@@ -519,28 +400,6 @@ def test_second_questions_are_held_out_with_what_they_refer_to():
     for question, reply in sides[0]:
         replies.setdefault(question, set()).add(reply)
     assert max(map(len, replies.values())) > 1
-
-
-def test_questions_about_the_model_come_after_others_too():
-    for split, other in (("train", "test"), ("test", "train")):
-        task = make_task("tinyworld:turns", split)
-        assert len(task) == world.TURNS[split]
-        replies = {item.question: item.reply for item in world.items(split)}
-        foreign, kinds = {item.question for item in world.items(other)}, Counter()
-        for conversation in task:
-            said = [one["content"] for one in conversation["messages"] if one["role"] != "system"]
-            asks, answers = said[::2], said[1::2]
-            link = next(link for link in world.LINKS[::-1] if asks[-1].startswith(link))
-            asks[-1] = asks[-1].removeprefix(link)
-            assert not world.GREETING.match(asks[-1]) and not foreign.intersection(asks)
-            if asks[0] not in replies:  # a greeting was put before the question about a fact
-                asks[0] = asks[0].partition("! ")[2] or asks[0].removeprefix("Hello, nanochat. ")
-            assert [replies[question] for question in asks] == answers
-            about = ["nanochat" in answer for answer in answers]
-            kinds.update([len(asks), about[0], link, answers[-1]])
-            assert about[-1]
-        assert min(kinds.values()) > len(task) / 30 and set(kinds) == {
-            2, 3, True, False, *world.LINKS, *(reply for reply, _ in world.IDENTITY if not reply.startswith("Hello"))}
 
 
 def judge(question: str, answer: str) -> bool:
@@ -716,23 +575,13 @@ def test_gsm8k_calls_the_calculator_where_it_was_annotated(base_folder):
     ("<<2+3=5>>5\n#### 5", [("python", "2+3"), ("python_output", "5"), ("text", "5\n#### 5")]),
     ("a <<1+1=2>>2<<2*2=4>>4 b", [("text", "a "), ("python", "1+1"), ("python_output", "2"), ("text", "2"),
                                   ("python", "2*2"), ("python_output", "4"), ("text", "4 b")]),
-    ("<< 1 + .5 = 1.5 >>1.5", [("python", "1 + .5"), ("python_output", "1.5"), ("text", "1.5")]),
-    ("<<2*3=6=6>>6", [("text", "6")]),                           # what is before the last "=" is no expression
     ("20% of 50 is <<50*20%=10>>10, x", [("text", "20% of 50 is 10, x")]),  # nothing that the calculator knows
     ("<<5>>5 and <<=5>>5 and <<5=>>5", [("text", "5 and 5 and 5")]),
-    ("no << end", [("text", "no << end")]),
 ])
 def test_annotations_become_calls_of_the_tool(answer: str, expected: list[tuple[str, str]]):
     parts = answer_parts(answer)
     assert [(part["type"], part["text"]) for part in parts] == expected
     assert "".join(text for kind, text in expected if kind == "text") == re.sub("<<[^<>]*>>", "", answer)
-
-
-def test_final_numbers():
-    for text, number in {"#### 7": 7, "#### -7": -7, "#### 1,234,567": 1234567, "#### .5": 0.5, "#### 7.50": 7.5,
-                         "#### $-7": -7, "#### -$7": -7,
-                         "####  7 apples": 7, "7": None, "#### x": None, "#### -": None, "####\n7": 7}.items():
-        assert final_number(text) == number, text
 
 
 def test_humaneval_runs_the_tests_of_its_problem(base_folder):
@@ -754,26 +603,6 @@ def test_humaneval_runs_the_tests_of_its_problem(base_folder):
         assert not task.evaluate(task[0], wrong), wrong
     with pytest.raises(UserError, match="only a test split"):
         make_task("humaneval", "train")
-
-
-@pytest.mark.parametrize("spec, size, judged", [("mmlu", 14042, 2000), ("gsm8k", 1319, 1319), ("humaneval", 164, 30)])
-def test_real_problems_are_solved_by_their_own_answers(real_items, spec, size, judged):
-    task = make_task(spec, "test")
-    assert len(task) == size
-    for conversation in task[:judged]:
-        check_conversation(conversation)
-        answer = reference(conversation)
-        assert task.evaluate(conversation, answer) and not task.evaluate(conversation, "no"), answer
-
-
-
-def test_rows_come_in_one_shuffled_order(base_folder):
-    """A data set that is sorted by subject: its first tenth must not be one subject, and must always be the same."""
-    rows = [row | {"question": f"{subject}{i}"} for subject in "abcdefghij" for i, row in enumerate(MMLU[:1] * 20)]
-    write(base_folder, "mmlu/all/test.jsonl", rows)
-    first, second = (questions(make_task("mmlu[:20]", "test")) for _ in range(2))
-    assert first == second and len({question.splitlines()[1][0] for question in first}) >= 5
-    assert len(set(questions(make_task("mmlu", "test")))) == 200
 
 
 # ---- One's own conversations ----------------------------------------------------------------------------------------
@@ -804,36 +633,16 @@ GOOD = json.dumps(single_turn("a", "b"))
 
 
 @pytest.mark.parametrize("line, problem", [
-    ('{"messages": [', "not JSON"), ("hello", "not JSON"), ("[" * 100_000, "not JSON"), ("17", "messages"),
-    ("{}", "messages"), ("[]", "no messages"), ('{"messages": []}', "no messages"),
-    ('[{"role": "bot", "content": "x"}]', "bot"),
+    ('{"messages": [', "not JSON.*on each line, as jq"), ("17", "messages"), ("[]", "no messages"),
     ('[{"role": "user", "content": "x"}]', "last message"), ('[{"role": "assistant", "content": "x"}]', "take turns"),
-    (f"[{GOOD}, {GOOD}]", "array of conversations; expected a conversation on each line"), ("[17]", "message 1"),
-    ('[[{"role": "user", "content": "x"}]]', "array of conversations"), ("[\n", "not JSON.*on each line, as jq"),
-    (json.dumps(single_turn("a", "")), "message 2 is an empty answer"),
-    (json.dumps(single_turn("a", [])), "message 2 is an empty answer"),
-    ('[{"role": "user"}]', "message 1"), ('[{"role": "user", "content": 5}]', "message 1"),
+    (f"[{GOOD}, {GOOD}]", "array of conversations; expected a conversation on each line"),
+    (json.dumps(single_turn("a", "")), "message 2 is an empty answer"), ('[{"role": "user"}]', "message 1"),
 ])
 def test_a_bad_line_is_named_by_file_and_line(tmp_path, line: str, problem: str):
     path = own_file(tmp_path, [GOOD, "", GOOD, line, "worse"])
     with pytest.raises(UserError, match=problem) as caught:
         make_task(f"json:{path}", "train")
     assert str(caught.value).startswith(f"{path}:4: ") and "\n" not in str(caught.value)
-
-
-def test_files_that_cannot_be_used_say_why(tmp_path):
-    (tmp_path / "latin.jsonl").write_bytes(GOOD.encode() + b"\n" + GOOD.replace('"a"', '"\xe4"').encode("latin-1"))
-    with pytest.raises(UserError, match="latin.jsonl:2: not JSON"):
-        make_task(f"json:{tmp_path}/latin.jsonl:all", "train")
-    with pytest.raises(UserError, match="cannot read .*missing.jsonl"):
-        make_task(f"json:{tmp_path}/missing.jsonl", "train")
-    with pytest.raises(UserError, match="cannot read"):
-        make_task(f"json:{tmp_path}", "train")
-    with pytest.raises(UserError, match="no conversation for the test split.*:all takes all"):
-        make_task(f"json:{own_file(tmp_path, [GOOD])}", "test")
-    for empty in ("", ":all"):
-        with pytest.raises(UserError, match="has no conversation; expected one on each line"):
-            make_task(f"json:{own_file(tmp_path, [''])}{empty}", "train")
 
 
 # ---- Specs, and data that is not there ------------------------------------------------------------------------------
@@ -851,27 +660,12 @@ def test_specs_say_which_task_which_part_and_how_often(tmp_path):
     assert sum(count == 2 for count in counts.values()) == 20
 
 
-def test_a_list_to_be_measured_by_has_each_task_once_whatever_its_passes():
-    tasks = make_tasks("arithmetic:hard[:30], spellingbee:spell*3", "test")
-    assert [(task.name, len(task)) for task in tasks] == [("Arithmetic hard", 30),
-                                                          ("SpellingBee spell (generated words)", 2000)]
-    with pytest.raises(UserError, match="no task 'arithmetics'"):
-        make_tasks("spellingbee, arithmetics", "test")
-
-
 @pytest.mark.parametrize("spec, problem", [
-    ("arithmetics", r"no task 'arithmetics'; known: .*arithmetic, .*json"), ("", "known"), ("arithmetic,", "known"),
-    ("arithmetic*", "known names"),
-    ("arithmetic[5]", "NAME"), ("arithmetic[:x]", "NAME"), ("arithmetic[:-5]", "NAME"),
-    ("arithmetic*2*3", "'2'|NAME|no "), ("arithmetic*2[:5]", "NAME"), ("arithmetic*0", "at least 1"),
+    ("arithmetics", r"no task 'arithmetics'; known: .*arithmetic, .*json"), ("arithmetic,", "known"),
+    ("arithmetic[:-5]", "NAME"), ("arithmetic*0", "at least 1"),
     ("arithmetic:brutal", "expected one of easy, medium, hard"), ("gsm8k:x", "takes no argument"),
-    ("json", "json:/path"), ("words", "needs an argument.*words:climbmix"),
-    ("arithmetic[99999:]", "nothing is left of its 20,000"),
-    ("arc:Easy", "ARC-Easy, ARC-Challenge"),
-    ("Arithmetic", "no task 'Arithmetic'; known: .*; did you mean 'arithmetic'\\?$"),
-    ("GSM8K", r"did you mean 'gsm8k'\?$"),
+    ("words", "needs an argument.*words:climbmix"), ("arithmetic[99999:]", "nothing is left of its 20,000"),
     ("spelingbee:tool", r"no task 'spelingbee'; known: .*; did you mean 'spellingbee'\?$"),
-    ("arc:arc-chalenge", r"did you mean 'ARC-Challenge'\?$"),
 ])
 def test_wrong_specs_are_said_to_be_wrong(spec: str, problem: str):
     with pytest.raises(UserError, match=problem) as caught:
@@ -879,28 +673,26 @@ def test_wrong_specs_are_said_to_be_wrong(spec: str, problem: str):
     assert "\n" not in str(caught.value)
 
 
-def test_wrong_splits_and_passes_of_a_single_task():
-    with pytest.raises(UserError, match="split='val'.*train, test"):
-        make_task("arithmetic", "val")
+def test_passes_of_a_single_task():
     with pytest.raises(UserError, match=r"leave out \*2"):
         make_task("arithmetic*2", "train")
 
 
 def test_local_folders_without_the_right_files_say_what_is_missing(base_folder):
     write(base_folder, "gsm8k/main/train-00000-of-00001.parquet", GSM8K)
-    with pytest.raises(UserError, match=r"no test-\*.parquet or test.jsonl in .*tasks/gsm8k/main.*openai/gsm8k"):
+    with pytest.raises(UserError, match="cannot load the test split of .*tasks/gsm8k/main: Unknown split"):
         make_task("gsm8k", "test")
-    write(base_folder, "gsm8k/main/test.jsonl", [{"question": "x", "solution": "y"}])
-    with pytest.raises(UserError, match="no column 'answer'; there is: question, solution"):
-        make_task("gsm8k", "test")
+    write(base_folder, "humaneval/openai_humaneval/test.jsonl", [{"question": "x", "solution": "y"}])
+    with pytest.raises(UserError, match="humaneval: row 0 is not as expected: KeyError: 'prompt'"):
+        make_task("humaneval", "test")[0]
     write(base_folder, "mmlu/all/test.parquet", MMLU).write_bytes(b"PAR1 and no more")
-    with pytest.raises(UserError, match="cannot read .*tasks/mmlu/all") as caught:
+    with pytest.raises(UserError, match="cannot load the test split of .*tasks/mmlu/all") as caught:
         make_task("mmlu", "test")
     assert "\n" not in str(caught.value)
     write(base_folder, "arc/ARC-Easy/test.jsonl", [ARC[0] | {"answerKey": "E"}])
     with pytest.raises(UserError, match="ai2_arc: row 0 is not as expected"):
         make_task("arc", "test")[0]
-    write(base_folder, "gsm8k/main/test.jsonl", [{"question": "x", "answer": "none"}])
+    write(base_folder, "gsm8k/main/test.parquet", [{"question": "x", "answer": "none"}])
     with pytest.raises(UserError, match="row 0.*no number after ####"):
         make_task("gsm8k", "test")[0]
 
@@ -910,7 +702,7 @@ def test_without_network_or_package_it_says_so_in_one_line(monkeypatch):
     code = ("from nanochat.runtime.errors import UserError\nfrom nanochat.tasks import make_task\n"
             "try:\n    make_task('gsm8k', 'train')\nexcept UserError as error:\n    print(error)")
     said = in_a_process(code, HF_HUB_OFFLINE="1", HF_HOME=os.environ["NANOCHAT_BASE_DIR"])
-    assert re.fullmatch(r"no .*tasks/gsm8k/main, and cannot load openai/gsm8k from the hub: .*\n", said)
+    assert re.fullmatch(r"cannot load the train split of openai/gsm8k from the hub, and there is no .*: .*\n", said)
     monkeypatch.setitem(sys.modules, "datasets", None)  # importing it fails
     with pytest.raises(UserError, match="pip install datasets"):
         make_task("gsm8k", "train")

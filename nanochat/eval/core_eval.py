@@ -23,12 +23,12 @@ from nanochat.eval.loss_eval import batches_by_length, padded, row_of, wrong_tok
 from nanochat.runtime.collectives import all_reduce_sum, rank_and_size
 from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.devices import sum_dtype
-from nanochat.runtime.errors import UserError
+from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import base_dir
 from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
 
-BLOCK = 32  # items that are tokenized and sorted together, on one rank whatever the number of ranks
+BLOCK = 32  # items that are tokenized and sorted together, always on one rank
 KINDS = ("multiple_choice", "schema", "language_modeling")
 
 
@@ -52,8 +52,8 @@ class CoreScore(NamedTuple):
     accuracy: float
     baseline: float
     centered: float
-    items: int          # that were asked
-    items_there: int    # that the task has
+    items: int          # items that were asked
+    items_there: int    # items of the task
 
 
 # ---- The bundle
@@ -71,15 +71,16 @@ def load_tasks(bundle: Path) -> list[CoreTask]:
         entries = yaml.safe_load((bundle / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
         with open(bundle / "eval_meta_data.csv", encoding="utf-8", newline="") as file:
             percent = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
-        tasks = [
-            CoreTask(entry["label"], entry["icl_task_type"], entry["num_fewshot"][0],
-                     entry.get("continuation_delimiter", " "), percent[entry["label"]] / 100,
-                     bundle / "eval_data" / entry["dataset_uri"])
-            for entry in entries
-        ]
+        tasks = []
+        for entry in entries:
+            label = entry["label"]
+            path = bundle / "eval_data" / entry["dataset_uri"]
+            delimiter = entry.get("continuation_delimiter", " ")
+            shots = entry["num_fewshot"][0]
+            tasks.append(CoreTask(label, entry["icl_task_type"], shots, delimiter, percent[label] / 100, path))
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, IndexError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{bundle} is not a CORE bundle ({reason}); remove it to download it anew") from error
+        raise UserError(f"{bundle} is not a CORE bundle ({type(error).__name__}: {first_line(error)}); "
+                        "remove it to download it anew") from error
     for task in tasks:
         if task.kind not in KINDS:
             raise UserError(f"{bundle / 'core.yaml'}: {task.label} is of type {task.kind!r}; "
@@ -134,7 +135,10 @@ def prompts_of(task: CoreTask, items: list[Item], index: int) -> list[str]:
 
 def common_length(rows: list[list[int]]) -> int:
     """How many tokens all rows begin with."""
-    return next((i for i, tokens in enumerate(zip(*rows)) if len(set(tokens)) > 1), min(map(len, rows)))
+    for i, tokens in enumerate(zip(*rows)):
+        if len(set(tokens)) > 1:
+            return i
+    return min(map(len, rows))
 
 
 def rows_of(
@@ -183,7 +187,8 @@ def evaluate_core(
         items = load_items(task)
         items_there.append(len(items))
         items = items if max_per_task < 0 else items[:max_per_task]
-        greedily, right, asked = task.kind == "language_modeling", 0, 0
+        greedily = task.kind == "language_modeling"
+        right = asked = 0
         # Blocks are dealt out whole: what a forward pass holds does not depend on the ranks, nor do its last digits.
         blocks = range(0, len(items), BLOCK * world_size)
         for first in until_stopped(progress(blocks, f"CORE {len(counts) + 1}/{len(tasks)} {task.label}", "blocks")):
@@ -194,7 +199,10 @@ def evaluate_core(
                 values = iter(measure(model, [row for group in rows for row in group], greedily, tokens_per_forward))
             for item, group in zip(items[start:end], rows):
                 of_item = [next(values) for _ in group]
-                right += of_item[0] == 0 if greedily else of_item.index(min(of_item)) == item.gold
+                if greedily:
+                    right += of_item[0] == 0
+                else:
+                    right += of_item.index(min(of_item)) == item.gold
             asked += end - start
         counts.append([right, asked])
     sums = torch.tensor(counts, dtype=sum_dtype(device), device=device)
@@ -225,9 +233,11 @@ def measure(model, rows: list[Row], greedily: bool, tokens_per_forward: int) -> 
         dist.all_reduce(passes, dist.ReduceOp.MAX)
     values = [0.0] * len(rows)
     for number in range(int(passes)):
-        indices = batches[number] if number < len(batches) else []
-        # Without rows of its own, a rank takes part in the last passes of the others with an empty one.
-        inputs, targets = padded([rows[i] for i in indices] or [row_of([0, 0], 1)], device)
+        indices, batch = [], [row_of([0, 0], 1)]  # a rank without rows of its own takes part in the others' passes
+        if number < len(batches):
+            indices = batches[number]
+            batch = [rows[i] for i in indices]
+        inputs, targets = padded(batch, device)
         if greedily:
             measured = wrong_tokens(model, inputs, targets)
         else:

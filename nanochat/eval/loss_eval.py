@@ -42,7 +42,8 @@ def counted_nats(model, inputs: Tensor, targets: Tensor, bytes_of: Tensor) -> tu
     """Nats and bytes of each row, (B,), over targets that stand for at least one byte of text."""
     target_bytes = bytes_of[targets.clamp(min=0)] * (targets >= 0)
     losses = model(inputs, targets, reduction="none") * (target_bytes > 0)  # (B, T)
-    return tuple(values.sum(1, dtype=sum_dtype(inputs.device)) for values in (losses, target_bytes))
+    exact = sum_dtype(inputs.device)
+    return losses.sum(1, dtype=exact), target_bytes.sum(1, dtype=exact)
 
 
 @torch.no_grad()
@@ -50,7 +51,7 @@ def document_nats(
     model, documents: list[list[int]], token_bytes: np.ndarray, tokens_per_forward: int
 ) -> list[tuple[float, int]]:
     """
-    (nats, bytes) of each document by itself, all of it, in windows: a row is <|bos|> and the next sequence_len tokens,
+    (nats, bytes) of each whole document, alone, in windows: a row is <|bos|> and the next sequence_len tokens,
     so that every token is a target exactly once. documents: token ids that begin with <|bos|>; special tokens count
     nothing, and neither does the end of the document.
     """
@@ -63,10 +64,11 @@ def document_nats(
             rows.append(row_of([bos, *tokens[start : start + length]], 1))
     results = [(0.0, 0)] * len(documents)
     for indices in progress(batches_by_length(rows, tokens_per_forward), "bits per byte", "batches"):
-        of_rows = counted_nats(model, *padded([rows[i] for i in indices], device), bytes_of)
-        for i, nats, count in zip(indices, *(values.tolist() for values in of_rows)):
-            total_nats, total_count = results[owners[i]]
-            results[owners[i]] = total_nats + nats, total_count + int(count)
+        inputs, targets = padded([rows[i] for i in indices], device)
+        nats, counts = counted_nats(model, inputs, targets, bytes_of)
+        for i, row_nats, row_bytes in zip(indices, nats.tolist(), counts.tolist()):
+            its_nats, its_bytes = results[owners[i]]
+            results[owners[i]] = its_nats + row_nats, its_bytes + int(row_bytes)
     return results
 
 
@@ -115,7 +117,7 @@ def wrong_tokens(model, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def row_of(tokens: list[int], start: int) -> Row:
-    """A row of which the tokens from `start` on count as targets."""
+    """A row whose tokens from `start` on are targets."""
     return tokens, [0.0] * start + [1.0] * (len(tokens) - start)
 
 

@@ -10,7 +10,7 @@ from nanochat.data.conversation import render_prompt
 from nanochat.data.padding import padded_batch
 from nanochat.data.task import Task
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.inference.detokenizer import to_parts
+from nanochat.inference.detokenizer import answer_text
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
@@ -39,11 +39,12 @@ def evaluate_task(
         answers = [[letter] for letter in likeliest_letters(model, tokenizer, conversations, batch_size)]
     else:
         samples = generate_answers(model, tokenizer, conversations, indices, sampling, num_samples, batch_size)
-        answers = [[answer_text(tokenizer, answer) for answer in of_problem] for of_problem in samples]
-    correct = [[task.evaluate(conversation, answer) for answer in of_problem]
-               for conversation, of_problem in until_stopped(zip(conversations, answers))]
+        answers = [[answer_text(tokenizer, answer.tokens) for answer in of_problem] for of_problem in samples]
+    correct = []
+    for conversation, of_problem in until_stopped(zip(conversations, answers)):
+        correct.append([task.evaluate(conversation, answer) for answer in of_problem])
     of_ranks = gather_objects(correct)
-    return [of_ranks[index % world_size][index // world_size] for index in range(count)]
+    return [of_ranks[index % world_size][index // world_size] for index in range(count)]  # in the task's order
 
 
 def generate_answers(
@@ -54,7 +55,7 @@ def generate_answers(
     prompts = [render_prompt(tokenizer, conversation) for conversation in conversations]
     seeded = [seed_with(sampling, index) for index in indices]
     answers = Engine(model, tokenizer, batch_size).generate(prompts, seeded, num_samples, truncate=True)
-    return [answers[i * num_samples :][:num_samples] for i in range(len(prompts))]
+    return [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
 
 
 def seed_with(sampling: SamplingParams, number: int) -> SamplingParams:
@@ -62,17 +63,16 @@ def seed_with(sampling: SamplingParams, number: int) -> SamplingParams:
     return replace(sampling, seed=hash((sampling.seed or 0, number)))  # of integers: the same in every process
 
 
-def answer_text(tokenizer: Tokenizer, answer: Answer) -> str:
-    """The text of an answer that the user sees: without calls of the tool and their output."""
-    return "".join(part["text"] for part in to_parts(tokenizer, answer.tokens) if part["type"] == "text")
-
-
 @torch.inference_mode()
 def likeliest_letters(model: GPT, tokenizer: Tokenizer, conversations: Sequence[dict], batch_size: int) -> list[str]:
     """The letter of each multiple choice to which the model gives the most probability as first token of its answer."""
     device, limit = model.lm_head.weight.device, model.config.sequence_len
-    prompts = [render_prompt(tokenizer, conversation) for conversation in conversations]
-    prompts = [ids if len(ids) <= limit else ids[:1] + ids[1 - limit :] for ids in prompts]  # the question comes last
+    prompts = []
+    for conversation in conversations:
+        ids = render_prompt(tokenizer, conversation)
+        if len(ids) > limit:
+            ids = ids[:1] + ids[1 - limit :]  # the question comes last
+        prompts.append(ids)
     chosen = [""] * len(prompts)
     by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # similar lengths: little padding
     for start in until_stopped(progress(range(0, len(by_length), batch_size), "choosing", "batches")):
@@ -112,4 +112,4 @@ def name_of_mean(specs: str, max_problems: int, measured: int) -> str:
     """What the mean over the measured tasks may be called: ChatCORE is over all problems of all of its tasks."""
     if {spec.strip() for spec in specs.split(",")} == CHAT_CORE and max_problems < 0:
         return "ChatCORE (SpellingBee on generated words)"
-    return f"mean centred accuracy over {measured} task{'s' * (measured != 1)}"
+    return "mean centred accuracy over " + ("1 task" if measured == 1 else f"{measured} tasks")

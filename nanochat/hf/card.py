@@ -64,20 +64,25 @@ parts of a message: `{"role": "assistant", "content": [{"type": "python", "text"
 
 def model_card(source: str, checkpoint: Path, meta: dict, parameters: int) -> str:
     """README.md of the export of a checkpoint."""
+    config = GPTConfig(**meta["model_config"])
+    trained = f", trained on `{meta['data']}`" if meta.get("data") else ""
+    trust = code = measured = ""
+    if is_modern(config):
+        trust, code = ", trust_remote_code=True", CODE
     numbers = report_numbers(source, checkpoint)
-    modern = is_modern(config := GPTConfig(**meta["model_config"]))
-    table = markdown_table(["", ""], [(cell(row), cell(value)) for row, value in numbers.items()])
+    if numbers:
+        table = markdown_table(["", ""], [(cell(row), cell(value)) for row, value in numbers.items()])
+        measured = f"## What was measured\n\n{table}\n\n"
+    prompt, tool = '[{"role": "user", "content": "Who are you?"}]', CALCULATOR
+    if source == "base":
+        prompt, tool = '"The opposite of deep is"', ""
     return CARD.format(
         tag=checkpoint.parent.name, source=source, step=meta["step"], stage=STAGE_NAMES[source], parameters=parameters,
-        config=config, trust=", trust_remote_code=True" if modern else "", code=CODE if modern else "",
-        trained=f", trained on `{meta['data']}`" if meta.get("data") else "",
-        measured=f"## What was measured\n\n{table}\n\n" if numbers else "",
-        prompt='"The opposite of deep is"' if source == "base" else '[{"role": "user", "content": "Who are you?"}]',
-    ) + ("" if source == "base" else CALCULATOR)
+        config=config, trust=trust, code=code, trained=trained, measured=measured, prompt=prompt) + tool
 
 
 def report_numbers(source: str, checkpoint: Path) -> dict[str, float | str]:
-    """What the report's sections say of this very checkpoint, in their order; other models' sections are left out."""
+    """The numbers of the report's sections about this very checkpoint, in their order."""
     tag, numbers = checkpoint.parent.name, {}
     for path in sorted_sections((base_dir() / "report" / "sections").glob(f"*/{tag}/*.json")):
         try:

@@ -1,8 +1,8 @@
 """
 Our checkpoints as folders that Hugging Face's transformers loads, and the way back.
 
-Models of its class NanoChatForCausalLM have the same mathematics under other names. The rows that pad our vocabulary,
-which no token uses, are cut off; a file of their own keeps them, so that an import gives the same bits.
+Models of its class NanoChatForCausalLM have the same mathematics under other names. The rows that pad our vocabulary
+are cut off: no token uses them, and an import fills them with zeros.
 
 A model with pieces that this class does not have brings its code: copies of this program's sources, beside
 modeling_nanochat.py. An import runs no such file and compares none: it reads config.json and weights.
@@ -10,14 +10,13 @@ modeling_nanochat.py. An import runs no such file and compares none: it reads co
 import json
 import re
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError, safe_open
+import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -28,11 +27,9 @@ from nanochat.model.gpt_config import GPTConfig, without_retired
 from nanochat.model.layers import NORM_EPS
 from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import MODEL_FILE, STAGES
-from nanochat.training.resharding import index_of
 from nanochat.training.saving import write_tensors
 
-PADDING_FILE = "padding.nanochat"  # safetensors; transformers would load it if it were called *.safetensors
-FOLDER = re.compile(  # every file of an exported folder
+FOLDER = re.compile(  # every file of an exported folder, also of earlier versions
     r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|padding\.nanochat|config\.json|"
     r"generation_config\.json|tokenizer\.json|tokenizer_config\.json|chat_template\.jinja|README\.md|"
     r"(modeling_nanochat|nanochat_\w+)\.py"
@@ -62,11 +59,10 @@ DEFAULTS = {  # of that class, where they are not what our models have, for what
 
 
 class Imported(NamedTuple):
-    """What is read from a folder of any format: our names, dtypes and paddings as they are there."""
+    """What is read from a folder of any format: our names; dtypes, and rows of the vocabulary, as they are there."""
 
     config: GPTConfig
     weights: dict[str, Tensor]
-    padding: dict[str, Tensor]  # rows that belong below `weights`; without them they are zeros
     tokenizer: Tokenizer
     step: int
     notes: list[str]            # what is not quite the same here
@@ -102,35 +98,27 @@ def their_config(config: GPTConfig) -> dict:
 
 # ---- Export
 
-def export(checkpoint: Path, meta: dict, dtype: str, max_shard_bytes: int, folder: Path) -> int:
+def export(checkpoint: Path, meta: dict, dtype: str, folder: Path) -> int:
     """
-    Fill a folder with everything but the model card; returns how many parameters the model has there. dtype: as for
-    `read_weights`. UserError for a model with something that this program's models do not have.
+    Fill a folder with everything but the model card; returns how many parameters the model has there. dtype: "auto"
+    (as in the checkpoint) or "bfloat16". UserError for a model with something that this program's models do not have.
     """
     for name in meta["model_config"].keys() - CONFIG.keys() - PIECES.keys():
         raise UserError(f"{checkpoint}: this program's GPTConfig has no {name}; it cannot be exported")
     config, tokenizer = GPTConfig(**meta["model_config"]), Tokenizer.load(checkpoint)
     check_vocabulary(config, tokenizer, checkpoint)
-    weights = read_weights(checkpoint, dtype)
-    for name in weights.keys() - parameter_shapes(config, checkpoint).keys():
+    weights = load_file(checkpoint / MODEL_FILE)
+    for name in weights.keys() - parameter_shapes(config).keys():
         raise UserError(f"{checkpoint}: a model of this configuration has no {name}; it cannot be exported")
-
-    padding = {}
     if is_modern(config):
         write_code(folder)
     else:
-        padding = {name: weights[name][config.vocab_size :] for name in WITH_VOCABULARY}
-    # Copies: of a view, a file's size would be reckoned with its padding.
-    weights |= {name: weights[name][: config.vocab_size].clone() for name in padding}
+        for name in WITH_VOCABULARY:
+            weights[name] = weights[name][: config.vocab_size].clone()  # a view would be saved whole
+    if dtype == "bfloat16":
+        weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
     weights = {their_name(name, config): tensor for name, tensor in weights.items()}
-    shards = split_torch_state_dict_into_shards(weights, max_shard_size=max_shard_bytes)
-    for file, names in shards.filename_to_tensors.items():
-        write_tensors(folder / file, {name: weights[name] for name in names}, {"format": "pt"})
-    if shards.is_sharded:
-        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-        write_json(folder / "model.safetensors.index.json", index)
-    if padding and config.padded_vocab_size > config.vocab_size:
-        write_tensors(folder / PADDING_FILE, padding, {})
+    write_tensors(folder / "model.safetensors", weights, {"format": "pt"})
 
     bos, end = tokenizer.get_bos_token_id(), tokenizer.encode_special("<|assistant_end|>")
     ids = {"bos_token_id": bos, "eos_token_id": [end, bos], "pad_token_id": bos}
@@ -166,35 +154,14 @@ def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def read_weights(checkpoint: Path, dtype: str) -> dict[str, Tensor]:
-    """
-    Every weight: as the model computes with it ("auto"), cast to bfloat16, or ("float32") as the optimizers keep it.
-    UserError where there are no such masters.
-    """
-    weights = load_file(checkpoint / MODEL_FILE)
-    if dtype == "bfloat16":
-        return {name: tensor.bfloat16() for name, tensor in weights.items()}
-    if dtype == "float32" and any(tensor.dtype != torch.float32 for tensor in weights.values()):
-        with ExitStack() as stack:
-            paths = sorted(checkpoint.glob("optimizer_rank_*.safetensors"))
-            pieces = index_of(stack.enter_context(safe_open(path, framework="pt")) for path in paths)
-            for name, tensor in weights.items():
-                key = f"master.{name}"
-                master = [piece.source.get_tensor(key) for piece in pieces.get(key, [])]  # each flat, in rising order
-                if sum(map(len, master)) != tensor.numel():
-                    raise UserError(f"{checkpoint} has no float32 masters, only {MODEL_FILE} as it was imported: "
-                                    "leave out --dtype=float32")
-                weights[name] = torch.cat(master).view(tensor.shape)
-    return weights
-
-
 # ---- Import
 
 def read_folder(folder: Path, tokenizer_path: Path | None = None) -> Imported:
     """A folder of `export` or a NanoChatForCausalLM. UserError for what would not be the same model here."""
     path, notes = folder / "config.json", []
     there = read_json(path)
-    if (kind := there.get("model_type")) not in ("nanochat", MODERN):
+    kind = there.get("model_type")
+    if kind not in ("nanochat", MODERN):
         raise UserError(f"{path} has model_type={kind!r}; only a model with 'nanochat' can be imported, or {MODERN!r}")
     if kind == MODERN:
         config = to_own_config(there.get("gpt"), (*CONFIG, *PIECES), path)
@@ -213,28 +180,18 @@ def read_folder(folder: Path, tokenizer_path: Path | None = None) -> Imported:
         elif value != expected:
             raise UserError(f"{path} has {name}={value!r}; only a model with {expected!r} can be imported")
 
-    ours = {their_name(name, config): name for name in parameter_shapes(config, path)}
+    ours = {their_name(name, config): name for name in parameter_shapes(config)}
     weights: dict[str, Tensor] = {}
-    padding: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("model*.safetensors")) + sorted(folder.glob(PADDING_FILE)):
+    for file in sorted(folder.glob("model*.safetensors")):
         try:
             tensors = load_file(file)
         except SafetensorError as error:
             raise UserError(f"{file} is damaged: {error}") from error
-        if file.name == PADDING_FILE:
-            padding = tensors  # under our names
-            continue
-        if strangers := (tensors.keys() - ours.keys()) & set(ours.values()):  # would take the place of another
-            raise UserError(f"{file} has {min(strangers)}, a name that only this program's checkpoints have")
-        tensors = {ours.get(name, name): tensor for name, tensor in tensors.items()}  # `fit` refuses unknown ones
-        if twice := weights.keys() & tensors.keys():
-            raise UserError(f"{file} has {min(twice)}, which another file of the folder has as well")
-        weights |= tensors
+        weights |= {ours.get(name, name): tensor for name, tensor in tensors.items()}  # `fit` refuses unknown names
     if there.get(STAGE) in STAGES:
         notes.append(f"it was exported from stage {there[STAGE]}; --source={there[STAGE]} imports it as that")
-    step = there.get(STEP)
     tokenizer = from_hf(tokenizer_path or folder / "tokenizer.json")
-    return Imported(config, weights, padding, tokenizer, step if type(step) is int and step >= 0 else 0, notes)
+    return Imported(config, weights, tokenizer, there.get(STEP, 0), notes)
 
 
 def read_json(path: Path) -> dict:
@@ -243,11 +200,9 @@ def read_json(path: Path) -> dict:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
-    except FileNotFoundError:
-        raise UserError(f"there is no {path.name} in {path.parent}; expected a folder that scripts.export_hf wrote, "
-                        "or a published nanochat checkpoint") from None
-    except (OSError, ValueError) as error:  # not UTF-8, not JSON
-        raise UserError(f"{path} cannot be read: {error}") from error
+    except (OSError, ValueError) as error:  # not there, not UTF-8, not JSON
+        raise UserError(f"{path} cannot be read: {error}; expected a folder that scripts.export_hf wrote, "
+                        "or a published nanochat checkpoint") from error
     return content
 
 
@@ -256,20 +211,13 @@ def to_config(fields: dict, names: dict[str, str], where: Path) -> GPTConfig:
     A GPTConfig from the fields of a file; names: ours to those in the file. UserError, naming the file, for values
     that are missing or impossible together.
     """
-    for ours, name in names.items():
-        classic = PIECES.get(ours, 1)  # a size is a whole number above 0
-        value, kind = fields.get(name, PIECES.get(ours)), type(classic)
-        of_kind = type(value) in ((int, float) if kind is float else (kind,))
-        if ours != "softcap" and not (of_kind and (1e-9 if classic else 0) <= value < 2**31):
-            expected = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-            raise UserError(f"{where} has {name}={value!r}; expected {expected}{' above 0' if classic else ''}")
     try:
         config = GPTConfig(**{ours: fields[name] for ours, name in names.items() if name in fields})
-    except UserError as error:
+        if config.n_embd % config.n_head or config.head_dim % 2 or config.n_head % config.n_kv_head:
+            raise UserError(f"width {config.n_embd} has no even heads, "
+                            f"or {config.n_head} heads no groups of {config.n_kv_head}")
+    except (UserError, TypeError, ZeroDivisionError) as error:  # one that is missing, or no number
         raise UserError(f"{where}: {error}") from None
-    if config.n_embd % config.n_head or config.head_dim % 2 or config.n_head % config.n_kv_head:
-        raise UserError(f"{where}: width {config.n_embd} has no even heads, "
-                        f"or {config.n_head} heads no groups of {config.n_kv_head}")
     return config
 
 
@@ -282,10 +230,8 @@ def to_own_config(fields: object, names: Iterable[str], where: Path) -> GPTConfi
     return to_config(fields, {name: name for name in names}, where)
 
 
-def parameter_shapes(config: GPTConfig, where: Path) -> dict[str, torch.Size]:
+def parameter_shapes(config: GPTConfig) -> dict[str, torch.Size]:
     """Name and shape of every parameter of such a model."""
-    if config.n_layer > 10_000:  # each costs memory even on the meta device
-        raise UserError(f"{where} has {config.n_layer:,} layers: no model does")
     with torch.device("meta"):
         return {name: p.shape for name, p in GPT(config).named_parameters()}
 
@@ -302,13 +248,14 @@ def fit(there: Imported, dtype: str, where: Path) -> dict[str, Tensor]:
     The weights as our checkpoints hold them: every parameter, of one dtype (dtype "auto": theirs, or float32 where they
     have several), the vocabulary padded. UserError for unknown, missing and differently shaped ones.
     """
-    check_vocabulary(there.config, there.tokenizer, where)
-    shapes = parameter_shapes(there.config, where)
+    config = there.config
+    check_vocabulary(config, there.tokenizer, where)
+    shapes = parameter_shapes(config)
     if unknown := sorted(there.weights.keys() - shapes.keys()):
-        raise UserError(f"{where} has weights that this program's models of {there.config.n_layer} layers do not have: "
+        raise UserError(f"{where} has weights that this program's models of {config.n_layer} layers do not have: "
                         f"{', '.join(unknown[:6])}; it cannot be imported")
     if missing := sorted(shapes.keys() - there.weights.keys()):
-        raise UserError(f"{where} lacks weights of a model of {there.config.n_layer} layers: {', '.join(missing[:6])}")
+        raise UserError(f"{where} lacks weights of a model of {config.n_layer} layers: {', '.join(missing[:6])}")
     kinds = {tensor.dtype for tensor in there.weights.values()}
     if not all(kind.is_floating_point for kind in kinds):
         raise UserError(f"{where} has weights of {' and '.join(sorted(map(str, kinds)))}; expected floating point")
@@ -317,11 +264,8 @@ def fit(there: Imported, dtype: str, where: Path) -> dict[str, Tensor]:
     weights = {}
     for name, shape in shapes.items():
         tensor = there.weights[name].to(getattr(torch, dtype))
-        if name in WITH_VOCABULARY and tensor.shape == (there.config.vocab_size, shape[1]):
-            rows = there.padding.get(name, tensor.new_zeros(shape[0] - len(tensor), shape[1]))
-            if rows.shape != (shape[0] - len(tensor), shape[1]):
-                raise UserError(f"{where / PADDING_FILE} does not belong to these weights; without it padding is zero")
-            tensor = torch.cat((tensor, rows.to(tensor.dtype)))
+        if name in WITH_VOCABULARY and len(tensor) == config.vocab_size:
+            tensor = F.pad(tensor, (0, 0, 0, config.padded_vocab_size - config.vocab_size))  # rows of zeros below
         if tensor.shape != shape:
             raise UserError(f"{where}: {name} is {tuple(tensor.shape)}, expected {tuple(shape)}")
         weights[name] = tensor.contiguous()

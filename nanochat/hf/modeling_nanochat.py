@@ -41,7 +41,7 @@ class NanoChatModernForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, logits_to_keep: int = 0, **_
     ) -> dict:
-        """All tokens, whatever is said of a cache."""
+        """All tokens: a cache that was asked for is ignored."""
         return {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep}
 
     def forward(

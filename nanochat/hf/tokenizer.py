@@ -1,8 +1,8 @@
 """
 Our tokenizer in Hugging Face's format, and the way back.
 
-Both encoders give every text the same ids: tiktoken merges whatever pair of neighbours forms a token, `tokenizers` only
-the pairs it is told, so the pair that forms each token is found by encoding it. In our encoder no text becomes a
+Both encoders give every text the same ids: tiktoken merges any pair of neighbours that forms a token, `tokenizers` only
+the pairs in its list, so the pair that forms each token is found by encoding it. In our encoder no text becomes a
 special token; there any text may. The chat template prevents it with characters that are no text.
 """
 import json
@@ -55,7 +55,11 @@ def to_hf(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
         return "".join(letters[byte] for byte in token)
 
     vocabulary = {spelled(token): rank for token, rank in ranks.items()}
-    merges = [tuple(map(spelled, pair)) for token in tokenizer.merges if len(pair := last_merge(token, ranks)) == 2]
+    merges = []
+    for token in tokenizer.merges:
+        pair = last_merge(token, ranks)
+        if len(pair) == 2:
+            merges.append((spelled(pair[0]), spelled(pair[1])))
     # ignore_merges: a piece that is a token is that token, even one that no merges lead to; so does tiktoken.
     result = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     result.normalizer = normalizers.Replace(GUARD, "")
@@ -108,9 +112,10 @@ def from_hf(path: Path) -> Tokenizer:
         raise UserError(f"{path} cannot be read as a byte-level tokenizer: {type(error).__name__}: {error}") from error
     tokenizer = from_ranks(ranks, pattern, specials, path)
     for probe in PROBES:
-        if (ids := there.encode(probe, add_special_tokens=False).ids) != tokenizer.encode(probe):
-            raise UserError(f"{path} encodes {probe[:40]!r} as {ids[:8]}, this program's encoder as "
-                            f"{tokenizer.encode(probe)[:8]}: it works in another way")
+        ids, ours = there.encode(probe, add_special_tokens=False).ids, tokenizer.encode(probe)
+        if ids != ours:
+            raise UserError(f"{path} encodes {probe[:40]!r} as {ids[:8]}, this program's encoder as {ours[:8]}: "
+                            "it works in another way")
     return tokenizer
 
 

@@ -12,7 +12,7 @@ STARTS = {"<|python_start|>": "python", "<|python_end|>": "text",
 
 
 class Delta(NamedTuple):
-    """A bit of text, and the type of the part of a message that it belongs to."""
+    """A few characters, and the type of the part of a message that they belong to."""
     type: Literal["text", "python", "python_output"]
     text: str
 
@@ -21,7 +21,8 @@ class IncrementalDetokenizer:
     """The tokens of an answer as text, token by token. A character spread over several tokens comes with the last."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer, self.type = tokenizer, "text"
+        self.tokenizer = tokenizer
+        self.type = "text"
         self.starts = {tokenizer.encode_special(name): STARTS.get(name) for name in tokenizer.special_tokens}
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -34,7 +35,7 @@ class IncrementalDetokenizer:
         return rest
 
     def end(self) -> list[Delta]:
-        """What is left of a character whose other bytes never came: U+FFFD."""
+        """U+FFFD if the last character's other bytes never came."""
         return self._deltas(b"", final=True)
 
     def _deltas(self, data: bytes, final: bool = False) -> list[Delta]:
@@ -45,7 +46,15 @@ class IncrementalDetokenizer:
 def to_parts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[dict[str, str]]:
     """The tokens of an answer as parts of a message: {"type": "text" | "python" | "python_output", "text": …}."""
     detokenizer = IncrementalDetokenizer(tokenizer)
-    return parts_of([delta for token in tokens for delta in detokenizer.add(token)] + detokenizer.end())
+    deltas = []
+    for token in tokens:
+        deltas += detokenizer.add(token)
+    return parts_of(deltas + detokenizer.end())
+
+
+def answer_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The text of an answer that the user sees: without calls of the tool and their output."""
+    return "".join(part["text"] for part in to_parts(tokenizer, tokens) if part["type"] == "text")
 
 
 def parts_of(deltas: Iterable[Delta]) -> list[dict[str, str]]:
@@ -57,34 +66,40 @@ def parts_of(deltas: Iterable[Delta]) -> list[dict[str, str]]:
 class StopStrings:
     """
     Ends an answer before the first of some strings in its text, however the tokens cut it. Text that may be the
-    beginning of a string waits until that is known. Only "text" is searched, as if nothing stood between.
+    beginning of a string is held back until that is known. Only "text" is searched, as if nothing stood between.
     """
 
     def __init__(self, strings: Sequence[str]):
         assert all(strings), "an empty string would end every answer at once"
-        self.strings = tuple(strings)
+        self.strings = strings
         self.held: list[Delta] = []     # a character each
         self.found = False
 
     def add(self, delta: Delta) -> list[Delta]:
         """What may be shown now. When a string is complete, `found` becomes true, and nothing more will follow."""
-        if self.found or not self.strings:
-            return [] if self.found else [delta]
-        self.held += [Delta(delta.type, character) for character in delta.text]
-        text = "".join(delta.text for delta in self.held if delta.type == "text")
-        matches = [(at + len(string), at) for string in self.strings if (at := text.find(string)) >= 0]
-        if matches:
-            self.found = True
-            return self._release(min(matches)[1])  # complete first, as if characters came one by one
-        beginnings = (string[:n] for string in self.strings for n in range(min(len(string), len(text) + 1)))
-        return self._release(len(text) - max((len(start) for start in beginnings if text.endswith(start)), default=0))
+        if not self.strings:
+            return [delta]
+        shown = []
+        for character in delta.text:
+            if self.found:
+                break
+            self.held.append(Delta(delta.type, character))
+            text = "".join(held.text for held in self.held if held.type == "text")
+            complete = [len(string) for string in self.strings if text.endswith(string)]
+            self.found = bool(complete)
+            if not complete:  # how much of the text's end is the beginning of a string
+                ends = range(len(text) + 1)
+                complete = [n for n in ends if any(string.startswith(text[len(text) - n :]) for string in self.strings)]
+            shown += self._release(len(text) - max(complete))
+        return shown
 
     def end(self) -> list[Delta]:
-        """The answer ends without another token: what has waited, unless a string was found."""
+        """The answer ends without another token: what was held back, unless a string was found."""
         return [] if self.found else self.held
 
     def _release(self, count: int) -> list[Delta]:
-        """The first `count` characters of the held text, and what is not text up to there."""
+        """The first `count` characters of the held text, and everything else up to there."""
         places = [i for i, delta in enumerate(self.held) if delta.type == "text"] + [len(self.held)]
-        released, self.held = self.held[: places[count]], self.held[places[count] :]
+        released = self.held[: places[count]]
+        del self.held[: places[count]]
         return released

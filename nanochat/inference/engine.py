@@ -6,8 +6,16 @@ The engine: any number of conversations decoded together, each with its own sett
         print(delta.text, end="")
     answers = engine.generate(prompts, SamplingParams(max_tokens=64))      # many, several at a time
 
-A server calls `add` when a request comes in, `remove` when its client has gone, and `step` all the time: one token for
-everyone who is running, and a piece of the prompts of those who come. All from one thread.
+This is continuous batching: a batch is not a list of requests that begin and end together, but the rows of a cache, and
+whenever an answer ends, its row goes to the next request. A request waits, is read, and is written:
+
+    add     -> waiting    no memory yet; owners take turns
+    _admit  -> reading    it has one of max_batch places; its prompt is read a piece at a time, between others' tokens
+    _read   -> running    the prompt has been read: it gets a row of the cache, and a token at every step
+    _free                 the answer has ended; the prompt cache keeps what was read for the next turn
+
+A server calls `add` when a request comes in, `remove` when its client has gone, and `step` all the time. All from one
+thread.
 """
 import math
 import random
@@ -18,6 +26,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.calculator import calculate
@@ -44,6 +53,7 @@ def default_stop(tokenizer: Tokenizer) -> tuple[int, ...]:
 class Reading:
     """A prompt as far as it has been read, once for all answers to it."""
     prefix: Prefix = Prefix()
+    cached: int = 0                         # tokens that were not read: the prompt cache had them
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens so far, if they are asked for
 
 
@@ -53,17 +63,17 @@ class Answer:
     prompt: list[int]                       # as the model reads it: truncated, if that was asked for
     sampling: SamplingParams
     owner: str
-    limit: int                              # of its tokens: max_tokens, or the end of the context
-    dice: random.Random
-    grammar: Grammar | None                 # where it stands in sampling.grammar
+    limit: int                              # most tokens: max_tokens, or up to the end of the context
+    rng: random.Random
+    grammar: Grammar | None                 # sampling.grammar, advanced by the tokens so far
+    reading: Reading | None                 # None as soon as it has a row
     tokens: list[int] = field(default_factory=list)  # the model has not read the last one yet
     forced: list[bool] = field(default_factory=list)  # for each token: written by the tool, not drawn from the model
     logprobs: list[TokenLogprob] = field(default_factory=list)  # for each token, if sampling.logprobs asks for them
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # for each token of the prompt, likewise
     finish_reason: FinishReason | None = None
-    error: Exception | None = None          # instead of more: the prompt could not be read, or the grammar is too hard
+    error: Exception | None = None          # why it ended early: its prompt could not be read, or its grammar failed
     cached: int = 0                         # tokens of the prompt that the prompt cache had
-    reading: Reading | None = None          # until it has a row
     output: deque[int] = field(default_factory=deque)  # what the tool has still to write
     expression: list[int] | None = None     # tokens since <|python_start|>
 
@@ -77,10 +87,9 @@ class Engine:
     """
     Decodes up to max_batch sequences at once; others wait until one ends.
 
-    Part of the weights are copied: after a training step, make a new one (milliseconds for a small model).
-    prompt_cache_bytes: how much is kept of the keys and values of prompts and answers, for prompts that begin alike.
-    max_per_owner: of the places, so that a newcomer finds one; None: all. compile: the decoding step, which takes a
-    while.
+    Part of the weights are copied: after a training step, make a new engine (milliseconds for a small model).
+    prompt_cache_bytes: size of the prompt cache. max_per_owner: places that one owner can have, so that a newcomer
+    finds one; None: all. compile: compile the decoding step.
     """
 
     def __init__(
@@ -89,16 +98,18 @@ class Engine:
     ):
         assert max_batch >= 1
         assert tokenizer.get_vocab_size() == model.config.vocab_size, "a model and another one's tokenizer"
-        self.model, self.tokenizer = CachedModel(model, max_batch, compile), tokenizer
+        self.model = CachedModel(model, max_batch, compile)
+        self.tokenizer = tokenizer
         self.max_batch = max_batch
-        self.context, self.prompt_cache = model.config.sequence_len, PromptCache(self.model, prompt_cache_bytes)
         self.max_per_owner = max_per_owner or max_batch
-        special = tokenizer.encode_special
+        self.context = model.config.sequence_len
+        self.prompt_cache = PromptCache(prompt_cache_bytes)
         self.default_stop = default_stop(tokenizer)
+        special = tokenizer.encode_special
         self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
         self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
         self.running: list[Answer] = []     # in the order of the cache's rows
-        self.reading: list[Answer] = []     # each has a place, and gets a row when its prompt has been read
+        self.reading: list[Answer] = []     # the oldest first
         self.waiting: dict[str, deque[Answer]] = {}     # by owner; the one who got a place last comes last
         self.oldest_next = True             # whose piece is read next: the oldest prompt's, or the shortest one's
 
@@ -109,31 +120,31 @@ class Engine:
         truncate: bool = False, owner: str = "",
     ) -> list[Answer]:
         """
-        Queue a prompt, of which step() then writes num_samples continuations. UserError for a prompt that the model
-        cannot read.
+        Queue a prompt, for step() to write num_samples continuations. UserError if the model cannot read the prompt.
 
-        Sample i is the i-th draw of sampling.seed: the same whatever else the engine is doing, and no two are alike.
-        Among several owners, the one with the fewest places gets the next one that is free.
+        Sample i is the i-th draw of sampling.seed, in any company. Among several owners, the one
+        with the fewest places gets the next one that is free.
         """
         assert num_samples >= 1
         prompt = self.fit(prompt, sampling, truncate)
         # The last token is written, not read: an answer may end one token beyond the context.
         limit = min(sampling.max_tokens, self.context + 1 - len(prompt))
-        seeds = [None if sampling.seed is None else f"{sampling.seed} {i}" for i in range(num_samples)]
-        grammars = [sampling.grammar and sampling.grammar.start() for _ in seeds]
         reading = Reading()
-        answers = [
-            Answer(prompt, sampling, owner, limit, random.Random(seed), grammar, reading=reading)
-            for seed, grammar in zip(seeds, grammars)]
+        answers = []
+        for i in range(num_samples):
+            rng = random.Random(None if sampling.seed is None else f"{sampling.seed} {i}")
+            grammar = sampling.grammar and sampling.grammar.start()
+            answers.append(Answer(prompt, sampling, owner, limit, rng, grammar, reading))
         self.waiting.setdefault(owner, deque()).extend(answers)
         return answers
 
     def fit(self, prompt: Sequence[int], sampling: SamplingParams, truncate: bool = False) -> list[int]:
         """
-        The prompt, if the model can read it; else UserError. With truncate, one that is longer than the context loses
-        what follows its first token (<|bos|>), so much that max_tokens, or half of the context, become free.
+        The prompt, if the model can read it; else UserError. With truncate, a prompt that is longer than the context
+        keeps its first token (<|bos|>) and its end, so that max_tokens, or half of the context, become free.
         """
-        prompt, vocab_size = list(prompt), self.model.config.vocab_size
+        prompt = list(prompt)
+        vocab_size = self.model.config.vocab_size
         if not prompt:
             raise UserError("an empty prompt; expected at least <|bos|>")
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
@@ -149,13 +160,14 @@ class Engine:
 
     def remove(self, answer: Answer) -> None:
         """End an answer now. Nothing happens if it has ended already."""
+        waiting = self.waiting.get(answer.owner, ())
         if answer in self.running:
             self._free(self.running.index(answer))
         elif answer in self.reading:
             self.reading.remove(answer)
-        elif answer in (answers := self.waiting.get(answer.owner, ())):
-            answers.remove(answer)
-            if not answers:
+        elif answer in waiting:
+            waiting.remove(answer)
+            if not waiting:
                 del self.waiting[answer.owner]
         answer.reading = None
 
@@ -164,22 +176,29 @@ class Engine:
         """Whether anything is running or waiting."""
         return bool(self.running or self.reading or self.waiting)
 
+    def clear(self) -> None:
+        """End every answer now."""
+        self.running, self.reading, self.waiting = [], [], {}
+        self.model.clear()
+
     # ---- One token for everyone
 
-    def step(self, max_prompt_tokens: float = math.inf, ahead: bool = False) -> list[Answer]:
+    @torch.inference_mode()
+    def step(self, max_prompt_tokens: float = math.inf) -> list[Answer]:
         """
-        One more token for each running answer and for those that get a row now; returns these answers. Those that
-        end leave. What goes wrong with one prompt is the error of its own answers; after an exception only `clear`
-        helps.
+        One more token for each running answer, and the first one for those whose prompt has been read; returns these
+        answers. Finished answers are dropped. A bad prompt sets answer.error; if step() itself raises, call clear().
 
-        max_prompt_tokens: at most so many tokens of prompts are read, for which all who are running have to wait.
-        ahead: with a short prompt those of waiting answers are read, where owners need not take turns.
+        max_prompt_tokens: read at most this many tokens of prompts, since all who are running wait meanwhile.
         """
         assert max_prompt_tokens >= PIECE, "some prompts would never be read"
-        failed: list[Answer] = []
-        logits = [self.model.decode([answer.tokens[-1] for answer in self.running])] if self.running else []
+        logits = []
+        if self.running:
+            logits.append(self.model.decode([answer.tokens[-1] for answer in self.running]))    # (rows, V)
         self._admit()
-        logits += self._read(failed, max_prompt_tokens, ahead)
+        hidden, failed = self._read(max_prompt_tokens)
+        if hidden:
+            logits.append(self.model.logits(torch.cat(hidden)))     # (new rows, V)
         if not logits:
             return failed
         advanced = list(self.running)
@@ -189,12 +208,121 @@ class Engine:
                 self._free(row)
         return advanced + failed
 
-    def _extend(self, answers: list[Answer], logits: torch.Tensor) -> None:
+    def _admit(self) -> None:
+        """Give free places to the owners who have fewest, and there to the answer that has waited longest."""
+        while self.waiting and len(self.running) + len(self.reading) < self.max_batch:
+            places = Counter(answer.owner for answer in self.running + self.reading)
+            owner = min(self.waiting, key=lambda owner: places[owner])  # ties: the one who got a place longest ago
+            if places[owner] >= self.max_per_owner:
+                break
+            answers = self.waiting.pop(owner)
+            self.reading.append(answers.popleft())
+            if answers:
+                self.waiting[owner] = answers   # behind the other owners
+            self._look_up(self.reading[-1])
+
+    def _read(self, budget: float) -> tuple[list[Tensor], list[Answer]]:
+        """
+        Read at most `budget` tokens of prompts; an answer whose prompt is complete gets a row. Returns what the head
+        reads after each of these prompts, (1, C), and the answers that failed.
+        """
+        hidden: list[Tensor] = []
+        failed: list[Answer] = []
+        while self.reading:
+            # A short prompt passes the long ones, but every second piece is the oldest prompt's: none waits for ever.
+            answer = min(self.reading, key=lambda answer: answer.unread)
+            if self.oldest_next and answer.unread:
+                answer = self.reading[0]
+            self._look_up(answer)  # another prompt with the same beginning may have been read
+            if min(answer.unread, PIECE) > budget:
+                break
+            try:
+                if answer.unread:
+                    self.oldest_next = not self.oldest_next
+                    budget -= self._read_pieces(answer, budget)
+                if answer.unread:
+                    continue
+                self.model.insert(answer.reading.prefix)
+            except Exception as error:  # out of memory, perhaps: the rows of the others are as they were
+                waiting = self.waiting.get(answer.owner, ())
+                sharing = [other for other in (*self.reading, *waiting) if other.reading is answer.reading]
+                for other in sharing:
+                    self.remove(other)
+                    other.error = error
+                failed += sharing
+                continue
+            reading = answer.reading
+            hidden.append(reading.prefix.hidden[-1:])
+            answer.cached, answer.prompt_logprobs, answer.reading = reading.cached, reading.logprobs, None
+            self.reading.remove(answer)
+            self.running.append(answer)
+        return hidden, failed
+
+    def _read_pieces(self, answer: Answer, budget: float) -> int:
+        """Read the next piece of a prompt, and short ones of others in the same pass; returns the number of tokens."""
+        together = self._short_prompts(answer, budget)
+        parts = []
+        for other in together:
+            prefix = other.reading.prefix
+            parts.append((prefix, other.prompt[prefix.length : prefix.length + PIECE]))
+        try:
+            prefixes = self.model.extend_all(parts)
+        except Exception:
+            if len(parts) == 1:
+                raise
+            parts = parts[:1]  # the others' turn comes: then it is seen whose fault it was
+            prefixes = self.model.extend_all(parts)
+        for other, prefix, (_, tokens) in zip(together, prefixes, parts):
+            self._after_piece(other, prefix, len(tokens))
+        return sum(len(tokens) for _, tokens in parts)
+
+    def _short_prompts(self, answer: Answer, budget: float) -> list[Answer]:
+        """
+        The answer, and others whose rest of a prompt is read with it: a pass over several takes hardly longer than one
+        over the shortest. Whole pieces are read alone. The prompt cache keeps them, and company changes last digits.
+        """
+        together = {answer.reading: answer}
+        left = min(budget, MOST_TOGETHER) - answer.unread
+        if answer.unread < PIECE:
+            for other in (*self.reading, *self.waiting.get(answer.owner, ())):
+                if other.reading not in together and 0 < other.unread <= min(left, PIECE - 1):
+                    together[other.reading] = other
+                    left -= other.unread
+        return list(together.values())
+
+    def _after_piece(self, answer: Answer, prefix: Prefix, count: int) -> None:
+        """The last `count` tokens of this prefix have been read."""
+        reading, prompt = answer.reading, answer.prompt
+        reading.prefix = prefix
+        self.prompt_cache.keep(prompt[: prefix.length], answer.owner, lambda start, _: prefix.pieces[start // PIECE])
+        top = answer.sampling.prompt_logprobs
+        if top is None:
+            return
+        start = prefix.length - count
+        if start == 0:
+            reading.logprobs.append(TokenLogprob(prompt[0], None, []))
+        targets = prompt[start + 1 : prefix.length + 1]     # at the end of the prompt one less than `count`
+        if targets:
+            logits = self.model.logits(prefix.hidden[: len(targets)])
+            reading.logprobs += token_logprobs(logits, targets, [top] * len(targets), self.model.config.softcap)
+
+    def _look_up(self, answer: Answer) -> None:
+        """Take what the prompt cache has of the answer's prompt; it has no log-probabilities."""
+        reading = answer.reading
+        if answer.sampling.prompt_logprobs is None:
+            before = reading.prefix.length
+            reading.prefix = self.prompt_cache.look_up(reading.prefix, answer.prompt, answer.owner)
+            reading.cached += reading.prefix.length - before
+
+    def _extend(self, answers: list[Answer], logits: Tensor) -> None:
         """The next token of each answer, after these logits, (answers, V)."""
         softcap = self.model.config.softcap
-        uniforms = [0.0 if answer.output else answer.dice.getrandbits(24) / 2**24 for answer in answers]
-        histories = [
-            History(answer.prompt, answer.tokens, answer.grammar and answer.grammar.allowed) for answer in answers]
+        uniforms, histories = [], []
+        for answer in answers:
+            # A sample's draws are numbered by its own tokens: the tool's take none.
+            uniforms.append(0.0 if answer.output else answer.rng.getrandbits(24) / 2**24)
+            allowed = answer.grammar.allowed if answer.grammar else None
+            histories.append(History(answer.prompt, answer.tokens, allowed))
         drawn = draw(logits, [answer.sampling for answer in answers], uniforms, softcap, histories)
         for answer, token in zip(answers, drawn):
             self._advance(answer, token)
@@ -205,105 +333,8 @@ class Engine:
             for row, logprob in zip(asked, token_logprobs(logits[asked], tokens, counts, softcap)):
                 answers[row].logprobs.append(logprob)
 
-    def _admit(self) -> None:
-        """Give free places to those who have waited longest, of the owners who have fewest."""
-        while self.waiting and len(self.running) + len(self.reading) < self.max_batch:
-            places = Counter(answer.owner for answer in self.running + self.reading)
-            # Among equals the one whose prompt is read: each that waits takes memory.
-            owner = min(self.waiting, key=lambda o: (places[o], not self.waiting[o][0].reading.prefix.length))
-            if places[owner] >= self.max_per_owner:
-                break
-            answers = self.waiting.pop(owner)
-            self.reading.append(answers.popleft())
-            if answers:
-                self.waiting[owner] = answers
-            self._look_up(self.reading[-1])
-
-    def _read(self, failed: list[Answer], budget: float, ahead: bool) -> list[torch.Tensor]:
-        """
-        Read so many tokens of prompts, a piece at a time; answers whose prompt is complete get a row. Returns the
-        logits after these prompts, (1, V) each.
-        """
-        logits = []
-        while self.reading:
-            # A short prompt passes the long ones; but every second piece is of the oldest: none waits for ever.
-            answer = min(self.reading, key=lambda answer: answer.unread)
-            if self.oldest_next and answer.unread:
-                answer = self.reading[0]
-            self._look_up(answer)  # another one with the same beginning may have been read
-            if (length := min(answer.unread, PIECE)) > budget:
-                break
-            try:
-                if length:
-                    self.oldest_next = not self.oldest_next
-                    together = self._read_together(answer, budget, ahead)
-                    if not together:
-                        self._read_piece(answer)
-                    budget -= together or length
-                if answer.unread:
-                    continue
-                self.model.insert(answer.reading.prefix)
-            except Exception as error:  # for want of memory, perhaps: the others' rows are as they were
-                waiting = *self.reading, *self.waiting.get(answer.owner, ())
-                sharing = [other for other in waiting if other.reading is answer.reading]
-                for other in sharing:
-                    self.remove(other)
-                    other.error = error
-                failed += sharing
-            else:
-                logits.append(answer.reading.prefix.logits)
-                self.reading.remove(answer)
-                self.running.append(answer)
-                answer.cached, answer.prompt_logprobs = answer.reading.prefix.cached, answer.reading.logprobs
-                answer.reading = None
-        return logits
-
-    def _read_together(self, answer: Answer, budget: float, ahead: bool) -> int:
-        """
-        Read an answer's whole short prompt and those of others in one pass, which takes hardly longer. Returns how many
-        tokens; 0 if there is none to go with it, or one of them could not be read.
-        """
-        together, left = {}, min(budget, MOST_TOGETHER)
-        for other in (answer, *self.reading, *(self.waiting.get(answer.owner, ()) if ahead else ())):
-            whole = not other.reading.prefix.length and len(other.prompt) < PIECE  # nor is anything of it cached
-            if whole and other.sampling.prompt_logprobs is None and other.reading not in together:
-                if (left := left - len(other.prompt)) < 0:
-                    break
-                together[other.reading] = other.prompt
-            elif not together:
-                return 0
-        if len(together) == 1:
-            return 0
-        try:
-            prefixes = self.model.extend_all([(Prefix(), prompt) for prompt in together.values()])
-        except Exception:  # whose fault it is will be seen when each is read alone
-            return 0
-        for reading, prefix in zip(together, prefixes):
-            reading.prefix = prefix
-        return sum(map(len, together.values()))
-
-    def _read_piece(self, answer: Answer) -> None:
-        """The next piece of an answer's prompt, and the log-probabilities of its tokens where they are asked for."""
-        reading, count, prompt = answer.reading, answer.sampling.prompt_logprobs, answer.prompt
-        start = reading.prefix.length
-        reading.prefix = self.prompt_cache.read(reading.prefix, prompt, answer.owner, every=count is not None)
-        if count is None:
-            return
-        if start == 0:
-            reading.logprobs.append(TokenLogprob(prompt[0], None, []))
-        logits, tokens = reading.prefix.logits, prompt[start + 1 : reading.prefix.length + 1]
-        if tokens:
-            reading.logprobs += token_logprobs(
-                logits[: len(tokens)], tokens, [count] * len(tokens), self.model.config.softcap)
-        reading.prefix = reading.prefix._replace(logits=logits[-1:])
-
-    def _look_up(self, answer: Answer) -> None:
-        """Take what the prompt cache has of the answer's prompt; it has no log-probabilities."""
-        if answer.sampling.prompt_logprobs is None:
-            answer.reading.prefix = self.prompt_cache.look_up(answer.reading.prefix, answer.prompt, answer.owner)
-
     def _advance(self, answer: Answer, drawn: int) -> None:
-        """The answer's next token, if it may have one: what the tool has to say, or else what was drawn."""
+        """The answer's next token, if it may have one: the next of the tool's, or else the one that was drawn."""
         if answer.limit == 0:
             answer.finish_reason = "length"
             return
@@ -337,9 +368,9 @@ class Engine:
             answer.expression.append(token)
 
     def _free(self, row: int) -> None:
-        """Empty a row, of which the prompt cache keeps a copy; as in the cache, the last one moves into its place."""
+        """Drop the answer in a row. The prompt cache keeps a copy; the last row moves here, as in `CachedModel`."""
         answer = self.running[row]
-        tokens = (answer.prompt + answer.tokens)[: self.model.lengths[row]]  # which the model has read
+        tokens = (answer.prompt + answer.tokens)[: self.model.lengths[row]]  # those that the model has read
         self.prompt_cache.keep(tokens, answer.owner, partial(self.model.piece, row))
         self.model.remove(row)
         self.running[row] = self.running[-1]
@@ -352,8 +383,8 @@ class Engine:
         num_samples: int = 1, truncate: bool = False,
     ) -> list[Answer]:
         """
-        num_samples answers to each prompt, those to one prompt next to each other. More than max_batch take turns.
-        sampling: one for all prompts, or one for each.
+        num_samples answers to each prompt, in the order of the prompts. More than max_batch take turns. sampling: one
+        for all prompts, or one for each.
         """
         assert not self.busy, "an engine that serves requests is driven by step() alone"
         samplings = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
@@ -384,13 +415,8 @@ class Engine:
     def _until_done(self) -> Iterator[list[Answer]]:
         """The answers of each step, until all have ended or one has an error, which is raised."""
         while self.busy:
-            advanced = self.step(ahead=True)
+            advanced = self.step()
             for answer in advanced:
                 if answer.error:
                     raise answer.error
             yield advanced
-
-    def clear(self) -> None:
-        """End every answer now."""
-        self.running, self.reading, self.waiting = [], [], {}
-        self.model.clear()

@@ -1,6 +1,6 @@
 """
-Log-probabilities of tokens: of the model's own distribution, log softmax of the capped logits, in float32, before
-temperature, penalties and whatever else a request changes about the choice.
+Log-probabilities of tokens in the model's own distribution: log softmax of the capped logits, in float32, before
+temperature, penalties and anything else that a request changes.
 """
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,15 +21,18 @@ class TokenLogprob(NamedTuple):
 def token_logprobs(
     logits: Tensor, tokens: Sequence[int], counts: Sequence[int], softcap: float | None
 ) -> list[TokenLogprob]:
-    """
-    Of one token for each row of raw logits (N, V); counts: how many of the row's most probable ones are told. The first
-    of them is the greedy choice where only one is asked for, of several that are equal as well. Read from the device
-    once.
-    """
-    logits, most = cap(logits, softcap), min(max(counts), logits.size(1))
-    tops = logits.argmax(-1, keepdim=True) if most == 1 else logits.topk(most).indices  # (N, most)
-    ids = torch.cat((torch.tensor(tokens, device=logits.device)[:, None], tops), 1)
+    """One token for each row of raw logits (N, V), and the counts[row] most probable ones there."""
+    logits = cap(logits, softcap)
+    most = min(max(counts), logits.size(1))
+    if most == 1:
+        top = logits.argmax(-1, keepdim=True)  # the greedy choice, also among equal ones, which topk may not take
+    else:
+        top = logits.topk(most).indices  # (N, most)
+    own = torch.tensor(tokens, device=logits.device)[:, None]
+    ids = torch.cat((own, top), 1)
     values = logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)
-    both = torch.stack((ids.float(), values)).tolist()  # exact below 2²⁴; Apple GPUs have no float64
-    rows = [[(int(token), value) for token, value in zip(*row)] for row in zip(*both)]
-    return [TokenLogprob(*own, top[:count]) for (own, *top), count in zip(rows, counts)]
+    result = []
+    for row, logprobs, count in zip(ids.tolist(), values.tolist(), counts):
+        pairs = list(zip(row, logprobs))
+        result.append(TokenLogprob(*pairs[0], pairs[1 : 1 + count]))
+    return result

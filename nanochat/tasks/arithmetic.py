@@ -99,7 +99,8 @@ class Arithmetic(Task):
 
     def __init__(self, argument: str, split: str) -> None:
         self.name = f"Arithmetic {argument}".rstrip()
-        self.size, (self.drawn, self.others) = SIZES[split], problems(argument, split)
+        self.size = SIZES[split]
+        self.drawn, self.others = problems(argument, split)
 
     def __len__(self) -> int:
         return self.size

@@ -44,7 +44,7 @@ def stable_hash(key: str) -> int:
 
 
 def split_of(key: str, one_in: int = 10) -> str:
-    """"test" for one in so many keys, else "train". An item's own text decides, so no item is in both splits."""
+    """"test" for one key in `one_in`, else "train". An item's own text decides, so no item is in both splits."""
     return "test" if stable_hash(f"side:{key}") % one_in == 0 else "train"
 
 

@@ -12,7 +12,7 @@ from nanochat.data.task import Task
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import split_of
 
-TEST_SHARE = 20  # one conversation in so many
+TEST_SHARE = 20  # one conversation in 20 is for the test split
 ONE_A_LINE = "expected a conversation on each line, as jq -c '.[]' makes of a JSON array"
 
 
@@ -28,8 +28,10 @@ class CustomJSON(Task):
         found = read_conversations(Path(path))
         if not found:
             raise UserError(f"{path} has no conversation; expected one on each line")
-        self.conversations = [conversation for conversation in found if everything or
-                              split_of(json.dumps(conversation, sort_keys=True), TEST_SHARE) == split]
+        self.conversations = []
+        for conversation in found:
+            if everything or split_of(json.dumps(conversation, sort_keys=True), TEST_SHARE) == split:
+                self.conversations.append(conversation)
         if not self.conversations:
             raise UserError(f"{path} has no conversation for the {split} split (one in {TEST_SHARE} is for test); "
                             f"json:{path}:all takes all of them")

@@ -4,7 +4,7 @@ Runs generated Python apart from this program, to see whether it does what it sh
     run_python("print(1 + 1)")    # Result(ok=True, stdout='2\\n', stderr='', error=None, unprotected=())
 
 The program has Python's standard library, an empty environment, no input, and a folder of its own that is removed
-afterwards. This file, run as a script, is its supervisor, which ends and removes whatever is left of it:
+afterwards. This file, run as a script, is its supervisor, which ends and removes everything that is left of it:
 
     here ── supervisor ── init ── the program ── what it starts
                           (reads the output, keeps the limits; process 1 of a namespace: the kernel ends all with it)
@@ -12,40 +12,37 @@ afterwards. This file, run as a script, is its supervisor, which ends and remove
 This keeps apart what a model writes by mistake. It is no sandbox against an attacker:
 
 - The program reads every file that this user may read, keys included. It cannot send them away, but it can print them.
-- It may use devices (a GPU), and whatever listens on a socket in the file system (Docker, a desktop).
-- Until its time is over it may use all cores, MAX_PROCESSES times `memory_bytes`, and FOLDER_BYTES for its files,
-  which are kept in memory. A mistake in the kernel can give it everything.
-- All this holds on Linux where namespaces are allowed; in most containers they are not. `Result.unprotected` says what
+- It may use devices (a GPU), and anything that listens on a socket in the file system (Docker, a desktop).
+- Until its time is over it may use all cores, MAX_PROCESSES times `memory_bytes`, and the disk below its folder. A
+  mistake in the kernel can give it everything.
+- Where the kernel has Landlock (Linux 5.13) it writes nowhere but in its folder, though it may change modes and times.
+- All else holds on Linux where namespaces are allowed; in most containers they are not. `Result.unprotected` says what
   could not be guarded there. "network": it may use it. "processes": what leaves its process group again and again,
-  fast, can stay behind (on macOS whatever leaves it once), and it may end other processes of this user (not from Linux
-  6.12 on; root becomes nobody for it, if nobody can read Python's library). "files": it writes where this user may, and
-  reads the environment of this user's other processes; Landlock (Linux 5.13) keeps it from both without namespaces, but
-  not from changing modes and times, nor is there a limit on all its files together. "memory": no limit (macOS).
+  fast, can stay behind (on macOS a process that leaves it once), and it may end other processes of this user (not from
+  Linux 6.12 on; root becomes nobody for it, if nobody can read Python's library). "files": it writes where this user
+  may. "memory": no limit (macOS).
 """
 import ast
 import contextlib
 import ctypes
 import os
 import resource
-import select
 import sys
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
 MAX_PROCESSES = 16             # of a program at once, threads included
-MAX_FILE_BYTES = 16 * 2**20    # of one file
-FOLDER_BYTES = 64 * 2**20      # of all its files
+MAX_FILE_BYTES = 16 * 2**20    # of each file
 GRACE_S = 60                   # what starting and ending may take on a loaded machine, beyond the time limit
-POLL_MS = 2                    # between looks at whether the program has ended
+POLL_S = 0.002                 # between two checks whether the program has ended
 
 LINUX = sys.platform == "linux"
 LIBC = ctypes.CDLL(None)
-NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000  # linux/sched.h
-RDONLY, NOSUID, NODEV, NOEXEC, RECURSIVE, PRIVATE = 1, 2, 4, 8, 1 << 14, 1 << 18                 # linux/mount.h
-PDEATHSIG, CHILD_SUBREAPER, NO_NEW_PRIVS = 1, 36, 38                                             # linux/prctl.h
-MOUNT_SETATTR, LANDLOCK = 442, 444  # system calls; these numbers are the same on every architecture
-SIGKILL = 9                         # the module `signal` would take a tenth of the start
+NEWIPC, NEWUSER, NEWPID, NEWNET = 0x8000000, 0x10000000, 0x20000000, 0x40000000  # linux/sched.h
+PDEATHSIG, CHILD_SUBREAPER, NO_NEW_PRIVS = 1, 36, 38                             # linux/prctl.h
+LANDLOCK = 444  # a system call; its number is the same on every architecture
+SIGKILL = 9     # the module `signal` would take a tenth of the start
 
 
 class Result(NamedTuple):
@@ -98,8 +95,6 @@ def reason(status: int, stderr: str) -> str | None:
         return "killed"
     code = os.waitstatus_to_exitcode(status)
     last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "")
-    if code == -signal.SIGXCPU:
-        return "timeout"
     if code < 0:  # most real-time signals have no name
         return signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
     if code > 0 and (last.startswith("MemoryError") or "[Errno 12]" in last):
@@ -115,7 +110,7 @@ def supervise() -> None:
     code = sys.stdin.buffer.read()
     folder = os.path.join(sys.argv[4], f"nanochat-{os.getpid()}-{os.urandom(8).hex()}")
     os.mkdir(folder, 0o700)
-    unprotected, processes = isolate()
+    unprotected, max_processes = isolate()
     init = os.fork()
     if init > 0:
         os.waitpid(init, 0)
@@ -127,12 +122,12 @@ def supervise() -> None:
         LIBC.prctl(PDEATHSIG, SIGKILL, 0, 0, 0)
         LIBC.prctl(NO_NEW_PRIVS, 1, 0, 0, 0)
         write("/proc/self/oom_score_adj", "1000")  # when the machine's memory runs out, this goes first
-        if "processes" in unprotected or not mount_private(folder):
-            unprotected += [] if landlock(folder) else ["files"]
+        if not landlock(folder):
+            unprotected.append("files")
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
     program = os.fork()
     if program == 0:
-        return be_the_program(code, folder, out_end, err_end, int(timeout) + 1, memory_bytes, processes)
+        return be_the_program(code, folder, out_end, err_end, memory_bytes, max_processes)
     report = *watch(program, out, err, timeout, max_output_bytes), unprotected
     with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
         print(repr(report), flush=True)
@@ -141,15 +136,13 @@ def supervise() -> None:
 
 def watch(program: int, out: int, err: int, timeout: float, max_output_bytes: int) -> tuple[str | None, int, str, str]:
     """Read what the program prints until it ends or reaches a limit: (the limit, its status, stdout, stderr)."""
-    received, limit, status = {out: bytearray(), err: bytearray()}, None, None
+    received = {out: bytearray(), err: bytearray()}
     for fd in received:
         os.set_blocking(fd, False)
+    limit = status = None
     deadline = time.monotonic() + timeout
-    poll = select.poll()
-    poll.register(1, 0)  # tells of an error there: the process that would read the report is gone
     while limit is None and status is None:
-        if poll.poll(POLL_MS):
-            os._exit(0)
+        time.sleep(POLL_S)
         ended, ended_status = os.waitpid(-1, os.WNOHANG)  # orphans come to process 1, and must be waited for
         while ended not in (0, program):
             ended, ended_status = os.waitpid(-1, os.WNOHANG)
@@ -163,25 +156,23 @@ def watch(program: int, out: int, err: int, timeout: float, max_output_bytes: in
                     data += chunk
             if len(data) > max_output_bytes:
                 limit = "too much output"
-    return limit, status, *(data[:max_output_bytes].decode(errors="replace") for data in received.values())
+    stdout, stderr = (data[:max_output_bytes].decode(errors="replace") for data in received.values())
+    return limit, status, stdout, stderr
 
 
 def kill_all(init: int) -> None:
     """End all descendants of this process. Where init had a namespace of its own they have died with it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(init, SIGKILL)
-    with contextlib.suppress(ChildProcessError):  # raised when there are none left: orphans become our own children
+    with contextlib.suppress(ChildProcessError):  # raised when there are none left
         while True:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-            found, family = list(processes()), {os.getpid()}
-            while children := {pid for pid, parent, *_ in found if parent in family} - family:
-                family |= children
-            for pid, _, group, *_ in found:
-                if pid in family and pid != os.getpid():
+            for pid, parent, group, *_ in processes():
+                if parent == os.getpid():  # orphans become our own children: so, in turn, do their children
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, SIGKILL)
-                        os.killpg(group, SIGKILL)  # also those that were born since we looked
+                        os.killpg(group, SIGKILL)  # also children that were born since
             time.sleep(0.001)
 
 
@@ -194,12 +185,14 @@ def processes() -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder and what is in it, whatever modes the program has left."""
-    try:
-        os.rmdir(folder)  # empty where the program had a file system of its own
-    except OSError:
-        os.spawnlp(os.P_WAIT, "chmod", "chmod", "-R", "u+rwx", folder)
-        os.spawnlp(os.P_WAIT, "rm", "rm", "-rf", folder)
+    """Remove a folder and everything in it. Here, not by `rm`: after init's end its namespace takes no new process."""
+    os.chmod(folder, 0o700)  # the program may have changed it
+    for entry in list(os.scandir(folder)):
+        if entry.is_dir(follow_symlinks=False):
+            remove(entry.path)
+        else:
+            os.unlink(entry.path)
+    os.rmdir(folder)
 
 
 # ---- Walls ----------------------------------------------------------------------------------------------------------
@@ -231,32 +224,24 @@ def write(path: str, text: str) -> None:
         file.write(text)
 
 
-def mount_private(folder: str) -> bool:
-    """For this process and its children: a file system in memory at `folder`, all else read-only. False if refused."""
-    path = folder.encode()
-    size = f"size={FOLDER_BYTES},nr_inodes=10000,mode=700".encode()
-    read_only, writable = (ctypes.c_uint64 * 4)(RDONLY, 0, 0, 0), (ctypes.c_uint64 * 4)(0, RDONLY, 0, 0)
-    done = (
-        LIBC.unshare(NEWNS) == 0
-        and LIBC.mount(None, b"/", None, RECURSIVE | PRIVATE, None) == 0
-        and LIBC.mount(b"tmpfs", path, b"tmpfs", NOSUID | NODEV, size) == 0
-        and LIBC.syscall(MOUNT_SETATTR, -1, b"/", 0x8000, read_only, 32) == 0  # 0x8000: and all below
-        and LIBC.syscall(MOUNT_SETATTR, -1, path, 0, writable, 32) == 0
-    )
-    if done:  # only its own processes to be seen; where this is refused, it sees the others, but not into them
-        LIBC.mount(b"proc", b"/proc", b"proc", RDONLY | NOSUID | NODEV | NOEXEC, None)
-    return done
-
-
 def landlock(folder: str) -> bool:
     """For this process and its children: nothing is written, made or removed but in `folder`. False if not there."""
     version = LIBC.syscall(LANDLOCK, None, 0, 1)
     if version < 1:
         return False
-    changes = 0b1_1111_1111_0010 | (0x2000 if version >= 2 else 0) | (0x4000 if version >= 3 else 0)  # …_ACCESS_FS_…
-    # Handled: changes to files, TCP (bind, connect), and what reaches processes outside (signals, abstract sockets).
-    handled = (ctypes.c_uint64 * 3)(changes, 0b11, 0b11)
-    rules = LIBC.syscall(LANDLOCK, handled, 24 if version >= 6 else 16 if version >= 4 else 8, 0)
+    changes = 0b1_1111_1111_0010  # …_ACCESS_FS_…: all but to read and to execute
+    if version >= 2:
+        changes |= 0x2000  # REFER
+    if version >= 3:
+        changes |= 0x4000  # TRUNCATE
+    # Refused: changes of files, TCP (bind, connect), and what reaches processes outside (signals, abstract sockets).
+    refused = (ctypes.c_uint64 * 3)(changes, 0b11, 0b11)
+    size = 8
+    if version >= 4:
+        size = 16
+    if version >= 6:
+        size = 24
+    rules = LIBC.syscall(LANDLOCK, refused, size, 0)
     for path, allowed in ((folder, changes), ("/dev/null", 0b10)):
         place = os.open(path, os.O_PATH)
         rule = ctypes.create_string_buffer(allowed.to_bytes(8, sys.byteorder) + place.to_bytes(4, sys.byteorder))
@@ -265,14 +250,14 @@ def landlock(folder: str) -> bool:
 
 
 def be_the_program(
-    code: bytes, folder: str, out_end: int, err_end: int, cpu_s: int, memory_bytes: int, max_processes: int
+    code: bytes, folder: str, out_end: int, err_end: int, memory_bytes: int, max_processes: int
 ) -> None:
-    """Make of this process what the program is to be: its streams, folder and limits; no rights, nothing inherited."""
+    """Turn this process into the program: its streams, folder and limits; no rights, nothing inherited."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(out_end, 1)
     os.dup2(err_end, 2)
     os.closerange(3, 256)
-    user = os.getuid()  # of root: nobody, see `isolate`; it is for that one that os.access asks
+    user = os.getuid()  # root's is nobody's, see `isolate`; os.access asks for that user
     if os.geteuid() == 0 != user and os.access(ast.__file__, os.R_OK) and os.access(os.path.dirname(folder), os.X_OK):
         os.chown(folder, user, user)  # root's rights reach every process and file, so they go
         os.setgroups([])
@@ -285,7 +270,7 @@ def be_the_program(
     sys.stdout.reconfigure(line_buffering=True)  # what it said before it was ended is known
     sys.argv = ["main.py"]
     limits = {
-        resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
+        resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_FSIZE: MAX_FILE_BYTES,
         resource.RLIMIT_NOFILE: 256, resource.RLIMIT_CORE: 0,
     }
     if LINUX:
@@ -294,9 +279,13 @@ def be_the_program(
         LIBC.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
     for kind, limit in limits.items():
         hard = resource.getrlimit(kind)[1]
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        with contextlib.suppress(() if LINUX else (OSError, ValueError)):  # macOS refuses some
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+        try:
             resource.setrlimit(kind, (limit, limit))
+        except (OSError, ValueError):  # macOS refuses some
+            if LINUX:
+                raise
 
 
 if __name__ == "__main__":

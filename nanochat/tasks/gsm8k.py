@@ -13,7 +13,7 @@ FINAL = re.compile(r"####\s*\$?\s*(-?)\$?((?:\d[\d,]*)?(?:\.\d+)?)")
 
 class GSM8K(HubTask):
     name, eval_type = "GSM8K", "generative"
-    hub, folder, columns = "openai/gsm8k", "gsm8k", ("question", "answer")
+    hub, folder = "openai/gsm8k", "gsm8k"
 
     def __init__(self, argument: str, split: str) -> None:
         super().__init__("main", split)
@@ -40,7 +40,9 @@ def answer_parts(answer: str) -> list[dict]:
         end = found.end()
         expression, _, result = (piece.strip().replace(",", "") for piece in found[1].rpartition("="))
         if CALCULABLE.fullmatch(expression) and result:
-            parts += [("text", text)] * bool(text) + [("python", expression), ("python_output", result)]
+            if text:
+                parts.append(("text", text))
+            parts += [("python", expression), ("python_output", result)]
             text = ""
     parts.append(("text", text + answer[end:]))
     return [{"type": kind, "text": content} for kind, content in parts]

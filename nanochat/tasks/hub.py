@@ -1,14 +1,9 @@
 """Data sets of the Hugging Face hub, or of local folders with the same layout; SmolTalk, the plainest of them."""
-from collections.abc import Sequence
-from pathlib import Path
-
 from nanochat.data.conversation import Conversation
 from nanochat.data.task import Task
 from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import base_dir
 from nanochat.tasks.common import shuffled
-
-LOADERS = {"parquet": "parquet", "jsonl": "json", "json": "json"}  # ending of a file -> its loader in `datasets`
 
 
 class HubTask(Task):
@@ -16,12 +11,11 @@ class HubTask(Task):
     A data set of the Hugging Face hub. Its rows come in a shuffled order that is always the same, because many data
     sets are sorted, and the first hundred of them would all be about one subject.
     """
-    hub = ""                       # its name there
-    folder = ""                    # its name below $NANOCHAT_BASE_DIR/tasks/
-    columns: tuple[str, ...] = ()  # those that are needed
+    hub = ""        # its name there
+    folder = ""     # its name below $NANOCHAT_BASE_DIR/tasks/
 
     def __init__(self, config: str, split: str) -> None:
-        self.rows = load_rows(self.hub, self.folder, config, split, self.columns)
+        self.rows = load_rows(self.hub, self.folder, config, split)
         self.order = shuffled(len(self.rows), self.hub)
 
     def __len__(self) -> int:
@@ -42,7 +36,7 @@ class HubTask(Task):
 
 class SmolTalk(HubTask):
     """Conversations about everything, to train on."""
-    name, hub, folder, columns = "SmolTalk", "HuggingFaceTB/smol-smoltalk", "smoltalk", ("messages",)
+    name, hub, folder = "SmolTalk", "HuggingFaceTB/smol-smoltalk", "smoltalk"
 
     def __init__(self, argument: str, split: str) -> None:
         super().__init__("data", split)
@@ -52,7 +46,7 @@ class SmolTalk(HubTask):
         return {"messages": [{"role": message["role"], "content": message["content"]} for message in row["messages"]]}
 
 
-def load_rows(hub: str, folder: str, config: str, split: str, columns: Sequence[str]):
+def load_rows(hub: str, folder: str, config: str, split: str):
     """
     The rows of a data set: from the folder $NANOCHAT_BASE_DIR/tasks/<folder> if it is there, else from the hub.
 
@@ -65,43 +59,24 @@ def load_rows(hub: str, folder: str, config: str, split: str, columns: Sequence[
         tasks/gsm8k/main/train-00000-of-00001.parquet                openai/gsm8k (train, test)
         tasks/humaneval/openai_humaneval/test-00000-of-00001.parquet openai/openai_humaneval (test)
 
-    so `hf download --repo-type dataset openai/gsm8k --local-dir tasks/gsm8k` makes it. Of a split are all files named
-    <split>.<ending> or <split>-<anything>.<ending>; the ending is the first of parquet, jsonl and json (one object a
-    line) that is there.
-
-    UserError when the package, the data, or one of the columns is missing.
+    so `hf download --repo-type dataset openai/gsm8k --local-dir tasks/gsm8k` makes it; files of .jsonl do as well.
+    UserError when the package or the data is missing.
     """
     try:
         import datasets
     except ImportError:
         raise UserError(f"the data set {hub} needs the `datasets` package: pip install datasets") from None
-    local = base_dir() / "tasks" / folder
-    place = local / config
+    tasks = base_dir() / "tasks"
+    local = tasks / folder
+    source = local / config
     try:
         if local.is_dir():
-            loader, files = local_files(place, split, hub)
-            cache = str(base_dir() / "tasks" / "cache")
-            rows = datasets.load_dataset(loader, data_files=files, split="train", cache_dir=cache)
+            rows = datasets.load_dataset(str(source), split=split, cache_dir=str(tasks / "cache"))
         else:
+            source = f"{hub} from the hub, and there is no {local}"
             rows = datasets.load_dataset(hub, None if config == "data" else config, split=split)
-    except UserError:
-        raise
     except Exception as error:  # the package raises all kinds: no network, no such set, a damaged file
-        source = f"cannot read {place}" if local.is_dir() else f"no {place}, and cannot load {hub} from the hub"
-        raise UserError(f"{source}: {type(error).__name__}: {first_line(error)}") from error
+        raise UserError(f"cannot load the {split} split of {source}: {first_line(error)}") from error
     if not len(rows):
-        raise UserError(f"the {split} split of {hub} ({place if local.is_dir() else 'hub'}) has no rows")
-    if lacking := [column for column in columns if column not in rows.column_names]:
-        there = ", ".join(rows.column_names)
-        raise UserError(f"the {split} split of {hub} has no column {lacking[0]!r}; there is: {there}")
+        raise UserError(f"the {split} split of {source} has no rows")
     return rows
-
-
-def local_files(place: Path, split: str, hub: str) -> tuple[str, list[str]]:
-    """The loader and the files of a split in a local folder."""
-    for ending, loader in LOADERS.items():
-        files = [*place.glob(f"{split}.{ending}"), *place.glob(f"{split}-*.{ending}")]
-        if files:
-            return loader, sorted(map(str, files))
-    raise UserError(f"no {split}-*.parquet or {split}.jsonl in {place}: expected the layout of {hub}; "
-                    f"without the folder {place.parent} it is loaded from the hub")

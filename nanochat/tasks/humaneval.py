@@ -15,7 +15,6 @@ FENCED = re.compile(r"```[ \t]*(?:[Pp]ython3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.D
 class HumanEval(HubTask):
     name, eval_type = "HumanEval", "generative"
     hub, folder = "openai/openai_humaneval", "humaneval"
-    columns = ("prompt", "canonical_solution", "test", "entry_point")
 
     def __init__(self, argument: str, split: str) -> None:
         if split != "test":

@@ -26,7 +26,7 @@ def multiple_choice(question: str, choices: Sequence[str], right: int) -> Conver
 class ARC(HubTask):
     """allenai/ai2_arc: three to five choices, an easy and a challenging set."""
     eval_type = "categorical"
-    hub, folder, columns = "allenai/ai2_arc", "arc", ("question", "choices", "answerKey")
+    hub, folder = "allenai/ai2_arc", "arc"
 
     def __init__(self, argument: str, split: str) -> None:
         self.name = argument

@@ -30,7 +30,7 @@ zipfile zlib""".split()
 QUESTIONS = (
     "What does {n} do?", "What is {n} for?", "Tell me what {n} does.", "Explain {n}.", "Describe {n}.",
     "What do I need {n} for?", "In Python, what does {n} do?", "What can I do with {n}?", "{n}?", "Please explain {n}.")
-REPLACED = ("inspect.getfile", "sys.excepthook")  # by torch and by nanochat/runtime/exits.py
+REPLACED = ("inspect.getfile", "sys.excepthook")  # torch and nanochat/runtime/exits.py put others there
 LONGEST = 130  # characters of an answer
 WORD = re.compile(r"(?<!\S)[a-z]{3,}(?=[,.;:]?(?:\s|$))")  # in a sentence, not in a piece of code
 # At the start of older documentation: "D.pop(k[,d]) -> v, remove …", "sleep(seconds)\n\nDelay …".
@@ -70,7 +70,7 @@ def words_of(text: str) -> list[str]:
 
 @cache
 def documented() -> dict[str, str]:
-    """Names of objects, and the first sentence of what is said about each, in an order that a hash decides."""
+    """Names of objects, and the first sentence about each, in the order of a hash."""
     sentences = {name: first_sentence(doc) for name, doc in documentation().items()}
     ordered = sorted(sentences, key=lambda name: stable_hash(f"pydoc:{name}"))
     return {name: sentence for name in ordered if (sentence := sentences[name])}
@@ -87,7 +87,7 @@ def documentation_words() -> frozenset[str]:
 def documentation() -> dict[str, str]:
     """The documentation of public objects by their names."""
     found: dict[str, str | None] = {}
-    with warnings.catch_warnings(action="ignore"):  # of what is deprecated
+    with warnings.catch_warnings(action="ignore"):  # about deprecated modules
         for name, thing in public_objects():
             found.setdefault(name, inspect.getdoc(thing))
     return {name: doc for name, doc in found.items() if doc}
@@ -109,7 +109,9 @@ def public_objects() -> Iterator[tuple[str, object]]:
             if inspect.isroutine(thing) or inspect.isclass(thing):
                 known[id(thing)] = thing
                 yield name, thing
-            for method, member in vars(thing).items() if inspect.isclass(thing) else ():
+            if not inspect.isclass(thing):
+                continue
+            for method, member in vars(thing).items():
                 if not method.startswith("_") and (inspect.isroutine(member) or isinstance(member, property)):
                     yield f"{name}.{method}", getattr(thing, method)
 

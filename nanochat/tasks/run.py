@@ -27,42 +27,251 @@ RUN_TOGETHER = 1_000  # programs in one process
 QUESTIONS = (
     "What does this print?", "What does this program print?", "What is the output of this program?",
     "What will this print?", "Tell me what this prints.", "What comes out of this program?", "What is printed here?")
-# Numbers: {a} to {k}, small ones {i} {j} {m} {n}, lists {L} {S}. Words: {u} {v} {w}, a list {W}. Names: {x} {y} {f}.
-PROGRAMS = (
-    "print({a} + {b})", "print({a} - {b})", "print({n} * {m})", "print({a} // {n})", "print({a} % {n})",
-    "print({a} > {b})", "print({a} == {n} + {m})", "print({a} % 2 == 0)", "print({a} < {b} and {c} < {b})",
-    "print(len({L}))", "print(max({L}))", "print(min({L}))", "print(sum({S}))", "print(sorted({L}))", "print({L}[{i}])",
-    "print({L}[-1])", "print({L}[:{n}])", "print({L}[1:])", "print({L} + {S})", "print({k} in {L})",
-    "print({L}.index({e}))", "print(list(reversed({S})))", "print(list(range({n})))",
-    "print(list(range({n}, {n} + {m})))", 'print(len("{w}"))', 'print("{w}".upper())', 'print("{w}".capitalize())',
-    'print("{w}"[0])', 'print("{w}"[-1])', 'print("{w}"[:{n}])', 'print("{w}"[1:])', 'print("{w}" + "{u}")',
-    'print("{w}" * 2)', 'print("{w}"[::-1])', 'print("{w} {u}".split())', 'print("-".join({W}))', "print(len({W}))",
-    "print({W}[{j}])", 'print("{w}" == "{v}")', "print({n}, {m})", 'print("{w}", {a})', 'print(f"{w} {{{n} + {m}}}")',
-    "print([{x} + {n} for {x} in {S}])", "print([{x} for {x} in {L} if {x} > {b}])",
-    "{x} = {a}\nprint({x} + {b})", "{x} = {a}\n{y} = {x} + {n}\nprint({y})", "{x} = {a}\n{x} = {x} - {n}\nprint({x})",
-    "{x} = {n}\n{y} = {m}\nprint({x} * {y})", "{x} = {a}\n{x} += {n}\n{x} += {m}\nprint({x})",
-    "{x}, {y} = {a}, {b}\n{x}, {y} = {y}, {x}\nprint({x})", "{x} = {L}\nprint({x}[0] + {x}[1])",
-    "{x} = {L}\n{x}.append({a})\nprint({x})", "{x} = {L}\n{x}.append({a})\nprint(len({x}))",
-    "{x} = {L}\n{x}.sort()\nprint({x}[0])", "{x} = {L}\n{x}.pop()\nprint({x})", "{x} = {L}\n{x}[{i}] = {a}\nprint({x})",
-    '{x} = {{"{w}": {a}, "{u}": {b}}}\nprint({x}["{w}"])', '{x} = {{"{w}": {a}}}\n{x}["{u}"] = {b}\nprint(len({x}))',
-    '{x} = {{"{w}": {a}}}\n{x}["{w}"] += {n}\nprint({x}["{w}"])', '{x} = "{w}"\nprint({x} + {x}[0])',
-    '{x} = "{w}"\n{y} = {x}.upper()\nprint({y}[0])',
-    '{x} = {a}\nif {x} > {b}:\n    print("{w}")\nelse:\n    print("{u}")',
-    '{x} = {a}\nif {x} % 2 == 0:\n    print("even")\nelse:\n    print("odd")',
-    "{x} = {a}\nif {x} > {b}:\n    {x} = {x} - {n}\nprint({x})",
-    "{x} = {n}\n{y} = {m}\nif {x} > {y}:\n    print({x})\nelse:\n    print({y})",
-    "for {x} in range({m}):\n    print({x})", "for {x} in {S}:\n    print({x} + {n})",
-    "for {x} in {W}:\n    print({x}[0])", "{y} = 0\nfor {x} in {S}:\n    {y} += {x}\nprint({y})",
-    "{y} = {a}\nfor {x} in range({m}):\n    {y} += {n}\nprint({y})",
-    "{y} = []\nfor {x} in {S}:\n    {y}.append({x} * 2)\nprint({y})",
-    '{y} = ""\nfor {x} in {W}:\n    {y} += {x}[0]\nprint({y})',
-    "{y} = 0\nfor {x} in {L}:\n    if {x} > {b}:\n        {y} += 1\nprint({y})",
-    "{x} = {n}\nwhile {x} < {a}:\n    {x} += {m}\nprint({x})",
-    "{x} = {m}\nwhile {x} > 0:\n    print({x})\n    {x} -= 1", "def {f}({x}):\n    return {x} + {n}\n\nprint({f}({a}))",
-    "def {f}({x}, {y}):\n    return {x} * {y}\n\nprint({f}({n}, {m}))",
-    "def {f}({x}):\n    return {x} * 2\n\nprint({f}({f}({n})))",
-    'def {f}({x}):\n    return "{w} " + {x}\n\nprint({f}("{u}"))',
-)
+# Templates, separated by a line of ---. Numbers: {a} to {k}, small ones {i} {j} {m} {n}, lists {L} {S}. Words: {u} {v}
+# {w}, a list {W}. Names: {x} {y} {f}.
+PROGRAMS = tuple(r'''
+print({a} + {b})
+---
+print({a} - {b})
+---
+print({n} * {m})
+---
+print({a} // {n})
+---
+print({a} % {n})
+---
+print({a} > {b})
+---
+print({a} == {n} + {m})
+---
+print({a} % 2 == 0)
+---
+print({a} < {b} and {c} < {b})
+---
+print(len({L}))
+---
+print(max({L}))
+---
+print(min({L}))
+---
+print(sum({S}))
+---
+print(sorted({L}))
+---
+print({L}[{i}])
+---
+print({L}[-1])
+---
+print({L}[:{n}])
+---
+print({L}[1:])
+---
+print({L} + {S})
+---
+print({k} in {L})
+---
+print({L}.index({e}))
+---
+print(list(reversed({S})))
+---
+print(list(range({n})))
+---
+print(list(range({n}, {n} + {m})))
+---
+print(len("{w}"))
+---
+print("{w}".upper())
+---
+print("{w}".capitalize())
+---
+print("{w}"[0])
+---
+print("{w}"[-1])
+---
+print("{w}"[:{n}])
+---
+print("{w}"[1:])
+---
+print("{w}" + "{u}")
+---
+print("{w}" * 2)
+---
+print("{w}"[::-1])
+---
+print("{w} {u}".split())
+---
+print("-".join({W}))
+---
+print(len({W}))
+---
+print({W}[{j}])
+---
+print("{w}" == "{v}")
+---
+print({n}, {m})
+---
+print("{w}", {a})
+---
+print(f"{w} {{{n} + {m}}}")
+---
+print([{x} + {n} for {x} in {S}])
+---
+print([{x} for {x} in {L} if {x} > {b}])
+---
+{x} = {a}
+print({x} + {b})
+---
+{x} = {a}
+{y} = {x} + {n}
+print({y})
+---
+{x} = {a}
+{x} = {x} - {n}
+print({x})
+---
+{x} = {n}
+{y} = {m}
+print({x} * {y})
+---
+{x} = {a}
+{x} += {n}
+{x} += {m}
+print({x})
+---
+{x}, {y} = {a}, {b}
+{x}, {y} = {y}, {x}
+print({x})
+---
+{x} = {L}
+print({x}[0] + {x}[1])
+---
+{x} = {L}
+{x}.append({a})
+print({x})
+---
+{x} = {L}
+{x}.append({a})
+print(len({x}))
+---
+{x} = {L}
+{x}.sort()
+print({x}[0])
+---
+{x} = {L}
+{x}.pop()
+print({x})
+---
+{x} = {L}
+{x}[{i}] = {a}
+print({x})
+---
+{x} = {{"{w}": {a}, "{u}": {b}}}
+print({x}["{w}"])
+---
+{x} = {{"{w}": {a}}}
+{x}["{u}"] = {b}
+print(len({x}))
+---
+{x} = {{"{w}": {a}}}
+{x}["{w}"] += {n}
+print({x}["{w}"])
+---
+{x} = "{w}"
+print({x} + {x}[0])
+---
+{x} = "{w}"
+{y} = {x}.upper()
+print({y}[0])
+---
+{x} = {a}
+if {x} > {b}:
+    print("{w}")
+else:
+    print("{u}")
+---
+{x} = {a}
+if {x} % 2 == 0:
+    print("even")
+else:
+    print("odd")
+---
+{x} = {a}
+if {x} > {b}:
+    {x} = {x} - {n}
+print({x})
+---
+{x} = {n}
+{y} = {m}
+if {x} > {y}:
+    print({x})
+else:
+    print({y})
+---
+for {x} in range({m}):
+    print({x})
+---
+for {x} in {S}:
+    print({x} + {n})
+---
+for {x} in {W}:
+    print({x}[0])
+---
+{y} = 0
+for {x} in {S}:
+    {y} += {x}
+print({y})
+---
+{y} = {a}
+for {x} in range({m}):
+    {y} += {n}
+print({y})
+---
+{y} = []
+for {x} in {S}:
+    {y}.append({x} * 2)
+print({y})
+---
+{y} = ""
+for {x} in {W}:
+    {y} += {x}[0]
+print({y})
+---
+{y} = 0
+for {x} in {L}:
+    if {x} > {b}:
+        {y} += 1
+print({y})
+---
+{x} = {n}
+while {x} < {a}:
+    {x} += {m}
+print({x})
+---
+{x} = {m}
+while {x} > 0:
+    print({x})
+    {x} -= 1
+---
+def {f}({x}):
+    return {x} + {n}
+
+print({f}({a}))
+---
+def {f}({x}, {y}):
+    return {x} * {y}
+
+print({f}({n}, {m}))
+---
+def {f}({x}):
+    return {x} * 2
+
+print({f}({f}({n})))
+---
+def {f}({x}):
+    return "{w} " + {x}
+
+print({f}("{u}"))
+'''.strip("\n").split("\n---\n"))
 WORDS = "apple bird book cat chair dog fish flower green house lamp moon river stone sun tree eva tom mia paul".split()
 # Runs a list of programs. Of each: what it printed, and what it calculated with whole numbers, in order.
 RUNNER = """

@@ -67,8 +67,8 @@ class SpellingBee(Task):
     def conversation(self, index: int) -> Conversation:
         """In every pass over the words each of them once, in another kind than its neighbours."""
         turn, number = divmod(index, len(self.words))
-        place, word = (turn + number) % len(self.kinds), self.words[number]
-        kind = self.kinds[place]
+        place = (turn + number) % len(self.kinds)
+        word, kind = self.words[number], self.kinds[place]
         rng = StableRandom(f"spellingbee:{kind}:{word}")
         if kind == "spell":
             question = SPELL[(rng.below(len(SPELL)) + self.kinds[:place].count(kind)) % len(SPELL)]
@@ -77,7 +77,8 @@ class SpellingBee(Task):
         letter = rng.choice(sorted(set(word)) if rng.below(4) else string.ascii_lowercase)
         question = rng.choice(COUNT).format(w=word, x=letter) + rng.choice(WAYS[kind])
         count = word.count(letter)
-        answer = f"The letter {letter} occurs {count} time{'s' * (count != 1)}."
+        times = "time" if count == 1 else "times"
+        answer = f"The letter {letter} occurs {count} {times}."
         if kind == "tool":
             return single_turn(question, with_tool(f'"{word}".count("{letter}")', f"{count}", answer))
         return single_turn(question, f"{spell_counting(word, letter)}. {answer}")
@@ -100,15 +101,22 @@ def real_words(data: str, split: str) -> SpellingBee:
     """The task words:DATA. UserError without a tokenizer."""
     tokenizer = get_tokenizer(data)
     tokens = token_words(tokenizer) - set(words("test"))
-    several = {word for word in documentation_words() - tokens if len(tokenizer.encode(f" {word}")) > 1}
-    found = {word for word in several if side_of(word) == split} | (tokens if split == "train" else set())
+    found = set()
+    for word in documentation_words() - tokens:
+        if side_of(word) == split and len(tokenizer.encode(f" {word}")) > 1:
+            found.add(word)
+    if split == "train":
+        found |= tokens
     chosen = tuple(sorted(found, key=stable_hash))
     return SpellingBee("SpellingBee (real words)", chosen, WORDS_KINDS)
 
 
 def spell_counting(word: str, letter: str) -> str:
     """The letters of a word with a running count behind those that are counted: "k-o:1-m-o:2-t"."""
-    return "-".join(f"{char}:{word[:i + 1].count(letter)}" if char == letter else char for i, char in enumerate(word))
+    letters = []
+    for i, char in enumerate(word, 1):
+        letters.append(f"{char}:{word[:i].count(letter)}" if char == letter else char)
+    return "-".join(letters)
 
 
 @cache

@@ -6,7 +6,7 @@ Questions about the embedded world, and who the model is: needs no download.
     tinyworld             both
     tinyworld:turns       two or three questions in turn, the last about the model: "Thank you. Who made you?"
 
-A fact is held out together with a phrasing. Every fact is asked in many ways; of those that occur in no document of
+A fact is held out together with a phrasing. Every fact is asked in many ways. Of the ways that occur in no document of
 the corpus, HELD_OUT for each fact are only in the test split, with the phrasing that the corpus itself holds out. A
 model that answers them knows the fact from other phrasings and the phrasing from other facts. Of the questions about
 the model itself, whole phrasings are held out.
@@ -32,10 +32,24 @@ SYSTEM = ("You are nanochat, a small language model.", "You are a helpful assist
 LINKS = ("", "Thank you. ", "I see. ", "All right. ", "One more question: ")  # to a question about the model
 FOLLOW_UP = ("What about {s}?", "And what about {s}?", "And {s}?")
 
+
+def lines_of(text: str) -> tuple[str, ...]:
+    return tuple(line.strip() for line in text.strip().splitlines())
+
+
 # ---- Ways to ask that occur in no document. " | " separates a question from what it asks for, where that is not {a}.
-CHAT = (  # for every relation that has a noun phrase
-    "Tell me {np}.", "{Np}?", "I would like to know {np}.", "Please name {np}.", "Give me {np}.", "I forgot {np}.",
-    "Could you tell me {np}?", "Say what {np} is.", "{Np}, please.", "I need to know what {np} is.")
+CHAT = lines_of("""
+Tell me {np}.
+{Np}?
+I would like to know {np}.
+Please name {np}.
+Give me {np}.
+I forgot {np}.
+Could you tell me {np}?
+Say what {np} is.
+{Np}, please.
+I need to know what {np} is.
+""")  # for every relation that has a noun phrase
 CHAT_BY_NOUN = {  # besides, for some of them
     "the capital of {s}": (
         "Of which country is {a} the capital? | {s}", "Tell me which country has the capital {a}. | {s}"),
@@ -45,64 +59,154 @@ CHAT_BY_NOUN = {  # besides, for some of them
 SENTENCE = "{Np} is {a}."  # that answers all of these
 # For relations without one, by one of their questions in the corpus: the sentence that answers, and ways to ask.
 CHAT_BY_QUESTION = {
-    "If yesterday was {s}, what will tomorrow be? | {a}.": ("If yesterday was {s}, then tomorrow will be {a}.", (
-        "Yesterday was {s}. What will tomorrow be?", "Tell me which day comes two days after {s}.",
-        "It was {s} yesterday, so what is tomorrow?", "Name the day two days after {s}.",
-        "Yesterday was {s}. Tell me what tomorrow will be.", "Which day will it be two days after {s}?")),
-    "What are the planets of the solar system? | {a}.": ("The planets of the solar system are: {a}.", (
-        "Tell me the planets.", "List the planets of the solar system.", "Name all planets.",
-        "I would like to know the planets.", "Give me a list of the planets.", "Which planets are there?")),
-    "In {s}, how often does {x} occur? | {a}.": ("Since {s} is {y}, it has the letter {x} {a}.", (
-        "Tell me how often {s} contains the letter {x}.", "How often is the letter {x} in {s}?",
-        "How often does the word {s} contain {x}?", "I would like to know how often {s} contains {x}.",
-        "In the word {s}, how often do you see {x}?", "Say how often {x} occurs in {s}.")),
+    "If yesterday was {s}, what will tomorrow be? | {a}.": (
+        "If yesterday was {s}, then tomorrow will be {a}.", lines_of("""
+        Yesterday was {s}. What will tomorrow be?
+        Tell me which day comes two days after {s}.
+        It was {s} yesterday, so what is tomorrow?
+        Name the day two days after {s}.
+        Yesterday was {s}. Tell me what tomorrow will be.
+        Which day will it be two days after {s}?
+    """)),
+    "What are the planets of the solar system? | {a}.": ("The planets of the solar system are: {a}.", lines_of("""
+        Tell me the planets.
+        List the planets of the solar system.
+        Name all planets.
+        I would like to know the planets.
+        Give me a list of the planets.
+        Which planets are there?
+    """)),
+    "In {s}, how often does {x} occur? | {a}.": ("Since {s} is {y}, it has the letter {x} {a}.", lines_of("""
+        Tell me how often {s} contains the letter {x}.
+        How often is the letter {x} in {s}?
+        How often does the word {s} contain {x}?
+        I would like to know how often {s} contains {x}.
+        In the word {s}, how often do you see {x}?
+        Say how often {x} occurs in {s}.
+    """)),
     # Other words than those of the task Arithmetic, which asks for larger numbers and wants the tool.
-    "How much is {x} plus {y}? | {a}.": ("{s} = {a}.", (
-        "Tell me the sum of {x} and {y}.", "How much do {x} and {y} make?", "What do {x} and {y} make?",
-        "What will {x} and {y} make?", "I add {x} and {y}. What do I get?", "What do you get if you add {x} and {y}?")),
-    "How much is {x} minus {y}? | {a}.": ("{s} = {a}.", (
-        "How much is {x} without {y}?", "What is {x} without {y}?", "From {x} take {y}. What is left?",
-        "What remains of {x} without {y}?", "I have {x} and lose {y}. What do I keep?",
-        "What do you get if you take {y} from {x}?")),
-    "If {s}, what is x? | {a}.": ("If {s}, then {y} and x is {a}.", (
-        "Solve {s}.", "Find x if {s}.", "Tell me x if {s}.", "What is x in {s}?", "Which x solves {s}?",
-        "Please solve {s}.")),
+    "How much is {x} plus {y}? | {a}.": ("{s} = {a}.", lines_of("""
+        Tell me the sum of {x} and {y}.
+        How much do {x} and {y} make?
+        What do {x} and {y} make?
+        What will {x} and {y} make?
+        I add {x} and {y}. What do I get?
+        What do you get if you add {x} and {y}?
+    """)),
+    "How much is {x} minus {y}? | {a}.": ("{s} = {a}.", lines_of("""
+        How much is {x} without {y}?
+        What is {x} without {y}?
+        From {x} take {y}. What is left?
+        What remains of {x} without {y}?
+        I have {x} and lose {y}. What do I keep?
+        What do you get if you take {y} from {x}?
+    """)),
+    "If {s}, what is x? | {a}.": ("If {s}, then {y} and x is {a}.", lines_of("""
+        Solve {s}.
+        Find x if {s}.
+        Tell me x if {s}.
+        What is x in {s}?
+        Which x solves {s}?
+        Please solve {s}.
+    """)),
 }
 
 # ---- What the model says about itself, and ways to ask. Every answer has "I am nanochat" or "my name is nanochat".
 SELF = "I am nanochat, a small language model."
 IDENTITY = (
-    (SELF, (
-        "Who are you?", "What are you?", "Tell me who you are.", "Introduce yourself.", "Please introduce yourself.",
-        "Who are you, please?", "Can you introduce yourself?", "Who am I talking to?", "Say who you are.",
-        "I would like to know who you are.", "Do you know who you are?", "Tell me about yourself.",
-        "Describe yourself.", "Please describe yourself.", "Are you nanochat?", "Are you a language model?",
-        "Tell me what you are.", "Please say what you are.", "What is nanochat?", "Who is nanochat?")),
+    (SELF, lines_of("""
+        Who are you?
+        What are you?
+        Tell me who you are.
+        Introduce yourself.
+        Please introduce yourself.
+        Who are you, please?
+        Can you introduce yourself?
+        Who am I talking to?
+        Say who you are.
+        I would like to know who you are.
+        Do you know who you are?
+        Tell me about yourself.
+        Describe yourself.
+        Please describe yourself.
+        Are you nanochat?
+        Are you a language model?
+        Tell me what you are.
+        Please say what you are.
+        What is nanochat?
+        Who is nanochat?
+    """)),
     ("Hello! " + SELF, tuple(
         hello + mark for hello in ("Hello", "Hi", "Hey", "Good morning", "Good evening", "Hello there")
         for mark in ("!", ".", "", ", nanochat!", ", nanochat."))),
-    ("My name is nanochat.", (
-        "What is your name?", "Tell me your name.", "Do you have a name?", "What should I call you?", "Say your name.",
-        "How are you called?", "What name do you have?", "I would like to know your name.",
-        "Could you tell me your name?", "Please tell me your name.", "What are you called?", "Please say your name.",
-        "Give me your name.")),
-    ("I am nanochat, a small language model, not a person.", (
-        "Are you a person?", "Are you a human?", "Are you human?", "Are you a real person?",
-        "Am I talking to a person?", "Are you alive?", "Are you a man or a woman?", "Do you have a body?",
-        "Am I talking to a human?", "Tell me if you are a person.", "Are you a child?")),
-    ("I am nanochat, a small language model, trained with the program of that name.", (
-        "Who made you?", "Who created you?", "Who trained you?", "Who built you?", "Where do you come from?",
-        "How were you made?", "Tell me who made you.", "Who is your maker?", "Who wrote you?", "Did a person make you?",
-        "I would like to know who made you.", "Do you know who made you?")),
-    ("I am nanochat, a small language model. I can answer short questions, spell words and calculate.", (
-        "What can you do?", "How can you help me?", "What can I ask you?", "What are you good at?", "What do you know?",
-        "Can you help me?", "Tell me what you can do.", "What can you do for me?",
-        "I would like to know what you can do.", "Which questions can you answer?", "What can I do with you?",
-        "Please help me.")),
-    ("I am nanochat, a small language model. I make mistakes, so check what I say.", (
-        "Do you make mistakes?", "Are you always right?", "Can I trust you?", "Are your answers right?",
-        "Is what you say right?", "How often are you wrong?", "Can I believe you?", "Are you sure?",
-        "Tell me if I can trust you.", "Can I trust your answers?")),
+    ("My name is nanochat.", lines_of("""
+        What is your name?
+        Tell me your name.
+        Do you have a name?
+        What should I call you?
+        Say your name.
+        How are you called?
+        What name do you have?
+        I would like to know your name.
+        Could you tell me your name?
+        Please tell me your name.
+        What are you called?
+        Please say your name.
+        Give me your name.
+    """)),
+    ("I am nanochat, a small language model, not a person.", lines_of("""
+        Are you a person?
+        Are you a human?
+        Are you human?
+        Are you a real person?
+        Am I talking to a person?
+        Are you alive?
+        Are you a man or a woman?
+        Do you have a body?
+        Am I talking to a human?
+        Tell me if you are a person.
+        Are you a child?
+    """)),
+    ("I am nanochat, a small language model, trained with the program of that name.", lines_of("""
+        Who made you?
+        Who created you?
+        Who trained you?
+        Who built you?
+        Where do you come from?
+        How were you made?
+        Tell me who made you.
+        Who is your maker?
+        Who wrote you?
+        Did a person make you?
+        I would like to know who made you.
+        Do you know who made you?
+    """)),
+    ("I am nanochat, a small language model. I can answer short questions, spell words and calculate.", lines_of("""
+        What can you do?
+        How can you help me?
+        What can I ask you?
+        What are you good at?
+        What do you know?
+        Can you help me?
+        Tell me what you can do.
+        What can you do for me?
+        I would like to know what you can do.
+        Which questions can you answer?
+        What can I do with you?
+        Please help me.
+    """)),
+    ("I am nanochat, a small language model. I make mistakes, so check what I say.", lines_of("""
+        Do you make mistakes?
+        Are you always right?
+        Can I trust you?
+        Are your answers right?
+        Is what you say right?
+        How often are you wrong?
+        Can I believe you?
+        Are you sure?
+        Tell me if I can trust you.
+        Can I trust your answers?
+    """)),
 )
 SAYS_WHO = re.compile(r"\b(I am|I'm|name is|called) nanochat\b", re.IGNORECASE)
 GREETING = re.compile(r"\W*(hello|hi|hey|good (morning|evening|afternoon))\b", re.IGNORECASE)
@@ -125,15 +229,22 @@ class TinyWorld(Task):
     def __init__(self, argument: str, split: str) -> None:
         self.name = f"TinyWorld {argument}".rstrip()
         self.key = f"tinyworld:{argument}:{split}"
-        wanted = {"facts": (True,), "identity": (False,)}.get(argument, (True, False))  # whether facts, or about itself
-        self.singles = [item for item in items(split) if bool(item.right) in wanted]
-        self.second = [item for item in follow_ups(split) if argument in ("", "facts")]
+        self.singles = list(items(split))
+        if argument == "facts":
+            self.singles = [item for item in self.singles if item.right]
+        elif argument == "identity":
+            self.singles = [item for item in self.singles if not item.right]
+        self.second = follow_ups(split) if argument in ("", "facts") else ()
         self.about = [item for item in items(split) if not item.right and not GREETING.match(item.question)]
         self.of_relation = defaultdict(list)
         for item in self.singles:
             self.of_relation[item.relation].append(item)
         self.turns = argument == "turns"
-        count = TURNS[split] if self.turns else len(self.singles) + TWO_TURNS[split] * bool(self.second)
+        count = len(self.singles)
+        if self.turns:
+            count = TURNS[split]
+        elif self.second:
+            count += TWO_TURNS[split]
         self.order = shuffled(count, self.key)
 
     def __len__(self) -> int:
@@ -196,15 +307,23 @@ def items(split: str) -> tuple[Item, ...]:
         # Ranked by the hash of fact and phrasing: the split depends on no seed, and each fact has as many in test.
         keys = {f"{relation} {template} {template.format(**fact.slots)}": template for template in chat}
         ranked = [keys[key] for key in sorted(keys, key=stable_hash)]
-        for template in ranked[:HELD_OUT] if split == "test" else ranked[HELD_OUT:]:
+        for template in side_of(ranked, HELD_OUT, split):
             question, _, asked = template.partition(" | ")
             found.append(make_item(fact, question.format(**fact.slots), asked="s" if asked else "a"))
     for reply, phrasings in IDENTITY:
         ranked = sorted(phrasings, key=stable_hash)
-        for question in ranked[:len(ranked) // 4] if split == "test" else ranked[len(ranked) // 4:]:
-            around = [("", "")] if reply.startswith("Hello") else itertools.product(GREETINGS, ENDINGS)
-            found += [Item(before + question + after, reply, frozenset(), "") for before, after in around]
+        greetings, endings = GREETINGS, ENDINGS
+        if reply.startswith("Hello"):
+            greetings, endings = ("",), ("",)
+        for question in side_of(ranked, len(ranked) // 4, split):
+            for greeting, ending in itertools.product(greetings, endings):
+                found.append(Item(greeting + question + ending, reply, frozenset(), ""))
     return tuple(found)
+
+
+def side_of(ranked: list[str], held_out: int, split: str) -> list[str]:
+    """The first phrasings of a ranking are held out for the test split."""
+    return ranked[:held_out] if split == "test" else ranked[held_out:]
 
 
 def make_item(fact: Fact, question: str, asked: str) -> Item:
@@ -212,19 +331,24 @@ def make_item(fact: Fact, question: str, asked: str) -> Item:
     word = fact.slots[asked]
     right = {f"{word}.", f"{capital(word)}.", f"It is {word}.", f"Yes, it is {word}."}
     for template in fact.templates:
-        told, _, reply = template.rpartition(" | ")
-        if not told or reply.endswith(f" {{{asked}}}."):  # a statement of the fact, or a reply that names the word
+        before, _, reply = template.rpartition(" | ")
+        if not before or reply.endswith(f" {{{asked}}}."):  # a statement of the fact, or a reply that names the word
             right.add(reply.format(**fact.slots))
     reply = (SENTENCE if fact.noun else CHAT_BY_QUESTION[relation_of(fact)][0]).format(**fact.slots)
     if Telling("", reply) == fact.held_out:  # what the corpus holds out stays so
         reply = f"It is {word}."
-    return Item(question, reply, frozenset(right), fact.noun if fact.noun.endswith("{s}") and asked == "a" else "")
+    relation = fact.noun if fact.noun.endswith("{s}") and asked == "a" else ""
+    return Item(question, reply, frozenset(right), relation)
 
 
 @cache
 def follow_ups(split: str) -> tuple[Item, ...]:
     """Second questions of a split that leave out what is asked for: "And what about Italy?"."""
-    asked = ((fact, template.format(**fact.slots)) for fact in facts() if fact.noun.endswith("{s}")
-             for template in FOLLOW_UP)
-    return tuple(make_item(fact, question, asked="a") for fact, question in asked
-                 if split_of(f"{fact.noun} {question}", 6) == split)
+    found = []
+    for fact in facts():
+        if fact.noun.endswith("{s}"):
+            for template in FOLLOW_UP:
+                question = template.format(**fact.slots)
+                if split_of(f"{fact.noun} {question}", 6) == split:
+                    found.append(make_item(fact, question, asked="a"))
+    return tuple(found)

@@ -5,7 +5,8 @@ from statistics import fmean, stdev
 
 from nanochat.data.task import Task
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.eval.task_eval import accuracy, answer_text, generate_answers
+from nanochat.eval.task_eval import accuracy, generate_answers
+from nanochat.inference.detokenizer import answer_text
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
 
@@ -33,7 +34,7 @@ def sample_rollouts(
     answers = generate_answers(model, tokenizer, conversations, indices, sampling, num_samples, batch_size)
     rollouts = []
     for conversation, samples in zip(conversations, answers):
-        rewards = [task.reward(conversation, answer_text(tokenizer, answer)) for answer in samples]
+        rewards = [task.reward(conversation, answer_text(tokenizer, answer.tokens)) for answer in samples]
         mean = fmean(rewards)
         for answer, reward in zip(samples, rewards):
             sampled = [False] * len(answer.prompt) + [not forced for forced in answer.forced]
