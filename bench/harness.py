@@ -34,7 +34,7 @@ def show(text: str, page: str, command: str, write: bool) -> None:
 
 
 def on_ranks(ranks: int, function: Callable, *args: Any) -> Any:
-    """function(rank, ranks, *args) on a process with one thread for each rank, joined by gloo. Returns rank 0's result."""
+    """Rank 0's result of function(rank, ranks, *args), called in a process with one thread for each rank; gloo."""
     with tempfile.TemporaryDirectory() as folder:
         # Forked, not spawned: a spawned process would run the benchmark's module again.
         start_processes(one_rank, (ranks, folder, function, args), ranks, start_method="fork")

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from bench.harness import DOCS, show
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.schedule import choose_batch_size
-from nanochat.plan.machines import LINKS, Cluster, Layout, fastest_layout, fits
+from nanochat.plan.machines import LINKS, Cluster, Layout, bytes_on_a_rank, fastest_layout
 from nanochat.plan.memory import GIB, parameter_counts, shaped
 from nanochat.runtime.files import write_aside
 from nanochat.runtime.flops import datasheet_peak
@@ -46,8 +46,8 @@ def scale(depth: int) -> tuple[str, dict[int, float]]:
     """The table of a model from size to size, and {GPUs: MFU} where its batch has a row for each GPU and it fits."""
     config = config_of(depth)
     model = shaped(config)
-    parameters = model.count_parameters("matrix", "head")
-    batch = choose_batch_size(-1, RATIO * parameters, SIZES[0] * LENGTH)  # tokens
+    horizon = RATIO * model.count_parameters("matrix", "head")  # tokens of the run
+    batch = choose_batch_size(-1, horizon, SIZES[0] * LENGTH)   # tokens of a step
     rows, reached = [], {}
     for gpus in SIZES:
         if batch < gpus * LENGTH:
@@ -82,7 +82,7 @@ def largest_models() -> str:
         layout = Layout(3, gpus, rows=1, micro_steps=1, checkpointing=True)
 
         def too_large(depth: int, layout: Layout = layout) -> bool:
-            return not fits(config_of(depth), cluster_of(layout.shards), layout, torch.bfloat16, MEMORY)
+            return bytes_on_a_rank(config_of(depth), cluster_of(layout.shards), layout, torch.bfloat16) > MEMORY
 
         depth = bisect.bisect_left(range(1, 512), True, key=too_large)
         rows.append([gpus, depth, f"{sum(parameter_counts(config_of(depth))) / 1e9:,.1f}"])

@@ -55,7 +55,7 @@ for budget, group in by_budget.items():
 right.set(title="What to spend it on", xlabel="depth")
 for axes in (left, right):
     axes.set(xscale="log", ylabel="validation, bits per byte")
-    axes.legend(fontsize=8.5, frameon=False)
+    axes.legend()
 right.set_xticks(depths, [str(depth) for depth in depths])
 
 # ---- Table and picture
