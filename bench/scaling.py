@@ -21,7 +21,6 @@ configure(globals())
 
 runs = read_series(series)  # sorted by budget and depth
 depths = sorted({run.depth for run in runs})
-by_depth = {depth: [run for run in runs if run.depth == depth] for depth in depths}
 by_budget = {}
 for run in runs:
     by_budget.setdefault(run.budget, []).append(run)
@@ -30,8 +29,8 @@ figure = Figure(figsize=(11, 4.2), layout="constrained")
 left, right = figure.subplots(1, 2)
 
 # ---- Left: what computation buys, a line for each depth
-for depth, group in by_depth.items():
-    group.sort(key=lambda run: run.flops)
+for depth in depths:
+    group = sorted((run for run in runs if run.depth == depth), key=lambda run: run.flops)
     left.plot([run.flops for run in group], [run.bpb for run in group], "o-", markersize=4, label=f"depth {depth}")
 left.set(title="What computation buys", xlabel="FLOPs of the run")
 
