@@ -78,12 +78,8 @@ class Watch(TorchDispatchMode):
         self.ranks = ranks
         self.rank = rank
         self.sent = 0.0  # bytes
-        self.in_micro_steps = False
-        self.sharding = self.shard(stage, getattr(torch, dtype))
+        self.sharding = Sharding(self.model, self.model.units(), torch.device("cpu"), getattr(torch, dtype), stage)
         self.optimizers = setup_optimizers(self.model, self.sharding)
-
-    def shard(self, stage: int, dtype: torch.dtype) -> Sharding:
-        return Sharding(self.model, self.model.units(), torch.device("cpu"), dtype, stage)
 
     def __torch_dispatch__(self, func: Callable, types, args=(), kwargs=None):
         if func.namespace == "c10d":
@@ -134,7 +130,6 @@ class Watch(TorchDispatchMode):
     def train_step(self, rows: Tensor, micro_steps: int) -> dict[str, int]:
         """One optimizer step as in scripts/base_train.py. Returns the census of a pause between micro-steps, if any."""
         memory = {}
-        self.in_micro_steps = True
         for micro_step in range(micro_steps):
             with self.sharding.accumulate(last=micro_step == micro_steps - 1):
                 loss = self.model(rows[:, :-1], rows[:, 1:])
@@ -142,7 +137,6 @@ class Watch(TorchDispatchMode):
             if micro_step == 1 < micro_steps - 1:  # after the first, stage 2 has not yet received all that it will keep
                 gc.collect()
                 memory = self.census()
-        self.in_micro_steps = False
         stats = self.sharding.reduce_and_clip(loss)
         for optimizer in self.optimizers:
             optimizer.step(stats)
