@@ -29,10 +29,15 @@ from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_task, without_parts
-from nanochat.training.checkpoint import say_how_to_talk, step_dir
-from nanochat.training.finetuning import find_start, load_sharded, require_same_data, resume_training
+from nanochat.training.finetuning import (
+    find_start,
+    load_sharded,
+    report_stage,
+    require_same_data,
+    resume_training,
+)
 from nanochat.training.metrics import Metrics, require_wandb
-from nanochat.training.report import settings_table, write_section
+from nanochat.training.report import settings_table
 from nanochat.training.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
 from nanochat.training.saving import CheckpointWriter
 
@@ -221,8 +226,5 @@ else:
         body = f"Held-out {held_out.name}: {change}.\n\n{body}"
         results[f"pass@1 of {held_out.name}, before"] = f"{pass_at(right_before, 1):.1%}"
         results[f"pass@1 of {held_out.name}, after"] = f"{pass_at(right_now, 1):.1%}"
-    write_section("chat_rl", "Reinforcement learning", body, {"rl": results}, metrics.path,
-                  data=start.meta.get("data"), model_tag=start.checkpoints.name,
-                  checkpoint=step_dir(start.checkpoints, step))
-    say_how_to_talk(start.checkpoints)
+    report_stage(start, step, metrics, "chat_rl", "Reinforcement learning", body, results)
 compute_cleanup(stop)

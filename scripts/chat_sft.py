@@ -28,19 +28,19 @@ from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_mixture, make_tasks, task_names, without_parts
 from nanochat.tasks.common import Mixture
-from nanochat.training.checkpoint import say_how_to_talk, step_dir
 from nanochat.training.finetuning import (
     choose_epochs_and_rate,
     find_start,
     load_sharded,
     plan_steps,
+    report_stage,
     require_same_data,
     resume_training,
     row_length,
     tasks_before,
 )
 from nanochat.training.metrics import Metrics, require_wandb
-from nanochat.training.report import settings_table, write_section
+from nanochat.training.report import settings_table
 from nanochat.training.saving import CheckpointWriter
 
 # ---- Run
@@ -214,8 +214,5 @@ metrics.close()
 if stopping:
     stop.end(step)
 else:
-    write_section("chat_sft", "Supervised fine-tuning", settings_table(config), {"sft": metrics.results()},
-                  metrics.path, data=start.meta.get("data"), model_tag=start.checkpoints.name,
-                  checkpoint=step_dir(start.checkpoints, step))
-    say_how_to_talk(start.checkpoints)
+    report_stage(start, step, metrics, "chat_sft", "Supervised fine-tuning", settings_table(config), metrics.results())
 compute_cleanup(stop)

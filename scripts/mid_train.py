@@ -23,17 +23,17 @@ from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_mixture, without_parts
-from nanochat.training.checkpoint import say_how_to_talk, step_dir
 from nanochat.training.finetuning import (
     find_start,
     load_sharded,
     plan_steps,
+    report_stage,
     require_same_data,
     resume_training,
     row_length,
 )
 from nanochat.training.metrics import Metrics, require_wandb
-from nanochat.training.report import settings_table, write_section
+from nanochat.training.report import settings_table
 from nanochat.training.saving import CheckpointWriter
 
 # ---- Run
@@ -175,8 +175,5 @@ metrics.close()
 if stopping:
     stop.end(step)
 else:
-    write_section("mid_train", "Mid-training", settings_table(config), {"mid": metrics.results()},
-                  metrics.path, data=start.meta.get("data"), model_tag=start.checkpoints.name,
-                  checkpoint=step_dir(start.checkpoints, step))
-    say_how_to_talk(start.checkpoints)
+    report_stage(start, step, metrics, "mid_train", "Mid-training", settings_table(config), metrics.results())
 compute_cleanup(stop)

@@ -4,19 +4,22 @@ import functools
 import gc
 import os
 import socket
+import tempfile
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from nanochat.runtime import heartbeat
-from nanochat.runtime.collectives import from_rank0, gather_objects
+from nanochat.runtime.collectives import first_problem, from_rank0, gather_objects
 from nanochat.runtime.compiling import set_compile
-from nanochat.runtime.console import print0
+from nanochat.runtime.console import is_rank0, print0
 from nanochat.runtime.devices import be_deterministic, choose_device_type, compute_dtype, prepare_device
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.exits import ending, tell_restarts
+from nanochat.runtime.files import base_dir
 
 # How long a rank waits for the others in a collective: at first rank 0 may be making data, or ranks may be compiling.
 SETUP_TIMEOUT = timedelta(minutes=60)
@@ -38,6 +41,8 @@ def set_up(device_type: str, dtype: str, compile: bool) -> tuple[int, int, torch
     if os.environ.get("NANOCHAT_DETERMINISTIC") == "1":
         be_deterministic()
     rank, world_size, device = compute_init(device_type)
+    if environment_number("GROUP_WORLD_SIZE", 1) > 1:
+        require_shared_folder()
     model_dtype = from_rank0(compute_dtype, dtype, device)  # hosts may have other processors
     compiling = set_compile(compile, device.type)
     name = str(model_dtype).removeprefix("torch.")
@@ -91,6 +96,23 @@ def join(backend: str, rank: int, world_size: int) -> None:
     print0(*hosts, sep=", ")
     watching = store.clone() if nodes > 1 and local_rank == 0 else None
     heartbeat.start(f"rank {rank} on {host}", hosts, ending, node, watching)
+
+
+def require_shared_folder() -> None:
+    """UserError on every rank unless all hosts see the base folder of rank 0. COLLECTIVE."""
+    def make_mark() -> str:
+        base_dir().mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix=".shared-", dir=base_dir())
+
+    mark = Path(from_rank0(make_mark))
+    problem = None
+    if not (base_dir() / mark.name).exists():  # hosts may mount the disk in different places
+        problem = f"{base_dir()} on {socket.gethostname()} is not rank 0's: all hosts must share the base folder"
+    problem = first_problem(problem)
+    if is_rank0():
+        mark.rmdir()
+    if problem:
+        raise UserError(problem)
 
 
 def hosts_may_change() -> bool:

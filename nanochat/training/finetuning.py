@@ -23,9 +23,13 @@ from nanochat.training.checkpoint import (
     load_checkpoint,
     model_dir,
     read_meta,
+    say_how_to_talk,
+    step_dir,
     wrote,
 )
+from nanochat.training.metrics import Metrics
 from nanochat.training.records import MODEL_FILE, describe_checkpoint
+from nanochat.training.report import write_section
 from nanochat.training.resharding import load_training_state
 
 # Fine-tuning on a user's few conversations. Measured with models of depth 4; a rate of 0.1 taught next to nothing.
@@ -152,3 +156,11 @@ def plan_steps(
     rows = min(device_batch_size, math.ceil(rows_per_step / world_size))
     grad_accum_steps = math.ceil(rows_per_step / (rows * world_size))
     return all_steps if num_iterations == -1 else min(num_iterations, all_steps), grad_accum_steps, rows
+
+
+def report_stage(start: Start, step: int, metrics: Metrics, script: str, title: str, body: str, results: dict) -> None:
+    """After the last step: write a stage's section of the report, and say how to try its model."""
+    column = start.checkpoints.parent.name.removesuffix("_checkpoints")
+    write_section(script, title, body, {column: results}, metrics.path, data=start.meta.get("data"),
+                  model_tag=start.checkpoints.name, checkpoint=step_dir(start.checkpoints, step))
+    say_how_to_talk(start.checkpoints)
