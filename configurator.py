@@ -197,9 +197,9 @@ def read_arguments(argv: list[str], settings: dict[str, Setting]) -> dict[str, A
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                                      exit_on_error=False)
     for name, setting in settings.items():
-        spellings = [f"--{name}", f"--{name.replace('_', '-')}"]
+        spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
         if len(name) == 1:
-            spellings.append(f"-{name}")
+            spellings.add(f"-{name}")
         option = parser.add_argument(*spellings, dest=name, type=functools.partial(choose, setting=setting))
         if bool in setting.accepts:
             option.nargs, option.const = "?", True
@@ -208,9 +208,12 @@ def read_arguments(argv: list[str], settings: dict[str, Setting]) -> dict[str, A
     except argparse.ArgumentError as error:  # a value is missing
         raise UserError(str(error)) from None
     if unknown:
-        key = unknown[0].partition("=")[0]
-        hint = did_you_mean(key.lstrip("-"), settings) or "; --help lists them all"
-        raise UserError(f"{unknown[0]}: there is no setting {key!r}{hint}")
+        word = unknown[0]
+        if not word.startswith("-"):
+            raise UserError(f"stray argument {word!r}: settings are written --key=value")
+        key = word.lstrip("-").partition("=")[0]
+        hint = did_you_mean(key, settings) or "; --help lists them all"
+        raise UserError(f"{word}: there is no setting {key!r}{hint}")
     return vars(overrides)
 
 
@@ -229,22 +232,6 @@ def help_text(settings: dict[str, Setting], docstring: str) -> str:
     return "\n".join(lines).strip()
 
 
-def check_names(config: dict[str, Any]) -> None:
-    """UserError for a data set or a task that does not exist: without torch, which takes seconds to import."""
-    if config.get("data"):
-        from nanochat.data.dataset import OFFLINE, load_manifest  # here: most scripts have no such setting
-
-        if config["data"] not in OFFLINE:  # those are made where they are needed
-            load_manifest(config["data"])
-    for name in ("task", "tasks"):
-        if config.get(name):
-            from nanochat.tasks import read_spec
-
-            for spec in config[name].split(","):
-                read_spec(spec)
-
-
 with contextlib.suppress(AttributeError, OSError, ValueError, SyntaxError):  # the program is no script of settings
     config = settings_of(sys.modules["__main__"].__file__, sys.argv[1:])
     install_one_line_errors(config)
-    check_names(config)

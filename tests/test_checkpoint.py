@@ -13,7 +13,6 @@ import threading
 import time
 import zlib
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -577,43 +576,6 @@ def test_a_folder_that_not_every_node_has_is_no_checkpoint(tmp_path):
     for missing, other in (errors, errors_of_rank_1):
         assert "no valid checkpoint" in missing and "steps there: 1" in missing
         assert other.startswith("rank 1 has another checkpoint than rank 0 (the first is ")
-
-
-def save_apart(rank, world_size, disks):
-    """Each rank is on a host with a disk of its own, under another name. Returns what was printed."""
-    keep_apart = CheckpointWriter.publish_on_own_disk
-
-    def as_nfs_may_answer(*args):
-        assert list_steps(disks / "0")[0] == 1, "the old one stays until the new one is on both"
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(Path, "exists", lambda path: True)  # from a client's memory
-            keep_apart(*args)
-
-    CheckpointWriter.publish_on_own_disk = as_nfs_may_answer
-    os.environ["LOCAL_RANK"] = "0"
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        writer = Rank(rank=rank, shards=2, stage=1).writer(disks / str(rank), keep_last=1)
-        for step in (1, 2):
-            writer.save(step, META)
-        writer.wait()
-    return printed.getvalue()
-
-
-def test_hosts_with_disks_of_their_own_keep_their_parts_until_they_lie_together(tmp_path):
-    """
-    Each host's manifest tells what is missing there; with all files on both disks the checkpoint is whole. What is too
-    old goes from both, and what killed saves left.
-    """
-    (tmp_path / "1" / ".step_000009.tmp-killed").mkdir(parents=True)
-    of_rank_0, of_rank_1 = run_on_ranks(2, save_apart, tmp_path)
-    assert of_rank_1.count("has the files of ") == 2 and "has the files of" not in of_rank_0
-    assert [sorted(os.listdir(tmp_path / disk)) for disk in "01"] == [["step_000002"]] * 2
-    first, second = (tmp_path / disk / "step_000002" for disk in "01")
-    assert "optimizer_rank_00001.safetensors is missing on " in problem_with(first)
-    assert "meta.json is missing on " in problem_with(second)
-    shutil.copy(second / "optimizer_rank_00001.safetensors", first)
-    shutil.copytree(first, second, dirs_exist_ok=True)
-    assert problem_with(first) is None and problem_with(second) is None
 
 
 PROGRAM = f"""
