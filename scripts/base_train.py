@@ -19,7 +19,6 @@ from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
 from nanochat.data.dataloader import tokenizing_distributed_data_loader, validation_rows
-from nanochat.data.dataset import fingerprint
 from nanochat.data.tokenizer import FILE_NAME, tokenizer_dir
 from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.eval.loss_eval import evaluate_bpb, sample
@@ -39,7 +38,7 @@ from nanochat.optim.schedule import (
     warmdown_left,
 )
 from nanochat.optim.zero import Sharding
-from nanochat.runtime.collectives import from_rank0, rank0_first, require_same
+from nanochat.runtime.collectives import from_rank0, rank0_first
 from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step, compute_cleanup, hosts_may_change, set_up
@@ -118,7 +117,6 @@ require_wandb(run)
 rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
 rank0_first(ensure_dataset, data)
 tokenizer = rank0_first(ensure_tokenizer, data)
-require_same("has other data", {data: fingerprint(data), "their tokenizer": tokenizer.fingerprint}, "copy rank 0's")
 token_bytes = tokenizer.token_bytes()
 core_tasks = []
 if core_metric_every > 0:
@@ -228,8 +226,7 @@ while True:
 
     # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
     saver.set_state(step, metrics, config=config, total_batch_size=total_batch_size, num_iterations=num_iterations,
-                    rate_scales=(lr_scale, decay_scale), tokenizer=tokenizer.fingerprint, data=data,
-                    data_state=data_state)
+                    rate_scales=(lr_scale, decay_scale), data=data, data_state=data_state)
     saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
     if stopping:
         break

@@ -40,7 +40,6 @@ from nanochat.training.finetuning import (
     tasks_before,
 )
 from nanochat.training.metrics import Metrics, require_wandb
-from nanochat.training.report import settings_table
 from nanochat.training.saving import CheckpointWriter
 
 # ---- Run
@@ -151,8 +150,8 @@ while True:
     stopping = metrics.stop_requested  # all ranks have read the same sum: some rank was sent SIGTERM, SIGINT or SIGHUP
 
     # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
-    saver.set_state(step, metrics, config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
-                    data=start.meta.get("data"), data_state=data_state)
+    saver.set_state(step, metrics, config=config, num_iterations=num_iterations, data=start.meta.get("data"),
+                    data_state=data_state)
     saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
     if stopping:
         break
@@ -214,5 +213,5 @@ metrics.close()
 if stopping:
     stop.end(step)
 else:
-    report_stage(start, step, metrics, "chat_sft", "Supervised fine-tuning", settings_table(config), metrics.results())
+    report_stage(start, step, metrics, "chat_sft", "Supervised fine-tuning", config, metrics.results())
 compute_cleanup(stop)

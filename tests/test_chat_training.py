@@ -295,7 +295,6 @@ def test_a_step_of_rl_is_the_policy_gradient_over_all_samples(
     ("scripts.chat_sft", {"source": "base", "max_seq_len": 999, "overwrite": True},
      "max_seq_len=999 must be within 1 and the model's 128"),
     ("scripts.chat_sft", {"source": "base", "num_iterations": 0}, "num_iterations takes int in [-1, 1..]"),
-    ("scripts.chat_rl", {"source": "mid", "temperature": 0}, "temperature takes float in [>0]"),
     ("scripts.chat_rl", {"source": "mid", "num_samples": 1}, "num_samples takes int in [2..]"),
     ("scripts.chat_rl", {"source": "base", "task": "json:{chats}"}, "is not answered by writing"),
     ("scripts.chat_eval", {"source": "rl", "model_tag": "nobody"}, "no valid checkpoint in"),

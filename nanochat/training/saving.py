@@ -159,11 +159,12 @@ class CheckpointWriter:
     def save(self, step: int, meta: dict) -> None:
         """
         Begin to save folder/step_NNNNNN; parameters may change as soon as this returns. meta must be JSON; step,
-        launchers and model are added to it. A kill at any moment costs nothing older.
+        launchers, tokenizer and model are added to it. A kill at any moment costs nothing older.
         """
         self.join()
         self.warn("; training goes on, the next save tries again")
-        meta = meta | {"step": step, "launchers": self.launchers, "model_config": vars(self.sharding.model.config)}
+        meta = meta | {"step": step, "launchers": self.launchers, "tokenizer": self.tokenizer.fingerprint,
+                       "model_config": vars(self.sharding.model.config)}
         self.began = time.monotonic()
         text, files = json.dumps(meta, indent=1), copy_to_host(self.sharding, self.optimizers)
         self.saved = step  # not before: an interrupted copy has saved nothing
