@@ -500,7 +500,8 @@ def test_ranks_save_and_load_together_and_agree_on_what_went_wrong(tmp_path, mon
     """One rank's disk refuses; one file is damaged, which one rank reads; one cannot use what the others can."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     outcomes = run_on_ranks(4, save_and_load, tmp_path / "x")
-    message = f"{tmp_path / 'x' / 'step_000002'} does not fit this run: adamw.other is not whole in its optimizer files (other optimizers?)"
+    message = f"{tmp_path / 'x' / 'step_000002'} does not fit this run: adamw.other is not whole in its optimizer files"
+    message += " (other optimizers?)"
     assert outcomes == [("step_000002", ["step 4 was not saved: No space left on device: /disk", True, message])] * 4
     there = sorted(path.name for path in (tmp_path / "x").iterdir())
     assert there == ["step_000002", "step_000003"], "the last two, and no debris"
