@@ -72,14 +72,14 @@ unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
 init_lr_frac = -1.0         # [-1, 0..1] part of these rates to begin with; -1: the more conversations, the less
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
-warmdown_ratio = 1.0        # [0..1] part of the run, at its end, in which the learning rate falls
+warmdown_ratio = 1.0        # [0..1] share of the run, at its end, in which the learning rate falls
 # ---- Evaluation and logging
 eval_every = 100            # [-1..] steps between validations, also before the first step and after the last; -1: never
 eval_steps = 100            # [1..] steps' worth of conversations in a validation, at most one pass over those held out
 eval_metrics_every = 200    # [-1..] steps between evaluations of the tasks, also after the last step; -1: never
 eval_metrics_max_problems = 256  # [-1, 1..] held-out problems of each task; -1: all
 # ---- Checkpoints
-save_every = -1             # [-1..] steps between checkpoints, beside one each half hour and the last; -1: only those
+save_every = -1             # [-1..] steps between checkpoints, besides one each half hour and the last; -1: no others
 keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 config = configure(globals())

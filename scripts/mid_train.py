@@ -63,12 +63,12 @@ unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
 init_lr_frac = 1.0          # [0..1] part of these rates to begin with
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
-warmdown_ratio = 0.2        # [0..1] part of the run, at its end, in which the learning rate falls
+warmdown_ratio = 0.2        # [0..1] share of the run, at its end, in which the learning rate falls
 # ---- Evaluation and logging
 eval_every = 150            # [-1..] steps between validations, also before the first step and after the last; -1: never
 eval_tokens = 10485760      # [1..] tokens of a validation, at most one pass over the held-out conversations
 # ---- Checkpoints
-save_every = -1             # [-1..] steps between checkpoints, beside one each half hour and the last; -1: only those
+save_every = -1             # [-1..] steps between checkpoints, besides one each half hour and the last; -1: no others
 keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 config = configure(globals())

@@ -210,9 +210,6 @@ class CheckpointWriter:
         except Exception as error:  # of any rank; or a rank has died
             self.failed = step, error, meta
             self.saved = -1
-        else:
-            with contextlib.suppress(Exception):
-                self.share(None)  # all threads end together: `rescue` does not wait long for other ranks
 
     def begin(self, step: int, stack: contextlib.ExitStack) -> Path:
         """The folder to fill, within self.folder."""
