@@ -20,6 +20,7 @@ from nanochat.runtime.collectives import (
     reduce_scatter,
     reduce_scatter_single,
 )
+from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
 
 PRIVATE_NETWORK = ["unshare", "--net", "--map-root-user"]  # in which no other process sends
