@@ -19,10 +19,12 @@ Source and values are parsed (`ast`, `tokenize`), never executed.
 The command line of the running script is checked as this module is imported: a script that imports it before torch
 answers a mistyped setting, and --help, at once.
 """
+import argparse
 import ast
 import contextlib
 import functools
 import io
+import math
 import re
 import sys
 import tokenize
@@ -120,7 +122,6 @@ def read_settings(path: str) -> tuple[dict[str, Setting], str]:
     raise ValueError(f"{path} does not call `configure(globals())` at its top level")
 
 
-@functools.cache  # a script is read before torch is imported, and when it configures itself
 def read_comments(source: str) -> tuple[dict[int, str], list[tuple[int, str]]]:
     """The comments that end a line of code, by line number; and the section headings with their line numbers."""
     comments, headings = {}, []
@@ -147,27 +148,23 @@ def read_annotation(annotation: ast.expr | None) -> Iterator[Any]:
 
 # ---- The values: parsed, never executed
 
-def readings(text: str) -> Iterator[Any]:
-    """Values that a text may mean, in the order of trial; the setting decides which one is meant."""
-    if text == "None":
-        yield None
-    if text.lower() in WORDS:
-        yield WORDS[text.lower()]
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            yield kind(text)
-    yield text
-
-
-def fits(value: Any, kind: Any) -> bool:
-    """Whether a value may go where a type or one single value is accepted; whole floats count as int, ints as float."""
-    if not isinstance(kind, type):
-        return type(value) is type(kind) and value == kind
-    if kind is int and type(value) is float:
-        return value.is_integer()
-    if kind is float and type(value) in (int, float):
-        return abs(value) <= sys.float_info.max  # false for infinities and NaN, which JSON cannot hold either
-    return type(value) is kind
+def parse(text: str, kind: Any) -> Any:
+    """The text as a value of a type, or as a single value (a choice, None). ValueError or KeyError if it is none."""
+    if kind is bool:
+        return WORDS[text.lower()]
+    if kind is int:
+        number = float(text)  # so that 1e6 is one
+        if not number.is_integer():
+            raise ValueError
+        return int(number)
+    if kind is float:
+        number = float(text)
+        if not math.isfinite(number):  # JSON cannot hold it
+            raise ValueError
+        return number
+    if kind is not str and text != str(kind):
+        raise ValueError
+    return text if kind is str else kind
 
 
 def within(value: int | float, text: str) -> bool:
@@ -181,11 +178,12 @@ def within(value: int | float, text: str) -> bool:
 
 
 def choose(text: str, setting: Setting) -> Any:
-    """The first reading of a text that the setting accepts, in the setting's own type; UserError when there is none."""
-    for value in readings(text):
-        for kind in setting.accepts:
-            if fits(value, kind) and setting.allows(value):
-                return kind(value) if kind in (int, float) else value
+    """The value that a text means for a setting; UserError when it means none."""
+    for kind in sorted(setting.accepts, key=lambda kind: isinstance(kind, type)):  # None before str
+        with contextlib.suppress(ValueError, KeyError):
+            value = parse(text, kind)
+            if setting.allows(value):
+                return value
     expected = " or ".join(kind.__name__ if isinstance(kind, type) else repr(kind) for kind in setting.accepts)
     if setting.ranges:
         expected += f" in {setting.ranges}"
@@ -196,34 +194,27 @@ def choose(text: str, setting: Setting) -> Any:
 
 def read_arguments(argv: list[str], settings: dict[str, Setting]) -> dict[str, Any]:
     """The overrides of a command line, by setting. Raises UserError where it does not fit."""
-    overrides: dict[str, Any] = {}
-    rest = [argument for argument in argv if argument != "--"]  # torchrun puts it before our arguments
-    while rest:
-        argument = rest.pop(0)
-        short = len(argument) == 2 and argument[0] == "-" and argument[1] in settings
-        if not short and not argument.startswith("--"):
-            raise UserError(f"stray argument {argument!r}: settings are written --key=value")
-        key, equals, text = argument.lstrip("-").partition("=")
-        setting = settings.get(key.replace("-", "_"))
-        if setting is None:
-            hint = did_you_mean(key, settings) or "; --help lists them all"
-            raise UserError(f"--{key}: there is no setting {key.replace('-', '_')!r}{hint}")
-        if setting.name in overrides:
-            raise UserError(f"--{key} is given twice")
-        if not equals:
-            text = take_next(rest, setting, short)
-        overrides[setting.name] = choose(text, setting)
-    return overrides
-
-
-def take_next(rest: list[str], setting: Setting, short: bool) -> str:
-    """The value of a key without "=": the next argument. A flag takes only a word such as True, and needs none."""
-    following = rest[0] if rest else "--"
-    if bool in setting.accepts:
-        return rest.pop(0) if following.lower() in WORDS else "True"
-    if following == "--" or following.startswith("--") and not short:
-        raise UserError(f"--{setting.name} needs a value, such as --{setting.name}={setting.default}")
-    return rest.pop(0)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+                                     exit_on_error=False)
+    for name, setting in settings.items():
+        spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
+        if len(name) == 1:
+            spellings.add(f"-{name}")
+        option = parser.add_argument(*spellings, dest=name, type=functools.partial(choose, setting=setting))
+        if bool in setting.accepts:
+            option.nargs, option.const = "?", True
+    try:
+        overrides, unknown = parser.parse_known_args([word for word in argv if word != "--"])  # torchrun's separator
+    except argparse.ArgumentError as error:  # a value is missing
+        raise UserError(str(error)) from None
+    if unknown:
+        word = unknown[0]
+        if not word.startswith("-"):
+            raise UserError(f"stray argument {word!r}: settings are written --key=value")
+        key = word.lstrip("-").partition("=")[0]
+        hint = did_you_mean(key, settings) or "; --help lists them all"
+        raise UserError(f"{word}: there is no setting {key!r}{hint}")
+    return vars(overrides)
 
 
 def help_text(settings: dict[str, Setting], docstring: str) -> str:
@@ -241,22 +232,6 @@ def help_text(settings: dict[str, Setting], docstring: str) -> str:
     return "\n".join(lines).strip()
 
 
-def check_names(config: dict[str, Any]) -> None:
-    """UserError for a data set or a task that does not exist: without torch, which takes seconds to import."""
-    if config.get("data"):
-        from nanochat.data.dataset import OFFLINE, load_manifest  # here: most scripts have no such setting
-
-        if config["data"] not in OFFLINE:  # those are made where they are needed
-            load_manifest(config["data"])
-    for name in ("task", "tasks"):
-        if config.get(name):
-            from nanochat.tasks import read_spec
-
-            for spec in config[name].split(","):
-                read_spec(spec)
-
-
 with contextlib.suppress(AttributeError, OSError, ValueError, SyntaxError):  # the program is no script of settings
     config = settings_of(sys.modules["__main__"].__file__, sys.argv[1:])
     install_one_line_errors(config)
-    check_names(config)

@@ -19,7 +19,6 @@ from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
 from nanochat.data.dataloader import tokenizing_distributed_data_loader, validation_rows
-from nanochat.data.dataset import fingerprint
 from nanochat.data.tokenizer import FILE_NAME, tokenizer_dir
 from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.eval.loss_eval import evaluate_bpb, sample
@@ -39,7 +38,7 @@ from nanochat.optim.schedule import (
     warmdown_left,
 )
 from nanochat.optim.zero import Sharding
-from nanochat.runtime.collectives import from_rank0, rank0_first, require_same
+from nanochat.runtime.collectives import from_rank0, rank0_first
 from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step, compute_cleanup, hosts_may_change, set_up
@@ -63,7 +62,7 @@ from nanochat.training.saving import CheckpointWriter
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
 model_tag = ""              # folder of the checkpoints; empty: d<depth>
-overwrite = False           # remove the checkpoints that stand in the way of this run
+overwrite = False           # remove the checkpoints that this run would write again
 seed = 0                    # [0..] of weights and data order
 # ---- Device
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
@@ -83,7 +82,7 @@ target_flops = -1.0         # FLOPs of the whole run
 target_param_data_ratio = 10.5  # tokens per parameter of matrices and head
 # ---- Batch
 device_batch_size = 16      # [1..] rows per rank and micro-step; halve it when memory runs out
-total_batch_size = 524288   # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen, rates with it
+total_batch_size = 524288   # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen here, with the rates
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
 shard_size = -1             # [-1, 1..] ranks that share one copy; groups of this size are replicas; -1: all ranks
@@ -95,11 +94,11 @@ matrix_lr = 0.02            # [0..] Muon
 muon_variant: Literal["muon", "normuon", "muoneq", "muonplus"] = "muon"  # what is evened out, and when: see muon.py
 muon_momentum = 0.95        # [0..1] of Muon, after 300 steps
 final_muon_momentum = 0.95  # [0..1] at the end of the warmdown
-weight_decay = 0.0          # [0..] of Muon's matrices; falls linearly to zero
+weight_decay = 0.0          # [0..] of Muon's matrices only; falls linearly to zero
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
-warmup_steps = 0            # [0..] in which the learning rate rises, at most a tenth of the run
-warmdown_ratio = 0.4        # [0..1] part of the run in which it falls
-final_lr_frac = 0.0         # [0..1] part of the learning rate that is left at the end
+warmup_steps = 0            # [0..] steps in which the learning rate rises, at most a tenth of the run
+warmdown_ratio = 0.4        # [0..1] share of the run, at its end, in which it falls
+final_lr_frac = 0.0         # [0..1] the last step's learning rate, as a share of the highest
 # ---- Evaluation and logging
 eval_every = 250            # [-1..] steps between validations, also before the first step and after the last; -1: never
 eval_tokens = 10485760      # [1..] tokens of a validation, at most one pass over the split
@@ -107,7 +106,7 @@ core_metric_every = -1      # [-1..] steps between CORE evaluations, also after 
 core_metric_max_per_task = 500  # [-1, 1..] items of each task of CORE; -1: all
 sample_every = 2000         # [-1..] steps between samples, also after the last step; -1: never
 # ---- Checkpoints
-save_every = -1             # [-1..] steps between checkpoints, beside one each half hour and the last; -1: only those
+save_every = -1             # [-1..] steps between checkpoints, besides one each half hour and the last; -1: no others
 keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
@@ -118,7 +117,6 @@ require_wandb(run)
 rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
 rank0_first(ensure_dataset, data)
 tokenizer = rank0_first(ensure_tokenizer, data)
-require_same("has other data", {data: fingerprint(data), "their tokenizer": tokenizer.fingerprint}, "copy rank 0's")
 token_bytes = tokenizer.token_bytes()
 core_tasks = []
 if core_metric_every > 0:
@@ -152,14 +150,14 @@ if target_flops > 0:
 if num_iterations < 1 and horizon <= 0:
     raise UserError("no horizon: set num_iterations, target_flops or target_param_data_ratio")
 
-# ---- Batch. A pipeline has several micro_batches in flight, in its one micro-step; otherwise a micro-step is one
+# ---- Batch. In a pipeline one micro-step has several micro-batches in flight; otherwise it is one micro-batch
 choose_batch = total_batch_size == -1
 if choose_batch and meta:
     total_batch_size = meta["total_batch_size"]
 elif choose_batch:
     tokens_per_micro_step = device_batch_size * max_seq_len * world_size
     total_batch_size = choose_batch_size(num_iterations, horizon, tokens_per_micro_step)
-uneven = meta is not None or hosts_may_change()  # some ranks may have no rows in the last micro-step
+uneven = meta is not None or hosts_may_change()  # then ranks may be without rows in the last micro-step
 micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len, uneven)
 # Micro-steps with rows, on average over the ranks: grad_accum_steps, or less where the ranks do not divide the batch
 filled_steps = total_batch_size / (micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks)
@@ -228,8 +226,7 @@ while True:
 
     # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
     saver.set_state(step, metrics, config=config, total_batch_size=total_batch_size, num_iterations=num_iterations,
-                    rate_scales=(lr_scale, decay_scale), tokenizer=tokenizer.fingerprint, data=data,
-                    data_state=data_state)
+                    rate_scales=(lr_scale, decay_scale), data=data, data_state=data_state)
     saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
     if stopping:
         break

@@ -29,11 +29,16 @@ from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_task, without_parts
-from nanochat.training.checkpoint import say_how_to_talk, step_dir
-from nanochat.training.finetuning import find_start, load_sharded, require_same_data, resume_training
+from nanochat.training.finetuning import (
+    find_start,
+    load_sharded,
+    report_stage,
+    require_same_data,
+    resume_training,
+)
 from nanochat.training.metrics import Metrics, require_wandb
-from nanochat.training.report import settings_table, write_section
-from nanochat.training.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
+from nanochat.training.records import read_metrics
+from nanochat.training.rollouts import Rollout, rollout_stats, sample_rollouts
 from nanochat.training.saving import CheckpointWriter
 
 # ---- Run
@@ -56,8 +61,6 @@ num_iterations = -1         # [-1, 1..] optimizer steps; -1: as many as the epoc
 examples_per_step = 16      # [1..] problems per optimizer step, over all ranks
 num_samples = 16            # [2..] samples of each problem; they are compared with each other
 max_new_tokens = 256        # [1..] tokens of a sample
-temperature = 1.0           # [>0] of the samples; with anything but 1 they come from another policy than is trained
-top_k = 0                   # [0..] sample from the k likeliest tokens only; with anything but 0, all, likewise
 # ---- Batch
 device_batch_size = 8       # [1..] samples per rank and micro-step; halve it when memory runs out
 sampling_batch_size = 64    # [1..] samples that a rank generates at a time
@@ -69,13 +72,13 @@ unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
 init_lr_frac = 0.05         # [0..1] part of these rates to begin with
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
-warmdown_ratio = 1.0        # [0..1] part of the run, at its end, in which the learning rate falls
+warmdown_ratio = 1.0        # [0..1] share of the run, at its end, in which the learning rate falls
 # ---- Evaluation and logging
 eval_every = 60             # [-1..] steps between evaluations, also before the first step and after the last; -1: never
 eval_examples = 400         # [1..] held-out problems of an evaluation
 eval_samples = 8            # [1..] samples of each: pass@1 is their mean, pass@k whether one of them is right
 # ---- Checkpoints
-save_every = 60             # [-1..] steps between checkpoints, beside one each half hour and the last; -1: only those
+save_every = 60             # [-1..] steps between checkpoints, besides one each half hour and the last; -1: no others
 keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 config = configure(globals())
@@ -107,7 +110,8 @@ require_same_data(start, data_state)
 print0(f"{num_iterations:,} steps of {examples_per_step} problems x {num_samples} samples, on {world_size} rank(s)")
 rows_per_micro_step = device_batch_size * world_size
 
-sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed)
+# At temperature 1, from all tokens: samples of another policy than the trained one would need importance weights
+sampling = SamplingParams(max_new_tokens, temperature=1.0, top_k=0, seed=seed)
 
 
 def rollouts_of(step: int) -> list[Rollout]:
@@ -118,9 +122,6 @@ def rollouts_of(step: int) -> list[Rollout]:
                            seed_with(sampling, step), sampling_batch_size)
 
 
-right_before = None  # which held-out samples were right when the run began
-if start.resumed:
-    right_before = start.meta["before"]
 saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
 metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, 0, model.estimate_flops(),
                   peak_flops(device, model_dtype), metrics_state)
@@ -133,8 +134,8 @@ while True:
     stopping = metrics.stop_requested  # all ranks have read the same sum: some rank was sent SIGTERM, SIGINT or SIGHUP
 
     # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
-    saver.set_state(step, metrics, config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
-                    data=start.meta.get("data"), data_state=data_state, before=right_before)
+    saver.set_state(step, metrics, config=config, num_iterations=num_iterations, data=start.meta.get("data"),
+                    data_state=data_state)
     saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
     if stopping:
         break
@@ -143,12 +144,10 @@ while True:
     if is_due(step, num_iterations, eval_every):
         with metrics.paused(), metrics.stoppable():
             whole_model = sharding.gather_model()  # on stage 3 of ZeRO its parameters are gathered for this
-            right_now = evaluate_task(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling,
-                                      eval_samples)
+            right = evaluate_task(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling,
+                                  eval_samples)
             del whole_model
-            if step == 0:
-                right_before = right_now
-            passed = {f"pass@{k}": pass_at(right_now, k) for k in sorted({1, eval_samples})}
+            passed = {f"pass@{k}": pass_at(right, k) for k in sorted({1, eval_samples})}
             metrics.log(step, {f"eval/{name}": value for name, value in passed.items()})
             print0(f"step {step:05d}/{num_iterations:05d} | held-out {held_out.name}: "
                    + ", ".join(f"{name} {value:.1%}" for name, value in passed.items()))
@@ -212,17 +211,11 @@ metrics.close()
 if stopping:
     stop.end(step)
 else:
-    body = settings_table(config)
     results = metrics.results()
     del results["best validation bits per byte"]  # there is none: rewards take its place
-    if eval_every > 0 and right_before:
-        change = describe_change(right_before, right_now)
-        print0(f"held-out {held_out.name}: {change}")
-        body = f"Held-out {held_out.name}: {change}.\n\n{body}"
-        results[f"pass@1 of {held_out.name}, before"] = f"{pass_at(right_before, 1):.1%}"
-        results[f"pass@1 of {held_out.name}, after"] = f"{pass_at(right_now, 1):.1%}"
-    write_section("chat_rl", "Reinforcement learning", body, {"rl": results}, metrics.path,
-                  data=start.meta.get("data"), model_tag=start.checkpoints.name,
-                  checkpoint=step_dir(start.checkpoints, step))
-    say_how_to_talk(start.checkpoints)
+    passed = [record["eval/pass@1"] for record in read_metrics(metrics.path) if "eval/pass@1" in record]
+    if passed:
+        results[f"pass@1 of {held_out.name}, before"] = f"{passed[0]:.1%}"
+        results[f"pass@1 of {held_out.name}, after"] = f"{passed[-1]:.1%}"
+    report_stage(start, step, metrics, "chat_rl", "Reinforcement learning", config, results)
 compute_cleanup(stop)

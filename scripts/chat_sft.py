@@ -28,19 +28,18 @@ from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_mixture, make_tasks, task_names, without_parts
 from nanochat.tasks.common import Mixture
-from nanochat.training.checkpoint import say_how_to_talk, step_dir
 from nanochat.training.finetuning import (
     choose_epochs_and_rate,
     find_start,
     load_sharded,
     plan_steps,
+    report_stage,
     require_same_data,
     resume_training,
     row_length,
     tasks_before,
 )
 from nanochat.training.metrics import Metrics, require_wandb
-from nanochat.training.report import settings_table, write_section
 from nanochat.training.saving import CheckpointWriter
 
 # ---- Run
@@ -73,14 +72,14 @@ unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
 init_lr_frac = -1.0         # [-1, 0..1] part of these rates to begin with; -1: the more conversations, the less
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
-warmdown_ratio = 1.0        # [0..1] part of the run, at its end, in which the learning rate falls
+warmdown_ratio = 1.0        # [0..1] share of the run, at its end, in which the learning rate falls
 # ---- Evaluation and logging
 eval_every = 100            # [-1..] steps between validations, also before the first step and after the last; -1: never
 eval_steps = 100            # [1..] steps' worth of conversations in a validation, at most one pass over those held out
 eval_metrics_every = 200    # [-1..] steps between evaluations of the tasks, also after the last step; -1: never
 eval_metrics_max_problems = 256  # [-1, 1..] held-out problems of each task; -1: all
 # ---- Checkpoints
-save_every = -1             # [-1..] steps between checkpoints, beside one each half hour and the last; -1: only those
+save_every = -1             # [-1..] steps between checkpoints, besides one each half hour and the last; -1: no others
 keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 config = configure(globals())
@@ -151,8 +150,8 @@ while True:
     stopping = metrics.stop_requested  # all ranks have read the same sum: some rank was sent SIGTERM, SIGINT or SIGHUP
 
     # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
-    saver.set_state(step, metrics, config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
-                    data=start.meta.get("data"), data_state=data_state)
+    saver.set_state(step, metrics, config=config, num_iterations=num_iterations, data=start.meta.get("data"),
+                    data_state=data_state)
     saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
     if stopping:
         break
@@ -214,8 +213,5 @@ metrics.close()
 if stopping:
     stop.end(step)
 else:
-    write_section("chat_sft", "Supervised fine-tuning", settings_table(config), {"sft": metrics.results()},
-                  metrics.path, data=start.meta.get("data"), model_tag=start.checkpoints.name,
-                  checkpoint=step_dir(start.checkpoints, step))
-    say_how_to_talk(start.checkpoints)
+    report_stage(start, step, metrics, "chat_sft", "Supervised fine-tuning", config, metrics.results())
 compute_cleanup(stop)

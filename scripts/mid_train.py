@@ -23,17 +23,16 @@ from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_mixture, without_parts
-from nanochat.training.checkpoint import say_how_to_talk, step_dir
 from nanochat.training.finetuning import (
     find_start,
     load_sharded,
     plan_steps,
+    report_stage,
     require_same_data,
     resume_training,
     row_length,
 )
 from nanochat.training.metrics import Metrics, require_wandb
-from nanochat.training.report import settings_table, write_section
 from nanochat.training.saving import CheckpointWriter
 
 # ---- Run
@@ -64,12 +63,12 @@ unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
 init_lr_frac = 1.0          # [0..1] part of these rates to begin with
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
-warmdown_ratio = 0.2        # [0..1] part of the run, at its end, in which the learning rate falls
+warmdown_ratio = 0.2        # [0..1] share of the run, at its end, in which the learning rate falls
 # ---- Evaluation and logging
 eval_every = 150            # [-1..] steps between validations, also before the first step and after the last; -1: never
 eval_tokens = 10485760      # [1..] tokens of a validation, at most one pass over the held-out conversations
 # ---- Checkpoints
-save_every = -1             # [-1..] steps between checkpoints, beside one each half hour and the last; -1: only those
+save_every = -1             # [-1..] steps between checkpoints, besides one each half hour and the last; -1: no others
 keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 config = configure(globals())
@@ -127,8 +126,8 @@ while True:
     stopping = metrics.stop_requested  # all ranks have read the same sum: some rank was sent SIGTERM, SIGINT or SIGHUP
 
     # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
-    saver.set_state(step, metrics, config=config, num_iterations=num_iterations, tokenizer=tokenizer.fingerprint,
-                    data=start.meta.get("data"), data_state=data_state)
+    saver.set_state(step, metrics, config=config, num_iterations=num_iterations, data=start.meta.get("data"),
+                    data_state=data_state)
     saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
     if stopping:
         break
@@ -175,8 +174,5 @@ metrics.close()
 if stopping:
     stop.end(step)
 else:
-    write_section("mid_train", "Mid-training", settings_table(config), {"mid": metrics.results()},
-                  metrics.path, data=start.meta.get("data"), model_tag=start.checkpoints.name,
-                  checkpoint=step_dir(start.checkpoints, step))
-    say_how_to_talk(start.checkpoints)
+    report_stage(start, step, metrics, "mid_train", "Mid-training", config, metrics.results())
 compute_cleanup(stop)

@@ -95,7 +95,7 @@ def test_an_empty_base_folder_is_enough(base_folder):
     assert set(validations) == {0, 20} and validations[20] < 0.6 * validations[0], "before the first and after the last"
     for record in steps:
         assert record["train/tok_per_sec"] == pytest.approx(512 / record["train/dt"])
-        assert 0 < record["train/mfu_at_most"] <= 1 and 0 <= record["train/lrm"] <= 1
+        assert 0 < record["train/mfu"] <= 1 and 0 <= record["train/lrm"] <= 1
     meta = json.loads((folder / "step_000020" / "meta.json").read_text())
     assert (meta["config"]["depth"], meta["model_config"]["n_embd"], meta["data_state"]["epoch"]) == (2, 128, 0)
     evaluation = run_module("scripts.base_eval", "--eval_tokens=2048", "--core_metric_max_per_task=0")

@@ -105,7 +105,7 @@ def test_a_stage_killed_on_two_ranks_goes_on_exactly(base, tmp_path, monkeypatch
         expected, got = load_file(file), load_file(folder / "step_000010" / file.name)
         assert expected.keys() == got.keys()
         assert [name for name, t in expected.items() if not torch.equal(t, got[name])] == []
-    timing = ("train/dt", "train/tok_per_sec", "train/mfu", "train/mfu_at_most")
+    timing = ("train/dt", "train/tok_per_sec", "train/mfu")
     logs = [[{k: v for k, v in record.items() if k not in timing} for record in read_metrics(path / "metrics.jsonl")]
             for path in (undisturbed, folder)]
     assert logs[0] == logs[1]
@@ -295,7 +295,6 @@ def test_a_step_of_rl_is_the_policy_gradient_over_all_samples(
     ("scripts.chat_sft", {"source": "base", "max_seq_len": 999, "overwrite": True},
      "max_seq_len=999 must be within 1 and the model's 128"),
     ("scripts.chat_sft", {"source": "base", "num_iterations": 0}, "num_iterations takes int in [-1, 1..]"),
-    ("scripts.chat_rl", {"source": "mid", "temperature": 0}, "temperature takes float in [>0]"),
     ("scripts.chat_rl", {"source": "mid", "num_samples": 1}, "num_samples takes int in [2..]"),
     ("scripts.chat_rl", {"source": "base", "task": "json:{chats}"}, "is not answered by writing"),
     ("scripts.chat_eval", {"source": "rl", "model_tag": "nobody"}, "no valid checkpoint in"),

@@ -7,8 +7,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,10 +17,10 @@ from torch import Tensor
 from nanochat.runtime import distributed
 from nanochat.runtime.collectives import (
     all_gather_single,
-    rank0_first,
     reduce_scatter,
     reduce_scatter_single,
 )
+from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
 
 PRIVATE_NETWORK = ["unshare", "--net", "--map-root-user"]  # in which no other process sends
@@ -80,30 +78,26 @@ def reduce_scatter_within_groups(rank: int, world_size: int) -> None:
     assert torch.equal(part, tensors[members].sum(0)[position * 10 : position * 10 + 10])
 
 
-def one_makes_it_on_each_disk(rank: int, world_size: int) -> None:
-    """Two hosts of two ranks, with a disk each and with one for both."""
-    os.environ["LOCAL_RANK"] = str(rank % 2)
-
-    def make(file: Path) -> bool:
-        there = file.exists()
-        time.sleep(0.1)
-        file.touch()
-        return not there
-
-    base_dir().mkdir(exist_ok=True)
-    for disks, made in (([0, 0, 1, 1], [True, False, True, False]), ([2, 2, 2, 2], [True, False, False, False])):
-        assert rank0_first(make, base_dir() / str(disks[rank])) == made[rank]
-
-
 def all_compute_in_one_dtype(rank: int, world_size: int) -> None:
     """Where bfloat16 is fast on the processor of one host only, too."""
     distributed.compute_dtype = lambda *_: torch.bfloat16 if rank else torch.float32
     assert distributed.set_up("cpu", "auto", compile=False)[3] == torch.float32
 
 
+def all_share_a_folder(rank: int, world_size: int) -> None:
+    """On one host, then on two with disks of their own."""
+    distributed.require_shared_folder()
+    dist.barrier()  # rank 0 has removed its mark
+    assert list(base_dir().iterdir()) == []
+    dist.barrier()
+    os.environ["NANOCHAT_BASE_DIR"] = str(base_dir() / str(rank))
+    with pytest.raises(UserError, match="/1 on .* is not rank 0's: all hosts must share the base folder"):
+        distributed.require_shared_folder()
+
+
 @pytest.mark.parametrize(("ranks", "check"), [
-    (3, collectives_equal_arithmetic), (4, reduce_scatter_within_groups), (4, one_makes_it_on_each_disk),
-    (2, all_compute_in_one_dtype),
+    (3, collectives_equal_arithmetic), (4, reduce_scatter_within_groups), (2, all_compute_in_one_dtype),
+    (2, all_share_a_folder),
 ])
 def test_ranks_compute_together(ranks, check):
     run_on_ranks(ranks, check)

@@ -125,7 +125,7 @@ def stats(loss: float, ok: bool = True, stops: int = 0) -> torch.Tensor:
     return torch.tensor([loss if ok else float("nan"), 0.5, float(ok), float(stops), 0.0])  # no rank asks for a save
 
 
-def new_metrics(folder, start_step=0, peak=Peak(1e6, "datasheet", False), state=None) -> Metrics:
+def new_metrics(folder, start_step=0, peak=Peak(1e9, "datasheet"), state=None) -> Metrics:
     """Of a run of four steps."""
     return Metrics(folder, "", {}, start_step, 4, total_batch_size=1000, flops_per_token=10, peak=peak, state=state)
 
@@ -163,7 +163,7 @@ def test_the_log_is_complete_and_later_records_win(tmp_path, capsys):
         f"train/{what}" for what in ("loss", "grad_norm", "lrm", "dt", "tok_per_sec", "mfu")}
     for record in records[:3]:
         assert record["train/tok_per_sec"] == pytest.approx(1000 / record["train/dt"])
-        assert record["train/mfu"] == pytest.approx(1000 * 10 / record["train/dt"] / 1e6)
+        assert record["train/mfu"] == pytest.approx(1000 * 10 / record["train/dt"] / 1e9)
     ema, weights = 0.0, 0.0
     for loss in (4.0, 2.0, 3.0, 1.0):
         ema, weights = 0.9 * ema + 0.1 * loss, 0.9 * weights + 0.1
@@ -181,11 +181,11 @@ def test_a_run_that_goes_on_from_its_end_says_that_nothing_is_left(tmp_path, cap
 
 def test_mfu_says_what_it_is_a_share_of(monkeypatch):
     peak = peak_flops(CPU, torch.float32)
-    assert 1e9 < peak.flops < 1e14 and peak.source.startswith("measured float32 matmul") and peak.measured
+    assert 1e9 < peak.flops < 1e14 and peak.source.startswith("measured float32 matmul")
     for name, expected in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
                            ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GeForce RTX 4090", 165.2e12)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert peak_flops(torch.device("cuda"), torch.bfloat16) == (expected, f"{name} datasheet", False)
+        assert peak_flops(torch.device("cuda"), torch.bfloat16) == (expected, f"{name} datasheet")
 
 
 @pytest.mark.parametrize("seconds, products", [(0.01, 6), (1.0, 2)])
@@ -196,20 +196,6 @@ def test_a_slow_processor_is_measured_by_fewer_products(monkeypatch, seconds, pr
     monkeypatch.setattr(nanochat.runtime.flops, "synchronize", calls.append)
     assert measured_matmul_flops(CPU, torch.float32, size=8) == pytest.approx(2 * 8**3 / seconds)
     assert len(calls) == 2 * products, "before and after each"
-
-
-def test_mfu_on_a_cpu_is_at_most_what_it_says(tmp_path, capsys):
-    """The rate at the start was measured beside another process: the run's own best rate is the reference then."""
-    metrics = new_metrics(tmp_path, peak=Peak(1.0, "measured", True))
-    for step in range(4):
-        metrics.log_step(step, stats(2.0), 1.0)
-    metrics.close()
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    best = 0.0
-    for record in records:
-        best = max(best, record["train/tok_per_sec"])
-        assert record["train/mfu_at_most"] == pytest.approx(record["train/tok_per_sec"] / best)
-    assert "| mfu at most 100.0% |" in capsys.readouterr().out
 
 
 def test_auto_dtype_follows_the_hardware(monkeypatch):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import run_module
 
 from nanochat.runtime.errors import UserError
 from nanochat.training import plots, report
@@ -64,20 +63,19 @@ def test_sections_come_in_the_order_of_the_pipeline_and_others_by_name():
 
 
 def test_summary_table_joins_the_results_of_all_sections():
-    chat = {"rl": {"ARC": 0.5}, "other": {"ARC": "n/a"}, "sft": {"ARC": 0.123456, "GSM8K": 0.0}}
-    write_section("chat_eval", "Chat", "", chat)
+    write_section("chat_eval", "Chat", "", {"sft": {"ARC": 0.123456, "GSM8K": 0.0}, "rl": {"ARC": "n/a"}})
     write_section("base_eval", "Eval", "", {"base": {"CORE | centered": 0.2, "bits per byte": np.float32(0.91237)}})
     base = {"parameters": 73_531_392, "bits per byte": 0.95, "tokens": 123456.7}
     write_section("base_train", "Train", "", {"base": base})
     write_section("mid_train", "Mid", "", {"mid": {"ARC": 1e-5}})
     assert table_after(report.generate().read_text(), "## Summary") == [
-        ["", "base", "mid", "sft", "rl", "other"],
-        ["parameters", "73,531,392", "-", "-", "-", "-"],
-        ["bits per byte", "0.9124", "-", "-", "-", "-"],  # the later stage's
-        ["tokens", "123,500", "-", "-", "-", "-"],
-        [r"CORE \| centered", "0.2", "-", "-", "-", "-"],
-        ["ARC", "-", "1e-05", "0.1235", "0.5", "n/a"],
-        ["GSM8K", "-", "-", "0", "-", "-"],
+        ["", "base", "mid", "sft", "rl"],
+        ["parameters", "73,531,392", "-", "-", "-"],
+        ["bits per byte", "0.9124", "-", "-", "-"],  # the later stage's
+        ["tokens", "123,500", "-", "-", "-"],
+        [r"CORE \| centered", "0.2", "-", "-", "-"],
+        ["ARC", "-", "1e-05", "0.1235", "n/a"],
+        ["GSM8K", "-", "-", "0", "-"],
     ]
 
 
@@ -88,21 +86,16 @@ def test_a_report_is_about_one_model_and_its_data(base_folder):
     for time, (data, tag) in enumerate([("sea", "d4"), ("land", "d8"), (None, "guest")]):
         if data:
             report.write_section("tokenizer", "Tokenizer", f"Of {data}.", data=data)
-        results = {"base": {"score": time}, f"column of {tag}": {"score": time}}
-        report.write_section("base_eval", "Eval", f"{tag} on {data}.", results, data=data, model_tag=tag)
+        report.write_section("base_eval", "Eval", f"{tag} on {data}.", data=data, model_tag=tag)
         # Each older than the next, whatever the clock's resolution.
         os.utime(base_folder / "report/sections" / (data or "unknown") / tag / "base_eval.json", (time, time))
-    sea, land = "d4 (trained on sea)", "d8 (trained on land)"
-    for asked, tag, data, others in (("", "guest", None, f"{sea}, {land};"), ("d4", "d4", "sea", f"{land}, guest;")):
+    for asked, tag, data in (("", "guest", None), ("d4", "d4", "sea")):
         text = report.generate(asked).read_text()
-        assert f"- Model: {sea if data else tag}\n" in text and f"- Other models here: {others}" in text
+        assert f"- Model: {tag} (trained on {data})\n" in text if data else f"- Model: {tag}\n" in text
         assert re.findall(r"Of (\w+)\.", text) == ([data] if data else [])
         assert re.findall(r"(\w+) on (\w+)\.", text) == [(tag, str(data))]
-        assert table_after(text, "## Summary")[0] == ["", "base", f"column of {tag}"]
     with pytest.raises(UserError, match="no sections of model_tag=d44 in .*; there are those of .*guest; did you mean"):
         report.generate("d44")
-    done = run_module("scripts.report", "--model_tag", "d8")
-    assert done.returncode == 0 and "d8 on land." in Path(done.stdout.strip()).read_text(), done.stderr
 
 
 def test_a_section_about_a_replaced_model_is_marked_and_not_summarized(base_folder):
@@ -143,44 +136,23 @@ def test_figure_is_a_png_beside_the_report_and_survives_moving_the_base_folder(b
 
 def test_panels_draw_the_records_and_leave_out_the_step_that_compiles(tmp_path):
     records = read_metrics(short_run(tmp_path / "m.jsonl"))
-    loss, validation, rate, throughput = panels = plots.metrics_figure(records, floor=0.8).axes
+    loss, validation, rate, throughput = plots.metrics_figure(records, floor=0.8).axes
     assert loss.lines[0].get_xydata().tolist() == [[step, 8.0 - step] for step in range(6)]
-    assert loss.get_yscale() == "log", "from 8 to 3"
     assert validation.lines[0].get_xydata().tolist() == [[0, 3.0], [3, 2.0], [6, 1.0]]
-    assert set(validation.lines[1].get_ydata()) == {0.8} and validation.lines[1].get_linestyle() == "--"
-    assert validation.get_ylim()[0] < 0.8, "the floor is inside the panel"
+    assert set(validation.lines[1].get_ydata()) == {0.8} and validation.get_ylim()[0] < 0.8
     assert rate.lines[0].get_ydata().tolist() == [1.0] * 6
     assert throughput.lines[0].get_xydata().tolist() == [[step, SETTLED] for step in range(1, 6)]
-    on_a_cpu = [{name.replace("mfu", "mfu_at_most"): value for name, value in record.items()} for record in records]
-    for panel, label in ((throughput, "MFU 25%"), (plots.metrics_figure(on_a_cpu, None).axes[3], "MFU at most 25%")):
-        assert [text.get_text() for text in panel.get_legend().get_texts()] == [f"median 100.00 tok/s, {label}"]
-    assert {axes.get_xlabel() for axes in panels} == {"step"}
-    assert "bits per byte" in validation.get_ylabel() and "tokens per second" in throughput.get_ylabel()
     rewards = [{"step": step, "rl/reward": step / 4, "train/loss": -step} for step in range(5)]
-    policy, reward, factor, _ = plots.metrics_figure(rewards, None).axes
-    titles = [axes.get_title(loc="left") for axes in (policy, reward, factor)]
-    assert titles[0].startswith("Policy loss") and titles[1].startswith("Reward") and "(lrm)" in titles[2]
-    assert reward.get_ylabel() == "mean of a step" and reward.lines[0].get_ydata().tolist() == [0, 0.25, 0.5, 0.75, 1]
+    policy, reward, *_ = plots.metrics_figure(rewards, None).axes
+    assert policy.get_title(loc="left").startswith("Policy loss") and reward.get_ylabel() == "mean of a step"
+    assert reward.lines[0].get_ydata().tolist() == [0, 0.25, 0.5, 0.75, 1]
 
 
-def test_steps_run_again_after_a_resume_count_once(base_folder):
-    """Killed at step 3, resumed from step 2: the later run's record is drawn, and only its time is counted."""
-    killed = [train_record(step, 9.0, dt=60.0) for step in range(4)]
-    resumed = [train_record(step, 5.0, dt=120.0) for step in range(2, 5)]
-    path = write_run(base_folder / "run" / "metrics.jsonl", killed + resumed)
-    path.write_text(path.read_text() + '{"step": 5, "train/lo')
-    figure = plots.metrics_figure(read_metrics(path), None)
-    assert figure.axes[0].lines[0].get_xydata().tolist() == [[0, 9], [1, 9], [2, 5], [3, 5], [4, 5]]
-    write_section("base_train", "Train", "", metrics=path)
-    assert "- Training: 8.0m " in report.generate().read_text()  # 2 x 60 s + 3 x 120 s
-
-
-@pytest.mark.parametrize("damage", ["[]", "cut"])
-def test_a_damaged_section_is_one_line_and_the_others_stay(base_folder, damage):
+def test_a_damaged_section_is_one_line_and_the_others_stay(base_folder):
     for stage in ("base_train", "mid_train"):
         write_section(stage, stage, "A body.", {"base": {"row of " + stage: 1.0}})
     file = base_folder / "report" / "sections" / "world" / "d4" / "base_train.json"
-    file.write_bytes(file.read_bytes()[:-20] if damage == "cut" else damage.encode("latin-1"))
+    file.write_bytes(file.read_bytes()[:-20])
     text = report.generate().read_text()
     assert headings(text) == ["Summary", "base_train", "mid_train"] and text.count("A body.") == 1
     assert [line for line in text.splitlines() if "base_train.json is damaged" in line and "run its stage" in line]
@@ -190,7 +162,6 @@ def test_a_damaged_section_is_one_line_and_the_others_stay(base_folder, damage):
 @pytest.mark.parametrize("content, told", [
     (None, "FileNotFoundError: "),
     (b'{"train/loss": 1}' + b"\n", "KeyError: 'step'"),
-    (b'{"step": 0, "tr', "ValueError: it has no records"),
 ])
 def test_metrics_that_cannot_be_read_are_one_line(base_folder, content, told):
     path = short_run(base_folder / "run" / "metrics.jsonl")

@@ -1,5 +1,4 @@
 """What ranks send to each other. Functions marked COLLECTIVE are called by every rank, and raise on all or none."""
-import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -30,30 +29,16 @@ def collective_device() -> str:
     return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
 
 
-def on_first_of_host() -> bool:
-    """Whether this rank works for its host where something is done once on each disk."""
-    return int(os.environ.get("LOCAL_RANK", 0)) == 0
-
-
 # ---- Objects
 
 
 def rank0_first(function: Callable[..., T], *args) -> T:
-    """
-    Call on rank 0, then on the first rank of each host, whose disk may be its own, then on the others: what it makes
-    (data, a tokenizer) is there for them. COLLECTIVE.
-    """
-    own_turn = 2
+    """Call on rank 0, then on the others, which find the data or the tokenizer that it made. COLLECTIVE."""
     if is_rank0():
-        own_turn = 0
-    elif on_first_of_host():
-        own_turn = 1
-    for turn in range(3):
-        if turn == own_turn:
-            result = function(*args)
-        if dist.is_initialized():
-            dist.barrier()
-    return result
+        result = function(*args)
+    if dist.is_initialized():
+        dist.barrier()
+    return result if is_rank0() else function(*args)
 
 
 def from_rank0(function: Callable[..., T], *args) -> T:

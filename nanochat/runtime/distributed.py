@@ -4,19 +4,21 @@ import functools
 import gc
 import os
 import socket
+import tempfile
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from nanochat.runtime import heartbeat
-from nanochat.runtime.collectives import from_rank0, gather_objects
+from nanochat.runtime.collectives import first_problem, from_rank0, gather_objects
 from nanochat.runtime.compiling import set_compile
-from nanochat.runtime.console import print0
+from nanochat.runtime.console import is_rank0, print0
 from nanochat.runtime.devices import be_deterministic, choose_device_type, compute_dtype, prepare_device
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.exits import ending, tell_restarts
+from nanochat.runtime.files import base_dir
 
 # How long a rank waits for the others in a collective: at first rank 0 may be making data, or ranks may be compiling.
 SETUP_TIMEOUT = timedelta(minutes=60)
@@ -38,6 +40,8 @@ def set_up(device_type: str, dtype: str, compile: bool) -> tuple[int, int, torch
     if os.environ.get("NANOCHAT_DETERMINISTIC") == "1":
         be_deterministic()
     rank, world_size, device = compute_init(device_type)
+    if environment_number("GROUP_WORLD_SIZE", 1) > 1:
+        require_shared_folder()
     model_dtype = from_rank0(compute_dtype, dtype, device)  # hosts may have other processors
     compiling = set_compile(compile, device.type)
     name = str(model_dtype).removeprefix("torch.")
@@ -67,30 +71,40 @@ def join(backend: str, rank: int, world_size: int) -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     faulthandler.enable()  # a crash in native code shows where each thread is
-    local_rank, ranks = environment_number("LOCAL_RANK", 0), environment_number("LOCAL_WORLD_SIZE", 1)
-    node, nodes = environment_number("GROUP_RANK", 0), environment_number("GROUP_WORLD_SIZE", 1)
     # torchrun keeps its store over a restart, with the addresses of dead ranks: each attempt uses its own part of it.
     # A store of rank 0 (elastic runs, where the hosts' counts of restarts differ) is new in each attempt.
     job_store, *_ = next(dist.rendezvous("env://", timeout=SETUP_TIMEOUT))
     attempt = 0 if hosts_may_change() else environment_number("TORCHELASTIC_RESTART_COUNT", 0)
     store = dist.PrefixStore(f"attempt {attempt}", job_store)
-    first, host = rank - local_rank, socket.gethostname()
-    store.set(f"process {rank}", str(os.getpid()))
-    if local_rank == 0:
-        of_host = f"ranks {first} to {first + ranks - 1}" if ranks > 1 else f"rank {rank}"
-        store.set(f"host {node}", f"{of_host} on {host}")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=SETUP_TIMEOUT)
     # An error that the user has to mend would only happen again: its line ends every restart, on all nodes.
     if job_store.check(["user error"]):
         raise UserError(job_store.get("user error").decode())
     tell_restarts.append(functools.partial(job_store.set, "user error"))
-    process_ids = [int(store.get(f"process {other}")) for other in range(first, first + ranks)]
-    node_process_ids[:] = filter(is_alive, process_ids)  # in containers of their own, ranks do not see each other
-    nodes_named = range(nodes) if rank == 0 else [0]
-    hosts = [store.get(f"host {other}").decode() for other in nodes_named]
-    print0(*hosts, sep=", ")
-    watching = store.clone() if nodes > 1 and local_rank == 0 else None
-    heartbeat.start(f"rank {rank} on {host}", hosts, ending, node, watching)
+    hosts = []
+    for host, process_id in gather_objects((socket.gethostname(), os.getpid())):
+        hosts.append(host)
+        # In containers of their own, ranks of a host do not see each other.
+        if host == socket.gethostname() and is_alive(process_id):
+            node_process_ids.append(process_id)
+    print0("hosts:", *dict.fromkeys(hosts))
+
+
+def require_shared_folder() -> None:
+    """UserError on every rank unless all hosts see the base folder of rank 0. COLLECTIVE."""
+    def make_mark() -> str:
+        base_dir().mkdir(parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix=".shared-", dir=base_dir())
+
+    mark = Path(from_rank0(make_mark))
+    problem = None
+    if not (base_dir() / mark.name).exists():  # hosts may mount the disk in different places
+        problem = f"{base_dir()} on {socket.gethostname()} is not rank 0's: all hosts must share the base folder"
+    problem = first_problem(problem)
+    if is_rank0():
+        mark.rmdir()
+    if problem:
+        raise UserError(problem)
 
 
 def hosts_may_change() -> bool:

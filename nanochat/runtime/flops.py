@@ -28,7 +28,6 @@ class Peak(NamedTuple):
 
     flops: float    # FLOP/s of one device
     source: str     # where the figure is from
-    measured: bool  # beside other processes, perhaps: it may prove to be more. False: a datasheet's
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
@@ -40,9 +39,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
         name = torch.cuda.get_device_name(device)
         for part, peak in PEAK_BF16.items():
             if re.search(rf"\b{part}\b", name):  # whole words: an RTX A4000 is no A40
-                return Peak(peak, f"{name} datasheet", False)
+                return Peak(peak, f"{name} datasheet")
     peak = measured_matmul_flops(device, dtype)
-    return Peak(peak, f"measured {str(dtype).removeprefix('torch.')} matmul, {peak / 1e9:,.0f} GFLOP/s", True)
+    return Peak(peak, f"measured {str(dtype).removeprefix('torch.')} matmul, {peak / 1e9:,.0f} GFLOP/s")
 
 
 def measured_matmul_flops(

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, without_retired
-from nanochat.runtime.collectives import first_problem, from_rank0, gather_objects, require_same
+from nanochat.runtime.collectives import first_problem, from_rank0, gather_objects
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import base_dir, locked, previous, recover_folder, sha256
@@ -36,7 +36,6 @@ from nanochat.training.records import MODEL_FILE, list_steps, newest_step, step_
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
 STAGES = tuple(SCRIPTS)
 RETIRED_SETTINGS = {"softmax_share": 1.0, "reduce_dtype": "float32", "softcap": 15.0}  # how this version computes
-SHARED_DISK_HINT = "every host needs all files, on a disk that all share or copied to each"
 
 
 def checkpoint_dir(source: str, model_tag: str) -> Path:
@@ -86,8 +85,6 @@ def problem_with(checkpoint: Path, training: bool = True) -> str | None:
 
 def damaged_file(checkpoint: Path, training: bool, part: int, parts: int) -> str | None:
     """The part of `problem_with` that this rank reads: every parts-th file, beginning with file `part`."""
-    if not checkpoint.exists():
-        return f"it is not there on {socket.gethostname()}; {SHARED_DISK_HINT}"
     try:
         sums = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not there, not UTF-8, not JSON
@@ -98,8 +95,6 @@ def damaged_file(checkpoint: Path, training: bool, part: int, parts: int) -> str
         try:
             if sha256(checkpoint / name) != sums[name]:
                 return f"{name} does not match its checksum"
-        except FileNotFoundError:
-            return f"{name} is missing on {socket.gethostname()}; {SHARED_DISK_HINT}"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
     return None
@@ -120,7 +115,6 @@ def find_checkpoint(folder: Path, step: int | None = None, training: bool = True
         if problem is None and to_resume and not from_rank0(has_training_state, path):
             problem = "it has weights only"
         if problem is None:
-            require_same("has another checkpoint", {path.name: sha256(path / "manifest.json")}, SHARED_DISK_HINT)
             return path
         print0(f"warning: {path}: {problem}")
     if steps:

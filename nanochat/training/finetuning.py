@@ -9,7 +9,7 @@ from safetensors import safe_open
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.optim.zero import Sharding
-from nanochat.runtime.collectives import from_rank0, require_same
+from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
@@ -23,9 +23,13 @@ from nanochat.training.checkpoint import (
     load_checkpoint,
     model_dir,
     read_meta,
+    say_how_to_talk,
+    step_dir,
     wrote,
 )
+from nanochat.training.metrics import Metrics
 from nanochat.training.records import MODEL_FILE, describe_checkpoint
+from nanochat.training.report import settings_table, write_section
 from nanochat.training.resharding import load_training_state
 
 # Fine-tuning on a user's few conversations. Measured with models of depth 4; a rate of 0.1 taught next to nothing.
@@ -98,10 +102,8 @@ def origin_of_resumed(meta: dict, source: Path, step: int | None) -> str:
 
 def require_same_data(start: Start, data_state: dict) -> None:
     """
-    UserError where an interrupted run would go on from another model, or with other rows, than it began with, and where
-    a rank would train on others than rank 0. COLLECTIVE.
+    UserError where an interrupted run would go on from another model, or with other rows, than it began with.
     """
-    require_same("has other data", data_state, "copy rank 0's")
     if not start.resumed:
         return
     for key, value in data_state.items():
@@ -152,3 +154,13 @@ def plan_steps(
     rows = min(device_batch_size, math.ceil(rows_per_step / world_size))
     grad_accum_steps = math.ceil(rows_per_step / (rows * world_size))
     return all_steps if num_iterations == -1 else min(num_iterations, all_steps), grad_accum_steps, rows
+
+
+def report_stage(
+    start: Start, step: int, metrics: Metrics, script: str, title: str, config: dict, results: dict,
+) -> None:
+    """After the last step: write a stage's section of the report, and say how to try its model."""
+    column = start.checkpoints.parent.name.removesuffix("_checkpoints")
+    write_section(script, title, settings_table(config), {column: results}, metrics.path, data=start.meta.get("data"),
+                  model_tag=start.checkpoints.name, checkpoint=step_dir(start.checkpoints, step))
+    say_how_to_talk(start.checkpoints)

@@ -55,7 +55,6 @@ class Metrics:
         self.num_iterations, self.total_batch_size = num_iterations, total_batch_size
         self.world_size = rank_and_size()[1]
         self.peak_flops = peak.flops * self.world_size
-        self.peak_measured = peak.measured
         self.flops_per_token = flops_per_token
         self.state = state or {"ema": 0.0, "ema_steps": 0, "elapsed": 0.0, "min_val_bpb": None, "skipped": 0}
         self.stop_requested = self.save_requested = False
@@ -148,17 +147,15 @@ class Metrics:
             self.session_seconds += dt
         self.session_steps += 1
         tok_per_sec = tokens / dt
-        if self.peak_measured and not copied:  # beside other processes it was too low: the best rate of the run counts
-            self.peak_flops = max(self.peak_flops, self.flops_per_token * tok_per_sec)
+        # No device is faster than its peak. One that was measured beside other processes was too low: from here the
+        # best rate of the run counts, so that MFU on a CPU is at most what is shown.
+        self.peak_flops = max(self.peak_flops, self.flops_per_token * tok_per_sec)
         mfu = self.flops_per_token * tok_per_sec / self.peak_flops
-        at_most = "at most " if self.peak_measured else ""
         if ok:
             record |= {"train/loss": loss, "train/grad_norm": norm}
         else:
             record["train/skipped"] = state["skipped"]
-        record["train/tok_per_sec"] = tok_per_sec
-        record["train/mfu_at_most" if at_most else "train/mfu"] = mfu
-        self.log(step, record)
+        self.log(step, record | {"train/tok_per_sec": tok_per_sec, "train/mfu": mfu})
         smoothed = math.nan
         if state["ema_steps"]:
             smoothed = state["ema"] / (1 - EMA_DECAY ** state["ema_steps"])
@@ -168,7 +165,7 @@ class Metrics:
         print0(
             f"step {step:05d}/{self.num_iterations:05d} ({100 * (step + 1) / self.num_iterations:5.1f}%) | "
             f"loss {smoothed:.4f} | lrm {record['train/lrm']:.2f} | {1000 * dt:,.0f} ms | {tok_per_sec:,.0f} tok/s | "
-            f"mfu {at_most}{100 * mfu:.1f}% | {duration(state['elapsed'])} done, {left} left"
+            f"mfu {100 * mfu:.1f}% | {duration(state['elapsed'])} done, {left} left"
         )
         if not ok:
             print0(f"step {step:05d}: skipped on every rank: loss or gradient is not finite "

@@ -25,9 +25,8 @@ from nanochat.runtime.console import is_rank0
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import base_dir, write_text
 from nanochat.runtime.tables import cell, markdown_table
-from nanochat.training.records import describe_checkpoint, duration, newest_step
+from nanochat.training.records import describe_checkpoint, newest_step
 
-COLUMNS = ("base", "mid", "sft", "rl")  # of the summary; then all others
 # Sections come in this order, then all others.
 STAGES = ("data", "tokenizer", "base_train", "base_eval", "mid_train", "chat_sft", "chat_rl",
           "chat_eval_base", "chat_eval_mid", "chat_eval_sft", "chat_eval_rl")
@@ -62,11 +61,8 @@ def write_section(stage: str, title: str, body: str, results: dict[str, dict[str
 
 
 def read_section(path: Path) -> dict[str, Any]:
-    """A section as it was written. Raises ValueError or OSError when the file is not one."""
-    section = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(section, dict) or not {"title", "body", "results", "metrics", "floor", "made"} <= section.keys():
-        raise ValueError("it is not a section")
-    return section
+    """A section as it was written. ValueError or OSError when the file is damaged."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def older_model(section: dict[str, Any]) -> str:
@@ -83,8 +79,12 @@ def older_model(section: dict[str, Any]) -> str:
 
 
 def sorted_sections(paths: Iterable[Path]) -> list[Path]:
-    """Files of sections in the order of the stages, then by name."""
-    return sorted(paths, key=lambda path: (place(path.stem, STAGES), path.stem))
+    """Files of sections in the order of the stages; others come last, by name."""
+    def order(path: Path) -> tuple[int, str]:
+        stage = path.stem
+        return STAGES.index(stage) if stage in STAGES else len(STAGES), stage
+
+    return sorted(paths, key=order)
 
 
 # ---- The report
@@ -92,88 +92,56 @@ def sorted_sections(paths: Iterable[Path]) -> list[Path]:
 def generate(model_tag: str = "") -> Path:
     """
     Write report.md and its figures from the sections of a model and the data set it was trained on; returns its path.
-    model_tag: empty for the newest; before there is a model, a data set is reported on. UserError where none is.
+    model_tag: empty for the model whose section is the newest. UserError where there is none.
     """
     from nanochat.training.plots import plot_section  # imports numpy and matplotlib; sections need neither
 
     folder = base_dir() / "report"
-    models = newest_last((folder / "sections").glob("*/*/*.json"))
-    chosen = [model for model in models if model_tag in ("", model.name)][-1:]
-    data_sets = newest_last((folder / "sections").glob("*/*.json"))
-    if chosen:
-        folders = [chosen[0].parent, chosen[0]]
-    elif data_sets and not models and not model_tag:
-        folders = [data_sets[-1]]
-    else:
-        known = ", ".join(map(named, models)) or "none; a stage writes one as it ends"
-        hint = did_you_mean(model_tag, [model.name for model in models])
+    of_models = sorted((folder / "sections").glob("*/*/*.json"), key=lambda path: path.stat().st_mtime_ns)
+    tags = {path.parent.name for path in of_models}
+    chosen = [path.parent for path in of_models if model_tag in ("", path.parent.name)]
+    if not chosen:
+        known = ", ".join(sorted(tags)) or "none; a stage writes one as it ends"
+        hint = did_you_mean(model_tag, tags)
         raise UserError(f"no sections of model_tag={model_tag} in {folder}; there are those of {known}{hint}")
-    header = []
-    if chosen:
-        header.append(f"- Model: {named(chosen[0])}")
-    others = [named(model) for model in models if model not in chosen]
-    if others:
-        header.append(f"- Other models here: {', '.join(others)}; --model_tag=… reports on another")
-    paths: list[Path] = []
-    for part in folders:
-        paths += part.glob("*.json")
-    tables, chapters, seconds = [], [], 0.0
-    for path in sorted_sections(paths):
+    model = chosen[-1]
+    tables, chapters = [], []
+    for path in sorted_sections([*model.parent.glob("*.json"), *model.glob("*.json")]):
         try:
             section = read_section(path)
         except (OSError, ValueError) as error:
             chapters.append(f"## {path.stem}\n\n*Left out: {path.relative_to(folder)} is damaged "
                             f"({single_line(error)}); run its stage again.*")
             continue
-        older = older_model(section)
         made = "; ".join(single_line(value) for value in section["made"].values())
-        chapters += [f"## {single_line(section['title'])}", f"*{made}*"]
-        if older:
+        chapters += [f"## {single_line(section['title'])}", f"*{made}*", section["body"].strip()]
+        older = older_model(section)
+        if older:  # its results are not this model's, and its log may be another run's by now
             chapters.append(f"**{older}: not in the summary**")
-        else:
-            tables.append(section["results"])
-        chapters.append(section["body"].strip())
-        if section["metrics"] is not None and not older:  # its log may be another run's by now
-            plot, plotted = plot_section(path.stem, base_dir() / section["metrics"], section["floor"], folder)
-            chapters.append(plot)
-            seconds += plotted
-    if seconds:
-        header.append(f"- Training: {duration(seconds)} in optimizer steps, over all sections")
-    parts = ["# nanochat report", "\n".join(header), summary(tables), *chapters]
+            continue
+        tables.append(section["results"])
+        if section["metrics"]:
+            chapters.append(plot_section(path.stem, base_dir() / section["metrics"], section["floor"], folder))
+    trained = "" if model.parent.name == UNKNOWN else f" (trained on {model.parent.name})"
+    parts = ["# nanochat report", f"- Model: {model.name}{trained}", summary(tables), *chapters]
     write_text(folder / "report.md", "\n\n".join(part for part in parts if part) + "\n")
     return folder / "report.md"
 
 
-def newest_last(paths: Iterable[Path]) -> list[Path]:
-    """The folders of these files, by the time of the newest file in each."""
-    newest: dict[Path, int] = {}
-    for path in paths:
-        newest[path.parent] = max(path.stat().st_mtime_ns, newest.get(path.parent, 0))
-    return sorted(newest, key=lambda folder: (newest[folder], folder))
-
-
-def named(model: Path) -> str:
-    """A model in words, by the folder of its sections."""
-    return model.name if model.parent.name == UNKNOWN else f"{model.name} (trained on {model.parent.name})"
-
-
-def place(name: str, order: tuple[str, ...]) -> int:
-    """Where a name stands in an order that ends with everything else."""
-    return order.index(name) if name in order else len(order)
-
-
 def summary(tables: Iterable[dict[str, dict[str, float | str]]]) -> str:
-    """The results of all sections in one table, with its heading; "" where there are none. The later section wins."""
+    """
+    The results of all sections in one table, with its heading; "" where there are none. Columns and rows come in the
+    order of the sections; of two results for one cell the later section's is shown.
+    """
     rows: dict[str, dict[str, float | str]] = {}  # row: column: value
-    found: dict[str, None] = {}  # columns, in the order of their sections
+    columns: dict[str, None] = {}  # a set that keeps its order
     for table in tables:
         for column, values in table.items():
             for row, value in values.items():
                 rows.setdefault(row, {})[column] = value
-                found[column] = None
+                columns[column] = None
     if not rows:
         return ""
-    columns = sorted(found, key=lambda column: place(column, COLUMNS))
     lines = []
     for row, values in rows.items():
         lines.append([cell(row), *(cell(values.get(column, "-")) for column in columns)])
@@ -214,7 +182,7 @@ def cpu_model() -> str:
     except OSError:
         text = ""  # not Linux
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1] if found else platform.processor() or platform.machine()
+    return found[1] if found else platform.machine()
 
 
 def commit(folder: Path) -> str:
@@ -224,6 +192,6 @@ def commit(folder: Path) -> str:
     # No locks: a report must not get in the way of a commit.
     git = ["git", "--no-optional-locks", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "none"  # no git, or one that refuses the folder
+        return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "none"
+    except OSError:
+        return "none"  # git is not installed

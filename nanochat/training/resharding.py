@@ -68,7 +68,7 @@ def load_training_state(checkpoint: Path, sharding: Sharding, optimizers) -> Non
         weights = stack.enter_context(safe_open(checkpoint / MODEL_FILE, framework="pt"))
         paths = sorted(checkpoint.glob("optimizer_rank_*.safetensors"))
         saved = index_of([stack.enter_context(safe_open(path, framework="pt")) for path in paths])
-        if problem := first_problem(next(mismatches(weights, saved, sharding, kept, optimizers), None)):
+        if problem := first_problem(next(mismatches(weights, saved, sharding, kept), None)):
             raise UserError(f"{checkpoint} does not fit this run: {problem}")
         if sharding.zero_stage < 3:  # a rank has all weights; on stage 3 its shards, which are the masters
             for name, _ in sharding.model.named_parameters():
@@ -84,25 +84,24 @@ def load_training_state(checkpoint: Path, sharding: Sharding, optimizers) -> Non
 
 
 def index_of(files: Iterable[safe_open]) -> dict[str, list[Piece]]:
-    """Where the elements of each tensor are, in rising order."""
+    """The pieces of each tensor in the files. No two overlap: in one replica each element has one keeper."""
     index: dict[str, list[Piece]] = {}
     for file in files:
         for name, (start, end) in json.loads(file.metadata()["pieces"]).items():
             index.setdefault(name, []).append(Piece(start, end, file))
-    # Files come in the order of their numbers; where a piece begins depends on how its ranks cut the parameters.
-    for pieces in index.values():
-        pieces.sort(key=lambda piece: piece[:2])
     return index
 
 
-def overlaps(pieces: list[Piece], start: int, end: int) -> list[tuple[int, int, Piece]]:
+def overlaps(pieces: list[Piece], start: int, end: int) -> Iterator[tuple[int, int, Piece]]:
     """(low, high, piece) for each piece that has some of [start, end), which is [low, high)."""
-    found = [(max(piece.start, start), min(piece.end, end), piece) for piece in pieces]
-    return [(low, high, piece) for low, high, piece in found if low < high]
+    for piece in pieces:
+        low, high = max(piece.start, start), min(piece.end, end)
+        if low < high:
+            yield low, high, piece
 
 
 def mismatches(
-    weights: safe_open, saved: dict[str, list[Piece]], sharding: Sharding, kept: dict[str, Piece], optimizers,
+    weights: safe_open, saved: dict[str, list[Piece]], sharding: Sharding, kept: dict[str, Piece],
 ) -> Iterator[str]:
     """Every way in which a checkpoint does not fit this rank's pieces; all ranks together keep everything."""
     # Weights: the same names, shapes and dtypes. The model's file has them whole.
@@ -110,27 +109,18 @@ def mismatches(
     there = {}
     for name in weights.keys():
         stored = weights.get_slice(name)
-        there[name] = f"{tuple(stored.get_shape())} {stored[:0].dtype}"
+        there[name] = f"{tuple(stored.get_shape())} {stored[:0].dtype}"  # an empty slice: nothing is read
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) != there.get(name):
             found = f"{name} is {there.get(name, 'not')} there, but {here.get(name, 'not')} here"
             yield f"{found} (other depth, arch or dtype?)"
-    prefixes = ["master."]  # of names that another rank may keep
-    for optimizer in optimizers:
-        prefixes += [f"{optimizer.kind}.{key}." for key in (*optimizer.state, *optimizer.owned)]
-    for name in sorted(saved.keys() - kept.keys()):
-        if not name.startswith(tuple(prefixes)):
-            yield f"{name} is not here (other optimizers?)"
     # Masters and moments: all elements that this rank keeps must be in some file, in the dtype it keeps.
     for name, (start, end, tensor) in kept.items():
-        reached = start  # each element once: a piece begins where the one before it ends
+        missing = end - start
         for low, high, piece in overlaps(saved.get(name, []), start, end):
-            if low != reached:
-                break
-            reached = high
-            if (dtype := piece.source.get_slice(name)[:0].dtype) != tensor.dtype:
+            missing -= high - low
+            dtype = piece.source.get_slice(name)[:0].dtype
+            if dtype != tensor.dtype:
                 yield f"{name} is {dtype} there, but {tensor.dtype} here"
-        else:
-            if reached == end:
-                continue
-        yield f"{name} is not whole in its optimizer files"
+        if missing:
+            yield f"{name} is not whole in its optimizer files (other optimizers?)"

@@ -4,9 +4,7 @@ Saving in the background: training waits until what it changes is copied to host
     main thread, every rank        wait for the save before; copy the tensors that this rank writes
     background thread, rank 0      make the folder to fill
     background thread, every rank  write, sync and hash this rank's files
-    background thread, rank 0      add meta.json, the tokenizer and the manifest; rename
-    one rank of a host whose disk is its own: rename the host's files, with the same manifest, which lists all files
-    one rank of each host          remove old checkpoints, when the new one is on every disk
+    background thread, rank 0      add meta.json, the tokenizer and the manifest; rename; remove old checkpoints
 
 A save that fails is a warning while training goes on, and an error when it was the last; a finished model is saved
 without the state of training then, if the disk has room for that. An error that ends the run on every rank, other than
@@ -18,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import threading
 import time
 import traceback
@@ -36,12 +33,12 @@ from torch import Tensor
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.zero import Sharding
-from nanochat.runtime.collectives import from_rank0, on_first_of_host, rank_and_size
+from nanochat.runtime.collectives import from_rank0, rank_and_size
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import set_timeout
 from nanochat.runtime.errors import UserError, one_line
 from nanochat.runtime.exits import last_acts
-from nanochat.runtime.files import recover_folder, sha256, sync, write_folder_aside, write_text
+from nanochat.runtime.files import recover_folder, sha256, sync, write_folder_aside
 from nanochat.training.checkpoint import (
     MODEL_FILE,
     claim,
@@ -162,11 +159,12 @@ class CheckpointWriter:
     def save(self, step: int, meta: dict) -> None:
         """
         Begin to save folder/step_NNNNNN; parameters may change as soon as this returns. meta must be JSON; step,
-        launchers and model are added to it. A kill at any moment costs nothing older.
+        launchers, tokenizer and model are added to it. A kill at any moment costs nothing older.
         """
         self.join()
         self.warn("; training goes on, the next save tries again")
-        meta = meta | {"step": step, "launchers": self.launchers, "model_config": vars(self.sharding.model.config)}
+        meta = meta | {"step": step, "launchers": self.launchers, "tokenizer": self.tokenizer.fingerprint,
+                       "model_config": vars(self.sharding.model.config)}
         self.began = time.monotonic()
         text, files = json.dumps(meta, indent=1), copy_to_host(self.sharding, self.optimizers)
         self.saved = step  # not before: an interrupted copy has saved nothing
@@ -206,62 +204,31 @@ class CheckpointWriter:
             begin, publish = self.begin, self.publish
         try:
             with contextlib.ExitStack() as stack:  # rank 0's has the folder to fill, and publishes it when it closes
-                aside = self.folder / self.share(begin, step, stack)[0]  # hosts may have it elsewhere
+                aside = self.folder / self.share(begin, step, stack)[0]  # hosts may mount the shared disk elsewhere
                 sums = self.share(write_files, aside, files)
-                manifest, too_old = self.share(publish, step, stack, aside, sums, meta)[0]
-                self.share(self.publish_on_own_disk, step, aside, manifest)
-                if on_first_of_host():
-                    for old in too_old:
-                        shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)  # in use (NFS): goes next time
+                self.share(publish, step, stack, aside, sums, meta)
         except Exception as error:  # of any rank; or a rank has died
             self.failed = step, error, meta
             self.saved = -1
-        else:
-            with contextlib.suppress(Exception):
-                self.share(None)  # all threads end together: `rescue` does not wait long for other ranks
 
     def begin(self, step: int, stack: contextlib.ExitStack) -> Path:
         """The folder to fill, within self.folder."""
         aside = stack.enter_context(write_folder_aside(step_dir(self.folder, step)))
-        return Path(*aside.parts[-2:])
+        return aside.relative_to(self.folder)
 
-    def publish(
-        self, step: int, stack: contextlib.ExitStack, aside: Path, sums: list[dict], meta: str
-    ) -> tuple[str, list[int]]:
-        """Make the filled folder a checkpoint. Returns its manifest, and the steps that are too old then."""
-        manifest = complete(aside, sums, self.tokenizer, meta)
+    def publish(self, step: int, stack: contextlib.ExitStack, aside: Path, sums: list[dict], meta: str) -> None:
+        """Make the filled folder a checkpoint, then remove those that are too old."""
+        complete(aside, sums, self.tokenizer, meta)
         stack.close()
         print0(f"saved {step_dir(self.folder, step)}")
         if not has_training_state(step_dir(self.folder, step)):
-            return manifest, []  # weights alone: a run can go on from an older checkpoint only
+            return  # weights alone: a run can go on from an older checkpoint only
         steps = [there for there in list_steps(self.folder) if there <= step]
         too_old = [there for there in self.by_time if there in steps][:-KEPT_BY_TIME]  # in steps: a save can fail
         if self.keep_last > 0:
             too_old += steps[: -self.keep_last]
-        return manifest, too_old
-
-    def publish_on_own_disk(self, step: int, aside: Path, manifest: str) -> None:
-        """
-        On a host that does not share rank 0's disk: its files take their place there, and the debris of killed saves
-        goes. Resuming needs the files of all hosts.
-        """
-        if not on_first_of_host():
-            return
-        own, target = aside.with_name("own"), step_dir(self.folder, step)
-        try:
-            # On a shared disk rank 0 has moved `aside` by now. Only a rename asks the file server whether it is there:
-            # `exists` may answer from this host's cache, and the lines below would then harm the checkpoint.
-            os.rename(aside, own)
-        except FileNotFoundError:
-            return
-        write_text(own / "manifest.json", manifest)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(own, target)
-        sync(target.parent)
-        for left in self.folder.glob(".step_*"):
-            shutil.rmtree(left, ignore_errors=True)
-        print(f"warning: {target} has the files of {socket.gethostname()} only: its disk is not shared; to resume, "
-              "copy the files of all hosts together", flush=True)
+        for old in too_old:
+            shutil.rmtree(step_dir(self.folder, old), ignore_errors=True)  # in use (NFS): goes next time
 
     def share(self, function: Callable | None, *args) -> list:
         """
@@ -370,8 +337,6 @@ def copy_to_host(sharding: Sharding, optimizers) -> Files:
 
 def write_files(aside: Path, files: Files) -> dict[str, str]:
     """Write files into the folder, to the disk; {file name: SHA-256}. OSError when the disk refuses."""
-    if files:
-        aside.mkdir(parents=True, exist_ok=True)  # on a disk that is not rank 0's it is not there
     sums = {}
     for name, (tensors, metadata) in files.items():
         write_tensors(aside / name, tensors, metadata)
@@ -391,11 +356,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     path.chmod(0o644)  # safetensors makes files private; a checkpoint is as readable as the data
 
 
-def complete(aside: Path, sums: list[dict[str, str]], tokenizer: Tokenizer, meta: str) -> str:
-    """
-    Add to the weights in a folder what makes it a checkpoint. sums: SHA-256 of the files that each rank wrote. Returns
-    the manifest.
-    """
+def complete(aside: Path, sums: list[dict[str, str]], tokenizer: Tokenizer, meta: str) -> None:
+    """Add to the weights in a folder what makes it a checkpoint. sums: SHA-256 of the files that each rank wrote."""
     (aside / "meta.json").write_text(meta, encoding="utf-8")
     tokenizer.save(aside)
     known: dict[str, str] = {}
@@ -406,4 +368,3 @@ def complete(aside: Path, sums: list[dict[str, str]], tokenizer: Tokenizer, meta
             known[file.name] = sha256(file)
     manifest = json.dumps(known, indent=1, sort_keys=True)
     (aside / "manifest.json").write_text(manifest, encoding="utf-8")
-    return manifest
