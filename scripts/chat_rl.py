@@ -37,8 +37,7 @@ from nanochat.training.finetuning import (
     resume_training,
 )
 from nanochat.training.metrics import Metrics, require_wandb
-from nanochat.training.records import read_metrics
-from nanochat.training.rollouts import Rollout, rollout_stats, sample_rollouts
+from nanochat.training.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
 from nanochat.training.saving import CheckpointWriter
 
 # ---- Run
@@ -122,6 +121,7 @@ def rollouts_of(step: int) -> list[Rollout]:
                            seed_with(sampling, step), sampling_batch_size)
 
 
+right_before = start.meta.get("before") if start.resumed else None  # held-out samples right at the run's beginning
 saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
 metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, 0, model.estimate_flops(),
                   peak_flops(device, model_dtype), metrics_state)
@@ -135,7 +135,7 @@ while True:
 
     # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
     saver.set_state(step, metrics, config=config, num_iterations=num_iterations, data=start.meta.get("data"),
-                    data_state=data_state)
+                    data_state=data_state, before=right_before)
     saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
     if stopping:
         break
@@ -147,6 +147,8 @@ while True:
             right = evaluate_task(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling,
                                   eval_samples)
             del whole_model
+            if step == 0:
+                right_before = right
             passed = {f"pass@{k}": pass_at(right, k) for k in sorted({1, eval_samples})}
             metrics.log(step, {f"eval/{name}": value for name, value in passed.items()})
             print0(f"step {step:05d}/{num_iterations:05d} | held-out {held_out.name}: "
@@ -213,9 +215,11 @@ if stopping:
 else:
     results = metrics.results()
     del results["best validation bits per byte"]  # there is none: rewards take its place
-    passed = [record["eval/pass@1"] for record in read_metrics(metrics.path) if "eval/pass@1" in record]
-    if passed:
-        results[f"pass@1 of {held_out.name}, before"] = f"{passed[0]:.1%}"
-        results[f"pass@1 of {held_out.name}, after"] = f"{passed[-1]:.1%}"
-    report_stage(start, step, metrics, "chat_rl", "Reinforcement learning", config, results)
+    note = ""
+    if eval_every > 0 and right_before:
+        note = f"Held-out {held_out.name}: {describe_change(right_before, right)}.\n\n"
+        print0(note.strip())
+        results[f"pass@1 of {held_out.name}, before"] = f"{pass_at(right_before, 1):.1%}"
+        results[f"pass@1 of {held_out.name}, after"] = f"{pass_at(right, 1):.1%}"
+    report_stage(start, step, metrics, "chat_rl", "Reinforcement learning", config, results, note)
 compute_cleanup(stop)

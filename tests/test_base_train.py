@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
+from nanochat.data.dataset import dataset_dir
+from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import find_model
 from nanochat.training.records import read_metrics
 
@@ -343,6 +345,23 @@ def test_a_tokenizer_that_does_not_belong_is_refused_and_can_be_put_back(base):
     assert result.returncode == 1 and result.stderr.count("\n") == 1 and "with another tokenizer" in result.stderr
     subprocess.run(re.search(r"put back its own, (cp \S+ \S+), ", result.stderr)[1], shell=True, check=True)
     assert train("--num_iterations=4", "--resume=auto").returncode == 0
+
+
+def test_data_that_a_model_was_trained_on_are_not_replaced(base_folder):
+    """A folder that has grown: refused, with the model; who deletes the data is told by the run why it cannot go on."""
+    make_sums(base_folder)
+    texts = base_folder / "texts"
+    assert train("--num_iterations=2").returncode == 0
+    make(str(texts), "sums")  # the same again
+    (texts / "new.txt").write_text("One more document.")
+    with pytest.raises(UserError, match="data set 'sums' would change, and base d1 could not be resumed"):
+        make(str(texts), "sums")
+    assert train("--num_iterations=3", "--resume=auto").returncode == 0
+    shutil.rmtree(dataset_dir("sums"))
+    make(str(texts), "sums")
+    result = train("--num_iterations=4", "--resume=auto")
+    assert "cannot continue exactly: data is not what the checkpoint was trained with" in result.stderr
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
 
 
 @pytest.fixture

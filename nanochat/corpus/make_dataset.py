@@ -17,10 +17,11 @@ from nanochat.corpus import sources
 from nanochat.corpus.download import fetch_shard
 from nanochat.corpus.own_files import KIND, own_documents
 from nanochat.corpus.shards import build
-from nanochat.data.dataset import OFFLINE, REMOTE, dataset_dir, load_manifest, shard_texts
+from nanochat.data.dataset import OFFLINE, REMOTE, dataset_dir, fingerprint, load_manifest, shard_texts
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import locked, recover_folder, write_folder_aside, write_text
 from nanochat.runtime.progress import progress
+from nanochat.training.records import models_trained_with
 
 # Finished, shuffled shard sets on the Hugging Face hub: repository and index of the last shard, which is validation.
 # They are kept as they come, so that their checksums can be verified; they are not deduplicated here.
@@ -88,6 +89,7 @@ def make_from_text(name: str, settings: dict) -> dict:
         fixed = not Path(hub_name).exists()
     else:
         documents = own_documents(Path(source), settings["field"], tally, settings["encoding"])
+    there = None
     with contextlib.suppress(UserError):  # not there, or not whole
         there = load_manifest(name)
         if fixed and settings | there["settings"] == there["settings"] | settings:  # where both have a setting
@@ -98,6 +100,9 @@ def make_from_text(name: str, settings: dict) -> dict:
         documents = list(documents)  # read again below
     with write_folder_aside(dataset_dir(name)) as aside:
         shards = build(aside, documents, seed, shard_bytes, settings["num_shards"], tally, source)
+        if there and there["shards"] != shards and (models := models_trained_with(fingerprint(name))):
+            raise UserError(f"data set {name!r} would change, and {models} could not be resumed without it; "
+                            f"choose another name with --name=…, or delete {dataset_dir(name)}")
         more = {}
         if source == "tinyworld":  # the validation documents can be generated again, to count their entropy
             index_of = {text: index for index, (text, _) in enumerate(documents)}

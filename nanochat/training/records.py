@@ -2,6 +2,8 @@
 import json
 from pathlib import Path
 
+from nanochat.runtime.files import base_dir
+
 MODEL_FILE = "model.safetensors"
 
 
@@ -45,6 +47,16 @@ def describe_checkpoint(checkpoint: Path) -> str:
     """Name of a checkpoint and sum of its weights: "sft_checkpoints/d4/step_000100 (0123456789abcdef)"."""
     sums = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
     return f"{'/'.join(checkpoint.parts[-3:])} ({sums[MODEL_FILE][:16]})"
+
+
+def models_trained_with(fingerprint: str) -> str:
+    """The models whose checkpoints name the data set of a fingerprint: "base d4, sft d4", or ""."""
+    models = set()
+    for meta in base_dir().glob("*_checkpoints/*/step_*/meta.json"):
+        if fingerprint in meta.read_text():
+            stage, tag = meta.parts[-4].removesuffix("_checkpoints"), meta.parts[-3]
+            models.add(f"{stage} {tag}")
+    return ", ".join(sorted(models))
 
 
 def duration(seconds: float) -> str:
