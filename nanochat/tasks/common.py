@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -46,6 +46,37 @@ def stable_hash(key: str) -> int:
 def split_of(key: str, one_in: int = 10) -> str:
     """"test" for one key in `one_in`, else "train". An item's own text decides, so no item is in both splits."""
     return "test" if stable_hash(f"side:{key}") % one_in == 0 else "train"
+
+
+class Distinct:
+    """
+    What `draw` makes of 0, 1, 2, … without end, each drawn when it is first wanted. What it makes of a number counts
+    unless it is None or begins with the same text as an earlier one. For one thread at a time.
+    """
+
+    def __init__(self, draw: Callable[[int], tuple | None]) -> None:
+        self.draw = draw
+        self.number = 0
+        self.texts: set[str] = set()
+        self.items: list[tuple] = []
+
+    def __getitem__(self, index: int) -> tuple:
+        while index >= len(self.items):
+            item = self.draw(self.number)
+            self.number += 1
+            if item is not None and item[0] not in self.texts:
+                self.texts.add(item[0])
+                self.items.append(item)
+        return self.items[index]
+
+
+def paragraphs(text: str) -> dict[str, list[str]]:
+    """The paragraphs of a text: the first line of each -> its other lines."""
+    found = {}
+    for paragraph in text.strip().split("\n\n"):
+        first, *others = paragraph.splitlines()
+        found[first] = others
+    return found
 
 
 def single_turn(question: str, answer: str | list[dict]) -> Conversation:

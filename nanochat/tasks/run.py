@@ -10,16 +10,14 @@ A generator makes the programs; what they print and calculate is known because t
 is then more often wrong; rewards tell it which of the two ways to go. No program is on both sides; what a test program
 calculates also occurs in training programs of another shape, half of the time.
 """
-import itertools
 import json
-from collections.abc import Iterator
 from functools import cache
 
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
 from nanochat.runtime.errors import UserError
-from nanochat.tasks.common import single_turn, split_of, with_tool
+from nanochat.tasks.common import Distinct, single_turn, split_of, with_tool
 from nanochat.tasks.execution import run_python
 
 SIZES = {"train": 20_000, "test": 1_000}
@@ -333,43 +331,48 @@ class Run(Task):
 @cache
 def programs(split: str, batch: int) -> list[tuple[str, str, list[tuple[str, str]]]]:
     """(source, output, calls of the calculator) of a batch of the distinct programs of a split, in a fixed order."""
-    begin, end = batch * RUN_TOGETHER, (batch + 1) * RUN_TOGETHER
-    sources, others = drawn(split)
-    sources.extend(itertools.islice(others, max(end - len(sources), 0)))
-    wanted = sources[begin:end]
+    begin = batch * RUN_TOGETHER
+    wanted = [sources(split)[index][0] for index in range(begin, begin + RUN_TOGETHER)]
     result = run_python(RUNNER.format(sources=json.dumps(wanted)), timeout=60, max_output_bytes=2**24)
     if not result.ok:
         raise UserError(f"task run: its programs could not be run: {result.error}")
-    return [(source, *ran) for source, ran in zip(wanted, json.loads(result.stdout), strict=True)]
+    ran = json.loads(result.stdout)
+    return [(source, output, calls) for source, (output, calls) in zip(wanted, ran, strict=True)]
 
 
 @cache
-def drawn(split: str) -> tuple[list[str], Iterator[str]]:
-    """The programs of a split that have been drawn, and what draws the others, for one thread at a time."""
-    return [], distinct_sources(split)
-
-
-def distinct_sources(split: str) -> Iterator[str]:
-    """The programs of a split in a fixed order, each once, without end."""
-    seen = set()
-    for number in itertools.count():
+def sources(split: str) -> Distinct:
+    """The programs of a split, as (source,), in a fixed order. Names of variables do not make another program."""
+    def draw(number: int) -> tuple[str] | None:
         source, key = draw_program(number)
-        if split_of(f"run:{key}") == split and source not in seen:
-            seen.add(source)
-            yield source
+        return (source,) if split_of(f"run:{key}") == split else None
+
+    return Distinct(draw)
 
 
 def draw_program(number: int) -> tuple[str, str]:
     """Candidate `number`, and what decides its split: the program with the names of its variables left out."""
     rng = StableRandom(f"run:{number}")
     template = rng.choice(PROGRAMS)
-    long_list, short_list = ([rng.below(20) for _ in range(count)] for count in (3 + rng.below(3), 2 + rng.below(3)))
+    long = 3 + rng.below(3)
+    short = 2 + rng.below(3)
+    long_list = [rng.below(20) for _ in range(long)]
+    short_list = [rng.below(20) for _ in range(short)]
     words = [rng.choice(WORDS) for _ in range(4)]
+    w, u = words[:2]
     a, b, c = (2 + rng.below(29) for _ in range(3))
-    values = dict(
-        a=a, b=b, c=c, n=1 + rng.below(5), m=2 + rng.below(4), i=rng.below(3), j=rng.below(2), L=long_list,
-        S=short_list, e=rng.choice(long_list), k=rng.choice([a, long_list[-1]]), w=words[0], u=words[1],
-        v=rng.choice(words[:2]), W=json.dumps(words[:2 + rng.below(3)]))
-    x, y = rng.choice("x n a i k".split()), rng.choice("y total s b result".split())
-    names = dict(x=x, y=y, f=rng.choice("f add double change g".split()))
-    return template.format(**values, **names), template.format(**values, x="x", y="y", f="f")
+    values = dict(  # the order of the draws decides every program
+        a=a, b=b, c=c, L=long_list, S=short_list, w=w, u=u,
+        n=1 + rng.below(5),
+        m=2 + rng.below(4),
+        i=rng.below(3),
+        j=rng.below(2),
+        e=rng.choice(long_list),
+        k=rng.choice([a, long_list[-1]]),
+        v=rng.choice([w, u]),
+        W=json.dumps(words[: 2 + rng.below(3)]),
+    )
+    x = rng.choice("x n a i k".split())
+    y = rng.choice("y total s b result".split())
+    f = rng.choice("f add double change g".split())
+    return template.format(**values, x=x, y=y, f=f), template.format(**values, x="x", y="y", f="f")
