@@ -9,9 +9,11 @@ one. Accuracies are centred, (accuracy − guessing) / (1 − guessing), and COR
 The bundle is a folder: core.yaml lists the tasks, eval_meta_data.csv the accuracy of guessing, eval_data/ the items.
 """
 import csv
+import itertools
 import json
 import random
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -122,10 +124,10 @@ def item_of(task: CoreTask, fields: dict) -> Item:
 
 def prompts_of(task: CoreTask, items: list[Item], index: int) -> list[str]:
     """The item's variants, each after the same examples; in language modelling, first, the text before the ending."""
-    item, others = items[index], len(items) - 1
-    drawn = random.Random(1234 + index).sample(range(others), min(task.num_fewshot, others))
-    examples = (items[i + (i >= index)] for i in drawn)  # all but the item itself
-    shots = "".join(example.variants[example.gold] + "\n\n" for example in examples)
+    item = items[index]
+    others = items[:index] + items[index + 1 :]
+    drawn = random.Random(1234 + index).sample(others, min(task.num_fewshot, len(others)))
+    shots = "".join(example.variants[example.gold] + "\n\n" for example in drawn)
     texts = [shots + text for text in item.variants]
     if task.kind == "language_modeling":
         # A blank at its end would be a token here, and part of the next word in the whole text.
@@ -141,29 +143,23 @@ def common_length(rows: list[list[int]]) -> int:
     return min(map(len, rows))
 
 
-def rows_of(
-    task: CoreTask, items: list[Item], first: int, end: int, tokenizer: Tokenizer, longest: int
-) -> list[list[Row]]:
-    """The rows of each of items first … end−1, cut behind <|bos|> to `longest` tokens. One token at least counts."""
-    prompts = [prompts_of(task, items, index) for index in range(first, end)]
-    texts = [text for texts in prompts for text in texts]
-    encoded = iter(tokenizer.encode(texts, prepend=tokenizer.get_bos_token_id()))
+def rows_of(task: CoreTask, items: list[Item], index: int, tokenizer: Tokenizer, longest: int) -> list[Row]:
+    """The rows of an item's variants, cut behind <|bos|> to `longest` tokens. One token at least counts."""
+    encoded = tokenizer.encode(prompts_of(task, items, index), prepend=tokenizer.get_bos_token_id())
+    if task.kind == "schema":
+        shared = common_length([tokens[::-1] for tokens in encoded])
+        starts = [len(tokens) - shared for tokens in encoded]
+    else:
+        starts = [common_length(encoded)] * len(encoded)
+    if task.kind == "language_modeling":  # the text before the ending has done its work
+        encoded = encoded[1:]
+        starts = starts[1:]
     rows = []
-    for texts in prompts:
-        group = [next(encoded) for _ in texts]
-        if task.kind == "schema":
-            shared = common_length([tokens[::-1] for tokens in group])
-            starts = [len(tokens) - shared for tokens in group]
-        else:
-            starts = [common_length(group)] * len(group)
-        if task.kind == "language_modeling":
-            group, starts = group[1:], starts[1:]
-        rows.append([])
-        for tokens, start in zip(group, starts):
-            cut = max(len(tokens) - longest, 0)
-            # Nothing predicts <|bos|>; where one choice begins another, its last token counts.
-            start = max(1, min(start, len(tokens) - 1) - cut)
-            rows[-1].append(row_of(tokens[:1] + tokens[1 + cut :], start))
+    for tokens, start in zip(encoded, starts, strict=True):
+        cut = max(len(tokens) - longest, 0)
+        # Nothing predicts <|bos|>; where one choice begins another, its last token counts.
+        start = max(1, min(start, len(tokens) - 1) - cut)
+        rows.append(row_of(tokens[:1] + tokens[1 + cut :], start))
     return rows
 
 
@@ -181,37 +177,42 @@ def evaluate_core(
     that is longer goes alone, and none is longer than the model's own.
     """
     rank, world_size = rank_and_size()
-    device, longest = next(model.parameters()).device, model.config.sequence_len + 1
-    counts, items_there = [], []  # [right answers, items] of each task on this rank; items of each task
+    device = next(model.parameters()).device
+    longest = model.config.sequence_len + 1
+    counts = []       # right answers and items of each task on this rank
+    items_there = []  # items of each task
     for task in tasks:
         items = load_items(task)
         items_there.append(len(items))
-        items = items if max_per_task < 0 else items[:max_per_task]
-        greedily = task.kind == "language_modeling"
+        if max_per_task >= 0:
+            items = items[:max_per_task]
         right = asked = 0
         # Blocks are dealt out whole: what a forward pass holds does not depend on the ranks, nor do its last digits.
         blocks = range(0, len(items), BLOCK * world_size)
         for first in until_stopped(progress(blocks, f"CORE {len(counts) + 1}/{len(tasks)} {task.label}", "blocks")):
             start = min(first + BLOCK * rank, len(items))
-            end = min(start + BLOCK, len(items))
-            rows = rows_of(task, items, start, end, tokenizer, longest)
+            block = range(start, min(start + BLOCK, len(items)))
+            groups = [rows_of(task, items, index, tokenizer, longest) for index in block]
+            rows = list(itertools.chain.from_iterable(groups))
             with eagerly():  # shapes change from pass to pass
-                values = iter(measure(model, [row for group in rows for row in group], greedily, tokens_per_forward))
-            for item, group in zip(items[start:end], rows):
-                of_item = [next(values) for _ in group]
-                if greedily:
+                values = measure(model, rows, task.kind == "language_modeling", tokens_per_forward)
+            for index, group in zip(block, groups):
+                of_item = values[: len(group)]
+                values = values[len(group) :]
+                if task.kind == "language_modeling":
                     right += of_item[0] == 0
                 else:
-                    right += of_item.index(min(of_item)) == item.gold
-            asked += end - start
+                    right += of_item.index(min(of_item)) == items[index].gold
+            asked += len(block)
         counts.append([right, asked])
     sums = torch.tensor(counts, dtype=sum_dtype(device), device=device)
     all_reduce_sum(sums)
     scores = []
     for task, (right, asked), there in zip(tasks, sums.tolist(), items_there):
-        centered = (right / asked - task.baseline) / (1 - task.baseline)
-        scores.append(CoreScore(task.label, right / asked, task.baseline, centered, int(asked), there))
-    return sum(score.centered for score in scores) / len(scores), scores
+        accuracy = right / asked
+        centered = (accuracy - task.baseline) / (1 - task.baseline)
+        scores.append(CoreScore(task.label, accuracy, task.baseline, centered, int(asked), there))
+    return fmean(score.centered for score in scores), scores
 
 
 def core_name(scores: list[CoreScore]) -> str:
@@ -231,13 +232,11 @@ def measure(model, rows: list[Row], greedily: bool, tokens_per_forward: int) -> 
     passes = torch.tensor(len(batches), device=device)
     if dist.is_initialized():
         dist.all_reduce(passes, dist.ReduceOp.MAX)
+    while len(batches) < passes:  # a rank without rows of its own takes part in the others' passes
+        batches.append([])
     values = [0.0] * len(rows)
-    for number in range(int(passes)):
-        indices, batch = [], [row_of([0, 0], 1)]  # a rank without rows of its own takes part in the others' passes
-        if number < len(batches):
-            indices = batches[number]
-            batch = [rows[i] for i in indices]
-        inputs, targets = padded(batch, device)
+    for indices in batches:
+        inputs, targets = padded(rows, indices, device)
         if greedily:
             measured = wrong_tokens(model, inputs, targets)
         else:

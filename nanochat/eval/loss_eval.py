@@ -55,16 +55,18 @@ def document_nats(
     so that every token is a target exactly once. documents: token ids that begin with <|bos|>; special tokens count
     nothing, and neither does the end of the document.
     """
-    device, length = next(model.parameters()).device, model.config.sequence_len
+    device = next(model.parameters()).device
+    length = model.config.sequence_len
     bytes_of = torch.from_numpy(token_bytes).to(device)
-    owners, rows = [], []
+    owners = []  # the document that each row is from
+    rows = []
     for number, (bos, *tokens) in enumerate(documents):
         for start in range(0, len(tokens), length):
             owners.append(number)
             rows.append(row_of([bos, *tokens[start : start + length]], 1))
     results = [(0.0, 0)] * len(documents)
     for indices in progress(batches_by_length(rows, tokens_per_forward), "bits per byte", "batches"):
-        inputs, targets = padded([rows[i] for i in indices], device)
+        inputs, targets = padded(rows, indices, device)
         nats, counts = counted_nats(model, inputs, targets, bytes_of)
         for i, row_nats, row_bytes in zip(indices, nats.tolist(), counts.tolist()):
             its_nats, its_bytes = results[owners[i]]
@@ -88,17 +90,22 @@ def greedy_completes(
     those of greedy decoding if and only if each is the most likely one after the expected ones before it. What does
     not fit into a row of the model is not completed.
     """
-    device, longest = next(model.parameters()).device, model.config.sequence_len + 1
-    texts = [text for prompt, completion in pairs for text in (prompt, prompt + completion)]
-    encoded = tokenizer.encode(texts, prepend=tokenizer.get_bos_token_id())
-    rows, results = [], {}
-    for prompt, whole in zip(encoded[::2], encoded[1::2]):
+    device = next(model.parameters()).device
+    longest = model.config.sequence_len + 1
+    bos = tokenizer.get_bos_token_id()
+    prompts = tokenizer.encode([prompt for prompt, _ in pairs], prepend=bos)
+    texts = tokenizer.encode([prompt + completion for prompt, completion in pairs], prepend=bos)
+    rows = []
+    for prompt, whole in zip(prompts, texts):
         assert whole[: len(prompt)] == prompt, "a token spans prompt and completion"
         rows.append(row_of(whole, len(prompt)))
+    results = [False] * len(rows)
     for indices in batches_by_length(rows, tokens_per_forward):
-        wrong = wrong_tokens(model, *padded([rows[i] for i in indices], device))
-        results |= zip(indices, (wrong == 0).tolist())
-    return [results[i] and len(rows[i][0]) <= longest for i in range(len(rows))]
+        inputs, targets = padded(rows, indices, device)
+        wrong = wrong_tokens(model, inputs, targets)
+        for index, count in zip(indices, wrong.tolist()):
+            results[index] = count == 0 and len(rows[index][0]) <= longest
+    return results
 
 
 def wrong_tokens(model, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -126,17 +133,24 @@ def batches_by_length(rows: list[Row], tokens_per_forward: int) -> list[list[int
     The indices of the rows, those of like length together: rows times length, padding included, is at most
     tokens_per_forward. A longer row goes alone.
     """
+    lengths = [len(tokens) for tokens, _ in rows]
     batches: list[list[int]] = []
-    for index in sorted(range(len(rows)), key=lambda index: len(rows[index][0])):  # each is the longest so far
-        if not batches or (len(batches[-1]) + 1) * len(rows[index][0]) > tokens_per_forward:
+    for index in sorted(range(len(rows)), key=lengths.__getitem__):  # each is the longest so far
+        if not batches or (len(batches[-1]) + 1) * lengths[index] > tokens_per_forward:
             batches.append([])
         batches[-1].append(index)
     return batches
 
 
-def padded(rows: list[Row], device: torch.device) -> tuple[Tensor, Tensor]:
-    """inputs and targets, (B, T): T + 1 is the longest row's length; targets that do not count are −1."""
-    return padded_batch(rows, max(len(tokens) for tokens, _ in rows) - 1, device)[:2]
+def padded(rows: list[Row], indices: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """
+    inputs and targets of these rows, (B, T): T + 1 is the longest row's length; targets that do not count are −1.
+    Without any indices a row that nobody asked for, so that there is something to compute.
+    """
+    chosen = [rows[index] for index in indices] or [row_of([0, 0], 1)]
+    length = max(len(tokens) for tokens, _ in chosen) - 1
+    inputs, targets, _ = padded_batch(chosen, length, device)
+    return inputs, targets
 
 
 def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> str:
