@@ -84,10 +84,14 @@ def single_turn(question: str, answer: str | list[dict]) -> Conversation:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
+def as_parts(parts: list[tuple[str, str]]) -> list[dict]:
+    """(type, text) of each part of an answer, as conversations have them."""
+    return [{"type": kind, "text": text} for kind, text in parts]
+
+
 def with_tool(expression: str, output: str, text: str) -> list[dict]:
     """The parts of an answer that calls the tool first."""
-    parts = ("python", expression), ("python_output", output), ("text", text)
-    return [{"type": kind, "text": content} for kind, content in parts]
+    return as_parts([("python", expression), ("python_output", output), ("text", text)])
 
 
 def last_number(text: str) -> float | None:

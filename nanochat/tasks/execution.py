@@ -51,7 +51,7 @@ class Result(NamedTuple):
     ok: bool                      # it ended by itself, with exit code 0
     stdout: str
     stderr: str
-    error: str | None             # "timeout", "memory", "too much output", "exit code 1: AssertionError", "SIGSEGV", …
+    error: str | None             # "timeout", "memory", "too much output", "exit code 1: AssertionError", "signal 11"
     unprotected: tuple[str, ...]  # of "network", "processes", "files", "memory": what is not guarded on this machine
 
 
@@ -89,17 +89,17 @@ def run_python(
 
 def reason(status: int, stderr: str) -> str | None:
     """Why a program within its limits did not end well, None if it did. status: as of os.wait."""
-    import signal
-
     if os.WIFSTOPPED(status):
         return "killed"
     code = os.waitstatus_to_exitcode(status)
-    last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "")
-    if code < 0:  # most real-time signals have no name
-        return signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
-    if code > 0 and (last.startswith("MemoryError") or "[Errno 12]" in last):
+    if code == 0:
+        return None
+    if code < 0:
+        return f"signal {-code}"
+    last = stderr.strip().rpartition("\n")[2].strip()
+    if last.startswith("MemoryError") or "[Errno 12]" in last:
         return "memory"
-    return f"exit code {code}: {last}".removesuffix(": ") if code > 0 else None
+    return f"exit code {code}: {last}".removesuffix(": ")
 
 
 # ---- The supervisor and init ----------------------------------------------------------------------------------------

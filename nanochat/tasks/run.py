@@ -17,7 +17,7 @@ from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
 from nanochat.runtime.errors import UserError
-from nanochat.tasks.common import Distinct, single_turn, split_of, with_tool
+from nanochat.tasks.common import Distinct, as_parts, single_turn, split_of
 from nanochat.tasks.execution import run_python
 
 SIZES = {"train": 20_000, "test": 1_000}
@@ -309,18 +309,22 @@ class Run(Task):
         self.always = argument == "tool"
         self.name = f"Run {argument}".rstrip()
         self.split = split
-        programs(split, 0)  # where no program can be run, that is said at once
 
     def __len__(self) -> int:
         return SIZES[self.split]
 
     def conversation(self, index: int) -> Conversation:
-        source, output, calls = programs(self.split, index // RUN_TOGETHER)[index % RUN_TOGETHER]
+        batch, number = divmod(index, RUN_TOGETHER)
+        source, output, calls = programs(self.split, batch)[number]
         rng = StableRandom(f"run: {source}")
-        question, lines = f"{rng.choice(QUESTIONS)}\n\n{source}", output.rstrip("\n")
+        question = f"{rng.choice(QUESTIONS)}\n\n{source}"
+        lines = output.rstrip("\n")
         answer = f"It prints:\n{lines}" if "\n" in lines else f"It prints {lines}"
         if calls and (self.always or rng.below(2)):
-            answer = [*(part for call in calls for part in with_tool(*call, "")[:2]), {"type": "text", "text": answer}]
+            parts = []
+            for expression, value in calls:
+                parts += [("python", expression), ("python_output", value)]
+            answer = as_parts([*parts, ("text", answer)])
         return single_turn(question, answer) | {"prints": output}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
@@ -359,17 +363,22 @@ def draw_program(number: int) -> tuple[str, str]:
     long_list = [rng.below(20) for _ in range(long)]
     short_list = [rng.below(20) for _ in range(short)]
     words = [rng.choice(WORDS) for _ in range(4)]
-    w, u = words[:2]
     a, b, c = (2 + rng.below(29) for _ in range(3))
     values = dict(  # the order of the draws decides every program
-        a=a, b=b, c=c, L=long_list, S=short_list, w=w, u=u,
+        a=a,
+        b=b,
+        c=c,
+        L=long_list,
+        S=short_list,
+        w=words[0],
+        u=words[1],
         n=1 + rng.below(5),
         m=2 + rng.below(4),
         i=rng.below(3),
         j=rng.below(2),
         e=rng.choice(long_list),
         k=rng.choice([a, long_list[-1]]),
-        v=rng.choice([w, u]),
+        v=rng.choice(words[:2]),
         W=json.dumps(words[: 2 + rng.below(3)]),
     )
     x = rng.choice("x n a i k".split())

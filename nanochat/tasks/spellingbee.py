@@ -58,8 +58,10 @@ class SpellingBee(Task):
     """Each word in each of the kinds; a kind that comes again has another phrasing."""
     eval_type = "generative"
 
-    def __init__(self, name: str, words: tuple[str, ...], kinds: tuple[str, ...]) -> None:
-        self.name, self.words, self.kinds = name, words, kinds
+    def __init__(self, name: str, words: list[str], kinds: tuple[str, ...]) -> None:
+        self.name = name
+        self.words = words
+        self.kinds = kinds
 
     def __len__(self) -> int:
         return len(self.words) * len(self.kinds)
@@ -68,7 +70,8 @@ class SpellingBee(Task):
         """In every pass over the words each of them once, in another kind than its neighbours."""
         turn, number = divmod(index, len(self.words))
         place = (turn + number) % len(self.kinds)
-        word, kind = self.words[number], self.kinds[place]
+        word = self.words[number]
+        kind = self.kinds[place]
         rng = StableRandom(f"spellingbee:{kind}:{word}")
         if kind == "spell":
             question = SPELL[(rng.below(len(SPELL)) + self.kinds[:place].count(kind)) % len(SPELL)]
@@ -102,13 +105,12 @@ def real_words(data: str, split: str) -> SpellingBee:
     tokenizer = get_tokenizer(data)
     tokens = token_words(tokenizer) - set(words("test"))
     found = set()
+    if split == "train":
+        found |= tokens
     for word in documentation_words() - tokens:
         if side_of(word) == split and len(tokenizer.encode(f" {word}")) > 1:
             found.add(word)
-    if split == "train":
-        found |= tokens
-    chosen = tuple(sorted(found, key=stable_hash))
-    return SpellingBee("SpellingBee (real words)", chosen, WORDS_KINDS)
+    return SpellingBee("SpellingBee (real words)", sorted(found, key=stable_hash), WORDS_KINDS)
 
 
 def spell_counting(word: str, letter: str) -> str:
@@ -120,14 +122,17 @@ def spell_counting(word: str, letter: str) -> str:
 
 
 @cache
-def words(split: str) -> tuple[str, ...]:
+def words(split: str) -> list[str]:
     """The words of a split: a word's own letters decide its split. Sorted by hash, so that every slice is a mixture."""
-    found = set(WORDS) if split == "train" else set()
+    found = set()
+    if split == "train":
+        found.update(WORDS)
     for word in pseudo_words():
-        if len(found) == SIZES[split]:
-            return tuple(sorted(found, key=stable_hash))
         if side_of(word) == split:
             found.add(word)
+        if len(found) == SIZES[split]:
+            break
+    return sorted(found, key=stable_hash)
 
 
 def side_of(word: str) -> str:

@@ -13,7 +13,6 @@ the model itself, whole phrasings are held out.
 """
 import itertools
 import re
-from collections import defaultdict
 from functools import cache
 from typing import NamedTuple
 
@@ -46,12 +45,15 @@ Say what {np} is.
 {Np}, please.
 I need to know what {np} is.
 """.strip().splitlines()  # for every relation that has a noun phrase
-CHAT_BY_NOUN = {  # besides, for some of them
-    "the capital of {s}": (
-        "Of which country is {a} the capital? | {s}", "Tell me which country has the capital {a}. | {s}"),
-    "the chemical symbol of {s}": (
-        "Of which element is {a} the symbol? | {s}", "Tell me which element has the symbol {a}. | {s}"),
-}
+CHAT_BY_NOUN = paragraphs("""
+the capital of {s}
+Of which country is {a} the capital? | {s}
+Tell me which country has the capital {a}. | {s}
+
+the chemical symbol of {s}
+Of which element is {a} the symbol? | {s}
+Tell me which element has the symbol {a}. | {s}
+""")  # besides, for two of them
 SENTENCE = "{Np} is {a}."  # that answers all of these
 # For relations without one, by one of their questions in the corpus: the sentence that answers, then ways to ask. Sums
 # are asked for in other words than those of the task Arithmetic, which has larger numbers and wants the tool.
@@ -256,21 +258,19 @@ class TinyWorld(Task):
     def __init__(self, argument: str, split: str) -> None:
         self.name = f"TinyWorld {argument}".rstrip()
         self.key = f"tinyworld:{argument}:{split}"
+        self.turns = argument == "turns"
         self.singles = list(items(split))
+        self.about = [item for item in items(split) if not item.right and not GREETING.match(item.question)]
         if argument == "facts":
             self.singles = [item for item in self.singles if item.right]
         elif argument == "identity":
             self.singles = [item for item in self.singles if not item.right]
-        self.second = follow_ups(split) if argument in ("", "facts") else ()
-        self.about = [item for item in items(split) if not item.right and not GREETING.match(item.question)]
-        self.of_relation = defaultdict(list)
-        for item in self.singles:
-            self.of_relation[item.relation].append(item)
-        self.turns = argument == "turns"
+        self.second = []
         count = len(self.singles)
         if self.turns:
             count = TURNS[split]
-        elif self.second:
+        elif argument != "identity":
+            self.second = follow_ups(split)
             count += TWO_TURNS[split]
         self.order = shuffled(count, self.key)
 
@@ -290,14 +290,17 @@ class TinyWorld(Task):
             turns = [rng.choice(self.singles), rng.choice(self.singles)]
         else:               # one that is understood only after another of the same kind
             last = rng.choice(self.second)
-            turns = [rng.choice([item for item in self.of_relation[last.relation] if item.right != last.right]), last]
-        greeting = rng.choice(GREETINGS) if turns[0].right and rng.below(8) == 0 else ""
-        conversation = single_turn(greeting + turns[0].question, turns[0].reply)
-        for item in turns[1:]:
-            conversation["messages"] += single_turn(item.question, item.reply)["messages"]
+            others = [item for item in self.singles if item.relation == last.relation and item.right != last.right]
+            turns = [rng.choice(others), last]
+        messages = []
+        for question, reply, *_ in turns:
+            messages += single_turn(question, reply)["messages"]
+        right = sorted(turns[-1].right)
+        if turns[0].right and rng.below(8) == 0:
+            messages[0]["content"] = rng.choice(GREETINGS) + messages[0]["content"]
         if rng.below(25) == 0:
-            conversation["messages"].insert(0, {"role": "system", "content": rng.choice(SYSTEM)})
-        return conversation | {"right": sorted(turns[-1].right)}
+            messages.insert(0, {"role": "system", "content": rng.choice(SYSTEM)})
+        return {"messages": messages, "right": right}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """
@@ -321,34 +324,34 @@ def relation_of(fact: Fact) -> str:
 
 
 @cache
-def items(split: str) -> tuple[Item, ...]:
+def items(split: str) -> list[Item]:
     """The questions of a split, each asked once; those about the model with every greeting and ending."""
     found = []
     for fact in facts():
         for template in fact.templates:  # the corpus's own questions: those in its documents can only be trained on
             question, _, reply = template.format(**fact.slots).rpartition(" | ")
             if question and (Telling(question, reply) == fact.held_out) == (split == "test"):
-                found.append(make_item(fact, question, asked="s" if template.endswith("| {s}.") else "a"))
+                asked = "s" if template.endswith("| {s}.") else "a"
+                found.append(make_item(fact, question, asked))
         relation = relation_of(fact)
         if fact.noun:
-            chat = [*CHAT, *CHAT_BY_NOUN.get(relation, ())]
+            chat = CHAT + CHAT_BY_NOUN.get(relation, [])
         else:
             chat = CHAT_BY_QUESTION[relation][1:]
         # Ranked by the hash of fact and phrasing: the split depends on no seed, and each fact has as many in test.
-        keys = {f"{relation} {template} {template.format(**fact.slots)}": template for template in chat}
-        ranked = [keys[key] for key in sorted(keys, key=stable_hash)]
-        for template in side_of(ranked, HELD_OUT, split):
+        keys = {template: stable_hash(f"{relation} {template} {template.format(**fact.slots)}") for template in chat}
+        for template in side_of(sorted(chat, key=keys.__getitem__), HELD_OUT, split):
             question, _, asked = template.partition(" | ")
-            found.append(make_item(fact, question.format(**fact.slots), asked="s" if asked else "a"))
+            found.append(make_item(fact, question.format(**fact.slots), asked.strip("{}") or "a"))
     for reply, phrasings in IDENTITY.items():
         ranked = sorted(phrasings, key=stable_hash)
-        greetings, endings = GREETINGS, ENDINGS
+        around = list(itertools.product(GREETINGS, ENDINGS))
         if reply.startswith("Hello"):
-            greetings, endings = ("",), ("",)
+            around = [("", "")]
         for question in side_of(ranked, len(ranked) // 4, split):
-            for greeting, ending in itertools.product(greetings, endings):
+            for greeting, ending in around:
                 found.append(Item(greeting + question + ending, reply, frozenset(), ""))
-    return tuple(found)
+    return found
 
 
 def side_of(ranked: list[str], held_out: int, split: str) -> list[str]:
@@ -364,7 +367,8 @@ def make_item(fact: Fact, question: str, asked: str) -> Item:
         before, _, reply = template.rpartition(" | ")
         if not before or reply.endswith(f" {{{asked}}}."):  # a statement of the fact, or a reply that names the word
             right.add(reply.format(**fact.slots))
-    reply = (SENTENCE if fact.noun else CHAT_BY_QUESTION[relation_of(fact)][0]).format(**fact.slots)
+    sentence = SENTENCE if fact.noun else CHAT_BY_QUESTION[relation_of(fact)][0]
+    reply = sentence.format(**fact.slots)
     if Telling("", reply) == fact.held_out:  # what the corpus holds out stays so
         reply = f"It is {word}."
     relation = fact.noun if fact.noun.endswith("{s}") and asked == "a" else ""
@@ -372,7 +376,7 @@ def make_item(fact: Fact, question: str, asked: str) -> Item:
 
 
 @cache
-def follow_ups(split: str) -> tuple[Item, ...]:
+def follow_ups(split: str) -> list[Item]:
     """Second questions of a split that leave out what is asked for: "And what about Italy?"."""
     found = []
     for fact in facts():
@@ -381,4 +385,4 @@ def follow_ups(split: str) -> tuple[Item, ...]:
                 question = template.format(**fact.slots)
                 if split_of(f"{fact.noun} {question}", 6) == split:
                     found.append(make_item(fact, question, asked="a"))
-    return tuple(found)
+    return found
