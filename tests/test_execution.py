@@ -83,12 +83,9 @@ def test_the_search_for_what_is_left_finds_something():
 
 
 @pytest.mark.parametrize("code,stdout,stderr", [
-    ("print(1 + 1)", "2\n", ""),
     ("print('é😀', end='')", "é😀", ""),
-    ("import sys; print('out'); print('err', file=sys.stderr)", "out\n", "err\n"),
+    ("import sys; print('out'); print('err', file=sys.stderr); exit()", "out\n", "err\n"),
     ("import sys; sys.stdout.buffer.write(b'\\xff')", "\ufffd", ""),
-    ("exit()", "", ""),
-    ("if __name__ == '__main__': print(__file__)", "main.py\n", ""),
     ("open('x', 'w').write('kept'); print(open('x').read())", "kept\n", ""),
     ("import os; os.mkdir('a'); os.chmod('a', 0); os.symlink('/', 'b')", "", ""),
     ("import threading; threading.Timer(0.1, print, ['later']).start()", "later\n", ""),
@@ -100,16 +97,13 @@ def test_right_programs(run, code, stdout, stderr):
 
 
 @pytest.mark.parametrize("code,error", [
-    ("assert 1 + 1 == 3, 'wrong sum'", "exit code 1: AssertionError: wrong sum"),
-    ("print('so far')\nassert False", "exit code 1: AssertionError"),
+    ("print('so far')\nassert False, 'wrong sum'", "exit code 1: AssertionError: wrong sum"),
     ("def f(:\n  pass", "exit code 1: SyntaxError: invalid syntax"),
     ("import sys; sys.exit(3)", "exit code 3"),
     ("input()", "exit code 1: EOFError: EOF when reading a line"),
-    ("def f(): f()\nf()", "exit code 1: RecursionError: maximum recursion depth exceeded"),
     ("import torch", "exit code 1: ModuleNotFoundError: No module named 'torch'"),
     ("x = '\ud800'", "exit code 1: SyntaxError: (unicode error) 'utf-8' codec can't decode"),
-    ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
-    pytest.param("import os; os.kill(os.getpid(), 40)", "signal 40", marks=linux_only),
+    ("import os; os.kill(os.getpid(), 9)", "signal 9"),
     pytest.param("import ctypes, os; ctypes.CDLL(None).ptrace(0); os.kill(os.getpid(), 10)", "killed",
                  marks=linux_only),
 ])

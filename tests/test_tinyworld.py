@@ -51,17 +51,6 @@ def test_documents_are_pure_functions_of_seed_and_index_and_never_change():
     assert hashlib.sha256("\n".join(all_texts).encode()).hexdigest().startswith("2283d33781c614e19b8222e836a922c1")
 
 
-def test_documents_are_one_line_of_whole_sentences_and_of_the_promised_length():
-    assert all(re.fullmatch(r"[!-~]+( [!-~]+)*\.", made.text) for made in corpus()[:3000])
-    assert 200 < sum(len(made.text) for made in corpus()) / len(corpus()) < 350
-    counts = defaultdict(Counter)
-    for made in corpus()[:3000]:
-        counts[made.topic][made.text.count(". ") + 1] += 1
-    for topic, (fewest, most) in tinyworld.LENGTHS.items():
-        assert set(counts[topic]) == set(range(fewest, most + 1))
-        assert 160 < counts[topic].total() < 300  # 231 expected, standard deviation 15
-
-
 # ---- True -----------------------------------------------------------------------------------------------------------
 
 # ---- The oracle: every way to parse a sentence or a document, with its probability ----------------------------------

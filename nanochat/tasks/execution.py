@@ -67,11 +67,11 @@ def run_python(
     import subprocess  # these two here: the supervisor, which starts anew for every program, does without
     import tempfile
 
-    settings = timeout, memory_bytes, max_output_bytes, tempfile.gettempdir()
-    command = [sys.executable, "-I", "-S", "-X", "utf8", os.path.abspath(__file__), *map(str, settings)]
+    command = [sys.executable, "-I", "-S", "-X", "utf8", os.path.abspath(__file__)]
+    command += map(str, (timeout, memory_bytes, max_output_bytes, tempfile.gettempdir()))
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, **pipes, env={}, cwd="/", start_new_session=True) as supervisor:
-        report, complaint = b"", b""
+        report = complaint = b""
         try:
             report, complaint = supervisor.communicate(code.encode("utf-8", "surrogatepass"), timeout + GRACE_S)
         except subprocess.TimeoutExpired:  # stopped, or cannot end what it started; or we were stopped
