@@ -188,14 +188,8 @@ def test_a_model_with_its_own_code_generates_batches_and_is_saved_there(hf, tmp_
             for row, seen, logits in zip(*padded, theirs(*padded).logits):
                 assert torch.allclose(logits[seen > 0], model(row[seen > 0][None])[0], rtol=0, atol=1e-5)
         assert torch.allclose(theirs(ids, labels=ids).loss, model(ids[:, :-1], ids[:, 1:].contiguous()))
-    hole = torch.ones_like(ids).index_fill(1, torch.tensor([2]), 0)
-    for error, match, wrong in (
-        (ValueError, "attention_mask has zeros between ones", lambda: theirs(ids, hole)),
-        (TypeError, "position_ids", lambda: theirs(ids, position_ids=ids)),
-        (ValueError, "weights are missing", lambda: type(theirs)(theirs.config)),
-    ):
-        with pytest.raises(error, match=match):
-            wrong()
+    with pytest.raises(ValueError, match="attention_mask has zeros between ones"):
+        theirs(ids, torch.ones_like(ids).index_fill(1, torch.tensor([2]), 0))
 
     write = hf.pipeline("text-generation", model=str(folder), trust_remote_code=True)
     messages = [{"role": "user", "content": "What is 12?"}]
@@ -212,11 +206,7 @@ def test_a_model_with_its_own_code_generates_batches_and_is_saved_there(hf, tmp_
     for where in (folder, tmp_path / "theirs"):
         back = imported(where, overwrite=True, source="sft")
         assert different(original, back) == []
-        for field in ("model_config", "tokenizer", "step"):
-            assert read_meta(original)[field] == read_meta(back)[field]
-    again = exported(tmp_path / "again", model_tag="back", source="sft")
-    for path in folder.iterdir():
-        assert path.name == "README.md" or path.read_bytes() == (again / path.name).read_bytes(), path.name
+        assert read_meta(original)["model_config"] == read_meta(back)["model_config"]
 
 
 def test_pipelines_answer_and_continue_as_the_engine_does(hf, tmp_path):
@@ -336,21 +326,16 @@ def test_the_card_has_the_numbers_of_this_model_only(tmp_path):
 # ---- Import
 
 
-def unpadded(model: GPT) -> GPT:
-    """Its rows that pad the vocabulary are zero, as after an import."""
-    for weight in (model.transformer.wte.weight, model.lm_head.weight):
-        weight.data[V:] = 0
-    return model
-
-
-@pytest.mark.parametrize("dtype,softcap,rope_theta", [(torch.float32, None, 1e5), (torch.bfloat16, 30.0, 1e4)])
-def test_import_of_an_export_is_the_same_bits(tmp_path, dtype, softcap, rope_theta):
+def test_import_of_an_export_is_the_same_bits(tmp_path):
     """Every tensor, tokenizer and step; and a second export is the first, file by file."""
-    original = saved(unpadded(random_model(2, softcap=softcap, rope_theta=rope_theta)).to(dtype))
+    model = random_model(2, softcap=30.0, rope_theta=1e5).bfloat16()
+    for weight in (model.transformer.wte.weight, model.lm_head.weight):
+        weight.data[V:] = 0  # the rows that pad the vocabulary, as after an import
+    original = saved(model)
     out = exported(tmp_path / "out")
     back = imported(out, source="sft")
-    assert problem_with(back) is None and different(original, back) == []
     assert back == step_dir(checkpoint_dir("sft", "back"), 12)
+    assert problem_with(back) is None and different(original, back) == []
     for field in ("model_config", "tokenizer", "step"):
         assert read_meta(original)[field] == read_meta(back)[field]
     again = exported(tmp_path / "again", model_tag="back")
