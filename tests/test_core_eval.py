@@ -258,9 +258,7 @@ def test_what_is_wrong_with_a_bundle_is_named(bundle, tmp_path):
         "schema.jsonl:1: no schema item (JSONDecodeError": edit(schema, "", '{"context_options": '),
         "no schema item (IndexError": edit(schema, "", '{"context_options": ["a"], "continuation": "b", "gold": 1}'),
         "choices.jsonl:1: no multiple_choice item (KeyError: 'query')": edit(choices, "query", "question"),
-        "choices.jsonl is empty": edit(choices, "", ""),
-        "schema.jsonl is missing": lambda folder: (folder / schema).unlink(),
-        "is of type 'essay'; expected one of multiple_choice": edit("core.yaml", "type: schema", "type: essay"),
+        "schema.jsonl:1: no essay item (ValueError: the type is": edit("core.yaml", "type: schema", "type: essay"),
         "is not a CORE bundle (KeyError: 'schema')": edit("eval_meta_data.csv", "schema,", "other,"),
         "is not a CORE bundle (ParserError": edit("core.yaml", "", "icl_tasks: [}"),
     }

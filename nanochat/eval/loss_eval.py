@@ -27,10 +27,12 @@ def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) 
     device = next(model.parameters()).device
     bytes_of = torch.from_numpy(token_bytes).to(device)
     total = torch.zeros(2, dtype=sum_dtype(device), device=device)  # nats, bytes
-    numbers = progress(range(steps), "bits per byte", "batches")
-    for _, (inputs, targets, *_) in zip(until_stopped(numbers), batches):
+    batches = iter(batches)
+    for _ in until_stopped(progress(range(steps), "bits per byte", "batches")):
+        inputs, targets, *_ = next(batches)
         nats, target_bytes = counted_nats(model, inputs, targets, bytes_of)
-        total += torch.stack((nats.sum(), target_bytes.sum()))
+        total[0] += nats.sum()
+        total[1] += target_bytes.sum()
     all_reduce_sum(total)
     nats, count = total.tolist()
     if count == 0:
