@@ -70,9 +70,12 @@ def document_nats(
     for indices in progress(batches_by_length(rows, tokens_per_forward), "bits per byte", "batches"):
         inputs, targets = padded(rows, indices, device)
         nats, counts = counted_nats(model, inputs, targets, bytes_of)
-        for i, row_nats, row_bytes in zip(indices, nats.tolist(), counts.tolist()):
-            its_nats, its_bytes = results[owners[i]]
-            results[owners[i]] = its_nats + row_nats, its_bytes + int(row_bytes)
+        nats = nats.tolist()
+        counts = counts.tolist()
+        for index, row_nats, row_bytes in zip(indices, nats, counts):
+            owner = owners[index]
+            its_nats, its_bytes = results[owner]
+            results[owner] = its_nats + row_nats, its_bytes + int(row_bytes)
     return results
 
 

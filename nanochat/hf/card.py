@@ -9,8 +9,10 @@ from nanochat.training.records import describe_checkpoint
 from nanochat.training.report import read_section, sorted_sections
 
 STAGE_NAMES = {
-    "base": "a base model: it goes on with a text", "mid": "a chat model after mid-training",
-    "sft": "a chat model after fine-tuning", "rl": "a chat model after reinforcement learning",
+    "base": "a base model: it goes on with a text",
+    "mid": "a chat model after mid-training",
+    "sft": "a chat model after fine-tuning",
+    "rl": "a chat model after reinforcement learning",
 }
 CARD = """\
 ---

@@ -36,24 +36,38 @@ FOLDER = re.compile(  # every file of an exported folder, also of earlier versio
 MODELING = Path(__file__).with_name("modeling_nanochat.py")
 OUR_IMPORT = re.compile(r"^from nanochat\.(\w+)\.(\w+) import", re.MULTILINE)
 MODERN = "nanochat_modern"
-AUTO_MAP = {"AutoConfig": f"{MODELING.stem}.NanoChatModernConfig",
-            "AutoModelForCausalLM": f"{MODELING.stem}.NanoChatModernForCausalLM"}
+AUTO_MAP = {
+    "AutoConfig": "modeling_nanochat.NanoChatModernConfig",
+    "AutoModelForCausalLM": "modeling_nanochat.NanoChatModernForCausalLM",
+}
 STEP = "nanochat_step"  # of the checkpoint, in config.json
 WITH_VOCABULARY = ("transformer.wte.weight", "lm_head.weight")
 NAMES = {  # ours: theirs, of parameters
-    "transformer.wte.": "model.embed_tokens.", "transformer.h.": "model.layers.",
-    "attn.c_q.": "self_attn.q_proj.", "attn.c_k.": "self_attn.k_proj.", "attn.c_v.": "self_attn.v_proj.",
-    "attn.c_proj.": "self_attn.o_proj.", "mlp.c_fc.": "mlp.fc1.", "mlp.c_proj.": "mlp.fc2.",
+    "transformer.wte.": "model.embed_tokens.",
+    "transformer.h.": "model.layers.",
+    "attn.c_q.": "self_attn.q_proj.",
+    "attn.c_k.": "self_attn.k_proj.",
+    "attn.c_v.": "self_attn.v_proj.",
+    "attn.c_proj.": "self_attn.o_proj.",
+    "mlp.c_fc.": "mlp.fc1.",
+    "mlp.c_proj.": "mlp.fc2.",
 }
 CONFIG = {  # ours: theirs, of the configuration
-    "sequence_len": "max_position_embeddings", "vocab_size": "vocab_size", "n_layer": "num_hidden_layers",
-    "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads",
+    "sequence_len": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
     "softcap": "final_logit_softcapping",
 }
 OURS = {f.name: f.default for f in fields(GPTConfig)}  # all fields, with what a classic model has
 EXPRESSED = ("rope_theta", "embedding_std", "fc_scale")  # that class has the first, the others only begin a training
 DEFAULTS = {  # of that class, where they are not what our models have, for what a config.json leaves out
-    "max_position_embeddings": 2048, "final_logit_softcapping": 15.0, "intermediate_size": 8192, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+    "final_logit_softcapping": 15.0,
+    "intermediate_size": 8192,
+    "rms_norm_eps": 1e-6,
 }
 
 

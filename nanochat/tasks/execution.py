@@ -39,8 +39,10 @@ POLL_S = 0.002                 # between two checks whether the program has ende
 
 LINUX = sys.platform == "linux"
 LIBC = ctypes.CDLL(None)
-NEWIPC, NEWUSER, NEWPID, NEWNET = 0x8000000, 0x10000000, 0x20000000, 0x40000000  # linux/sched.h
-PDEATHSIG, CHILD_SUBREAPER, NO_NEW_PRIVS = 1, 36, 38                             # linux/prctl.h
+NAMESPACES = 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000  # IPC, users, processes, network: linux/sched.h
+PDEATHSIG = 1          # linux/prctl.h
+CHILD_SUBREAPER = 36
+NO_NEW_PRIVS = 38
 LANDLOCK = 444  # a system call; its number is the same on every architecture
 SIGKILL = 9     # the module `signal` would take a tenth of the start
 
@@ -106,7 +108,9 @@ def reason(status: int, stderr: str) -> str | None:
 
 def supervise() -> None:
     """Start init, and end and remove what it leaves. Returns only in the program's process, which is ready to begin."""
-    timeout, memory_bytes, max_output_bytes = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    timeout = float(sys.argv[1])
+    memory_bytes = int(sys.argv[2])
+    max_output_bytes = int(sys.argv[3])
     code = sys.stdin.buffer.read()
     folder = os.path.join(sys.argv[4], f"nanochat-{os.getpid()}-{os.urandom(8).hex()}")
     os.mkdir(folder, 0o700)
@@ -124,7 +128,8 @@ def supervise() -> None:
         write("/proc/self/oom_score_adj", "1000")  # when the machine's memory runs out, this goes first
         if not landlock(folder):
             unprotected.append("files")
-    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+    out, out_end = os.pipe()
+    err, err_end = os.pipe()
     program = os.fork()
     if program == 0:
         return be_the_program(code, folder, out_end, err_end, memory_bytes, max_processes)
@@ -205,11 +210,13 @@ def isolate() -> tuple[list[str], int]:
     if not LINUX:
         return ["network", "processes", "files", "memory"], -1
     LIBC.prctl(CHILD_SUBREAPER, 1, 0, 0, 0)
-    user, group, supervisor_and_init = os.geteuid(), os.getegid(), 2
+    user = os.geteuid()
+    group = os.getegid()
+    supervisor_and_init = 2
     if user == 0:  # the kernel does not count root's processes, but goes by the real id: let that be nobody's
         with contextlib.suppress(OSError):  # a container that has no such id
             os.setresuid(2**30 + os.getpid(), user, user)
-    if LIBC.unshare(NEWUSER | NEWPID | NEWNET | NEWIPC) != 0:
+    if LIBC.unshare(NAMESPACES) != 0:
         others = sum(threads for *_, threads, owner in processes() if owner == user == os.getuid())
         return ["network", "processes"], others + supervisor_and_init + MAX_PROCESSES
     write("/proc/self/setgroups", "deny")

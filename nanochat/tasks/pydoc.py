@@ -27,9 +27,18 @@ inspect io ipaddress itertools json keyword locale logging math mimetypes operat
 pprint queue random re secrets shelve shlex shutil signal socket sqlite3 stat statistics string struct subprocess sys
 tarfile tempfile textwrap threading time timeit traceback types typing unicodedata urllib.parse uuid warnings weakref
 zipfile zlib""".split()
-QUESTIONS = (
-    "What does {n} do?", "What is {n} for?", "Tell me what {n} does.", "Explain {n}.", "Describe {n}.",
-    "What do I need {n} for?", "In Python, what does {n} do?", "What can I do with {n}?", "{n}?", "Please explain {n}.")
+QUESTIONS = """
+What does {n} do?
+What is {n} for?
+Tell me what {n} does.
+Explain {n}.
+Describe {n}.
+What do I need {n} for?
+In Python, what does {n} do?
+What can I do with {n}?
+{n}?
+Please explain {n}.
+""".strip().splitlines()
 REPLACED = ("inspect.getfile", "sys.excepthook")  # torch and nanochat/runtime/exits.py put others there
 LONGEST = 130  # characters of an answer
 WORD = re.compile(r"(?<!\S)[a-z]{3,}(?=[,.;:]?(?:\s|$))")  # in a sentence, not in a piece of code

@@ -22,9 +22,15 @@ from nanochat.tasks.execution import run_python
 
 SIZES = {"train": 20_000, "test": 1_000}
 RUN_TOGETHER = 1_000  # programs in one process
-QUESTIONS = (
-    "What does this print?", "What does this program print?", "What is the output of this program?",
-    "What will this print?", "Tell me what this prints.", "What comes out of this program?", "What is printed here?")
+QUESTIONS = """
+What does this print?
+What does this program print?
+What is the output of this program?
+What will this print?
+Tell me what this prints.
+What comes out of this program?
+What is printed here?
+""".strip().splitlines()
 # Templates, separated by a line of ---. Numbers: {a} to {k}, small ones {i} {j} {m} {n}, lists {L} {S}. Words: {u} {v}
 # {w}, a list {W}. Names: {x} {y} {f}.
 PROGRAMS = tuple(r'''
