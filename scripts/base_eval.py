@@ -86,14 +86,15 @@ if core_metric_max_per_task and (reason := why_no_bundle()):
 elif core_metric_max_per_task:
     core, scores = evaluate_core(model, tokenizer, load_tasks(bundle_dir()), core_metric_max_per_task,
                                  device_batch_size * max_seq_len)
-    results[core_name(scores)] = core
+    core_title = core_name(core_metric_max_per_task)
+    results[core_title] = core
     rows = []
     for score in scores:
-        results[f"{core_name(scores)}: {score.label}"] = score.centered
+        results[f"{core_title}: {score.label}"] = score.centered
         rows.append([score.label, f"{score.items:,}", f"{score.accuracy:.4f}", f"{score.baseline:.4f}",
                      f"{score.centered:.4f}"])
     tables.append(markdown_table(["CORE task", "items", "accuracy", "guessing", "centred"], rows))
-    print0(f"{tables[-1]}\n{core_name(scores)}: {core:.4f}")
+    print0(f"{tables[-1]}\n{core_title}: {core:.4f}")
 
 # --- the usual prompts, greedily
 rows = []

@@ -272,31 +272,30 @@ def test_spellingbee_sides_share_no_word_and_test_none_that_the_corpus_spells():
     assert set(used) == tested and min(used.values()) >= 3  # every word in each of three kinds
 
 
-def check_spelling(conversation: dict) -> tuple[str, str, int]:
-    """Kind, word and count (0 where none is asked for) of a conversation whose answer is right."""
+def check_spelling(conversation: dict) -> tuple[str, int]:
+    """Kind, and count (0 where none is asked for), of a conversation whose answer is right."""
     question, answer = asked(conversation), conversation["messages"][-1]["content"]
     if "word" in conversation:
         word = conversation["word"]
         assert answer == "-".join(re.search(rf"\b{word}\b", question)[0]) + "."
-        return "spell", word, 0
+        return "spell", 0
     word = re.search('"([a-z]+)"', question)[1]
-    letter = re.search(r" ([a-z])\b(?!')| ([a-z])'s", question.replace(" a re", "").partition(". ")[0])
-    letter = letter[1] or letter[2]
+    letter = re.search(r" ([a-z])(?:'s)? ", question.replace(" a re", ""))[1]
     count = sum(char == letter for char in word)
     assert last_number(reference(conversation)) == count
     if isinstance(answer, list):
         assert parts_of(conversation)[:2] == [("python", f'"{word}".count("{letter}")'), ("python_output", str(count))]
-        return "tool", word, count
+        return "tool", count
     spelled = answer.partition(".")[0]
     assert re.sub("[^a-z]", "", spelled) == word
     assert re.findall("(.):([0-9])", spelled) == [(letter, str(i + 1)) for i in range(count)]
-    return "hand", word, count
+    return "hand", count
 
 
 def test_spellingbee_spells_and_counts_right():
     checked = [check_spelling(conversation) for conversation in make_task("spellingbee", "test")]
-    kinds = Counter(kind for kind, _, _ in checked)
-    counts = Counter(count for kind, _, count in checked if kind != "spell")
+    kinds = Counter(kind for kind, _ in checked)
+    counts = Counter(count for kind, count in checked if kind != "spell")
     assert kinds == {"spell": 2000, "tool": 2000, "hand": 2000} and min(counts[0], counts[2]) > 200 and counts[3]
 
 
@@ -399,11 +398,8 @@ def test_the_model_says_who_it_is():
 
 # ---- Data sets of the hub, from local folders in its layout ---------------------------------------------------------
 
-SMOLTALK = [{"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"},
-                          {"role": "assistant", "content": "Hello!"}]},
-            {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "One."},
-                          {"role": "user", "content": "2?"},
-                          {"role": "assistant", "content": "Two."}]}]
+SMOLTALK = [{"messages": [{"role": "system", "content": "Be kind."}, *single_turn("Hi", "Hello!")["messages"]]},
+            {"messages": single_turn("1?", "One.")["messages"] + single_turn("2?", "Two.")["messages"]}]
 MMLU = [{"question": f"{i} + 1?", "subject": "sums", "choices": [str(i), str(i + 1), "7", "9"], "answer": 1}
         for i in range(3)]
 ARC = [{"id": "M1", "question": "What is hot?", "choices": {"text": ["ice", "fire", "snow"], "label": ["1", "2", "3"]},
@@ -434,12 +430,8 @@ def write(base_folder: Path, name: str, rows: list[dict]) -> Path:
 def test_smoltalk_from_several_files_keeps_roles_and_texts(base_folder):
     write(base_folder, "smoltalk/data/train-00000-of-00002.parquet", SMOLTALK[:1])
     write(base_folder, "smoltalk/data/train-00001-of-00002.parquet", SMOLTALK[1:])
-    write(base_folder, "smoltalk/data/test-00000-of-00001.parquet", SMOLTALK[:1])
     task = make_task("smoltalk", "train")
     assert task.eval_type is None and sorted(map(json.dumps, task)) == sorted(map(json.dumps, SMOLTALK))
-    assert list(make_task("smoltalk", "test")) == SMOLTALK[:1]
-    for conversation in task:
-        check_conversation(conversation)
 
 
 def test_mmlu_trains_on_the_auxiliary_rows_and_is_measured_on_all(base_folder):
@@ -591,15 +583,12 @@ def test_local_folders_without_the_right_files_say_what_is_missing(base_folder):
         make_task("humaneval", "test")[0]
 
 
-def test_without_network_or_package_it_says_so_in_one_line(monkeypatch):
+def test_without_a_network_it_says_so_in_one_line():
     """In a process of its own: whether the hub may be asked is settled when its package is imported."""
     code = ("from nanochat.runtime.errors import UserError\nfrom nanochat.tasks import make_task\n"
             "try:\n    make_task('gsm8k', 'train')\nexcept UserError as error:\n    print(error)")
     said = in_a_process(code, HF_HUB_OFFLINE="1", HF_HOME=os.environ["NANOCHAT_BASE_DIR"])
     assert re.fullmatch(r"cannot load the train split of openai/gsm8k from the hub, and there is no .*: .*\n", said)
-    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it fails
-    with pytest.raises(UserError, match="pip install datasets"):
-        make_task("gsm8k", "train")
 
 
 def test_example_questions_are_of_tasks_that_are_made_here_only():

@@ -18,11 +18,10 @@ from statistics import fmean
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from nanochat.data.padding import Row
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.eval.loss_eval import batches_by_length, padded, row_of, wrong_tokens
+from nanochat.eval.loss_eval import measure, row_of
 from nanochat.runtime.collectives import all_reduce_sum, rank_and_size
 from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.devices import sum_dtype
@@ -55,7 +54,6 @@ class CoreScore(NamedTuple):
     baseline: float
     centered: float
     items: int          # items that were asked
-    items_there: int    # items of the task
 
 
 # ---- The bundle
@@ -165,13 +163,12 @@ def evaluate_core(
     rank, world_size = rank_and_size()
     device = next(model.parameters()).device
     longest = model.config.sequence_len + 1
-    counts = []       # right answers and items of each task on this rank
-    items_there = []  # items of each task
+    counts = []  # right answers and items of each task on this rank
     for task in tasks:
         items = load_items(task)
-        items_there.append(len(items))
         if max_per_task >= 0:
             items = items[:max_per_task]
+        greedily = task.kind == "language_modeling"
         right = asked = 0
         # Blocks are dealt out whole: what a forward pass holds does not depend on the ranks, nor do its last digits.
         blocks = range(0, len(items), BLOCK * world_size)
@@ -181,11 +178,11 @@ def evaluate_core(
             groups = [rows_of(task, items, index, tokenizer, longest) for index in block]
             rows = list(itertools.chain.from_iterable(groups))
             with eagerly():  # shapes change from pass to pass
-                values = measure(model, rows, task.kind == "language_modeling", tokens_per_forward)
+                values = measure(model, rows, tokens_per_forward, greedily, together=True)
             for index, group in zip(block, groups):
                 of_item = values[: len(group)]
                 values = values[len(group) :]
-                if task.kind == "language_modeling":
+                if greedily:
                     right += of_item[0] == 0
                 else:
                     right += of_item.index(min(of_item)) == items[index].gold
@@ -194,40 +191,13 @@ def evaluate_core(
     sums = torch.tensor(counts, dtype=sum_dtype(device), device=device)
     all_reduce_sum(sums)
     scores = []
-    for task, (right, asked), there in zip(tasks, sums.tolist(), items_there):
+    for task, (right, asked) in zip(tasks, sums.tolist()):
         accuracy = right / asked
         centered = (accuracy - task.baseline) / (1 - task.baseline)
-        scores.append(CoreScore(task.label, accuracy, task.baseline, centered, int(asked), there))
+        scores.append(CoreScore(task.label, accuracy, task.baseline, centered, int(asked)))
     return fmean(score.centered for score in scores), scores
 
 
-def core_name(scores: list[CoreScore]) -> str:
-    """What the mean of these scores may be called: CORE is over all items of all tasks."""
-    if all(score.items == score.items_there for score in scores):
-        return "CORE"
-    return f"CORE (up to {max(score.items for score in scores):,} items a task)"
-
-
-def measure(model, rows: list[Row], greedily: bool, tokens_per_forward: int) -> list[float]:
-    """
-    The value of each row: the mean loss of the tokens that count, in nats; or, greedily, how many of them are not the
-    most likely one. COLLECTIVE: where parameters are sharded, so is every forward pass.
-    """
-    device = next(model.parameters()).device
-    batches = batches_by_length(rows, tokens_per_forward)
-    passes = torch.tensor(len(batches), device=device)
-    if dist.is_initialized():
-        dist.all_reduce(passes, dist.ReduceOp.MAX)
-    while len(batches) < passes:  # a rank without rows of its own takes part in the others' passes
-        batches.append([])
-    values = [0.0] * len(rows)
-    for indices in batches:
-        inputs, targets = padded(rows, indices, device)
-        if greedily:
-            measured = wrong_tokens(model, inputs, targets)
-        else:
-            measured = model(inputs, targets, reduction="none").sum(1) / (targets >= 0).sum(1)
-        measured = measured.tolist()  # the one wait for the device
-        for index, value in zip(indices, measured):
-            values[index] = value
-    return values
+def core_name(max_per_task: int) -> str:
+    """What the mean of the scores may be called: CORE is over all items of all tasks."""
+    return "CORE" if max_per_task < 0 else f"CORE (up to {max_per_task:,} items a task)"

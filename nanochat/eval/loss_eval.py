@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.data.dataloader import TokenizedShards
@@ -50,7 +51,10 @@ def counted_nats(model, inputs: Tensor, targets: Tensor, bytes_of: Tensor) -> tu
 
 @torch.no_grad()
 def document_nats(
-    model, documents: list[list[int]], token_bytes: np.ndarray, tokens_per_forward: int
+    model,
+    documents: list[list[int]],
+    token_bytes: np.ndarray,
+    tokens_per_forward: int,
 ) -> list[tuple[float, int]]:
     """
     (nats, bytes) of each whole document, alone, in windows: a row is <|bos|> and the next sequence_len tokens,
@@ -95,7 +99,6 @@ def greedy_completes(
     those of greedy decoding if and only if each is the most likely one after the expected ones before it. What does
     not fit into a row of the model is not completed.
     """
-    device = next(model.parameters()).device
     longest = model.config.sequence_len + 1
     bos = tokenizer.get_bos_token_id()
     prompts = tokenizer.encode([prompt for prompt, _ in pairs], prepend=bos)
@@ -104,25 +107,39 @@ def greedy_completes(
     for prompt, whole in zip(prompts, texts):
         assert whole[: len(prompt)] == prompt, "a token spans prompt and completion"
         rows.append(row_of(whole, len(prompt)))
-    results = [False] * len(rows)
-    for indices in batches_by_length(rows, tokens_per_forward):
+    wrong = measure(model, rows, tokens_per_forward, greedily=True)
+    return [count == 0 and len(tokens) <= longest for count, (tokens, _) in zip(wrong, rows)]
+
+
+def measure(
+    model, rows: list[Row], tokens_per_forward: int, greedily: bool, together: bool = False
+) -> list[float]:
+    """
+    The value of each row: the mean loss of its targets, in nats; or, greedily, how many of them are not the most likely
+    token. together: COLLECTIVE, each rank with rows of its own, because sharded parameters make every forward pass so.
+    """
+    device = next(model.parameters()).device
+    batches = batches_by_length(rows, tokens_per_forward)
+    if together and dist.is_initialized():
+        passes = torch.tensor(len(batches), device=device)
+        dist.all_reduce(passes, dist.ReduceOp.MAX)
+        batches += [[]] * (int(passes) - len(batches))  # without rows of its own a rank takes part in others' passes
+    values = [0.0] * len(rows)
+    for indices in batches:
         inputs, targets = padded(rows, indices, device)
-        wrong = wrong_tokens(model, inputs, targets)
-        for index, count in zip(indices, wrong.tolist()):
-            results[index] = count == 0 and len(rows[index][0]) <= longest
-    return results
-
-
-def wrong_tokens(model, inputs: Tensor, targets: Tensor) -> Tensor:
-    """
-    (B,): how many targets of each row are not the model's most likely token. The head sees only the positions that
-    have a target: the logits of all positions could be gigabytes.
-    """
-    counts = targets >= 0
-    logits = model.lm_head(model.hidden(inputs)[counts])  # (targets, vocab_size)
-    wrong = torch.zeros_like(targets)
-    wrong[counts] = (logits.argmax(-1) != targets[counts]).long()
-    return wrong.sum(1)
+        counts = targets >= 0
+        if greedily:
+            # The head sees only the positions that have a target: the logits of all positions could be gigabytes.
+            likeliest = model.lm_head(model.hidden(inputs)[counts]).argmax(-1)
+            wrong = torch.zeros_like(targets)
+            wrong[counts] = (likeliest != targets[counts]).long()
+            measured = wrong.sum(1)
+        else:
+            measured = model(inputs, targets, reduction="none").sum(1) / counts.sum(1)
+        measured = measured.tolist()  # the one wait for the device
+        for index, value in zip(indices, measured):
+            values[index] = value
+    return values
 
 
 # ---- Rows of any length in padded batches

@@ -24,8 +24,13 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def evaluate_task(
-    task: Task, model: GPT, tokenizer: Tokenizer, batch_size: int, max_problems: int = -1,
-    sampling: SamplingParams = GREEDY, num_samples: int = 1,
+    task: Task,
+    model: GPT,
+    tokenizer: Tokenizer,
+    batch_size: int,
+    max_problems: int = -1,
+    sampling: SamplingParams = GREEDY,
+    num_samples: int = 1,
 ) -> list[list[bool]]:
     """
     Whether each sample of each of the first max_problems problems (-1: all) is correct, on every rank the same list.
@@ -50,8 +55,13 @@ def evaluate_task(
 
 
 def generate_answers(
-    model: GPT, tokenizer: Tokenizer, conversations: Sequence[dict], indices: Sequence[int], sampling: SamplingParams,
-    num_samples: int, batch_size: int,
+    model: GPT,
+    tokenizer: Tokenizer,
+    conversations: Sequence[dict],
+    indices: Sequence[int],
+    sampling: SamplingParams,
+    num_samples: int,
+    batch_size: int,
 ) -> list[list[Answer]]:
     """num_samples answers to each conversation. indices: of the conversations in their task; they seed the samples."""
     prompts = [render_prompt(tokenizer, conversation) for conversation in conversations]

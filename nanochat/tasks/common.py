@@ -81,7 +81,10 @@ def paragraphs(text: str) -> dict[str, list[str]]:
 
 def single_turn(question: str, answer: str | list[dict]) -> Conversation:
     """The conversation of one question and its answer."""
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    return {"messages": [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]}
 
 
 def as_parts(parts: list[tuple[str, str]]) -> list[dict]:

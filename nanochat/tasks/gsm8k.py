@@ -44,7 +44,8 @@ def answer_parts(answer: str) -> list[dict]:
         if CALCULABLE.fullmatch(expression) and result:
             if text:
                 parts.append(("text", text))
-            parts += [("python", expression), ("python_output", result)]
+            parts.append(("python", expression))
+            parts.append(("python_output", result))
             text = ""
     parts.append(("text", text + answer[end:]))
     return as_parts(parts)
