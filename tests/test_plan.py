@@ -174,12 +174,12 @@ def test_the_fastest_layout_that_fits(gpus: int, depth: int):
 
 def test_the_command():
     """Two levels of links; hours only; and what it refuses."""
-    shown = run_module("scripts.plan", "--depth=24", "--gpus=16", "--between=hdr", "--total_batch_size=2**20")
+    shown = run_module("scripts.plan", "--depth=24", "--gpus=16", "--between=hdr", "--total_batch_size=1048576")
     assert "over NVLink 4 within and InfiniBand HDR between hosts" in shown.stdout
     rows = [line.split(" | ") for line in shown.stdout.splitlines() if line.startswith("| ")][2:]
     sharded = [[f"| {stage}", size, "1"] for stage in (1, 2, 3) for size in ("8", "16")]
     assert [row[:3] for row in rows] == [["| 0", "–", "1"], *sharded]
-    shown = run_module("scripts.plan", "--depth=24", "--gpus=16", "--pipeline_stages=2", "--total_batch_size=2**20")
+    shown = run_module("scripts.plan", "--depth=24", "--gpus=16", "--pipeline_stages=2", "--total_batch_size=1048576")
     rows = [line.split(" | ") for line in shown.stdout.splitlines() if line.startswith("| ")][2:]
     assert [row[:3] for row in rows] == [["| 0", "–", "1"], *sharded, ["| 0", "–", "2"], ["| 1", "8", "2"]]
     assert "the fastest that fits: --zero_stage=1 --shard_size=" in shown.stdout
