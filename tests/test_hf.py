@@ -438,7 +438,7 @@ def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path, base_folder, w
     with pytest.raises(UserError, match=r"tokenizer.pkl .*asks for .*; expected nothing but tiktoken.core.Encoding"):
         imported(folder)
     classic_folder(folder, random_model(), stranger=what)
-    with pytest.raises(UserError, match="model_000650.pt cannot be read: it holds more than tensors"):
+    with pytest.raises(UserError, match="model_000650.pt cannot be read: Weights only load failed"):
         imported(folder)
     assert sorted(str(path) for path in base_folder.rglob("*")) == []
 
@@ -514,8 +514,7 @@ CLASSIC_FAULTS = {
     "there is no": remove("tokenizer.pkl"),
     "has the special tokens <|user_start|> <|bos|>":
         pickled(special_tokens=SPECIAL | {"<|bos|>": len(RANKS) + 1, "<|user_start|>": len(RANKS)}),
-    "the ids 0 to 255 are not the bytes": pickled(mergeable_ranks=RANKS | {b"a": RANKS[b"b"], b"b": RANKS[b"a"]}),
-    "ordinary tokens are not 0 to": pickled(mergeable_ranks=RANKS | {b"zzz": 4000}),
+    "ordinary tokens are not the 256 bytes": pickled(mergeable_ranks=RANKS | {b"zzz": 4000}),
     "its pattern cannot be used": pickled(pat_str="("),
 }
 

@@ -280,7 +280,7 @@ def check_spelling(conversation: dict) -> tuple[str, int]:
         assert answer == "-".join(re.search(rf"\b{word}\b", question)[0]) + "."
         return "spell", 0
     word = re.search('"([a-z]+)"', question)[1]
-    letter = re.search(r" ([a-z])(?:'s)? ", question.replace(" a re", ""))[1]
+    letter = re.search(r" ([a-z])(?:'s)?[ ?.]", question.replace(" a re", ""))[1]
     count = sum(char == letter for char in word)
     assert last_number(reference(conversation)) == count
     if isinstance(answer, list):

@@ -31,7 +31,7 @@ PROBES = (
 # ---- Export
 
 def write_tokenizer(tokenizer: Tokenizer, sequence_len: int, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json and the chat template. UserError for a tokenizer without such a form."""
+    """tokenizer.json, tokenizer_config.json and the chat template."""
     to_hf(tokenizer).save(str(folder / "tokenizer.json"))
     # Padding is <|bos|>, which is never a target: trainers leave padding out of the loss, and with <|assistant_end|>
     # they would leave out the end of every answer.
@@ -49,10 +49,7 @@ def write_tokenizer(tokenizer: Tokenizer, sequence_len: int, folder: Path) -> No
 
 
 def to_hf(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
-    """The same vocabulary in the form of tokenizer.json. UserError for one that has no such form."""
-    if tokenizer.special_tokens != SPECIAL_TOKENS:
-        raise UserError(f"the tokenizer has the special tokens {' '.join(tokenizer.special_tokens)}; "
-                        f"only {' '.join(SPECIAL_TOKENS)} can be exported")
+    """The same vocabulary in the form of tokenizer.json."""
     letters = {byte: char for char, byte in byte_alphabet().items()}
     ranks = {token: rank for rank, token in enumerate(tokenizer.raw_tokens)}
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
@@ -125,11 +122,10 @@ def from_ranks(ranks: dict[bytes, int], pattern: str, specials: dict[str, int], 
     bytes have ids 0 to 255, the merges follow without a gap, and then our special tokens in their order.
     """
     tokens = sorted(ranks, key=ranks.get)
-    if sorted(ranks.values()) != list(range(len(tokens))):
-        raise UserError(f"{where}: the ids of its {len(tokens):,} ordinary tokens are not 0 to {len(tokens) - 1:,}")
-    if tokens[:256] != [bytes([byte]) for byte in range(256)]:
-        raise UserError(f"{where}: the ids 0 to 255 are not the bytes in their order, "
-                        "as this program's tokenizers have them")
+    alphabet = [bytes([byte]) for byte in range(256)]
+    if sorted(ranks.values()) != list(range(len(tokens))) or tokens[:256] != alphabet:
+        raise UserError(f"{where}: its {len(tokens):,} ordinary tokens are not the 256 bytes in their order and then "
+                        "merges, with ids from 0 on, as this program's tokenizers have them")
     if specials != {name: len(tokens) + i for i, name in enumerate(SPECIAL_TOKENS)}:
         raise UserError(f"{where} has the special tokens {' '.join(sorted(specials, key=specials.get))}; "
                         f"expected {' '.join(SPECIAL_TOKENS)}, with the ids from {len(tokens)} on")
