@@ -92,7 +92,10 @@ def first_documents(data: str, tokenizer: Tokenizer, most: int) -> list[list[int
 
 @torch.no_grad()
 def greedy_completes(
-    model, tokenizer: Tokenizer, pairs: list[tuple[str, str]], tokens_per_forward: int
+    model,
+    tokenizer: Tokenizer,
+    pairs: list[tuple[str, str]],
+    tokens_per_forward: int,
 ) -> list[bool]:
     """
     Whether greedy decoding of each prompt gives exactly its completion. One forward pass per batch: the tokens are
@@ -112,7 +115,11 @@ def greedy_completes(
 
 
 def measure(
-    model, rows: list[Row], tokens_per_forward: int, greedily: bool, together: bool = False
+    model,
+    rows: list[Row],
+    tokens_per_forward: int,
+    greedily: bool,
+    together: bool = False,
 ) -> list[float]:
     """
     The value of each row: the mean loss of its targets, in nats; or, greedily, how many of them are not the most likely
@@ -182,5 +189,6 @@ def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> str:
     """
     bos = tokenizer.get_bos_token_id()
     out = list(model.generate(tokenizer.encode(prompt, prepend=bos), max_tokens))
-    end = out.index(bos) if bos in out else len(out)
-    return tokenizer.decode(out[:end])
+    if bos in out:
+        out = out[: out.index(bos)]
+    return tokenizer.decode(out)

@@ -100,4 +100,6 @@ def with_tool(expression: str, output: str, text: str) -> list[dict]:
 def last_number(text: str) -> float | None:
     """The last number in a text; commas may group its digits. None where there is none."""
     found = re.findall(r"(?<![\w.])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?", text)
-    return float(found[-1].replace(",", "")) if found else None
+    if not found:
+        return None
+    return float(found[-1].replace(",", ""))
