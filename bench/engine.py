@@ -34,7 +34,6 @@ batch_size = 16             # [1..] sequences decoded together
 new_tokens = 256            # [1..496] written after each prompt of 16
 repeats = 5                 # [1..] of which the fastest counts
 compile = True              # also the compiled step
-copied_mb = 64              # [1..] size of the tensor whose copies tell the memory's rate
 configure(globals())
 
 *_, device = compute_init(device_type)
@@ -62,7 +61,7 @@ def fastest(times: int, function: Callable[[], object]) -> float:
 
 def copy_rate() -> float:
     """Bytes read and written per second."""
-    tensor = torch.ones(copied_mb << 18, device=device)
+    tensor = torch.ones(2**24, device=device)  # 64 MiB
     other = torch.empty_like(tensor)
     return 2 * tensor.nbytes / fastest(20, lambda: other.copy_(tensor)[-1].item())
 

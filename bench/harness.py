@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
-from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import write_text
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -21,21 +20,21 @@ END = "<!-- end of what it made -->"
 def show(text: str, page: str, command: str, write: bool) -> None:
     """
     Print the tables; with write put them into docs/<page>, too, between `<!-- made by: python -m <command> --write -->`
-    and the end mark that follows it. UserError when the page has no such marks.
+    and the end mark that follows it, which must be there.
     """
     print(f"\n{text}")
     if not write:
         return
-    path, begin = DOCS / page, f"<!-- made by: python -m {command} --write -->"
-    before, found, rest = path.read_text(encoding="utf-8").partition(begin)
-    _, ended, after = rest.partition(END)
-    if not (found and ended):
-        raise UserError(f"{path} has no {begin} with {END} after it; put both where the tables shall stand")
-    write_text(path, f"{before}{begin}\n\n{text}\n\n{END}{after}")
+    path = DOCS / page
+    content = path.read_text(encoding="utf-8")
+    mark = f"<!-- made by: python -m {command} --write -->"
+    start = content.index(mark) + len(mark)
+    end = content.index(END, start)
+    write_text(path, f"{content[:start]}\n\n{text}\n\n{content[end:]}")
 
 
 def on_ranks(ranks: int, function: Callable, *args: Any) -> Any:
-    """function(rank, ranks, *args) on so many processes with a thread each, joined by gloo. Returns rank 0's result."""
+    """Rank 0's result of function(rank, ranks, *args), called in a process with one thread for each rank; gloo."""
     with tempfile.TemporaryDirectory() as folder:
         # Forked, not spawned: a spawned process would run the benchmark's module again.
         start_processes(one_rank, (ranks, folder, function, args), ranks, start_method="fork")

@@ -7,8 +7,10 @@ from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 
 CONFIG = GPTConfig(sequence_len=32, vocab_size=768, n_layer=2, n_embd=64, n_head=2, n_kv_head=2)
-ROWS, MICRO_STEPS, STEPS = 8, 2, 5  # rows of a step, over all ranks and micro-steps; micro-steps; steps
-CLIP = 0.3                          # largest norm of the gradient, in the variant that clips
+ROWS = 8            # of a step, over all ranks and micro-steps
+MICRO_STEPS = 2
+STEPS = 5
+CLIP = 0.3          # largest norm of the gradient, in the variant that clips
 OPTIMIZERS = {"SGD": (torch.optim.SGD, 0.1), "AdamW": (torch.optim.AdamW, 0.003)}  # with their rates
 VARIANTS = {
     "right": "averaged, after the last micro-step",
@@ -24,11 +26,13 @@ VARIANTS = {
 
 def batch(step: int, masked: bool) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a step, (ROWS, T) each. masked: the later a row, the fewer of its targets count."""
+    generator = torch.Generator().manual_seed(step)
     T = CONFIG.sequence_len
-    tokens = torch.randint(CONFIG.vocab_size // 8, (ROWS, T + 1), generator=torch.Generator().manual_seed(step)) * 7
+    tokens = 7 * torch.randint(CONFIG.vocab_size // 8, (ROWS, T + 1), generator=generator)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
-    for row in range(1, ROWS if masked else 0):
-        targets[row, T - 4 * row :] = -1
+    if masked:
+        for row in range(1, ROWS):
+            targets[row, T - 4 * row :] = -1
     return inputs, targets
 
 
@@ -45,13 +49,18 @@ def train(rank: int, ranks: int, variant: str, kind: str, steps: int = STEPS) ->
             dist.all_reduce(p.grad)
             p.grad /= divisor
 
+    first = 0 if variant == "rows" else rank
+    share = ROWS // ranks // MICRO_STEPS  # rows of a micro-step
     for step in range(steps):
         inputs, targets = batch(step, masked=variant in ("means", "masked"))
-        share = ROWS // ranks
-        own = slice(0, share) if variant == "rows" else slice(rank * share, (rank + 1) * share)
-        for micro_step, rows in enumerate(torch.arange(ROWS)[own].chunk(MICRO_STEPS)):
-            loss = model(inputs[rows], targets[rows], reduction="sum" if variant == "masked" else "mean")
-            (loss / ((targets >= 0).sum() if variant == "masked" else MICRO_STEPS)).backward()
+        for micro_step in range(MICRO_STEPS):
+            start = (first * MICRO_STEPS + micro_step) * share
+            x, y = inputs[start : start + share], targets[start : start + share]
+            if variant == "masked":  # one rank's reference for unequal numbers: the sum over all targets, divided once
+                loss = model(x, y, reduction="sum") / (targets >= 0).sum()
+            else:
+                loss = model(x, y) / MICRO_STEPS
+            loss.backward()
             if variant == "twice":
                 all_reduce(ranks if micro_step == MICRO_STEPS - 1 else 1)
         if variant == "clip":
@@ -65,17 +74,19 @@ def train(rank: int, ranks: int, variant: str, kind: str, steps: int = STEPS) ->
 
 def distances(rank: int, ranks: int, kind: str) -> dict[str, tuple[float, float]]:
     """
-    Of every variant, relative to the way travelled by one rank with all rows: how far this rank is from that one, and
-    from another.
+    {variant: distance of this rank's weights from one rank's with all rows, and from another rank's}, in units of the
+    distance that training went.
     """
-    start, right = train(0, 1, "right", kind, steps=0), train(0, 1, "right", kind)
+    start = train(0, 1, "right", kind, steps=0)
+    right = train(0, 1, "right", kind)
     references = {"means": train(0, 1, "masked", kind), "clip": train(0, 1, "clip", kind)}
-    found = {}
+    result = {}
     for variant in VARIANTS:
-        reference, mine = references.get(variant, right), train(rank, ranks, variant, kind)
+        goal = references.get(variant, right)
+        mine = train(rank, ranks, variant, kind)
         others = [torch.empty_like(mine) for _ in range(ranks)]
         dist.all_gather(others, mine)
-        off, apart = (mine - reference).norm(), max((mine - other).norm() for other in others)
-        way = (reference - start).norm()
-        found[variant] = ((off / way).item(), (apart / way).item())
-    return found
+        apart = max((mine - other).norm() for other in others)
+        way = (goal - start).norm()
+        result[variant] = (((mine - goal).norm() / way).item(), (apart / way).item())
+    return result

@@ -19,39 +19,60 @@ series = "isoflop"          # the tags of the runs begin with it
 write = False               # put table and picture into docs/ablations.md and docs/images
 configure(globals())
 
-runs = read_series(series)
-budgets = {budget: [run for run in runs if run.budget == budget] for budget in sorted({run.budget for run in runs})}
-winners = [min(group, key=lambda run: run.bpb) for group in budgets.values()]
-
-# ---- The picture. Left: a line for each depth; right: a curve for each budget
-picture, below = Figure(figsize=(11, 4.2), layout="constrained"), ""
-left, right = picture.subplots(1, 2)
+runs = read_series(series)  # sorted by budget and depth
 depths = sorted({run.depth for run in runs})
+by_budget = {}
+for run in runs:
+    by_budget.setdefault(run.budget, []).append(run)
+
+figure = Figure(figsize=(11, 4.2), layout="constrained")
+left, right = figure.subplots(1, 2)
+
+# ---- Left: what computation buys, a line for each depth
 for depth in depths:
-    line = sorted((run.flops, run.bpb) for run in runs if run.depth == depth)
-    left.plot(*zip(*line), marker="o", markersize=4, label=f"depth {depth}")
-for budget, group in budgets.items():
-    best = fit([run.depth for run in group], [run.bpb for run in group]) if budget else None
-    label, line = f"{budget:.2e} FLOPs" if budget else series, [(run.depth, run.bpb) for run in group]
-    points, = right.plot(*zip(*line), marker="o", markersize=4, linestyle="" if best else "-", label=label)
-    if best:
-        outside = not group[0].depth <= best.depth <= group[-1].depth
-        below += (f"\n\n{label}: the parabola is lowest at depth {best.depth:.2f}, with {best.bpb:.4f} bits "
-                  f"per byte{', outside of the depths that were tried: no more than a direction' * outside}.")
-        x = np.geomspace(group[0].depth, group[-1].depth)
-        right.plot(x, best.bpb + best.curvature * np.log2(x / best.depth) ** 2, color=points.get_color())
-titles = (left, "What computation buys", "FLOPs of the run"), (right, "What to spend it on", "depth")
-for axes, title, label in titles:
-    axes.set(title=title, xscale="log", xlabel=label, ylabel="validation, bits per byte")
-    axes.legend(fontsize=8.5, frameon=False)
+    group = sorted((run for run in runs if run.depth == depth), key=lambda run: run.flops)
+    left.plot([run.flops for run in group], [run.bpb for run in group], "o-", markersize=4, label=f"depth {depth}")
+left.set(title="What computation buys", xlabel="FLOPs of the run")
+
+# ---- Right: what to spend a budget on; runs without a budget (0) are joined by a line
+notes = ""
+for budget, group in by_budget.items():
+    tried = [run.depth for run in group]
+    scores = [run.bpb for run in group]
+    best = fit(tried, scores) if budget else None
+    if best is None:
+        right.plot(tried, scores, "o-", markersize=4, label=f"{budget:.2e} FLOPs" if budget else series)
+        continue
+    [points] = right.plot(tried, scores, "o", markersize=4, label=f"{budget:.2e} FLOPs")
+    x = np.geomspace(tried[0], tried[-1])
+    right.plot(x, best.bpb + best.curvature * np.log2(x / best.depth) ** 2, color=points.get_color())
+    notes += f"\n\n{budget:.2e} FLOPs: the parabola is lowest at depth {best.depth:.2f}, "
+    notes += f"with {best.bpb:.4f} bits per byte"
+    if not tried[0] <= best.depth <= tried[-1]:
+        notes += ", outside of the depths that were tried: no more than a direction"
+    notes += "."
+right.set(title="What to spend it on", xlabel="depth")
+for axes in (left, right):
+    axes.set(xscale="log", ylabel="validation, bits per byte")
+    axes.legend()
 right.set_xticks(depths, [str(depth) for depth in depths])
 
-# ---- Table and picture; a page without this series' mark keeps its picture, too
-lines = [[f"{r.flops:.2e}", r.depth, f"{r.parameters:,}", f"{r.tokens:,}", f"{r.tokens / r.parameters:.3g}",
-          f"**{r.bpb:.4f}**" if r in winners else f"{r.bpb:.4f}"] for r in runs]
+# ---- Table and picture
+lines = []
+for group in by_budget.values():
+    lowest = min(run.bpb for run in group)
+    for run in group:
+        score = f"{run.bpb:.4f}"
+        if run.bpb == lowest:
+            score = f"**{score}**"
+        ratio = f"{run.tokens / run.parameters:.3g}"
+        lines.append([f"{run.flops:.2e}", run.depth, f"{run.parameters:,}", f"{run.tokens:,}", ratio, score])
 columns = ["FLOPs", "depth", "parameters", "tokens", "tokens per parameter", "bits per byte"]
-show(markdown_table(columns, lines) + below, "ablations.md", f"bench.scaling --series={series}", write)
-for path in [base_dir() / "scaling" / f"{series}.png", *([DOCS / "images" / "scaling.png"] if write else [])]:
+show(markdown_table(columns, lines) + notes, "ablations.md", f"bench.scaling --series={series}", write)
+paths = [base_dir() / "scaling" / f"{series}.png"]
+if write:
+    paths.append(DOCS / "images" / "scaling.png")
+for path in paths:
     with write_aside(path) as aside:
-        picture.savefig(aside, format="png", dpi=100)
+        figure.savefig(aside, format="png", dpi=100)
     print(path)

@@ -16,7 +16,7 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.zero import Sharding
 from nanochat.plan.memory import parameter_counts, state_bytes
-from nanochat.plan.traffic import sent_bytes
+from nanochat.plan.traffic import collectives
 from nanochat.runtime.collectives import gather_objects
 
 STAGES, MICRO_STEPS = (0, 1, 2, 3), (1, 4)
@@ -25,8 +25,27 @@ KEPT = ("parameters", "gradients", "optimizer")  # the fields of StateBytes
 
 def storages(tensors: Iterable[Tensor | None]) -> dict[int, int]:
     """{address: bytes} of what tensors live in, each storage once; of sharded tensors, of what is here."""
-    found = [(t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in tensors if t is not None]
-    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+    found = {}
+    for t in tensors:
+        if t is not None:
+            storage = (t.to_local() if isinstance(t, DTensor) else t).untyped_storage()
+            if storage.nbytes():
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def sent_bytes(
+    zero_stage: int, ranks: int, micro_steps: int, dtype: torch.dtype, total: int, muon: int, head: int
+) -> float:
+    """
+    Bytes that a rank sends in an optimizer step, on average over the ranks of one group.
+
+    In elements, times (N − 1)/N, with A micro-steps: stages 0 and 1 send 2Ψ, stage 2 (A + 1)Ψ, stage 3 A(3Ψ − Ψ_head),
+    and stages 1 to 3 about 2Ψ_muon/N more, for matrices on their way to the rank that orthogonalises them, and back.
+    """
+    shards = 1 if zero_stage == 0 else ranks
+    sent = collectives(zero_stage, shards, ranks // shards, micro_steps, dtype, total, muon, head)
+    return sum(c.bytes * c.times * c.passes for c in sent) * (ranks - 1) / ranks
 
 
 def sent_in(name: str, args: tuple, rank: int, ranks: int) -> float:
@@ -56,13 +75,11 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.model = GPT(config)
         self.model.init_weights(seed=0)
-        self.ranks, self.rank, self.sent = ranks, rank, 0.0
-        self.in_micro_steps = False
-        self.sharding = self.shard(stage, getattr(torch, dtype))
+        self.ranks = ranks
+        self.rank = rank
+        self.sent = 0.0  # bytes
+        self.sharding = Sharding(self.model, self.model.units(), torch.device("cpu"), getattr(torch, dtype), stage)
         self.optimizers = setup_optimizers(self.model, self.sharding)
-
-    def shard(self, stage: int, dtype: torch.dtype) -> Sharding:
-        return Sharding(self.model, self.model.units(), torch.device("cpu"), dtype, stage)
 
     def __torch_dispatch__(self, func: Callable, types, args=(), kwargs=None):
         if func.namespace == "c10d":
@@ -71,9 +88,12 @@ class Watch(TorchDispatchMode):
 
     def in_flight(self) -> list[Tensor | None]:
         """What collectives read and fill that are not waited for yet; gloo's sums receive into one buffer more."""
-        sums = [(own, whole, getattr(work, "received", None)) for _, work, own, whole, _ in self.sharding.in_flight]
-        sources = [source for bucket in self.sharding.buckets for _work, source in bucket.pending]
-        return [*(t for tensors in sums for t in tensors), *sources]
+        found = []
+        for _, work, own, whole, _ in self.sharding.in_flight:
+            found += [own, whole, getattr(work, "received", None)]
+        for bucket in self.sharding.buckets:
+            found += [source for _work, source in bucket.pending]
+        return found
 
     def census(self) -> dict[str, int]:
         """Bytes alive on this rank, by purpose, once gloo's threads have let go of what has arrived, a moment later."""
@@ -84,27 +104,32 @@ class Watch(TorchDispatchMode):
 
     def classify(self) -> dict[str, int]:
         """A storage counts once: in float32 a master is its parameter's own memory."""
-        sharding, params = self.sharding, list(self.model.parameters())
+        params = list(self.model.parameters())
+        shards = self.sharding.shards
+        state = [s.master for s in shards]
+        for optimizer in self.optimizers:
+            for moment in optimizer.state.values():
+                state += moment.values()
+        alive = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
         purposes = {
             "parameters": params,
-            "gradients": [t.grad for t in (*params, *sharding.buckets, *sharding.shards)],
-            "optimizer": [*(s.master for s in sharding.shards),
-                          *(t for o in self.optimizers for moment in o.state.values() for t in moment.values())],
+            "gradients": [t.grad for t in params + self.sharding.buckets + shards],
+            "optimizer": state,
             "in flight": self.in_flight(),
             # Everything else that Python knows of and that was made since `measure` began: what leaks shows here.
-            "rest": [t for t in gc.get_objects()
-                     if issubclass(type(t), Tensor) and not isinstance(t, DTensor) and t.is_cpu],
+            "rest": [t for t in alive if not isinstance(t, DTensor) and t.is_cpu],
         }
-        seen, result = set(), {}
+        seen = {}
+        result = {}
         for purpose, tensors in purposes.items():
-            new = {address: count for address, count in storages(tensors).items() if address not in seen}
-            seen |= new.keys()
-            result[purpose] = sum(new.values())
+            new = storages(tensors)
+            result[purpose] = sum(new[address] for address in new.keys() - seen)
+            seen |= new
         return result
 
     def train_step(self, rows: Tensor, micro_steps: int) -> dict[str, int]:
         """One optimizer step as in scripts/base_train.py. Returns the census of a pause between micro-steps, if any."""
-        memory, self.in_micro_steps = {}, True
+        memory = {}
         for micro_step in range(micro_steps):
             with self.sharding.accumulate(last=micro_step == micro_steps - 1):
                 loss = self.model(rows[:, :-1], rows[:, 1:])
@@ -112,7 +137,6 @@ class Watch(TorchDispatchMode):
             if micro_step == 1 < micro_steps - 1:  # after the first, stage 2 has not yet received all that it will keep
                 gc.collect()
                 memory = self.census()
-        self.in_micro_steps = False
         stats = self.sharding.reduce_and_clip(loss)
         for optimizer in self.optimizers:
             optimizer.step(stats)
@@ -132,8 +156,9 @@ def measure(watch: Watch) -> dict:
     On this rank, in bytes: {"memory": census between micro-steps, "sent": for each of MICRO_STEPS what this rank sent
     in an optimizer step}.
     """
-    config, seed = watch.model.config, torch.Generator().manual_seed(watch.rank)
-    rows = torch.randint(config.vocab_size, (1, config.sequence_len + 1), generator=seed)
+    config = watch.model.config
+    generator = torch.Generator().manual_seed(watch.rank)
+    rows = torch.randint(config.vocab_size, (1, config.sequence_len + 1), generator=generator)
     sent = []
     for micro_steps in MICRO_STEPS:
         watch.sent = 0.0
@@ -145,7 +170,8 @@ def measure(watch: Watch) -> dict:
 
 def measure_all(rank: int, ranks: int, config: GPTConfig, dtype: str) -> list[dict]:
     """Each stage; of memory the fullest rank's, of traffic the mean over ranks, with the formulas'."""
-    results, (adamw, muon) = [], parameter_counts(config)
+    results = []
+    adamw, muon = parameter_counts(config)
     counts = adamw + muon, muon, config.padded_vocab_size * config.n_embd
     for stage in STAGES:
         forget_the_past()

@@ -8,8 +8,8 @@ commands that train one.
     python -m scripts.doctor --depth=12 --batch_only --memory_gib=24      # of a GPU that is not here
     python -m scripts.doctor --depth=4 --max_seq_len=256 --time_only      # just the milliseconds of a step here
 
-Everything it finds goes to stdout; with --batch_only or --time_only that is one number. Exit code 0 if something can be
-trained here, else 1; --batch_only answers 0 rows with exit code 0.
+What it finds goes to stdout; with --batch_only or --time_only that is one number. Exit code 0 if something can be
+trained here, else 1 and one line why; --batch_only answers 0 rows with exit code 0.
 """
 import os
 import platform
@@ -21,10 +21,9 @@ from configurator import configure
 
 import torch
 
-from nanochat.data.dataset import how_to_make
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.limits import memory_limits
-from nanochat.plan.memory import GIB, largest_rows, needed_bytes, parameter_counts
+from nanochat.plan.memory import GIB, largest_rows, parameter_counts
 from nanochat.plan.trial import rows_that_train, try_steps
 from nanochat.runtime.devices import choose_device_type, compute_dtype
 from nanochat.runtime.errors import UserError
@@ -74,7 +73,7 @@ def limits() -> dict[str, float]:
     if device.type == "cuda":
         return {f"GPU {i}, {torch.cuda.get_device_name(i)}": torch.cuda.mem_get_info(i)[0] for i in range(gpus)}
     if device.type == "mps":
-        return {"recommended by Metal": torch.mps.recommended_max_memory()}
+        return {"Metal": torch.mps.recommended_max_memory()}
     return {name: left / ranks for name, left in memory_limits().items()}
 
 
@@ -82,20 +81,21 @@ def model_settings(depth: int) -> tuple[GPTConfig, torch.dtype, str, bool]:
     return config_from_depth(depth, vocab_size, max_seq_len, arch=arch), model_dtype, device.type, has_compiler
 
 
-def recommended_rows(depth: int, checkpointing: bool) -> int:
-    """The recommended device_batch_size; 0 where not even one row fits."""
-    if 0 < ranks <= gpus:  # by trying: the formula's margins are guesses for a GPU, and measured for a CPU
-        return rows_that_train(max_rows, *model_settings(depth), checkpointing, ranks)
+def rows_by_formula(depth: int, checkpointing: bool) -> int:
+    """The largest device_batch_size that the memory holds; 0 where not even one row fits."""
     return largest_rows(min(limits().values()), max_rows, *model_settings(depth), ranks, checkpointing=checkpointing)
+
+
+def recommended_rows(depth: int, checkpointing: bool) -> int:
+    if 0 < ranks <= gpus:  # by trying: the formula's margins are guesses for a GPU, and measured for a CPU
+        return rows_that_train(max_rows, *model_settings(depth), checkpointing=checkpointing, ranks=ranks)
+    return rows_by_formula(depth, checkpointing)
 
 
 # ---- One number
 if time_only:
     config, *how = model_settings(depth if depth > 0 else 4)
-    milliseconds, problem = try_steps(config, 16, *how)
-    if milliseconds is None:
-        raise UserError(f"a training step fails: {problem}")
-    print(round(milliseconds))
+    print(round(try_steps(config, 16, *how)))
     raise SystemExit(0)
 if batch_only:
     rows = recommended_rows(depth if depth > 0 else 20, activation_checkpointing)
@@ -106,7 +106,6 @@ if batch_only:
     raise SystemExit(0)  # 0 rows is an answer too, with which a script can go on
 
 # ---- What is here
-problems = []
 if here:
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, "
           f"{torch.get_num_threads()} of {os.cpu_count()} cores; device {device.type}, dtype {model_dtype}")
@@ -114,72 +113,44 @@ if here:
         print("no C++ compiler: training is eager and slower; install g++")
 print("\n## Memory and disk")
 for name, left in limits().items():
-    print(f"{name}: {left / GIB:,.1f} GiB free" + (" for each rank" if ranks > 1 else ""))
+    print(f"{name}: {left / GIB:,.1f} GiB free for each of {ranks} rank(s)")
 if here:
-    folder = next(path for path in (base_dir(), *base_dir().absolute().parents) if path.exists())
-    free = shutil.disk_usage(folder).free
+    base_dir().mkdir(parents=True, exist_ok=True)
     # Shards and their tokens; of each of four stages two checkpoints and one being written, up to 14 bytes a parameter.
-    wanted = 1
-    if device.type != "cpu":
-        wanted = 200 if gpus > 1 else 130  # depth 24 and 20
-    print(f"{base_dir()}: {free / GIB:,.1f} GiB free; speedrun.sh wants about {wanted} GiB here"
-          + (" -- too little is free" if free < wanted * GIB else ""))
-    if not os.access(folder, os.W_OK | os.X_OK):
-        problems.append(f"{base_dir()} is not writable; set NANOCHAT_BASE_DIR to another folder")
+    wanted = "1 GiB" if device.type == "cpu" else "130 GiB for depth 20, 200 for depth 24"
+    print(f"{base_dir()}: {shutil.disk_usage(base_dir()).free / GIB:,.1f} GiB free; speedrun.sh wants {wanted}")
 
 # ---- What fits
-how = "compiled" if has_compiler else "eager"
 print(f"\n## Largest device_batch_size by formula (powers of two up to {max_rows}) at max_seq_len={max_seq_len}, "
-      f"{model_dtype}, {how}, vocabulary {vocab_size:,}, {ranks} rank(s)")
-lines = []
-fitting = []
+      f"{model_dtype}, vocabulary {vocab_size:,}, {ranks} rank(s)")
+table = []
 for layers in DEPTHS if depth == -1 else (depth,):
-    settings = model_settings(layers)
-    limit = min(limits().values())
-    plain = largest_rows(limit, max_rows, *settings, ranks)
-    recomputing = largest_rows(limit, max_rows, *settings, ranks, checkpointing=True)
-    one_row = needed_bytes(settings[0], 1, *settings[1:], ranks) / GIB
-    parameters = sum(parameter_counts(settings[0]))
-    lines.append([layers, f"{parameters:,}", plain or "-", recomputing or "-", f"{one_row:,.1f}"])
-    if plain or recomputing:
-        fitting.append(layers)
-titles = ["depth", "parameters", "rows", "rows with activation checkpointing", "GiB for one row"]
-print(markdown_table(titles, lines))
-if not fitting:
-    problems.append("nothing fits into memory; free some, or try a smaller --max_seq_len")
+    parameters = sum(parameter_counts(model_settings(layers)[0]))
+    rows = [rows_by_formula(layers, checkpointing) for checkpointing in (False, True)]
+    if any(rows):
+        table.append([layers, f"{parameters:,}", *rows])
+if not table:
+    raise UserError("nothing fits into memory; free some, or try a smaller --max_seq_len")
+print(markdown_table(["depth", "parameters", "rows", "rows with activation checkpointing"], table))
 if not here:
-    raise SystemExit(1 if problems else 0)
+    raise SystemExit(0)
 
 # ---- Whether it runs, last: it compiles
-if steps and fitting:
+if steps:
     print("\n## Training steps", flush=True)
-    config, *how = model_settings(min(fitting))
-    milliseconds, problem = try_steps(config, 1, *how, ranks=ranks)
-    if milliseconds is None:
-        print(f"NOT: {problem}")
-        problems.append("a training step fails")
-    else:
-        print(f"OK: one row of depth {config.n_layer} on {ranks} rank(s) in {milliseconds:,.0f} ms")
+    config, *how = model_settings(table[0][0])
+    milliseconds = try_steps(config, 1, *how, ranks=ranks)
+    print(f"OK: one row of depth {config.n_layer} on {ranks} rank(s) in {milliseconds:,.0f} ms")
 
 # ---- How to train
 print("\n## To train")
-if problems:
-    print(f"NOT possible: {problems[0]}")
-    raise SystemExit(1)
-data = "tinyworld"  # made where it is needed
-if device.type != "cpu":
-    data = "climbmix"
-    print(how_to_make(data))
-    print(f"python -m scripts.tok_train --data={data} --vocab_size={vocab_size}")
-if device.type == "cpu" and depth == -1:  # the largest model that fits would take weeks here
-    setting = "--depth=4 --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=700"
-else:
-    largest = max(fitting)
-    again = ""
-    rows = recommended_rows(largest, checkpointing=False)
-    if not rows:
-        rows = recommended_rows(largest, checkpointing=True)
-        again = " --activation_checkpointing"
-    setting = f"--depth={largest} --max_seq_len={max_seq_len} --device_batch_size={rows}{again}"
+if depth == -1:
+    print("bash speedrun.sh")
+    raise SystemExit(0)
+options = f"--depth={depth} --max_seq_len={max_seq_len} --arch={arch}"
+rows = recommended_rows(depth, checkpointing=False)
+if not rows:
+    rows = recommended_rows(depth, checkpointing=True)
+    options += " --activation_checkpointing"
 launcher = f"torchrun --standalone --nproc_per_node={ranks} -m" if ranks > 1 else "python -m"
-print(f"{launcher} scripts.base_train --data={data} {setting} --arch={arch}")
+print(f"{launcher} scripts.base_train {options} --device_batch_size={rows}")

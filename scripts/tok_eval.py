@@ -12,6 +12,7 @@ import tiktoken
 from nanochat.corpus.learn_tokenizer import bytes_per_token
 from nanochat.data.dataset import iter_texts
 from nanochat.data.tokenizer import get_tokenizer
+from nanochat.runtime.tables import markdown_table
 
 # ---- Data
 data = "tinyworld"          # data source whose tokenizer is compared, and whose validation split is one of the texts
@@ -44,10 +45,7 @@ Am frühen Morgen überquerten wir die Brücke und gingen am Fluss entlang, bis 
 """
 CHINESE = "早上下了一场小雨，院子里的桂花落了一地。外婆说，等太阳出来，就把它们收起来做糖。我们坐在门口，" \
           "一边喝茶，一边等天晴。\n"
-NUMBERS = "\n".join(
-    f"{n}: {n * n}, {n / 7:.4f}, {2024 - n % 60}-{n % 12 + 1:02d}-{n % 28 + 1:02d}" for n in range(37, 9000, 211))
-
-texts = {"English prose": [PROSE], "Python": [CODE], "German": [GERMAN], "Chinese": [CHINESE], "numbers": [NUMBERS],
+texts = {"English prose": [PROSE], "Python": [CODE], "German": [GERMAN], "Chinese": [CHINESE],
          f"{data}, validation": list(islice(iter_texts(data, "val"), num_documents))}
 
 # --- ours, and the others whose vocabulary is there or can be downloaded
@@ -61,9 +59,7 @@ for name, label in (("gpt2", "GPT-2"), ("cl100k_base", "GPT-4")):
         print(f"{label} is left out: its vocabulary {name!r} was not downloaded ({type(error).__name__})")
 
 # --- the table
-width = max(map(len, texts))
-print(f"{'bytes per token':<{width}}" + "".join(f"  {label:>10}" for label in encodings))
-print(f"{'vocabulary':<{width}}" + "".join(f"  {encoding.n_vocab:>10,}" for encoding in encodings.values()))
+rows = [["vocabulary", *(f"{encoding.n_vocab:,}" for encoding in encodings.values())]]
 for kind, documents in texts.items():
-    row = [bytes_per_token(encoding, documents) for encoding in encodings.values()]
-    print(f"{kind:<{width}}" + "".join(f"  {value:>10.2f}" for value in row))
+    rows.append([kind, *(f"{bytes_per_token(encoding, documents):.2f}" for encoding in encodings.values())])
+print(markdown_table(["bytes per token", *encodings], rows))

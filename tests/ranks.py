@@ -7,7 +7,6 @@ import faulthandler
 import gc
 import glob
 import importlib
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -62,9 +61,10 @@ def run_on_ranks(world_size: int, function: Callable, *args, timeout: float = 30
     """
     [function(rank, world_size, *args) of each rank]; the function is a test module's own, args and results are pickled.
 
-    Each rank is a process with the environment of this moment, one thread, and the default process group joined. What a
-    rank raises is raised here with its traceback as a note, the earliest if several did; a rank that dies is a
-    RuntimeError. After `timeout` seconds: TimeoutError with each unfinished rank's place. No rank outlives the call.
+    Each rank is a process with the environment of this moment, one thread, and the default process group joined. The
+    earliest exception of a rank is raised here, with the tracebacks of all as notes. A rank that dies is a
+    RuntimeError; one that has not finished after `timeout` seconds dies with its stacks as its traceback. No rank
+    outlives the call.
     """
     processes, connections = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -77,30 +77,27 @@ def run_on_ranks(world_size: int, function: Callable, *args, timeout: float = 30
                 theirs.close()  # so that the rank's death is the end of the file here
                 processes.append(process)
                 connections.append(ours)
-            outcomes = collect(processes, connections, Path(folder), time.monotonic() + timeout)
-            stuck = [rank for rank in range(world_size) if rank not in outcomes]
-            failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
-            if stuck and not failures:
-                places = [f"--- rank {rank}\n{where(processes[rank], Path(folder, str(rank)))}" for rank in stuck]
-                late = f"ranks {stuck} of {world_size} did not finish within {timeout} s"
-                raise TimeoutError("\n".join([late, *places]))
+            outcomes = collect(processes, connections, Path(folder))
         finally:
             for process in processes:
                 process.kill()
             for process in processes:
                 process.join()
+    failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
     if failures:
-        rank, failure = min(failures.items(), key=lambda item: item[1].time)
-        error = failure.error or RuntimeError(f"rank {rank} of {world_size} failed")
-        error.add_note(f"--- rank {rank} of {world_size}\n{failure.text}")
+        first = min(failures.values(), key=lambda failure: failure.time)
+        error = first.error or RuntimeError(f"a rank of {world_size} died")
+        for rank, failure in failures.items():
+            error.add_note(f"--- rank {rank} of {world_size}\n{failure.text}")
         raise error
     return [outcomes[rank] for rank in range(world_size)]
 
 
-def collect(processes: list, connections: list[Connection], folder: Path, deadline: float) -> dict:
-    """What each rank reported until the deadline, or shortly after the first failure: {rank: result or Failure}."""
-    outcomes, pending = {}, {connection: rank for rank, connection in enumerate(connections)}
-    while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
+def collect(processes: list, connections: list[Connection], folder: Path) -> dict:
+    """What each rank reports, or has reported shortly after the first failure: {rank: result or Failure}."""
+    outcomes, patience = {}, None
+    pending = {connection: rank for rank, connection in enumerate(connections)}
+    while pending and (ready := wait(list(pending), patience)):
         for connection in ready:
             rank = pending.pop(connection)
             try:
@@ -108,26 +105,11 @@ def collect(processes: list, connections: list[Connection], folder: Path, deadli
             except (EOFError, OSError):
                 # Errors of other ranks can only follow from a death: a rank that raised keeps its connections open.
                 processes[rank].join(5)
-                died = f"died, exit code {processes[rank].exitcode}\n{text(folder / str(rank))}"
+                died = f"died, exit code {processes[rank].exitcode}\n{(folder / str(rank)).read_text()}"
                 outcomes[rank] = Failure(0.0, None, died)
             if isinstance(outcomes[rank], Failure):
-                deadline = min(deadline, time.monotonic() + CONSEQUENCES)
+                patience = CONSEQUENCES
     return outcomes
-
-
-def where(process, dump: Path) -> str:
-    """The stacks of a rank, which faulthandler writes at once upon the signal, whatever the rank is waiting for."""
-    if not text(dump):
-        os.kill(process.pid, signal.SIGUSR1)
-        deadline = time.monotonic() + 10
-        while not text(dump) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.3)  # for the rest of it
-    return text(dump) or "not yet started"
-
-
-def text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
 
 
 def device_of(rank: int, world_size: int) -> torch.device:
@@ -143,8 +125,7 @@ def rank_main(
     gc.freeze()  # what was imported before the fork need not be searched for garbage in every process
     dump = open(Path(folder, str(rank)), "w")
     faulthandler.enable(dump)
-    faulthandler.register(signal.SIGUSR1, dump)
-    faulthandler.dump_traceback_later(timeout + 30, exit=True, file=dump)  # should the parent be gone by then
+    faulthandler.dump_traceback_later(timeout, exit=True, file=dump)
     try:
         os.environ.clear()  # the server's is that of the first call
         os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank),
@@ -233,12 +214,6 @@ def send_in_evaluation(number: int, name: str, step: int) -> list[int]:
     return calls
 
 
-def torchrun(module: str, args: list[str], launcher: tuple[str, ...] = ()) -> list[str]:
-    """The command that starts two ranks of a script."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher]
-    return [*launch, "-m", module, "--", *args]
-
-
 class ForkedRank(subprocess.Popen):
     """A rank as torchrun starts it with Popen, but forked from torchrun's process, which has imported everything."""
 
@@ -257,7 +232,7 @@ def rank_of_torchrun(command: Sequence[str], environment: dict) -> None:
     os.setsid()
     if environment["RANK"] in environment.get("KILL_RANKS", "") and environment["TORCHELASTIC_RESTART_COUNT"] == "0":
         threading.Thread(target=kill, args=(environment["KILL_AT"], int(environment["KILL_BY"])), daemon=True).start()
-        wait_for_signal(lambda _: glob.glob(environment["KILL_AT"]))
+        wait_for_signal(environment["KILL_AT"])
     like_python(environment, [], lambda: run_as_main(command[3], command[4:]))
 
 
@@ -295,20 +270,19 @@ def kill(pattern: str, number: int) -> None:
     os.kill(os.getppid() if number == signal.SIGTERM else os.getpid(), number)
 
 
-def wait_for_signal(is_due: Callable[[int], object]) -> None:
-    """Once it is due, by the number of forward passes, this process waits for a signal: so that none comes too late."""
+def wait_for_signal(pattern: str) -> None:
+    """Once a path matches, this process waits for a signal before its next forward pass: so none comes too late."""
     from nanochat.model.gpt import GPT
     from nanochat.runtime.stopping import StopRequest
 
-    forward, ask, heard, passes = GPT.forward, StopRequest.ask, threading.Event(), itertools.count()
+    forward, ask, heard = GPT.forward, StopRequest.ask, threading.Event()
 
     def heard_and_ask(self, *args) -> None:
         heard.set()
         ask(self, *args)
 
     def wait_and_forward(self, *args, **settings):
-        number = next(passes)
-        while is_due(number) and not heard.is_set():
+        while glob.glob(pattern) and not heard.is_set():
             time.sleep(0.001)
         return forward(self, *args, **settings)
 
@@ -341,7 +315,8 @@ class Job:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         if kill:
             environment |= {"KILL_RANKS": kill[0], "KILL_AT": str(kill[1]), "KILL_BY": str(int(by))}
-        command = torchrun(module, args, launcher)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher]
+        command = [*launch, "-m", module, "--", *args]
         self.process = context.Process(target=torchrun_main, args=(command, environment, log), daemon=True)
         self.process.start()
 
@@ -352,8 +327,3 @@ class Job:
         self.process.join(timeout)
         assert self.process.exitcode is not None, f"not ended after {timeout} s:\n{self.text()}"
         return self.process.exitcode
-
-
-if __name__ == "__main__":  # `-m ranks module args…` under torchrun: a script that does not end before a signal comes
-    wait_for_signal(lambda passes: passes >= 20)
-    run_as_main(sys.argv[1], sys.argv[2:])

@@ -27,7 +27,7 @@ TOOL = {"messages": [
 
 def test_only_what_the_assistant_writes_is_trained():
     """Tool output, user text and the tokens that announce a turn are read; a special token in a text stays text."""
-    ids, mask, cut = render(TOKENIZER, TOOL)
+    ids, mask = render(TOKENIZER, TOOL)
     assert shown(ids) == (
         "<|bos|><|user_start|>Be brief.\n\nWhat is 12*3?<|user_end|><|assistant_start|>Let me see. <|python_start|>12*3"
         "<|python_end|><|output_start|>36<|output_end|>36<|assistant_end|><|user_start|><|assistant_end|> Thanks"
@@ -35,22 +35,22 @@ def test_only_what_the_assistant_writes_is_trained():
     )
     trained = "Let me see. <|python_start|>12*3<|python_end|>36<|assistant_end|>Bye<|assistant_end|>"
     assert shown(i for i, m in zip(ids, mask) if m) == trained
-    assert cut == 0 and ids.count(TOKENIZER.encode_special("<|assistant_end|>")) == 2, "the user's is spelled out"
+    assert ids.count(TOKENIZER.encode_special("<|assistant_end|>")) == 2, "the user's is spelled out"
 
 
 def test_a_long_conversation_is_cut_where_an_answer_ends():
     whole = render(TOKENIZER, TOOL)
     first_answer_ends = whole.ids.index(TOKENIZER.encode_special("<|assistant_end|>")) + 1
     for limit in (first_answer_ends, len(whole.ids) - 1):
-        ids, mask, cut = render(TOKENIZER, TOOL, limit)
-        assert ids == whole.ids[:first_answer_ends] and mask == whole.mask[:first_answer_ends] and cut == 2
+        ids, mask = render(TOKENIZER, TOOL, limit)
+        assert ids == whole.ids[:first_answer_ends] and mask == whole.mask[:first_answer_ends]
     assert render(TOKENIZER, TOOL, len(whole.ids)) == whole
-    assert render(TOKENIZER, TOOL, first_answer_ends - 1) == ([], [], 4), "the system message is part of the first"
+    assert render(TOKENIZER, TOOL, first_answer_ends - 1) == ([], []), "the system message is part of the first"
 
 
 def test_the_prompt_is_what_comes_before_the_answer():
     """What inference begins with is exactly what training saw before the first trained token of the last turn."""
-    ids, mask, _ = render(TOKENIZER, TOOL)
+    ids, mask = render(TOKENIZER, TOOL)
     prompt = render_prompt(TOKENIZER, TOOL)
     assert prompt == ids[: len(prompt)] and shown(prompt).endswith("Thanks<|user_end|><|assistant_start|>")
     assert mask[len(prompt) - 1 : len(prompt) + 1] == [0, 1]
@@ -80,7 +80,6 @@ def test_what_clients_send_in_any_order(messages, expected):
     ([], 'expected {"messages": [...]}'),
     ({"messages": [said("user", "x"), said("bot", "y")]}, "message 2 has role 'bot'; expected one of system, user, "),
     ({"messages": [said("assistant", "x")]}, "take turns, the user first"),
-    ({"messages": [said("user", "x"), said("assistant", "y"), said("system", "z")]}, "a system message can only come"),
     ({"messages": [said("user", ["x"])]}, "message 1: only the assistant's content may have parts"),
     ({"messages": [said("user", "x"), said("assistant", [{"type": "image", "text": ""}])]}, "message 2 has the part"),
     ({"messages": [said("user", 3)]}, "message 1: its content is neither"),
@@ -103,7 +102,7 @@ def some(count: int) -> list[dict]:
 def test_packing_loses_no_token_and_fills_rows():
     """Every conversation whole in exactly one row; rows are nearly full although nothing is cut."""
     rendered = RenderedConversations(some(2000), TOKENIZER, 129)
-    assert len(rendered) == 2000 and rendered.dropped == 2
+    assert len(rendered) == 2000
     rows = pack(rendered.lengths.tolist(), order(2000, seed=3, epoch=0), 129)
     assert sorted(i for row in rows for i in row) == list(range(2000))
     lengths = [sum(rendered.lengths[i] for i in row) for row in rows]

@@ -35,19 +35,16 @@ def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, blocks
 
 CPU = [(GPTConfig(length, 2000, n_layer=3, n_embd=256, n_head=heads, n_kv_head=kv_heads), rows, "cpu", dtype, again)
        for heads, kv_heads, rows, length, dtype, again in [
-           (4, 4, 2, 512, "float32", False), (4, 2, 4, 256, "bfloat16", False), (1, 1, 4, 256, "float32", False),
-           (4, 2, 8, 256, "float32", True)]]
+           (4, 4, 2, 512, "float32", False), (4, 2, 4, 256, "bfloat16", True), (1, 1, 4, 256, "float32", False)]]
 GPU = [(config_from_depth(depth, vocab_size, 2048, arch=arch), rows, "meta", dtype, again)
        for depth, vocab_size, rows, arch in [
-           (12, 65536, 8, "classic"), (20, 65536, 1, "classic"), (4, 8192, 64, "classic"),
-           (4, 8192, 64, ALL_PIECES)]
+           (12, 65536, 8, "classic"), (20, 65536, 1, "classic"), (4, 8192, 64, ALL_PIECES)]
        for dtype, again in (("float32", False), ("bfloat16", True))]
 # Small ones, with the pieces of the modern architecture; and one whose tables are most of it.
 MODERN = architecture(ALL_PIECES)
 SMALL = [(GPTConfig(256, 500, n_layer=3, n_embd=128, n_head=4, n_kv_head=kv_heads, **pieces), 8, "cpu", dtype, again)
          for kv_heads, pieces, dtype, again in [
-             (2, MODERN, "float32", False), (4, MODERN, "bfloat16", False), (2, MODERN, "float32", True),
-             (1, MODERN, "float32", False),
+             (2, MODERN, "float32", False), (4, MODERN, "bfloat16", True),
              (4, {"short_windows": True}, "float32", False)]]
 TABLES = GPTConfig(64, 20_000, n_layer=1, n_embd=64, n_head=1, n_kv_head=1, value_embeddings=True)
 SMALL += [(TABLES, 1, "cpu", "float32", False)]
@@ -123,15 +120,19 @@ def test_rows_are_halved_for_a_lack_of_memory_and_for_nothing_else(monkeypatch):
     run = subprocess.run
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", lambda *args, **settings: run(*args, **settings, preexec_fn=limit_memory))
-        answer = try_steps(config, 2**15, torch.float32, "cpu", compiled=False)
-    assert answer == (None, "error: out of memory with device_batch_size=32768; try --device_batch_size=16384")
+        with pytest.raises(UserError, match="fails: out of memory with device_batch_size=32768; try --device_batch"):
+            try_steps(config, 2**15, torch.float32, "cpu", compiled=False)
     ask = (5, config, torch.float32, "cpu", False)
-    answers = {4: "error: out of memory with device_batch_size=4", 2: "the process was ended by SIGKILL", 1: ""}
-    monkeypatch.setattr(nanochat.plan.trial, "try_steps", lambda config, rows, *how: (answers[rows] == "" or None,
-                                                                                      answers[rows]))
+    answers = {4: "out of memory with device_batch_size=4", 2: "the process was ended by SIGKILL"}
+
+    def try_steps_of(config: GPTConfig, rows: int, *how, **settings) -> None:
+        if rows in answers:
+            raise UserError(answers[rows])
+
+    monkeypatch.setattr(nanochat.plan.trial, "try_steps", try_steps_of)
     assert rows_that_train(*ask) == 1
     answers[2] = "RuntimeError: no kernel image is available"
-    with pytest.raises(UserError, match="device_batch_size=2 fails: RuntimeError: no kernel image is available"):
+    with pytest.raises(UserError, match="no kernel image is available"):
         rows_that_train(*ask)
 
 
@@ -141,8 +142,8 @@ def test_a_process_that_dies_is_reported(tmp_path, monkeypatch):
     fake.write_text("#!/bin/sh\nkill -SEGV $$\n")
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
-    answer = try_steps(config_from_depth(1, 64, 64), 1, torch.float32, "cpu", False)
-    assert answer == (None, "the process was ended by SIGSEGV")
+    with pytest.raises(UserError, match="the process was ended by SIGSEGV"):
+        try_steps(config_from_depth(1, 64, 64), 1, torch.float32, "cpu", False)
 
 
 def test_a_whole_examination_trains_on_two_ranks_without_a_compiler(failing_compiler):
@@ -152,8 +153,8 @@ def test_a_whole_examination_trains_on_two_ranks_without_a_compiler(failing_comp
     assert result.returncode == 0, out + result.stderr
     assert out.index("memory available: ") < out.index("## Largest device_batch_size") < out.index("## Training steps")
     assert "OK: one row of depth 2 on 2 rank(s) in " in out
-    train = "torchrun --standalone --nproc_per_node=2 -m scripts.base_train --data=tinyworld "
-    assert out.endswith(f"{train}--depth=2 --max_seq_len=64 --device_batch_size=64 --arch=modern,smear=False\n")
+    train = "torchrun --standalone --nproc_per_node=2 -m scripts.base_train --depth=2 --max_seq_len=64 "
+    assert out.endswith(f"{train}--arch=modern,smear=False --device_batch_size=64\n")
 
 
 def test_questions_about_a_gpu_that_is_not_here():
@@ -163,8 +164,6 @@ def test_questions_about_a_gpu_that_is_not_here():
     assert largest_rows(12 * GIB, 64, twelve, *ask) < largest_rows(24 * GIB, 64, twelve, *ask) == 32
     one_rank = needed_bytes(config, 4, *ask)
     assert needed_bytes(config, 4, *ask, 8) < needed_bytes(config, 4, *ask, 8, zero_stage=1) < one_rank
-    freed = one_rank - needed_bytes(config, 4, *ask, checkpointing=True)
-    assert freed > 19 * 13.9 * 2 * 4 * 2048 * 1280, "all blocks but one, about 14 · b · B · T · C each"
     told = run_module("scripts.doctor", "--depth=12", "--memory_gib=24", "--arch=classic")
     assert told.returncode == 0 and "| 12 | 135,266,304 | 32 | 64 |" in told.stdout
     none = run_module("scripts.doctor", "--depth=32", "--batch_only", "--memory_gib=6")

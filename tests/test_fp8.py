@@ -71,8 +71,6 @@ def test_a_model_multiplies_in_8_bits():
 
 def test_where_there_is_no_such_product_one_line_says_so(monkeypatch):
     model = GPT(config_from_depth(1, 64, 32))
-    with pytest.raises(UserError, match="multiple of 16 tokens, and device_batch_size . max_seq_len is 100"):
-        fp8.use_fp8(model, torch.device("cpu"), 100)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(UserError, match="needs an H100 or newer; this is A100"):

@@ -2,22 +2,17 @@
 import functools
 import math
 import re
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ALL_PIECES
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanochat.model.attention import attention, window_blocks
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import MAX_SOFTCAP, GPTConfig, architecture, config_from_depth
-from nanochat.model.layers import RotatedNorm, SquaredReLU, norm, rotary_angles, rotate
 from nanochat.model.loss import (
     CHUNK_LOGITS,
     SoftcappedCrossEntropy,
@@ -30,6 +25,10 @@ from nanochat.runtime.errors import UserError
 
 ALONE = ["rope_theta=100", "qk_scale=1.5", "short_windows=True", "value_embeddings=True",
          "smear=True"]  # each piece of the forward pass
+
+
+def in_float64(model: GPT) -> dict[str, torch.Tensor]:
+    return {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
 
 
 def small_model(
@@ -48,9 +47,9 @@ def small_model(
     return model
 
 
-def definition(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits by the book, in float64: rotation as a product of complex numbers, heads one by one."""
-    config, weights = model.config, {name: p.detach().double() for name, p in model.named_parameters()}
+def definition(model: GPT, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """Logits by the book, with weights in float64: rotation as a product of complex numbers, heads one by one."""
+    config = model.config
     T, D, last = tokens.size(1), config.head_dim, config.n_layer - 1
 
     def rms(x):
@@ -101,18 +100,24 @@ def definition(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
     (2, 0, "classic", 2), (2, None, "classic", 2), (2, 15.0, ALL_PIECES, 5), (1, None, ALL_PIECES, 1),
     *((2, 15.0, f"classic,{piece}", 5) for piece in ALONE),
 ])
-def test_logits_and_loss_are_those_of_the_definition(n_kv_head, softcap, arch, n_layer):
+def test_logits_loss_and_gradients_are_those_of_the_definition(n_kv_head, softcap, arch, n_layer):
     """Weights of this size push many logits into the softcap's bend; float32 rounding leaves 1e-4 of 15."""
     model = small_model(n_kv_head, softcap=softcap, arch=arch, n_layer=n_layer, n_embd=48)
+    weights = in_float64(model)
     tokens = torch.randint(70, (3, 32), generator=torch.Generator().manual_seed(0))
-    expected = definition(model, tokens)
+    expected = definition(model, weights, tokens)
     torch.testing.assert_close(model(tokens).double(), expected, atol=2e-4, rtol=0)
     targets = tokens.roll(-1, 1)
     targets[1, 5:] = -1
     nats = F.cross_entropy(expected.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view(3, 32)
     torch.testing.assert_close(model(tokens, targets, reduction="none").double(), nats, atol=3e-4, rtol=0)
-    torch.testing.assert_close(model(tokens, targets).double(), nats.sum() / (targets >= 0).sum(), atol=1e-4, rtol=0)
     torch.testing.assert_close(model(tokens, targets, reduction="sum").double(), nats.sum(), atol=5e-3, rtol=0)
+    loss, mean = model(tokens, targets), nats.sum() / (targets >= 0).sum()
+    torch.testing.assert_close(loss.double(), mean, atol=1e-4, rtol=0)
+    loss.backward(), mean.backward()
+    for name, p in model.named_parameters():
+        exact = weights[name].grad
+        assert (p.grad - exact).norm() <= 1e-4 * exact.norm(), name
 
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
@@ -126,26 +131,26 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, windo
     return (scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v).to(q.dtype)
 
 
-@pytest.mark.parametrize("window", [1024, 100, 1])
-@pytest.mark.parametrize("heads,kv_heads,length", [(2, 2, 64), (4, 2, 300), (6, 1, 513), (1, 1, 1)])
-def test_attention_kernels_equal_the_reference(heads, kv_heads, length, window, monkeypatch):
-    """Grouped queries, windows, and lengths below, above and not a multiple of the block; values and gradients."""
+def queries_keys_values(heads: int, kv_heads: int, length: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(length)
     shapes = [(2, h, length, 16) for h in (heads, kv_heads, kv_heads)]
-    q, k, v = (torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes)
-    upstream = torch.randn(2, heads, length, 16, generator=generator)
-    expected = reference_attention(q, k, v, window)
-    expected_grads = torch.autograd.grad(expected, (q, k, v), upstream)
-    def by_scaled_dot_product_attention(*args):
-        with monkeypatch.context() as patch:
-            patch.setattr("nanochat.model.attention.BLOCKWISE_MAX_LENGTH", 0)
-            return attention(*args)
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
 
-    for kernel in (attention, by_scaled_dot_product_attention):
-        got = kernel(q, k, v, window)
-        torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
-        for a, b in zip(torch.autograd.grad(got, (q, k, v), upstream), expected_grads):
-            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+@pytest.mark.parametrize("blockwise", [True, False])
+@pytest.mark.parametrize("window", [1024, 100, 1])
+@pytest.mark.parametrize("heads,kv_heads,length", [(2, 2, 64), (4, 2, 300), (6, 1, 513), (1, 1, 1)])
+def test_attention_kernels_equal_the_reference(heads, kv_heads, length, window, blockwise, monkeypatch):
+    """Grouped queries, windows, and lengths below, above and not a multiple of the block; values and gradients."""
+    if not blockwise:  # the way of longer rows
+        monkeypatch.setattr("nanochat.model.attention.BLOCKWISE_MAX_LENGTH", 0)
+    qkv = queries_keys_values(heads, kv_heads, length)
+    upstream = torch.randn(2, heads, length, 16, generator=torch.Generator().manual_seed(0))
+    expected = reference_attention(*qkv, window)
+    got = attention(*qkv, window)
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
+    for a, b in zip(torch.autograd.grad(got, qkv, upstream), torch.autograd.grad(expected, qkv, upstream)):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
 class PretendedGPU(str):
@@ -156,8 +161,7 @@ class PretendedGPU(str):
 @pytest.mark.parametrize("heads,kv_heads,length,window", [(2, 2, 256, 128), (4, 2, 300, 75)])
 def test_flex_attention_equals_the_reference(heads, kv_heads, length, window, monkeypatch):
     """The way of windows in compiled code on a GPU, here run eagerly on a CPU."""
-    generator = torch.Generator().manual_seed(length)
-    q, k, v = (torch.randn(2, h, length, 16, generator=generator) for h in (heads, kv_heads, kv_heads))
+    q, k, v = (t.detach() for t in queries_keys_values(heads, kv_heads, length))
     window_blocks.cache_clear()
     with torch.inference_mode():  # as a sample in mid-training, before a batch of its length
         blocks = window_blocks(length, window, PretendedGPU("cpu"))
@@ -168,79 +172,69 @@ def test_flex_attention_equals_the_reference(heads, kv_heads, length, window, mo
     monkeypatch.setattr(F, "scaled_dot_product_attention", None)
     got = attention(q, k, v, window, blocks)
     torch.testing.assert_close(got, reference_attention(q, k, v, window), atol=2e-6, rtol=0)
-    assert window_blocks(length, length, PretendedGPU("cpu")) is window_blocks(length, 1, torch.device("cpu")) is None
+    assert window_blocks(length, length, PretendedGPU("cpu")) is None  # no window
 
 
-def drawn(x_scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Generator]:
-    """x (32, 24), head (64, 24) for 50 tokens and padding, targets (32,) of which every fifth is missing."""
+def drawn(x_scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x (32, 24), head (64, 24) for 50 tokens and larger padding, targets (32,), of which every fifth is missing."""
     generator = torch.Generator().manual_seed(0)
-    x, head = torch.randn(32, 24, generator=generator) * x_scale, torch.randn(64, 24, generator=generator)
+    x = torch.randn(32, 24, generator=generator) * x_scale
+    head = torch.randn(64, 24, generator=generator)
+    head[50:] *= 20
     targets = torch.randint(50, (32,), generator=generator)
     targets[::5] = -1
-    return x, head, targets, generator
+    return x, head, targets
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_loss_and_gradients_equal_autograds(monkeypatch, compiled):
-    """In one chunk and in four, padding, masked and weighted targets: autograd in float64 on the plain formula."""
+@pytest.mark.parametrize("softcap, x_scale, rounding, compiled", [
+    (15.0, 3, 1, False), (15.0, 3, 1, True), (None, 40, 100, False)])
+def test_loss_and_gradients_equal_autograds(monkeypatch, softcap, x_scale, rounding, compiled):
+    """
+    In one chunk and in four, padding, masked and weighted targets: autograd in float64 on the plain formula. Without a
+    softcap with logits of several hundred, whose exponentials are no float32; rounding leaves 2^-24 of one.
+    """
     monkeypatch.setattr(switch, "on", compiled)
-    x, head, targets, generator = drawn(x_scale=3)
+    x, head, targets = drawn(x_scale)
     x64, head64 = x.double().requires_grad_(), head.double().requires_grad_()
-    logits = 15 * torch.tanh(x64 @ head64[:50].T / 15)
+    logits = x64 @ head64[:50].T
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    else:
+        assert logits.abs().max() > 400
     expected_each = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
-    for chunk_logits, weights in ((32 * 64, None), (8 * 64, None), (8 * 64, torch.randn(32, generator=generator))):
+    drawn_weights = torch.randn(32, generator=torch.Generator().manual_seed(1))
+    for chunk_logits, weights in ((32 * 64, None), (8 * 64, None), (8 * 64, drawn_weights)):
         monkeypatch.setitem(CHUNK_LOGITS, "cpu", chunk_logits)
-        expected = expected_each.sum() if weights is None else expected_each @ weights.double()
+        counts = torch.ones(32) if weights is None else weights
+        expected = expected_each @ counts.double()
         grad_x, grad_head = torch.autograd.grad(expected / 3, (x64, head64), retain_graph=True)
-        counted = (targets >= 0) * (torch.ones(32) if weights is None else weights)
         for all_rows in (False, True):  # on a GPU rows without a target come along
             x_, head_ = x.clone().requires_grad_(), head.clone().requires_grad_()
-            loss = (SoftcappedCrossEntropy.apply(x_, head_, targets, counted, 50, 15.0) if all_rows else
-                    softcapped_cross_entropy(x_, head_, targets, 50, 15.0, weights))
+            if all_rows:
+                loss = SoftcappedCrossEntropy.apply(x_, head_, targets, (targets >= 0) * counts, 50, softcap)
+            else:
+                loss = softcapped_cross_entropy(x_, head_, targets, 50, softcap, weights)
             (loss / 3).backward()
             torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
-            torch.testing.assert_close(x_.grad.double(), grad_x, atol=2e-6, rtol=1e-5)
-            torch.testing.assert_close(head_.grad.double(), grad_head, atol=5e-6, rtol=1e-5)
+            torch.testing.assert_close(x_.grad.double(), grad_x, atol=2e-6 * rounding, rtol=1e-5 * rounding)
+            torch.testing.assert_close(head_.grad.double(), grad_head, atol=5e-6 * rounding, rtol=1e-5 * rounding)
             assert torch.all(head_.grad[50:] == 0), "padded rows get no gradient"
-        each = token_losses(x, head, targets, 50, 15.0)
-        torch.testing.assert_close(each.double(), expected_each, rtol=1e-6, atol=2e-6)
+        each = token_losses(x, head, targets, 50, softcap)
+        torch.testing.assert_close(each.double(), expected_each, rtol=1e-6, atol=2e-6 * rounding)
         assert torch.all(each[::5] == 0)
 
 
-def test_only_rows_with_a_target_are_multiplied_with_the_head():
-    """
-    Counted by torch: three products of the rows that have one, or whose target counts for something. Without any: no
-    loss, and gradients that are there, of zero.
-    """
-    x, head, targets, _ = drawn(x_scale=3)
-    for kept in (25, 20, 13, 0):
-        targets[targets.argsort()[: 32 - kept]] = -1
-        for given, weights in ((targets, None), (targets.clamp(min=0), torch.where(targets < 0, 0.0, 2.0))):
-            x_, head_ = x.clone().requires_grad_(), head.clone().requires_grad_()
-            with FlopCounterMode(display=False) as flops:
-                loss = softcapped_cross_entropy(x_, head_, given, 50, 15.0, weights)
-                loss.backward()
-            assert flops.get_total_flops() == 3 * 2 * kept * 64 * 24
-            assert torch.equal(x_.grad.any(1), targets >= 0) and bool(head_.grad.any()) == (loss > 0) == (kept > 0)
-
-
-def test_logits_of_any_size_without_a_softcap():
-    """Of several hundred, whose exponentials are no float32, and larger padded rows. Rounding leaves 2^-24 of one."""
-    x, head, targets, _ = drawn(x_scale=40)
-    head[50:] *= 20
-    x64, head64 = x.double().requires_grad_(), head[:50].double().requires_grad_()
-    logits = x64 @ head64.T
-    assert logits.abs().max() > 400
-    expected = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
-    expected.sum().backward()
-    x_, head_ = x.clone().requires_grad_(), head.clone().requires_grad_()
-    loss = softcapped_cross_entropy(x_, head_, targets, 50, None)
-    loss.backward()
-    torch.testing.assert_close(token_losses(x, head, targets, 50, 0).double(), expected, rtol=1e-6, atol=2e-4)
-    torch.testing.assert_close(loss.double(), expected.sum(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(x_.grad.double(), x64.grad, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(head_.grad[:50].double(), head64.grad, rtol=1e-4, atol=1e-2)
-    assert torch.all(head_.grad[50:] == 0), "padded rows get no gradient"
+@pytest.mark.parametrize("kept", [25, 13, 0])
+def test_only_rows_with_a_target_are_multiplied_with_the_head(kept):
+    """Counted by torch: three products of each. Without any: no loss, and gradients that are there, of zero."""
+    x, head, targets = drawn(x_scale=3)
+    targets[targets.argsort()[: 32 - kept]] = -1
+    x.requires_grad_(), head.requires_grad_()
+    with FlopCounterMode(display=False) as flops:
+        loss = softcapped_cross_entropy(x, head, targets, 50, 15.0)
+        loss.backward()
+    assert flops.get_total_flops() == 3 * 2 * kept * 64 * 24
+    assert torch.equal(x.grad.any(1), targets >= 0) and bool(head.grad.any()) == (loss > 0) == (kept > 0)
 
 
 def test_all_blocks_lengths_and_numbers_of_targets_share_compiled_code_on_a_cpu(monkeypatch):
@@ -270,51 +264,6 @@ def test_all_blocks_lengths_and_numbers_of_targets_share_compiled_code_on_a_cpu(
             assert counter.frame_count == 6, "before and after once more, without gradients"
 
 
-def test_a_script_of_ones_own_calls_the_model_eagerly():
-    """A new shape in each call: nothing is compiled, the compiler is not even imported."""
-    script = '''
-import sys, torch
-from nanochat.model.gpt import GPT
-from nanochat.model.gpt_config import GPTConfig
-model = GPT(GPTConfig(32, 70, n_layer=1, n_embd=32, n_head=1, n_kv_head=1))
-model.init_weights(seed=0)
-for length in range(2, 14):
-    tokens = torch.zeros(1, length, dtype=torch.int64)
-    model(tokens, tokens).backward()
-    model(tokens, tokens, reduction="none")
-print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
-'''
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert (result.stdout, result.stderr) == ("[]\n", "")
-
-
-def test_never_more_logits_at_a_time_than_allowed():
-    """For a prime number of rows: counted over every tensor that the loss and its gradients make."""
-    rows = 2053
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            sizes = (t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor))
-            self.elements = max([self.elements, *sizes])
-            return result
-
-    vocab_size = 2 * CHUNK_LOGITS["cpu"] // 2048
-    generator = torch.Generator().manual_seed(0)
-    x, head = (torch.randn(n, 4, generator=generator, requires_grad=True) for n in (rows, vocab_size))
-    targets = torch.randint(vocab_size, (rows,), generator=generator)
-    with Largest() as largest:
-        loss = softcapped_cross_entropy(x, head, targets, vocab_size, 15.0)
-        loss.backward()
-        each = token_losses(x.detach(), head.detach(), targets, vocab_size, 15.0)
-    assert CHUNK_LOGITS["cpu"] // 4 < largest.elements <= CHUNK_LOGITS["cpu"] < rows * vocab_size
-    expected = F.cross_entropy(15 * torch.tanh(x.double() @ head.double().T / 15), targets, reduction="none")
-    torch.testing.assert_close(each.double(), expected, rtol=1e-5, atol=1e-5)
-    assert loss.item() == pytest.approx(expected.sum().item(), rel=1e-5) and x.grad[-1].any()
-
-
 def test_the_largest_softcap_is_finite_and_a_larger_one_is_refused():
     """With every logit at the limit, over a large vocabulary; beyond it exp(softcap) would be infinite, and inf NaN."""
     x, head = torch.full((2, 1), 1e4), torch.ones(2**17, 1)
@@ -326,37 +275,27 @@ def test_the_largest_softcap_is_finite_and_a_larger_one_is_refused():
 
 
 def test_a_target_in_the_padding_is_never_learnt():
-    """Its loss is infinite and the step skipped."""
-    right = torch.randint(70, (2, 8), generator=torch.Generator().manual_seed(0))
-    wrong = right.clone()
-    wrong[1, 3] = 70  # the first of the 58 padded rows
+    """Its loss is infinite: the step is skipped."""
+    tokens = torch.randint(70, (2, 8), generator=torch.Generator().manual_seed(0))
+    targets = tokens.clone()
+    targets[1, 3] = 70  # the first of the 58 padded rows
     for softcap in (15.0, None):
         model = small_model(softcap=softcap)
-        sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, zero_stage=0)
-        for targets, ok in ((right, 1), (wrong, 0)):
-            with sharding.accumulate(last=True):
-                loss = model(right, targets)
-                loss.backward()
-            assert math.isfinite(loss.item()) == ok == sharding.reduce_and_clip(loss.detach()).values.tolist()[2]
-            sharding.all_gather_params()
-        each = model(right, wrong, reduction="none")
+        each = model(tokens, targets, reduction="none")
         assert each[1, 3] == math.inf and each.isfinite().sum() == 15
+        assert model(tokens, targets) == math.inf
 
 
 def test_bfloat16_gradients_are_summed_in_float32():
+    """Three times the same gradient: in float32 exact, in bfloat16 two bits would be missing."""
     model = small_model()
     Sharding(model, model.units(), torch.device("cpu"), torch.bfloat16, zero_stage=0)
     tokens = torch.randint(70, (2, 32))
-    for _ in range(3):
+    model(tokens, tokens).backward()
+    once = [p.grad.clone() for p in model.parameters()]
+    for _ in range(2):
         model(tokens, tokens).backward()
-    reference = small_model().double()
-    reference.load_state_dict({name: p.double() for name, p in model.state_dict().items()})
-    logits = reference.hidden(tokens) @ reference.lm_head.weight.T
-    F.cross_entropy((15 * torch.tanh(logits / 15))[..., :70].flatten(0, 1), tokens.flatten()).backward()
-    for (name, p), q in zip(model.named_parameters(), reference.parameters()):
-        assert p.grad.dtype == torch.float32
-        error = (p.grad.double() / 3 - q.grad).norm() / q.grad.norm()
-        assert error < 0.03, f"{name}: {error}"  # three decimal digits of bf16, through two layers
+    assert all(torch.equal(p.grad, 3 * g.bfloat16().float()) for p, g in zip(model.parameters(), once))
 
 
 @pytest.mark.parametrize("arch", ["classic", ALL_PIECES])
@@ -390,10 +329,7 @@ def test_an_architecture_is_a_name_and_changes():
     assert architecture("classic") == {} and modern["smear"] is True
     assert architecture("modern, smear=False,rope_theta=1e5") == modern | {"smear": False, "rope_theta": 100_000.0}
     assert architecture("classic,qk_scale=2") == {"qk_scale": 2.0}
-    for wrong, message in (
-        ("moden", "'moden'.*classic or modern"), ("classic,smaer=True", "no 'smaer=True'.*smear=bool"),
-        ("classic,smear=1", "no 'smear=1'"), ("classic,rope_theta=x", "no 'rope_theta=x'.*rope_theta=float"),
-    ):
+    for wrong, message in (("moden", "'moden'.*classic or modern"), ("classic,smear=1", "no 'smear=1'.*smear=bool")):
         with pytest.raises(UserError, match=message):
             config_from_depth(4, 100, 64, arch=wrong)
 
@@ -420,60 +356,22 @@ def test_flops_equal_those_that_torch_counts(arch):
     assert (forward.get_total_flops() + backward.get_total_flops()) == expected * tokens.numel()
 
 
-@pytest.mark.parametrize("arch", ["classic", ALL_PIECES])
-def test_activation_checkpointing_changes_nothing_but_memory(arch):
+def test_activation_checkpointing_changes_nothing_but_memory():
     tokens, grads = torch.randint(70, (2, 32)), []
     for recompute in (False, True):
-        model = small_model(arch=arch, n_layer=3)
+        model = small_model(arch=ALL_PIECES, n_layer=3)
         model.activation_checkpointing = recompute
         model(tokens, tokens).backward()
         grads.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
-@pytest.mark.parametrize("arch", ["classic", ALL_PIECES])
-def test_generate_is_the_argmax(arch):
-    model, prompt = small_model(arch=arch), [3, 1, 4]
+def test_generate_is_the_argmax():
+    model, prompt = small_model(arch=ALL_PIECES), [3, 1, 4]
+    weights = in_float64(model)
     greedy = list(model.generate(prompt, 6))
     ids = list(prompt)
     for token in greedy:
-        assert token == definition(model, torch.tensor([ids]))[0, -1].argmax().item()
+        assert token == definition(model, weights, torch.tensor([ids]))[0, -1].argmax().item()
         ids.append(token)
     assert len(list(model.generate(list(range(40)), 3))) == 3, "beyond the trained length"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fast_norm_of_rotated_heads_is_the_plain_one_and_its_gradient(dtype):
-    """Against autograd through the plain one in float32: to its rounding; in bfloat16 closer than the plain one."""
-    generator = torch.Generator().manual_seed(0)
-    x, grad = (torch.randn(2, 24, 3, 64, generator=generator).to(dtype) for _ in range(2))
-    angles = rotary_angles(24, 64, 1e4, x.device)
-
-    def results(function, dtype) -> list[torch.Tensor]:
-        leaf = x.detach().to(dtype).requires_grad_()
-        y = function(leaf, *angles)
-        y.backward(grad.to(dtype))
-        assert y.dtype == leaf.grad.dtype == dtype
-        return [y.detach().float(), leaf.grad.float()]
-
-    def plain(x, cos, sin):
-        return norm(rotate(x, cos, sin))
-
-    for ours, theirs, exact in zip(results(RotatedNorm.apply, dtype), results(plain, dtype),
-                                   results(plain, torch.float32)):
-        error = (ours - exact).norm()
-        assert error <= 3e-7 * exact.norm() if dtype == torch.float32 else error < (theirs - exact).norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_squared_relu_keeps_its_result_only_and_has_the_gradient_of_autograd(dtype):
-    """To the bit: of all numbers of bfloat16 whose squares are neither 0, subnormal nor infinite, and their like."""
-    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).to(dtype)
-    x = torch.cat((x, x * 1.2345678, torch.randn(9, dtype=dtype)))
-    x, kept = x[(x < 0) | (x.square() > 1.2e-38) & (x < 1e19)].requires_grad_(), []
-    grad = torch.linspace(-3, 3, len(x)).to(dtype)
-    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: kept[-1]):
-        ours = SquaredReLU.apply(x)
-    theirs = x.relu().square()
-    assert len(x) > 40_000 and torch.equal(ours, theirs) and [k.data_ptr() for k in kept] == [ours.data_ptr()]
-    assert torch.equal(*(torch.autograd.grad(y, x, grad)[0] for y in (ours, theirs)))

@@ -7,9 +7,9 @@ from dry_step import META, PHASES, DryStep, dry_step, one_rank_of
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
+from bench.watch import sent_bytes
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import moments, parameter_counts
-from nanochat.plan.traffic import sent_bytes
 from nanochat.plan.trial import set_up_training
 
 pytestmark = pytest.mark.filterwarnings("ignore:Set timeout is now only")  # of a fake process group

@@ -102,13 +102,15 @@ import nanochat.plan.trial as trial
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 8
 torch.cuda.get_device_capability, torch.cuda.get_device_name = lambda device: (9, 0), lambda device: "H100"
 torch.cuda.mem_get_info = lambda device: (79 * 2**30, 80 * 2**30)
-trial.try_steps = lambda *args, **settings: {answer}
+def try_steps(*args, **settings):
+    {answer}
+trial.try_steps = try_steps
 """
-    refused = as_a_gpu_node(change.replace("{answer}", "(None, 'no C compiler')"), "--depth=20")
-    assert "NOT: no C compiler" in refused.stdout and "NOT possible: a training step fails" in refused.stdout
-    fine = as_a_gpu_node(change.replace("{answer}", "(100.0, '')"), "--depth=20", "--max_rows=16")
+    refused = as_a_gpu_node(change.replace("{answer}", "raise trial.UserError('no C compiler')"), "--depth=20")
+    assert refused.stderr == "error: no C compiler\n"
+    fine = as_a_gpu_node(change.replace("{answer}", "return 100.0"), "--depth=20", "--max_rows=16")
     assert (refused.returncode, fine.returncode) == (1, 0), refused.stderr + fine.stderr
-    assert "--depth=20 --max_seq_len=2048 --device_batch_size=16" in fine.stdout
+    assert "--depth=20 --max_seq_len=2048 --arch=modern --device_batch_size=16" in fine.stdout
 
 
 def test_a_gpu_is_not_trained_on_eagerly_unless_asked_for(monkeypatch):

@@ -11,7 +11,7 @@ from test_zero import Model
 from torch import Tensor
 
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.optim.muon import POLAR_EXPRESS, DistMuon
+from nanochat.optim.muon import DistMuon, orthogonalize
 from nanochat.optim.zero import Sharding
 from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import checkpoint_dir, find_checkpoint
@@ -43,12 +43,6 @@ class Run:
         self.muon = DistMuon(self.sharding, names, LR, DECAY, MOMENTUM, variant)
         self.shapes = {name: p.shape for name, p in Model(units, seed=1).named_parameters()}
 
-    def state(self) -> list[Tensor]:
-        moments = (*self.muon.state.values(), *self.muon.owned.values())
-        return [t.clone() for by_name in moments for t in by_name.values()] + [
-            s.master.clone() for s in self.sharding.shards
-        ]
-
     def steps(self, first: int, last: int, bad: int = -1) -> dict[str, Tensor]:
         """The whole parameters after the steps from first to before last."""
         for step in range(first, last):
@@ -57,11 +51,8 @@ class Run:
                 loss = self.model(wanted)
                 loss = loss * float("nan") if step == bad and self.sharding.rank == 0 else loss
                 loss.backward()
-            before = self.state()
             self.muon.step(self.sharding.reduce_and_clip(loss))
             self.sharding.all_gather_params()
-            unchanged = [torch.equal(a, b) for a, b in zip(before, self.state(), strict=True)]
-            assert all(unchanged) if step == bad else not any(unchanged), f"step {step}: {unchanged}"
         return {name: tensor.to("cpu", copy=True) for name, tensor in self.sharding.whole_tensors()}
 
     def writer(self, tag: str) -> CheckpointWriter:
@@ -72,31 +63,26 @@ class Run:
         self.sharding.all_gather_params()
 
 
-def polar(G: Tensor) -> Tensor:
-    X = G / (G.norm() * 1.02 + 1e-6)
-    for a, b, c in POLAR_EXPRESS:
-        X = a * X + b * X @ X.T @ X + c * X @ X.T @ X @ X.T @ X
-    return X
-
-
 def by_unit(X: Tensor, rows: bool) -> Tensor:
     """Every row (or column) over its root mean square; zeros stay."""
     size = X.square().mean(1 if rows else 0, keepdim=True).sqrt()
     return torch.where(size > 0, X / size, 0.0)
 
 
-def plain(variant: str, bad: int = -1) -> dict[str, Tensor]:
-    """The same steps, whole matrices, float64; shares only the five polynomials with what it is compared to."""
+def plain(variant: str) -> dict[str, Tensor]:
+    """The same steps, whole matrices, float64; shares only Newton–Schulz with what it is compared to."""
     params = {name: p.detach().double() for name, p in Model(SHAPES, seed=1).named_parameters()}
     for name, p in params.items():
         momentum, second, tall = torch.zeros_like(p), 0.0, p.size(0) >= p.size(1)
         for step in range(STEPS):
-            if step == bad:
+            if step == BAD:
                 continue
             g = gradient(name, p.shape, step).double()
             momentum = MOMENTUM * momentum + (1 - MOMENTUM) * g
             looked_ahead = MOMENTUM * momentum + (1 - MOMENTUM) * g
-            update = polar(by_unit(looked_ahead, rows=True) if variant == "muoneq" else looked_ahead)
+            if variant == "muoneq":
+                looked_ahead = by_unit(looked_ahead, rows=True)
+            update = orthogonalize(looked_ahead)
             size = update.norm()
             if variant == "normuon":
                 second = 0.95 * second + 0.05 * update.square().mean(1 if tall else 0)
@@ -145,7 +131,8 @@ def test_every_variant_equals_whole_matrices_in_float64_and_goes_on_elsewhere():
     """One, two and three ranks, every stage, replicas: the same bits. Saved on each, loaded on the others: the same."""
     of_ranks = {n: run_on_ranks(n, every_variant) for n in (1, 2, 3)}
     for variant in VARIANTS:
-        expected, alone = plain(variant, BAD), of_ranks[1][0][variant, 0, -1]
+        alone = of_ranks[1][0][variant, 0, -1]
+        expected = plain(variant)
         for name, tensor in alone.items():
             # float32 against float64: Newton-Schulz multiplies rounding, most where singular values are small
             torch.testing.assert_close(tensor.double(), expected[name], atol=5e-6, rtol=0, msg=f"{variant} {name}")
@@ -154,13 +141,11 @@ def test_every_variant_equals_whole_matrices_in_float64_and_goes_on_elsewhere():
                 for (which, stage, shard_size), params in whole.items():
                     same = which != variant or all(torch.equal(t, alone[name]) for name, t in params.items())
                     assert same, f"{variant}, {n} ranks, stage {stage}, shard_size {shard_size}"
-    moved = {variant: of_ranks[1][0][variant, 0, -1] for variant in VARIANTS}
-    for a, b in zip(VARIANTS, (*VARIANTS[1:], "muon")):
-        assert all((moved[a][name] - t).abs().max() > 1e-3 for name, t in moved[b].items() if "wide" in name), (a, b)
     for saved_on, n in ((2, 3), (3, 1)):
         for whole in run_on_ranks(n, go_on, [tag(saved_on, *case) for case in CASES]):
             for key, params in whole.items():
-                assert all(torch.equal(t, moved["normuon"][name]) for name, t in params.items()), f"{key} on {n} ranks"
+                alone = of_ranks[1][0]["normuon", 0, -1]
+                assert all(torch.equal(t, alone[name]) for name, t in params.items()), f"{key} on {n} ranks"
 
 
 def one_matrix(rank: int, world_size: int) -> tuple[int, dict[str, Tensor]]:

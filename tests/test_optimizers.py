@@ -7,15 +7,15 @@ from torch.nn import Parameter
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.adamw import DistAdamW
-from nanochat.optim.muon import DistMuon, orthogonalize
+from nanochat.optim.muon import orthogonalize
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.zero import Sharding
 
 
-def on_one_rank(params: dict[str, Parameter], dtype: torch.dtype = torch.float32) -> Sharding:
+def on_one_rank(params: dict[str, Parameter]) -> Sharding:
     """The parameters as one unit, all of which this rank keeps."""
     unit = nn.ParameterDict(params)
-    return Sharding(unit, [unit], torch.device("cpu"), dtype, zero_stage=0)
+    return Sharding(unit, [unit], torch.device("cpu"), torch.float32, zero_stage=0)
 
 
 def apply(sharding: Sharding, *optimizers) -> None:
@@ -52,13 +52,11 @@ def test_every_group_has_its_scaled_rate():
         model = GPT(config_from_depth(2, 64, 32, arch="modern"))
     model.to_empty(device="cpu").init_weights(0)
     sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, zero_stage=0)
-    for scale in (1.0, 0.25):
-        adamw, muon = setup_optimizers(model, sharding, 0.1, 0.2, 0.3, 0.4, lr_scale=scale)
-        rates = [group["initial_lr"] for group in adamw.param_groups] + [muon.param_groups[0]["initial_lr"]]
-        width = (128 / 768) ** -0.5
-        assert rates == pytest.approx([scale * rate for rate in (0.1 * width, 0.2 * width, 0.1 * width, 0.02, 0.3)])
-        assert all(group["shards"] for group in adamw.param_groups)
-        assert muon.param_groups[0]["initial_weight_decay"] == 0.4
+    adamw, muon = setup_optimizers(model, sharding, 0.1, 0.2, 0.3, 0.4, lr_scale=0.25)
+    rates = [group["initial_lr"] for group in adamw.param_groups] + [muon.param_groups[0]["initial_lr"]]
+    width = (128 / 768) ** -0.5
+    assert rates == pytest.approx([0.25 * rate for rate in (0.1 * width, 0.2 * width, 0.1 * width, 0.02, 0.3)])
+    assert muon.param_groups[0]["initial_weight_decay"] == 0.4
 
 
 @pytest.mark.parametrize("shape", [(3, 40, 40), (2, 64, 16), (2, 16, 64), (1, 33, 17)])
@@ -76,19 +74,3 @@ def test_orthogonalize_keeps_directions_and_evens_out_singular_values(shape):
     relative = (orthogonalize(G.bfloat16()).double() - result).norm() / result.norm()
     assert relative < 0.08, f"bfloat16 iteration is {relative:.3f} away"
     assert torch.all(orthogonalize(torch.zeros(shape)) == 0)
-
-
-def test_bfloat16_parameters_follow_float32_masters():
-    """Steps far below bfloat16's resolution must add up; the parameter is its master, rounded, after every step."""
-    ours, matrix = Parameter(torch.ones(4, 4)), Parameter(torch.ones(4, 4))
-    sharding = on_one_rank({"p": ours, "m": matrix}, torch.bfloat16)
-    shards = {s.name: s for s in sharding.shards}
-    optimizers = DistAdamW([{"shards": [shards["p"]], "lr": 1e-4}]), DistMuon(sharding, ["m"], lr=1e-4)
-    for _ in range(100):
-        ours.grad, matrix.grad = torch.ones(4, 4), torch.eye(4)
-        apply(sharding, *optimizers)
-        assert torch.equal(ours.flatten(), shards["p"].master.bfloat16())
-        assert torch.equal(matrix.flatten(), shards["m"].master.bfloat16())
-    torch.testing.assert_close(shards["p"].master, torch.full((16,), 0.99), atol=6e-6, rtol=0)  # 100 roundings of 6e-8
-    assert ours.dtype == torch.bfloat16 and ours[0, 0] < 1, "100 steps of 1e-4 show in bfloat16 (spacing 0.004)"
-    assert matrix[0, 0] < 1 and matrix[0, 1] == 1

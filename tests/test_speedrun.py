@@ -142,23 +142,6 @@ def bash(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProce
     return subprocess.run(["bash", *arguments], **settings)
 
 
-def set_up(folder: Path, **env: str) -> subprocess.CompletedProcess:
-    """setup.sh in a folder that has some .venv, from where no index of packages can be reached."""
-    copy_scripts(folder)
-    return bash(folder, "-c", ". ./setup.sh", PIP_NO_INDEX="1", PIP_FIND_LINKS="", **env)
-
-
-def test_an_environment_whose_making_was_interrupted_is_completed(tmp_path):
-    """What `python -m venv` leaves when it fails (Debian without python3-venv) or is stopped: a Python, and no pip."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], cwd=tmp_path, check=True)
-    (tmp_path / ".venv" / "kept").touch()
-    done = set_up(tmp_path)
-    assert done.returncode == 1 and "No module named pip" not in done.stderr
-    assert "setuptools" in done.stderr, "the next step needs an index"
-    subprocess.run([tmp_path / ".venv" / "bin" / "python", "-m", "pip", "--version"], check=True, capture_output=True)
-    assert (tmp_path / ".venv" / "kept").exists(), "what was installed into it is not lost"
-
-
 def stand_in(folder: Path, answers: dict[str, object]) -> None:
     """
     speedrun.sh in a folder whose Python gives these answers to command lines (patterns of the shell), and writes down

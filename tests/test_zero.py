@@ -99,7 +99,7 @@ def sharded_run(
             with sharding.accumulate(last=micro_step == MICRO_STEPS - 1):
                 loss = model({name: g[first : first + share].sum(0).to(device) for name, g in rows.items()})
                 if (step, rank, micro_step) == bad:
-                    loss = loss * float("nan") if world_size > 1 else loss * float("inf")
+                    loss = loss * float("nan")
                 loss.backward()  # sums, divided by the rows of all ranks in reduce_and_clip
             loss_sum += loss.detach()
         before = state_of(sharding, optimizers)
@@ -116,6 +116,8 @@ def sharded_run(
         unchanged = all(torch.equal(a, b) for a, b in zip(before, state_of(sharding, optimizers)))
         assert unchanged != bool(ok), "a step that is not ok leaves every master, moment and counter as it was"
         whole.append({name: tensor.to("cpu", copy=True) for name, tensor in sharding.whole_tensors()})
+        for s in sharding.shards:
+            assert torch.equal(whole[-1][s.name].flatten()[s.start : s.end], s.master.to(dtype).cpu()), s.name
     return {"whole": stacked(whole), "norms": norms, "applied": applied, "losses": losses}
 
 
@@ -132,28 +134,27 @@ def state_of(sharding, optimizers) -> list[Tensor]:
 
 
 def plain_run(grad_clip: float = 0.0, skip: int = -1, dyadic: bool = False) -> tuple[dict[str, Tensor], list[float]]:
-    """The same steps on whole float32 tensors, written out; shares only Newton–Schulz with what it is compared to."""
-    params = {name: p.detach().clone() for name, p in Model().named_parameters()}
-    m, v = ({name: torch.zeros_like(p) for name, p in params.items()} for _ in range(2))
-    history, norms, taken = [], [], 0
+    """The same steps on whole float32 tensors: torch's AdamW, and Muon's rule written out around Newton–Schulz."""
+    params = dict(Model().named_parameters())
+    momenta = {name: torch.zeros_like(params[name]) for name in NAMES["muon"]}
+    adamw = torch.optim.AdamW([params[name] for name in NAMES["adamw"]], LR, (0.8, 0.95), 1e-10, DECAY)
+    history, norms = [], []
     for step in range(STEPS):
-        grads = {name: g.sum(0) / ROWS for name, g in row_gradients(step, dyadic).items()}
-        norms.append(torch.cat([g.flatten().double() for g in grads.values()]).norm().item())
+        for name, g in row_gradients(step, dyadic).items():
+            params[name].grad = g.sum(0) / ROWS
+        norms.append(torch.cat([p.grad.flatten().double() for p in params.values()]).norm().item())
         if grad_clip:
-            grads = {name: g * min(1.0, grad_clip / norms[-1]) for name, g in grads.items()}
-        taken += step != skip
-        for name, p in params.items() if step != skip else ():
-            g = grads[name]
-            if name in NAMES["muon"]:
-                m[name] = m[name].lerp(g, 1 - MOMENTUM[step])
-                update = orthogonalize(g.lerp(m[name], MOMENTUM[step]))
+            for p in params.values():
+                p.grad *= min(1.0, grad_clip / norms[-1])
+        if step != skip:
+            adamw.step()
+            for name, m in momenta.items():
+                p = params[name].data
+                m.lerp_(params[name].grad, 1 - MOMENTUM[step])
+                update = orthogonalize(params[name].grad.lerp(m, MOMENTUM[step]))
                 scale = max(1, p.size(0) / p.size(1)) ** 0.5
                 p -= LR * scale * (update + DECAY * p * (update * p > 0))
-            else:
-                m[name], v[name] = m[name].lerp(g, 0.2), v[name].lerp(g * g, 0.05)
-                p *= 1 - LR * DECAY
-                p -= LR / (1 - 0.8**taken) * m[name] / ((v[name] / (1 - 0.95**taken)).sqrt() + 1e-10)
-        history.append({name: p.clone() for name, p in params.items()})
+        history.append({name: p.detach().clone() for name, p in params.items()})
     return stacked(history), norms
 
 
@@ -167,15 +168,12 @@ def all_stages(rank: int, world_size: int) -> dict:
     for stage in range(4):
         run = functools.partial(sharded_run, rank, world_size, stage)
         results[stage, torch.float32] = run(dyadic=True)
-        if world_size == 4:  # the only number with replicas; all else is shown by other numbers
-            if stage > 0:
-                results[stage, "replicas"] = run(shard_size=2)
-            continue
-        results[stage, torch.bfloat16] = run(torch.bfloat16, dyadic=True)
-        if world_size == 5:  # the cut is right if exact sums are; what else there is, is shown by two and three
-            continue
-        results[stage, "random"] = run()
-        results[stage, "clipped and bad"] = run(bad=(BAD, world_size - 1, 0), grad_clip=0.5)
+        if world_size == 4 and stage > 0:
+            results[stage, "replicas"] = run(shard_size=2)
+        if world_size < 4:  # on five ranks the cut is right if exact sums are
+            results[stage, torch.bfloat16] = run(torch.bfloat16, dyadic=True)
+            results[stage, "random"] = run()
+            results[stage, "clipped and bad"] = run(bad=(BAD, world_size - 1, 0), grad_clip=0.5)
     return results
 
 
@@ -196,6 +194,9 @@ def test_every_stage_equals_the_unsharded_optimizer(world_size, one_rank):
     ranks = run_on_ranks(world_size, all_stages) if world_size > 1 else [one_rank]
     exact, random, norms = plain_run(dyadic=True)[0], *plain_run()
     clipped_and_skipped = plain_run(grad_clip=0.5, skip=BAD)[0]
+    rounded, masters = (one_rank[0, dtype]["whole"] for dtype in (torch.bfloat16, torch.float32))
+    for name in NAMES["adamw"]:  # steps below bfloat16's resolution add up
+        assert torch.equal(rounded[name], masters[name].bfloat16()), name
     for key, first in ranks[0].items():
         for other in ranks[1:]:
             assert all(torch.equal(t, other[key]["whole"][name]) for name, t in first["whole"].items()), key
@@ -232,11 +233,11 @@ def test_ranges_are_torchs_chunks_and_cover_everything(ranks):
         assert [list(range(r.start, r.end)) for r in row_ranges(shape, ranks)] == chunks
 
 
-def count_all_reduces(rank: int, world_size: int, stage: int) -> int:
+def count_all_reduces(rank: int, world_size: int) -> int:
     """In a step of four micro-steps, on two replicas of two ranks each."""
     model, calls, all_reduce = Model(), [], dist.all_reduce
     dist.all_reduce = lambda *args, **settings: calls.append(args) or all_reduce(*args, **settings)
-    sharding = Sharding(model, list(model.parts), CPU, torch.float32, stage, shard_size=2)
+    sharding = Sharding(model, list(model.parts), CPU, torch.float32, zero_stage=2, shard_size=2)
     for micro_step in range(4):
         with sharding.accumulate(last=micro_step == 3):
             loss = model({name: torch.ones(shape) for name, shape in SHAPES.items()})
@@ -245,10 +246,9 @@ def count_all_reduces(rank: int, world_size: int, stage: int) -> int:
     return len(calls)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_replicas_add_their_gradients_once_a_step(stage):
+def test_replicas_add_their_gradients_once_a_step():
     """One all-reduce for each unit, after the last micro-step, and one for the stats: it crosses the slowest link."""
-    assert run_on_ranks(4, count_all_reduces, stage) == [len(Model().parts) + 1] * 4
+    assert run_on_ranks(4, count_all_reduces) == [len(Model().parts) + 1] * 4
 
 
 def timeline(rank: int, world_size: int, stage: int) -> list[str]:
@@ -269,7 +269,7 @@ def timeline(rank: int, world_size: int, stage: int) -> list[str]:
     return events
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_leave_while_the_backward_pass_runs(stage):
     """On stages 0 and 1 nothing is sent before the last micro-step; then every unit's as soon as they are there."""
     events = run_on_ranks(2, timeline, stage)[0]
@@ -312,8 +312,7 @@ def peaks_at_the_start(rank: int, world_size: int, config, dtype: torch.dtype) -
     return peaks
 
 
-@pytest.mark.parametrize("ranks", [1, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks, dtype", [(1, torch.bfloat16), (8, torch.float32), (8, torch.bfloat16)])
 def test_a_run_begins_with_one_whole_unit_beside_the_shards(ranks, dtype):
     """
     Before a unit's whole float32 weights are freed, a rank has them, what it keeps of them, and what it keeps of the

@@ -3,62 +3,16 @@ import pytest
 import torch
 from conftest import ALL_PIECES  # first: it makes the repo importable where this file is run by itself
 from ranks import run_on_ranks
-from torch.utils._pytree import tree_leaves
 
-from bench.watch import KEPT, STAGES, Watch, forget_the_past, measure, measure_all, storages
+from bench.watch import KEPT, STAGES, measure_all, sent_bytes
 from nanochat.model.gpt_config import GPTConfig, architecture
 from nanochat.plan.memory import state_bytes
-from nanochat.plan.traffic import sent_bytes
 from nanochat.runtime.compiling import set_compile
 
 # 8 units of 76,800 parameters. Three ranks divide neither a block nor 80 rows: slices and FSDP's rows have padding.
 CONFIG = GPTConfig(sequence_len=16, vocab_size=960, n_layer=6, n_embd=80, n_head=2, n_kv_head=2)
 MODERN = GPTConfig(16, 960, 3, 80, 2, 1, **architecture(ALL_PIECES))  # its largest unit is most of it
 UNIT = 4 * 76_800  # bytes of a unit's gradients
-MODEL = 8 * UNIT
-
-
-class Peaks(Watch):
-    """
-    Also keeps two peaks, in bytes, on stages 1 and 2: of gradients beyond the slices that stay (those of parameters,
-    their copies end to end, and those being sent and received), looked at whenever one appears or leaves; and of all
-    tensors without a known purpose, at the end of each backward pass.
-    """
-
-    def shard(self, *args):
-        self.params, self.gradients, self.rest = list(self.model.parameters()), 0, 0
-        # Before the sharding's own hooks: so each gradient is seen before it is sent.
-        self.hooks = [p.register_post_accumulate_grad_hook(self.gradient_appeared) for p in self.params]
-        return super().shard(*args)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.removeprefix("c10d::")
-        if name in ("allreduce_", "alltoall_base_"):  # gradients; in an all-gather there are none
-            self.look(*tree_leaves(args[0]), *(args[1:2] if name == "alltoall_base_" else ()))
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func is torch.ops.aten.cat.default and len(result) in {len(bucket.flat) for bucket in self.sharding.buckets}:
-            self.look(result, *args[0])  # gradients laid end to end, for a moment beside those they are copied from
-        return result
-
-    def look(self, *tensors: torch.Tensor) -> None:
-        if self.in_micro_steps:
-            alive = storages([*tensors, *(p.grad for p in self.params), *self.in_flight()])
-            self.gradients = max(self.gradients, sum(alive.values()))
-
-    def gradient_appeared(self, p: torch.Tensor) -> None:
-        self.look()
-        if p is self.params[0]:  # the embedding's is the last of a backward pass: all others are there by now
-            self.rest = max(self.rest, self.census()["rest"])
-
-
-def peaks(rank: int, ranks: int, stage: int, dtype: str = "bfloat16") -> dict:
-    forget_the_past()
-    watch = Peaks(rank, ranks, CONFIG, stage, dtype)
-    found = measure(watch)
-    for hook in watch.hooks:
-        hook.remove()  # they close a cycle that Python's collector cannot see
-    return found | {"gradients": watch.gradients, "rest": watch.rest}
-
 
 # name: (ranks, model, dtype)
 RUNS = {"2 ranks": (2, CONFIG, "float32"), "modern": (2, MODERN, "bfloat16"), "3 ranks": (3, CONFIG, "bfloat16")}
@@ -66,7 +20,7 @@ RUNS = {"2 ranks": (2, CONFIG, "float32"), "modern": (2, MODERN, "bfloat16"), "3
 
 def measure_models(rank: int, ranks: int) -> dict[str, list[dict]]:
     set_compile(False, "cpu")
-    found = {f"peaks on {ranks}": [peaks(rank, ranks, stage) for stage in (1, 2)]}
+    found = {}
     for name, (of, config, dtype) in RUNS.items():
         if of == ranks:
             found[name] = measure_all(rank, ranks, config, dtype)
@@ -117,17 +71,3 @@ def test_ranks_send_what_the_formulas_say(results):
     """Within 3%: thirds of 80 rows are padded, and a rank keeps its share of its own matrices only on average."""
     for r in results:
         assert r["sent"] == pytest.approx(r["expected sent"], rel=0.03), r["stage"]
-
-
-def test_stage_2_never_has_more_than_four_of_eight_units_of_whole_gradients(measured):
-    """
-    Two on their way, one computed and its copy end to end; for each of the two a buffer in which gloo receives, and the
-    slice it ends in. Stage 1, seen in the same way, has the whole model's.
-    """
-    for ranks in (2, 3):
-        stage_1, stage_2 = measured[f"peaks on {ranks}"]
-        assert stage_1["gradients"] >= MODEL
-        assert UNIT <= stage_2["gradients"] <= (4 + 2 + 2 / ranks) * UNIT * 1.01
-        assert stage_2["rest"] < 0.5 * UNIT, "gradients that are neither a parameter's nor on their way"
-
-

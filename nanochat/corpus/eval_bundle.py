@@ -2,8 +2,6 @@
 import shutil
 import urllib.request
 import zipfile
-import zlib
-from http.client import HTTPException
 from pathlib import Path
 
 from nanochat.eval.core_eval import bundle_dir
@@ -30,11 +28,10 @@ def make_bundle(url: str) -> str | None:
     folder = bundle_dir()
     with locked(base_dir() / ".eval_bundle.lock"):
         recover_folder(folder)
-        if folder.exists():
-            return None
         try:
-            download(url, folder)
-        except (OSError, ValueError, HTTPException, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+            if not folder.exists():
+                download(url, folder)
+        except Exception as error:  # of the network, of the archive, of the disk
             problem = f"{url}: {type(error).__name__}: {error}"
             return f"no CORE bundle in {folder}, and it cannot be downloaded: {problem}; put one there to measure CORE"
     return None

@@ -5,7 +5,6 @@ A data set of text is built aside and put in place as a whole, or not at all. Fi
 their place one by one, each verified, and are a data set once the manifest is there. Either way the manifest comes
 last, a killed process leaves nothing that looks like a data set, and the same command repeated goes on.
 """
-import codecs
 import contextlib
 import json
 import shutil
@@ -47,10 +46,6 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
         if not source or not Path(source).expanduser().exists():
             raise UserError(f"no source {source!r}, and no such path; expected {SOURCES}{did_you_mean(source, NAMED)}")
         source = str(Path(source).expanduser().resolve())  # absolute: it names the same data from anywhere
-    try:
-        codecs.lookup(encoding)
-    except LookupError:
-        raise UserError(f"encoding={encoding} is unknown; expected a name such as utf-8, gb18030 or cp1252") from None
     name = name or default_name(source)
     check_name(name, source)
     folder = dataset_dir(name)
@@ -63,10 +58,9 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
             settings = {"source": source, "num_shards": num_shards, "seed": seed, "field": field,
                         "encoding": encoding, "shard_mb": shard_mb}
             manifest = make_from_text(name, settings)
-    val = manifest["shards"][-1]
     counts = ", ".join(f"{key}: {manifest[key]:,}" for key in COUNTED)
     print(f"{name}: {manifest['documents']:,} documents, {manifest['text_bytes'] / 1e6:,.1f} MB of text in "
-          f"{len(manifest['shards']) - 1} training shards and 1 of validation ({val['rows']:,} documents); {counts}")
+          f"{len(manifest['shards']) - 1} training shards and 1 of validation; {counts}")
     return manifest
 
 
@@ -82,7 +76,7 @@ def make_from_text(name: str, settings: dict) -> dict:
     if settings["num_shards"] > 0:
         enough = int(1.1 * settings["num_shards"] * shard_bytes)
     tally: Counter = Counter()
-    own = False
+    fixed = source in OFFLINE  # the same settings give the same text
     if source == "tinyworld":
         documents = sources.tinyworld_documents(seed, enough)
     elif source == "python":
@@ -91,15 +85,13 @@ def make_from_text(name: str, settings: dict) -> dict:
     elif source.startswith("hf:"):
         hub_name, _, config = source.removeprefix("hf:").partition(":")
         documents = sources.hf_documents(hub_name, config, settings["field"], seed, enough)
-        own = Path(hub_name).exists()
+        fixed = not Path(hub_name).exists()
     else:
         documents = own_documents(Path(source), settings["field"], tally, settings["encoding"])
-        own = True
     there = None
     with contextlib.suppress(UserError):  # not there, or not whole
         there = load_manifest(name)
-    same = there and settings | there["settings"] == there["settings"] | settings  # where both have a setting
-    if same and not own:
+    if fixed and there and settings | there["settings"] == there["settings"] | settings:  # where both have a setting
         print("already there, made with the same settings")
         return there
     documents = progress(documents, "reading", "documents")
@@ -124,12 +116,8 @@ def make_from_hub(name: str, source: str, num_shards: int, workers: int) -> dict
     files = [f"shard_{index:05d}.parquet" for index in [*range(number), last]]
     folder = dataset_dir(name)
     entries = {}
-    # Without a manifest all shards are compared with the hub again.
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        for entry in json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["shards"]:
-            path = folder / entry["file"]
-            if path.exists() and path.stat().st_size == entry["bytes"]:
-                entries[path.name] = entry
+    with contextlib.suppress(UserError):  # where anything is missing, all shards are compared with the hub again
+        entries = {entry["file"]: entry for entry in load_manifest(name)["shards"]}
     missing = [file for file in files if file not in entries]
     with ThreadPoolExecutor(workers) as pool, progress(None, "fetching", "shards", len(missing)) as bar:
         jobs = [pool.submit(fetch_shard, repository, file, folder) for file in missing]
@@ -171,8 +159,8 @@ def check_name(name: str, source: str) -> None:
     if not name or name.startswith(".") or "/" in name:
         raise UserError(f"{name!r} cannot name a data set: it is the name of its folder; choose one with --name=…")
     there = name if name in NAMED else source
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a damaged one may be replaced
-        there = json.loads((dataset_dir(name) / "manifest.json").read_text(encoding="utf-8")).get("source")
+    with contextlib.suppress(UserError):  # a damaged one may be replaced
+        there = load_manifest(name)["source"]
     if there != source:
         raise UserError(f"data set {name!r} is of {there!r}; choose another name for {source!r} with --name=…, "
                         f"or delete {dataset_dir(name)}")

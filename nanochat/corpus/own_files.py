@@ -1,12 +1,11 @@
 """
 Documents of one's own files: .txt and .md, each one document, cut at blank lines where it is long; and a document for
-each line of .jsonl, entry of .json, row of .csv, .tsv and .parquet. All but .parquet may be .gz or .zst.
+each line of .jsonl, entry of .json, row of .csv and .parquet. All but .parquet may be .gz or .zst.
 """
 import csv
 import io
 import itertools
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -20,8 +19,8 @@ from nanochat.runtime.errors import UserError, first_line
 
 PIECE = 64 << 10           # characters; a text file longer than this becomes several documents
 SAMPLE = 1 << 20           # bytes of a file that tell its encoding
-KIND = re.compile(r"\.(txt|md|jsonl|json|csv|tsv|parquet)(\.gz|\.zst)?$", re.IGNORECASE)
-KINDS = ".txt .md .jsonl .json .csv .tsv .parquet (or .gz/.zst of them)"
+KIND = re.compile(r"\.(txt|md|jsonl|json|csv|parquet)(\.gz|\.zst)?$", re.IGNORECASE)
+KINDS = ".txt .md .jsonl .json .csv .parquet (or .gz/.zst of them)"
 
 
 def own_documents(path: Path, field: str, tally: Counter, encoding: str) -> Iterator[tuple[str, str]]:
@@ -37,27 +36,25 @@ def own_documents(path: Path, field: str, tally: Counter, encoding: str) -> Iter
     if not files:
         raise UserError(f"no documents in {path}: expected {KINDS}")
     if others:
-        print(f"not read: {', '.join(others[:5])}{', …' if len(others) > 5 else ''} (expected {KINDS})")
+        print(f"{len(others)} files are not read (expected {KINDS}): {', '.join(others[:5])}")
     most = PIECE
+    if len(files) == 1:  # a single short text becomes several documents as well, or nothing could be held out
+        most = min(most, max(64, files[0].stat().st_size // 8))
     for file in files:
         try:
-            if len(files) == 1:  # a single short text becomes several documents as well, or nothing could be held out
-                with open_bytes(file) as content:
-                    most = max(64, len(content.read(8 * PIECE)) // 8)
             for text in file_texts(file, field, encoding, most):
                 tally["invalid"] += text.count("\ufffd")
                 yield text, text
-        except (OSError, csv.Error, pa.ArrowException, UnicodeError) as error:
+        except (OSError, csv.Error, pa.ArrowException, UnicodeError, LookupError) as error:
             raise UserError(f"cannot read {file}: {first_line(error)}") from error
 
 
 def files_below(folder: Path) -> Iterator[Path]:
     """All files below a folder that are not hidden, in a fixed order."""
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            if not name.startswith("."):
-                yield Path(parent, name)
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not hidden:
+            yield path
 
 
 def file_texts(path: Path, field: str, encoding: str, most: int) -> Iterator[str]:
@@ -70,7 +67,7 @@ def file_texts(path: Path, field: str, encoding: str, most: int) -> Iterator[str
             with open_text(path, encoding) as file:
                 yield from pieces(file, most)
             return
-        rows = {"jsonl": jsonl_rows, "json": json_rows, "csv": csv_rows, "tsv": csv_rows}[kind](path, encoding)
+        rows = {"jsonl": jsonl_rows, "json": json_rows, "csv": csv_rows}[kind](path, encoding)
     for place, row in rows:
         yield row if isinstance(row, str) else text_of(row, field, place)
 
@@ -166,11 +163,7 @@ def csv_rows(path: Path, encoding: str) -> Iterator[tuple[str, Any]]:
     with open_text(path, encoding, newline="") as file:
         first = file.readline()
         delimiter = max(",;\t", key=first.count)
-        quoting = csv.QUOTE_MINIMAL
-        if ".tsv" in path.suffixes:  # there quotes are plain characters
-            delimiter = "\t"
-            quoting = csv.QUOTE_NONE
-        rows = csv.DictReader(itertools.chain([first], file), delimiter=delimiter, quoting=quoting, strict=True)
+        rows = csv.DictReader(itertools.chain([first], file), delimiter=delimiter, strict=True)
         for row in rows:
             place = f"{path}, line {rows.line_num}"
             if None in row or None in row.values():

@@ -40,7 +40,6 @@ class Telling(NamedTuple):
 
 class Fact(NamedTuple):
     topic: str
-    subject: str
     answer: str
     tellings: tuple[Telling, ...]  # equally likely in documents
     held_out: Telling | None       # one more, which no document of any seed contains
@@ -88,13 +87,10 @@ def facts() -> tuple[Fact, ...]:
     """Every fact of the world with all its tellings, in a fixed order."""
     found = []
     for topic, noun, table, own in data.RELATIONS:
-        rows = table
+        templates = (*data.GENERIC, *own) if noun else own
         if isinstance(table, str):
-            rows = [pair.split("=") for pair in " ".join(table.split()).split(", ")]
-        templates = own
-        if noun:
-            templates = (*data.GENERIC, *own)
-        for row in rows:
+            table = [pair.split("=") for pair in " ".join(table.split()).split(", ")]
+        for row in table:
             found.append(make_fact(topic, noun or "", templates, row))
     return tuple(found)
 
@@ -113,17 +109,14 @@ def make_fact(topic: str, noun: str, templates: tuple[str, ...], row: tuple[str,
             answer_last.append(telling)
     held_out = choose_held_out(f"{noun or None}: {slots['s']}", answer_last, slots["a"])
     kept = tuple(telling for telling in tellings if telling != held_out)
-    return Fact(topic, slots["s"], slots["a"], kept, held_out, noun, slots, templates)
+    return Fact(topic, slots["a"], kept, held_out, noun, slots, templates)
 
 
 @cache
 def held_out_questions() -> tuple[Question, ...]:
     """Questions that occur in no document, though fact and phrasing of each occur apart."""
-    questions = []
-    for fact in facts():
-        if fact.held_out:
-            questions.append(Question(fact.topic, as_prompt(fact.held_out, fact.answer), fact.answer))
-    return tuple(questions)
+    held = [fact for fact in facts() if fact.held_out]
+    return tuple(Question(fact.topic, as_prompt(fact.held_out, fact.answer), fact.answer) for fact in held)
 
 
 @cache

@@ -28,7 +28,6 @@ Conversation = dict[str, Any]
 class Rendered(NamedTuple):
     ids: list[int]
     mask: list[int]     # 1 for tokens that the assistant writes, with <|assistant_end|>; 0 for the others
-    cut: int            # messages left out because the conversation would not fit
 
 
 def check_conversation(conversation: Conversation, where: str = "conversation", any_order: bool = False) -> None:
@@ -36,14 +35,15 @@ def check_conversation(conversation: Conversation, where: str = "conversation", 
     UserError, beginning with `where`, for anything that `render` would not take; without any_order also for anything
     but turns as described above.
     """
-    if problem := problem_with(conversation, any_order):
+    problem = problem_with(conversation, any_order)
+    if problem:
         raise UserError(f"{where}: {problem}")
 
 
 def problem_with(conversation: Conversation, any_order: bool) -> str | None:
     messages = conversation.get("messages") if isinstance(conversation, dict) else None
-    if not isinstance(messages, list):
-        return 'expected {"messages": [...]}'
+    if not isinstance(messages, list) or not messages:
+        return 'there are no messages; expected {"messages": [...]}'
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             return f"message {number} needs a role and a content"
@@ -60,14 +60,12 @@ def problem_with(conversation: Conversation, any_order: bool) -> str | None:
                             f"expected a type ({', '.join(PARTS)}) and a text")
         elif not isinstance(content, str):
             return f"message {number}: its content is neither text nor a list of parts"
-    roles = [message["role"] for message in messages]
-    if roles[:1] == ["system"] and not any_order:
-        roles = roles[1:]
-    if not roles:
-        return "there are no messages" if any_order else "there are no messages of user and assistant"
-    if not any_order and roles != (["user", "assistant"] * len(roles))[: len(roles)]:
-        return ("user and assistant must take turns, the user first; a system message can only come before them: "
-                + " ".join(roles))
+    if not any_order:
+        roles = [message["role"] for message in messages]
+        turns = roles[1:] if roles[0] == "system" else roles
+        if not turns or turns != (["user", "assistant"] * len(turns))[: len(turns)]:
+            return ("user and assistant must take turns, the user first; a system message can only come before them: "
+                    + " ".join(roles))
     return None
 
 
@@ -77,9 +75,8 @@ def render(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int | N
     turn that would not fit with its answer; nothing is left (no ids) where not even the first exchange fits.
     """
     ids, mask = [tokenizer.get_bos_token_id()], [0]
-    end = kept = 0  # tokens and turns up to the last answer that fits
-    turns = turns_of(conversation["messages"])
-    for number, turn in enumerate(turns, 1):
+    end = 0  # of the last answer that fits
+    for turn in turns_of(conversation["messages"]):
         for part_ids, trained in pieces(tokenizer, turn):
             ids += part_ids
             mask += [int(trained)] * len(part_ids)
@@ -87,8 +84,7 @@ def render(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int | N
             break
         if turn["role"] == "assistant":
             end = len(ids)
-            kept = number
-    return Rendered(ids[:end], mask[:end], len(turns) - kept)
+    return Rendered(ids[:end], mask[:end])
 
 
 def render_prompt(tokenizer: Tokenizer, conversation: Conversation, continue_last: bool = False) -> list[int]:
@@ -103,10 +99,7 @@ def render_prompt(tokenizer: Tokenizer, conversation: Conversation, continue_las
         if continue_last:
             answer = last["content"]
     turns.append({"role": "assistant", "content": answer})
-    ids = [tokenizer.get_bos_token_id()]
-    for turn in turns:
-        for part_ids, _ in pieces(tokenizer, turn):
-            ids += part_ids
+    ids = render(tokenizer, {"messages": turns}).ids
     return ids[:-1]  # without <|assistant_end|>
 
 

@@ -38,19 +38,15 @@ class RenderedConversations:
         ids = array("i")  # with the masks 5 bytes a token
         masks = bytearray()
         lengths = []
-        num_cut = 0
         for index in progress(share, "rendering", "conversations"):
             rendered = render(tokenizer, conversations[index], max_tokens)
             if any(rendered.mask):
                 ids.extend(rendered.ids)
                 masks += bytes(rendered.mask)
                 lengths.append(len(rendered.ids))
-                num_cut += rendered.cut > 0
         self.ids = concatenate_parts(np.frombuffer(ids, np.int32))
         self.masks = concatenate_parts(np.frombuffer(masks, bool))
         self.lengths = concatenate_parts(np.array(lengths, np.int64))
-        self.cut = int(concatenate_parts(np.array([num_cut])).sum())
-        self.dropped = count - len(self)
         if not len(self):
             raise UserError(f"none of the {count} conversations can be trained on: "
                             f"an answer must fit into max_seq_len={max_tokens - 1}")
@@ -60,7 +56,7 @@ class RenderedConversations:
             content.update(array_of_all)
         self.fingerprint = content.hexdigest()
         print0(f"{name}: {len(self):,} conversations, {len(self.ids):,} tokens, {self.masks.sum():,} of them answers; "
-               f"{self.cut:,} cut at a message, {self.dropped:,} left out because no answer fits")
+               f"{count - len(self):,} left out because no answer fits")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -134,7 +130,7 @@ def conversation_loader(
             batch += [([], [])] * (device_batch_size - len(own))
             length = max_seq_len
             if pad:
-                longest = conversations.row_length(of_all_ranks[0]) if of_all_ranks else 0
+                longest = max(map(conversations.row_length, of_all_ranks), default=0)
                 length = padded_length(longest, max_seq_len, device)  # the same on all ranks
             inputs, targets, _ = padded_batch(batch, length, device)
             yield inputs, targets

@@ -98,7 +98,6 @@ class RowPlanner:
             setattr(self, key, state[key])
         for ordinal, shard, start, end in state["buffer"]:
             self.waiting.add(ordinal, (end - start + 1, shard, start, end))
-        self.order = self.permutation(len(shards.entries)).tolist()
         self.open_shard()
 
     def state(self) -> dict:
@@ -110,44 +109,39 @@ class RowPlanner:
         return np.random.default_rng([self.seed, self.epoch, *key]).permutation(size)
 
     def open_shard(self) -> None:
-        self.shard = self.order[self.shard_position]
+        order = self.permutation(len(self.shards.entries)).tolist()
+        self.shard = order[self.shard_position]
         _, offsets = self.shards.load(self.shard)
-        order = self.permutation(len(offsets) - 1, self.shard)
+        if self.shard_position + 1 < len(order):
+            self.shards.prefetch(order[self.shard_position + 1])
+        documents = self.permutation(len(offsets) - 1, self.shard)
         # Python's integers: lists are faster than arrays where one number is read at a time.
-        self.starts = (offsets[:-1][order] + 1).tolist()
-        self.ends = offsets[1:][order].tolist()
-        if self.shard_position + 1 < len(self.order):
-            self.shards.prefetch(self.order[self.shard_position + 1])
+        self.starts = (offsets[:-1][documents] + 1).tolist()
+        self.ends = offsets[1:][documents].tolist()
 
-    def next_document(self) -> tuple[int, int, int, int]:
-        """(length, shard, start, end) of the next document that has text; continues into further epochs without end."""
-        start = end = 0
-        while end == start:
-            while self.document_position == len(self.starts):
-                self.document_position = 0
-                self.shard_position += 1
-                if self.shard_position == len(self.order):
-                    self.begin_epoch()
-                self.open_shard()
-            start = self.starts[self.document_position]
-            end = self.ends[self.document_position]
-            self.document_position += 1
-        length = end - start + 1  # with its <|bos|>
-        self.epoch_tokens += length
-        return length, self.shard, start, end
+    def add_document(self) -> None:
+        """Let the next document wait; they continue into further epochs without end. An empty one is passed over."""
+        while self.document_position == len(self.starts):
+            self.document_position = 0
+            self.shard_position += 1
+            if self.shard_position == len(self.shards.entries):
+                if self.epoch_tokens < self.row_len:
+                    where = f"data {self.shards.data!r} ({self.shards.split})"
+                    raise UserError(f"{where} has {self.epoch_tokens} tokens, fewer than one row of max_seq_len + 1 = "
+                                    f"{self.row_len}; add text or lower max_seq_len")
+                self.epoch += 1
+                self.shard_position = 0
+                self.epoch_tokens = 0
+            self.open_shard()
+        start = self.starts[self.document_position]
+        end = self.ends[self.document_position]
+        self.document_position += 1
+        if end > start:
+            self.epoch_tokens += end - start + 1  # with its <|bos|>
+            self.wait(self.shard, start, end)
 
-    def begin_epoch(self) -> None:
-        if self.epoch_tokens < self.row_len:
-            where = f"data {self.shards.data!r} ({self.shards.split})"
-            raise UserError(f"{where} has {self.epoch_tokens} tokens, fewer than one row of max_seq_len + 1 = "
-                            f"{self.row_len}; add text or lower max_seq_len")
-        self.epoch += 1
-        self.shard_position = 0
-        self.epoch_tokens = 0
-        self.order = self.permutation(len(self.shards.entries)).tolist()
-
-    def wait(self, document: tuple[int, int, int, int]) -> None:
-        self.waiting.add(self.ordinal, document)
+    def wait(self, shard: int, start: int, end: int) -> None:
+        self.waiting.add(self.ordinal, (end - start + 1, shard, start, end))
         self.ordinal += 1
 
     def next_row(self) -> list[Piece]:
@@ -155,18 +149,17 @@ class RowPlanner:
         space = self.row_len
         while space:
             while len(self.waiting.items) < self.capacity:
-                self.wait(self.next_document())
+                self.add_document()
             if row:
                 length, shard, start, end = self.waiting.take_longest(space, or_any=True)
             else:
                 length, shard, start, end = self.waiting.take_oldest()
             if length > space:
                 cut = start + space - 1  # the <|bos|> takes one place
-                self.wait((end - cut + 1, shard, cut, end))
-                length = space
+                self.wait(shard, cut, end)
                 end = cut
             row.append((shard, start, end))
-            space -= length
+            space -= end - start + 1
         return row
 
     def read(self, rows: list[list[Piece]]) -> np.ndarray:
@@ -174,11 +167,11 @@ class RowPlanner:
         bos = self.shards.tokenizer.get_bos_token_id()
         out = np.empty((len(rows), self.row_len), dtype=np.int64)
         for line, row in zip(out, rows):
-            at = 0
+            parts = []
             for shard, start, end in row:
-                line[at] = bos
-                line[at + 1 : at + 1 + end - start] = self.shards.load(shard)[0][start:end]
-                at += 1 + end - start
+                tokens, _ = self.shards.load(shard)
+                parts += [[bos], tokens[start:end]]
+            np.concatenate(parts, out=line, casting="unsafe")
         return out
 
 
@@ -204,12 +197,9 @@ def tokenizing_distributed_data_loader(
     identity = {"data": fingerprint(data), "tokenizer": tokenizer.fingerprint, "split": split, "seed": seed,
                 "max_seq_len": max_seq_len}
     for key, value in identity.items():
-        if state is not None and state[key] != value:
-            if key == "data":
-                raise UserError(f"cannot continue exactly: data set {data!r} is not what the checkpoint was trained "
-                                "on; restore the text that it had, or set another --model_tag")
-            raise UserError(f"cannot continue exactly: {key} was {state[key]} when the checkpoint was saved "
-                            f"and is {value} now")
+        if state and state[key] != value:
+            raise UserError(f"cannot continue exactly: {key} is not what the checkpoint was trained with; "
+                            "restore it, or set another --model_tag")
     planner = RowPlanner(shards, max_seq_len + 1, seed, state)
     pinned = torch.device(device).type == "cuda"
     rows_per_step = rows_per_step or device_batch_size * grad_accum_steps * world_size
@@ -259,7 +249,6 @@ def validation_rows(data: str, tokenizer: Tokenizer, eval_tokens: int, max_seq_l
     Rows that have eval_tokens targets, as far as one pass over the validation split goes: a row of max_seq_len targets
     reads one token more. At least one row.
     """
-    shards = TokenizedShards(data, "val", tokenizer)
-    tokens = sum(len(shards.load(shard)[0]) for shard in range(len(shards.entries)))
-    one_pass = tokens // (max_seq_len + 1)
+    tokens, _ = TokenizedShards(data, "val", tokenizer).load(0)
+    one_pass = len(tokens) // (max_seq_len + 1)
     return max(min(eval_tokens // max_seq_len, one_pass), 1)

@@ -57,7 +57,7 @@ def how_to_make(name: str, settings: dict | None = None) -> str:
     for key in ("source", "num_shards", "field", "encoding"):
         if settings and key in settings:
             options[key] = settings[key]
-    return "python -m scripts.dataset " + " ".join(f"--{key}={shlex.quote(str(options[key]))}" for key in options)
+    return shlex.join(["python", "-m", "scripts.dataset", *(f"--{key}={options[key]}" for key in options)])
 
 
 def split_shards(name: str, split: str) -> list[dict]:
@@ -65,10 +65,6 @@ def split_shards(name: str, split: str) -> list[dict]:
     assert split in ("train", "val"), split
     shards = load_manifest(name)["shards"]
     return shards[:-1] if split == "train" else shards[-1:]
-
-
-def shard_paths(name: str, split: str) -> list[Path]:
-    return [dataset_dir(name) / shard["file"] for shard in split_shards(name, split)]
 
 
 def shard_texts(path: Path) -> Iterator[str]:
@@ -85,8 +81,8 @@ def shard_texts(path: Path) -> Iterator[str]:
 
 def iter_texts(name: str, split: str) -> Iterator[str]:
     """All documents of a split, in the order of the shards."""
-    for path in shard_paths(name, split):
-        yield from shard_texts(path)
+    for shard in split_shards(name, split):
+        yield from shard_texts(dataset_dir(name) / shard["file"])
 
 
 def fingerprint(name: str) -> str:

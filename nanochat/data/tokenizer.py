@@ -81,17 +81,15 @@ class Tokenizer:
     def load(cls, folder: Path) -> "Tokenizer":
         """Read what `save` wrote. UserError when it is missing or damaged."""
         path = Path(folder) / FILE_NAME
-        if not path.is_file():
-            raise UserError(f"there is no tokenizer in {folder}: {FILE_NAME} is missing")
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
             merges = [base64.b64decode(token, validate=True) for token in document["merges"]]
             tokenizer = cls(merges, document["pattern"], document["special_tokens"])
             if tokenizer.fingerprint == document["fingerprint"]:
                 return tokenizer
-        except (ValueError, KeyError, TypeError):  # not UTF-8, not JSON, not base64, or not what was written
+        except (OSError, ValueError, KeyError, TypeError):  # missing, not UTF-8, JSON or base64, not what was written
             pass
-        raise UserError(f"{path} is damaged: delete it and train it again: python -m scripts.tok_train --data=…")
+        raise UserError(f"{path} is missing or damaged: train it again: python -m scripts.tok_train --data=…")
 
     def encode(self, text: str | list[str], prepend: str | int | None = None) -> list[int] | list[list[int]]:
         """

@@ -161,10 +161,11 @@ class Sharding:
         self.replica, self.shard_rank = divmod(self.rank % self.dp_ranks, self.shard_count)
         self.mesh = self.shard_group = self.replica_group = self.pipeline_group = None
         if dist.is_initialized():
-            names = ("pipeline", "replica", "shard")
             shape = (pipeline_stages, self.replicas, self.shard_count)
-            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-            self.pipeline_group, self.replica_group, self.shard_group = map(self.mesh.get_group, names)
+            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "replica", "shard"))
+            self.pipeline_group = self.mesh.get_group("pipeline")
+            self.replica_group = self.mesh.get_group("replica")
+            self.shard_group = self.mesh.get_group("shard")
             set_timeout(SETUP_TIMEOUT, *self.groups())
 
         # --- What this rank keeps
@@ -469,7 +470,11 @@ class Sharding:
 
 def sums_of_bits(params: dict[str, Parameter]) -> dict[str, int]:
     """A checksum of the weights of each parameter. Waits for the device."""
-    return {name: p.detach().flatten().view(torch.int16).sum(dtype=torch.int64).item() for name, p in params.items()}
+    sums = {}
+    for name, p in params.items():
+        bits = p.detach().flatten().view(torch.int16)
+        sums[name] = bits.sum(dtype=torch.int64).item()
+    return sums
 
 
 def averaged(grad: Tensor, divisor: Tensor, ok: Tensor) -> Tensor:

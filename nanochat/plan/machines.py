@@ -4,7 +4,6 @@ docs/machines.md, docs/many_gpus.md.
 """
 import itertools
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -12,12 +11,10 @@ import torch
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.zero import MAX_IN_FLIGHT
 from nanochat.plan.memory import PipelineStage, needed_bytes, split_into_stages
-from nanochat.plan.passes import passes
 from nanochat.plan.traffic import Collective, collectives
 
 
 class Link(NamedTuple):
-    name: str
     bandwidth: float            # bytes/s that a rank can send, in one direction
     latency: float = 0.0        # seconds that a message takes at least
 
@@ -25,16 +22,16 @@ class Link(NamedTuple):
 # Bandwidths from PCI-SIG (lanes x GT/s x 128/130), NVIDIA's and Google Cloud's specifications. Latencies are what NCCL
 # reckons with for a step of a ring (src/graph/tuning.cc, hwLat, Simple); of TPUs none is published.
 LINKS = {
-    "nvlink5": Link("NVLink 5", 900e9, 3.4e-6),
-    "nvlink4": Link("NVLink 4", 450e9, 3.4e-6),
-    "nvlink3": Link("NVLink 3", 300e9, 3.4e-6),
-    "tpuv5p": Link("TPU v5p torus", 600e9),
-    "pcie5": Link("PCIe 5.0 x16", 63e9, 5.7e-6),
-    "pcie4": Link("PCIe 4.0 x16", 31.5e9, 5.7e-6),
-    "ndr": Link("InfiniBand NDR", 50e9, 14e-6),
-    "hdr": Link("InfiniBand HDR", 25e9, 14e-6),
-    "eth100": Link("100 Gbit Ethernet", 12.5e9, 14e-6),
-    "eth10": Link("10 Gbit Ethernet", 1.25e9, 14e-6),
+    "nvlink5": Link(900e9, 3.4e-6),  # NVLink 5
+    "nvlink4": Link(450e9, 3.4e-6),  # NVLink 4
+    "nvlink3": Link(300e9, 3.4e-6),  # NVLink 3
+    "tpuv5p": Link(600e9),           # TPU v5p torus
+    "pcie5": Link(63e9, 5.7e-6),     # PCIe 5.0 x16
+    "pcie4": Link(31.5e9, 5.7e-6),   # PCIe 4.0 x16
+    "ndr": Link(50e9, 14e-6),        # InfiniBand NDR
+    "hdr": Link(25e9, 14e-6),        # InfiniBand HDR
+    "eth100": Link(12.5e9, 14e-6),   # 100 Gbit Ethernet
+    "eth10": Link(1.25e9, 14e-6),    # 10 Gbit Ethernet
 }
 
 
@@ -50,32 +47,30 @@ class Cluster(NamedTuple):
         """Ranks on one host of a group of `size`, every stride-th rank."""
         return min(size, max(self.per_host // stride, 1))
 
-    def sent(self, size: int, stride: int, collective: Collective) -> tuple[float, float]:
+    def sent(self, size: int, stride: int, collective: Collective) -> tuple[float, float, float]:
         """
-        Bytes that a rank sends each time (within its host, to others), on average, in a group of every stride-th rank.
-        A ring through the group, host by host, leaves each host at one rank; matrices go directly to their owners.
+        Of a collective in a group of every stride-th rank: bytes that a rank sends within its host and to others, on
+        average, and the seconds of its messages' latencies. Rings go through the group host by host and leave each host
+        at one rank; an all-reduce is a tree between hosts; matrices go directly to their owners, all at once.
         """
-        here = self.on_a_host(size, stride)
-        sent = collective.passes * collective.bytes * (size - 1) / size
-        if here == size:
-            return sent, 0.0
-        away = (size - here) / (size - 1) if collective.kind == "all-to-all" else 1 / here
-        return sent * (1 - away), sent * away
-
-    def latency(self, size: int, stride: int, collective: Collective) -> float:
-        """Seconds of the messages of one such collective: a tree between hosts for an all-reduce, else a ring."""
         here = self.on_a_host(size, stride)
         hosts = size // here
-        if collective.kind == "all-to-all":  # all at once
-            within = int(here > 1)
-            between = int(hosts > 1)
-        elif collective.kind == "all-reduce":
-            within = here - 1
-            between = math.ceil(math.log2(hosts))
+        if collective.kind == "all-to-all":
+            away = (size - here) / (size - 1)
+            near = min(here - 1, 1)
+            far = min(hosts - 1, 1)
         else:
-            within = hosts * (here - 1)
-            between = hosts if hosts > 1 else 0
-        return collective.passes * (within * self.within.latency + between * self.between.latency)
+            away = 1 / here
+            near = hosts * (here - 1)
+            far = hosts
+        if collective.kind == "all-reduce":
+            near = here - 1
+            far = math.ceil(math.log2(hosts))
+        if hosts == 1:
+            away = far = 0
+        sent = collective.bytes * (size - 1) / size
+        latency = near * self.within.latency + far * self.between.latency
+        return collective.passes * sent * (1 - away), collective.passes * sent * away, collective.passes * latency
 
 
 class Layout(NamedTuple):
@@ -98,7 +93,6 @@ class StepPlan(NamedTuple):
     bubble: float       # that they wait for other stages of the pipeline: where it fills, drains, sends, is uneven
     within: float       # bytes sent within the host
     between: float      # to other hosts
-    sending: float      # seconds that takes, one after the other
 
     @property
     def seconds(self) -> float:
@@ -134,19 +128,20 @@ def plan_stage(
     backward = (2 + layout.checkpointing) * forward
     replicas = cluster.ranks // layout.pipeline_stages // layout.shards
     head = config.padded_vocab_size * config.n_embd
-    sent = collectives(layout.zero_stage, layout.shards, replicas, layout.micro_steps, dtype, total, stage.muon, head)
     groups = {"shards": (layout.shards, 1), "replicas": (replicas, layout.shards)}  # ranks, stride
+    sent = {}
+    for c in collectives(
+            layout.zero_stage, layout.shards, replicas, layout.micro_steps, dtype, total, stage.muon, head):
+        sent[c] = cluster.sent(*groups[c.among], c)
 
     def seconds(of: list[Collective]) -> float:
         """Until they are done if nothing else goes on. Each unit has collectives of its own."""
         within = between = messages = 0.0
-        for collective in of:
-            group = groups[collective.among]
-            bytes_within, bytes_between = cluster.sent(*group, collective)
+        for c in of:
+            bytes_within, bytes_between, latency = sent[c]
             within += bytes_within
             between += bytes_between
-            units = 1 if collective.kind == "all-to-all" else len(stage.units)
-            messages += cluster.latency(*group, collective) * units
+            messages += latency if c.kind == "all-to-all" else latency * len(stage.units)
         return max(within / cluster.within.bandwidth, between / cluster.between.bandwidth) + messages
 
     def waits(behind: str, lasting: float) -> float:
@@ -159,13 +154,10 @@ def plan_stage(
         last = max(seconds(now) - lasting, first * seconds(now), after)
         return (layout.micro_steps - 1) * each + last
 
-    within = between = 0.0
-    for collective in sent:
-        bytes_within, bytes_between = cluster.sent(*groups[collective.among], collective)
-        within += collective.times * bytes_within
-        between += collective.times * bytes_between
     products = max(sum(stage.products) / layout.shards, max(stage.products)) / rate  # a matrix has one owner
     exchange = seconds([c for c in sent if c.kind == "all-to-all"])
+    within = sum(c.times * sent[c][0] for c in sent)
+    between = sum(c.times * sent[c][1] for c in sent)
     return StagePlan(forward, backward, waits("forward", forward), waits("backward", backward), products + exchange,
                      within, between)
 
@@ -175,42 +167,49 @@ def plan_step(
 ) -> StepPlan:
     """rate: FLOP/s that a rank achieves; batch_tokens: of a step over all ranks."""
     stages = layout.pipeline_stages
-    micro_steps = layout.micro_steps
-    model = split_into_stages(config, stages)
     ranks = cluster.ranks // stages
-    tokens = batch_tokens / ranks / micro_steps
-    planned = [plan_stage(stage, config, cluster, layout, rate, dtype, tokens) for stage in model]
-    compute = micro_steps * sum(stage.forward + stage.backward for stage in planned) / stages
+    tokens = batch_tokens / ranks / layout.micro_steps
+    planned = []
+    for stage in split_into_stages(config, stages):
+        planned.append(plan_stage(stage, config, cluster, layout, rate, dtype, tokens))
     within = sum(stage.within for stage in planned) / stages
     between = sum(stage.between for stage in planned) / stages
-
-    sending = []    # seconds of a micro-batch from each stage to the next; its gradient comes back as fast
+    hops = [0.0]    # seconds of a micro-batch's stream from each stage to the next; its gradient comes back as fast
     size = tokens * config.n_embd * dtype.itemsize
     for number in range(1, stages):
-        both_ways = 2 * micro_steps * size / stages
+        both_ways = 2 * layout.micro_steps * size / stages
+        link = cluster.between
         if number % cluster.on_a_host(stages, ranks):
             link = cluster.within
             within += both_ways
         else:
-            link = cluster.between
             between += both_ways
-        sending.append(size / link.bandwidth + link.latency)
-    schedule = passes(tuple(stage.forward for stage in planned), tuple(stage.backward for stage in planned),
-                      tuple(sending), micro_steps)
-    starts = {p.pipeline_stage: p.start for p in reversed(schedule)}
-    ends = {p.pipeline_stage: p.end for p in schedule}
-    last = max(ends.values())
-    late = max(0.0, *(stage.gathers - starts[number] for number, stage in enumerate(planned)))
-    after = max(ends[number] + stage.reduces for number, stage in enumerate(planned)) - last
-    seconds = within / cluster.within.bandwidth + between / cluster.between.bandwidth
+        hops.append(size / link.bandwidth + link.latency)
+    hops.append(0.0)
+
+    # 1F1B: the slowest stage is busy all the time, but while the first micro-batch comes and the last one goes. With
+    # uneven stages that is up to a tenth off: docs/step.html runs the schedule pass by pass.
+    busy = []       # seconds of a stage for each micro-batch
+    late = [0.0]    # until parameters have come to a stage, after its first micro-batch has
+    after = []      # until gradients are summed, after the last stage has ended
+    begun = 0.0
+    ended = 0.0
+    for stage, to_previous, to_next in zip(planned, hops, hops[1:]):
+        busy.append(stage.forward + stage.backward + to_previous + to_next)
+        late.append(stage.gathers - begun)
+        after.append(stage.reduces - ended)
+        begun += stage.forward + to_next
+        ended += stage.backward + to_previous
+    compute = layout.micro_steps * sum(stage.forward + stage.backward for stage in planned) / stages
+    passes = sum(busy) + (layout.micro_steps - 1) * max(busy)
     update = max(stage.update for stage in planned)
-    return StepPlan(compute, update, late + after, max(last - compute, 0.0), within, between, seconds)
+    return StepPlan(compute, update, max(late) + max(after), max(passes - compute, 0.0), within, between)
 
 
-def fits(config: GPTConfig, cluster: Cluster, layout: Layout, dtype: torch.dtype, memory: float) -> bool:
-    """Whether a rank's training fits into `memory` bytes of a GPU, margins included."""
+def bytes_on_a_rank(config: GPTConfig, cluster: Cluster, layout: Layout, dtype: torch.dtype) -> float:
+    """Bytes of a GPU's memory that training needs, margins included."""
     sharing = layout.shards if layout.zero_stage else cluster.ranks // layout.pipeline_stages
-    return memory >= needed_bytes(
+    return needed_bytes(
         config, layout.rows, dtype, "cuda", True, sharing, zero_stage=layout.zero_stage,
         checkpointing=layout.checkpointing, pipeline_stages=layout.pipeline_stages, micro_steps=layout.micro_steps)
 
@@ -231,31 +230,24 @@ def pipelines(config: GPTConfig, cluster: Cluster) -> list[int]:
     return [n for n, size in sizes.items() if size % cluster.per_host == 0 or cluster.per_host % size == 0]
 
 
-def layouts(config: GPTConfig, cluster: Cluster, batch_tokens: int) -> Iterator[list[Layout]]:
-    """All possible ones; in each list the same with fewer and fewer rows at a time."""
-    for stages in pipelines(config, cluster):
-        rows = batch_tokens * stages // (config.sequence_len * cluster.ranks)
-        halves = [rows >> i for i in range(rows.bit_length()) if rows % 2**i == 0 and 2**i >= stages]
-        zero_stages = (1, 2, 3)
-        if stages > 1:
-            zero_stages = (1,) if stages < cluster.ranks else ()
-        sharded = itertools.product(zero_stages, shard_sizes(cluster, stages))
-        for (zero_stage, shards), again in itertools.product([(0, 1), *sharded], (False, True)):
-            yield [Layout(zero_stage, shards, half, rows // half, again, stages) for half in halves]
-
-
 def fastest_layout(
     config: GPTConfig, cluster: Cluster, rate: float, dtype: torch.dtype, batch_tokens: int, memory: float
 ) -> tuple[Layout, StepPlan] | None:
     """
-    The layout with the fastest step that fits; None: nothing fits. Without a pipeline only the largest rows
-    that fit are planned: fewer send more often.
+    The layout with the fastest step that fits; None: nothing fits. Without a pipeline only the largest rows that fit
+    are planned: fewer send more often.
     """
     found = []
-    for trials in layouts(config, cluster, batch_tokens):
-        for trial in trials:
-            if fits(config, cluster, trial, dtype, memory):
-                found.append((trial, plan_step(config, cluster, trial, rate, dtype, batch_tokens)))
-                if trial.pipeline_stages == 1:
-                    break
+    for stages in pipelines(config, cluster):
+        rows = batch_tokens * stages // (config.sequence_len * cluster.ranks)
+        halves = [rows >> i for i in range(rows.bit_length()) if rows % 2**i == 0 and 2**i >= stages]
+        zero_stages = (1,) if stages > 1 else (1, 2, 3)
+        sharing = [(0, 1), *itertools.product(zero_stages, shard_sizes(cluster, stages))]
+        for (zero_stage, shards), checkpointing in itertools.product(sharing, (False, True)):
+            for half in halves:
+                layout = Layout(zero_stage, shards, half, rows // half, checkpointing, stages)
+                if bytes_on_a_rank(config, cluster, layout, dtype) <= memory:
+                    found.append((layout, plan_step(config, cluster, layout, rate, dtype, batch_tokens)))
+                    if stages == 1:
+                        break
     return min(found, key=lambda pair: pair[1].seconds, default=None)

@@ -80,7 +80,6 @@ class PipelineStage(NamedTuple):
     adamw: int          # parameters in its care
     muon: int
     flops: int          # per token, forward and backward; of all stages: GPT.estimate_flops
-    shapes: int         # of its matrices: Muon sends those of one shape together
     products: list[int]     # FLOPs of orthogonalizing each matrix: five steps of three products
 
 
@@ -105,8 +104,7 @@ def split_into_stages(config: GPTConfig, pipeline_stages: int = 1) -> tuple[Pipe
         flops = 6 * computing + 12 * config.n_embd * sum(map(config.window, layers))
         products = [5 * (4 * m * m * n + 2 * m**3) for m, n in map(sorted, matrices)]
         largest = max(p.numel() for p in parameters)
-        stages.append(PipelineStage(layers, counts, largest, sum(counts) - muon, muon, flops, len(set(matrices)),
-                                    products))
+        stages.append(PipelineStage(layers, counts, largest, sum(counts) - muon, muon, flops, products))
     return tuple(stages)
 
 
@@ -155,23 +153,24 @@ def gradient_bytes(
     micro-step begins while two of the micro-step before still travel. On stage 3 one unit's travel; and the gathered
     parameters count of this unit and of the next one.
     """
-    finished = sum(units[done:])
-    everything = sum(units)
-    if ranks == 1 or zero_stage == 0:
-        return FLOAT32 * (everything if several else finished)
-    if zero_stage == 1:
-        waiting = FLOAT32 * sum(units[:done]) if several else 0  # for the last micro-step, whole
-        return FLOAT32 / ranks * finished + waiting + FLOAT32 * (1 + 1 / ranks) * sum(units[done : done + 2])
-    summed = FLOAT32 / ranks * (everything if several else finished)
-    if zero_stage == 2:
-        sent = units[done:]
-        if several:
-            sent = sent + units
-        return summed + FLOAT32 * (1 + 1 / ranks) * sum(sent[:2])
-    gathered = units[-1:]
-    if done < len(units):
-        gathered = units[max(done - 2, 0) : done]
-    return summed + FLOAT32 * (1 + 1 / ranks) * sum(units[done : done + 1]) + itemsize * sum(gathered)
+    if ranks == 1:
+        zero_stage = 0
+    kept = sum(units[done:])
+    if several and zero_stage != 1:
+        kept = sum(units)
+    if zero_stage == 0:
+        return FLOAT32 * kept
+    travelling = units[done : done + 2]
+    more = 0
+    if zero_stage == 1 and several:
+        more = FLOAT32 * sum(units[:done])  # they wait for the last micro-step, whole
+    if zero_stage == 2 and several:
+        travelling = (units[done:] + units)[:2]
+    if zero_stage == 3:
+        travelling = units[done : done + 1]
+        gathered = units[max(done - 2, 0) : done] if done < len(units) else units[-1:]
+        more = itemsize * sum(gathered)
+    return FLOAT32 / ranks * kept + FLOAT32 * (1 + 1 / ranks) * sum(travelling) + more
 
 
 def moments(
@@ -192,7 +191,6 @@ def moments(
     layers = stage.layers
     first = number == 0
     last = number == stages - 1
-    ahead = min(stages - number, micro_steps)  # micro-batches whose activations it keeps
     b = dtype.itemsize
     V = config.padded_vocab_size
     L = len(layers)
@@ -200,14 +198,9 @@ def moments(
     width = tokens * config.n_embd * b  # a residual stream
     head = FLOAT32 * V * config.n_embd  # the head's gradient
     state = state_bytes(zero_stage, ranks, dtype, stage.adamw, stage.muon)
-    # PyTorch's schedule has a buffer for the streams and gradients of each micro-batch. One of them is also the input
-    # that the first block keeps.
-    streams = 0
-    if not first:
-        streams += micro_steps - ahead
-    if not last:
-        streams += micro_steps
-    kept = state.parameters + state.optimizer + width * streams
+    # PyTorch's schedule has a buffer for the stream of each micro-batch, there and back.
+    neighbours = 2 - first - last
+    kept = state.parameters + state.optimizer + width * micro_steps * neighbours
     share = 1 if zero_stage == 0 else ranks
     saving = b * (stage.adamw + stage.muon) + state.optimizer if device_type == "cpu" else 0
 
@@ -223,11 +216,12 @@ def moments(
     saved = [around + (layer * width if checkpointing else sum(blocks[:layer])) for layer in range(L + 1)]
 
     def moment(done: int, activations: float, temporary: float) -> StepBytes:
-        gradients = gradient_bytes(units, done, zero_stage, ranks, b, micro_steps > 1)
-        if ahead > 1:  # at the first backward pass nothing is summed, at the second one micro-batch less is kept
-            less = saved[L] if ahead == micro_steps else 0
-            gradients = max(FLOAT32 * sum(units) - less, FLOAT32 * sum(units[done:]))
-        return StepBytes(kept, gradients, activations + (ahead - 1) * saved[L], temporary, saving)
+        if stages == 1:
+            gradients = gradient_bytes(units, done, zero_stage, ranks, b, micro_steps > 1)
+        else:  # activations of the micro-batches whose backward passes are still to come
+            gradients = FLOAT32 * sum(units)
+            activations += (min(stages - number, micro_steps) - 1) * saved[L]
+        return StepBytes(kept, gradients, activations, temporary, saving)
 
     found = {}
     if last:
@@ -267,13 +261,13 @@ def step_bytes(*args, pipeline_stages: int = 1, **settings) -> StepBytes:
 
 # ---- A process on a device: the step, the process itself, and the waste of allocators
 
-# Measured (docs/memory.md), by whether the model is compiled: bytes of a process on a CPU before it has a model, and
-# bytes that allocators take for each byte of a tensor: in glibc's heap the many temporaries of one size leave holes.
-PROCESS = {False: 400e6, True: 600e6}
-HEAP_BLOCK = 2**25
-HEAP_WASTE = {False: 2.3, True: 1.5}
+# Measured (docs/memory.md): bytes that allocators take for each byte of a tensor. In glibc's heap the many temporaries
+# of one size leave holes, of which an eager step has more. Guessed for a GPU that is not here: its context, cuBLAS and
+# the code of kernels; NCCL's buffers.
 WASTE = 1.15
-# Guesses, for a GPU that is not here: its context, cuBLAS and the code of kernels; NCCL's buffers.
+HEAP_WASTE = {False: 2.3, True: 1.5}    # by whether the model is compiled
+HEAP_BLOCK = 2**25
+CPU_PROCESS = {False: 400e6, True: 600e6}
 GPU_PROCESS = 1.0 * GIB
 NCCL = 0.5 * GIB
 
@@ -287,8 +281,7 @@ def needed_bytes(
         process = GPU_PROCESS + NCCL if ranks > 1 else GPU_PROCESS
         return process + WASTE * step
     in_heap = rows * config.sequence_len * config.n_embd * dtype.itemsize < HEAP_BLOCK
-    waste = HEAP_WASTE[compiled] if in_heap else WASTE
-    return PROCESS[compiled] + waste * step
+    return CPU_PROCESS[compiled] + step * (HEAP_WASTE[compiled] if in_heap else WASTE)
 
 
 def largest_rows(limit: float, most: int, config: GPTConfig, *args, **settings) -> int:

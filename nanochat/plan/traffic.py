@@ -50,17 +50,3 @@ def collectives(
     if replicas > 1:
         found.append(Collective("all-reduce", gradients / shards, among="replicas", behind="backward"))
     return found
-
-
-def sent_bytes(
-    zero_stage: int, ranks: int, micro_steps: int, dtype: torch.dtype, total: int, muon: int, head: int
-) -> float:
-    """
-    Bytes that a rank sends in an optimizer step, on average over the ranks of one group.
-
-    In elements, times (N − 1)/N, with A micro-steps: stages 0 and 1 send 2Ψ, stage 2 (A + 1)Ψ, stage 3 A(3Ψ − Ψ_head),
-    and stages 1 to 3 about 2Ψ_muon/N more, for matrices on their way to the rank that orthogonalises them, and back.
-    """
-    shards = 1 if zero_stage == 0 else ranks
-    sent = collectives(zero_stage, shards, ranks // shards, micro_steps, dtype, total, muon, head)
-    return sum(c.bytes * c.times * c.passes for c in sent) * (ranks - 1) / ranks

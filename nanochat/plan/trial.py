@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,10 +44,7 @@ def set_up_training(
     """(model, sharding, optimizers); `device` may be "meta"."""
     with torch.device("meta"):
         model = GPT(config)
-    weights = None
-    if device.type != "meta":
-        def weights(name: str) -> Tensor:
-            return model.draw(name, seed=0)
+    weights = None if device.type == "meta" else partial(model.draw, seed=0)
     sharding = Sharding(model, model.units(), device, dtype, zero_stage, weights=weights)
     if compiled:
         model.compile_blocks()
@@ -72,8 +70,8 @@ def train_step(model: GPT, sharding: Sharding, optimizers: Iterable, tokens: Ten
 def try_steps(
     config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, checkpointing: bool = False,
     ranks: int = 1, micro_steps: int = 1,
-) -> tuple[float | None, str]:
-    """(milliseconds of a training step with `rows` rows on each rank, ""), or (None, one line why it fails)."""
+) -> float:
+    """Milliseconds of a training step with `rows` rows on each rank. UserError, in one line, when it fails."""
     settings = {"config": dataclasses.asdict(config), "rows": rows, "dtype": str(dtype).removeprefix("torch."),
                 "device_type": device_type, "compiled": compiled, "checkpointing": checkpointing,
                 "micro_steps": micro_steps}
@@ -83,31 +81,30 @@ def try_steps(
     command = [sys.executable, "-m", *launcher, "nanochat.plan.trial", json.dumps(settings)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     if done.returncode == 0:
-        return float(done.stdout.split()[-1]), ""
-    if done.returncode < 0:
-        return None, f"the process was ended by {signal.Signals(-done.returncode).name}"
-    lines = done.stderr.strip().splitlines()
+        return float(done.stdout.split()[-1])
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     # torchrun writes more after the error of a rank
     errors = [line for line in lines if "out of memory" in line or line.startswith("error: ")]
-    return None, (errors or lines or [f"exit code {done.returncode}"])[-1]
+    problem = (errors or lines)[-1].removeprefix("error: ")
+    if done.returncode < 0:
+        problem = f"the process was ended by {signal.Signals(-done.returncode).name}"
+    raise UserError(f"a training step with device_batch_size={rows} fails: {problem}")
 
 
-def rows_that_train(
-    most: int, config: GPTConfig, dtype: torch.dtype, device_type: str, compiled: bool, checkpointing: bool = False,
-    ranks: int = 1,
-) -> int:
+def rows_that_train(most: int, config: GPTConfig, *how, **settings) -> int:
     """
     The largest power of two of rows up to `most` with which training steps do not run out of memory here, by trying;
-    0: none. UserError when a step fails for another reason.
+    0: none. Further arguments as `try_steps`; UserError when a step fails for another reason.
     """
     rows = 2 ** int(math.log2(most))
     while rows:
-        # In the second micro-step the memory also holds the first one's gradients.
-        milliseconds, problem = try_steps(config, rows, dtype, device_type, compiled, checkpointing, ranks, 2)
-        if milliseconds is not None:
+        try:
+            # In the second micro-step the memory also holds the first one's gradients.
+            try_steps(config, rows, *how, micro_steps=2, **settings)
             return rows
-        if "out of memory" not in problem and "SIGKILL" not in problem:
-            raise UserError(f"a training step with device_batch_size={rows} fails: {problem}")
+        except UserError as error:
+            if "out of memory" not in str(error) and "SIGKILL" not in str(error):
+                raise
         rows //= 2
     return 0
 
