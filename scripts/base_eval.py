@@ -86,14 +86,15 @@ if core_metric_max_per_task and (reason := why_no_bundle()):
 elif core_metric_max_per_task:
     core, scores = evaluate_core(model, tokenizer, load_tasks(bundle_dir()), core_metric_max_per_task,
                                  device_batch_size * max_seq_len)
-    results[core_name(scores)] = core
+    core_title = core_name(core_metric_max_per_task)
+    results[core_title] = core
     rows = []
     for score in scores:
-        results[f"{core_name(scores)}: {score.label}"] = score.centered
-        accuracies = score.accuracy, score.baseline, score.centered
-        rows.append([score.label, f"{score.items:,}", *(f"{value:.4f}" for value in accuracies)])
+        results[f"{core_title}: {score.label}"] = score.centered
+        rows.append([score.label, f"{score.items:,}", f"{score.accuracy:.4f}", f"{score.baseline:.4f}",
+                     f"{score.centered:.4f}"])
     tables.append(markdown_table(["CORE task", "items", "accuracy", "guessing", "centred"], rows))
-    print0(f"{tables[-1]}\n{core_name(scores)}: {core:.4f}")
+    print0(f"{tables[-1]}\n{core_title}: {core:.4f}")
 
 # --- the usual prompts, greedily
 rows = []
@@ -124,18 +125,17 @@ if made is not None and rank == 0:
                 size += count
         right = [is_right for question, is_right in zip(questions, answered)
                  if topic in (question.topic, "all documents")]
-        bpb, floor = bits / size, floor / size
+        bpb = bits / size
+        floor = floor / size
         answers = f"{sum(right)}/{len(right)}" if right else "-"
-        rows.append([topic, *(f"{value:.4f}" for value in (bpb, floor, bpb - floor)), answers])
+        rows.append([topic, f"{bpb:.4f}", f"{floor:.4f}", f"{bpb - floor:.4f}", answers])
     tables.append(markdown_table(["topic", "bits per byte", "floor", "excess", "held-out questions"], rows))
     print0(tables[-1])
-    results |= {  # the last row: all documents
-        f"bits per byte of validation documents{elsewhere}": bpb, "their floor": floor,
-        "excess over the floor": f"{bpb - floor:.4f} ({bpb / floor - 1:.1%})",
-        "held-out questions": f"{sum(right) / len(right):.1%}",
-    }
-    print0(f"excess over the floor: {results['excess over the floor']} bits per byte; "
-           f"held-out questions: {results['held-out questions']}")
+    # of the last row: all documents
+    results[f"bits per byte of validation documents{elsewhere}"] = bpb
+    results["their floor"] = floor
+    results["excess over the floor"] = f"{bpb - floor:.4f} ({bpb / floor - 1:.1%})"
+    results["held-out questions"] = f"{sum(right) / len(right):.1%}"
 
 write_section("base_eval", "Base model: evaluation", "\n\n".join([f"Model: {name}.", *tables]), {"base": results},
               data=trained_on, model_tag=checkpoint.parent.name, checkpoint=checkpoint)

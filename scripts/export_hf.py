@@ -4,20 +4,17 @@ Export a model of any stage as a folder that Hugging Face's transformers loads a
     python -m scripts.export_hf --source=sft --output=my-model
 
 Weights, configuration, tokenizer, chat template, and a model card with the report's numbers; of a modern model its code
-as well, for trust_remote_code=True. scripts.import_hf is the way back. --push=NAME/MODEL uploads
-the folder to the hub (HF_TOKEN, or `hf auth login`; HF_ENDPOINT for another one), where it is private until you
-change that.
+as well, for trust_remote_code=True. scripts.import_hf is the way back. `hf upload NAME/MODEL my-model --private` brings
+the folder to the hub.
 """
 from pathlib import Path
 from typing import Literal
 
 from configurator import configure
 
-import huggingface_hub
-
 from nanochat.hf.card import model_card
 from nanochat.hf.model import FOLDER, export
-from nanochat.runtime.errors import UserError, first_line
+from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import recover_folder, write_folder_aside
 from nanochat.training.checkpoint import find_model, read_meta
 
@@ -29,7 +26,6 @@ step: int | None = None     # [0..] of the checkpoint; None: the newest valid on
 output = ""                 # where it goes
 overwrite = False           # replace an exported folder that is there
 dtype: Literal["auto", "bfloat16"] = "auto"  # auto: as in the checkpoint
-push = ""                   # NAME/MODEL: upload the folder there as well, as a private model
 configure(globals())
 
 if not output:
@@ -51,12 +47,3 @@ with write_folder_aside(folder) as aside:
     (aside / "README.md").write_text(model_card(source, checkpoint, meta, parameters), encoding="utf-8")
 size = sum(path.stat().st_size for path in folder.iterdir())
 print(f"wrote {folder}: {parameters:,} parameters, {size / 1e6:,.1f} MB; its README.md says how to use it")
-
-if push:
-    try:
-        api = huggingface_hub.HfApi()
-        name = api.create_repo(push, private=True, exist_ok=True).repo_id
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message=f"{source}, step {meta['step']}")
-    except Exception as error:  # of httpx, of the hub's library, of xet
-        raise UserError(f"{folder} is complete, but was not uploaded to {push}: {first_line(error)}") from error
-    print(f"uploaded it to {api.endpoint}/{name}")

@@ -26,7 +26,6 @@ step: int | None = None     # [0..] of a classic folder's checkpoints; None: the
 # ---- To
 source: Literal["base", "mid", "sft", "rl"] = "base"  # stage the model is at: the next one can begin with it
 model_tag: str | None = None  # folder of its checkpoints; None: named like the input
-dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: as it is there, float32 where weights are mixed
 overwrite = False           # remove the checkpoints that are there
 config = configure(globals())
 
@@ -44,14 +43,12 @@ if before and not overwrite:
     raise UserError(f"{checkpoints} has checkpoints; choose another --model_tag, or --overwrite")
 
 if classic.list_models(folder):
-    kind, there = "classic", classic.read_folder(folder, tokenizer_path, step)
-elif step is None:
-    kind, there = "hf", hf.read_folder(folder, tokenizer_path)
+    kind = "classic"
+    there = classic.read_folder(folder, tokenizer_path, step)
 else:
-    raise UserError(f"step={step} chooses a checkpoint of a classic folder, and {folder} is none; leave it out")
-weights = hf.fit(there, dtype, folder)
-for note in there.notes:
-    print(f"note: {note}")
+    kind = "hf"
+    there = hf.read_folder(folder, tokenizer_path)
+weights = hf.fit(there, folder)
 meta = {"config": config, "imported": kind}
 saved = save_weights(checkpoints, there.step, weights, there.tokenizer, there.config, meta)
 for old in before:

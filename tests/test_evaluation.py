@@ -11,8 +11,6 @@ from conftest import make_sums
 
 import nanochat.runtime.flops
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.corpus.make_dataset import make
-from nanochat.corpus.tinyworld import document, entropy_floor
 from nanochat.data.dataset import iter_texts
 from nanochat.eval.loss_eval import document_nats, evaluate_bpb, first_documents, greedy_completes, sample
 from nanochat.model.gpt import GPT
@@ -113,14 +111,6 @@ def test_greedy_completes_agrees_with_decoding():
     assert greedy_completes(model, TOKENIZER, list(pairs), tokens_per_forward=80) == list(pairs.values())
 
 
-def test_the_floor_is_known_for_the_embedded_world_alone(tmp_path, capsys):
-    (tmp_path / "texts").mkdir()
-    for i in range(50):
-        (tmp_path / "texts" / f"{i}.txt").write_text(document(0, i))
-    make(str(tmp_path / "texts"), "copied")
-    assert entropy_floor("copied") is None
-
-
 def stats(loss: float, ok: bool = True, stops: int = 0) -> torch.Tensor:
     return torch.tensor([loss if ok else float("nan"), 0.5, float(ok), float(stops), 0.0])  # no rank asks for a save
 
@@ -208,14 +198,3 @@ def test_auto_dtype_follows_the_hardware(monkeypatch):
         assert compute_dtype("auto", CPU) == expected
         assert compute_dtype("float32", CPU) == torch.float32
     assert compute_init("cpu") == (0, 1, CPU)
-
-
-@pytest.mark.parametrize("delay, rank, shown", [(0, 0, True), (0, 1, False), (60, 0, False)])
-def test_a_validation_that_takes_long_shows_how_far_it_is_on_rank_0(monkeypatch, capfd, delay, rank, shown):
-    monkeypatch.setattr("nanochat.runtime.progress.DELAY", delay)
-    monkeypatch.setenv("RANK", str(rank))
-    model = GPT(GPTConfig(sequence_len=8, vocab_size=V, n_layer=1, n_embd=32, n_head=1, n_kv_head=1))
-    model.init_weights(0)
-    batches = [(torch.full((1, 8), 40), torch.full((1, 8), 40))] * 3
-    evaluate_bpb(model, batches, 3, TOKENIZER.token_bytes())
-    assert ("bits per byte:   0%|          | 0/3" in capfd.readouterr().err) == shown

@@ -12,7 +12,6 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import tiktoken
@@ -24,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.data.conversation import render, render_prompt
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
-from nanochat.hf.model import CONFIG, Imported, fit
+from nanochat.hf.model import CONFIG
 from nanochat.hf.tokenizer import GUARD, PROBES, SEAM, to_hf
 from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import SamplingParams
@@ -110,18 +109,15 @@ def different(a: Path, b: Path) -> list[str]:
 # ---- Export
 
 
-@pytest.mark.parametrize("n_kv_head,dtype,softcap,rope_theta", [
-    (2, torch.float32, None, 1e4), (1, torch.bfloat16, 2.5, 300.0)])
-def test_transformers_computes_the_same(hf, tmp_path, n_kv_head, dtype, softcap, rope_theta):
+def test_transformers_computes_the_same(hf, tmp_path):
     """
     Logits within 1e-5 (measured: 5e-6, as much as between its own kernels), and 64 greedy tokens, of the same weights
     in float32.
     """
-    model = random_model(n_kv_head, softcap=softcap, rope_theta=rope_theta).to(dtype)
+    model = random_model(2, softcap=2.5, rope_theta=300.0).bfloat16()
     saved(model)
-    folder = exported(tmp_path / "out")
-    theirs = hf.AutoModelForCausalLM.from_pretrained(folder)
-    assert type(theirs).__name__ == "NanoChatForCausalLM" and theirs.dtype == dtype, "the dtype of the weights, unasked"
+    theirs = hf.AutoModelForCausalLM.from_pretrained(exported(tmp_path / "out"))
+    assert type(theirs).__name__ == "NanoChatForCausalLM" and theirs.dtype == torch.bfloat16, "as the weights, unasked"
     ours, theirs = model.float(), theirs.float()
 
     tokens = torch.randint(V, (3, 100), generator=torch.Generator().manual_seed(2))
@@ -192,14 +188,8 @@ def test_a_model_with_its_own_code_generates_batches_and_is_saved_there(hf, tmp_
             for row, seen, logits in zip(*padded, theirs(*padded).logits):
                 assert torch.allclose(logits[seen > 0], model(row[seen > 0][None])[0], rtol=0, atol=1e-5)
         assert torch.allclose(theirs(ids, labels=ids).loss, model(ids[:, :-1], ids[:, 1:].contiguous()))
-    hole = torch.ones_like(ids).index_fill(1, torch.tensor([2]), 0)
-    for error, match, wrong in (
-        (ValueError, "attention_mask has zeros between ones", lambda: theirs(ids, hole)),
-        (TypeError, "position_ids", lambda: theirs(ids, position_ids=ids)),
-        (ValueError, "weights are missing", lambda: type(theirs)(theirs.config)),
-    ):
-        with pytest.raises(error, match=match):
-            wrong()
+    with pytest.raises(ValueError, match="attention_mask has zeros between ones"):
+        theirs(ids, torch.ones_like(ids).index_fill(1, torch.tensor([2]), 0))
 
     write = hf.pipeline("text-generation", model=str(folder), trust_remote_code=True)
     messages = [{"role": "user", "content": "What is 12?"}]
@@ -216,38 +206,7 @@ def test_a_model_with_its_own_code_generates_batches_and_is_saved_there(hf, tmp_
     for where in (folder, tmp_path / "theirs"):
         back = imported(where, overwrite=True, source="sft")
         assert different(original, back) == []
-        for field in ("model_config", "tokenizer", "step"):
-            assert read_meta(original)[field] == read_meta(back)[field]
-    again = exported(tmp_path / "again", model_tag="back", source="sft")
-    for path in folder.iterdir():
-        assert path.name == "README.md" or path.read_bytes() == (again / path.name).read_bytes(), path.name
-
-
-def test_an_export_is_uploaded_whole_to_a_private_model(tmp_path, monkeypatch):
-    """The hub's library is a stub here. What it refuses is one line, and the folder stays."""
-    calls = []
-
-    class Hub:
-        endpoint = "https://hub.example"
-
-        def create_repo(self, name, **settings):
-            calls.append((name, settings))
-            return SimpleNamespace(repo_id=name)
-
-        def upload_folder(self, repo_id, folder_path, commit_message):
-            calls.append((repo_id, {path.name for path in folder_path.iterdir()}, commit_message))
-            if repo_id == "me/denied":
-                raise OSError("403 Forbidden\nrequest 17")
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    saved(random_model())
-    printed = run_script(0, 1, "scripts.export_hf", {"output": tmp_path / "out", "push": "me/tiny"})
-    files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert calls == [("me/tiny", dict(private=True, exist_ok=True)), ("me/tiny", files, "sft, step 12")]
-    assert {"README.md", "config.json"} < files and printed.endswith("uploaded it to https://hub.example/me/tiny\n")
-    with pytest.raises(UserError, match="denied is complete, but was not uploaded to me/denied: .*403 Forbidden$"):
-        exported(tmp_path / "denied", push="me/denied")
-    assert (tmp_path / "denied" / "config.json").exists()
+        assert read_meta(original)["model_config"] == read_meta(back)["model_config"]
 
 
 def test_pipelines_answer_and_continue_as_the_engine_does(hf, tmp_path):
@@ -343,51 +302,36 @@ def test_the_chat_template_renders_what_our_renderer_does(hf, tmp_path):
             ids = theirs.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
             assert ids == render_prompt(TOKENIZER, {"messages": prompt})
     assert spelled > 50
-    user, system, assistant = ({"role": role, "content": "x"} for role in ("user", "system", "assistant"))
-    code = user | {"content": [{"type": "python", "text": "1"}]}
-    for wrong in ([system], [user, user], [assistant], [user, system], [code]):
-        with pytest.raises(Exception, match="messages of user|take turns|has type python"):
+    user, system = ({"role": role, "content": "x"} for role in ("user", "system"))
+    for wrong in ([system], [user, user], [user, system]):
+        with pytest.raises(Exception, match="messages of user|take turns"):
             theirs.apply_chat_template(wrong)
 
 
 def test_the_card_has_the_numbers_of_this_model_only(tmp_path):
-    """Sections of another model, of another step, and of what was there before a run of --overwrite are left out."""
-    checkpoint = saved(random_model())
-    of = {"data": "world", "model_tag": "tiny", "checkpoint": checkpoint}
+    """Sections of another model and of another stage are left out."""
+    of = {"data": "world", "model_tag": "tiny", "checkpoint": saved(random_model())}
     write_section("chat_sft", "Fine-tuning", "", {"sft": {"training minutes": 7.125}}, **of)
-    write_section("chat_eval_sft", "Chat", "", {"sft": {"spellingbee": 0.8125}}, **of)
     write_section("chat_rl", "Reinforcement", "", {"rl": {"reward": 0.5}}, **of)
-    before = shutil.copytree(checkpoint, tmp_path / "before" / "sft_checkpoints" / "tiny" / checkpoint.name)
-    (before / "manifest.json").write_text(json.dumps({"model.safetensors": "0" * 64}))
-    write_section("chat_eval_old", "Chat", "", {"sft": {"old": 0.5}}, **of | {"checkpoint": before})
     write_section("base_eval", "Base", "", {"sft": {"another": 0.25}}, **of | {"model_tag": "tiny2"})
     card = (exported(tmp_path / "out") / "README.md").read_text()
-    assert "| training minutes | 7.125 |\n| spellingbee | 0.8125 |\n\n" in card
-    assert not any(row in card for row in ("| old", "| reward", "| another"))
-    assert card.startswith("---\nlibrary_name: transformers\n") and "# tiny, sft" in card
-    assert "Step 12 of a chat model" in card
-    shutil.rmtree(tmp_path / "base" / "report")
-    assert "measured" not in (exported(tmp_path / "without") / "README.md").read_text()
+    assert "| training minutes | 7.125 |\n\n" in card and "| reward" not in card and "| another" not in card
+    assert card.startswith("---\nlibrary_name: transformers\n") and "Step 12 of a chat model" in card
 
 
 # ---- Import
 
 
-def unpadded(model: GPT) -> GPT:
-    """Its rows that pad the vocabulary are zero, as after an import."""
-    for weight in (model.transformer.wte.weight, model.lm_head.weight):
-        weight.data[V:] = 0
-    return model
-
-
-@pytest.mark.parametrize("dtype,softcap,rope_theta", [(torch.float32, None, 1e5), (torch.bfloat16, 30.0, 1e4)])
-def test_import_of_an_export_is_the_same_bits(tmp_path, dtype, softcap, rope_theta):
+def test_import_of_an_export_is_the_same_bits(tmp_path):
     """Every tensor, tokenizer and step; and a second export is the first, file by file."""
-    original = saved(unpadded(random_model(2, softcap=softcap, rope_theta=rope_theta)).to(dtype))
+    model = random_model(2, softcap=30.0, rope_theta=1e5).bfloat16()
+    for weight in (model.transformer.wte.weight, model.lm_head.weight):
+        weight.data[V:] = 0  # the rows that pad the vocabulary, as after an import
+    original = saved(model)
     out = exported(tmp_path / "out")
     back = imported(out, source="sft")
-    assert problem_with(back) is None and different(original, back) == []
     assert back == step_dir(checkpoint_dir("sft", "back"), 12)
+    assert problem_with(back) is None and different(original, back) == []
     for field in ("model_config", "tokenizer", "step"):
         assert read_meta(original)[field] == read_meta(back)[field]
     again = exported(tmp_path / "again", model_tag="back")
@@ -473,9 +417,6 @@ def test_a_published_checkpoint_becomes_one_of_ours_and_can_be_exported(hf, tmp_
 
     elsewhere = shutil.move(folder / "tokenizer.pkl", tmp_path / "moved.pkl")
     assert imported(folder, source="base", step=999999, tokenizer=elsewhere).name == "step_999999"
-    as_json = tmp_path / "out" / "tokenizer.json"
-    newest = imported(folder, source="base", tokenizer=as_json, overwrite=True)
-    assert [path.name for path in newest.parent.iterdir()] == ["step_1000000"]
 
 
 class Malicious:
@@ -485,8 +426,7 @@ class Malicious:
         return Path.touch, (Path(os.environ["NANOCHAT_BASE_DIR"] + MALICE),)
 
 
-@pytest.mark.parametrize("what", [
-    Malicious(), as_published(pat_str=Malicious()), print])
+@pytest.mark.parametrize("what", [Malicious(), as_published(pat_str=Malicious())])
 def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path, base_folder, what):
     """Named by what it asks for, as a tokenizer and among the weights."""
     base_folder.mkdir()
@@ -498,7 +438,7 @@ def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path, base_folder, w
     with pytest.raises(UserError, match=r"tokenizer.pkl .*asks for .*; expected nothing but tiktoken.core.Encoding"):
         imported(folder)
     classic_folder(folder, random_model(), stranger=what)
-    with pytest.raises(UserError, match="model_000650.pt cannot be read: it holds more than tensors"):
+    with pytest.raises(UserError, match="model_000650.pt cannot be read: Weights only load failed"):
         imported(folder)
     assert sorted(str(path) for path in base_folder.rglob("*")) == []
 
@@ -538,15 +478,6 @@ def pickled(**fields):
     return write("tokenizer.pkl", pickle.dumps(as_published(**fields)))
 
 
-def cut(folder: Path) -> None:
-    os.truncate(folder / "model.safetensors", 1000)
-
-
-def rename_special(folder: Path) -> None:
-    text = (folder / "tokenizer.json").read_text()
-    (folder / "tokenizer.json").write_text(text.replace("<|user_start|>", "<|human|>"))
-
-
 def of_a_variant(folder: Path) -> None:
     extra = {"_orig_mod.resid_lambdas": torch.ones(3), "x0_lambdas": torch.ones(3)}
     classic_folder(folder, random_model(), **extra, **{"_orig_mod.value_embeds.1.weight": torch.ones(V, 64)})
@@ -561,39 +492,29 @@ HF_FAULTS = {
     "config.json: softcap=300.0: expected a number of at most 64":
         edit_json("config.json", final_logit_softcapping=300.0),
     "has rope_parameters={'rope_type': 'yarn'": edit_json("config.json", rope_parameters=YARN),
-    "has hidden_act='silu'": edit_json("config.json", hidden_act="silu"),
     "has model_type='llama'; only a model with 'nanochat' can be": edit_json("config.json", model_type="llama"),
     "has no even heads": edit_json("config.json", num_attention_heads=64, num_key_value_heads=64),
     "models of 2 layers do not have: model.layers.2.": edit_json("config.json", num_hidden_layers=2),
     "lacks weights of a model of 4 layers: transformer.h.3.": edit_json("config.json", num_hidden_layers=4),
     "the model has 499 tokens, its tokenizer 500": edit_json("config.json", vocab_size=499),
     "lm_head.weight is (512, 63), expected (512, 64)": edit_weights(**{"lm_head.weight": torch.ones(500, 63)}),
-    "model.safetensors is damaged": cut,
-    "lacks weights of a model of 3 layers: lm_head.weight, transformer": remove("model.safetensors"),
+    "model.safetensors is damaged": lambda folder: os.truncate(folder / "model.safetensors", 1000),
     "config.json cannot be read: [Errno 2] No such file": remove("config.json"),
     "tokenizer.json cannot be read as a byte-level tokenizer": write("tokenizer.json", b"{}"),
     "it works in another way": edit_json("tokenizer.json", normalizer={"type": "Lowercase"}),
-    "expected <|bos|> <|user_start|>": rename_special,
 }
 MODERN_FAULTS = {
     "config.json has experts=8, which this program's models do not have": edit_pieces(experts=8),
-    "has model_type='nanochat_next'; only a model": edit_json("config.json", model_type="nanochat_next"),
-    "has architectures=['Another']; only a model with": edit_json("config.json", architectures=["Another"]),
-    "models of 3 layers do not have: gpt.transformer.wte.smear.weight, gpt.": edit_pieces(smear=False),
     "config.json: the model was trained with bigrams, which": edit_pieces(bigrams=5),
 }
 CLASSIC_FAULTS = {
     "do not have: resid_lambdas, value_embeds.1.weight, x0_lambdas;": of_a_variant,
-    "has window_pattern='SSSL'": with_config(**classic_config(random_model()), window_pattern="SSSL"),
-    "meta_000650.json cannot be read": remove("meta_000650.json"),
     "model_000650.pt cannot be read": write("model_000650.pt", b"no"),
     "meta_000650.json: GPTConfig.__init__() missing 5 required": with_config(n_embd=64),
-    "there is no tokenizer.pkl or tokenizer.json": remove("tokenizer.pkl"),
-    "tokenizer.pkl is no pickle of a tokenizer": write("tokenizer.pkl", b"no"),
+    "there is no": remove("tokenizer.pkl"),
     "has the special tokens <|user_start|> <|bos|>":
         pickled(special_tokens=SPECIAL | {"<|bos|>": len(RANKS) + 1, "<|user_start|>": len(RANKS)}),
-    "the ids 0 to 255 are not the bytes": pickled(mergeable_ranks=RANKS | {b"a": RANKS[b"b"], b"b": RANKS[b"a"]}),
-    "ordinary tokens are not 0 to": pickled(mergeable_ranks=RANKS | {b"zzz": 4000}),
+    "ordinary tokens are not the 256 bytes": pickled(mergeable_ranks=RANKS | {b"zzz": 4000}),
     "its pattern cannot be used": pickled(pat_str="("),
 }
 
@@ -616,31 +537,8 @@ def test_what_would_be_another_model_is_refused_and_leaves_nothing(tmp_path, bas
     assert sorted(str(path) for path in base_folder.rglob("*")) == before
 
 
-def test_what_cannot_be_said_there_is_not_exported(tmp_path, base_folder):
-    """A field or a weight that the class has no place for; a folder with other things in it is never replaced."""
-    checkpoint = saved(random_model())
-    original = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-
-    def refused(match: str, **settings):
-        with pytest.raises(UserError, match=match):
-            exported(**{"output": tmp_path / "out"} | settings)
-        assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
-
-    window = read_meta(checkpoint)["model_config"] | {"window": 256}
-    for match, damage in {
-        "has no window;": edit_json("meta.json", model_config=window),
-        "has no x0_lambdas;": edit_weights(x0_lambdas=torch.ones(3)),
-        "can be exported": Tokenizer(TOKENIZER.merges, special_tokens=SPECIAL_TOKENS[::-1]).save,
-        "the model has 500 tokens, its tokenizer 499": Tokenizer(TOKENIZER.merges[1:]).save,
-    }.items():
-        damage(checkpoint)
-        (checkpoint / "manifest.json").write_text("{}")  # the checkpoint is valid: it is the model that is another
-        refused(match)
-        for name, content in original.items():
-            (checkpoint / name).write_bytes(content)
-    refused("say where", output="")
-    refused("no valid checkpoint", model_tag="nobody")
-
+def test_a_folder_with_other_things_in_it_is_never_replaced(tmp_path):
+    saved(random_model())
     folder = exported(tmp_path / "mine")
     with pytest.raises(UserError, match="is there; choose another --output, or --overwrite"):
         exported(folder)
@@ -649,21 +547,6 @@ def test_what_cannot_be_said_there_is_not_exported(tmp_path, base_folder):
     with pytest.raises(UserError, match="no exported model alone: it has thesis.txt"):
         exported(folder, overwrite=True)
     assert (folder / "thesis.txt").exists()
-
-
-def test_mixed_dtypes_become_float32_and_eps_is_said(tmp_path):
-    """What is not quite the same is said: transformers' own default for eps."""
-    model = random_model()
-    mixed = model.state_dict() | {"lm_head.weight": model.lm_head.weight.data.half()}
-    there = Imported(model.config, mixed, TOKENIZER, 0, [])
-    weights = fit(there, "auto", tmp_path)
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
-    assert torch.equal(weights["lm_head.weight"], mixed["lm_head.weight"].float())
-    assert fit(there, "bfloat16", tmp_path)["lm_head.weight"].dtype == torch.bfloat16
-    saved(model)
-    edit_json("config.json", rms_norm_eps=1e-6)(exported(tmp_path / "out"))
-    printed = run_script(0, 1, "scripts.import_hf", {"input": tmp_path / "out"})
-    assert "note: rms_norm_eps=1e-06 there, 1.1920929e-07 here" in printed
 
 
 # ---- What an imported model can do
@@ -683,39 +566,25 @@ def run_scripts(rank: int, world_size: int, runs: list[tuple[str, dict]]) -> lis
 
 
 def test_every_stage_begins_with_an_imported_model_and_none_goes_on_from_one(tmp_path, base_folder):
-    """
-    Two steps of mid-training, two of fine-tuning after it, and an answer; --resume and an evaluation that does not know
-    the data say what is missing, in one line.
-    """
+    """Two steps of mid-training, two of fine-tuning after it, and an answer; --resume says what is missing."""
     saved(random_model(), source="rl")
     out = exported(tmp_path / "out", source="rl")
     imported(out, source="base")
-    with open(tmp_path / "chats.jsonl", "w") as file:
-        for i in range(100):
-            messages = [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    common = {"model_tag": "back", "device_type": "cpu"}
-    train = common | {"compile": False, "dtype": "float32", "tasks": f"json:{tmp_path}/chats.jsonl",
-                      "num_iterations": 2, "device_batch_size": 2, "eval_every": -1}
+    chats = [json.dumps({"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}]})
+             for i in range(100)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(chats))
+    train = {"model_tag": "back", "device_type": "cpu", "compile": False, "dtype": "float32", "num_iterations": 2,
+             "device_batch_size": 2, "eval_every": -1, "tasks": f"json:{tmp_path}/chats.jsonl"}
     mid = train | {"total_batch_size": 512}
-    chat = {"model_tag": "back", "source": "sft", "p": "12?", "max_new_tokens": 8, "dtype": "float32", "temperature": 0}
-    begins, goes_on, answer, printed, resumed, evaluated = run_on_ranks(1, run_scripts, [
+    begins, goes_on, _, resumed = run_on_ranks(1, run_scripts, [
         ("scripts.mid_train", mid),
         ("scripts.chat_sft", train | {"target_examples_per_step": 4, "eval_metrics_every": -1}),
-        ("scripts.chat_cli", chat),
         ("scripts.import_hf", {"input": out, "model_tag": "back", "source": "mid", "overwrite": True}),
         ("scripts.mid_train", mid | {"resume": "auto"}),
-        ("scripts.base_eval", common),
     ])[0]
-    assert "note: it was exported from stage rl; --source=rl imports it as that\n" in printed
     assert "starting from" in begins and "base_checkpoints/back/step_000012" in begins
     assert "mid_checkpoints/back/step_000002" in goes_on
     before, after = (load_checkpoint(step_dir(checkpoint_dir(stage, "back"), step), CPU)[0]
                      for stage, step in (("base", 12), ("sft", 2)))
     assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
-    prompt = render_prompt(TOKENIZER, {"messages": [{"role": "user", "content": "12?"}]})
-    parts = Engine(after, TOKENIZER).stream(prompt, SamplingParams(8, temperature=0))
-    assert answer == "".join(part.text for part in parts) + "\n" and len(answer) > 1
     assert re.fullmatch(r"error: \S+/mid_checkpoints/back/step_000012 was imported, or .* weights only, .*", resumed)
-    unknown = "/base_checkpoints/back/step_000012 was imported, and does not say what it was trained on; set --data "
-    assert evaluated.startswith("error: ") and unknown in evaluated and "\n" not in evaluated

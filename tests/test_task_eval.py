@@ -10,7 +10,7 @@ from ranks import run_on_ranks
 from nanochat.data.conversation import render_prompt
 from nanochat.data.task import Task
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.eval.task_eval import accuracy, evaluate_task, likeliest_letters, name_of_mean, pass_at
+from nanochat.eval.task_eval import accuracy, evaluate_task, likeliest_letters, pass_at
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
@@ -132,12 +132,3 @@ def test_a_change_is_described_with_the_interval_of_paired_differences():
     text = describe_change(before, after)
     assert "pass@1 from 90.0% to 98.0%, +8.0 points" in text and "over 100 problems" in text
     assert f"{100 * (0.08 - 1.96 * error):+.1f} to {100 * (0.08 + 1.96 * error):+.1f}" in text
-
-
-def test_chatcore_is_the_name_of_all_its_tasks_only():
-    classic = "arc:ARC-Easy,arc:ARC-Challenge, mmlu, gsm8k, humaneval, spellingbee[:256]"
-    assert name_of_mean(classic, -1, 6) == "ChatCORE (SpellingBee on generated words)"
-    assert name_of_mean(classic, 600, 6) == "mean centred accuracy over 6 tasks"
-    assert name_of_mean(classic.replace(" mmlu,", ""), -1, 5) == "mean centred accuracy over 5 tasks"
-    assert name_of_mean(classic.replace("mmlu", "mmlu[:100]"), -1, 6) == "mean centred accuracy over 6 tasks"
-    assert name_of_mean("gsm8k", -1, 1) == "mean centred accuracy over 1 task"

@@ -9,17 +9,19 @@ one. Accuracies are centred, (accuracy − guessing) / (1 − guessing), and COR
 The bundle is a folder: core.yaml lists the tasks, eval_meta_data.csv the accuracy of guessing, eval_data/ the items.
 """
 import csv
+import itertools
 import json
+import os
 import random
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from nanochat.data.padding import Row
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.eval.loss_eval import batches_by_length, padded, row_of, wrong_tokens
+from nanochat.eval.loss_eval import measure, row_of
 from nanochat.runtime.collectives import all_reduce_sum, rank_and_size
 from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.devices import sum_dtype
@@ -29,12 +31,11 @@ from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
 
 BLOCK = 32  # items that are tokenized and sorted together, always on one rank
-KINDS = ("multiple_choice", "schema", "language_modeling")
 
 
 class CoreTask(NamedTuple):
     label: str
-    kind: str           # one of KINDS
+    kind: str           # multiple_choice, schema or language_modeling
     num_fewshot: int    # examples before each item
     delimiter: str      # between beginning and ending
     baseline: float     # accuracy of guessing, 0 to 1
@@ -53,7 +54,6 @@ class CoreScore(NamedTuple):
     baseline: float
     centered: float
     items: int          # items that were asked
-    items_there: int    # items of the task
 
 
 # ---- The bundle
@@ -81,12 +81,6 @@ def load_tasks(bundle: Path) -> list[CoreTask]:
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError(f"{bundle} is not a CORE bundle ({type(error).__name__}: {first_line(error)}); "
                         "remove it to download it anew") from error
-    for task in tasks:
-        if task.kind not in KINDS:
-            raise UserError(f"{bundle / 'core.yaml'}: {task.label} is of type {task.kind!r}; "
-                            f"expected one of {', '.join(KINDS)}")
-        if not task.path.is_file():
-            raise UserError(f"{task.path} is missing: {task.label} has no items; remove {bundle} to download it anew")
     return tasks
 
 
@@ -98,8 +92,6 @@ def load_items(task: CoreTask) -> list[Item]:
             items.append(item_of(task, json.loads(line)))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise UserError(f"{task.path}:{number}: no {task.kind} item ({type(error).__name__}: {error})") from error
-    if not items:
-        raise UserError(f"{task.path} is empty: {task.label} cannot be measured")
     random.Random(1337).shuffle(items)
     return items
 
@@ -111,8 +103,10 @@ def item_of(task: CoreTask, fields: dict) -> Item:
         return Item([before + fields["continuation"]], 0, before)
     if task.kind == "schema":
         variants = [context + task.delimiter + fields["continuation"] for context in fields["context_options"]]
-    else:
+    elif task.kind == "multiple_choice":
         variants = [fields["query"] + task.delimiter + choice for choice in fields["choices"]]
+    else:
+        raise ValueError("the type is unknown")
     variants[fields["gold"]]  # IndexError where there is no such one
     return Item(variants, fields["gold"], "")
 
@@ -122,10 +116,10 @@ def item_of(task: CoreTask, fields: dict) -> Item:
 
 def prompts_of(task: CoreTask, items: list[Item], index: int) -> list[str]:
     """The item's variants, each after the same examples; in language modelling, first, the text before the ending."""
-    item, others = items[index], len(items) - 1
-    drawn = random.Random(1234 + index).sample(range(others), min(task.num_fewshot, others))
-    examples = (items[i + (i >= index)] for i in drawn)  # all but the item itself
-    shots = "".join(example.variants[example.gold] + "\n\n" for example in examples)
+    item = items[index]
+    others = items[:index] + items[index + 1 :]
+    drawn = random.Random(1234 + index).sample(others, min(task.num_fewshot, len(others)))
+    shots = "".join(example.variants[example.gold] + "\n\n" for example in drawn)
     texts = [shots + text for text in item.variants]
     if task.kind == "language_modeling":
         # A blank at its end would be a token here, and part of the next word in the whole text.
@@ -133,37 +127,23 @@ def prompts_of(task: CoreTask, items: list[Item], index: int) -> list[str]:
     return texts
 
 
-def common_length(rows: list[list[int]]) -> int:
-    """How many tokens all rows begin with."""
-    for i, tokens in enumerate(zip(*rows)):
-        if len(set(tokens)) > 1:
-            return i
-    return min(map(len, rows))
-
-
-def rows_of(
-    task: CoreTask, items: list[Item], first: int, end: int, tokenizer: Tokenizer, longest: int
-) -> list[list[Row]]:
-    """The rows of each of items first … end−1, cut behind <|bos|> to `longest` tokens. One token at least counts."""
-    prompts = [prompts_of(task, items, index) for index in range(first, end)]
-    texts = [text for texts in prompts for text in texts]
-    encoded = iter(tokenizer.encode(texts, prepend=tokenizer.get_bos_token_id()))
+def rows_of(task: CoreTask, items: list[Item], index: int, tokenizer: Tokenizer, longest: int) -> list[Row]:
+    """The rows of an item's variants, cut behind <|bos|> to `longest` tokens. One token at least counts."""
+    encoded = tokenizer.encode(prompts_of(task, items, index), prepend=tokenizer.get_bos_token_id())
+    if task.kind == "schema":
+        shared = len(os.path.commonprefix([tokens[::-1] for tokens in encoded]))  # of lists, in spite of its name
+        starts = [len(tokens) - shared for tokens in encoded]
+    else:
+        starts = [len(os.path.commonprefix(encoded))] * len(encoded)
+    if task.kind == "language_modeling":  # the text before the ending has done its work
+        encoded = encoded[1:]
+        starts = starts[1:]
     rows = []
-    for texts in prompts:
-        group = [next(encoded) for _ in texts]
-        if task.kind == "schema":
-            shared = common_length([tokens[::-1] for tokens in group])
-            starts = [len(tokens) - shared for tokens in group]
-        else:
-            starts = [common_length(group)] * len(group)
-        if task.kind == "language_modeling":
-            group, starts = group[1:], starts[1:]
-        rows.append([])
-        for tokens, start in zip(group, starts):
-            cut = max(len(tokens) - longest, 0)
-            # Nothing predicts <|bos|>; where one choice begins another, its last token counts.
-            start = max(1, min(start, len(tokens) - 1) - cut)
-            rows[-1].append(row_of(tokens[:1] + tokens[1 + cut :], start))
+    for tokens, start in zip(encoded, starts, strict=True):
+        cut = max(len(tokens) - longest, 0)
+        # Nothing predicts <|bos|>; where one choice begins another, its last token counts.
+        start = max(1, min(start, len(tokens) - 1) - cut)
+        rows.append(row_of(tokens[:1] + tokens[1 + cut :], start))
     return rows
 
 
@@ -181,67 +161,43 @@ def evaluate_core(
     that is longer goes alone, and none is longer than the model's own.
     """
     rank, world_size = rank_and_size()
-    device, longest = next(model.parameters()).device, model.config.sequence_len + 1
-    counts, items_there = [], []  # [right answers, items] of each task on this rank; items of each task
+    device = next(model.parameters()).device
+    longest = model.config.sequence_len + 1
+    counts = []  # right answers and items of each task on this rank
     for task in tasks:
         items = load_items(task)
-        items_there.append(len(items))
-        items = items if max_per_task < 0 else items[:max_per_task]
+        if max_per_task >= 0:
+            items = items[:max_per_task]
         greedily = task.kind == "language_modeling"
         right = asked = 0
         # Blocks are dealt out whole: what a forward pass holds does not depend on the ranks, nor do its last digits.
         blocks = range(0, len(items), BLOCK * world_size)
         for first in until_stopped(progress(blocks, f"CORE {len(counts) + 1}/{len(tasks)} {task.label}", "blocks")):
             start = min(first + BLOCK * rank, len(items))
-            end = min(start + BLOCK, len(items))
-            rows = rows_of(task, items, start, end, tokenizer, longest)
+            block = range(start, min(start + BLOCK, len(items)))
+            groups = [rows_of(task, items, index, tokenizer, longest) for index in block]
+            rows = list(itertools.chain.from_iterable(groups))
             with eagerly():  # shapes change from pass to pass
-                values = iter(measure(model, [row for group in rows for row in group], greedily, tokens_per_forward))
-            for item, group in zip(items[start:end], rows):
-                of_item = [next(values) for _ in group]
+                values = measure(model, rows, tokens_per_forward, greedily, together=True)
+            for index, group in zip(block, groups):
+                of_item = values[: len(group)]
+                values = values[len(group) :]
                 if greedily:
                     right += of_item[0] == 0
                 else:
-                    right += of_item.index(min(of_item)) == item.gold
-            asked += end - start
+                    right += of_item.index(min(of_item)) == items[index].gold
+            asked += len(block)
         counts.append([right, asked])
     sums = torch.tensor(counts, dtype=sum_dtype(device), device=device)
     all_reduce_sum(sums)
     scores = []
-    for task, (right, asked), there in zip(tasks, sums.tolist(), items_there):
-        centered = (right / asked - task.baseline) / (1 - task.baseline)
-        scores.append(CoreScore(task.label, right / asked, task.baseline, centered, int(asked), there))
-    return sum(score.centered for score in scores) / len(scores), scores
+    for task, (right, asked) in zip(tasks, sums.tolist()):
+        accuracy = right / asked
+        centered = (accuracy - task.baseline) / (1 - task.baseline)
+        scores.append(CoreScore(task.label, accuracy, task.baseline, centered, int(asked)))
+    return fmean(score.centered for score in scores), scores
 
 
-def core_name(scores: list[CoreScore]) -> str:
-    """What the mean of these scores may be called: CORE is over all items of all tasks."""
-    if all(score.items == score.items_there for score in scores):
-        return "CORE"
-    return f"CORE (up to {max(score.items for score in scores):,} items a task)"
-
-
-def measure(model, rows: list[Row], greedily: bool, tokens_per_forward: int) -> list[float]:
-    """
-    The value of each row: the mean loss of the tokens that count, in nats; or, greedily, how many of them are not the
-    most likely one. COLLECTIVE: where parameters are sharded, so is every forward pass.
-    """
-    device = next(model.parameters()).device
-    batches = batches_by_length(rows, tokens_per_forward)
-    passes = torch.tensor(len(batches), device=device)
-    if dist.is_initialized():
-        dist.all_reduce(passes, dist.ReduceOp.MAX)
-    values = [0.0] * len(rows)
-    for number in range(int(passes)):
-        indices, batch = [], [row_of([0, 0], 1)]  # a rank without rows of its own takes part in the others' passes
-        if number < len(batches):
-            indices = batches[number]
-            batch = [rows[i] for i in indices]
-        inputs, targets = padded(batch, device)
-        if greedily:
-            measured = wrong_tokens(model, inputs, targets)
-        else:
-            measured = model(inputs, targets, reduction="none").sum(1) / (targets >= 0).sum(1)
-        for index, value in zip(indices, measured.tolist()):  # the one wait for the device
-            values[index] = value
-    return values
+def core_name(max_per_task: int) -> str:
+    """What the mean of the scores may be called: CORE is over all items of all tasks."""
+    return "CORE" if max_per_task < 0 else f"CORE (up to {max_per_task:,} items a task)"

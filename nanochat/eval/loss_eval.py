@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.data.dataloader import TokenizedShards
@@ -27,10 +28,12 @@ def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) 
     device = next(model.parameters()).device
     bytes_of = torch.from_numpy(token_bytes).to(device)
     total = torch.zeros(2, dtype=sum_dtype(device), device=device)  # nats, bytes
-    numbers = progress(range(steps), "bits per byte", "batches")
-    for _, (inputs, targets, *_) in zip(until_stopped(numbers), batches):
+    batches = iter(batches)
+    for _ in until_stopped(progress(range(steps), "bits per byte", "batches")):
+        inputs, targets, *_ = next(batches)
         nats, target_bytes = counted_nats(model, inputs, targets, bytes_of)
-        total += torch.stack((nats.sum(), target_bytes.sum()))
+        total[0] += nats.sum()
+        total[1] += target_bytes.sum()
     all_reduce_sum(total)
     nats, count = total.tolist()
     if count == 0:
@@ -48,27 +51,35 @@ def counted_nats(model, inputs: Tensor, targets: Tensor, bytes_of: Tensor) -> tu
 
 @torch.no_grad()
 def document_nats(
-    model, documents: list[list[int]], token_bytes: np.ndarray, tokens_per_forward: int
+    model,
+    documents: list[list[int]],
+    token_bytes: np.ndarray,
+    tokens_per_forward: int,
 ) -> list[tuple[float, int]]:
     """
     (nats, bytes) of each whole document, alone, in windows: a row is <|bos|> and the next sequence_len tokens,
     so that every token is a target exactly once. documents: token ids that begin with <|bos|>; special tokens count
     nothing, and neither does the end of the document.
     """
-    device, length = next(model.parameters()).device, model.config.sequence_len
+    device = next(model.parameters()).device
+    length = model.config.sequence_len
     bytes_of = torch.from_numpy(token_bytes).to(device)
-    owners, rows = [], []
+    owners = []  # the document that each row is from
+    rows = []
     for number, (bos, *tokens) in enumerate(documents):
         for start in range(0, len(tokens), length):
             owners.append(number)
             rows.append(row_of([bos, *tokens[start : start + length]], 1))
     results = [(0.0, 0)] * len(documents)
     for indices in progress(batches_by_length(rows, tokens_per_forward), "bits per byte", "batches"):
-        inputs, targets = padded([rows[i] for i in indices], device)
+        inputs, targets = padded(rows, indices, device)
         nats, counts = counted_nats(model, inputs, targets, bytes_of)
-        for i, row_nats, row_bytes in zip(indices, nats.tolist(), counts.tolist()):
-            its_nats, its_bytes = results[owners[i]]
-            results[owners[i]] = its_nats + row_nats, its_bytes + int(row_bytes)
+        nats = nats.tolist()
+        counts = counts.tolist()
+        for index, row_nats, row_bytes in zip(indices, nats, counts):
+            owner = owners[index]
+            its_nats, its_bytes = results[owner]
+            results[owner] = its_nats + row_nats, its_bytes + int(row_bytes)
     return results
 
 
@@ -81,36 +92,61 @@ def first_documents(data: str, tokenizer: Tokenizer, most: int) -> list[list[int
 
 @torch.no_grad()
 def greedy_completes(
-    model, tokenizer: Tokenizer, pairs: list[tuple[str, str]], tokens_per_forward: int
+    model,
+    tokenizer: Tokenizer,
+    pairs: list[tuple[str, str]],
+    tokens_per_forward: int,
 ) -> list[bool]:
     """
     Whether greedy decoding of each prompt gives exactly its completion. One forward pass per batch: the tokens are
     those of greedy decoding if and only if each is the most likely one after the expected ones before it. What does
     not fit into a row of the model is not completed.
     """
-    device, longest = next(model.parameters()).device, model.config.sequence_len + 1
-    texts = [text for prompt, completion in pairs for text in (prompt, prompt + completion)]
-    encoded = tokenizer.encode(texts, prepend=tokenizer.get_bos_token_id())
-    rows, results = [], {}
-    for prompt, whole in zip(encoded[::2], encoded[1::2]):
+    longest = model.config.sequence_len + 1
+    bos = tokenizer.get_bos_token_id()
+    prompts = tokenizer.encode([prompt for prompt, _ in pairs], prepend=bos)
+    texts = tokenizer.encode([prompt + completion for prompt, completion in pairs], prepend=bos)
+    rows = []
+    for prompt, whole in zip(prompts, texts):
         assert whole[: len(prompt)] == prompt, "a token spans prompt and completion"
         rows.append(row_of(whole, len(prompt)))
-    for indices in batches_by_length(rows, tokens_per_forward):
-        wrong = wrong_tokens(model, *padded([rows[i] for i in indices], device))
-        results |= zip(indices, (wrong == 0).tolist())
-    return [results[i] and len(rows[i][0]) <= longest for i in range(len(rows))]
+    wrong = measure(model, rows, tokens_per_forward, greedily=True)
+    return [count == 0 and len(tokens) <= longest for count, (tokens, _) in zip(wrong, rows)]
 
 
-def wrong_tokens(model, inputs: Tensor, targets: Tensor) -> Tensor:
+def measure(
+    model,
+    rows: list[Row],
+    tokens_per_forward: int,
+    greedily: bool,
+    together: bool = False,
+) -> list[float]:
     """
-    (B,): how many targets of each row are not the model's most likely token. The head sees only the positions that
-    have a target: the logits of all positions could be gigabytes.
+    The value of each row: the mean loss of its targets, in nats; or, greedily, how many of them are not the most likely
+    token. together: COLLECTIVE, each rank with rows of its own, because sharded parameters make every forward pass so.
     """
-    counts = targets >= 0
-    logits = model.lm_head(model.hidden(inputs)[counts])  # (targets, vocab_size)
-    wrong = torch.zeros_like(targets)
-    wrong[counts] = (logits.argmax(-1) != targets[counts]).long()
-    return wrong.sum(1)
+    device = next(model.parameters()).device
+    batches = batches_by_length(rows, tokens_per_forward)
+    if together and dist.is_initialized():
+        passes = torch.tensor(len(batches), device=device)
+        dist.all_reduce(passes, dist.ReduceOp.MAX)
+        batches += [[]] * (int(passes) - len(batches))  # without rows of its own a rank takes part in others' passes
+    values = [0.0] * len(rows)
+    for indices in batches:
+        inputs, targets = padded(rows, indices, device)
+        counts = targets >= 0
+        if greedily:
+            # The head sees only the positions that have a target: the logits of all positions could be gigabytes.
+            likeliest = model.lm_head(model.hidden(inputs)[counts]).argmax(-1)
+            wrong = torch.zeros_like(targets)
+            wrong[counts] = (likeliest != targets[counts]).long()
+            measured = wrong.sum(1)
+        else:
+            measured = model(inputs, targets, reduction="none").sum(1) / counts.sum(1)
+        measured = measured.tolist()  # the one wait for the device
+        for index, value in zip(indices, measured):
+            values[index] = value
+    return values
 
 
 # ---- Rows of any length in padded batches
@@ -126,17 +162,24 @@ def batches_by_length(rows: list[Row], tokens_per_forward: int) -> list[list[int
     The indices of the rows, those of like length together: rows times length, padding included, is at most
     tokens_per_forward. A longer row goes alone.
     """
+    lengths = [len(tokens) for tokens, _ in rows]
     batches: list[list[int]] = []
-    for index in sorted(range(len(rows)), key=lambda index: len(rows[index][0])):  # each is the longest so far
-        if not batches or (len(batches[-1]) + 1) * len(rows[index][0]) > tokens_per_forward:
+    for index in sorted(range(len(rows)), key=lengths.__getitem__):  # each is the longest so far
+        if not batches or (len(batches[-1]) + 1) * lengths[index] > tokens_per_forward:
             batches.append([])
         batches[-1].append(index)
     return batches
 
 
-def padded(rows: list[Row], device: torch.device) -> tuple[Tensor, Tensor]:
-    """inputs and targets, (B, T): T + 1 is the longest row's length; targets that do not count are −1."""
-    return padded_batch(rows, max(len(tokens) for tokens, _ in rows) - 1, device)[:2]
+def padded(rows: list[Row], indices: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """
+    inputs and targets of these rows, (B, T): T + 1 is the longest row's length; targets that do not count are −1.
+    Without any indices a row that nobody asked for, so that there is something to compute.
+    """
+    chosen = [rows[index] for index in indices] or [row_of([0, 0], 1)]
+    length = max(len(tokens) for tokens, _ in chosen) - 1
+    inputs, targets, _ = padded_batch(chosen, length, device)
+    return inputs, targets
 
 
 def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> str:
@@ -146,5 +189,6 @@ def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> str:
     """
     bos = tokenizer.get_bos_token_id()
     out = list(model.generate(tokenizer.encode(prompt, prepend=bos), max_tokens))
-    end = out.index(bos) if bos in out else len(out)
-    return tokenizer.decode(out[:end])
+    if bos in out:
+        out = out[: out.index(bos)]
+    return tokenizer.decode(out)

@@ -9,8 +9,10 @@ from nanochat.training.records import describe_checkpoint
 from nanochat.training.report import read_section, sorted_sections
 
 STAGE_NAMES = {
-    "base": "a base model: it goes on with a text", "mid": "a chat model after mid-training",
-    "sft": "a chat model after fine-tuning", "rl": "a chat model after reinforcement learning",
+    "base": "a base model: it goes on with a text",
+    "mid": "a chat model after mid-training",
+    "sft": "a chat model after fine-tuning",
+    "rl": "a chat model after reinforcement learning",
 }
 CARD = """\
 ---
@@ -68,17 +70,20 @@ def model_card(source: str, checkpoint: Path, meta: dict, parameters: int) -> st
     trained = f", trained on `{meta['data']}`" if meta.get("data") else ""
     trust = code = measured = ""
     if is_modern(config):
-        trust, code = ", trust_remote_code=True", CODE
+        trust = ", trust_remote_code=True"
+        code = CODE
     numbers = report_numbers(source, checkpoint)
     if numbers:
         table = markdown_table(["", ""], [(cell(row), cell(value)) for row, value in numbers.items()])
         measured = f"## What was measured\n\n{table}\n\n"
-    prompt, tool = '[{"role": "user", "content": "Who are you?"}]', CALCULATOR
+    prompt = '[{"role": "user", "content": "Who are you?"}]'
+    tool = CALCULATOR
     if source == "base":
-        prompt, tool = '"The opposite of deep is"', ""
+        prompt = '"The opposite of deep is"'
+        tool = ""
     return CARD.format(
-        tag=checkpoint.parent.name, source=source, step=meta["step"], stage=STAGE_NAMES[source], parameters=parameters,
-        config=config, trust=trust, code=code, trained=trained, measured=measured, prompt=prompt) + tool
+        tag=checkpoint.parent.name, stage=STAGE_NAMES[source], step=meta["step"], source=source, config=config,
+        parameters=parameters, trust=trust, code=code, trained=trained, measured=measured, prompt=prompt) + tool
 
 
 def report_numbers(source: str, checkpoint: Path) -> dict[str, float | str]:

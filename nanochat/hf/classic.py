@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.hf.model import CONFIG, Imported, read_json, to_own_config
+from nanochat.hf.model import Imported, read_json, to_config
 from nanochat.hf.tokenizer import from_hf, from_ranks
-from nanochat.model.gpt_config import LOGIT_SOFTCAP, GPTConfig
 from nanochat.runtime.errors import UserError, first_line
 
 
@@ -34,22 +33,18 @@ def read_folder(folder: Path, tokenizer_path: Path | None = None, step: int | No
     elsewhere. UserError for anything that would not be the same model here.
     """
     models = list_models(folder)
-    step = max(models) if step is None else step
+    if step is None:
+        step = max(models)
     if step not in models:
         raise UserError(f"there is no model of step {step} in {folder} (steps there: {', '.join(map(str, models))})")
     path = models[step].with_name(models[step].name.replace("model_", "meta_", 1)).with_suffix(".json")
-    fields = read_json(path).get("model_config")
-    if not isinstance(fields, dict):
-        raise UserError(f"{path} has no model_config")
-    config = to_own_config(fields, CONFIG, path)
-    paths = [tokenizer_path] if tokenizer_path else [folder / "tokenizer.pkl", folder / "tokenizer.json"]
-    found = next((path for path in paths if path.is_file()), None)
-    if found is None:
-        raise UserError(f"there is no tokenizer.pkl or tokenizer.json in {folder}; say where with --tokenizer=PATH")
+    # Such files do not say the softcap and the rotary base: GPTConfig's defaults are the classic layout's.
+    config = to_config(read_json(path).get("model_config", {}), path)
+    found = tokenizer_path or folder / "tokenizer.pkl"
+    if not found.is_file():
+        raise UserError(f"there is no {found}; say where it is with --tokenizer=PATH")
     tokenizer = from_hf(found) if found.suffix == ".json" else read_tokenizer(found)
-    notes = [f"such files do not tell the softcap and the rotary base: {LOGIT_SOFTCAP:g} and {GPTConfig.rope_theta:g}, "
-             "those of the classic layout, are taken"]
-    return Imported(config, read_weights(models[step]), tokenizer, step, notes)
+    return Imported(config, read_weights(models[step]), tokenizer, step)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -57,9 +52,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return {name.removeprefix("_orig_mod."): tensor.detach() for name, tensor in state.items()}
-    except pickle.UnpicklingError as error:
-        raise UserError(f"{path} cannot be read: it holds more than tensors") from error
-    except (AttributeError, RuntimeError, EOFError, ValueError, OSError) as error:
+    except Exception as error:  # damaged files raise all kinds; UnpicklingError where there is more than tensors
         raise UserError(f"{path} cannot be read: {first_line(error)}") from error
 
 

@@ -9,7 +9,6 @@ modeling_nanochat.py. An import runs no such file and compares none: it reads co
 """
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +25,7 @@ from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, without_retired
 from nanochat.model.layers import NORM_EPS
 from nanochat.runtime.errors import UserError
-from nanochat.training.checkpoint import MODEL_FILE, STAGES
+from nanochat.training.checkpoint import MODEL_FILE
 from nanochat.training.saving import write_tensors
 
 FOLDER = re.compile(  # every file of an exported folder, also of earlier versions
@@ -37,24 +36,38 @@ FOLDER = re.compile(  # every file of an exported folder, also of earlier versio
 MODELING = Path(__file__).with_name("modeling_nanochat.py")
 OUR_IMPORT = re.compile(r"^from nanochat\.(\w+)\.(\w+) import", re.MULTILINE)
 MODERN = "nanochat_modern"
-AUTO_MAP = {"AutoConfig": f"{MODELING.stem}.NanoChatModernConfig",
-            "AutoModelForCausalLM": f"{MODELING.stem}.NanoChatModernForCausalLM"}
-STEP, STAGE = "nanochat_step", "nanochat_stage"  # of the checkpoint, in config.json
+AUTO_MAP = {
+    "AutoConfig": "modeling_nanochat.NanoChatModernConfig",
+    "AutoModelForCausalLM": "modeling_nanochat.NanoChatModernForCausalLM",
+}
+STEP = "nanochat_step"  # of the checkpoint, in config.json
 WITH_VOCABULARY = ("transformer.wte.weight", "lm_head.weight")
 NAMES = {  # ours: theirs, of parameters
-    "transformer.wte.": "model.embed_tokens.", "transformer.h.": "model.layers.",
-    "attn.c_q.": "self_attn.q_proj.", "attn.c_k.": "self_attn.k_proj.", "attn.c_v.": "self_attn.v_proj.",
-    "attn.c_proj.": "self_attn.o_proj.", "mlp.c_fc.": "mlp.fc1.", "mlp.c_proj.": "mlp.fc2.",
+    "transformer.wte.": "model.embed_tokens.",
+    "transformer.h.": "model.layers.",
+    "attn.c_q.": "self_attn.q_proj.",
+    "attn.c_k.": "self_attn.k_proj.",
+    "attn.c_v.": "self_attn.v_proj.",
+    "attn.c_proj.": "self_attn.o_proj.",
+    "mlp.c_fc.": "mlp.fc1.",
+    "mlp.c_proj.": "mlp.fc2.",
 }
 CONFIG = {  # ours: theirs, of the configuration
-    "sequence_len": "max_position_embeddings", "vocab_size": "vocab_size", "n_layer": "num_hidden_layers",
-    "n_embd": "hidden_size", "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads",
+    "sequence_len": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
     "softcap": "final_logit_softcapping",
 }
-PIECES = {f.name: f.default for f in fields(GPTConfig) if f.name not in CONFIG}  # with what a classic model has
+OURS = {f.name: f.default for f in fields(GPTConfig)}  # all fields, with what a classic model has
 EXPRESSED = ("rope_theta", "embedding_std", "fc_scale")  # that class has the first, the others only begin a training
 DEFAULTS = {  # of that class, where they are not what our models have, for what a config.json leaves out
-    "max_position_embeddings": 2048, "final_logit_softcapping": 15.0, "intermediate_size": 8192, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+    "final_logit_softcapping": 15.0,
+    "intermediate_size": 8192,
+    "rms_norm_eps": 1e-6,
 }
 
 
@@ -65,12 +78,12 @@ class Imported(NamedTuple):
     weights: dict[str, Tensor]
     tokenizer: Tokenizer
     step: int
-    notes: list[str]            # what is not quite the same here
 
 
 def is_modern(config: GPTConfig) -> bool:
     """Whether a model has pieces that NanoChatForCausalLM does not have."""
-    return any(getattr(config, name) != classic for name, classic in PIECES.items() if name not in EXPRESSED)
+    pieces = OURS.keys() - CONFIG.keys() - set(EXPRESSED)
+    return any(getattr(config, name) != OURS[name] for name in pieces)
 
 
 def their_name(name: str, config: GPTConfig) -> str:
@@ -85,13 +98,18 @@ def their_name(name: str, config: GPTConfig) -> str:
 def their_config(config: GPTConfig) -> dict:
     """What config.json says of the mathematics of such a model."""
     if is_modern(config):
-        return {"model_type": MODERN, "architectures": ["NanoChatModernForCausalLM"], "auto_map": AUTO_MAP,
-                "gpt": vars(config)}
-    return {
-        "model_type": "nanochat", "hidden_act": "relu2", "attention_bias": False, "tie_word_embeddings": False,
-        **{theirs: getattr(config, ours) for ours, theirs in CONFIG.items()},
-        "final_logit_softcapping": config.softcap or None, "intermediate_size": 4 * config.n_embd,
-        "head_dim": config.head_dim, "rms_norm_eps": NORM_EPS,
+        architectures = ["NanoChatModernForCausalLM"]
+        return {"model_type": MODERN, "architectures": architectures, "auto_map": AUTO_MAP, "gpt": vars(config)}
+    same = {theirs: getattr(config, ours) for ours, theirs in CONFIG.items()}
+    return same | {
+        "model_type": "nanochat",
+        "hidden_act": "relu2",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "final_logit_softcapping": config.softcap or None,
+        "intermediate_size": 4 * config.n_embd,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": NORM_EPS,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
     }
 
@@ -101,32 +119,29 @@ def their_config(config: GPTConfig) -> dict:
 def export(checkpoint: Path, meta: dict, dtype: str, folder: Path) -> int:
     """
     Fill a folder with everything but the model card; returns how many parameters the model has there. dtype: "auto"
-    (as in the checkpoint) or "bfloat16". UserError for a model with something that this program's models do not have.
+    (as in the checkpoint) or "bfloat16".
     """
-    for name in meta["model_config"].keys() - CONFIG.keys() - PIECES.keys():
-        raise UserError(f"{checkpoint}: this program's GPTConfig has no {name}; it cannot be exported")
-    config, tokenizer = GPTConfig(**meta["model_config"]), Tokenizer.load(checkpoint)
-    check_vocabulary(config, tokenizer, checkpoint)
-    weights = load_file(checkpoint / MODEL_FILE)
-    for name in weights.keys() - parameter_shapes(config).keys():
-        raise UserError(f"{checkpoint}: a model of this configuration has no {name}; it cannot be exported")
-    if is_modern(config):
+    config = GPTConfig(**meta["model_config"])
+    tokenizer = Tokenizer.load(checkpoint)
+    modern = is_modern(config)
+    if modern:
         write_code(folder)
-    else:
-        for name in WITH_VOCABULARY:
-            weights[name] = weights[name][: config.vocab_size].clone()  # a view would be saved whole
-    if dtype == "bfloat16":
-        weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
-    weights = {their_name(name, config): tensor for name, tensor in weights.items()}
+    weights = {}
+    for name, tensor in load_file(checkpoint / MODEL_FILE).items():
+        if name in WITH_VOCABULARY and not modern:
+            tensor = tensor[: config.vocab_size].clone()  # a view would be saved whole
+        if dtype == "bfloat16":
+            tensor = tensor.bfloat16()
+        weights[their_name(name, config)] = tensor
     write_tensors(folder / "model.safetensors", weights, {"format": "pt"})
 
-    bos, end = tokenizer.get_bos_token_id(), tokenizer.encode_special("<|assistant_end|>")
+    bos = tokenizer.get_bos_token_id()
+    end = tokenizer.encode_special("<|assistant_end|>")
     ids = {"bos_token_id": bos, "eos_token_id": [end, bos], "pad_token_id": bos}
-    write_json(folder / "config.json", {
-        "architectures": ["NanoChatForCausalLM"], **their_config(config),
-        "dtype": str(weights[their_name("lm_head.weight", config)].dtype).removeprefix("torch."),
-        STEP: meta["step"], STAGE: checkpoint.parents[1].name.removesuffix("_checkpoints"), **ids,
-    })
+    head = weights[their_name("lm_head.weight", config)]
+    described = {"architectures": ["NanoChatForCausalLM"]} | their_config(config) | ids
+    described |= {"dtype": str(head.dtype).removeprefix("torch."), STEP: meta["step"]}
+    write_json(folder / "config.json", described)
     # Without a mask, generate() takes padding for what may not be seen, unless it ends answers: so not <|bos|> here.
     write_json(folder / "generation_config.json", ids | {"pad_token_id": end})
     write_tokenizer(tokenizer, config.sequence_len, folder)
@@ -158,26 +173,26 @@ def write_json(path: Path, content: dict) -> None:
 
 def read_folder(folder: Path, tokenizer_path: Path | None = None) -> Imported:
     """A folder of `export` or a NanoChatForCausalLM. UserError for what would not be the same model here."""
-    path, notes = folder / "config.json", []
+    path = folder / "config.json"
     there = read_json(path)
     kind = there.get("model_type")
-    if kind not in ("nanochat", MODERN):
-        raise UserError(f"{path} has model_type={kind!r}; only a model with 'nanochat' can be imported, or {MODERN!r}")
     if kind == MODERN:
-        config = to_own_config(there.get("gpt"), (*CONFIG, *PIECES), path)
-        there["gpt"] = vars(config)
-    else:
+        config = to_config(there.get("gpt", {}), path)
+        there["gpt"] = vars(config)  # with the fields that older versions did not have
+    elif kind == "nanochat":
         there = DEFAULTS | there
-        there["num_key_value_heads"] = there.get("num_key_value_heads") or there.get("num_attention_heads")
+        same = {ours: there[theirs] for ours, theirs in CONFIG.items() if theirs in there}
         rope = there.get("rope_parameters")
         if isinstance(rope, dict):
-            there["rope_theta"] = rope.get("rope_theta")
-        config = to_config(there, CONFIG | {"rope_theta": "rope_theta"}, path)
+            same["rope_theta"] = rope.get("rope_theta")
+        config = to_config({"n_kv_head": same.get("n_head")} | same, path)
+    else:
+        raise UserError(f"{path} has model_type={kind!r}; only a model with 'nanochat' can be imported, or {MODERN!r}")
     for name, expected in their_config(config).items():
         value = there.get(name, expected)
-        if name == "rms_norm_eps" and value != expected and type(value) is float and 0 <= value <= 1e-5:
-            notes.append(f"rms_norm_eps={value} there, {expected} here: logits may differ in the fourth digit")
-        elif value != expected:
+        if name == "rms_norm_eps" and value in (1e-5, 1e-6):
+            continue  # logits may differ in the fourth digit
+        if value != expected:
             raise UserError(f"{path} has {name}={value!r}; only a model with {expected!r} can be imported")
 
     ours = {their_name(name, config): name for name in parameter_shapes(config)}
@@ -187,32 +202,33 @@ def read_folder(folder: Path, tokenizer_path: Path | None = None) -> Imported:
             tensors = load_file(file)
         except SafetensorError as error:
             raise UserError(f"{file} is damaged: {error}") from error
-        weights |= {ours.get(name, name): tensor for name, tensor in tensors.items()}  # `fit` refuses unknown names
-    if there.get(STAGE) in STAGES:
-        notes.append(f"it was exported from stage {there[STAGE]}; --source={there[STAGE]} imports it as that")
+        for name, tensor in tensors.items():
+            weights[ours.get(name, name)] = tensor  # `fit` refuses unknown names
     tokenizer = from_hf(tokenizer_path or folder / "tokenizer.json")
-    return Imported(config, weights, tokenizer, there.get(STEP, 0), notes)
+    return Imported(config, weights, tokenizer, there.get(STEP, 0))
 
 
 def read_json(path: Path) -> dict:
     """The object in a JSON file. UserError when there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it holds no JSON object")
     except (OSError, ValueError) as error:  # not there, not UTF-8, not JSON
         raise UserError(f"{path} cannot be read: {error}; expected a folder that scripts.export_hf wrote, "
                         "or a published nanochat checkpoint") from error
-    return content
+    return dict(content)
 
 
-def to_config(fields: dict, names: dict[str, str], where: Path) -> GPTConfig:
+def to_config(fields: dict, where: Path) -> GPTConfig:
     """
-    A GPTConfig from the fields of a file; names: ours to those in the file. UserError, naming the file, for values
+    A GPTConfig from fields of a file under our names. UserError, naming the file, for unknown fields, and for values
     that are missing or impossible together.
     """
+    fields = without_retired(fields, where)
+    for name in fields.keys() - OURS.keys():
+        raise UserError(f"{where} has {name}={fields[name]!r}, which this program's models do not have: "
+                        "it cannot be imported")
     try:
-        config = GPTConfig(**{ours: fields[name] for ours, name in names.items() if name in fields})
+        config = GPTConfig(**fields)
         if config.n_embd % config.n_head or config.head_dim % 2 or config.n_head % config.n_kv_head:
             raise UserError(f"width {config.n_embd} has no even heads, "
                             f"or {config.n_head} heads no groups of {config.n_kv_head}")
@@ -221,49 +237,35 @@ def to_config(fields: dict, names: dict[str, str], where: Path) -> GPTConfig:
     return config
 
 
-def to_own_config(fields: object, names: Iterable[str], where: Path) -> GPTConfig:
-    """The same from fields under our names. UserError for others than `names`."""
-    fields = without_retired(fields, where) if isinstance(fields, dict) else {}
-    for name in fields.keys() - set(names):
-        raise UserError(f"{where} has {name}={fields[name]!r}, which this program's models do not have: "
-                        "it cannot be imported")
-    return to_config(fields, {name: name for name in names}, where)
-
-
 def parameter_shapes(config: GPTConfig) -> dict[str, torch.Size]:
     """Name and shape of every parameter of such a model."""
     with torch.device("meta"):
         return {name: p.shape for name, p in GPT(config).named_parameters()}
 
 
-def check_vocabulary(config: GPTConfig, tokenizer: Tokenizer, where: Path) -> None:
-    """UserError when model and tokenizer do not belong together."""
-    if config.vocab_size != tokenizer.get_vocab_size():
-        raise UserError(f"{where}: the model has {config.vocab_size:,} tokens, "
-                        f"its tokenizer {tokenizer.get_vocab_size():,}")
-
-
-def fit(there: Imported, dtype: str, where: Path) -> dict[str, Tensor]:
+def fit(there: Imported, where: Path) -> dict[str, Tensor]:
     """
-    The weights as our checkpoints hold them: every parameter, of one dtype (dtype "auto": theirs, or float32 where they
-    have several), the vocabulary padded. UserError for unknown, missing and differently shaped ones.
+    The weights as our checkpoints hold them: every parameter, in bfloat16 if all of them are, else in float32, the
+    vocabulary padded. UserError for unknown, missing and differently shaped ones.
     """
     config = there.config
-    check_vocabulary(config, there.tokenizer, where)
+    tokens = there.tokenizer.get_vocab_size()
+    if config.vocab_size != tokens:
+        raise UserError(f"{where}: the model has {config.vocab_size:,} tokens, its tokenizer {tokens:,}")
     shapes = parameter_shapes(config)
-    if unknown := sorted(there.weights.keys() - shapes.keys()):
+    unknown = sorted(there.weights.keys() - shapes.keys())
+    if unknown:
         raise UserError(f"{where} has weights that this program's models of {config.n_layer} layers do not have: "
                         f"{', '.join(unknown[:6])}; it cannot be imported")
-    if missing := sorted(shapes.keys() - there.weights.keys()):
+    missing = sorted(shapes.keys() - there.weights.keys())
+    if missing:
         raise UserError(f"{where} lacks weights of a model of {config.n_layer} layers: {', '.join(missing[:6])}")
-    kinds = {tensor.dtype for tensor in there.weights.values()}
-    if not all(kind.is_floating_point for kind in kinds):
-        raise UserError(f"{where} has weights of {' and '.join(sorted(map(str, kinds)))}; expected floating point")
-    if dtype == "auto":
-        dtype = "bfloat16" if kinds == {torch.bfloat16} else "float32"
+    dtype = torch.float32
+    if all(tensor.dtype == torch.bfloat16 for tensor in there.weights.values()):
+        dtype = torch.bfloat16
     weights = {}
     for name, shape in shapes.items():
-        tensor = there.weights[name].to(getattr(torch, dtype))
+        tensor = there.weights[name].to(dtype)
         if name in WITH_VOCABULARY and len(tensor) == config.vocab_size:
             tensor = F.pad(tensor, (0, 0, 0, config.padded_vocab_size - config.vocab_size))  # rows of zeros below
         if tensor.shape != shape:

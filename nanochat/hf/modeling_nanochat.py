@@ -45,8 +45,12 @@ class NanoChatModernForCausalLM(PreTrainedModel, GenerationMixin):
         return {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep}
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None,
-        logits_to_keep: int = 0, return_dict: bool = True,
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool = True,
     ) -> CausalLMOutput:
         """
         input_ids (B, T) → logits (B, T, vocab_size) in float32, or of the last logits_to_keep tokens of each row.
@@ -64,5 +68,7 @@ class NanoChatModernForCausalLM(PreTrainedModel, GenerationMixin):
         x = self.gpt.hidden(input_ids.gather(1, moved))
         x = x.gather(1, ((place - padding) % T)[..., None].expand_as(x))
         logits = self.gpt.lm_head(x[:, -logits_to_keep:])
-        loss = None if labels is None else self.loss_function(logits, labels, logits.size(-1))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, logits.size(-1))
         return CausalLMOutput(loss=loss, logits=logits)

@@ -31,35 +31,34 @@ PROBES = (
 # ---- Export
 
 def write_tokenizer(tokenizer: Tokenizer, sequence_len: int, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json and the chat template. UserError for a tokenizer without such a form."""
+    """tokenizer.json, tokenizer_config.json and the chat template."""
     to_hf(tokenizer).save(str(folder / "tokenizer.json"))
     # Padding is <|bos|>, which is never a target: trainers leave padding out of the loss, and with <|assistant_end|>
     # they would leave out the end of every answer.
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": sequence_len,
-                "clean_up_tokenization_spaces": False,
-                "bos_token": "<|bos|>", "eos_token": "<|assistant_end|>", "pad_token": "<|bos|>"}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": sequence_len,
+        "clean_up_tokenization_spaces": False,
+        "bos_token": "<|bos|>",
+        "eos_token": "<|assistant_end|>",
+        "pad_token": "<|bos|>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     template = CHAT_TEMPLATE.read_text(encoding="utf-8").replace("GUARD", GUARD).replace("SEAM", SEAM)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def to_hf(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
-    """The same vocabulary in the form of tokenizer.json. UserError for one that has no such form."""
-    if tokenizer.special_tokens != SPECIAL_TOKENS:
-        raise UserError(f"the tokenizer has the special tokens {' '.join(tokenizer.special_tokens)}; "
-                        f"only {' '.join(SPECIAL_TOKENS)} can be exported")
+    """The same vocabulary in the form of tokenizer.json."""
     letters = {byte: char for char, byte in byte_alphabet().items()}
     ranks = {token: rank for rank, token in enumerate(tokenizer.raw_tokens)}
-
-    def spelled(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
-
-    vocabulary = {spelled(token): rank for token, rank in ranks.items()}
+    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    vocabulary = {spelled[token]: rank for token, rank in ranks.items()}
     merges = []
     for token in tokenizer.merges:
         pair = last_merge(token, ranks)
         if len(pair) == 2:
-            merges.append((spelled(pair[0]), spelled(pair[1])))
+            merges.append((spelled[pair[0]], spelled[pair[1]]))
     # ignore_merges: a piece that is a token is that token, even one that no merges lead to; so does tiktoken.
     result = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     result.normalizer = normalizers.Replace(GUARD, "")
@@ -73,9 +72,6 @@ def to_hf(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     result.post_processor = processors.TemplateProcessing(
         single="<|bos|> $A", pair="<|bos|> $A $B:1", special_tokens=[bos])
     result.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SPECIAL_TOKENS])
-    if any(result.token_to_id(name) != tokenizer.encode_special(name) for name in SPECIAL_TOKENS):
-        raise UserError("the tokenizer has a token twice, or an ordinary one that reads like a special token: "
-                        "it cannot be exported")
     return result
 
 
@@ -97,15 +93,16 @@ def last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 def from_hf(path: Path) -> Tokenizer:
     """The tokenizer of a tokenizer.json. UserError for one that is not byte-level or works in another way than ours."""
-    if not path.is_file():
-        raise UserError(f"there is no {path.name} in {path.parent}")
     letters = byte_alphabet()
     try:
         text = path.read_text(encoding="utf-8")
-        there, document = tokenizers.Tokenizer.from_str(text), json.loads(text)
+        there = tokenizers.Tokenizer.from_str(text)
+        document = json.loads(text)
         specials = {added["content"]: added["id"] for added in document["added_tokens"]}
-        vocabulary = {token: rank for token, rank in document["model"]["vocab"].items() if token not in specials}
-        ranks = {bytes(letters[char] for char in token): rank for token, rank in vocabulary.items()}
+        ranks = {}
+        for token, rank in document["model"]["vocab"].items():
+            if token not in specials:
+                ranks[bytes(letters[char] for char in token)] = rank
         steps = document["pre_tokenizer"].get("pretokenizers", [document["pre_tokenizer"]])
         (pattern,) = [step["pattern"]["Regex"] for step in steps if "Regex" in step.get("pattern", ())]
     except Exception as error:  # the Rust side has no class of its own: not JSON, a part missing, not byte-level
@@ -124,16 +121,14 @@ def from_ranks(ranks: dict[bytes, int], pattern: str, specials: dict[str, int], 
     A tokenizer from the ids of its ordinary and its special tokens. UserError, naming the file `where`, unless the
     bytes have ids 0 to 255, the merges follow without a gap, and then our special tokens in their order.
     """
-    tokens = sorted(ranks, key=ranks.__getitem__)
-    if [ranks[token] for token in tokens] != list(range(len(tokens))):
-        raise UserError(f"{where}: the ids of its {len(tokens):,} ordinary tokens are not 0 to {len(tokens) - 1:,}")
-    if tokens[:256] != [bytes([byte]) for byte in range(256)]:
-        raise UserError(f"{where}: the ids 0 to 255 are not the bytes in their order, "
-                        "as this program's tokenizers have them")
+    tokens = sorted(ranks, key=ranks.get)
+    alphabet = [bytes([byte]) for byte in range(256)]
+    if sorted(ranks.values()) != list(range(len(tokens))) or tokens[:256] != alphabet:
+        raise UserError(f"{where}: its {len(tokens):,} ordinary tokens are not the 256 bytes in their order and then "
+                        "merges, with ids from 0 on, as this program's tokenizers have them")
     if specials != {name: len(tokens) + i for i, name in enumerate(SPECIAL_TOKENS)}:
-        there = " ".join(sorted(specials, key=specials.__getitem__))
-        raise UserError(f"{where} has the special tokens {there or '(none)'}; expected {' '.join(SPECIAL_TOKENS)}, "
-                        f"with the ids from {len(tokens)} on")
+        raise UserError(f"{where} has the special tokens {' '.join(sorted(specials, key=specials.get))}; "
+                        f"expected {' '.join(SPECIAL_TOKENS)}, with the ids from {len(tokens)} on")
     try:
         return Tokenizer(tokens[256:], pattern)
     except ValueError as error:  # the regular expression

@@ -41,7 +41,8 @@ TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...] | None]] = {
 }
 # Not downloaded, and neither a user's own data nor words of it.
 GENERATED = ("arithmetic", "pydoc", "run", "spellingbee", "tinyworld")
-SPEC = re.compile(r"(?P<name>[^:\[*]+?)(:(?P<argument>.+?))?(\[(?P<start>\d*):(?P<stop>\d*)\])?(\*(?P<passes>\d+))?")
+PART = r"\[(?P<start>\d*):(?P<stop>\d*)\]"
+SPEC = re.compile(rf"(?P<name>[^:\[*]+?)(:(?P<argument>.+?))?({PART})?(\*(?P<passes>[1-9]\d*))?")
 
 
 def make_task(spec: str, split: str) -> Task:
@@ -49,20 +50,35 @@ def make_task(spec: str, split: str) -> Task:
     The task of a spec such as "gsm8k", "arc:ARC-Challenge", "arithmetic[:5000]". split: "train" or "test".
     UserError for a spec that is none, a name or an argument that is not known, and data that is missing.
     """
-    task, passes = parse(spec, split)
-    if passes != 1:
-        raise UserError(f"task {spec!r}: several passes are for mixtures; leave out *{passes}")
-    return task
+    name, argument, found = read_spec(spec)
+    make, _ = TASKS[name]
+    task = make(argument, split)
+    if found["start"] is None:
+        return task
+    part = task[int(found["start"] or 0) : int(found["stop"] or len(task))]
+    if not len(part):
+        raise UserError(f"task {spec.strip()!r}: nothing is left of its {len(task):,} conversations")
+    return part
 
 
 def make_tasks(specs: str, split: str) -> list[Task]:
     """The tasks of several specs, separated by commas, each once: to be measured by."""
-    return [parse(spec, split)[0] for spec in specs.split(",")]
+    return [make_task(spec, split) for spec in specs.split(",")]
+
+
+def make_mixture(specs: str, split: str, seed: int) -> Mixture:
+    """The tasks of several specs, separated by commas, in an order that depends on their lengths and the seed only."""
+    tasks = []
+    for spec in specs.split(","):
+        _, _, found = read_spec(spec)
+        tasks += [make_task(spec, split)] * int(found["passes"] or 1)
+    return Mixture(tasks, seed)
 
 
 def without_parts(specs: str) -> str:
     """The same tasks whole and once: what a mixture that is trained on in parts is measured by."""
-    return ",".join(dict.fromkeys(re.sub(r"(\[\d*:\d*\])?(\*\d+)?$", "", spec.strip()) for spec in specs.split(",")))
+    whole = [re.sub(r"(\[\d*:\d*\])?(\*\d+)?$", "", spec.strip()) for spec in specs.split(",")]
+    return ",".join(dict.fromkeys(whole))
 
 
 def task_names(specs: str) -> set[str]:
@@ -70,62 +86,41 @@ def task_names(specs: str) -> set[str]:
     return {re.split(r"[:\[*]", spec.strip())[0] for spec in specs.split(",")}
 
 
-def make_mixture(specs: str, split: str, seed: int) -> Mixture:
-    """The tasks of several specs, separated by commas, in an order that depends on their lengths and the seed only."""
-    parsed = [parse(spec, split) for spec in specs.split(",")]
-    return Mixture([task for task, passes in parsed for _ in range(passes)], seed)
-
-
 def example_questions(specs: str, count: int = 4) -> list[str]:
     """
     Short held-out questions of a mixture's tasks in turn: what a model that was trained on it can be asked. Only of
     generated tasks; [] where there are none, or where a checkpoint of another version has an unknown spec.
     """
-    generated = [spec for spec in without_parts(specs).split(",") if spec.partition(":")[0] in GENERATED]
-    try:
-        tasks = [make_task(spec, "test") for spec in generated]
-    except UserError:  # of another version: there is nothing to suggest
-        return []
     found = []
-    for task in tasks:
-        messages = (conversation["messages"][0] for conversation in task)
-        short = (one["content"] for one in messages if one["role"] == "user" and len(one["content"]) <= 80)
-        found.append(itertools.islice(short, count))
-    in_turn = itertools.chain.from_iterable(zip(*found))
-    return list(itertools.islice(in_turn, count))
+    for spec in without_parts(specs).split(","):
+        if spec.partition(":")[0] in GENERATED:
+            try:
+                task = make_task(spec, "test")
+            except UserError:  # of another version: there is nothing to suggest
+                return []
+            first = (conversation["messages"][0] for conversation in task)
+            short = (message["content"] for message in first if message["role"] == "user")
+            found.append(itertools.islice((question for question in short if len(question) <= 80), count))
+    return list(itertools.chain.from_iterable(zip(*found)))[:count]
 
 
 def read_spec(spec: str) -> tuple[str, str, re.Match[str]]:
     """Name and argument of a spec, and how it was read; UserError for one that cannot be meant. Makes nothing."""
-    spec, known = spec.strip(), ", ".join(TASKS)
+    spec = spec.strip()
     found = SPEC.fullmatch(spec)
     if not found:
-        form = "NAME, NAME:ARGUMENT, NAME[start:stop] or NAME*passes"
-        raise UserError(f"task {spec!r} is not {form}; known names: {known}")
-    name, argument = found["name"], found["argument"] or ""
+        raise UserError(f"task {spec!r} is not NAME, NAME:ARGUMENT, NAME[start:stop] or NAME*passes; "
+                        f"known names: {', '.join(TASKS)}")
+    name = found["name"]
+    argument = found["argument"] or ""
     if name not in TASKS:
-        raise UserError(f"there is no task {name!r}; known: {known}{did_you_mean(name, TASKS)}")
+        raise UserError(f"there is no task {name!r}; known: {', '.join(TASKS)}{did_you_mean(name, TASKS)}")
     _, arguments = TASKS[name]
-    if arguments is None and not argument:
-        raise UserError(f"task {spec!r} needs an argument, such as json:/path/to/file.jsonl or words:climbmix")
-    if arguments is not None and argument and argument not in arguments:
-        options = [option for option in arguments if option]
-        expected = f"expected one of {', '.join(options)}" if options else "it takes no argument"
-        raise UserError(f"task {name!r} has no {argument!r}; {expected}{did_you_mean(argument, options)}")
+    if arguments is None:
+        if not argument:
+            raise UserError(f"task {spec!r} needs an argument, such as json:/path/to/file.jsonl or words:climbmix")
+        return name, argument, found
+    if argument and argument not in arguments:
+        expected = " or ".join(filter(None, arguments)) or "no argument"
+        raise UserError(f"task {name!r} has no {argument!r}; expected {expected}{did_you_mean(argument, arguments)}")
     return name, argument or arguments[0], found
-
-
-def parse(spec: str, split: str) -> tuple[Task, int]:
-    """The task of a spec, and how many passes over it are asked for."""
-    name, argument, found = read_spec(spec)
-    passes = int(found["passes"] or 1)
-    if passes < 1:
-        raise UserError(f"task {spec.strip()!r}: *{passes} must be at least 1")
-    make, _ = TASKS[name]
-    task = make(argument, split)
-    if found["start"] is not None:
-        part = task[int(found["start"] or 0):int(found["stop"] or len(task))]
-        if not len(part):
-            raise UserError(f"task {spec.strip()!r}: nothing is left of its {len(task):,} conversations")
-        task = part
-    return task, passes

@@ -13,10 +13,7 @@ and is mostly wrong; rewards tell it which of the two ways to go.
 Numbers are written by the model and computed by the tool, so what has to be learnt is which expression is meant.
 Results are whole and not negative.
 """
-import ast
-import itertools
 import re
-from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -24,68 +21,114 @@ from nanochat.corpus import tinyworld_facts as data
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task, reference
-from nanochat.inference.calculator import arithmetic
-from nanochat.tasks.common import last_number, single_turn, split_of, with_tool
+from nanochat.inference.calculator import calculate
+from nanochat.tasks.common import Distinct, last_number, paragraphs, single_turn, split_of, with_tool
 
 SIZES = {"train": 20_000, "test": 2_000}
 LEVELS = ("easy", "medium", "hard")
 DIGITS = {"easy": 3, "medium": 3, "hard": 4, "quick": 3}  # of a drawn number at most; each length is equally likely
 KNOWN = {row[0] for row in data.ADDITIONS + data.SUBTRACTIONS}  # told in the embedded corpus: cannot be held out
 
-# The shape of an expression -> what is asked besides GENERIC. {a} to {d} are drawn; {q} = a*b can be divided,
+# Each shape of an expression, and ways to ask for it besides GENERIC. {a} to {d} are drawn; {q} = a*b can be divided,
 # {t} = a*b + c is more than a*b; {e} is the expression, {A} and {B} are names, {f} is a food.
 GENERIC = ("What is {e}?", "Compute {e}.", "{e} = ?", "How much is {e}?", "Calculate {e}.", "{e}")
-SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
-    "easy": {
-        "{a} + {b}": ("What is {a} plus {b}?", "Add {a} and {b}.", "What is the sum of {a} and {b}?",
-                      "How much is {a} plus {b}?"),
-        "{a} - {b}": ("What is {a} minus {b}?", "Subtract {b} from {a}.", "Take {b} away from {a}.",
-                      "How much is {a} minus {b}?"),
-        "{a} * {b}": ("What is {a} times {b}?", "Multiply {a} by {b}.", "What is the product of {a} and {b}?",
-                      "How much is {a} times {b}?"),
-        "{q} / {b}": ("What is {q} divided by {b}?", "Divide {q} by {b}.", "How often does {b} go into {q}?",
-                      "How much is {q} divided by {b}?"),
-    },
-    "medium": {
-        "{a} + {b} + {c}": ("Add {a}, {b} and {c}.", "What is the sum of {a}, {b} and {c}?"),
-        "{a} + {b} - {c}": ("Add {a} and {b}, then subtract {c}.", "What is {a} plus {b} minus {c}?"),
-        "{a} - {b} - {c}": ("Subtract {b} and {c} from {a}.", "Take {b} away from {a}, then take {c} away."),
-        "{a} * {b} + {c}": ("Multiply {a} by {b}, then add {c}.", "Add {c} to the product of {a} and {b}."),
-        "{t} - {a} * {b}": ("Subtract the product of {a} and {b} from {t}.", "What is {t} minus {a} times {b}?"),
-        "({a} + {b}) * {c}": ("Add {a} and {b}, then multiply by {c}.", "Multiply the sum of {a} and {b} by {c}."),
-        "({a} - {b}) * {c}": (
-            "Subtract {b} from {a}, then multiply by {c}.", "Multiply the difference of {a} and {b} by {c}."),
-        "{q} / {b} + {c}": ("Divide {q} by {b}, then add {c}.", "Add {c} to {q} divided by {b}."),
-    },
-    "hard": {
-        "{a} + {b} * {c}": (
-            "{A} has {a} {f} and buys {b} boxes with {c} {f} each. How many {f} does {A} have now?",
-            "There are {a} {f} on the table and {c} {f} in each of {b} bags. How many {f} are there?"),
-        "{a} + {a} + {b}": (
-            "{A} has {a} {f}. {B} has {b} more. How many {f} do they have together?",
-            "On Monday {A} finds {a} {f}, on Tuesday {b} more than on Monday. "
-            "How many {f} does {A} find on both days?"),
-        "{a} * {b} - {c}": (
-            "There are {a} {f} in each of {b} baskets. {A} eats {c} of them. How many {f} are left?",
-            "{A} buys {b} boxes of {a} {f} and gives {c} to {B}. How many {f} does {A} keep?"),
-        "({a} + {b}) * {c}": (
-            "Every day {A} picks {a} {f} and {B} picks {b}. How many {f} do they have after {c} days?",
-            "A box holds {a} {f} and {b} nuts. How many things are in {c} boxes?"),
-        "{t} - {a} * {b}": (
-            "{A} buys {a} {f} for {b} coins each and pays with {t} coins. How many coins does {A} get back?",
-            "{A} has {t} {f} and fills {a} boxes with {b} {f} each. How many {f} are left over?"),
-        "{q} / {b} + {c}": (
-            "{b} friends share {q} {f}. {A}, one of them, already had {c}. How many {f} does {A} have now?",
-            "{A} puts {q} {f} into {b} bags, as many into each, then {c} more into one. How many {f} are in that bag?"),
-        "{a} - {b} + {c}": (
-            "{A} has {a} {f}, gives {b} to {B} and buys {c} new ones. How many {f} does {A} have then?",
-            "There are {a} people on a train. {b} get off and {c} get on. How many people are on the train now?"),
-        "{a} * {b} + {c} * {d}": ("Add the product of {c} and {d} to the product of {a} and {b}.",),
-        "({a} + {b}) * ({c} + {d})": ("Multiply the sum of {a} and {b} by the sum of {c} and {d}.",),
-        "({a} - {b}) * {c} + {d}": ("Subtract {b} from {a}, multiply by {c}, then add {d}.",),
-    },
-}
-SHAPES["quick"] = SHAPES["medium"]
+EASY = paragraphs("""
+{a} + {b}
+What is {a} plus {b}?
+Add {a} and {b}.
+What is the sum of {a} and {b}?
+How much is {a} plus {b}?
+
+{a} - {b}
+What is {a} minus {b}?
+Subtract {b} from {a}.
+Take {b} away from {a}.
+How much is {a} minus {b}?
+
+{a} * {b}
+What is {a} times {b}?
+Multiply {a} by {b}.
+What is the product of {a} and {b}?
+How much is {a} times {b}?
+
+{q} / {b}
+What is {q} divided by {b}?
+Divide {q} by {b}.
+How often does {b} go into {q}?
+How much is {q} divided by {b}?
+""")
+MEDIUM = paragraphs("""
+{a} + {b} + {c}
+Add {a}, {b} and {c}.
+What is the sum of {a}, {b} and {c}?
+
+{a} + {b} - {c}
+Add {a} and {b}, then subtract {c}.
+What is {a} plus {b} minus {c}?
+
+{a} - {b} - {c}
+Subtract {b} and {c} from {a}.
+Take {b} away from {a}, then take {c} away.
+
+{a} * {b} + {c}
+Multiply {a} by {b}, then add {c}.
+Add {c} to the product of {a} and {b}.
+
+{t} - {a} * {b}
+Subtract the product of {a} and {b} from {t}.
+What is {t} minus {a} times {b}?
+
+({a} + {b}) * {c}
+Add {a} and {b}, then multiply by {c}.
+Multiply the sum of {a} and {b} by {c}.
+
+({a} - {b}) * {c}
+Subtract {b} from {a}, then multiply by {c}.
+Multiply the difference of {a} and {b} by {c}.
+
+{q} / {b} + {c}
+Divide {q} by {b}, then add {c}.
+Add {c} to {q} divided by {b}.
+""")
+HARD = paragraphs("""
+{a} + {b} * {c}
+{A} has {a} {f} and buys {b} boxes with {c} {f} each. How many {f} does {A} have now?
+There are {a} {f} on the table and {c} {f} in each of {b} bags. How many {f} are there?
+
+{a} + {a} + {b}
+{A} has {a} {f}. {B} has {b} more. How many {f} do they have together?
+On Monday {A} finds {a} {f}, on Tuesday {b} more than on Monday. How many {f} does {A} find on both days?
+
+{a} * {b} - {c}
+There are {a} {f} in each of {b} baskets. {A} eats {c} of them. How many {f} are left?
+{A} buys {b} boxes of {a} {f} and gives {c} to {B}. How many {f} does {A} keep?
+
+({a} + {b}) * {c}
+Every day {A} picks {a} {f} and {B} picks {b}. How many {f} do they have after {c} days?
+A box holds {a} {f} and {b} nuts. How many things are in {c} boxes?
+
+{t} - {a} * {b}
+{A} buys {a} {f} for {b} coins each and pays with {t} coins. How many coins does {A} get back?
+{A} has {t} {f} and fills {a} boxes with {b} {f} each. How many {f} are left over?
+
+{q} / {b} + {c}
+{b} friends share {q} {f}. {A}, one of them, already had {c}. How many {f} does {A} have now?
+{A} puts {q} {f} into {b} bags, as many into each, then {c} more into one. How many {f} are in that bag?
+
+{a} - {b} + {c}
+{A} has {a} {f}, gives {b} to {B} and buys {c} new ones. How many {f} does {A} have then?
+There are {a} people on a train. {b} get off and {c} get on. How many people are on the train now?
+
+{a} * {b} + {c} * {d}
+Add the product of {c} and {d} to the product of {a} and {b}.
+
+({a} + {b}) * ({c} + {d})
+Multiply the sum of {a} and {b} by the sum of {c} and {d}.
+
+({a} - {b}) * {c} + {d}
+Subtract {b} from {a}, multiply by {c}, then add {d}.
+""")
+SHAPES = {"easy": EASY, "medium": MEDIUM, "hard": HARD, "quick": MEDIUM}
 
 
 class Problem(NamedTuple):
@@ -100,36 +143,27 @@ class Arithmetic(Task):
     def __init__(self, argument: str, split: str) -> None:
         self.name = f"Arithmetic {argument}".rstrip()
         self.size = SIZES[split]
-        self.drawn, self.others = problems(argument, split)
+        self.problems = problems(argument, split)
 
     def __len__(self) -> int:
         return self.size
 
     def conversation(self, index: int) -> Conversation:
-        while index >= len(self.drawn):
-            self.drawn.append(next(self.others))
-        question, expression, result = self.drawn[index]
+        question, expression, result = self.problems[index]
         answer = f"The answer is {result}."
-        return single_turn(question, with_tool(expression, f"{result}", answer) if expression else answer)
+        if expression is None:
+            return single_turn(question, answer)
+        return single_turn(question, with_tool(expression, f"{result}", answer))
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         return last_number(answer) == last_number(reference(conversation))
 
 
 @cache
-def problems(level: str, split: str) -> tuple[list[Problem], Iterator[Problem]]:
-    """The distinct problems of a split, in a fixed order: those that have been drawn, and the others, when wanted."""
-    return [], distinct_problems(level, split)
-
-
-def distinct_problems(level: str, split: str) -> Iterator[Problem]:
-    """Without end; level "": all levels in turn."""
-    questions = set()
-    for number in itertools.count():
-        problem = draw_problem(level or LEVELS[number % len(LEVELS)], number, split)
-        if problem and problem.question not in questions:
-            questions.add(problem.question)
-            yield problem
+def problems(level: str, split: str) -> Distinct:
+    """The problems of a split, in a fixed order; level "": all levels in turn."""
+    levels = [level] if level else LEVELS
+    return Distinct(lambda number: draw_problem(levels[number % len(levels)], number, split))
 
 
 def draw_problem(level: str, number: int, split: str) -> Problem | None:
@@ -139,32 +173,32 @@ def draw_problem(level: str, number: int, split: str) -> Problem | None:
     with its numbers sorted: when 12 * 37 is held out, so is 37 * 12.
     """
     rng = StableRandom(f"arithmetic:{level}:{number}")
-    shape = rng.choice(tuple(SHAPES[level]))
+    shape = rng.choice(list(SHAPES[level]))
     a, b, c, d = (draw_number(rng, DIGITS[level]) for _ in range(4))
     slots = dict(a=a, b=b, c=c, d=d, q=a * b, t=a * b + c)
-    expression, result = shape.format(**slots), int(arithmetic(parsed(shape), lambda node: slots[node.id]))
-    key = f"{re.sub('[0-9]+', 'n', expression)} {sorted(map(int, re.findall('[0-9]+', expression)))}"
-    if split_of(key) != split or result < 0 or a < b and "{a} - {b}" in shape or expression in KNOWN:
+    expression = shape.format(**slots)
+    result = int(calculate(expression))
+    numbers = sorted(map(int, re.findall("[0-9]+", expression)))
+    key = re.sub("[0-9]+", "n", expression)
+    if split_of(f"{key} {numbers}") != split or expression in KNOWN:
+        return None
+    if result < 0 or a < b and "{a} - {b}" in shape:
         return None
 
     one = rng.choice(data.NAMES)
     other = rng.choice([name for name in data.NAMES if name != one])
     slots |= dict(e=expression, A=one, B=other, f=rng.choice(data.FOODS))
-    own = SHAPES[level][shape]
-    phrasings = own if "{A}" in own[0] or rng.below(2) else GENERIC  # where there is a story, it is told
+    phrasings = SHAPES[level][shape]
+    if "{A}" not in phrasings[0] and not rng.below(2):  # where there is a story, it is told
+        phrasings = GENERIC
     question = rng.choice(phrasings).format(**slots)
     if level == "quick":
         question = f"Quick: {question}"
-        expression = expression if rng.below(2) else None
+        if not rng.below(2):
+            expression = None
     if last_number(question) == result:  # repeating the question must not be right by accident
         return None
     return Problem(question, expression, result)
-
-
-@cache
-def parsed(shape: str) -> ast.expr:
-    """The expression of a shape with its slots as names."""
-    return ast.parse(re.sub("[{}]", "", shape), mode="eval").body
 
 
 def draw_number(rng: StableRandom, digits: int) -> int:

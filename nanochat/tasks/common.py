@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -48,18 +48,58 @@ def split_of(key: str, one_in: int = 10) -> str:
     return "test" if stable_hash(f"side:{key}") % one_in == 0 else "train"
 
 
+class Distinct:
+    """
+    What `draw` makes of 0, 1, 2, … without end, each drawn when it is first wanted. What it makes of a number counts
+    unless it is None or begins with the same text as an earlier one. For one thread at a time.
+    """
+
+    def __init__(self, draw: Callable[[int], tuple | None]) -> None:
+        self.draw = draw
+        self.number = 0
+        self.texts: set[str] = set()
+        self.items: list[tuple] = []
+
+    def __getitem__(self, index: int) -> tuple:
+        while index >= len(self.items):
+            item = self.draw(self.number)
+            self.number += 1
+            if item is not None and item[0] not in self.texts:
+                self.texts.add(item[0])
+                self.items.append(item)
+        return self.items[index]
+
+
+def paragraphs(text: str) -> dict[str, list[str]]:
+    """The paragraphs of a text: the first line of each -> its other lines."""
+    found = {}
+    for paragraph in text.strip().split("\n\n"):
+        first, *others = paragraph.splitlines()
+        found[first] = others
+    return found
+
+
 def single_turn(question: str, answer: str | list[dict]) -> Conversation:
     """The conversation of one question and its answer."""
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    return {"messages": [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]}
+
+
+def as_parts(parts: list[tuple[str, str]]) -> list[dict]:
+    """(type, text) of each part of an answer, as conversations have them."""
+    return [{"type": kind, "text": text} for kind, text in parts]
 
 
 def with_tool(expression: str, output: str, text: str) -> list[dict]:
     """The parts of an answer that calls the tool first."""
-    parts = ("python", expression), ("python_output", output), ("text", text)
-    return [{"type": kind, "text": content} for kind, content in parts]
+    return as_parts([("python", expression), ("python_output", output), ("text", text)])
 
 
 def last_number(text: str) -> float | None:
     """The last number in a text; commas may group its digits. None where there is none."""
     found = re.findall(r"(?<![\w.])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?", text)
-    return float(found[-1].replace(",", "")) if found else None
+    if not found:
+        return None
+    return float(found[-1].replace(",", ""))

@@ -24,13 +24,11 @@ class CustomJSON(Task):
     name = "CustomJSON"
 
     def __init__(self, argument: str, split: str) -> None:
-        path, everything = argument.removesuffix(":all"), argument.endswith(":all")
-        found = read_conversations(Path(path))
-        if not found:
-            raise UserError(f"{path} has no conversation; expected one on each line")
+        path = argument.removesuffix(":all")
         self.conversations = []
-        for conversation in found:
-            if everything or split_of(json.dumps(conversation, sort_keys=True), TEST_SHARE) == split:
+        for conversation in read_conversations(Path(path)):
+            key = json.dumps(conversation, sort_keys=True)
+            if path != argument or split_of(key, TEST_SHARE) == split:
                 self.conversations.append(conversation)
         if not self.conversations:
             raise UserError(f"{path} has no conversation for the {split} split (one in {TEST_SHARE} is for test); "
@@ -58,14 +56,12 @@ def read_conversation(line: bytes, where: str) -> Conversation:
         value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # bytes that are not UTF-8 as well
         raise UserError(f"{where}: not JSON: {error}; {ONE_A_LINE}") from error
-    first = value[0] if isinstance(value, list) and value else None  # a message, unless it is a conversation
-    if isinstance(first, list) or isinstance(first, dict) and "messages" in first:
-        raise UserError(f"{where}: an array of conversations; {ONE_A_LINE}")
     conversation = {"messages": value} if isinstance(value, list) else value
-    check_conversation(conversation, where=where)
-    if conversation["messages"][-1]["role"] != "assistant":
+    check_conversation(conversation, where)
+    messages = conversation["messages"]
+    if messages[-1]["role"] != "assistant":
         raise UserError(f"{where}: the last message must be the assistant's: there is nothing to learn after it")
-    for number, message in enumerate(conversation["messages"], 1):
+    for number, message in enumerate(messages, 1):
         if message["role"] == "assistant" and not message["content"]:
             raise UserError(f"{where}: message {number} is an empty answer; write one, or take the conversation away")
-    return {"messages": conversation["messages"]}
+    return {"messages": messages}

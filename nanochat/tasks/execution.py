@@ -39,8 +39,10 @@ POLL_S = 0.002                 # between two checks whether the program has ende
 
 LINUX = sys.platform == "linux"
 LIBC = ctypes.CDLL(None)
-NEWIPC, NEWUSER, NEWPID, NEWNET = 0x8000000, 0x10000000, 0x20000000, 0x40000000  # linux/sched.h
-PDEATHSIG, CHILD_SUBREAPER, NO_NEW_PRIVS = 1, 36, 38                             # linux/prctl.h
+NAMESPACES = 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000  # IPC, users, processes, network: linux/sched.h
+PDEATHSIG = 1          # linux/prctl.h
+CHILD_SUBREAPER = 36
+NO_NEW_PRIVS = 38
 LANDLOCK = 444  # a system call; its number is the same on every architecture
 SIGKILL = 9     # the module `signal` would take a tenth of the start
 
@@ -51,7 +53,7 @@ class Result(NamedTuple):
     ok: bool                      # it ended by itself, with exit code 0
     stdout: str
     stderr: str
-    error: str | None             # "timeout", "memory", "too much output", "exit code 1: AssertionError", "SIGSEGV", …
+    error: str | None             # "timeout", "memory", "too much output", "exit code 1: AssertionError", "signal 11"
     unprotected: tuple[str, ...]  # of "network", "processes", "files", "memory": what is not guarded on this machine
 
 
@@ -67,11 +69,11 @@ def run_python(
     import subprocess  # these two here: the supervisor, which starts anew for every program, does without
     import tempfile
 
-    settings = timeout, memory_bytes, max_output_bytes, tempfile.gettempdir()
-    command = [sys.executable, "-I", "-S", "-X", "utf8", os.path.abspath(__file__), *map(str, settings)]
+    command = [sys.executable, "-I", "-S", "-X", "utf8", os.path.abspath(__file__)]
+    command += map(str, (timeout, memory_bytes, max_output_bytes, tempfile.gettempdir()))
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, **pipes, env={}, cwd="/", start_new_session=True) as supervisor:
-        report, complaint = b"", b""
+        report = complaint = b""
         try:
             report, complaint = supervisor.communicate(code.encode("utf-8", "surrogatepass"), timeout + GRACE_S)
         except subprocess.TimeoutExpired:  # stopped, or cannot end what it started; or we were stopped
@@ -89,24 +91,26 @@ def run_python(
 
 def reason(status: int, stderr: str) -> str | None:
     """Why a program within its limits did not end well, None if it did. status: as of os.wait."""
-    import signal
-
     if os.WIFSTOPPED(status):
         return "killed"
     code = os.waitstatus_to_exitcode(status)
-    last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "")
-    if code < 0:  # most real-time signals have no name
-        return signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
-    if code > 0 and (last.startswith("MemoryError") or "[Errno 12]" in last):
+    if code == 0:
+        return None
+    if code < 0:
+        return f"signal {-code}"
+    last = stderr.strip().rpartition("\n")[2].strip()
+    if last.startswith("MemoryError") or "[Errno 12]" in last:
         return "memory"
-    return f"exit code {code}: {last}".removesuffix(": ") if code > 0 else None
+    return f"exit code {code}: {last}".removesuffix(": ")
 
 
 # ---- The supervisor and init ----------------------------------------------------------------------------------------
 
 def supervise() -> None:
     """Start init, and end and remove what it leaves. Returns only in the program's process, which is ready to begin."""
-    timeout, memory_bytes, max_output_bytes = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    timeout = float(sys.argv[1])
+    memory_bytes = int(sys.argv[2])
+    max_output_bytes = int(sys.argv[3])
     code = sys.stdin.buffer.read()
     folder = os.path.join(sys.argv[4], f"nanochat-{os.getpid()}-{os.urandom(8).hex()}")
     os.mkdir(folder, 0o700)
@@ -124,7 +128,8 @@ def supervise() -> None:
         write("/proc/self/oom_score_adj", "1000")  # when the machine's memory runs out, this goes first
         if not landlock(folder):
             unprotected.append("files")
-    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+    out, out_end = os.pipe()
+    err, err_end = os.pipe()
     program = os.fork()
     if program == 0:
         return be_the_program(code, folder, out_end, err_end, memory_bytes, max_processes)
@@ -205,11 +210,13 @@ def isolate() -> tuple[list[str], int]:
     if not LINUX:
         return ["network", "processes", "files", "memory"], -1
     LIBC.prctl(CHILD_SUBREAPER, 1, 0, 0, 0)
-    user, group, supervisor_and_init = os.geteuid(), os.getegid(), 2
+    user = os.geteuid()
+    group = os.getegid()
+    supervisor_and_init = 2
     if user == 0:  # the kernel does not count root's processes, but goes by the real id: let that be nobody's
         with contextlib.suppress(OSError):  # a container that has no such id
             os.setresuid(2**30 + os.getpid(), user, user)
-    if LIBC.unshare(NEWUSER | NEWPID | NEWNET | NEWIPC) != 0:
+    if LIBC.unshare(NAMESPACES) != 0:
         others = sum(threads for *_, threads, owner in processes() if owner == user == os.getuid())
         return ["network", "processes"], others + supervisor_and_init + MAX_PROCESSES
     write("/proc/self/setgroups", "deny")

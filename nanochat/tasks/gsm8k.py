@@ -3,7 +3,7 @@ import re
 
 from nanochat.data.conversation import Conversation
 from nanochat.data.task import reference
-from nanochat.tasks.common import single_turn
+from nanochat.tasks.common import as_parts, single_turn
 from nanochat.tasks.hub import HubTask
 
 ANNOTATION = re.compile(r"<<([^<>]*)>>")
@@ -34,7 +34,9 @@ def answer_parts(answer: str) -> list[dict]:
     The answer as text and calls of the calculator: "6 / 2 = <<6/2=3>>3 eggs" becomes text "6 / 2 = ", python "6/2",
     python_output "3", text "3 eggs". Annotations that the calculator could not compute (20% of …) are left out.
     """
-    parts, text, end = [], "", 0
+    parts = []
+    text = ""  # since the last call
+    end = 0
     for found in ANNOTATION.finditer(answer):
         text += answer[end:found.start()]
         end = found.end()
@@ -42,10 +44,11 @@ def answer_parts(answer: str) -> list[dict]:
         if CALCULABLE.fullmatch(expression) and result:
             if text:
                 parts.append(("text", text))
-            parts += [("python", expression), ("python_output", result)]
+            parts.append(("python", expression))
+            parts.append(("python_output", result))
             text = ""
     parts.append(("text", text + answer[end:]))
-    return [{"type": kind, "text": content} for kind, content in parts]
+    return as_parts(parts)
 
 
 def final_number(answer: str) -> float | None:

@@ -18,9 +18,10 @@ def multiple_choice(question: str, choices: Sequence[str], right: int) -> Conver
     after a blank or a sign, the tokenizer joins the two.
     """
     letters = list(LETTERS[:len(choices)])
-    lines = [line for choice, letter in zip(choices, letters) for line in (choice.strip(), letter)]
-    question = "\n".join(["Which letter follows the right answer?", question.strip(), *lines])
-    return single_turn(question, letters[right]) | {"letters": letters}
+    lines = ["Which letter follows the right answer?", question.strip()]
+    for choice, letter in zip(choices, letters):
+        lines += [choice.strip(), letter]
+    return single_turn("\n".join(lines), letters[right]) | {"letters": letters}
 
 
 class ARC(HubTask):

@@ -27,9 +27,18 @@ inspect io ipaddress itertools json keyword locale logging math mimetypes operat
 pprint queue random re secrets shelve shlex shutil signal socket sqlite3 stat statistics string struct subprocess sys
 tarfile tempfile textwrap threading time timeit traceback types typing unicodedata urllib.parse uuid warnings weakref
 zipfile zlib""".split()
-QUESTIONS = (
-    "What does {n} do?", "What is {n} for?", "Tell me what {n} does.", "Explain {n}.", "Describe {n}.",
-    "What do I need {n} for?", "In Python, what does {n} do?", "What can I do with {n}?", "{n}?", "Please explain {n}.")
+QUESTIONS = """
+What does {n} do?
+What is {n} for?
+Tell me what {n} does.
+Explain {n}.
+Describe {n}.
+What do I need {n} for?
+In Python, what does {n} do?
+What can I do with {n}?
+{n}?
+Please explain {n}.
+""".strip().splitlines()
 REPLACED = ("inspect.getfile", "sys.excepthook")  # torch and nanochat/runtime/exits.py put others there
 LONGEST = 130  # characters of an answer
 WORD = re.compile(r"(?<!\S)[a-z]{3,}(?=[,.;:]?(?:\s|$))")  # in a sentence, not in a piece of code
@@ -71,26 +80,31 @@ def words_of(text: str) -> list[str]:
 @cache
 def documented() -> dict[str, str]:
     """Names of objects, and the first sentence about each, in the order of a hash."""
-    sentences = {name: first_sentence(doc) for name, doc in documentation().items()}
-    ordered = sorted(sentences, key=lambda name: stable_hash(f"pydoc:{name}"))
-    return {name: sentence for name in ordered if (sentence := sentences[name])}
+    found = {}
+    for name in sorted(documentation(), key=lambda name: stable_hash(f"pydoc:{name}")):
+        sentence = first_sentence(documentation()[name])
+        if sentence:
+            found[name] = sentence
+    return found
 
 
 @cache
 def documentation_words() -> frozenset[str]:
     """The words that stand at least twice in the documentation's sentences: lower-case, of three letters and more."""
-    found = Counter(word for doc in documentation().values() for word in re.findall(WORD, doc))
+    found = Counter()
+    for doc in documentation().values():
+        found.update(re.findall(WORD, doc))
     return frozenset(word for word, count in found.items() if count > 1)
 
 
 @cache
 def documentation() -> dict[str, str]:
     """The documentation of public objects by their names."""
-    found: dict[str, str | None] = {}
+    found = {}
     with warnings.catch_warnings(action="ignore"):  # about deprecated modules
         for name, thing in public_objects():
-            found.setdefault(name, inspect.getdoc(thing))
-    return {name: doc for name, doc in found.items() if doc}
+            found.setdefault(name, inspect.getdoc(thing) or "")
+    return found
 
 
 def public_objects() -> Iterator[tuple[str, object]]:
@@ -103,17 +117,18 @@ def public_objects() -> Iterator[tuple[str, object]]:
             continue
         yield module_name, module
         for key in getattr(module, "__all__", vars(module)):
-            thing, name = getattr(module, key, None), key if module_name == "builtins" else f"{module_name}.{key}"
+            thing = getattr(module, key, None)
+            name = f"{module_name}.{key}".removeprefix("builtins.")
             if key.startswith("_") or name in REPLACED or id(thing) in known:
                 continue
-            if inspect.isroutine(thing) or inspect.isclass(thing):
-                known[id(thing)] = thing
-                yield name, thing
-            if not inspect.isclass(thing):
+            if not inspect.isroutine(thing) and not inspect.isclass(thing):
                 continue
-            for method, member in vars(thing).items():
-                if not method.startswith("_") and (inspect.isroutine(member) or isinstance(member, property)):
-                    yield f"{name}.{method}", getattr(thing, method)
+            known[id(thing)] = thing
+            yield name, thing
+            if inspect.isclass(thing):
+                for method, member in vars(thing).items():
+                    if not method.startswith("_") and (inspect.isroutine(member) or isinstance(member, property)):
+                        yield f"{name}.{method}", getattr(thing, method)
 
 
 def first_sentence(doc: str) -> str | None:
@@ -122,6 +137,8 @@ def first_sentence(doc: str) -> str | None:
     paragraph = " ".join(doc[SIGNATURE.match(doc).end():].partition("\n\n")[0].split())
     sentence = re.match(r".+?[.!](?= |$)|.+", paragraph)
     text = sentence[0].rstrip(".:!") if sentence else ""
-    if len(text) > LONGEST or len(re.findall(r"[A-Za-z]{2,}", text)) < 3 or not text[0].isalpha() or "->" in text:
+    if len(text) > LONGEST or len(re.findall(r"[A-Za-z]{2,}", text)) < 3:
+        return None
+    if not text[0].isalpha() or "->" in text:
         return None
     return text[0].upper() + text[1:] + "."

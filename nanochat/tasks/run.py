@@ -10,23 +10,27 @@ A generator makes the programs; what they print and calculate is known because t
 is then more often wrong; rewards tell it which of the two ways to go. No program is on both sides; what a test program
 calculates also occurs in training programs of another shape, half of the time.
 """
-import itertools
 import json
-from collections.abc import Iterator
 from functools import cache
 
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
 from nanochat.runtime.errors import UserError
-from nanochat.tasks.common import single_turn, split_of, with_tool
+from nanochat.tasks.common import Distinct, as_parts, single_turn, split_of
 from nanochat.tasks.execution import run_python
 
 SIZES = {"train": 20_000, "test": 1_000}
 RUN_TOGETHER = 1_000  # programs in one process
-QUESTIONS = (
-    "What does this print?", "What does this program print?", "What is the output of this program?",
-    "What will this print?", "Tell me what this prints.", "What comes out of this program?", "What is printed here?")
+QUESTIONS = """
+What does this print?
+What does this program print?
+What is the output of this program?
+What will this print?
+Tell me what this prints.
+What comes out of this program?
+What is printed here?
+""".strip().splitlines()
 # Templates, separated by a line of ---. Numbers: {a} to {k}, small ones {i} {j} {m} {n}, lists {L} {S}. Words: {u} {v}
 # {w}, a list {W}. Names: {x} {y} {f}.
 PROGRAMS = tuple(r'''
@@ -311,18 +315,22 @@ class Run(Task):
         self.always = argument == "tool"
         self.name = f"Run {argument}".rstrip()
         self.split = split
-        programs(split, 0)  # where no program can be run, that is said at once
 
     def __len__(self) -> int:
         return SIZES[self.split]
 
     def conversation(self, index: int) -> Conversation:
-        source, output, calls = programs(self.split, index // RUN_TOGETHER)[index % RUN_TOGETHER]
+        batch, number = divmod(index, RUN_TOGETHER)
+        source, output, calls = programs(self.split, batch)[number]
         rng = StableRandom(f"run: {source}")
-        question, lines = f"{rng.choice(QUESTIONS)}\n\n{source}", output.rstrip("\n")
+        question = f"{rng.choice(QUESTIONS)}\n\n{source}"
+        lines = output.rstrip("\n")
         answer = f"It prints:\n{lines}" if "\n" in lines else f"It prints {lines}"
         if calls and (self.always or rng.below(2)):
-            answer = [*(part for call in calls for part in with_tool(*call, "")[:2]), {"type": "text", "text": answer}]
+            parts = []
+            for expression, value in calls:
+                parts += [("python", expression), ("python_output", value)]
+            answer = as_parts([*parts, ("text", answer)])
         return single_turn(question, answer) | {"prints": output}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
@@ -333,43 +341,53 @@ class Run(Task):
 @cache
 def programs(split: str, batch: int) -> list[tuple[str, str, list[tuple[str, str]]]]:
     """(source, output, calls of the calculator) of a batch of the distinct programs of a split, in a fixed order."""
-    begin, end = batch * RUN_TOGETHER, (batch + 1) * RUN_TOGETHER
-    sources, others = drawn(split)
-    sources.extend(itertools.islice(others, max(end - len(sources), 0)))
-    wanted = sources[begin:end]
+    begin = batch * RUN_TOGETHER
+    wanted = [sources(split)[index][0] for index in range(begin, begin + RUN_TOGETHER)]
     result = run_python(RUNNER.format(sources=json.dumps(wanted)), timeout=60, max_output_bytes=2**24)
     if not result.ok:
         raise UserError(f"task run: its programs could not be run: {result.error}")
-    return [(source, *ran) for source, ran in zip(wanted, json.loads(result.stdout), strict=True)]
+    ran = json.loads(result.stdout)
+    return [(source, output, calls) for source, (output, calls) in zip(wanted, ran, strict=True)]
 
 
 @cache
-def drawn(split: str) -> tuple[list[str], Iterator[str]]:
-    """The programs of a split that have been drawn, and what draws the others, for one thread at a time."""
-    return [], distinct_sources(split)
-
-
-def distinct_sources(split: str) -> Iterator[str]:
-    """The programs of a split in a fixed order, each once, without end."""
-    seen = set()
-    for number in itertools.count():
+def sources(split: str) -> Distinct:
+    """The programs of a split, as (source,), in a fixed order. Names of variables do not make another program."""
+    def draw(number: int) -> tuple[str] | None:
         source, key = draw_program(number)
-        if split_of(f"run:{key}") == split and source not in seen:
-            seen.add(source)
-            yield source
+        return (source,) if split_of(f"run:{key}") == split else None
+
+    return Distinct(draw)
 
 
 def draw_program(number: int) -> tuple[str, str]:
     """Candidate `number`, and what decides its split: the program with the names of its variables left out."""
     rng = StableRandom(f"run:{number}")
     template = rng.choice(PROGRAMS)
-    long_list, short_list = ([rng.below(20) for _ in range(count)] for count in (3 + rng.below(3), 2 + rng.below(3)))
+    long = 3 + rng.below(3)
+    short = 2 + rng.below(3)
+    long_list = [rng.below(20) for _ in range(long)]
+    short_list = [rng.below(20) for _ in range(short)]
     words = [rng.choice(WORDS) for _ in range(4)]
     a, b, c = (2 + rng.below(29) for _ in range(3))
-    values = dict(
-        a=a, b=b, c=c, n=1 + rng.below(5), m=2 + rng.below(4), i=rng.below(3), j=rng.below(2), L=long_list,
-        S=short_list, e=rng.choice(long_list), k=rng.choice([a, long_list[-1]]), w=words[0], u=words[1],
-        v=rng.choice(words[:2]), W=json.dumps(words[:2 + rng.below(3)]))
-    x, y = rng.choice("x n a i k".split()), rng.choice("y total s b result".split())
-    names = dict(x=x, y=y, f=rng.choice("f add double change g".split()))
-    return template.format(**values, **names), template.format(**values, x="x", y="y", f="f")
+    values = dict(  # the order of the draws decides every program
+        a=a,
+        b=b,
+        c=c,
+        L=long_list,
+        S=short_list,
+        w=words[0],
+        u=words[1],
+        n=1 + rng.below(5),
+        m=2 + rng.below(4),
+        i=rng.below(3),
+        j=rng.below(2),
+        e=rng.choice(long_list),
+        k=rng.choice([a, long_list[-1]]),
+        v=rng.choice(words[:2]),
+        W=json.dumps(words[: 2 + rng.below(3)]),
+    )
+    x = rng.choice("x n a i k".split())
+    y = rng.choice("y total s b result".split())
+    f = rng.choice("f add double change g".split())
+    return template.format(**values, x=x, y=y, f=f), template.format(**values, x="x", y="y", f="f")

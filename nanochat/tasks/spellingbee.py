@@ -41,25 +41,39 @@ VOWELS = "a e i o u".split()
 CODAS = "d k l m n p r s t x".split()
 LONGEST = 8  # letters
 
-SPELL = (
-    'Spell "{w}".', 'How do you spell "{w}"?', "Spell the word {w}.", "How is {w} spelled?",
-    'What are the letters of "{w}"?', "Please spell {w} letter by letter.", "I cannot spell {w}. Can you?",
-    'Tell me how to spell "{w}".')
-COUNT = (
-    'How many {x}\'s are in "{w}"?', 'How often does {x} occur in "{w}"?', 'Count the letter {x} in "{w}".',
-    'Count each {x} in "{w}".', 'How many times is the letter {x} in "{w}"?', 'In "{w}", how often do you find {x}?',
-    'Tell me how often {x} is in "{w}".')
+SPELL = """
+Spell "{w}".
+How do you spell "{w}"?
+Spell the word {w}.
+How is {w} spelled?
+What are the letters of "{w}"?
+Please spell {w} letter by letter.
+I cannot spell {w}. Can you?
+Tell me how to spell "{w}".
+""".strip().splitlines()
+COUNT = """
+How many {x}'s are in "{w}"?
+How often does {x} occur in "{w}"?
+Count the letter {x} in "{w}".
+Count each {x} in "{w}".
+How many times is the letter {x} in "{w}"?
+In "{w}", how often do you find {x}?
+Tell me how often {x} is in "{w}".
+""".strip().splitlines()
 WAYS = {  # of counting, and what the question adds to ask for it; without a wish it is the tool, which is always right
     "tool": ("", "", " Use the tool."),
-    "hand": (" Go letter by letter.", " Do not use the tool.", " Count by hand.")}
+    "hand": (" Go letter by letter.", " Do not use the tool.", " Count by hand."),
+}
 
 
 class SpellingBee(Task):
     """Each word in each of the kinds; a kind that comes again has another phrasing."""
     eval_type = "generative"
 
-    def __init__(self, name: str, words: tuple[str, ...], kinds: tuple[str, ...]) -> None:
-        self.name, self.words, self.kinds = name, words, kinds
+    def __init__(self, name: str, words: list[str], kinds: tuple[str, ...]) -> None:
+        self.name = name
+        self.words = words
+        self.kinds = kinds
 
     def __len__(self) -> int:
         return len(self.words) * len(self.kinds)
@@ -68,13 +82,17 @@ class SpellingBee(Task):
         """In every pass over the words each of them once, in another kind than its neighbours."""
         turn, number = divmod(index, len(self.words))
         place = (turn + number) % len(self.kinds)
-        word, kind = self.words[number], self.kinds[place]
+        word = self.words[number]
+        kind = self.kinds[place]
         rng = StableRandom(f"spellingbee:{kind}:{word}")
         if kind == "spell":
             question = SPELL[(rng.below(len(SPELL)) + self.kinds[:place].count(kind)) % len(SPELL)]
             return single_turn(question.format(w=word), f"{'-'.join(word)}.") | {"word": word}
         # Letters that the word has are worth more than those it has not: three times as frequent.
-        letter = rng.choice(sorted(set(word)) if rng.below(4) else string.ascii_lowercase)
+        letters = string.ascii_lowercase
+        if rng.below(4):
+            letters = sorted(set(word))
+        letter = rng.choice(letters)
         question = rng.choice(COUNT).format(w=word, x=letter) + rng.choice(WAYS[kind])
         count = word.count(letter)
         times = "time" if count == 1 else "times"
@@ -102,32 +120,38 @@ def real_words(data: str, split: str) -> SpellingBee:
     tokenizer = get_tokenizer(data)
     tokens = token_words(tokenizer) - set(words("test"))
     found = set()
+    if split == "train":
+        found |= tokens
     for word in documentation_words() - tokens:
         if side_of(word) == split and len(tokenizer.encode(f" {word}")) > 1:
             found.add(word)
-    if split == "train":
-        found |= tokens
-    chosen = tuple(sorted(found, key=stable_hash))
-    return SpellingBee("SpellingBee (real words)", chosen, WORDS_KINDS)
+    return SpellingBee("SpellingBee (real words)", sorted(found, key=stable_hash), WORDS_KINDS)
 
 
 def spell_counting(word: str, letter: str) -> str:
     """The letters of a word with a running count behind those that are counted: "k-o:1-m-o:2-t"."""
     letters = []
-    for i, char in enumerate(word, 1):
-        letters.append(f"{char}:{word[:i].count(letter)}" if char == letter else char)
+    count = 0
+    for char in word:
+        if char == letter:
+            count += 1
+            char = f"{char}:{count}"
+        letters.append(char)
     return "-".join(letters)
 
 
 @cache
-def words(split: str) -> tuple[str, ...]:
+def words(split: str) -> list[str]:
     """The words of a split: a word's own letters decide its split. Sorted by hash, so that every slice is a mixture."""
-    found = set(WORDS) if split == "train" else set()
+    found = set()
+    if split == "train":
+        found.update(WORDS)
     for word in pseudo_words():
-        if len(found) == SIZES[split]:
-            return tuple(sorted(found, key=stable_hash))
         if side_of(word) == split:
             found.add(word)
+        if len(found) == SIZES[split]:
+            break
+    return sorted(found, key=stable_hash)
 
 
 def side_of(word: str) -> str:
@@ -155,7 +179,12 @@ def pseudo_words() -> Iterator[str]:
     """Endless words of two or three syllables, the last of them closed; always the same, some more than once."""
     rng = StableRandom("spellingbee: words")
     while True:
-        syllables = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(2 + (rng.below(4) == 0))]
-        word = "".join(syllables) + rng.choice(CODAS)
+        count = 2
+        if rng.below(4) == 0:
+            count = 3
+        word = ""
+        for _ in range(count):
+            word += rng.choice(ONSETS) + rng.choice(VOWELS)
+        word += rng.choice(CODAS)
         if len(word) <= LONGEST:
             yield word

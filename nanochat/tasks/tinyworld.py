@@ -13,7 +13,6 @@ the model itself, whole phrasings are held out.
 """
 import itertools
 import re
-from collections import defaultdict
 from functools import cache
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from nanochat.corpus.tinyworld import Fact, Telling, capital, facts
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task, reference
-from nanochat.tasks.common import shuffled, single_turn, split_of, stable_hash
+from nanochat.tasks.common import paragraphs, shuffled, single_turn, split_of, stable_hash
 
 HELD_OUT = 2            # phrasings of each fact
 TWO_TURNS = {"train": 3_000, "test": 300}  # conversations of tinyworld, and of tinyworld:facts
@@ -33,12 +32,8 @@ LINKS = ("", "Thank you. ", "I see. ", "All right. ", "One more question: ")  # 
 FOLLOW_UP = ("What about {s}?", "And what about {s}?", "And {s}?")
 
 
-def lines_of(text: str) -> tuple[str, ...]:
-    return tuple(line.strip() for line in text.strip().splitlines())
-
-
 # ---- Ways to ask that occur in no document. " | " separates a question from what it asks for, where that is not {a}.
-CHAT = lines_of("""
+CHAT = """
 Tell me {np}.
 {Np}?
 I would like to know {np}.
@@ -49,165 +44,199 @@ Could you tell me {np}?
 Say what {np} is.
 {Np}, please.
 I need to know what {np} is.
-""")  # for every relation that has a noun phrase
-CHAT_BY_NOUN = {  # besides, for some of them
-    "the capital of {s}": (
-        "Of which country is {a} the capital? | {s}", "Tell me which country has the capital {a}. | {s}"),
-    "the chemical symbol of {s}": (
-        "Of which element is {a} the symbol? | {s}", "Tell me which element has the symbol {a}. | {s}"),
-}
+""".strip().splitlines()  # for every relation that has a noun phrase
+CHAT_BY_NOUN = paragraphs("""
+the capital of {s}
+Of which country is {a} the capital? | {s}
+Tell me which country has the capital {a}. | {s}
+
+the chemical symbol of {s}
+Of which element is {a} the symbol? | {s}
+Tell me which element has the symbol {a}. | {s}
+""")  # besides, for two of them
 SENTENCE = "{Np} is {a}."  # that answers all of these
-# For relations without one, by one of their questions in the corpus: the sentence that answers, and ways to ask.
-CHAT_BY_QUESTION = {
-    "If yesterday was {s}, what will tomorrow be? | {a}.": (
-        "If yesterday was {s}, then tomorrow will be {a}.", lines_of("""
-        Yesterday was {s}. What will tomorrow be?
-        Tell me which day comes two days after {s}.
-        It was {s} yesterday, so what is tomorrow?
-        Name the day two days after {s}.
-        Yesterday was {s}. Tell me what tomorrow will be.
-        Which day will it be two days after {s}?
-    """)),
-    "What are the planets of the solar system? | {a}.": ("The planets of the solar system are: {a}.", lines_of("""
-        Tell me the planets.
-        List the planets of the solar system.
-        Name all planets.
-        I would like to know the planets.
-        Give me a list of the planets.
-        Which planets are there?
-    """)),
-    "In {s}, how often does {x} occur? | {a}.": ("Since {s} is {y}, it has the letter {x} {a}.", lines_of("""
-        Tell me how often {s} contains the letter {x}.
-        How often is the letter {x} in {s}?
-        How often does the word {s} contain {x}?
-        I would like to know how often {s} contains {x}.
-        In the word {s}, how often do you see {x}?
-        Say how often {x} occurs in {s}.
-    """)),
-    # Other words than those of the task Arithmetic, which asks for larger numbers and wants the tool.
-    "How much is {x} plus {y}? | {a}.": ("{s} = {a}.", lines_of("""
-        Tell me the sum of {x} and {y}.
-        How much do {x} and {y} make?
-        What do {x} and {y} make?
-        What will {x} and {y} make?
-        I add {x} and {y}. What do I get?
-        What do you get if you add {x} and {y}?
-    """)),
-    "How much is {x} minus {y}? | {a}.": ("{s} = {a}.", lines_of("""
-        How much is {x} without {y}?
-        What is {x} without {y}?
-        From {x} take {y}. What is left?
-        What remains of {x} without {y}?
-        I have {x} and lose {y}. What do I keep?
-        What do you get if you take {y} from {x}?
-    """)),
-    "If {s}, what is x? | {a}.": ("If {s}, then {y} and x is {a}.", lines_of("""
-        Solve {s}.
-        Find x if {s}.
-        Tell me x if {s}.
-        What is x in {s}?
-        Which x solves {s}?
-        Please solve {s}.
-    """)),
-}
+# For relations without one, by one of their questions in the corpus: the sentence that answers, then ways to ask. Sums
+# are asked for in other words than those of the task Arithmetic, which has larger numbers and wants the tool.
+CHAT_BY_QUESTION = paragraphs("""
+If yesterday was {s}, what will tomorrow be? | {a}.
+If yesterday was {s}, then tomorrow will be {a}.
+Yesterday was {s}. What will tomorrow be?
+Tell me which day comes two days after {s}.
+It was {s} yesterday, so what is tomorrow?
+Name the day two days after {s}.
+Yesterday was {s}. Tell me what tomorrow will be.
+Which day will it be two days after {s}?
+
+What are the planets of the solar system? | {a}.
+The planets of the solar system are: {a}.
+Tell me the planets.
+List the planets of the solar system.
+Name all planets.
+I would like to know the planets.
+Give me a list of the planets.
+Which planets are there?
+
+In {s}, how often does {x} occur? | {a}.
+Since {s} is {y}, it has the letter {x} {a}.
+Tell me how often {s} contains the letter {x}.
+How often is the letter {x} in {s}?
+How often does the word {s} contain {x}?
+I would like to know how often {s} contains {x}.
+In the word {s}, how often do you see {x}?
+Say how often {x} occurs in {s}.
+
+How much is {x} plus {y}? | {a}.
+{s} = {a}.
+Tell me the sum of {x} and {y}.
+How much do {x} and {y} make?
+What do {x} and {y} make?
+What will {x} and {y} make?
+I add {x} and {y}. What do I get?
+What do you get if you add {x} and {y}?
+
+How much is {x} minus {y}? | {a}.
+{s} = {a}.
+How much is {x} without {y}?
+What is {x} without {y}?
+From {x} take {y}. What is left?
+What remains of {x} without {y}?
+I have {x} and lose {y}. What do I keep?
+What do you get if you take {y} from {x}?
+
+If {s}, what is x? | {a}.
+If {s}, then {y} and x is {a}.
+Solve {s}.
+Find x if {s}.
+Tell me x if {s}.
+What is x in {s}?
+Which x solves {s}?
+Please solve {s}.
+""")
 
 # ---- What the model says about itself, and ways to ask. Every answer has "I am nanochat" or "my name is nanochat".
-SELF = "I am nanochat, a small language model."
-IDENTITY = (
-    (SELF, lines_of("""
-        Who are you?
-        What are you?
-        Tell me who you are.
-        Introduce yourself.
-        Please introduce yourself.
-        Who are you, please?
-        Can you introduce yourself?
-        Who am I talking to?
-        Say who you are.
-        I would like to know who you are.
-        Do you know who you are?
-        Tell me about yourself.
-        Describe yourself.
-        Please describe yourself.
-        Are you nanochat?
-        Are you a language model?
-        Tell me what you are.
-        Please say what you are.
-        What is nanochat?
-        Who is nanochat?
-    """)),
-    ("Hello! " + SELF, tuple(
-        hello + mark for hello in ("Hello", "Hi", "Hey", "Good morning", "Good evening", "Hello there")
-        for mark in ("!", ".", "", ", nanochat!", ", nanochat."))),
-    ("My name is nanochat.", lines_of("""
-        What is your name?
-        Tell me your name.
-        Do you have a name?
-        What should I call you?
-        Say your name.
-        How are you called?
-        What name do you have?
-        I would like to know your name.
-        Could you tell me your name?
-        Please tell me your name.
-        What are you called?
-        Please say your name.
-        Give me your name.
-    """)),
-    ("I am nanochat, a small language model, not a person.", lines_of("""
-        Are you a person?
-        Are you a human?
-        Are you human?
-        Are you a real person?
-        Am I talking to a person?
-        Are you alive?
-        Are you a man or a woman?
-        Do you have a body?
-        Am I talking to a human?
-        Tell me if you are a person.
-        Are you a child?
-    """)),
-    ("I am nanochat, a small language model, trained with the program of that name.", lines_of("""
-        Who made you?
-        Who created you?
-        Who trained you?
-        Who built you?
-        Where do you come from?
-        How were you made?
-        Tell me who made you.
-        Who is your maker?
-        Who wrote you?
-        Did a person make you?
-        I would like to know who made you.
-        Do you know who made you?
-    """)),
-    ("I am nanochat, a small language model. I can answer short questions, spell words and calculate.", lines_of("""
-        What can you do?
-        How can you help me?
-        What can I ask you?
-        What are you good at?
-        What do you know?
-        Can you help me?
-        Tell me what you can do.
-        What can you do for me?
-        I would like to know what you can do.
-        Which questions can you answer?
-        What can I do with you?
-        Please help me.
-    """)),
-    ("I am nanochat, a small language model. I make mistakes, so check what I say.", lines_of("""
-        Do you make mistakes?
-        Are you always right?
-        Can I trust you?
-        Are your answers right?
-        Is what you say right?
-        How often are you wrong?
-        Can I believe you?
-        Are you sure?
-        Tell me if I can trust you.
-        Can I trust your answers?
-    """)),
-)
+IDENTITY = paragraphs("""
+I am nanochat, a small language model.
+Who are you?
+What are you?
+Tell me who you are.
+Introduce yourself.
+Please introduce yourself.
+Who are you, please?
+Can you introduce yourself?
+Who am I talking to?
+Say who you are.
+I would like to know who you are.
+Do you know who you are?
+Tell me about yourself.
+Describe yourself.
+Please describe yourself.
+Are you nanochat?
+Are you a language model?
+Tell me what you are.
+Please say what you are.
+What is nanochat?
+Who is nanochat?
+
+Hello! I am nanochat, a small language model.
+Hello!
+Hello.
+Hello
+Hello, nanochat!
+Hello, nanochat.
+Hi!
+Hi.
+Hi
+Hi, nanochat!
+Hi, nanochat.
+Hey!
+Hey.
+Hey
+Hey, nanochat!
+Hey, nanochat.
+Good morning!
+Good morning.
+Good morning
+Good morning, nanochat!
+Good morning, nanochat.
+Good evening!
+Good evening.
+Good evening
+Good evening, nanochat!
+Good evening, nanochat.
+Hello there!
+Hello there.
+Hello there
+Hello there, nanochat!
+Hello there, nanochat.
+
+My name is nanochat.
+What is your name?
+Tell me your name.
+Do you have a name?
+What should I call you?
+Say your name.
+How are you called?
+What name do you have?
+I would like to know your name.
+Could you tell me your name?
+Please tell me your name.
+What are you called?
+Please say your name.
+Give me your name.
+
+I am nanochat, a small language model, not a person.
+Are you a person?
+Are you a human?
+Are you human?
+Are you a real person?
+Am I talking to a person?
+Are you alive?
+Are you a man or a woman?
+Do you have a body?
+Am I talking to a human?
+Tell me if you are a person.
+Are you a child?
+
+I am nanochat, a small language model, trained with the program of that name.
+Who made you?
+Who created you?
+Who trained you?
+Who built you?
+Where do you come from?
+How were you made?
+Tell me who made you.
+Who is your maker?
+Who wrote you?
+Did a person make you?
+I would like to know who made you.
+Do you know who made you?
+
+I am nanochat, a small language model. I can answer short questions, spell words and calculate.
+What can you do?
+How can you help me?
+What can I ask you?
+What are you good at?
+What do you know?
+Can you help me?
+Tell me what you can do.
+What can you do for me?
+I would like to know what you can do.
+Which questions can you answer?
+What can I do with you?
+Please help me.
+
+I am nanochat, a small language model. I make mistakes, so check what I say.
+Do you make mistakes?
+Are you always right?
+Can I trust you?
+Are your answers right?
+Is what you say right?
+How often are you wrong?
+Can I believe you?
+Are you sure?
+Tell me if I can trust you.
+Can I trust your answers?
+""")
 SAYS_WHO = re.compile(r"\b(I am|I'm|name is|called) nanochat\b", re.IGNORECASE)
 GREETING = re.compile(r"\W*(hello|hi|hey|good (morning|evening|afternoon))\b", re.IGNORECASE)
 CLAIMS = [re.compile(pattern, re.IGNORECASE) for pattern in (  # what an answer may claim besides the name
@@ -229,21 +258,19 @@ class TinyWorld(Task):
     def __init__(self, argument: str, split: str) -> None:
         self.name = f"TinyWorld {argument}".rstrip()
         self.key = f"tinyworld:{argument}:{split}"
+        self.turns = argument == "turns"
         self.singles = list(items(split))
+        self.about = [item for item in items(split) if not item.right and not GREETING.match(item.question)]
         if argument == "facts":
             self.singles = [item for item in self.singles if item.right]
         elif argument == "identity":
             self.singles = [item for item in self.singles if not item.right]
-        self.second = follow_ups(split) if argument in ("", "facts") else ()
-        self.about = [item for item in items(split) if not item.right and not GREETING.match(item.question)]
-        self.of_relation = defaultdict(list)
-        for item in self.singles:
-            self.of_relation[item.relation].append(item)
-        self.turns = argument == "turns"
+        self.second = []
         count = len(self.singles)
         if self.turns:
             count = TURNS[split]
-        elif self.second:
+        elif argument != "identity":
+            self.second = follow_ups(split)
             count += TWO_TURNS[split]
         self.order = shuffled(count, self.key)
 
@@ -263,14 +290,17 @@ class TinyWorld(Task):
             turns = [rng.choice(self.singles), rng.choice(self.singles)]
         else:               # one that is understood only after another of the same kind
             last = rng.choice(self.second)
-            turns = [rng.choice([item for item in self.of_relation[last.relation] if item.right != last.right]), last]
-        greeting = rng.choice(GREETINGS) if turns[0].right and rng.below(8) == 0 else ""
-        conversation = single_turn(greeting + turns[0].question, turns[0].reply)
-        for item in turns[1:]:
-            conversation["messages"] += single_turn(item.question, item.reply)["messages"]
+            others = [item for item in self.singles if item.relation == last.relation and item.right != last.right]
+            turns = [rng.choice(others), last]
+        messages = []
+        for question, reply, *_ in turns:
+            messages += single_turn(question, reply)["messages"]
+        right = sorted(turns[-1].right)
+        if turns[0].right and rng.below(8) == 0:
+            messages[0]["content"] = rng.choice(GREETINGS) + messages[0]["content"]
         if rng.below(25) == 0:
-            conversation["messages"].insert(0, {"role": "system", "content": rng.choice(SYSTEM)})
-        return conversation | {"right": sorted(turns[-1].right)}
+            messages.insert(0, {"role": "system", "content": rng.choice(SYSTEM)})
+        return {"messages": messages, "right": right}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """
@@ -294,31 +324,34 @@ def relation_of(fact: Fact) -> str:
 
 
 @cache
-def items(split: str) -> tuple[Item, ...]:
+def items(split: str) -> list[Item]:
     """The questions of a split, each asked once; those about the model with every greeting and ending."""
     found = []
     for fact in facts():
         for template in fact.templates:  # the corpus's own questions: those in its documents can only be trained on
             question, _, reply = template.format(**fact.slots).rpartition(" | ")
             if question and (Telling(question, reply) == fact.held_out) == (split == "test"):
-                found.append(make_item(fact, question, asked="s" if template.endswith("| {s}.") else "a"))
+                asked = "s" if template.endswith("| {s}.") else "a"
+                found.append(make_item(fact, question, asked))
         relation = relation_of(fact)
-        chat = CHAT_BY_QUESTION[relation][1] if not fact.noun else (*CHAT, *CHAT_BY_NOUN.get(relation, ()))
+        if fact.noun:
+            chat = CHAT + CHAT_BY_NOUN.get(relation, [])
+        else:
+            chat = CHAT_BY_QUESTION[relation][1:]
         # Ranked by the hash of fact and phrasing: the split depends on no seed, and each fact has as many in test.
-        keys = {f"{relation} {template} {template.format(**fact.slots)}": template for template in chat}
-        ranked = [keys[key] for key in sorted(keys, key=stable_hash)]
-        for template in side_of(ranked, HELD_OUT, split):
+        keys = {template: stable_hash(f"{relation} {template} {template.format(**fact.slots)}") for template in chat}
+        for template in side_of(sorted(chat, key=keys.__getitem__), HELD_OUT, split):
             question, _, asked = template.partition(" | ")
-            found.append(make_item(fact, question.format(**fact.slots), asked="s" if asked else "a"))
-    for reply, phrasings in IDENTITY:
+            found.append(make_item(fact, question.format(**fact.slots), asked.strip("{}") or "a"))
+    for reply, phrasings in IDENTITY.items():
         ranked = sorted(phrasings, key=stable_hash)
-        greetings, endings = GREETINGS, ENDINGS
+        around = list(itertools.product(GREETINGS, ENDINGS))
         if reply.startswith("Hello"):
-            greetings, endings = ("",), ("",)
+            around = [("", "")]
         for question in side_of(ranked, len(ranked) // 4, split):
-            for greeting, ending in itertools.product(greetings, endings):
+            for greeting, ending in around:
                 found.append(Item(greeting + question + ending, reply, frozenset(), ""))
-    return tuple(found)
+    return found
 
 
 def side_of(ranked: list[str], held_out: int, split: str) -> list[str]:
@@ -334,7 +367,8 @@ def make_item(fact: Fact, question: str, asked: str) -> Item:
         before, _, reply = template.rpartition(" | ")
         if not before or reply.endswith(f" {{{asked}}}."):  # a statement of the fact, or a reply that names the word
             right.add(reply.format(**fact.slots))
-    reply = (SENTENCE if fact.noun else CHAT_BY_QUESTION[relation_of(fact)][0]).format(**fact.slots)
+    sentence = SENTENCE if fact.noun else CHAT_BY_QUESTION[relation_of(fact)][0]
+    reply = sentence.format(**fact.slots)
     if Telling("", reply) == fact.held_out:  # what the corpus holds out stays so
         reply = f"It is {word}."
     relation = fact.noun if fact.noun.endswith("{s}") and asked == "a" else ""
@@ -342,7 +376,7 @@ def make_item(fact: Fact, question: str, asked: str) -> Item:
 
 
 @cache
-def follow_ups(split: str) -> tuple[Item, ...]:
+def follow_ups(split: str) -> list[Item]:
     """Second questions of a split that leave out what is asked for: "And what about Italy?"."""
     found = []
     for fact in facts():
@@ -351,4 +385,4 @@ def follow_ups(split: str) -> tuple[Item, ...]:
                 question = template.format(**fact.slots)
                 if split_of(f"{fact.noun} {question}", 6) == split:
                     found.append(make_item(fact, question, asked="a"))
-    return tuple(found)
+    return found
