@@ -230,6 +230,9 @@ class ForkedRank(subprocess.Popen):
 def rank_of_torchrun(command: Sequence[str], environment: dict) -> None:
     """The life of a rank: `python -u -m module args…`."""
     os.setsid()
+    from nanochat.runtime import heartbeat
+
+    heartbeat.BEAT = float(environment["BEAT"])
     if environment["RANK"] in environment.get("KILL_RANKS", "") and environment["TORCHELASTIC_RESTART_COUNT"] == "0":
         threading.Thread(target=kill, args=(environment["KILL_AT"], int(environment["KILL_BY"])), daemon=True).start()
         wait_for_signal(environment["KILL_AT"])
@@ -306,13 +309,14 @@ class Job:
     """
     torchrun with two ranks of a script, its output in a file; all are forked where the imports are done. kill: (ranks,
     pattern): the first process of each of these ranks ("1", "01") gets SIGKILL, from its own thread, once a path
-    matches; SIGTERM goes to torchrun instead.
+    matches; SIGTERM goes to torchrun instead. beat: seconds between
+    two signs of life.
     """
 
     def __init__(self, log: Path, module: str, args: list[str], launcher: tuple[str, ...] = (),
-                 kill: tuple[str, Path] | None = None, by: int = signal.SIGKILL):
+                 kill: tuple[str, Path] | None = None, by: int = signal.SIGKILL, beat: float = 5):
         self.log = log
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "BEAT": str(beat)}
         if kill:
             environment |= {"KILL_RANKS": kill[0], "KILL_AT": str(kill[1]), "KILL_BY": str(int(by))}
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher]

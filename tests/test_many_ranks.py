@@ -186,8 +186,8 @@ def test_a_bad_step_is_nobodys_update(base):
 # ---- Real kills, under torchrun
 
 def start_job(log: Path, tag: str, launcher: tuple[str, ...] = (), kill: tuple[str, Path] | None = None,
-              by: int = signal.SIGKILL, **settings) -> Job:
-    return Job(log, "scripts.base_train", arguments(tag, settings), launcher, kill, by)
+              by: int = signal.SIGKILL, beat: float = 5, **settings) -> Job:
+    return Job(log, "scripts.base_train", arguments(tag, settings), launcher, kill, by, beat)
 
 
 def test_a_killed_rank_ends_the_job_and_torchrun_brings_it_back(base, tmp_path, undisturbed):
@@ -198,6 +198,17 @@ def test_a_killed_rank_ends_the_job_and_torchrun_brings_it_back(base, tmp_path, 
     assert re.search(r"resuming from .*step_0000(12|16|20|24)", job.text())
     assert_same_checkpoint(base, undisturbed, "killed", STEPS)
     assert losses(base, undisturbed) == losses(base, "killed")
+
+
+def test_a_stopped_rank_is_ended_and_the_run_goes_on(base, tmp_path, undisturbed):
+    """SIGSTOP of rank 1: the process beside it names and ends it, torchrun starts both again, and nothing is lost."""
+    launcher = ("--max-restarts=1",)
+    job = start_job(tmp_path / "log", "stopped", launcher, ("1", folder(base, "stopped") / "step_000012"),
+                    signal.SIGSTOP, 1, num_iterations=STEPS, save_every=4)
+    assert job.end() == 0, job.text()
+    assert "rank 1 on " in job.text() and "silent for 8 s: its process was stopped" in job.text()
+    assert re.search(r"resuming from .*step_0000(08|12|16|20|24)", job.text())
+    assert_same_checkpoint(base, undisturbed, "stopped", STEPS)
 
 
 def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, undisturbed):

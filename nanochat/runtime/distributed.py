@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nanochat.runtime import heartbeat
 from nanochat.runtime.collectives import first_problem, from_rank0, gather_objects
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.console import is_rank0, print0
@@ -81,13 +82,18 @@ def join(backend: str, rank: int, world_size: int) -> None:
     if job_store.check(["user error"]):
         raise UserError(job_store.get("user error").decode())
     tell_restarts.append(functools.partial(job_store.set, "user error"))
-    hosts = []
-    for host, process_id in gather_objects((socket.gethostname(), os.getpid())):
-        hosts.append(host)
-        # In containers of their own, ranks of a host do not see each other.
-        if host == socket.gethostname() and is_alive(process_id):
+    node = environment_number("GROUP_RANK", 0)
+    ranks_of: dict[tuple[int, str], list[str]] = {}
+    for other, (where, process_id) in enumerate(gather_objects(((node, socket.gethostname()), os.getpid()))):
+        ranks_of.setdefault(where, []).append(str(other))
+        if where[0] == node and is_alive(process_id):  # in containers of their own, ranks do not see each other
             node_process_ids.append(process_id)
-    print0("hosts:", *dict.fromkeys(hosts))
+    hosts = [f"rank {' '.join(ranks)} on {host}" for (_, host), ranks in ranks_of.items()]
+    print0(*hosts, sep=", ")
+    watching = None
+    if len(hosts) > 1 and environment_number("LOCAL_RANK", 0) == 0:
+        watching = store.clone()
+    heartbeat.start(f"rank {rank} on {socket.gethostname()}", hosts, ending, node, watching)
 
 
 def require_shared_folder() -> None:

@@ -162,6 +162,7 @@ def report_stage(
 ) -> None:
     """After the last step: write a stage's section of the report (`note`, then settings), say how to try its model."""
     column = start.checkpoints.parent.name.removesuffix("_checkpoints")
-    write_section(script, title, note + settings_table(config), {column: results}, metrics.path, data=start.meta.get("data"),
+    write_section(script, title, note + settings_table(config), {column: results}, metrics.path,
+                  data=start.meta.get("data"),
                   model_tag=start.checkpoints.name, checkpoint=step_dir(start.checkpoints, step))
     say_how_to_talk(start.checkpoints)
