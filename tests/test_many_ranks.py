@@ -203,12 +203,12 @@ def test_a_killed_rank_ends_the_job_and_torchrun_brings_it_back(base, tmp_path, 
 def test_a_stopped_rank_is_ended_and_the_run_goes_on(base, tmp_path, undisturbed):
     """SIGSTOP of rank 1: the process beside it names and ends it, torchrun starts both again, and nothing is lost."""
     launcher = ("--max-restarts=1",)
-    job = start_job(tmp_path / "log", "stopped", launcher, ("1", folder(base, "stopped") / "step_000012"),
+    job = start_job(tmp_path / "log", "silent", launcher, ("1", folder(base, "silent") / "step_000012"),
                     signal.SIGSTOP, 1, num_iterations=STEPS, save_every=4)
     assert job.end() == 0, job.text()
     assert "rank 1 on " in job.text() and "silent for 8 s: its process was stopped" in job.text()
     assert re.search(r"resuming from .*step_0000(08|12|16|20|24)", job.text())
-    assert_same_checkpoint(base, undisturbed, "stopped", STEPS)
+    assert_same_checkpoint(base, undisturbed, "silent", STEPS)
 
 
 def test_a_job_killed_while_it_saves_goes_on_from_what_is_whole(base, tmp_path, undisturbed):

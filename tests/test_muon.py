@@ -4,7 +4,6 @@ Muon's variants, sharded, against each written out for whole matrices in float64
 Gradients are small integers, the same on every rank: their sums over ranks are exact, so that runs on any ranks and
 stages can be compared to the bit.
 """
-import pytest
 import torch
 from ranks import run_on_ranks
 from test_zero import Model
@@ -13,7 +12,6 @@ from torch import Tensor
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.optim.muon import DistMuon, orthogonalize
 from nanochat.optim.zero import Sharding
-from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import checkpoint_dir, find_checkpoint
 from nanochat.training.resharding import load_training_state
 from nanochat.training.saving import CheckpointWriter
@@ -122,8 +120,6 @@ def go_on(rank: int, world_size: int, tags: list[str]) -> dict:
         run = Run(stage, "normuon", shard_size)
         run.load(there)
         results[there, stage, shard_size] = run.steps(HALF, STEPS, BAD)
-    with pytest.raises(UserError, match="does not fit this run: .*second_moment.* not here"):
-        Run(2, "muon").load(tags[0])
     return results
 
 
