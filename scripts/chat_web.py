@@ -9,7 +9,7 @@ Serve chat models: a page to talk with them, and an interface that OpenAI's clie
     OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
         model="TAG-sft", messages=[{"role": "user", "content": "What is 12 * 3?"}])
 
-nanochat/serve/openai_api.py lists extensions and differences. Each engine is a process: one for each GPU, or one on a
+nanochat/serve/requests.py lists extensions and differences. Each engine is a process: one for each GPU, or one on a
 CPU. NANOCHAT_API_KEY=... demands a key. SIGTERM ends the server when the requests that it has accepted are answered,
 after a few seconds at the latest; Ctrl-C ends it at once. So does the death of a model's last worker, with exit code 1,
 for a supervisor to start it again.
@@ -27,9 +27,9 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.console import print0
 from nanochat.runtime.devices import choose_device_type
 from nanochat.runtime.errors import UserError
+from nanochat.serve.app import create_app
 from nanochat.serve.engine_process import load_engine
 from nanochat.serve.server import Server
-from nanochat.serve.web import create_app
 from nanochat.serve.worker import ServedModel, Worker
 from nanochat.tasks import example_questions
 from nanochat.training.checkpoint import find_model, latest_stage, read_meta, tasks_of

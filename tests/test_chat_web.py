@@ -28,9 +28,9 @@ from pace import Pace, chat_web
 from starlette.responses import Response
 from test_engine import SPECIAL, TOKENIZER, V, draw_weights, write_checkpoint
 
+import nanochat.serve.app
 import nanochat.serve.engine_process
 import nanochat.serve.server
-import nanochat.serve.web
 import nanochat.serve.worker
 from nanochat.data.conversation import render_prompt
 from nanochat.inference.detokenizer import Delta, StopStrings, to_parts
@@ -41,10 +41,10 @@ from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.distributed import is_alive
 from nanochat.runtime.errors import UserError
+from nanochat.serve.app import create_app
 from nanochat.serve.engine_process import EngineProcess
 from nanochat.serve.protocol import Request
 from nanochat.serve.server import MAX_CONNECTIONS, WAIT_SECONDS, ImpatientProtocol
-from nanochat.serve.web import create_app
 from nanochat.serve.worker import ServedModel, Worker
 
 KEY = "a-secret"
@@ -890,7 +890,7 @@ async def test_loading_and_limits_of_time(monkeypatch, pace):
         loaded.wait()
         return pace.slow_down(make_engine())
 
-    monkeypatch.setattr(nanochat.serve.web, "TIMEOUT", 600)
+    monkeypatch.setattr(nanochat.serve.app, "TIMEOUT", 600)
     async with serving([make_late]) as (client, model):
         health, early = await client.get("/health"), asyncio.create_task(ask(client, "early"))
         assert (health.status_code, health.json()["status"]) == (503, "loading")

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanochat.data.best_fit import WaitingItems
 from nanochat.data.conversation import Conversation, render
-from nanochat.data.packing import WaitingItems
 from nanochat.data.padding import Row, padded_batch, padded_length
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.collectives import concatenate_parts, rank_and_size
@@ -84,7 +84,7 @@ def order(count: int, seed: int, epoch: int) -> list[int]:
 def pack(lengths: Sequence[int], order: list[int], row_len: int) -> list[list[int]]:
     """
     Rows of at most row_len tokens, each conversation whole in exactly one of them: best fit among the next
-    BUFFER_CONVERSATIONS, see packing.py. A row ends when none of those fits.
+    BUFFER_CONVERSATIONS, see best_fit.py. A row ends when none of those fits.
     """
     upcoming = iter(order)
     rows: list[list[int]] = []

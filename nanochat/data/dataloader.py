@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanochat.data.best_fit import WaitingItems
 from nanochat.data.dataset import dataset_dir, fingerprint, shard_texts, split_shards
-from nanochat.data.packing import WaitingItems
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import locked, write_aside
@@ -78,7 +78,7 @@ class RowPlanner:
     Packs documents into rows of `row_len` tokens; a row is a list of pieces (shard, start, end), each to be read as
     <|bos|> and the tokens [start, end).
 
-    Best fit, see packing.py; where none fits, the longest is cut: its head fills the row, its tail goes back as a
+    Best fit, see best_fit.py; where none fits, the longest is cut: its head fills the row, its tail goes back as a
     document with a <|bos|> of its own. Every token is used once per epoch and every position of a row is trained.
     Documents come in an order drawn from (seed, epoch).
     """

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import parts_of
 from nanochat.inference.logprobs import TokenLogprob
-from nanochat.serve.openai_api import BaseRequest
 from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json, PlacedLogprob
+from nanochat.serve.requests import BaseRequest
 from nanochat.serve.tools import read_call
 
 

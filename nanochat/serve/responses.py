@@ -9,9 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, FailFast
 
-from nanochat.serve.openai_api import ConversationRequest, Parts, result_turn, text_of, turn
 from nanochat.serve.protocol import ApiError, Chunks, Json
 from nanochat.serve.replies import ChatReply, sse
+from nanochat.serve.requests import ConversationRequest, Parts, result_turn, text_of, turn
 from nanochat.serve.structured import ResponseFormat
 from nanochat.serve.tools import FunctionCall
 

@@ -1,7 +1,7 @@
 """
 The chat server as a web application: the page, OpenAI's interface, health and metrics.
 
-The life of a request: `Gate` lets it in (gate.py), `Api.answer` has it read and checked (openai_api.py, responses.py),
+The life of a request: `Gate` lets it in (gate.py), `Api.answer` has it read and checked (requests.py, responses.py),
 gives it to a worker (worker.py) and turns the chunks that come back into JSON or into server-sent events (replies.py).
 
 Limits are checked before work is done. Nothing that a user writes gets into a log.
@@ -25,9 +25,9 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from nanochat.serve.gate import Gate, read_body, show_error
-from nanochat.serve.openai_api import BaseRequest, ChatRequest, CompletionRequest
 from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json, Request
 from nanochat.serve.replies import ChatReply, Reply
+from nanochat.serve.requests import BaseRequest, ChatRequest, CompletionRequest
 from nanochat.serve.responses import ResponsesReply, ResponsesRequest
 from nanochat.serve.worker import Pending, ServedModel
 
