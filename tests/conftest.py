@@ -33,7 +33,12 @@ def pytest_collection_modifyitems(config, items):
     if (seed := config.getoption("shuffle")) is not None:  # the same order in every worker
         random.Random(seed).shuffle(items)
         files = list(dict.fromkeys(item.path.stem for item in items))
-    items.sort(key=lambda item: files.index(item.path.stem) if item.path.stem in files else len(files))
+
+    def place(item) -> tuple[int, bool]:
+        file = files.index(item.path.stem) if item.path.stem in files else len(files)
+        return file, item.name.startswith("test_zz_")  # these end the server that a file's tests share
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)

@@ -683,7 +683,7 @@ def test_no_engine_is_left_without_its_web_process():
     assert process.wait(timeout=300) == 0
 
 
-def test_zy_sigterm_lets_answers_end_for_a_while(server):
+def test_zz_sigterm_lets_answers_end_for_a_while(server):
     """One answer ends whole, and meanwhile nobody new gets in; after drain_s the others and the queue are told."""
     whole = server.ask(MARKER, max_tokens=30).choices[0].message.content
     server.pace.set(0.05)
