@@ -7,6 +7,9 @@ ZeRO: what each rank keeps, and what travels when. Rajbhandari et al. 2020, arXi
     2            whole                        1/N; reduce-scattered in every micro-step        1/N
     3            1/N; gathered unit by unit   1/N; reduce-scattered in every micro-step        1/N
 
+On stages 1 to 3 Muon's matrices travel besides: once per step to the rank that orthogonalizes each, and back
+(`MatrixExchange` in muon.py). AdamW needs no communication.
+
 A unit is the embedding, a block or the head. Its gradients start to travel as soon as the backward pass has computed
 all of them. With one micro-step per optimizer step, stages 1 and 2 send the same, but they keep gradients in different
 dtypes: on stages 0 and 1 a parameter's gradient is float32, the sum of its micro-steps; on stage 2 it has the dtype in
