@@ -50,7 +50,7 @@ for task in measured:
     print0(f"{task.name:42} {accuracy(correct):6.1%} of {len(correct):,} problems")
     rows.append([task.name, f"{len(correct):,}", f"{accuracy(correct):.1%}", f"{task.baseline:.1%}"])
 
-# The mean over tasks of how far the way from guessing to perfect the model has come.
+# Centred accuracy is 0 for guessing and 1 for a perfect score; this is its mean over the tasks.
 mean = f"mean centred accuracy over {len(measured)} tasks"
 results[mean] = sum(scores) / len(scores)
 print0(f"{mean:42} {results[mean]:6.3f}")

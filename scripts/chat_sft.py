@@ -92,8 +92,8 @@ val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # held out: the 
 measured = without_parts(tasks)
 num_epochs, init_lr_frac = choose_epochs_and_rate(len(train_tasks), num_epochs, init_lr_frac)
 config |= {"num_epochs": num_epochs, "init_lr_frac": init_lr_frac}
-print0(f"{len(train_tasks):,} conversations, {num_epochs} x, beginning with {init_lr_frac:.3g} of the learning rates: "
-       "what --num_epochs and --init_lr_frac do not set goes by their number")
+print0(f"{len(train_tasks):,} conversations, {num_epochs} x, beginning with {init_lr_frac:.3g} of the learning rates "
+       "(--num_epochs and --init_lr_frac, if not set, are chosen from the number of conversations)")
 
 # ---- The model of the stage before, or an interrupted run of this script
 start = find_start("sft", source, model_tag, source_step, resume, overwrite)
@@ -116,7 +116,8 @@ if keep:
     num_epochs = 1  # the mixture has each conversation as often as it is seen
     measured = without_parts(f"{tasks}, {earlier}")
 elif earlier and not task_names(earlier) & task_names(tasks):
-    print0(f"nothing of {earlier}, which the model has learned before, is repeated; --keep=1 does, or it forgets much")
+    print0(f"nothing of {earlier}, which the model was trained on before, is repeated: it will forget much of it; "
+           "--keep=1 adds as many conversations from there")
 measured_tasks = [task for task in make_tasks(measured, "test") if task.eval_type]
 
 # ---- Data: every rank knows all rows, so every rank knows where the run ends

@@ -40,14 +40,14 @@ model_tag: str | None = None  # folder of its checkpoints; None: the only one th
 step: int | None = None     # of the checkpoint; None: the newest valid one
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
-compile = False             # the decoding step: faster answers, for a minute at the first start and 10 s later
+compile = False             # compile the decoding step: faster answers, but a slower start: a minute, later 10 s
 workers = 0                 # [0..] processes for each model, on the GPUs in turn; 0: one for each GPU, or one on a CPU
 # ---- Who may ask
 host = "127.0.0.1"          # address to listen on; 0.0.0.0: every network this machine is in
 port = 8000                 # [0..65535] 0: any that is free
 allowed_hosts = ""          # a proxy's names, "chat.example.org, b.org": only they and localhost are then answered
 # ---- Answers
-max_batch = 16              # [1..] answers to one address that each engine writes at once; a newcomer has one more
+max_batch = 16              # [1..] answers that each engine writes at once for one address; it has one more for others
 max_new_tokens = 1024       # [1..] of an answer; clients that ask for more get this many
 temperature = 0.6           # [0..] where a request does not say; 0: always the most probable token
 top_k = 50                  # [0..] likewise: only the k most probable tokens; 0: all

@@ -173,6 +173,8 @@ def shared_server(tmp_path_factory):
 def server(shared_server):
     """One for all tests; the test that ends it is the last one that uses it."""
     shared_server.pace.set(0)
+    for model in ("tiny-sft", "tiny-rl"):  # loaded, and done with the answers that the test before has left
+        shared_server.ask("ready?", model=model, max_tokens=1)
     return shared_server
 
 

@@ -92,7 +92,8 @@ def make_from_text(name: str, settings: dict) -> dict:
     there = None
     with contextlib.suppress(UserError):  # not there, or not whole
         there = load_manifest(name)
-        if fixed and settings | there["settings"] == there["settings"] | settings:  # where both have a setting
+        shared = settings.keys() & there["settings"].keys()  # manifests of other versions may have other settings
+        if fixed and all(settings[key] == there["settings"][key] for key in shared):
             print("already there, made with the same settings")
             return there
     documents = progress(documents, "reading", "documents")

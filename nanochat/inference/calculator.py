@@ -74,12 +74,18 @@ def read_tokens(text: str) -> tuple[str, list[Fraction | str]]:
         if match is None or len(text) > MAX_LENGTH or depth > MAX_DEPTH:
             raise ValueError("an unknown token, too long, or nested too deeply")
         position = match.end()
-        depth += (match["sign"] == "(") - (match["sign"] == ")")
         if match["sign"]:
-            source += " " + "".join(match["sign"].split())
+            if match["sign"] == "(":
+                depth += 1
+            elif match["sign"] == ")":
+                depth -= 1
+            source += " " + "".join(match["sign"].split())  # without the blanks of ". count"
         else:
             source += f" {len(operands)}"
-            operands.append(Fraction(match["number"].replace(",", "")) if match["number"] else match["string"][1:-1])
+            if match["number"]:
+                operands.append(Fraction(match["number"].replace(",", "")))
+            else:
+                operands.append(match["string"][1:-1])
     return source.strip(), operands
 
 

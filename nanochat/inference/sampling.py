@@ -45,7 +45,8 @@ class SamplingParams:
     grammar: Grammar | None = None      # which tokens may come next; None: any. Not together with tools
 
     def __post_init__(self):
-        assert self.max_tokens >= (self.prompt_logprobs is None) and 0 <= self.temperature < math.inf, self
+        fewest = 1 if self.prompt_logprobs is None else 0  # 0: only the prompt's log-probabilities are asked for
+        assert self.max_tokens >= fewest and 0 <= self.temperature < math.inf, self
         assert (self.top_k or 0) >= 0 and 0 <= self.top_p <= 1, self
         assert self.repetition_penalty > 0 and 0 <= self.min_p <= 1, self
         assert not (self.grammar and self.tools), "no grammar knows what the tool writes"

@@ -59,7 +59,7 @@ class DistAdamW:
             "exp_avg": {s.name: torch.zeros_like(s.master) for s in shards},
             "exp_avg_sq": {s.name: torch.zeros_like(s.master) for s in shards},
         }
-        self.owned: dict[str, dict[str, Tensor]] = {}  # nothing but shards; Muon has whole rows here
+        self.owned: dict[str, dict[str, Tensor]] = {}  # empty: all state is in the shards; NorMuon has whole rows here
         self.counters = {"steps": torch.zeros((), dtype=torch.float32, device=device)}  # applied; exact up to 2^24
 
     @torch.no_grad()

@@ -28,7 +28,7 @@ POLAR_EXPRESS = (
 
 Variant = Literal["muon", "normuon", "muoneq", "muonplus"]
 SECOND_MOMENT_BETA = 0.95  # NorMuon's
-SMALLEST = 1e-20           # squared length of a row or column below which it is not made longer
+SMALLEST = 1e-20           # squared lengths count as at least this, so that nothing is divided by zero
 
 
 def orthogonalize(G: Tensor) -> Tensor:

@@ -144,15 +144,19 @@ def plan_stage(
             messages += latency if c.kind == "all-to-all" else latency * len(stage.units)
         return max(within / cluster.within.bandwidth, between / cluster.between.bandwidth) + messages
 
-    def waits(behind: str, lasting: float) -> float:
-        now = [c for c in sent if c.behind == behind]
-        every = [c for c in now if c.times == layout.micro_steps]  # in each micro-step, the others once
-        # Replicas sum what has been summed within a copy: a unit's sum starts when two more units are computed.
-        again = [c for c in now if c.kind == "all-reduce" and layout.shards > 1 and layout.zero_stage < 3]
-        after = sum(stage.units[: 1 + MAX_IN_FLIGHT]) / total * seconds(again)
-        each = max(seconds(every) - lasting, first * seconds(every))
-        last = max(seconds(now) - lasting, first * seconds(now), after)
-        return (layout.micro_steps - 1) * each + last
+    def waits(behind: str, pass_seconds: float) -> float:
+        """Seconds that the "forward" or "backward" passes of a step, of pass_seconds each, wait for collectives."""
+        concurrent = [c for c in sent if c.behind == behind]
+        repeated = [c for c in concurrent if c.times == layout.micro_steps]  # in each micro-step; the others in one
+        # Replicas add up the sums of shard groups: a unit's sum over the replicas starts when two more units are
+        # computed. So the sums of the last three units to be computed follow the pass.
+        replica_sums = []
+        if layout.shards > 1 and layout.zero_stage < 3:
+            replica_sums = [c for c in concurrent if c.kind == "all-reduce"]
+        following = sum(stage.units[: 1 + MAX_IN_FLIGHT]) / total * seconds(replica_sums)
+        usual_wait = max(seconds(repeated) - pass_seconds, first * seconds(repeated))
+        longest_wait = max(seconds(concurrent) - pass_seconds, first * seconds(concurrent), following)
+        return (layout.micro_steps - 1) * usual_wait + longest_wait
 
     products = max(sum(stage.products) / layout.shards, max(stage.products)) / rate  # a matrix has one owner
     exchange = seconds([c for c in sent if c.kind == "all-to-all"])

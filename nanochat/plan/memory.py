@@ -146,10 +146,11 @@ def gradient_bytes(
     units: list[int], done: int, zero_stage: int, ranks: int, itemsize: int, several: bool
 ) -> float:
     """
-    Bytes of gradients when the backward pass has left units[done:] behind it, in the last micro-step; `several`: of
-    more than one. On more ranks the last two units' gradients travel whole (`zero.MAX_IN_FLIGHT`); on stage 2 the last
-    micro-step begins while two of the micro-step before still travel. On stage 3 one unit's travel; and the gathered
-    parameters count of this unit and of the next one.
+    Bytes of gradients in the last micro-step, when the backward pass has finished units[done:]. several: the step has
+    more than one micro-step. With more than one rank, the two units finished last still hold whole gradients, which are
+    being sent (`zero.MAX_IN_FLIGHT`); on stage 2 these may be units of the micro-step before. On stage 3 only one
+    unit's gradients are being sent, and the gathered parameters count, too: of the unit whose backward pass is next,
+    and of the one after it.
     """
     if ranks == 1:
         zero_stage = 0

@@ -63,11 +63,12 @@ def set_compile(wanted: bool, device_type: str) -> bool:
     """
     switch.on = wanted and device_type in ("cpu", "cuda")
     if switch.on:
-        # What the processor can do, torch has asked it; by default it compiles three large programs to try it as well.
+        # Torch has asked the processor for its vector instructions; by default it also compiles three large programs to
+        # test them.
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-        # A process need not trace graphs with our autograd functions anew, either: what they do is in the key of the
-        # cache, as long as that is operations of torch.
+        # Let the cache on disk also hold graphs with our autograd functions, so that a new process need not trace them
+        # again. Its key covers what these functions do, as long as they call only torch operations.
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
         try:
             compiled(probe)(torch.zeros(64, device=device_type))

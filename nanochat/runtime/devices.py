@@ -9,12 +9,13 @@ from nanochat.runtime.errors import UserError, first_line
 
 def choose_device_type(device_type: str = "") -> str:
     """
-    "cuda", "mps" or "cpu": as asked for, or for "" the best there is. UserError where it is not there, and
-    where GPUs are there that torch cannot use, most often for an old driver, instead of falling back to the CPU.
+    The device type that was asked for; for "" the first of cuda, mps and cpu that this machine has. UserError when it
+    is not available, and when this node has GPUs that torch cannot use (most often because the driver is old): falling
+    back to the CPU would hide that.
     """
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     count = torch.cuda.device_count()
-    if device_type in ("", "cuda") and count and not there["cuda"]:
+    if device_type in ("", "cuda") and count and not available["cuda"]:
         why = "it does not say why"
         try:
             torch.cuda.init()
@@ -23,8 +24,8 @@ def choose_device_type(device_type: str = "") -> str:
         raise UserError(f"this node has {count} GPU(s), which torch {torch.__version__} cannot use: {why}\n"
                         "    `. ./setup.sh` says what suits the driver; --device_type=cpu computes on the CPU")
     if device_type == "":
-        device_type = next(name for name, is_there in there.items() if is_there)
-    if not there[device_type]:
+        device_type = next(name for name, is_available in available.items() if is_available)
+    if not available[device_type]:
         raise UserError(f"device_type={device_type}, but torch finds none here; leave it out for the best there is")
     return device_type
 

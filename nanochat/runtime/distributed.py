@@ -83,10 +83,11 @@ def join(backend: str, rank: int, world_size: int) -> None:
         raise UserError(job_store.get("user error").decode())
     tell_restarts.append(functools.partial(job_store.set, "user error"))
     node = environment_number("GROUP_RANK", 0)
+    processes = gather_objects((node, socket.gethostname(), os.getpid()))
     ranks_of: dict[tuple[int, str], list[str]] = {}
-    for other, (where, process_id) in enumerate(gather_objects(((node, socket.gethostname()), os.getpid()))):
-        ranks_of.setdefault(where, []).append(str(other))
-        if where[0] == node and is_alive(process_id):  # in containers of their own, ranks do not see each other
+    for other, (other_node, host, process_id) in enumerate(processes):
+        ranks_of.setdefault((other_node, host), []).append(str(other))
+        if other_node == node and is_alive(process_id):  # in containers of their own, ranks do not see each other
             node_process_ids.append(process_id)
     hosts = [f"rank {' '.join(ranks)} on {host}" for (_, host), ranks in ranks_of.items()]
     print0(*hosts, sep=", ")
@@ -129,9 +130,9 @@ def is_alive(process_id: int) -> bool:
 
 def compute_cleanup(stop=None) -> None:
     """
-    Leave the process group, when all ranks have come here. stop: the StopRequest of a training script. If only another
-    host was asked to stop, wait for this host's torchrun to ask as well: it may be about to start the ranks again, with
-    hosts that have come, and would take a rank that has ended before for the end of the run.
+    Leave the process group when all ranks are here. stop: the StopRequest of a training script. If only another host
+    got the signal, wait until this host's torchrun sends one, too. This torchrun may be about to restart the ranks with
+    hosts that have joined. If a rank had already ended by then, torchrun would think that the run is over.
     """
     if not dist.is_initialized():
         return

@@ -11,7 +11,7 @@ DELAY = 5  # seconds; what takes less shows nothing
 
 
 class Bar(tqdm):
-    """A bar that the disk of a log may refuse: nothing ends for it."""
+    """A bar that does not end the run when it cannot be written, such as into a log on a full disk."""
 
     def display(self, *args: object, **settings: object) -> None:
         with contextlib.suppress(OSError):

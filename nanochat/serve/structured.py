@@ -44,7 +44,9 @@ def flat(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     inner = value.get(str(value.get("type")))
-    return {"type": value["type"]} | inner if isinstance(inner, dict) else value
+    if not isinstance(inner, dict):
+        return value
+    return {"type": value["type"]} | inner
 
 
 class ResponseFormat(BaseModel):

@@ -6,7 +6,6 @@ Tasks by name, and mixtures of them.
 
 A spec is NAME or NAME:ARGUMENT; [start:stop] after it takes a part, and in a mixture *K after that makes K passes.
 """
-import itertools
 import re
 from collections.abc import Callable
 
@@ -91,17 +90,30 @@ def example_questions(specs: str, count: int = 4) -> list[str]:
     Short held-out questions of a mixture's tasks in turn: what a model that was trained on it can be asked. Only of
     generated tasks; [] where there are none, or where a checkpoint of another version has an unknown spec.
     """
-    found = []
+    questions_of_tasks = []
     for spec in without_parts(specs).split(","):
         if spec.partition(":")[0] in GENERATED:
             try:
                 task = make_task(spec, "test")
             except UserError:  # of another version: there is nothing to suggest
                 return []
-            first = (conversation["messages"][0] for conversation in task)
-            short = (message["content"] for message in first if message["role"] == "user")
-            found.append(itertools.islice((question for question in short if len(question) <= 80), count))
-    return list(itertools.chain.from_iterable(zip(*found)))[:count]
+            questions_of_tasks.append(short_questions(task, count))
+    found = []
+    for one_of_each_task in zip(*questions_of_tasks):
+        found += one_of_each_task
+    return found[:count]
+
+
+def short_questions(task: Task, count: int) -> list[str]:
+    """The first `count` opening messages of a task that are the user's and have at most 80 characters."""
+    found = []
+    for conversation in task:
+        message = conversation["messages"][0]
+        if message["role"] == "user" and len(message["content"]) <= 80:
+            found.append(message["content"])
+        if len(found) == count:
+            break
+    return found
 
 
 def read_spec(spec: str) -> tuple[str, str, re.Match[str]]:

@@ -16,11 +16,15 @@ This keeps apart what a model writes by mistake. It is no sandbox against an att
 - Until its time is over it may use all cores, MAX_PROCESSES times `memory_bytes`, and the disk below its folder. A
   mistake in the kernel can give it everything.
 - Where the kernel has Landlock (Linux 5.13) it writes nowhere but in its folder, though it may change modes and times.
-- All else holds on Linux where namespaces are allowed; in most containers they are not. `Result.unprotected` says what
-  could not be guarded there. "network": it may use it. "processes": what leaves its process group again and again,
-  fast, can stay behind (on macOS a process that leaves it once), and it may end other processes of this user (not from
-  Linux 6.12 on; root becomes nobody for it, if nobody can read Python's library). "files": it writes where this user
-  may. "memory": no limit (macOS).
+- All else holds on Linux where namespaces are allowed; in most containers they are not. `Result.unprotected` lists what
+  could not be guarded:
+
+      "network"      the program may use the network
+      "processes"    a process that leaves the program's process group again and again, fast, can stay behind (on macOS
+                     one that leaves it once). Before Linux 6.12 the program may end other processes of this user; for
+                     root it runs under an unused user id, if that id may read Python's library
+      "files"        the program writes wherever this user may
+      "memory"       there is no memory limit (macOS)
 """
 import ast
 import contextlib
@@ -133,7 +137,8 @@ def supervise() -> None:
     program = os.fork()
     if program == 0:
         return be_the_program(code, folder, out_end, err_end, memory_bytes, max_processes)
-    report = *watch(program, out, err, timeout, max_output_bytes), unprotected
+    limit, status, stdout, stderr = watch(program, out, err, timeout, max_output_bytes)
+    report = (limit, status, stdout, stderr, unprotected)
     with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
         print(repr(report), flush=True)
     os._exit(0)
@@ -213,7 +218,7 @@ def isolate() -> tuple[list[str], int]:
     user = os.geteuid()
     group = os.getegid()
     supervisor_and_init = 2
-    if user == 0:  # the kernel does not count root's processes, but goes by the real id: let that be nobody's
+    if user == 0:  # the kernel limits the processes of a real user id, but not root's: take an unused id
         with contextlib.suppress(OSError):  # a container that has no such id
             os.setresuid(2**30 + os.getpid(), user, user)
     if LIBC.unshare(NAMESPACES) != 0:
@@ -264,8 +269,9 @@ def be_the_program(
     os.dup2(out_end, 1)
     os.dup2(err_end, 2)
     os.closerange(3, 256)
-    user = os.getuid()  # root's is nobody's, see `isolate`; os.access asks for that user
-    if os.geteuid() == 0 != user and os.access(ast.__file__, os.R_OK) and os.access(os.path.dirname(folder), os.X_OK):
+    user = os.getuid()  # for root an unused id, see `isolate`; os.access checks what this user may do
+    has_unused_id = os.geteuid() == 0 and user != 0
+    if has_unused_id and os.access(ast.__file__, os.R_OK) and os.access(os.path.dirname(folder), os.X_OK):
         os.chown(folder, user, user)  # root's rights reach every process and file, so they go
         os.setgroups([])
         os.setresgid(user, user, user)

@@ -35,7 +35,7 @@ SIZES = {"train": 20_000, "test": 2_000}  # words; each is spelled, and counted 
 KINDS = ("spell", "tool", "hand")
 WORDS_KINDS = ("spell",) * 5 + ("tool", "hand")  # nanochat's proportions: 200,000 spellings, 80,000 countings
 TOKEN = re.compile(rb" [A-Za-z][a-z]{2,}")  # a word as text has it, or the beginning of one
-OWN_USES = 0.3  # a token is a word if so much of its use is its own, and not that of longer tokens
+OWN_USES = 0.3  # a token counts as a word if more than this share of its uses is not the start of a longer token
 ONSETS = "b c d f g h j k l m n p r s t v w y z bl br cl cr dr fl gr pl pr qu sh st tr".split()
 VOWELS = "a e i o u".split()
 CODAS = "d k l m n p r s t x".split()
@@ -163,8 +163,8 @@ def token_words(tokenizer: Tokenizer) -> set[str]:
     """
     The words that are tokens, in lower-case letters.
 
-    A token with a blank before it begins a word. It may be a fragment, as " immedi" is: nearly all of its use is that
-    of the longer tokens " immediate" and " immediately". By Zipf's law the use of a token is 1 / its rank.
+    A token with a blank before it begins a word. It may be a fragment, such as " immedi": nearly always it is the start
+    of a longer token, " immediate" or " immediately". How often a token is used is taken from Zipf's law: 1 / its rank.
     """
     ranks = {token: rank for rank, token in enumerate(tokenizer.merges, 1) if TOKEN.fullmatch(token)}
     own = dict.fromkeys(ranks, 1.0)

@@ -199,8 +199,8 @@ def load_checkpoint(checkpoint: Path, device: torch.device) -> tuple[GPT, Tokeni
 
 def choose_start(folder: Path, resume: str, overwrite: bool, resume_from_step: int = -1) -> Path | None:
     """
-    The checkpoint a run continues from, or None to start anew. UserError where checkpoints would have to go, of another
-    run or newer than the step to go back to, unless `overwrite` says so. Nothing is removed here.
+    The checkpoint a run continues from, or None to start anew. UserError, unless `overwrite` is set, when checkpoints
+    are in the way: those of another run, or those newer than resume_from_step. Nothing is removed here.
 
     torchrun starts ranks again after a failure, and when hosts come or go. Such ranks continue from the newest
     checkpoint that the same torchrun's ranks have written, and ignore the settings about resuming; without one they
@@ -263,7 +263,7 @@ def has_written(launchers: list[str], folder: Path) -> bool:
 
 
 def changed_settings(before: dict, now: dict) -> str:
-    """A line for each setting that a resumed run does not share with its checkpoint; it is bit for bit only without."""
+    """A line for each setting that differs from the checkpoint's. Only without such lines is a resumed run exact."""
     before, now = RETIRED_SETTINGS | before, now | RETIRED_SETTINGS
     text = ""
     for name, value in now.items():
