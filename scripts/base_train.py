@@ -222,9 +222,10 @@ stop = StopRequest()
 while True:
     metrics.raise_if_diverged(step)
     last_step = step >= num_iterations
-    stopping = metrics.stop_requested  # all ranks have read the same sum: some rank was sent SIGTERM, SIGINT or SIGHUP
+    stopping = metrics.stop_requested  # read by all ranks from the last step's sum: one got SIGTERM, SIGINT, SIGHUP
 
-    # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
+    # --- checkpoint of the parameters before this step, if one is due. `set_state` says what the saver saves if an
+    # error, for example in an evaluation, ends the run before the next update
     saver.set_state(step, metrics, config=config, total_batch_size=total_batch_size, num_iterations=num_iterations,
                     rate_scales=(lr_scale, decay_scale), data=data, data_state=data_state)
     saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
@@ -259,14 +260,15 @@ while True:
     if last_step:
         break
 
-    # --- one optimizer step. Rank r of N on zero_stage 2 holds all weights in model_dtype and, of every unit
-    # (embedding, block, head), 1/N of the float32 masters and of the optimizer's moments.
+    # --- one optimizer step. N ranks share one copy (shard_size; groups of N are replicas, which add up their sums once
+    # a step). Rank r of N on zero_stage 2 holds all weights in model_dtype and, of every unit (embedding, block, head),
+    # 1/N of the float32 masters and of the optimizer's float32 moments.
     #   forward   before a unit runs, r waits for its weights, whose all-gather began after the last update
     #   backward  a unit's gradients are complete -> reduce-scatter, in every micro-step (on stage 1: in the last):
     #             r receives the sum over the ranks of its 1/N, adds it to its float32 sum, and frees the gradients;
     #             after the last micro-step r waits for the collectives still under way
-    #   reduce    one all-reduce of six numbers: loss, count (1 per rank), squared norm, not finite?, stop?, save?;
-    #             r divides loss and gradients by the count, which is the number of ranks, and clips
+    #   reduce    one all-reduce of six numbers: loss, count (1 for each rank with a loss), squared norm, not
+    #             finite?, stop?, save?; r divides loss and gradients by the sum of the counts and clips
     #   update    AdamW: r updates its 1/N. Muon: the momentum updates of each matrix go to one rank (all-to-all), which
     #             orthogonalizes the matrix and sends the parts back (all-to-all); then r updates its 1/N
     #   gather    r's 1/N of the new weights -> all-gather, unit by unit, while the next step begins; r frees its sum of
@@ -282,7 +284,8 @@ while True:
         step_loss += loss.detach() / filled_steps
         inputs, targets, data_state = next(train_loader)  # read by a thread; the host does not wait for the copy
 
-    # Divides loss and gradients by the sum of the counts; in fine-tuning the count is the number of targets.
+    # reduce_and_clip divides loss and gradients by the sum of the counts. In fine-tuning the count is the number of
+    # targets; here it is 1 for each rank with a loss.
     count = 1.0 if pipeline.is_last else 0.0  # only the last pipeline stage has a loss
     stats = sharding.reduce_and_clip(step_loss, count, grad_clip, stop=stop.asked, save=saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
@@ -290,7 +293,7 @@ while True:
     left = warmdown_left(step, num_iterations, warmdown_ratio)
     momentum = momentum_at(step, left, muon_momentum, final_muon_momentum)
     apply_schedule(optimizers, step, num_iterations, lrm, momentum)
-    saver.clear_state()  # from here to `set_state` no parameters can be saved: they are half updated
+    saver.clear_state()  # from here to `set_state` an error saves nothing: the parameters are half updated
     for optimizer in optimizers:
         optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite
     sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
