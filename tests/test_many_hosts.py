@@ -182,7 +182,7 @@ def test_two_hosts_are_one(base_folder, tmp_path):
             time.sleep(0.1)
     assert [launcher.returncode for launcher in launchers] == [0, 0], log.read_text()
     printed, sent = zip(*(json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)))
-    assert "rank 0 1 on host0, rank 2 3 on host1\n" in printed[0] and not any(printed[1:])
+    assert "ranks 0 to 1 on host0, ranks 2 to 3 on host1\n" in printed[0] and not any(printed[1:])
     assert difference(losses(base_folder, "one"), losses(base_folder, "two")) < 1e-4
     expected = 4 * sum(parameter_counts(config_from_depth(2, vocabulary, TINY["max_seq_len"], arch="classic")))
     for of_rank in sent:

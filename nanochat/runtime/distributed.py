@@ -84,12 +84,12 @@ def join(backend: str, rank: int, world_size: int) -> None:
     tell_restarts.append(functools.partial(job_store.set, "user error"))
     node = environment_number("GROUP_RANK", 0)
     processes = gather_objects((node, socket.gethostname(), os.getpid()))
-    ranks_of: dict[tuple[int, str], list[str]] = {}
+    ranks_of: dict[tuple[int, str], list[int]] = {}
     for other, (other_node, host, process_id) in enumerate(processes):
-        ranks_of.setdefault((other_node, host), []).append(str(other))
+        ranks_of.setdefault((other_node, host), []).append(other)
         if other_node == node and is_alive(process_id):  # in containers of their own, ranks do not see each other
             node_process_ids.append(process_id)
-    hosts = [f"rank {' '.join(ranks)} on {host}" for (_, host), ranks in ranks_of.items()]
+    hosts = [f"ranks {ranks[0]} to {ranks[-1]} on {host}" for (_, host), ranks in ranks_of.items()]
     print0(*hosts, sep=", ")
     watching = None
     if len(hosts) > 1 and environment_number("LOCAL_RANK", 0) == 0:
