@@ -96,7 +96,6 @@ class Engine:
         self, model: GPT, tokenizer: Tokenizer, max_batch: int = 16, prompt_cache_bytes: int = 0,
         max_per_owner: int | None = None,
     ):
-        assert max_batch >= 1
         assert tokenizer.get_vocab_size() == model.config.vocab_size, "a model and another one's tokenizer"
         self.model = CachedModel(model, max_batch)
         self.tokenizer = tokenizer
@@ -123,7 +122,6 @@ class Engine:
         Sample i is the i-th draw of sampling.seed, in any company. Among several owners, the one
         with the fewest places gets the next one that is free.
         """
-        assert num_samples >= 1
         prompt = self.fit(prompt, sampling, truncate)
         # The last token is written, not read: an answer may end one token beyond the context.
         limit = min(sampling.max_tokens, self.context + 1 - len(prompt))
