@@ -17,6 +17,7 @@ from nanochat.data.conversation import render_prompt, render_text
 from nanochat.inference.detokenizer import Delta, parts_of
 from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import SamplingParams
+from nanochat.inference.tools import open_tools
 from nanochat.runtime.console import print0
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
@@ -35,6 +36,7 @@ temperature = 0.6           # [0..] 0: always the most probable token
 top_k = 50                  # [0..] only the k most probable tokens; 0: all
 max_new_tokens = 256        # [1..] of an answer
 seed: int | None = None     # None: another answer every time
+library: str | None = None  # file that `scripts.library` made, for the model to look into; None: Python's, if there is one
 configure(globals())
 
 PROMPT_CACHE_BYTES = 2**29   # for what was read before of the conversation
@@ -49,7 +51,8 @@ stage = latest_stage(model_tag) if source == "auto" else source
 model, tokenizer, meta = load_checkpoint(find_model(stage, model_tag, step), device)
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
 render = render_text if stage == "base" else render_prompt
-engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, PROMPT_CACHE_BYTES)
+engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, PROMPT_CACHE_BYTES,
+                tools=open_tools(library))
 room = min(max_new_tokens, engine.context // 4)  # tokens that an answer should find free
 
 
