@@ -5,16 +5,13 @@ A passage is as many sentences of a paragraph as have 300 characters. Its title 
 heading above it, or else the name of its file. nanochat/inference/library.py reads what is written here.
 """
 import hashlib
-import inspect
 import platform
 import re
-import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 from nanochat.corpus.own_files import KIND, KINDS, file_texts, files_below
-from nanochat.corpus.pydoc import first_paragraph, first_sentence, public_objects
+from nanochat.corpus.pydoc import documentation, first_paragraph, first_sentence
 from nanochat.inference.library import FORMAT, Library, Passage, connect, key_of, last_part, library_path, stems
 from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import locked, recover_folder, write_aside
@@ -104,10 +101,7 @@ def fingerprint(source: str) -> str:
     """Changes with the files that a library is made of: their names, sizes and times."""
     if source == "python":
         return platform.python_version()
-    states = []
-    for file in files_of(Path(source)):
-        status = file.stat()
-        states.append((str(file), status.st_size, status.st_mtime_ns))
+    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files_of(Path(source))]
     return hashlib.sha256(repr(states).encode()).hexdigest()
 
 
@@ -153,20 +147,9 @@ def plain(text: str) -> str:
 
 
 def python_passages() -> Iterator[Passage]:
-    """For each object the first paragraph of its documentation, beginning as tasks/pydoc.py quotes it."""
-    with warnings.catch_warnings(action="ignore"):  # about deprecated modules
-        for name, thing in public_objects():
-            doc = inspect.getdoc(thing) or ""
-            sentence = first_sentence(doc) or ""
-            text = sentence + first_paragraph(doc)[len(sentence):]
-            if text:
-                yield Passage(name, PASSAGE.match(text)[0], place_of(name, thing))
-
-
-def place_of(name: str, thing: object) -> str:
-    """File and line of a function that is written in Python; for anything else how to read about it."""
-    function = inspect.unwrap(thing)
-    if not inspect.isfunction(function):
-        return f"help({name})"
-    file = Path(sys.modules[function.__module__].__file__)
-    return f"{file.relative_to(Path(inspect.__file__).parent)}:{function.__code__.co_firstlineno}"
+    """For each object the first paragraph of its documentation, which begins as tasks/pydoc.py quotes it."""
+    for name, doc in documentation().items():
+        sentence = first_sentence(doc) or ""
+        text = sentence + first_paragraph(doc)[len(sentence):]
+        if text:
+            yield Passage(name, PASSAGE.match(text)[0], f"help({name})")

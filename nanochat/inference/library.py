@@ -25,12 +25,11 @@ except ImportError:  # a Python that was built without it
 
 FORMAT = 1
 COMMAND = "python -m scripts.library --source=…"
-TERMS = 12         # stems of a question that are searched, the rarest: more cost time and find nothing else
 CANDIDATES = 20    # passages that BM25 puts first, compared closely
 ENOUGH = 0.5       # of a question's weight has to be in a passage, or nothing was found
 SIMILAR = 0.85     # of a misspelled title: the least ratio of difflib
 TIME_LIMIT = 0.25  # seconds of a query: it takes milliseconds, but on a slow disk
-LONGEST = 1000     # characters of a question that are read
+LONGEST = 256      # characters of a question that are read
 
 CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # written without blanks: each pair of characters is a word
 WORD = re.compile(rf"(?=([{CJK}]{{2}}))[{CJK}]|([^\W_{CJK}]+)")
@@ -71,11 +70,10 @@ class Library:
         try:
             self.manifest = dict(self.connection.execute("SELECT key, value FROM manifest"))
             self.passages = int(self.manifest["passages"])
-            is_newer = int(self.manifest["format"]) > FORMAT
+            if int(self.manifest["format"]) > FORMAT:
+                raise UserError(f"{path} was made by a newer version of this program: make it again, {COMMAND}")
         except (sqlite3.Error, LookupError, ValueError) as error:
             raise UserError(f"{path} is no library, or damaged ({error}): make it again, {COMMAND}") from error
-        if is_newer:
-            raise UserError(f"{path} was made by a newer version of this program: make it again, {COMMAND}")
         self.connection.set_progress_handler(lambda: time.monotonic() > self.deadline, 10_000)
 
     def lookup(self, title: str) -> Passage | None:
@@ -97,8 +95,6 @@ class Library:
         for stem in set(stems(words[:LONGEST])) - STOP_STEMS:
             counts = self.query("SELECT passages FROM words WHERE word = ?", stem) or [(0,)]
             weights[stem] = math.log(1 + self.passages / (1 + counts[0][0]))
-        rarest = sorted(weights, key=weights.get)[-TERMS:]
-        weights = {stem: weights[stem] for stem in rarest}
 
         def found(text: str) -> float:
             return sum(weights[stem] for stem in weights.keys() & stems(text))
@@ -145,7 +141,7 @@ def stems(text: str) -> list[str]:
 
 def key_of(title: str) -> str:
     """A title as it is compared: "`fs.readFile(path)`" -> "fs.readfile"."""
-    return " ".join(title.partition("(")[0].strip("`*_'\"?!. ").lower().split()) or title
+    return " ".join(title.lower().partition("(")[0].strip("`*_'\"?!. ").split())
 
 
 def last_part(key: str) -> str:
@@ -153,7 +149,9 @@ def last_part(key: str) -> str:
 
 
 # They say how somebody asks, not what about.
-STOP_STEMS = frozenset(stems("""a about am an and are as at be been but by can could describe did do does explain for
-from get had has have how i if in into is it its just like may me mean means meant might my need of on or our please shall
-should show so some tell than that the their them then there these they thing this those to too use used using want was
-we were what when where whether which who whose why will with would you your"""))
+STOP_STEMS = frozenset(stems("""
+a about am an and are as at be been but by can could describe did do does explain for from get had has have how i if in
+into is it its just like may me mean means meant might my need of on or our please shall should show so some tell than
+that the their them then there these they thing this those to too use used using want was we were what when where
+whether which who whose why will with would you your
+"""))
