@@ -15,6 +15,8 @@ from nanochat.inference.sampling import SamplingParams
 
 Json = dict[str, Any]
 
+TIMEOUT = 300.0     # seconds for a request; then its answers end with what they have
+
 
 class ApiError(HTTPException):
     """An error in OpenAI's shape. The official client raises another exception class for each status."""
@@ -27,16 +29,12 @@ class ApiError(HTTPException):
         self.code, self.param = code, param
 
     def body(self) -> Json:
-        kind = "invalid_request_error"
-        if self.status_code >= 500:
-            kind = "server_error"
-        elif self.status_code == 429:
-            kind = "rate_limit_error"
+        kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
 
 def unavailable(message: str) -> ApiError:
-    return ApiError(503, message, "unavailable", headers={"Retry-After": "5"})
+    return ApiError(503, message, headers={"Retry-After": "5"})
 
 
 @dataclass(eq=False)
@@ -44,7 +42,6 @@ class Request:
     """What a client asks for: n choices for each prompt."""
     prompts: list[list[int]]
     sampling: SamplingParams
-    seconds: float                          # after this time its choices end with what they have
     grammar: str | None = None              # what the choices must fit, for llguidance
     n: int = 1
     stop: Sequence[str] = ()
