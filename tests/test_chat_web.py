@@ -353,7 +353,7 @@ def test_the_usage_says_what_was_read_before(server):
     ("functions is not supported", {"extra_body": {"functions": [{"name": "f"}]}}),
     (r"messages.1.role: .*'system', 'developer', 'user'",
      {"messages": [*chat("?"), {"role": "function", "content": "1", "name": "f"}]}),
-    ("no messages", {"messages": []}), ("content must be a text or a list", {"messages": chat(None)}),
+    ("messages: .*at least 1", {"messages": []}), ("content must be a text or a list", {"messages": chat(None)}),
     ("messages.0.content.0.type: .*'text'", {"messages": chat([{"type": "image_url", "image_url": {}}])}),
     (r"This model's maximum context length is 2048 tokens\. However, your messages resulted in 20\d\d tokens",
      {"messages": chat("x" * 2045)}),

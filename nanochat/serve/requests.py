@@ -31,23 +31,13 @@ calculator's and the end token. A parameter that would change the answer and is 
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import from_json
 
-from nanochat.data.conversation import check_conversation, render_prompt, render_text
+from nanochat.data.conversation import render_prompt, render_text
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import SamplingParams
-from nanochat.runtime.errors import UserError
 from nanochat.serve.protocol import ApiError, Json
 from nanochat.serve.structured import AnyResponseFormat, ResponseFormat
 from nanochat.serve.tools import (
@@ -126,19 +116,16 @@ class BaseRequest(BaseModel):
             if newer in fields:
                 fields["max_tokens"] = fields.pop(newer)
         try:
-            return cls.model_validate(defaults | fields)
+            asked = cls.model_validate(defaults | fields)
         except ValidationError as errors:
             error = errors.errors(include_url=False, include_input=False, include_context=False)[0]
             where = ".".join(map(str, error["loc"]))
             raise ApiError(400, f"{where}: {error['msg']}", param=where) from None
-
-    @model_validator(mode="after")
-    def check_supported(self) -> Self:
-        for name, value in self.model_extra.items():
+        for name, value in asked.model_extra.items():
             if value and name not in IGNORED:
                 words = f"{name:.80} is not supported by this server; leave it out"
                 raise ApiError(400, words, "unsupported_parameter", name[:80])
-        return self
+        return asked
 
     def echo_from(self, prompts: list[list[int]]) -> list[int]:
         """For each prompt, from which token on it is repeated; []: no prompt is."""
@@ -186,20 +173,15 @@ class Message(BaseModel):
     parts: Parts = []
     tool_calls: list[ToolCall] | None = None
 
-    @model_validator(mode="after")
-    def check_content(self) -> Self:
-        if not (self.content or self.parts or self.tool_calls):
-            raise ApiError(400, "content must be a text or a list of parts", param="messages")
-        return self
-
     def turn(self) -> Json:
         """As nanochat.data.conversation has it. A function's call and result are parts of the assistant's turn."""
+        if not (self.content or self.parts or self.tool_calls):
+            raise ApiError(400, "content must be a text or a list of parts", param="messages")
         text = "".join(part.text for part in self.content)
         if self.role == "tool":
             return {"role": "assistant", "content": [{"type": "python_output", "text": text}]}
         if self.role != "assistant":
-            role = "system" if self.role == "developer" else self.role
-            return {"role": role, "content": text}
+            return {"role": self.role, "content": text}
         parts = [part.model_dump() for part in self.parts or self.content]
         if self.tool_calls and parts and parts[-1]["type"] == "python":
             parts = parts[:-1]  # a message of this server: its last part is the call
@@ -213,12 +195,6 @@ class ConversationRequest(BaseRequest):
     tools: Tools = []
     tool_choice: ToolChoice = "auto"
 
-    @model_validator(mode="after")
-    def check_tool_choice(self) -> Self:
-        if self.tool_choice not in ("none", "auto") and not self.functions:
-            raise ApiError(400, "tool_choice asks for a function that tools does not have", param="tool_choice")
-        return self
-
     @property
     def functions(self) -> list[Function]:
         if isinstance(self.tool_choice, FunctionName):
@@ -226,6 +202,8 @@ class ConversationRequest(BaseRequest):
         return [] if self.tool_choice == "none" else self.tools
 
     def grammar(self, tokenizer: Tokenizer) -> str | None:
+        if self.tool_choice not in ("none", "auto") and not self.functions:
+            raise ApiError(400, "tool_choice asks for a function that tools does not have", param="tool_choice")
         text = self.format.grammar()
         if not self.functions or self.tool_choice == "auto" and text is None:
             return text
@@ -241,10 +219,6 @@ class ConversationRequest(BaseRequest):
         if self.functions:
             turns.insert(0, {"role": "system", "content": describe(self.functions)})
         conversation = {"messages": turns}
-        try:
-            check_conversation(conversation, self.param, any_order=True)
-        except UserError as error:
-            raise ApiError(400, str(error), param=self.param) from None
         if chats:
             return [render_prompt(tokenizer, conversation, continue_last=True)]
         return [render_text(tokenizer, conversation)]
@@ -252,7 +226,7 @@ class ConversationRequest(BaseRequest):
 
 class ChatRequest(ConversationRequest):
     param: ClassVar[str] = "messages"
-    messages: Annotated[list[Message], FailFast()]
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     format: AnyResponseFormat = Field(ResponseFormat(), alias="response_format")
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)

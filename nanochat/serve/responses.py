@@ -29,7 +29,8 @@ def as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-Items = Annotated[list[Annotated[Message, BeforeValidator(as_message)]], FailFast(), BeforeValidator(as_items)]
+Items = Annotated[
+    list[Annotated[Message, BeforeValidator(as_message)]], Field(min_length=1), FailFast(), BeforeValidator(as_items)]
 
 
 class ResponsesRequest(ConversationRequest):
