@@ -168,19 +168,18 @@ class EngineProcess:
             return
         now = time.monotonic()
         is_due = not engine.busy or now - self.flushed >= FLUSH_EVERY
-        failed: dict[Request, Exception] = {}
         for answer in advanced:
-            choice = self.choices[answer]
+            choice = self.choices.get(answer)
+            if choice is None:  # another answer to the same request has failed
+                continue
             if answer.error:
-                failed[choice.request] = answer.error
+                self.fail(choice.request, answer.error)
                 continue
             choice.add(answer)
             if len(answer.tokens) == 1:     # the first token is sent at once
                 is_due = True
             if choice.chunk.finish_reason and not answer.finish_reason:
                 engine.remove(answer)
-        for request, error in failed.items():
-            self.fail(request, error)
         if is_due:
             self.flush(now)
 

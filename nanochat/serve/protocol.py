@@ -4,7 +4,7 @@ import pickle
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.exceptions import HTTPException
 
@@ -71,7 +71,7 @@ class Chunk:
     logprobs: list[PlacedLogprob] = field(default_factory=list)
     tokens: int = 0                 # those without text count as well
     cached: int = 0                 # tokens of its prompt that were in the prompt cache
-    finish_reason: FinishReason | Literal["tool_calls"] | None = None
+    finish_reason: FinishReason | None = None
 
 
 Chunks = AsyncIterator[list[Chunk]]
