@@ -3,7 +3,7 @@ OpenAI's HTTP interface, as far as it is supported: what a request may say. repl
 
 Extensions:
 
-    top_k, min_p, repetition_penalty   settings of a request: see inference/sampling.py
+    top_k                 only the k most probable tokens; 0 or -1: all
     parts                 of an answer's message, and of an assistant's message in a request: everything in order, as
                           [{"type": "text" | "python" | "python_output", "text": ...}, ...]. What the model has the
                           calculator compute is there, and not in `content`. In a request `parts` (or a list of such
@@ -55,10 +55,9 @@ from nanochat.serve.tools import (
 IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
 }
+NEUTRAL = {"repetition_penalty": 1, "truncation": "disabled"}     # values that ask for nothing, too
 # Fields that SamplingParams has under the same name, with the same meaning.
-SAME = {
-    "temperature", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
-}
+SAME = {"temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"}
 
 
 def as_list(value: Any) -> Any:
@@ -90,10 +89,8 @@ class BaseRequest(BaseModel):
     temperature: float = Field(ge=0)
     top_k: int = Field(ge=-1)
     top_p: float = Field(1.0, ge=0, le=1)
-    min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
     seed: int | None = None
     n: int = Field(1, ge=1)
@@ -122,7 +119,7 @@ class BaseRequest(BaseModel):
             where = ".".join(map(str, error["loc"]))
             raise ApiError(400, f"{where}: {error['msg']}", param=where) from None
         for name, value in asked.model_extra.items():
-            if value and name not in IGNORED:
+            if value and name not in IGNORED and value != NEUTRAL.get(name):
                 words = f"{name:.80} is not supported by this server; leave it out"
                 raise ApiError(400, words, "unsupported_parameter", name[:80])
         return asked
