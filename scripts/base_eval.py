@@ -99,9 +99,9 @@ elif core_metric_max_per_task:
 # --- the usual prompts, greedily
 rows = []
 if rank == 0:
-    for prompt, expected in PROMPTS:
+    for prompt, expected in PROMPTS.items():
         text = sample(model, tokenizer, prompt, sample_tokens)
-        if expected is not None and made is not None:
+        if expected and made is not None:
             text += " ✓" if text.startswith(f" {expected}") else " ✗"
         print0(f"  {prompt}{text}")
         rows.append([prompt, cell(text)])

@@ -15,9 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.corpus import tinyworld_facts
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.corpus.tinyworld import facts
+from nanochat.corpus.tinyworld import COMPUTED, WORDS, facts
 from nanochat.data.conversation import check_conversation
 from nanochat.data.task import Task, reference
 from nanochat.data.tokenizer import get_tokenizer
@@ -203,7 +202,7 @@ def test_arithmetic_holds_out_an_expression_on_every_level_and_in_every_order_of
             expressions |= {problem(parts_of(conversation)[0][1]) for conversation in make_task(spec, split)}
     assert min(map(len, sides.values())) > 5000 and not sides["train"] & sides["test"]
     # Told in the documents of the embedded corpus, so not to be held out.
-    told = {problem(row[0]) for row in tinyworld_facts.ADDITIONS + tinyworld_facts.SUBTRACTIONS}
+    told = {problem(row[0]) for row in COMPUTED["additions"] + COMPUTED["subtractions"]}
     assert not told & sides["test"]
 
 
@@ -264,7 +263,7 @@ def test_what_a_program_prints_is_what_python_prints_and_the_calls_are_what_it_c
 def test_spellingbee_sides_share_no_word_and_test_none_that_the_corpus_spells():
     trained, tested = (set(make_task("spellingbee", split).words) for split in ("train", "test"))
     assert len(trained) == 20_000 and len(tested) == 2_000 and not trained & tested
-    assert set(tinyworld_facts.WORDS) <= trained
+    assert set(WORDS) <= trained
     assert all(re.fullmatch("[a-z]{3,8}", word) for word in trained | tested)
     used = Counter()
     for conversation in make_task("spellingbee", "test"):
@@ -314,7 +313,7 @@ def test_words_are_tokens_and_words_of_several_and_a_word_is_on_one_side_in_all_
     seen = learn_world(base_folder, generated["train"] + generated["test"])
     trained, tested = (set(make_task("words:world", split).words) for split in ("train", "test"))
     assert len(trained) > 1500 and len(tested) > 100 and not trained & tested
-    assert all(split_of(word) == "test" for word in tested) and not set(tinyworld_facts.WORDS) & tested
+    assert all(split_of(word) == "test" for word in tested) and not set(WORDS) & tested
     for split, other in (("train", tested), ("test", trained)):
         assert not other.intersection(make_task("spellingbee", split).words)
     tokenizer = get_tokenizer("world")
