@@ -11,7 +11,7 @@ from itertools import islice
 
 from configurator import configure
 
-from nanochat.corpus.learn_tokenizer import bytes_per_token, train_tokenizer
+from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.data.conversation import plain_text
 from nanochat.data.dataset import iter_texts
 from nanochat.data.tokenizer import tokenizer_dir
@@ -34,7 +34,8 @@ if tokenizer.get_vocab_size() < vocab_size:
 
 # --- how well they do on text they were not learned from
 held_out = list(islice(iter_texts(data, "val"), 1000))
-compression = bytes_per_token(tokenizer.encoding, held_out)
+num_bytes = sum(len(text.encode(errors="replace")) for text in held_out)
+compression = num_bytes / sum(map(len, tokenizer.encode(held_out)))
 print(f"validation split: {compression:.3f} bytes per token")
 learned = f"{tokenizer.get_vocab_size():,} ids learned from `{data}`"
 measured = f"{compression:.3f} bytes per token on its validation split; fingerprint `{tokenizer.fingerprint[:16]}`"

@@ -1,8 +1,6 @@
 """Learning a tokenizer from text, and finding or making the one of a data set."""
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
-
-import tiktoken
 
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.data.dataset import OFFLINE, iter_texts
@@ -84,10 +82,3 @@ def train_tokenizer(data: str, vocab_size: int, more: Iterable[str] = ()) -> Tok
     tokenizer = learn_tokenizer(progress(texts, "reading", "documents"), vocab_size)
     tokenizer.save(tokenizer_dir(data))
     return tokenizer
-
-
-def bytes_per_token(encoding: tiktoken.Encoding, texts: Sequence[str]) -> float:
-    """How many bytes of UTF-8 a token stands for on average: higher is shorter."""
-    num_bytes = sum(len(text.encode(errors="replace")) for text in texts)
-    num_tokens = sum(map(len, encoding.encode_ordinary_batch(list(texts))))
-    return num_bytes / max(num_tokens, 1)

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.runtime.errors import UserError, did_you_mean, first_line
-from nanochat.runtime.files import base_dir, sha256
+from nanochat.runtime.files import base_dir
 
 OFFLINE = ("tinyworld", "python")        # sources that every machine has
 REMOTE = ("fineweb-edu", "climbmix")     # sources that are downloaded as finished shards
@@ -88,13 +88,3 @@ def fingerprint(name: str) -> str:
     """SHA-256 over the shards' SHA-256: equal exactly if the data is. Resuming a run compares it."""
     sums = [shard["sha256"] for shard in load_manifest(name)["shards"]]
     return hashlib.sha256("".join(sums).encode()).hexdigest()
-
-
-def verify(name: str) -> None:
-    """Recompute every checksum of a data set. UserError naming the shards that have changed."""
-    manifest = load_manifest(name)
-    folder = dataset_dir(name)
-    damaged = [shard["file"] for shard in manifest["shards"] if sha256(folder / shard["file"]) != shard["sha256"]]
-    if damaged:
-        raise UserError(f"{len(damaged)} of {len(manifest['shards'])} shards in {folder} are damaged: "
-                        f"{', '.join(damaged)}; delete them and run: {how_to_make(name, manifest['settings'])}")
