@@ -11,7 +11,7 @@ It lies in NANOCHAT_BASE_DIR/data/NAME. HF_ENDPOINT=https://… downloads from a
 """
 from configurator import configure
 
-from nanochat.corpus.make_dataset import make
+from nanochat.corpus.make_dataset import COUNTED, make
 from nanochat.training.report import write_section
 
 # ---- Data
@@ -26,6 +26,8 @@ seed = 42              # of the shuffle, and of tinyworld
 config = configure(globals())
 
 manifest = make(**config)
-body = (f"`{manifest['source']}`: {manifest['documents']:,} documents, {manifest['text_bytes']:,} bytes of text in "
-        f"{len(manifest['shards'])} shards, the last of them for validation")
-write_section("data", "Data", body, data=manifest["name"])
+counts = ", ".join(f"{key}: {manifest[key]:,}" for key in COUNTED)
+summary = (f"{manifest['name']}: {manifest['documents']:,} documents, {manifest['text_bytes'] / 1e6:,.1f} MB of text in "
+           f"{len(manifest['shards']) - 1} training shards and 1 of validation; {counts}")
+print(summary)
+write_section("data", "Data", summary, data=manifest["name"])
