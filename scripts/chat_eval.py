@@ -32,7 +32,7 @@ max_new_tokens = 256        # [1..] tokens of an answer
 configure(globals())
 
 *_, device = compute_init(device_type)
-measured = [task for task in make_tasks(tasks, "test") if task.eval_type]
+measured = make_tasks(tasks, "test")
 if not measured:
     raise UserError(f"tasks={tasks} has nothing that can be measured, only what can be trained on")
 checkpoint = find_model(source, model_tag, step)

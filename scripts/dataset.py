@@ -27,7 +27,7 @@ config = configure(globals())
 
 manifest = make(**config)
 counts = ", ".join(f"{key}: {manifest[key]:,}" for key in COUNTED)
-summary = (f"{manifest['name']}: {manifest['documents']:,} documents, {manifest['text_bytes'] / 1e6:,.1f} MB of text in "
-           f"{len(manifest['shards']) - 1} training shards and 1 of validation; {counts}")
+summary = (f"{manifest['name']}: {manifest['documents']:,} documents, {manifest['text_bytes'] / 1e6:,.1f} MB of text "
+           f"in {len(manifest['shards']) - 1} training shards and 1 of validation; {counts}")
 print(summary)
 write_section("data", "Data", summary, data=manifest["name"])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.exits import install_one_line_errors
-from nanochat.runtime.files import base_dir, locked, sha256, write_text
+from nanochat.runtime.files import base_dir, sha256, write_text
 from nanochat.training.records import newest_step
 
 LOG = "metrics.jsonl"  # beside checkpoints: a resumed run writes its last lines anew
@@ -48,21 +48,15 @@ def unfinished(path: Path) -> str | None:
     return f"{step:,} of {end:,}" if step < end else None
 
 
-def run(command: list[str], lock: Path) -> int:
+def run(command: list[str]) -> int:
     """
     Run a command to its end; its exit code. It is for the command to act on signals, as it may have to save: Ctrl-C
-    reaches it anyway, SIGTERM is passed on. UserError while another process runs the same. The command inherits the
-    open lock file, so that the lock holds until it ends, even if this process is killed.
+    reaches it anyway, SIGTERM is passed on. Nothing is locked here: a training run locks its own folder.
     """
-    try:
-        file = locked(lock, wait=False)
-    except BlockingIOError:
-        raise UserError(f"{lock.stem} is being made by another process; wait for it, or end it") from None
-    with file:
-        child = subprocess.Popen(command, pass_fds=[file.fileno()])
-        signal.signal(signal.SIGINT, lambda *_: None)  # a handler: to ignore it would be passed on to the command
-        signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-        return child.wait()
+    child = subprocess.Popen(command)
+    signal.signal(signal.SIGINT, lambda *_: None)  # a handler: to ignore it would be passed on to the command
+    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    return child.wait()
 
 
 def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> None:
@@ -72,7 +66,7 @@ def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> N
     if path.is_file() and json.loads(path.read_text(encoding="utf-8")) == record:
         print(f"done before: {', '.join(makes)}", flush=True)
         return
-    code = run(command, path.with_suffix(".lock"))
+    code = run(command)
     if code:
         raise SystemExit(code if code > 0 else 128 - code)  # it has said why; by a signal: as a shell would
     record["makes"] = digests(makes)

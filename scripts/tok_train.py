@@ -22,7 +22,7 @@ from nanochat.training.report import settings_table, write_section
 data = "tinyworld"          # data source to learn from
 tasks = ""                  # conversations that are read besides, as in mid_train: words that the data does not have
 # ---- Vocabulary
-vocab_size = 65536          # ids, with the 256 bytes and the special tokens; smaller if the data has fewer merges
+vocab_size = 65536          # [265..] ids, with bytes and special tokens (265); smaller if the data has fewer merges
 config = configure(globals())
 
 # --- learn the merges

@@ -7,12 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import make_sums
 
 import nanochat.runtime.flops
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.data.dataset import iter_texts
-from nanochat.eval.loss_eval import document_nats, evaluate_bpb, first_documents, greedy_completes, sample
+from nanochat.eval.loss_eval import document_nats, evaluate_bpb, greedy_completes, sample
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
@@ -64,16 +62,6 @@ def test_document_nats_and_bytes_are_those_of_each_document_alone_in_windows(mod
         for ids, rows, (nats, count) in zip(documents, windows, results, strict=True):
             assert count == len(TOKENIZER.decode_bytes(ids[1:]))
             assert nats == pytest.approx(sum(nats_one_by_one(model, row) for row in rows), rel=1e-4)
-
-
-def test_the_first_documents_are_whole(base_folder):
-    tokenizer = make_sums(base_folder)
-    texts = list(iter_texts("sums", "val"))
-    ids = [[tokenizer.get_bos_token_id(), *tokenizer.encode(text)] for text in texts]
-    for count in (1, 2, len(texts)):
-        size = sum(map(len, ids[:count]))
-        assert first_documents("sums", tokenizer, size) == first_documents("sums", tokenizer, size - 1) == ids[:count]
-    assert first_documents("sums", tokenizer, 10**9) == ids
 
 
 def test_bits_per_byte_is_nats_over_bytes_without_special_tokens(model):

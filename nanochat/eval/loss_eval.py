@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.data.dataloader import TokenizedShards
 from nanochat.data.padding import Row, padded_batch
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.collectives import all_reduce_sum
@@ -81,13 +80,6 @@ def document_nats(
             its_nats, its_bytes = results[owner]
             results[owner] = its_nats + row_nats, its_bytes + int(row_bytes)
     return results
-
-
-def first_documents(data: str, tokenizer: Tokenizer, most: int) -> list[list[int]]:
-    """Validation documents from the first on, each whole and with its <|bos|>, until they have `most` tokens."""
-    tokens, offsets = TokenizedShards(data, "val", tokenizer).load(0)
-    ends = offsets[1 : 2 + np.searchsorted(offsets[1:], most)]
-    return [tokens[start:end].tolist() for start, end in zip(offsets, ends)]
 
 
 @torch.no_grad()
