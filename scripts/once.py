@@ -37,15 +37,13 @@ def digests(paths: list[str]) -> dict[str, str | None]:
     return {path: digest(base_dir() / path) for path in paths}
 
 
-def unfinished(path: Path) -> str | None:
-    """How far the run in a folder has come by its newest checkpoint, "300 of 700"; None if it has ended or is none."""
+def unfinished(path: Path) -> bool:
+    """Whether the newest checkpoint in a folder is of a run that has not reached its end."""
     newest = newest_step(path)
     if newest is None:
-        return None
+        return False
     meta = json.loads((newest / "meta.json").read_text(encoding="utf-8"))
-    step = meta["step"]
-    end = meta.get("num_iterations", 0)
-    return f"{step:,} of {end:,}" if step < end else None
+    return meta["step"] < meta.get("num_iterations", 0)
 
 
 def run(command: list[str]) -> int:
@@ -73,9 +71,8 @@ def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> N
     for result in makes:
         if record["makes"][result] is None:
             raise UserError(f"{name} has ended without making {result} in {base_dir()}")
-        progress = unfinished(base_dir() / result)
-        if progress:
-            raise UserError(f"{name} was stopped after {progress} steps; the same command goes on")
+        if unfinished(base_dir() / result):  # SIGTERM: it has saved, and ended well
+            raise UserError(f"{name} was stopped before its end; the same command goes on")
     for need in needs:
         if record["needs"][need] is None:  # the command has fetched it
             record["needs"][need] = digest(base_dir() / need)

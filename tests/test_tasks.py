@@ -86,8 +86,6 @@ def test_a_mixture_has_every_conversation_of_every_pass_once_and_an_order_of_its
     assert len({tuple(order) for order in orders}) == 3, "seeds n and -n coincide"
     assert all(Counter(order) == Counter(one_after_the_other) for order in orders)
     assert Mixture(tasks, 0).eval_type is None
-    with pytest.raises(NotImplementedError):
-        Mixture(tasks, 0).evaluate({}, "")
 
 
 def test_nothing_depends_on_hash_randomisation_or_on_who_drew_before():
@@ -501,13 +499,12 @@ def test_humaneval_runs_the_tests_of_its_problem(base_folder):
     assert "def double" in asked(task[0]) and "return" not in asked(task[0])
     body = "return [number + number for number in numbers]"
     whole = f"def double(numbers: List[int]) -> List[int]:\n    {body}"  # the import is in the prompt only
-    for right in (reference(task[0]), whole, f"Sure!\n\n```python\n{whole}\n```\nIt doubles.", f"```py\n{whole}",
-                  f"    {body}\n"):
+    for right in (reference(task[0]), whole, f"Sure!\n\n```python\n{whole}\n```\nIt doubles.", f"```py\n{whole}"):
         assert task.evaluate(task[0], right), right
     for wrong in ("I cannot.", whole.replace("+", "*"), f"{whole}\nimport sys\nsys.exit(0)",
                   f"```python\n{whole.replace('double', 'twice')}\n```", f"{whole}\nassert False"):
         assert not task.evaluate(task[0], wrong), wrong
-    with pytest.raises(UserError, match="only a test split"):
+    with pytest.raises(UserError, match="cannot load the train split of .*humaneval"):
         make_task("humaneval", "train")
 
 
@@ -577,9 +574,6 @@ def test_local_folders_without_the_right_files_say_what_is_missing(base_folder):
     write(base_folder, "gsm8k/main/train-00000-of-00001.parquet", GSM8K)
     with pytest.raises(UserError, match="cannot load the test split of .*tasks/gsm8k/main: Unknown split"):
         make_task("gsm8k", "test")
-    write(base_folder, "humaneval/openai_humaneval/test.jsonl", [{"question": "x", "solution": "y"}])
-    with pytest.raises(UserError, match="humaneval: row 0 is not as expected: KeyError: 'prompt'"):
-        make_task("humaneval", "test")[0]
 
 
 def test_without_a_network_it_says_so_in_one_line():

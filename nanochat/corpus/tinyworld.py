@@ -24,13 +24,12 @@ from typing import NamedTuple
 from nanochat.data.dataset import iter_texts, load_manifest
 from nanochat.data.stable_random import StableRandom
 
-FACT_TOPICS = ("capitals", "elements", "opposites", "calendar", "planets", "colors", "animals", "spelling", "counting",
-               "sums", "equations")
+DATA = tomllib.loads(Path(__file__).with_name("tinyworld.toml").read_text(encoding="utf-8"))
+FACT_TOPICS = tuple(dict.fromkeys(relation["topic"] for relation in DATA["relations"]))
 TOPICS = (*FACT_TOPICS, "stories", "conversations")
 LENGTHS = {**dict.fromkeys(FACT_TOPICS, (3, 7)), "stories": (5, 8), "conversations": (4, 7)}  # sentences, uniform
 NEVER_HELD_OUT = ("counting", "sums", "equations")  # computed: they would outnumber all others
 
-DATA = tomllib.loads(Path(__file__).with_name("tinyworld.toml").read_text(encoding="utf-8"))
 WORDS = DATA["words"].split()
 PROMPTS = DATA["prompts"]  # beginning of a document -> what has to follow; "" where several things may
 SENTENCES = {name: lines.splitlines() for name, lines in DATA["sentences"].items()}

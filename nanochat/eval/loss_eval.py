@@ -11,7 +11,6 @@ from nanochat.data.padding import Row, padded_batch
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.collectives import all_reduce_sum
 from nanochat.runtime.devices import sum_dtype
-from nanochat.runtime.errors import UserError
 from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
 
@@ -22,7 +21,7 @@ def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) 
     Bits per byte over `steps` batches (inputs, targets, …) on every rank: summed over ranks, then divided. COLLECTIVE.
 
     token_bytes: (vocab_size,) raw bytes of each token; targets of zero bytes (special tokens) count neither as nats
-    nor as bytes. UserError when there are no bytes at all.
+    nor as bytes.
     """
     device = next(model.parameters()).device
     bytes_of = torch.from_numpy(token_bytes).to(device)
@@ -35,8 +34,6 @@ def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) 
         total[1] += target_bytes.sum()
     all_reduce_sum(total)
     nats, count = total.tolist()
-    if count == 0:
-        raise UserError("nothing to evaluate: the validation tokens stand for zero bytes of text")
     return nats / math.log(2) / count
 
 
