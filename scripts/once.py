@@ -81,7 +81,7 @@ def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> N
 
 if __name__ == "__main__":
     install_one_line_errors()
-    parser = argparse.ArgumentParser(prog="python -m scripts.once")
+    parser = argparse.ArgumentParser()
     parser.add_argument("name", help="of the record")
     parser.add_argument("--needs", action="append", default=[], metavar="PATH", help="read by the command")
     parser.add_argument("--makes", action="append", default=[], metavar="PATH", help="left when it ends well")

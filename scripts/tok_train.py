@@ -29,8 +29,6 @@ config = configure(globals())
 conversations = make_mixture(tasks, "train", seed=0) if tasks else []
 tokenizer = train_tokenizer(data, vocab_size, map(plain_text, conversations))
 print(f"vocabulary: {tokenizer.get_vocab_size():,} ids in {tokenizer_dir(data)}")
-if tokenizer.get_vocab_size() < vocab_size:
-    print(f"    fewer than the {vocab_size:,} asked for: no other pair of tokens occurs twice in this data")
 
 # --- how well they do on text they were not learned from
 held_out = list(islice(iter_texts(data, "val"), 1000))

@@ -51,9 +51,9 @@ def document_nats(
     documents: list[list[int]],
     token_bytes: np.ndarray,
     tokens_per_forward: int,
-) -> list[tuple[float, int]]:
+) -> list[list[float]]:
     """
-    (nats, bytes) of each whole document, alone, in windows: a row is <|bos|> and the next sequence_len tokens,
+    [nats, bytes] of each whole document, alone, in windows: a row is <|bos|> and the next sequence_len tokens,
     so that every token is a target exactly once. documents: token ids that begin with <|bos|>; special tokens count
     nothing, and neither does the end of the document.
     """
@@ -66,17 +66,13 @@ def document_nats(
         for start in range(0, len(tokens), length):
             owners.append(number)
             rows.append(row_of([bos, *tokens[start : start + length]], 1))
-    results = [(0.0, 0)] * len(documents)
+    totals = torch.zeros(len(documents), 2, dtype=torch.float64)  # nats, bytes
     for indices in progress(batches_by_length(rows, tokens_per_forward), "bits per byte", "batches"):
         inputs, targets = padded(rows, indices, device)
         nats, counts = counted_nats(model, inputs, targets, bytes_of)
-        nats = nats.tolist()
-        counts = counts.tolist()
-        for index, row_nats, row_bytes in zip(indices, nats, counts):
-            owner = owners[index]
-            its_nats, its_bytes = results[owner]
-            results[owner] = its_nats + row_nats, its_bytes + int(row_bytes)
-    return results
+        of_documents = torch.tensor([owners[index] for index in indices])
+        totals.index_add_(0, of_documents, torch.stack([nats, counts], dim=1).cpu().double())
+    return totals.tolist()
 
 
 @torch.no_grad()

@@ -20,8 +20,7 @@ class GSM8K(HubTask):
         return single_turn(row["question"], answer_parts(row["answer"]))
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
-        number = final_number(answer)
-        return number is not None and number == final_number(reference(conversation))
+        return final_number(answer) == final_number(reference(conversation))
 
 
 def answer_parts(answer: str) -> list[dict]:

@@ -10,7 +10,7 @@ class HubTask(Task):
     """
     A data set of the Hugging Face hub: from the folder $NANOCHAT_BASE_DIR/tasks/<folder> if it is there, else from the
     hub. Its rows come in a shuffled order that is always the same, because many data sets are sorted, and the first
-    hundred of them would all be about one subject.
+    hundred of them would all be about one subject. Each data set has a method `convert`: row -> conversation.
 
     The folder has the layout of the hub's repository, one folder for each configuration:
 
@@ -51,10 +51,6 @@ class HubTask(Task):
 
     def conversation(self, index: int) -> Conversation:
         return self.convert(self.rows[int(self.order[index])])
-
-    def convert(self, row: dict) -> Conversation:
-        """The conversation of a row."""
-        raise NotImplementedError
 
 
 class SmolTalk(HubTask):
