@@ -32,7 +32,6 @@ from nanochat.inference.kv_cache import Prefix
 from nanochat.inference.logprobs import TokenLogprob
 from nanochat.inference.prompt_cache import PIECE
 from nanochat.inference.sampling import Grammar
-from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.console import log_error
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
@@ -234,7 +233,7 @@ class EngineProcess:
             return
         log_error("a request failed", error)
         self.send({request.id: ApiError(500, "the model could not answer this request", "internal_error")})
-        self.engine.model.extend(Prefix(), [self.engine.tokenizer.get_bos_token_id()])
+        self.engine.model.extend([(Prefix(), [self.engine.tokenizer.get_bos_token_id()])])
 
     def flush(self, now: float) -> None:
         """Send everything that is new; end the requests whose time is over."""
@@ -263,17 +262,16 @@ def no_place(request: Request) -> ApiError:
 
 
 def load_engine(
-    checkpoint: Path, device_type: str, dtype: str, compile: bool, max_batch: int, workers: int, number: int,
+    checkpoint: Path, device_type: str, dtype: str, max_batch: int, workers: int, number: int,
 ) -> Engine:
     """The engine of worker `number`; the workers take the GPUs in turn or share the cores."""
     os.environ["LOCAL_RANK"] = str(number % max(1, torch.cuda.device_count()))
     *_, device = compute_init(device_type)
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
-    compile = set_compile(compile, device.type)
     model, tokenizer, _ = load_checkpoint(checkpoint, device)
     model = model.eval().to(compute_dtype(dtype, device))
     # One place more than an address may have: a newcomer need not wait for the end of another's answer.
-    return Engine(model, tokenizer, max_batch + 1, PROMPT_CACHE_BYTES, max_batch, compile)
+    return Engine(model, tokenizer, max_batch + 1, PROMPT_CACHE_BYTES, max_batch)
 
 
 def main() -> None:

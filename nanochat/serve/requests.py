@@ -3,7 +3,7 @@ OpenAI's HTTP interface, as far as it is supported: what a request may say. repl
 
 Extensions:
 
-    top_k, min_p, repetition_penalty   settings of a request: see inference/sampling.py
+    top_k                 only the k most probable tokens; 0 or -1: all
     parts                 of an answer's message, and of an assistant's message in a request: everything in order, as
                           [{"type": "text" | "python" | "python_output", "text": ...}, ...]. What the model has the
                           calculator compute is there, and not in `content`. In a request `parts` (or a list of such
@@ -58,11 +58,10 @@ IGNORED = {
 # Values that ask for nothing, of parameters that are not supported. Any other parameter or value is refused.
 NEUTRAL: Json = {
     "modalities": ["text"], "suffix": "", "best_of": 1, "include": [], "truncation": "disabled", "background": False,
+    "min_p": 0, "repetition_penalty": 1,
 }
 # Fields that SamplingParams has under the same name, with the same meaning.
-SAME = {
-    "temperature", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
-}
+SAME = {"temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"}
 
 
 def as_list(value: Any) -> Any:
@@ -93,10 +92,8 @@ class BaseRequest(BaseModel):
     temperature: float = Field(ge=0)
     top_k: int = Field(ge=-1)
     top_p: float = Field(1.0, ge=0, le=1)
-    min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     logit_bias: dict[Annotated[int, Field(strict=False, ge=0)], Annotated[float, Field(ge=-100, le=100)]] = {}
     seed: int | None = None
     n: int = Field(1, ge=1)
