@@ -241,7 +241,7 @@ def test_completions_and_models(server, engines):
     assert "".join(chunk.text for chunk in chunks) == expected[1] and chunks[-1].finish_reason == "length"
 
     sft, rl = server.client.models.list()
-    assert [sft.id, rl.id] == ["tiny-sft", "tiny-rl"]
+    assert [sft.id, rl.id] == ["tiny-sft", "tiny-rl"] and server.client.models.retrieve("tiny-rl") == rl
     assert (sft.context_length, sft.max_tokens, rl.max_tokens) == (2048, 2000, 256)
 
 
@@ -380,6 +380,8 @@ def test_keys_and_models_that_are_unknown(server):
     with pytest.raises(openai.NotFoundError, match="no model 'gpt'; this server has tiny-sft, tiny-rl") as caught:
         server.ask("?", model="gpt")
     assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        server.client.models.retrieve("gpt")
 
 
 def test_requests_that_are_none_leave_nothing_in_the_log(server):

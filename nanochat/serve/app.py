@@ -44,6 +44,7 @@ def create_app(
         Route("/health", api.health),
         Route("/metrics", api.metrics),
         Route("/v1/models", api.list_models),
+        Route("/v1/models/{id}", api.one_model),
         Route("/v1/chat/completions", partial(api.answer, ChatRequest, ChatReply), methods=["POST"]),
         Route("/v1/completions", partial(api.answer, CompletionRequest, Reply), methods=["POST"]),
         Route("/v1/responses", partial(api.answer, ResponsesRequest, ResponsesReply), methods=["POST"]),
@@ -105,6 +106,15 @@ class Api:
     async def list_models(self, http: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self.describe(model) for model in self.models.values()]})
 
+    async def one_model(self, http: HttpRequest) -> Response:
+        return JSONResponse(self.describe(self.find(http.path_params["id"])))
+
+    def find(self, id: str) -> ServedModel:
+        if id not in self.models:
+            words = f"there is no model {id!r:.80}; this server has {', '.join(self.models)}"
+            raise ApiError(404, words, "model_not_found", "model")
+        return self.models[id]
+
     def describe(self, model: ServedModel) -> Json:
         return {
             "id": model.id, "object": "model", "created": 0, "owned_by": "nanochat",
@@ -133,10 +143,7 @@ class Api:
     def read(self, kind: type[BaseRequest], body: bytes, client: str) -> tuple[BaseRequest, ServedModel, Request]:
         """What a body asks for, and its model. ApiError for what cannot be answered."""
         asked = kind.parse(body, self.defaults)
-        if asked.model not in self.models:
-            words = f"there is no model {asked.model!r:.80}; this server has {', '.join(self.models)}"
-            raise ApiError(404, words, "model_not_found", "model")
-        model = self.models[asked.model]
+        model = self.find(asked.model)
         prompts = asked.encode(model.tokenizer, model.chats)
         size = len(prompts) * asked.n
         if size > model.max_choices:

@@ -36,7 +36,7 @@ from nanochat.runtime.console import log_error
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
 from nanochat.runtime.errors import UserError
-from nanochat.serve.protocol import TIMEOUT, ApiError, Batch, Chunk, PlacedLogprob, Request, framed
+from nanochat.serve.protocol import TIMEOUT, ApiError, Batch, Chunk, PlacedLogprob, Request, framed, unavailable
 from nanochat.serve.structured import compile_grammar
 from nanochat.training.checkpoint import load_checkpoint
 
@@ -235,16 +235,21 @@ class EngineProcess:
         """Send everything that is new; end the requests whose time is over, also those that wait for a place."""
         self.flushed = now
         batch: Batch = {}
+        begun = {choice.request.id for answer, choice in self.choices.items() if answer.tokens}
         for answer, choice in list(self.choices.items()):
             request, chunk = choice.request, choice.chunk
             if now - request.started > TIMEOUT and not chunk.finish_reason:
                 choice.finish("length")
                 self.engine.remove(answer)
+                if request.id not in begun:
+                    batch[request.id] = unavailable(f"no place became free within {TIMEOUT:g} s")
             if chunk.finish_reason:
                 del self.choices[answer]
             if chunk.tokens or chunk.finish_reason:
                 choice.chunk = Chunk(chunk.index)
-                batch.setdefault(request.id, []).append(chunk)
+                chunks = batch.setdefault(request.id, [])
+                if isinstance(chunks, list):
+                    chunks.append(chunk)
         self.send(batch)    # even if it is empty: it says that the engine is alive
 
 
