@@ -122,6 +122,7 @@ if made is not None and rank == 0:
     results["their floor"] = floor
     results["excess over the floor"] = f"{bpb - floor:.4f} ({bpb / floor - 1:.1%})"
     results["held-out questions"] = f"{sum(right) / len(right):.1%}"
+    print0(f"excess over the floor: {results['excess over the floor']} bits per byte")
 
 write_section("base_eval", "Base model: evaluation", "\n\n".join([f"Model: {name}.", *tables]), {"base": results},
               data=trained_on, model_tag=checkpoint.parent.name, checkpoint=checkpoint)
