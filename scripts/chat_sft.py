@@ -18,7 +18,6 @@ import torch
 from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import accuracy, evaluate_task
-from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.console import print0
@@ -31,11 +30,10 @@ from nanochat.tasks.common import Mixture
 from nanochat.training.finetuning import (
     choose_epochs_and_rate,
     find_start,
-    load_sharded,
+    load_training,
     plan_steps,
     report_stage,
     require_same_data,
-    resume_training,
     row_length,
     tasks_before,
 )
@@ -97,12 +95,7 @@ print0(f"{len(train_tasks):,} conversations, {num_epochs} x, beginning with {ini
 
 # ---- The model of the stage before, or an interrupted run of this script
 start = find_start("sft", source, model_tag, source_step, resume, overwrite)
-model, tokenizer, sharding = load_sharded(start.begin, device, model_dtype, zero_stage)
-model.activation_checkpointing = activation_checkpointing
-optimizers = setup_optimizers(model, sharding, unembedding_lr, embedding_lr, matrix_lr, lr_scale=init_lr_frac)
-if compiling:
-    model.compile_blocks()
-metrics_state = resume_training(start, sharding, optimizers, config)  # None, if nothing was interrupted
+model, tokenizer, sharding, optimizers, metrics_state = load_training(start, config, device, model_dtype, compiling)
 max_seq_len = row_length(max_seq_len, model)
 
 # ---- What was learned before: some of it again, or it is forgotten

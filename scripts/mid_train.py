@@ -15,7 +15,6 @@ import torch
 
 from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order, pack
 from nanochat.eval.loss_eval import evaluate_bpb
-from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
@@ -25,11 +24,10 @@ from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_mixture, without_parts
 from nanochat.training.finetuning import (
     find_start,
-    load_sharded,
+    load_training,
     plan_steps,
     report_stage,
     require_same_data,
-    resume_training,
     row_length,
 )
 from nanochat.training.metrics import Metrics, require_wandb
@@ -81,12 +79,7 @@ val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # held out: the 
 
 # ---- The base model, or an interrupted run of this script
 start = find_start("mid", source, model_tag, source_step, resume, overwrite)
-model, tokenizer, sharding = load_sharded(start.begin, device, model_dtype, zero_stage)
-model.activation_checkpointing = activation_checkpointing
-optimizers = setup_optimizers(model, sharding, unembedding_lr, embedding_lr, matrix_lr, lr_scale=init_lr_frac)
-if compiling:
-    model.compile_blocks()
-metrics_state = resume_training(start, sharding, optimizers, config)  # None, if nothing was interrupted
+model, tokenizer, sharding, optimizers, metrics_state = load_training(start, config, device, model_dtype, compiling)
 max_seq_len = row_length(max_seq_len, model)
 
 # ---- Data: every rank packs all rows, so every rank knows where the run ends

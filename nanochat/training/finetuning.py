@@ -8,6 +8,7 @@ from safetensors import safe_open
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
+from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.zero import Sharding
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.console import print0
@@ -65,29 +66,30 @@ def find_start(
     return Start(checkpoints, interrupted, origin_of_resumed(meta, source_dir, source_step), meta, True, meta["step"])
 
 
-def load_sharded(
-    begin: Path, device: torch.device, dtype: torch.dtype, zero_stage: int,
-) -> tuple[GPT, Tokenizer, Sharding]:
+def load_training(
+    start: Start, config: dict, device: torch.device, dtype: torch.dtype, compiling: bool,
+) -> tuple[GPT, Tokenizer, Sharding, tuple, dict | None]:
     """
-    (model, tokenizer, sharding) of a checkpoint. The weights come unit by unit, so that no rank holds more than one
-    whole unit beside its shards, in the dtype they were saved in. COLLECTIVE.
+    What a run trains, as the settings of its script say: (model, tokenizer, sharding, optimizers, `Metrics.state`).
+    For an interrupted run also masters and moments are loaded; otherwise the optimizers begin anew, and the state is
+    None. COLLECTIVE.
     """
-    model, tokenizer, _ = load_checkpoint(begin, torch.device("meta"))
-    with safe_open(begin / MODEL_FILE, framework="pt") as stored:
-        sharding = Sharding(model, model.units(), device, dtype, zero_stage, weights=stored.get_tensor)
-    return model, tokenizer, sharding
-
-
-def resume_training(start: Start, sharding: Sharding, optimizers, config: dict) -> dict | None:
-    """
-    Load masters and moments of an interrupted run. Returns its `Metrics.state`, None where no run was interrupted.
-    config: the settings of now, to name the changed ones. COLLECTIVE.
-    """
-    if not start.resumed:
-        return None
-    load_training_state(start.begin, sharding, optimizers)
-    print0(f"resuming from {start.begin}{changed_settings(start.meta['config'], config)}")
-    return start.meta["metrics_state"]
+    model, tokenizer, _ = load_checkpoint(start.begin, torch.device("meta"))
+    # The weights come unit by unit, in the dtype they were saved in: no rank holds more than one whole unit beside its
+    # shards.
+    with safe_open(start.begin / MODEL_FILE, framework="pt") as stored:
+        sharding = Sharding(model, model.units(), device, dtype, config["zero_stage"], weights=stored.get_tensor)
+    model.activation_checkpointing = config["activation_checkpointing"]
+    rates = config["unembedding_lr"], config["embedding_lr"], config["matrix_lr"]
+    optimizers = setup_optimizers(model, sharding, *rates, lr_scale=config["init_lr_frac"])
+    if compiling:
+        model.compile_blocks()
+    metrics_state = None
+    if start.resumed:
+        load_training_state(start.begin, sharding, optimizers)
+        print0(f"resuming from {start.begin}{changed_settings(start.meta['config'], config)}")
+        metrics_state = start.meta["metrics_state"]
+    return model, tokenizer, sharding, optimizers, metrics_state
 
 
 def origin_of_resumed(meta: dict, source: Path, step: int | None) -> str:
