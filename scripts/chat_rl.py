@@ -30,7 +30,7 @@ from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_task, without_parts
 from nanochat.training.finetuning import find_start, load_training, report_stage, require_same_data
 from nanochat.training.metrics import Metrics, require_wandb
-from nanochat.training.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
+from nanochat.training.rollouts import Rollout, rollout_stats, sample_rollouts
 from nanochat.training.saving import CheckpointWriter
 
 # ---- Run
@@ -85,7 +85,7 @@ if problems.eval_type != "generative":
 
 # ---- The model of the stage before, or an interrupted run of this script
 start = find_start("rl", source, model_tag, source_step, resume, overwrite)
-model, tokenizer, sharding, optimizers, metrics_state = load_training(start, config, device, model_dtype, compiling)
+model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype, compiling)
 
 # ---- Problems: which ones each step takes
 schedule = [index for epoch in range(num_epochs) for index in order(len(problems), seed, epoch)]
@@ -112,7 +112,7 @@ def rollouts_of(step: int) -> list[Rollout]:
 right_before = start.meta.get("before") if start.resumed else None  # held-out samples right at the run's beginning
 saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
 metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, 0, model.estimate_flops(),
-                  peak_flops(device, model_dtype), metrics_state)
+                  peak_flops(device, model_dtype), start.metrics_state)
 
 step = start.step
 stop = StopRequest()
@@ -203,11 +203,8 @@ if stopping:
 else:
     results = metrics.results()
     del results["best validation bits per byte"]  # there is none: rewards take its place
-    note = ""
     if eval_every > 0 and right_before:
-        note = f"Held-out {held_out.name}: {describe_change(right_before, right)}.\n\n"
-        print0(note.strip())
         results[f"pass@1 of {held_out.name}, before"] = f"{pass_at(right_before, 1):.1%}"
         results[f"pass@1 of {held_out.name}, after"] = f"{pass_at(right, 1):.1%}"
-    report_stage(start, step, metrics, "chat_rl", "Reinforcement learning", config, results, note)
+    report_stage(start, step, metrics, "chat_rl", "Reinforcement learning", config, results)
 compute_cleanup(stop)

@@ -95,7 +95,7 @@ print0(f"{len(train_tasks):,} conversations, {num_epochs} x, beginning with {ini
 
 # ---- The model of the stage before, or an interrupted run of this script
 start = find_start("sft", source, model_tag, source_step, resume, overwrite)
-model, tokenizer, sharding, optimizers, metrics_state = load_training(start, config, device, model_dtype, compiling)
+model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype, compiling)
 max_seq_len = row_length(max_seq_len, model)
 
 # ---- What was learned before: some of it again, or it is forgotten
@@ -130,7 +130,7 @@ eval_rows_at_once = rows_per_micro_step * world_size
 
 saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
 metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, target_examples_per_step * max_seq_len,
-                  model.estimate_flops(), peak_flops(device, model_dtype), metrics_state)
+                  model.estimate_flops(), peak_flops(device, model_dtype), start.metrics_state)
 shape = dict(device_batch_size=rows_per_micro_step, max_seq_len=max_seq_len, rank=rank, world_size=world_size,
              device=device, pad=True)  # of training and validation
 loader = conversation_loader(conversations, rows, target_examples_per_step, start_step=start.step, **shape)

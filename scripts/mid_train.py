@@ -79,7 +79,7 @@ val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # held out: the 
 
 # ---- The base model, or an interrupted run of this script
 start = find_start("mid", source, model_tag, source_step, resume, overwrite)
-model, tokenizer, sharding, optimizers, metrics_state = load_training(start, config, device, model_dtype, compiling)
+model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype, compiling)
 max_seq_len = row_length(max_seq_len, model)
 
 # ---- Data: every rank packs all rows, so every rank knows where the run ends
@@ -105,7 +105,7 @@ eval_rows_at_once = rows_per_micro_step * world_size
 
 saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
 metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, total_batch_size, model.estimate_flops(),
-                  peak_flops(device, model_dtype), metrics_state)
+                  peak_flops(device, model_dtype), start.metrics_state)
 shape = dict(device_batch_size=rows_per_micro_step, max_seq_len=max_seq_len, rank=rank, world_size=world_size,
              device=device, pad=False)  # of training and validation
 loader = conversation_loader(conversations, rows, rows_per_step, start_step=start.step, **shape)

@@ -49,6 +49,7 @@ class Start(NamedTuple):
     meta: dict              # of `begin`
     resumed: bool           # whether an interrupted run goes on
     step: int               # the first optimizer step to take
+    metrics_state: dict | None  # `Metrics.state` of an interrupted run
 
 
 def find_start(
@@ -61,18 +62,18 @@ def find_start(
     if interrupted is None:
         begin = find_checkpoint(source_dir, source_step, training=False)
         print0(f"starting from {begin}")
-        return Start(checkpoints, begin, from_rank0(describe_checkpoint, begin), read_meta(begin), False, 0)
+        return Start(checkpoints, begin, from_rank0(describe_checkpoint, begin), read_meta(begin), False, 0, None)
     meta = read_meta(interrupted)
-    return Start(checkpoints, interrupted, origin_of_resumed(meta, source_dir, source_step), meta, True, meta["step"])
+    origin = origin_of_resumed(meta, source_dir, source_step)
+    return Start(checkpoints, interrupted, origin, meta, True, meta["step"], meta["metrics_state"])
 
 
 def load_training(
     start: Start, config: dict, device: torch.device, dtype: torch.dtype, compiling: bool,
-) -> tuple[GPT, Tokenizer, Sharding, tuple, dict | None]:
+) -> tuple[GPT, Tokenizer, Sharding, tuple]:
     """
-    What a run trains, as the settings of its script say: (model, tokenizer, sharding, optimizers, `Metrics.state`).
-    For an interrupted run also masters and moments are loaded; otherwise the optimizers begin anew, and the state is
-    None. COLLECTIVE.
+    What a run trains, as the settings of its script say: (model, tokenizer, sharding, optimizers). For an interrupted
+    run also masters and moments are loaded; otherwise the optimizers begin anew. COLLECTIVE.
     """
     model, tokenizer, _ = load_checkpoint(start.begin, torch.device("meta"))
     # The weights come unit by unit, in the dtype they were saved in: no rank holds more than one whole unit beside its
@@ -84,12 +85,10 @@ def load_training(
     optimizers = setup_optimizers(model, sharding, *rates, lr_scale=config["init_lr_frac"])
     if compiling:
         model.compile_blocks()
-    metrics_state = None
     if start.resumed:
         load_training_state(start.begin, sharding, optimizers)
         print0(f"resuming from {start.begin}{changed_settings(start.meta['config'], config)}")
-        metrics_state = start.meta["metrics_state"]
-    return model, tokenizer, sharding, optimizers, metrics_state
+    return model, tokenizer, sharding, optimizers
 
 
 def origin_of_resumed(meta: dict, source: Path, step: int | None) -> str:
@@ -160,11 +159,10 @@ def plan_steps(
 
 def report_stage(
     start: Start, step: int, metrics: Metrics, script: str, title: str, config: dict, results: dict,
-    note: str = "",
 ) -> None:
-    """After the last step: write a stage's section of the report (`note`, then settings), say how to try its model."""
+    """After the last step: write a stage's section of the report, say how to try its model."""
     column = start.checkpoints.parent.name.removesuffix("_checkpoints")
-    write_section(script, title, note + settings_table(config), {column: results}, metrics.path,
+    write_section(script, title, settings_table(config), {column: results}, metrics.path,
                   data=start.meta.get("data"),
                   model_tag=start.checkpoints.name, checkpoint=step_dir(start.checkpoints, step))
     say_how_to_talk(start.checkpoints)

@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,7 @@ def settings_table(config: dict[str, Any]) -> str:
 # ---- Where and with what
 
 def provenance() -> dict[str, str]:
-    """Date, machine, software and commit of this moment."""
+    """Date, machine and commit of this moment."""
     machine = [f"{cpu_model()}, {os.cpu_count()} cores"]
     torch = sys.modules.get("torch")  # a stage that has not imported it has used no GPU
     if torch and torch.cuda.is_available():
@@ -154,7 +153,6 @@ def provenance() -> dict[str, str]:
     return {
         "Date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "Machine": ", ".join(machine),
-        "Software": f"{platform.system()}, Python {platform.python_version()}, torch {version('torch')}",
         "Commit": commit(Path(__file__).resolve().parents[2]),
     }
 

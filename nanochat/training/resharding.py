@@ -114,13 +114,8 @@ def mismatches(
         if here.get(name) != there.get(name):
             found = f"{name} is {there.get(name, 'not')} there, but {here.get(name, 'not')} here"
             yield f"{found} (other depth, arch or dtype?)"
-    # Masters and moments: all elements that this rank keeps must be in some file, in the dtype it keeps.
-    for name, (start, end, tensor) in kept.items():
-        missing = end - start
-        for low, high, piece in overlaps(saved.get(name, []), start, end):
-            missing -= high - low
-            dtype = piece.source.get_slice(name)[:0].dtype
-            if dtype != tensor.dtype:
-                yield f"{name} is {dtype} there, but {tensor.dtype} here"
-        if missing:
+    # Masters and moments, float32 in every run: all elements that this rank keeps must be in some file.
+    for name, (start, end, _) in kept.items():
+        found = sum(high - low for low, high, _ in overlaps(saved.get(name, []), start, end))
+        if found < end - start:
             yield f"{name} is not whole in its optimizer files (other optimizers?)"
