@@ -289,7 +289,7 @@ while True:
     count = 1.0 if pipeline.is_last else 0.0  # only the last pipeline stage has a loss
     stats = sharding.reduce_and_clip(step_loss, count, grad_clip, stop=stop.asked, save=saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
-    lrm = lr_multiplier(step, num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
+    lrm = lr_multiplier(step, num_iterations, warmdown_ratio, warmup_steps, final_lr_frac)
     left = warmdown_left(step, num_iterations, warmdown_ratio)
     momentum = momentum_at(step, left, muon_momentum, final_muon_momentum)
     apply_schedule(optimizers, step, num_iterations, lrm, momentum)

@@ -222,8 +222,6 @@ class DistMuon:
         self.exchanges: dict[tuple[int, int], MatrixExchange] = {}
         self.second_moments: dict[tuple[int, int], Tensor] = {}  # by shape: (owned matrices, longer side), for normuon
         self.owned: dict[str, dict[str, Tensor]] = {}            # the same rows by name, as checkpoints have them
-        if variant == "normuon":
-            self.owned["second_moment"] = {}
 
         ranges_of_shape: dict[tuple[int, int], dict[str, list[ShardRange]]] = {}
         for name, p in sharding.model.named_parameters():
@@ -241,7 +239,7 @@ class DistMuon:
             if variant == "normuon":
                 rows = torch.zeros(len(exchange.owned), max(shape), device=sharding.device)
                 self.second_moments[shape] = rows
-                self.owned["second_moment"] |= dict(zip(exchange.owned, rows))
+                self.owned.setdefault("second_moment", {}).update(zip(exchange.owned, rows))
 
     @torch.no_grad()
     def step(self, stats: StepStats) -> None:

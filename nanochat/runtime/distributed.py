@@ -60,7 +60,7 @@ def compute_init(device_type: str = "") -> tuple[int, int, torch.device]:
     device_type = choose_device_type(device_type)
     rank, world_size = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     device = prepare_device(device_type, environment_number("LOCAL_RANK", 0))
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not dist.is_initialized():
+    if "RANK" in os.environ and not dist.is_initialized():
         join("nccl" if device_type == "cuda" else "gloo", rank, world_size)
     return rank, world_size, device
 

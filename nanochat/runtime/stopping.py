@@ -14,8 +14,8 @@ from nanochat.runtime.console import discard_output, is_rank0, print0
 from nanochat.runtime.distributed import compute_cleanup
 
 T = TypeVar("T")
-# Seconds from a signal to the end of a rank that still waits for its device or for another rank: more than a step takes,
-# less than the --shutdown-timeout=300 of the launchers here.
+# From a signal to the end of a rank that still waits for its device or another rank, in seconds: more than a step
+# takes, less than the --shutdown-timeout=300 of the launchers here.
 STUCK_AFTER = 120
 
 

@@ -116,13 +116,12 @@ def find_checkpoint(folder: Path, step: int | None = None, training: bool = True
         print0(f"warning: {path}: {problem}")
     if steps:
         have = ", ".join(map(str, steps))
-        advice = "; remove them to start anew" if step is None else ""
     else:
         tags = from_rank0(list_tags, folder.parent)
         have = "; ".join(["none", *(f"there is a model {tag}" for tag in tags)])
-        advice = did_you_mean(folder.name, tags)
+        have += did_you_mean(folder.name, tags)
     of_step = "" if step is None else f" of step {step}"
-    raise UserError(f"no valid checkpoint{of_step} in {folder} (steps there: {have}){advice}")
+    raise UserError(f"no valid checkpoint{of_step} in {folder} (steps there: {have})")
 
 
 def model_dir(source: str, model_tag: str | None) -> Path:
@@ -138,9 +137,9 @@ def model_dir(source: str, model_tag: str | None) -> Path:
     return folder / tags[0]
 
 
-def find_model(source: str, model_tag: str | None = None, step: int | None = None, training: bool = False) -> Path:
-    """`find_checkpoint` among those of a training stage, verified for inference unless `training`. COLLECTIVE."""
-    return find_checkpoint(model_dir(source, model_tag), step, training)
+def find_model(source: str, model_tag: str | None = None, step: int | None = None) -> Path:
+    """`find_checkpoint` among those of a training stage, verified for inference. COLLECTIVE."""
+    return find_checkpoint(model_dir(source, model_tag), step, training=False)
 
 
 def latest_stage(model_tag: str | None = None) -> str:
@@ -220,8 +219,8 @@ def choose_start(folder: Path, resume: str, overwrite: bool, resume_from_step: i
     # A run that goes on
     checkpoint = find_checkpoint(folder, resume_from_step if resume_from_step >= 0 else None)
     if not from_rank0(has_training_state, checkpoint):
-        raise UserError(f"{checkpoint} has weights only, as an import has: no run can go on from it; start the next stage "
-                        "from it, or choose another --model_tag")
+        raise UserError(f"{checkpoint} has weights only, as an import has: no run can go on from it; start the next "
+                        "stage from it, or choose another --model_tag")
     newer = [step for step in steps if step > resume_from_step >= 0]
     if newer and not overwrite:
         raise UserError(f"{folder} has newer checkpoints than step {resume_from_step}: {', '.join(map(str, newer))}; "

@@ -95,8 +95,8 @@ def generate(model_tag: str = "") -> Path:
     tables, chapters = [], []
     for path in sorted([*model.parent.glob("*.json"), *model.glob("*.json")], key=order):
         section = json.loads(path.read_text(encoding="utf-8"))
-        made = "; ".join(single_line(value) for value in section["made"].values())
-        chapters += [f"## {single_line(section['title'])}", f"*{made}*", section["body"].strip()]
+        made = "; ".join(section["made"].values())
+        chapters += [f"## {section['title']}", f"*{made}*", section["body"].strip()]
         older = older_model(section)
         if older:  # its results are not this model's, and its log may be another run's by now
             chapters.append(f"**{older}: not in the summary**")
@@ -128,11 +128,6 @@ def summary(tables: Iterable[dict[str, dict[str, float | str]]]) -> str:
     for row, values in rows.items():
         lines.append([cell(row), *(cell(values.get(column, "-")) for column in columns)])
     return "## Summary\n\n" + markdown_table(["", *map(cell, columns)], lines)
-
-
-def single_line(text: object) -> str:
-    """Text on one line."""
-    return " ".join(str(text).split())
 
 
 def settings_table(config: dict[str, Any]) -> str:
