@@ -11,6 +11,7 @@ and choices: `int | None`, `Literal["a", "b"]`.
 
     --key=value   override, or --key value; None goes where the annotation has it
     --flag        short for --flag=True
+    -p value      short for --p=value, where a setting's name is one letter
     --help        the docstring and every setting
 
 Source and values are parsed (`ast`, `tokenize`), never executed.
@@ -196,7 +197,10 @@ def read_arguments(argv: list[str], settings: dict[str, Setting]) -> dict[str, A
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                                      exit_on_error=False)
     for name, setting in settings.items():
-        option = parser.add_argument(f"--{name}", type=functools.partial(choose, setting=setting))
+        spellings = [f"--{name}"]
+        if len(name) == 1:
+            spellings.append(f"-{name}")
+        option = parser.add_argument(*spellings, type=functools.partial(choose, setting=setting))
         if bool in setting.accepts:
             option.nargs, option.const = "?", True
     try:

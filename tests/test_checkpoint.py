@@ -286,7 +286,7 @@ def test_the_choice_of_a_model_is_never_guessed(capsys):
     for arguments, message in (
         (["base"], "2 models in .*: d1, d2; choose one with --model_tag"),
         (["base", "d1", 7], r"no valid checkpoint of step 7 in .* \(steps there: 1\)"),
-        (["base", "d22"], r"there: none; there is a model d1; there is a model d2\); did you mean 'd2'\?$"),
+        (["base", "d22"], r"there: none; there is a model d1; there is a model d2; did you mean 'd2'\?\)$"),
         (["pretrain"], "source=pretrain is unknown"),
     ):
         with pytest.raises(UserError, match=message):
