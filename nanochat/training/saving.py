@@ -47,7 +47,7 @@ from nanochat.training.checkpoint import (
     step_dir,
 )
 from nanochat.training.metrics import Metrics
-from nanochat.training.resharding import counters, kept_state
+from nanochat.training.resharding import kept_state
 
 SAVE_MINUTES = 30  # between checkpoints that no setting asks for: a crash costs half an hour at most
 KEPT_BY_TIME = 2   # checkpoints that only time asked for: newer ones take their place
@@ -309,8 +309,6 @@ def copy_to_host(sharding: Sharding, optimizers) -> Files:
     if sharding.replica == 0:
         number = sharding.pipeline_stage * sharding.shard_count + sharding.shard_rank
         kept = kept_state(sharding, optimizers)
-        if number == 0:
-            kept |= counters(optimizers)
         pieces = {name: (piece.start, piece.end) for name, piece in kept.items()}
         tensors = {name: host_copy(piece.source) for name, piece in kept.items()}
         files[f"optimizer_rank_{number:05d}.safetensors"] = tensors, {"pieces": json.dumps(pieces)}
