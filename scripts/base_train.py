@@ -253,7 +253,7 @@ while True:
                 print0(f"step {step:05d}/{num_iterations:05d} | {name} {core:.4f}")
             if show_samples:
                 with eagerly():
-                    for prompt, _ in until_stopped(PROMPTS):  # on all ranks: they may have to gather units together
+                    for prompt in until_stopped(PROMPTS):  # on all ranks: they may have to gather units together
                         print0(f"  {prompt}{sample(evaluated, tokenizer, prompt, max_tokens=24)}")
     if metrics.stop_requested:  # in an evaluation, which all ranks have left
         continue

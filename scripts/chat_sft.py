@@ -111,7 +111,7 @@ if keep:
 elif earlier and not task_names(earlier) & task_names(tasks):
     print0(f"nothing of {earlier}, which the model was trained on before, is repeated: it will forget much of it; "
            "--keep=1 adds as many conversations from there")
-measured_tasks = [task for task in make_tasks(measured, "test") if task.eval_type]
+measured_tasks = make_tasks(measured, "test")
 
 # ---- Data: every rank knows all rows, so every rank knows where the run ends
 conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1)
