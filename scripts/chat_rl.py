@@ -30,7 +30,7 @@ from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_task, without_parts
 from nanochat.training.finetuning import find_start, load_training, report_stage, require_same_data
 from nanochat.training.metrics import Metrics, require_wandb
-from nanochat.training.rollouts import Rollout, rollout_stats, sample_rollouts
+from nanochat.training.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
 from nanochat.training.saving import CheckpointWriter
 
 # ---- Run
@@ -203,8 +203,11 @@ if stopping:
 else:
     results = metrics.results()
     del results["best validation bits per byte"]  # there is none: rewards take its place
+    note = ""
     if eval_every > 0 and right_before:
+        note = f"Held-out {held_out.name}: {describe_change(right_before, right)}.\n\n"
+        print0(note.strip())
         results[f"pass@1 of {held_out.name}, before"] = f"{pass_at(right_before, 1):.1%}"
         results[f"pass@1 of {held_out.name}, after"] = f"{pass_at(right, 1):.1%}"
-    report_stage(start, step, metrics, "chat_rl", "Reinforcement learning", config, results)
+    report_stage(start, step, metrics, "chat_rl", "Reinforcement learning", config, results, note)
 compute_cleanup(stop)

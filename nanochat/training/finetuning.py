@@ -159,10 +159,11 @@ def plan_steps(
 
 def report_stage(
     start: Start, step: int, metrics: Metrics, script: str, title: str, config: dict, results: dict,
+    note: str = "",
 ) -> None:
-    """After the last step: write a stage's section of the report, say how to try its model."""
+    """After the last step: write a stage's section of the report (`note`, then settings), say how to try its model."""
     column = start.checkpoints.parent.name.removesuffix("_checkpoints")
-    write_section(script, title, settings_table(config), {column: results}, metrics.path,
+    write_section(script, title, note + settings_table(config), {column: results}, metrics.path,
                   data=start.meta.get("data"),
                   model_tag=start.checkpoints.name, checkpoint=step_dir(start.checkpoints, step))
     say_how_to_talk(start.checkpoints)
