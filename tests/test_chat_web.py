@@ -38,7 +38,6 @@ from nanochat.inference.prompt_cache import PIECE
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.runtime.distributed import is_alive
 from nanochat.runtime.errors import UserError
 from nanochat.serve.app import create_app
 from nanochat.serve.engine_process import EngineProcess
@@ -703,6 +702,14 @@ def test_zz_sigterm_lets_answers_end_for_a_while(server):
         with pytest.raises(openai.InternalServerError, match="stopping"):
             waiting.result()
     check_end(server, workers, "tiny-sft, tiny-rl")
+
+
+def is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def check_end(server: Running, workers: list[int], models: str) -> None:

@@ -77,7 +77,7 @@ def test_settings_are_the_plain_assignments_above_the_call_in_source_order(scrip
 
 
 @pytest.mark.parametrize(("argv", "changed"), [
-    (["--depth=4", "--max-seq-len=64", "--rate=3"], {"depth": 4, "max_seq_len": 64, "rate": 3.0}),
+    (["--depth=4", "--max_seq_len=64", "--rate=3"], {"depth": 4, "max_seq_len": 64, "rate": 3.0}),
     (["--total_batch_size=1e6", "--depth=-1", "--clip=None"], {"total_batch_size": 1000000, "depth": -1, "clip": None}),
     (["--name=x=y=z", "--quiet", "--compile=no"], {"name": "x=y=z", "quiet": True, "compile": False}),
     (["--name=None", "--compile=0", "--batch=16"], {"name": "None", "compile": False, "batch": 16}),
@@ -94,6 +94,7 @@ def test_an_override_lands_in_config_and_globals_in_the_settings_type(script, mo
 
 @pytest.mark.parametrize(("argv", "said"), [
     (["--depht=4"], "--depht=4: there is no setting 'depht'; did you mean 'depth'"),
+    (["--max-seq-len=64"], "no setting 'max-seq-len'; did you mean 'max_seq_len'"),
     (["--home=x"], "no setting 'home'"),
     (["--after=5"], "no setting 'after'"),
     (["--depth=2.5"], "--depth=2.5: depth takes int (default: 20)"),
