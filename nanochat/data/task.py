@@ -19,7 +19,7 @@ class Task(Sequence):
     """
     name = ""                                                    # its row in the report
     eval_type: Literal["categorical", "generative"] | None = None  # how it is measured; None: only to train on
-    library: str | None = None                                   # file of the one that answers look into; None: Python's
+    library: str | None = None                                   # file that answers look into; None: Python's
 
     def conversation(self, index: int) -> Conversation:
         """Conversation 0 <= index < len(self): a pure function of the task and the index."""
