@@ -47,7 +47,7 @@ FINISH = """
 CREATE VIRTUAL TABLE temp.vocabulary USING fts5vocab(main, stems, row);
 INSERT INTO words SELECT term, doc FROM temp.vocabulary;
 INSERT INTO manifest SELECT 'passages', count(*) FROM passages;
-CREATE INDEX keys ON passages(key); CREATE INDEX lasts ON passages(last);
+CREATE INDEX keys ON passages(key); CREATE INDEX lasts ON passages(last, key);
 """
 
 

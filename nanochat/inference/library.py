@@ -25,6 +25,7 @@ except ImportError:  # a Python that was built without it
 
 FORMAT = 1
 COMMAND = "python -m scripts.library --source=…"
+TERMS = 5          # stems of a question that passages are chosen by, the rarest: frequent ones take most of the time
 CANDIDATES = 20    # passages that BM25 puts first, compared closely
 ENOUGH = 0.5       # of a question's weight has to be in a passage, or nothing was found
 SIMILAR = 0.85     # of the last part of a misspelled title: the least ratio of difflib
@@ -43,10 +44,11 @@ NAMED = """SELECT title, text, place FROM passages WHERE key = ? OR last = ?
 ORDER BY key = ? DESC, title = ? DESC, length(key), id LIMIT 1"""
 # Of the same module, so that math.cubert is not math.cbrt only because both are of math.
 ALIKE = """SELECT DISTINCT last FROM passages
-WHERE key = ? || last AND substr(last, 1, 1) = ? AND abs(length(last) - ?) < 3"""
-# bm25 is negative, and the smaller the better.
-RANKED = f"""SELECT passages.title, passages.text, place, -bm25(stems) AS score FROM stems
-JOIN passages ON passages.id = stems.rowid WHERE stems MATCH ? ORDER BY score DESC LIMIT {CANDIDATES}"""
+WHERE last BETWEEN ?1 AND ?1 || '\U0010ffff' AND key = ?2 || last AND abs(length(last) - ?3) < 3"""
+# FTS5's rank is its bm25: negative, and the smaller the better.
+RANKED = f"""SELECT title, text, place, -rank FROM passages JOIN
+(SELECT rowid, rank FROM stems WHERE stems MATCH ? ORDER BY rank LIMIT {CANDIDATES}) AS best ON id = best.rowid
+ORDER BY rank"""
 
 
 class Passage(NamedTuple):
@@ -85,7 +87,7 @@ class Library:
             return Passage(*rows[0])
         last = last_part(key)
         parent = key.removesuffix(last)
-        others = self.query(ALIKE, parent, last[:1], len(last))
+        others = self.query(ALIKE, last[:1], parent, len(last))
         nearest = difflib.get_close_matches(last, [other for other, in others], 1, SIMILAR)
         return self.lookup(parent + nearest[0]) if nearest else None
 
@@ -100,7 +102,8 @@ class Library:
             return sum(weights[stem] for stem in weights.keys() & stems(text))
 
         ranking = []
-        for title, text, place, score in self.query(RANKED, " OR ".join(f'"{stem}"' for stem in weights)):
+        rarest = sorted(weights, key=weights.get)[-TERMS:]
+        for title, text, place, score in self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest)):
             # BM25 alone prefers one rare word twice to all words once. The first sentence is what an answer quotes;
             # where two have the same words, the shorter says less besides.
             sentence = SENTENCE.match(text)[0]
