@@ -38,10 +38,11 @@ HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # getElementById
 # stopped -> stop, partitions -> part. Roughly: what counts is that a question's stems are those of a passage.
 SUFFIX = re.compile(r"(?<=\w{3})(?:(?<=([bdgmnprt]))\1(?:ing|ed|er)s?|ies|y|(?:at|it)?(?:ion|or|ive)s?|ings?|ed|e?s"
                     r"|ers?|ly|ments?|e)$")
-SENTENCE = re.compile(r".+?(?:[.!?。！？](?= |$)|$)")
-# "partition" is str.partition, not bytearray.partition.
-NAMED = """SELECT title, text, place FROM passages WHERE key = ? OR last = ?
-ORDER BY key = ? DESC, title = ? DESC, length(key), id LIMIT 1"""
+SENTENCE = re.compile(r".*?(?:[.!?。！？](?= |$)|$)", re.DOTALL)
+# "partition" is str.partition, not bytearray.partition, and "Path.mkdir" is pathlib.Path.mkdir.
+NAMED = """SELECT title, text, place FROM passages
+WHERE last = ?1 AND (key = ?2 OR substr(key, -1 - length(?2)) = '.' || ?2)
+ORDER BY key = ?2 DESC, title = ?3 DESC, length(key), id LIMIT 1"""
 # Of the same module, so that math.cubert is not math.cbrt only because both are of math.
 ALIKE = """SELECT DISTINCT last FROM passages
 WHERE last BETWEEN ?1 AND ?1 || '\U0010ffff' AND key = ?2 || last AND abs(length(last) - ?3) < 3"""
@@ -82,14 +83,16 @@ class Library:
     def lookup(self, title: str) -> Passage | None:
         """The passage of this title; else of the shortest that ends in it; else of one that is written nearly so."""
         key = key_of(title[:LONGEST])
-        rows = self.query(NAMED, key, key, key, title)
+        last = last_part(key)
+        rows = self.query(NAMED, last, key, title)
         if rows:
             return Passage(*rows[0])
-        last = last_part(key)
         parent = key.removesuffix(last)
         others = self.query(ALIKE, last[:1], parent, len(last))
         nearest = difflib.get_close_matches(last, [other for other, in others], 1, SIMILAR)
-        return self.lookup(parent + nearest[0]) if nearest else None
+        if not nearest or nearest[0] == last:  # it is in the index, and its passage cannot be read
+            return None
+        return self.lookup(parent + nearest[0])
 
     def search(self, words: str) -> Passage | None:
         """The best passage about these words; None where none has enough of them."""
