@@ -12,11 +12,11 @@ from typing import Literal
 
 from configurator import configure
 
+from nanochat.corpus.library import open_library
 from nanochat.data.conversation import render_prompt, render_text
 from nanochat.inference.detokenizer import Delta, parts_of
 from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import SamplingParams
-from nanochat.inference.tools import open_tools
 from nanochat.runtime.console import print0
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
@@ -52,7 +52,7 @@ model, tokenizer, meta = load_checkpoint(find_model(stage, model_tag, step), dev
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
 render = render_text if stage == "base" else render_prompt
 engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, PROMPT_CACHE_BYTES,
-                tools=open_tools(library))
+                tools=open_library(library))
 room = min(max_new_tokens, engine.context // 4)  # tokens that an answer should find free
 
 

@@ -23,8 +23,8 @@ from configurator import configure  # isort: split
 
 import torch
 
+from nanochat.corpus.library import open_library
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.inference.tools import open_tools
 from nanochat.runtime.console import print0
 from nanochat.runtime.devices import choose_device_type
 from nanochat.runtime.errors import UserError
@@ -90,7 +90,7 @@ device_type = choose_device_type(device_type)
 if workers == 0:
     workers = torch.cuda.device_count() if device_type == "cuda" else 1
 models = []
-tools = open_tools(library)  # the engines open it as well; here it says where a passage comes from
+tools = open_library(library)  # the engines open it as well; here it says where a passage comes from
 for stage in sources:
     checkpoint = find_model(stage, model_tag, step)
     tag = checkpoint.parent.name

@@ -13,6 +13,8 @@ from pathlib import Path
 from nanochat.corpus.own_files import KIND, KINDS, file_texts, files_below
 from nanochat.corpus.pydoc import documentation, first_paragraph, first_sentence
 from nanochat.inference.library import FORMAT, Library, Passage, connect, key_of, last_part, library_path, stems
+from nanochat.inference.tools import Tools, open_tools
+from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError, first_line
 from nanochat.runtime.files import locked, recover_folder, write_aside
 from nanochat.runtime.progress import progress
@@ -25,12 +27,12 @@ MARKUP = re.compile(r"!?\[([^\]]{0,200})\](?:\([^)]{0,500}\)|\[[^\]]{0,200}\])|`
 # Code and comments are left out: on one line they cannot be read.
 BLOCK = re.compile(r"""
     \A---\n[\s\S]*?\n---$                                        # front matter
-    | ^[ ]{0,3}(```|~~~)[\s\S]*?(?:^[ ]{0,3}\1|\Z)               # code
+    | ^[ ]*```[\s\S]*?(?:^[ ]*```|\Z)                             # code
     | ^[ ]*<!--[\s\S]*?(?:-->|\Z)                                # a comment
     | ^[ ]{0,3}\#{1,6}[ ](?P<heading>.+)
     | ^(?P<underlined>\S.*)\n[=~^-]{3,}\s*$
     | ^[ \t]*(?:(?:[*+•|>-]|\d+[.)])[ \t]+)?                     # the mark of an item, or of a row of a table
-      (?P<paragraph>\S.*(?:\n(?![ ]*(?:[*+•|>-][ \t]|\d+[.)][ ]|\#{1,6}[ ]|```|~~~|[=~^-]{3,}\s*$))[ \t]*\S.*)*)
+      (?P<paragraph>\S.*(?:\n(?![ ]*(?:[*+•|>-][ \t]|\d+[.)][ ]|\#{1,6}[ ]|```|[=~^-]{3,}\s*$))[ \t]*\S.*)*)
     """, re.MULTILINE | re.VERBOSE)
 SCHEMA = """
 PRAGMA journal_mode = OFF; BEGIN;
@@ -38,12 +40,16 @@ CREATE TABLE manifest(key TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE passages(id INTEGER PRIMARY KEY, title TEXT, text TEXT, place TEXT, key TEXT, last TEXT);
 CREATE TABLE words(word TEXT PRIMARY KEY, passages INTEGER) WITHOUT ROWID;
 CREATE VIRTUAL TABLE stems USING fts5(title, text, content='', tokenize='ascii');
+CREATE TEMP TRIGGER fill AFTER INSERT ON passages BEGIN
+    INSERT INTO stems(rowid, title, text) VALUES (new.id, stems(new.title), stems(new.text));
+END;
 """
+INSERT = "INSERT INTO passages VALUES (NULL, ?1, ?2, ?3, key_of(?1), last_part(key_of(?1)))"
 FINISH = """
 CREATE VIRTUAL TABLE temp.vocabulary USING fts5vocab(main, stems, row);
 INSERT INTO words SELECT term, doc FROM temp.vocabulary;
 INSERT INTO manifest SELECT 'passages', count(*) FROM passages;
-CREATE INDEX keys ON passages(key); CREATE INDEX lasts ON passages(last);
+CREATE INDEX names ON passages(last, key);
 """
 
 
@@ -66,27 +72,19 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
     place = library_path(name or source)
     with locked(place.with_name(f".{place.name}.lock")):
         recover_folder(place)  # what a killed process left
-        write_library(place, source, passages)
+        manifest = {"format": FORMAT, "source": source, "fingerprint": fingerprint(source)}
+        with write_aside(place) as aside:
+            database = connect(aside.as_uri())
+            database.create_function("key_of", 1, key_of)
+            database.create_function("last_part", 1, last_part)
+            database.create_function("stems", 1, lambda text: " ".join(stems(text)))
+            database.executescript(SCHEMA)
+            database.executemany("INSERT INTO manifest VALUES (?, ?)", manifest.items())
+            if not database.executemany(INSERT, progress(passages, "reading", "passages")).rowcount:
+                raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
+            database.executescript(FINISH)
+            database.close()
     return place
-
-
-def write_library(path: Path, source: str, passages: Iterator[Passage]) -> None:
-    manifest = {"format": FORMAT, "source": source, "fingerprint": fingerprint(source)}
-    number = 0
-    with write_aside(path) as aside:
-        database = connect(aside.as_uri())
-        database.executescript(SCHEMA)
-        database.executemany("INSERT INTO manifest VALUES (?, ?)", manifest.items())
-        for number, passage in enumerate(progress(passages, "reading", "passages"), start=1):
-            key = key_of(passage.title)
-            row = (number, *passage, key, last_part(key))
-            database.execute("INSERT INTO passages VALUES (?, ?, ?, ?, ?, ?)", row)
-            row = (number, " ".join(stems(passage.title)), " ".join(stems(passage.text)))
-            database.execute("INSERT INTO stems(rowid, title, text) VALUES (?, ?, ?)", row)
-        if not number:
-            raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
-        database.executescript(FINISH)
-        database.close()
 
 
 def changes(library: Library) -> str:
@@ -95,6 +93,14 @@ def changes(library: Library) -> str:
     if library.manifest["fingerprint"] == fingerprint(source):
         return ""
     return f"{source} has changed since {library.path} was made: python -m scripts.library --source={source}"
+
+
+def open_library(file: str | None) -> Tools:
+    """The tools with a library, as `open_tools`; a line where it is not that of the files as they are now."""
+    tools = open_tools(file)
+    if tools.library and (changed := changes(tools.library)):
+        print0(f"warning: {changed}")
+    return tools
 
 
 def fingerprint(source: str) -> str:
@@ -115,15 +121,16 @@ def files_of(source: Path) -> list[Path]:
 def file_passages(source: Path, field: str, encoding: str) -> Iterator[Passage]:
     """The passages of all files; one that cannot be read is printed."""
     for file in files_of(source):
-        name = KIND.sub("", file.name)
+        name = CONTROL.sub("?", str(file.relative_to(source.parent)))
+        stem = KIND.sub("", Path(name).name)
         has_lines = KIND.search(file.name)[1].lower() in ("txt", "md")
         try:
             for row, text in enumerate(file_texts(file, field, encoding, WHOLE), start=1):
-                for title, passage, line in text_passages(text, name):
+                for title, passage, line in text_passages(text, stem):
                     number = line if has_lines else row
-                    yield Passage(title, passage, f"{file.relative_to(source.parent)}:{number}")
+                    yield Passage(title, passage, f"{name}:{number}")
         except Exception as error:  # parsers raise all kinds
-            print(f"{file} is not read: {first_line(error)}")
+            print(f"{name} is not read: {first_line(error)}")
 
 
 def text_passages(text: str, title: str) -> Iterator[tuple[str, str, int]]:
@@ -134,7 +141,7 @@ def text_passages(text: str, title: str) -> Iterator[tuple[str, str, int]]:
     for block in BLOCK.finditer(text):
         heading = block["heading"] or block["underlined"]
         if heading:
-            title = plain(heading).strip("# ") or title
+            title = plain(heading).strip("# ")[:200] or title
         line += text.count("\n", position, block.start())
         position = block.start()
         for passage in PASSAGE.findall(plain(block["paragraph"] or "")):

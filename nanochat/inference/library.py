@@ -25,26 +25,31 @@ except ImportError:  # a Python that was built without it
 
 FORMAT = 1
 COMMAND = "python -m scripts.library --source=…"
+TERMS = 5          # stems of a question that passages are chosen by, the rarest: frequent ones take most of the time
 CANDIDATES = 20    # passages that BM25 puts first, compared closely
 ENOUGH = 0.5       # of a question's weight has to be in a passage, or nothing was found
-SIMILAR = 0.85     # of a misspelled title: the least ratio of difflib
+SIMILAR = 0.85     # of the last part of a misspelled title: the least ratio of difflib
 TIME_LIMIT = 0.25  # seconds of a query: it takes milliseconds, but on a slow disk
 LONGEST = 256      # characters of a question that are read
 
-CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # written without blanks: each pair of characters is a word
-WORD = re.compile(rf"(?=([{CJK}]{{2}}))[{CJK}]|([^\W_{CJK}]+)")
+CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # written without blanks: each character counts as a word
+WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
 HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # getElementById
 # stopped -> stop, partitions -> part. Roughly: what counts is that a question's stems are those of a passage.
 SUFFIX = re.compile(r"(?<=\w{3})(?:(?<=([bdgmnprt]))\1(?:ing|ed|er)s?|ies|y|(?:at|it)?(?:ion|or|ive)s?|ings?|ed|e?s"
                     r"|ers?|ly|ments?|e)$")
-SENTENCE = re.compile(r".+?(?:[.!?。！？](?= |$)|$)")
-# "partition" is str.partition, not bytearray.partition.
-NAMED = """SELECT title, text, place FROM passages WHERE key = ? OR last = ?
-ORDER BY key = ? DESC, title = ? DESC, length(key), id LIMIT 1"""
-ALIKE = "SELECT DISTINCT key FROM passages WHERE substr(key, 1, 1) = ? AND abs(length(key) - ?) < 3"
-# bm25 is negative, and the smaller the better.
-RANKED = f"""SELECT passages.title, passages.text, place, -bm25(stems) AS score FROM stems
-JOIN passages ON passages.id = stems.rowid WHERE stems MATCH ? ORDER BY score DESC LIMIT {CANDIDATES}"""
+SENTENCE = re.compile(r".*?(?:[.!?。！？](?= |$)|$)", re.DOTALL)
+# "partition" is str.partition, not bytearray.partition, and "Path.mkdir" is pathlib.Path.mkdir.
+NAMED = """SELECT title, text, place FROM passages
+WHERE last = ?1 AND (key = ?2 OR substr(key, -1 - length(?2)) = '.' || ?2)
+ORDER BY key = ?2 DESC, title = ?3 DESC, length(key), id LIMIT 1"""
+# Of the same module, so that math.cubert is not math.cbrt only because both are of math.
+ALIKE = """SELECT DISTINCT last FROM passages
+WHERE last BETWEEN ?1 AND ?1 || '\U0010ffff' AND key = ?2 || last AND abs(length(last) - ?3) < 3"""
+# FTS5's rank is its bm25: negative, and the smaller the better.
+RANKED = f"""SELECT title, text, place, -rank FROM passages JOIN
+(SELECT rowid, rank FROM stems WHERE stems MATCH ? ORDER BY rank LIMIT {CANDIDATES}) AS best ON id = best.rowid
+ORDER BY rank"""
 
 
 class Passage(NamedTuple):
@@ -62,7 +67,6 @@ class Library:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lock = threading.Lock()
-        self.deadline = math.inf
         if not path.is_file():
             raise UserError(f"no library {path}: make it, {COMMAND}")
         # immutable: no locks, which some network file systems lack. A library is replaced whole, never changed.
@@ -79,15 +83,16 @@ class Library:
     def lookup(self, title: str) -> Passage | None:
         """The passage of this title; else of the shortest that ends in it; else of one that is written nearly so."""
         key = key_of(title[:LONGEST])
-        rows = self.query(NAMED, key, key, key, title)
+        last = last_part(key)
+        rows = self.query(NAMED, last, key, title)
         if rows:
             return Passage(*rows[0])
-        others = self.query(ALIKE, key[:1], len(key))
-        nearest = difflib.get_close_matches(key, [other for other, in others], 1, SIMILAR)
-        # math.cubert is not math.cbrt, though most of the letters are the same: those of the module.
-        if nearest and difflib.SequenceMatcher(None, last_part(key), last_part(nearest[0])).ratio() > SIMILAR:
-            return self.lookup(nearest[0])
-        return None
+        parent = key.removesuffix(last)
+        others = self.query(ALIKE, last[:1], parent, len(last))
+        nearest = difflib.get_close_matches(last, [other for other, in others], 1, SIMILAR)
+        if not nearest or nearest[0] == last:  # it is in the index, and its passage cannot be read
+            return None
+        return self.lookup(parent + nearest[0])
 
     def search(self, words: str) -> Passage | None:
         """The best passage about these words; None where none has enough of them."""
@@ -100,7 +105,8 @@ class Library:
             return sum(weights[stem] for stem in weights.keys() & stems(text))
 
         ranking = []
-        for title, text, place, score in self.query(RANKED, " OR ".join(f'"{stem}"' for stem in weights)):
+        rarest = sorted(weights, key=weights.get)[-TERMS:]
+        for title, text, place, score in self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest)):
             # BM25 alone prefers one rare word twice to all words once. The first sentence is what an answer quotes;
             # where two have the same words, the shorter says less besides.
             sentence = SENTENCE.match(text)[0]
@@ -122,11 +128,10 @@ class Library:
 
 def connect(address: str) -> "sqlite3.Connection":
     try:
-        connection = sqlite3.connect(address, uri=True, check_same_thread=False, isolation_level=None)
-        connection.execute("CREATE VIRTUAL TABLE temp.probe USING fts5(text)")
-    except (AttributeError, sqlite3.OperationalError) as error:
-        raise UserError(f"a library needs SQLite with FTS5, which this Python lacks ({error})") from error
-    return connection
+        sqlite3.connect(":memory:").execute("CREATE VIRTUAL TABLE probe USING fts5(text)")
+    except Exception as error:
+        raise UserError("a library needs SQLite with FTS5, which this Python lacks; try another Python") from error
+    return sqlite3.connect(address, uri=True, check_same_thread=False, isolation_level=None)
 
 
 def library_path(name: str) -> Path:
@@ -134,9 +139,8 @@ def library_path(name: str) -> Path:
 
 
 def stems(text: str) -> list[str]:
-    """The stems of a text's words in their order: "getElementById sorts 今日は" -> get element by id sort 今日 日は."""
-    words = map("".join, WORD.findall(HUMP.sub(" ", text)))
-    return [SUFFIX.sub("", word.lower()) for word in words]
+    """The stems of a text's words in their order: "getElementById sorts 今日" -> get element by id sort 今 日."""
+    return [SUFFIX.sub("", word.lower()) for word in WORD.findall(HUMP.sub(" ", text))]
 
 
 def key_of(title: str) -> str:

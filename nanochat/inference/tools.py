@@ -27,6 +27,7 @@ class Tools:
     """What an engine can call. library: where passages are looked up; None: nothing is found."""
 
     def __init__(self, library: Library | None = None) -> None:
+        self.library = library
         self.queries: dict[str, Callable[[str], Passage | None]] = {}  # by the name that a call has
         if library:
             self.queries = {"lookup": library.lookup, "search": library.search}
