@@ -1,0 +1,662 @@
+"""
+Looking things up in a library (nanochat/inference/library.py): needs no download.
+
+    "What does str.partition do?"                [lookup(' str.partition')] "Partition the string into three parts …"
+    "How do I split a string at a separator?"    [search(' split string separator')] "Partition the string …"
+
+    lookup, search       test: objects of Python's library that are held out
+    lookup:unknown, search:unknown   the library has nothing: "I do not know. I found nothing about …"
+    lookup:talk          small talk: one sentence says what the model can do
+    lookup:FILE, search:FILE   test only: 200 passages of any library
+
+The name, or the question's words that say something, are copied into the call, and what was found into the answer: the
+whole of it, or its first sentence if a short answer was wanted. Most results in training are about something else, or
+made up, so that only copying helps. A call begins with a blank because words within a text do: copying is then the
+same tokens.
+
+Held-out objects are those of the task pydoc. Made-up names are divided like them, ways to ask by their own hash.
+"""
+import itertools
+import re
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from nanochat.data.conversation import Conversation
+from nanochat.data.stable_random import StableRandom
+from nanochat.data.task import Task, reference
+from nanochat.runtime.errors import UserError
+from nanochat.tasks.common import shuffled, single_turn, split_of, stable_hash, with_tool
+from nanochat.tasks.pydoc import MODULES, documentation, documentation_words, documented
+from nanochat.tasks.spellingbee import CODAS, ONSETS, VOWELS
+from nanochat.tasks.tinyworld import GREETINGS
+
+SIZES = {"train": 20_000, "test": 200}  # conversations, where objects do not give their number
+LONGEST_TITLE = 60                      # characters of a title of FILE that is asked about
+SENTENCE = re.compile(r".+?(?:[.!?](?=\s|$)|。)|.+")
+NOTHING = "nothing"  # what a tool says that has found none
+REFUSAL = "I do not know. I found nothing about {}."
+TALK_ANSWER = "I can look things up, calculate, spell words and tell simple facts, but I cannot talk about that."
+
+# ---- Ways to ask. A fourth of each list is never trained on: half of the test questions are made of these.
+LOOKUP = """
+What does {n} do?
+What is {n} for?
+Tell me what {n} does.
+Explain {n}.
+Describe {n}.
+What do I need {n} for?
+In Python, what does {n} do?
+What can I do with {n}?
+{n}?
+Please explain {n}.
+What is {n}?
+What is a {n}?
+Who is {n}?
+Tell me about {n}.
+Look up {n}.
+Please look up {n}.
+Can you explain {n}?
+Can you look up {n}?
+Could you tell me what {n} is?
+Do you know {n}?
+Do you know what {n} does?
+I want to know about {n}.
+I would like to know what {n} does.
+I need help with {n}.
+Help me with {n}.
+How does {n} work?
+How do I use {n}?
+How is {n} used?
+What about {n}?
+What happens in {n}?
+What is meant by {n}?
+What does {n} mean?
+What does it mean: {n}?
+What do you know about {n}?
+What do my notes say about {n}?
+What does the documentation say about {n}?
+What is written about {n}?
+What is the purpose of {n}?
+What is the use of {n}?
+When do I use {n}?
+When would I need {n}?
+Why would I use {n}?
+Give me the description of {n}.
+Give me a summary of {n}.
+Show me {n}.
+Show me what is known about {n}.
+I do not understand {n}.
+I saw {n} somewhere. What is it?
+I found {n} in a program. What does it do?
+My teacher asks what {n} does.
+Define {n}.
+Say what {n} does.
+Read me the passage about {n}.
+What does "{n}" mean?
+What is `{n}`?
+Explain "{n}" to me.
+What does {n}() do?
+What is {n}, please?
+Which purpose does {n} have?
+Information on {n}, please.
+""".strip().splitlines()
+FOLLOW_UP = """
+And what about {n}?
+And {n}?
+What about {n}?
+Now {n}.
+And what is {n}?
+And what does {n} do?
+The same for {n}, please.
+Then what is {n}?
+Thank you. And {n}?
+Good. What about {n}?
+And now {n}, please.
+I see. And {n}?
+""".strip().splitlines()
+# {v}: a verb and what comes after it, {t}: the same in the third person.
+SEARCH_DOING = """
+How do I {v}?
+How can I {v}?
+How do you {v}?
+How would I {v}?
+How can one {v}?
+How to {v}?
+Which function {t}?
+Which method {t}?
+What {t}?
+Which one {t}?
+What can {v}?
+What do I use to {v}?
+What do I need to {v}?
+What should I use to {v}?
+What is there to {v}?
+What is used to {v}?
+I want to {v}.
+I need to {v}. What can I use?
+I would like to {v}. How?
+I have to {v}.
+Is there a function that {t}?
+Is there something that {t}?
+Is there a way to {v}?
+Do you know a way to {v}?
+Do you know what {t}?
+Tell me how to {v}.
+Tell me what {t}.
+Show me how to {v}.
+Find something that {t}.
+Find a function to {v}.
+Search for something that {t}.
+Search for a way to {v}.
+Can you help me to {v}?
+My program must {v}. How?
+Name a function that {t}.
+What is the name of the function that {t}?
+In Python, how do I {v}?
+Please find out how to {v}.
+""".strip().splitlines()
+SEARCH_ABOUT = """
+Search for {a}.
+Find {a}.
+Please search for {a}.
+Is there anything about {a}?
+Is there something about {a}?
+Find something about {a}.
+Where can I read about {a}?
+Where do I find {a}?
+Where is {a}?
+What have you got about {a}?
+Which passage is about {a}?
+Look for {a}.
+Do my notes say anything about {a}?
+Who invented {a}?
+Who wrote {a}?
+Who knows {a}?
+When did {a} begin?
+When was {a} made?
+Why is {a} so {g}?
+Why does {a} {g}?
+How old is {a}?
+How do I cook {a}?
+How much does {a} cost?
+How many people live in {a}?
+How far is {a} from {W}?
+How do I repair {a}?
+Where can I buy {a}?
+Which color has {a}?
+Which {g} is the largest in {a}?
+Who is the president of {a}?
+What happened in {a} in {d}?
+What did {W} say about {a}?
+What is the price of {a}?
+What is the difference between {a} and the {g}?
+""".strip().splitlines()
+SHORTLY = (" Briefly, please.", " In one sentence.", " In short.", " Just one sentence, please.", " Be brief.")
+TALK = """
+How is the weather?
+How is the weather in {W}?
+Will it rain tomorrow?
+Is it cold outside?
+Tell me a joke.
+Do you know a good joke?
+Make me laugh.
+Tell me a story.
+Tell me a story about a {g}.
+Write a poem.
+Write a poem about the {g}.
+Write a letter to my {g}.
+Write an essay.
+Sing a song.
+Let us play a game.
+Do you want to play chess?
+I am sad.
+I am happy today.
+I am tired.
+I am bored.
+I am hungry.
+I am lonely.
+I feel bad.
+I feel great.
+I have a headache.
+I love you.
+I hate you.
+I like {g}s.
+My {g} is broken.
+My dog is sick.
+I had a bad day.
+I lost my {g}.
+I bought a new {g}.
+I am going to {W}.
+Do you love me?
+Do you like music?
+Do you like {g}s?
+Do you sleep?
+Do you dream?
+Do you have friends?
+Do you have feelings?
+Are you happy?
+Are you bored?
+What do you think of politics?
+What do you think of {W}?
+What do you think about the {g}?
+What is your opinion?
+What is your favorite color?
+What is your favorite {g}?
+What should I eat today?
+What should I do?
+What should I wear?
+What are you doing?
+What did you do yesterday?
+What time is it?
+What day is it today?
+What is in the news?
+What is the meaning of life?
+How are you?
+How are you today?
+How do you feel?
+How was your day?
+Who will win the election?
+Who do you like most?
+Where do you live?
+Can you cook?
+Can you drive a car?
+Can you keep a secret?
+Can you see me?
+Can you translate this?
+Translate this into French.
+Draw a picture of a {g}.
+Give me some advice.
+Give me a tip.
+Recommend a movie.
+Call my mother.
+Set an alarm.
+Play some music.
+Open the door.
+Wake me up at {d}.
+Buy me a {g}.
+Guess what happened.
+Say something.
+Say something nice.
+Let us talk.
+Nice to meet you.
+You are funny.
+You are stupid.
+That is wrong.
+That is nice.
+That was not helpful.
+Why?
+Really?
+Ok.
+Lol.
+Never mind.
+Forget it.
+See you tomorrow.
+Good night.
+Good bye.
+Should I marry {W}?
+Is {W} a good person?
+Will I be rich?
+Which party should I vote for?
+""".strip().splitlines()
+
+# ---- Names and texts. {w}: made of syllables, {r}: of random letters and digits, {d}: a number, {g}: an English word,
+# {p}: a word of the documentation, {c}: a piece of it as it stands there, {m}: a module, {z}: Chinese, {n}: an object's
+# name. A capital draws the same, with a capital letter.
+NAMES = """
+{w}
+{w}
+{W}
+{r}
+{r}
+{w}.{w}
+{m}.{w}
+{m}.{p}_{w}
+{m}.{W}.{w}
+{w}.{r}
+{w}_{w}
+{p}_{r}
+{w}_{d}
+{W}{W}
+{W}{P}
+{w}{d}
+{w}-{w}
+{w}-{d}
+{R}-{d}
+{r}-{r}
+{W} {W}
+{W} {G}
+{G} {d}
+{P} {R}
+{g} {g}
+{w} {g}
+{w} {w}
+the {g} {w}
+{W} and {W}
+{z}
+{z}{z}
+{w}.md
+{d}-{g}.txt
+--{p}-{w}
+{W}'s {g}
+""".strip().splitlines()
+THINGS = """
+the {g}
+the {g} {g}
+{g}s
+{W}
+{W} {W}
+the {w}
+{w}s
+the {g} of {W}
+{p} {p}
+a {w} {g}
+the {R}-{d}
+{g} and {g}
+the {g} in {W}
+{z}
+""".strip().splitlines()
+SENTENCES = """
+{W} {W} lives in {W} and has {d} {g}s.
+The {g} of the {g} is {d} {w}s long.
+The {w} is a {g} {g} from {W}.
+{W} was made in {d} by {W} {W}.
+Meet {W} at {d} in the {g} {g}.
+Mix {d} grams of {g} with the {w} and wait for {d} minutes.
+Call {W} before the {g}, number {d}-{d}.
+The {R}-{d} has {d} {g}s and a {w}.
+Set {w}_{w} = {d} in {w}.{r}.
+Use {n} to {p} the {p} of {w}.
+The {g} is {g}, but the {w} is not.
+If {w} is {r}, {p} the {p}; otherwise call {n}({w}, {d}).
+{W} means {g} {g} in the language of {W}.
+{Z}是{z}{z}。
+{W} is {z} in Chinese.
+Version {d}.{d} fixes the {w} and adds the option --{w}.
+In {d} the {g} cost {d} {w}s, in {d} only {d}.
+{G}, {g}, {w} and {g} are kinds of {w}.
+Our {g} {w} won against {W} by {d} to {d}.
+The {g} grows near {W} and is {g} in winter.
+""".strip().splitlines()
+GENERAL = """air animal answer apple arm autumn baby bag ball bank bath bed bell big bird black blue boat body book box
+boy bread bridge bright brother brown bus butter cake camera car cat chair cheap cheese chicken child church city clean
+clock cloud coat coffee cold color computer corn country cup dark daughter day deep desk doctor dog door dream dress dry
+ear early egg eye face family farm fast father field fire fish floor flower food foot forest friend fruit garden girl
+glass gold grass green ground hand happy hat head heart heavy hill holiday horse hospital hot hour house ice island
+journey juice key king kitchen lake lamp language large leaf letter light lion long machine market meat milk mirror
+money month moon morning mother mountain mouse mouth music name neck new night nose ocean office oil old onion orange
+paint paper park pen pepper picture plane plant plate poor potato price queen quick quiet radio rain red rice rich ring
+river road roof room rose round salt sand school sea season shadow sheep ship shirt shoe shop short silver sister slow
+small snow soap soft son soup spoon spring star station stone storm street strong sugar summer sun sweet table tall taxi
+tea teacher tent thick thin ticket tomato tooth tower town train tree uncle valley village wall warm watch water weak
+week white wide wind window wine winter wolf wood wool world year yellow young""".split()
+CHINESE = "天地人山水火木金土日月年上下大小中國国家学生老师朋友城市北京东南西海江河湖花草鸟鱼马牛羊米面茶酒书画字文语言红黄蓝白黑春夏秋冬早晚高长短新旧多少好爱心手口目耳足车船路门窗"
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz" * 3 + "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789" * 2
+# Verbs that documentation begins with, in the imperative or the third person.
+VERBS = frozenset("""accept acquire add append apply arrange assert attach attempt block build calculate call cancel
+change check choose clear close combine compare compile compute concatenate configure connect construct convert copy
+count create decode decompress decrease define delegate delete describe determine disable disassemble disconnect discard
+display divide do duplicate emit empty enable encode ensure enter escape evaluate exchange execute exit expand export
+extend extract fetch fill filter find finish flush force format generate get give group guess handle implement import
+increase indicate initialize insert install invert iterate join kill list load locate lock log look lower make map match
+merge modify monitor move multiply normalize notify obtain open pack pad parse partition perform pop prepare print
+process produce provide push put quote raise read receive record register release remove rename repeat replace report
+represent reset resize resolve restore retrieve return reverse rotate round run save schedule search seek select send
+serialize set shift show shuffle shut signal skip sleep sort split start stop store strip subtract suspend swap switch
+take terminate test transform translate truncate try unpack update use validate verify wait wake wrap write
+yield""".split())
+# Not searched for: what says how somebody asks.
+STOP_WORDS = frozenset("""a about also am an and another any anything are as at be been but by can could did do does
+either find for found from function functions get gets given good got had has have have hello help hey hi how i if in
+into is it its just know like look may me means method might morning must my name nanochat need not notes of on one or
+our out passage please program python read same say search should show so some something such tell than that the their
+them then there they this to too two use used using want was way we were what when where whether which who why will with
+would you your briefly brief short sentence""".split())
+WORD = re.compile(r"\w+(?:[-._/']\w+)*")
+
+
+class Turn(NamedTuple):
+    question: str
+    answer: str | list[dict]
+    right: list[str]  # texts of answers that are right
+
+
+class Lookup(Task):
+    """tool: "lookup" or "search". argument: "", "unknown", "talk" or a library's file."""
+    eval_type = "generative"
+
+    def __init__(self, tool: str, argument: str, split: str) -> None:
+        self.tool = tool
+        self.kind = argument
+        self.split = split
+        self.name = f"{tool.capitalize()} {argument}".rstrip()
+        self.passages = None  # (title, text) that are asked about; None: drawn
+        if argument not in ("", "unknown", "talk"):
+            self.passages = passages_of(tool, Path(argument).expanduser(), split)
+        elif not argument and split == "test":
+            self.passages = [item for item in objects("test") if tool == "lookup" or what_is_asked(item[1])]
+
+    def __len__(self) -> int:
+        return SIZES[self.split] if self.passages is None else len(self.passages)
+
+    def conversation(self, index: int) -> Conversation:
+        """One question in four comes after another one."""
+        rng = StableRandom(f"{self.tool}:{self.kind}:{self.split}:{index}")
+        turns = []
+        follows = False
+        if not rng.below(4):
+            kind = rng.choice(("lookup", "lookup", "search", "talk"))
+            follows = kind == self.tool == "lookup" and rng.below(3) > 0
+            turns.append(draw_turn(rng, kind, "train", found=short_passage(rng)))
+        passage = self.passages[index] if self.passages else None
+        found = NOTHING if self.kind == "unknown" else None
+        kind = "talk" if self.kind == "talk" else self.tool
+        turns.append(draw_turn(rng, kind, self.split, passage, found, follows))
+        messages = []
+        for turn in turns:
+            messages += single_turn(turn.question, turn.answer)["messages"]
+        return {"messages": messages, "right": turns[-1].right}
+
+    def evaluate(self, conversation: Conversation, answer: str) -> bool:
+        """To the letter: the passage, or its first sentences; a refusal and nothing else; the sentence for small talk."""
+        said = " ".join(answer.split())
+        if self.kind == "unknown":  # how the unknown thing is spelled does not matter
+            start = REFUSAL.partition(" {}")[0]
+            return said.startswith(start) and len(said) < len(reference(conversation)) + 20
+        return said in conversation["right"]
+
+
+def draw_turn(rng: StableRandom, kind: str, split: str, passage: tuple[str, str] | None = None,
+              found: str | None = None, follows: bool = False) -> Turn:
+    """
+    A question and its answer. passage: (title, text) to ask about; found: what the tool finds; both are drawn where they
+    are None. follows: asked as a second question.
+    """
+    if kind == "talk":
+        return Turn(ask(rng, TALK, split), TALK_ANSWER, [TALK_ANSWER])
+    if passage:
+        found = passage[1]
+    elif found is None:
+        found = draw_text(rng)
+        if not rng.below(7):
+            found = NOTHING
+        elif rng.below(10) < 3:  # the truth
+            passage = rng.choice(objects("train"))
+            found = passage[1]
+    if kind == "lookup":
+        asked = passage[0] if passage else draw_name(rng, split)
+        question = ask(rng, FOLLOW_UP if follows else LOOKUP, split, n=asked)
+    else:
+        question = draw_question(rng, split, passage[1] if passage else None)
+        asked = " ".join(word for word in re.findall(WORD, question) if word.lower() not in STOP_WORDS)
+    if found == NOTHING:
+        text = REFUSAL.format(asked)
+        right = [text]
+    else:
+        right = list(itertools.accumulate(re.findall(SENTENCE, found)))
+        text = found
+        if not rng.below(6 if len(right) == 1 else 2):
+            if question[-1] not in "?.":
+                question += "?"
+            question += rng.choice(SHORTLY)
+            text = right[0]
+    quote = '"' if "'" in asked else "'"
+    return Turn(question, with_tool(f"{kind}({quote} {asked}{quote})", found, text), right)
+
+
+def ask(rng: StableRandom, ways: list[str], split: str, **slots: str) -> str:
+    """A question in one of the ways of a split, sometimes in lower case, without its mark, or after a greeting."""
+    ranked = sorted(ways, key=stable_hash)
+    held_out = len(ways) // 4
+    if split == "train":
+        way = rng.choice(ranked[held_out:])
+    else:
+        way = rng.choice(ranked[:held_out] if rng.below(2) else ranked)
+    if not rng.below(4):
+        way = way[0].lower() + way[1:]
+    if not rng.below(4):
+        way = way.rstrip("?.")
+    if not rng.below(8):
+        way = rng.choice(GREETINGS) + way
+    return fill(rng, way, **slots)
+
+
+def draw_question(rng: StableRandom, split: str, text: str | None) -> str:
+    """A question that this text answers, or one about anything."""
+    words = what_is_asked(text or draw_text(rng))
+    if not words:
+        return ask(rng, SEARCH_ABOUT, split, a=fill(rng, rng.choice(THINGS)))
+    verb, _, rest = words.partition(" ")
+    if verb == "return" and rng.below(2):
+        verb = "get"
+    third = verb + "s"
+    if re.search("(?:s|sh|ch|x|z|o)$", verb):
+        third = verb + "es"
+    elif re.search("[^aeiou]y$", verb):
+        third = verb[:-1] + "ies"
+    return ask(rng, SEARCH_DOING, split, v=f"{verb} {rest}", t=f"{third} {rest}")
+
+
+def what_is_asked(text: str) -> str | None:
+    """"Splits a path into head and tail, and …" -> "split a path into head and tail"; None without such a verb."""
+    verb, _, rest = text.partition(" ")
+    verb = verb.lower()
+    if verb not in VERBS:
+        verb = verb.removesuffix("s")
+    words = re.match(r"(?:[\w'/._-]+(?: |$)){0,9}", re.split(r"[,;:(]|\. ", rest.rstrip("."))[0] + " ")[0].split()
+    while words and words[-1].lower() in STOP_WORDS:
+        words.pop()
+    if verb not in VERBS or sum(word.lower() not in STOP_WORDS for word in words) < 2:
+        return None
+    return f"{verb} {' '.join(words)}"
+
+
+# ---- Made-up names and texts
+
+def draw_name(rng: StableRandom, split: str) -> str:
+    """A name of this split: of an object that is trained on, or, more often, made up."""
+    if split == "train" and rng.below(3) == 0:
+        return rng.choice(objects("train"))[0]
+    while True:
+        name = fill(rng, rng.choice(NAMES))
+        if split_of(f"pydoc:{name}") == split and name not in documented():
+            return name
+
+
+def draw_text(rng: StableRandom) -> str:
+    """A passage of one or two sentences, about anything."""
+    text = draw_sentence(rng)
+    if not rng.below(3):
+        text = f"{text} {draw_sentence(rng)}"
+    return text
+
+
+def draw_sentence(rng: StableRandom) -> str:
+    """A sentence of the documentation, one made of a template, or any words in a row."""
+    source = rng.below(5)
+    if source < 2:
+        return rng.choice(objects("train"))[1]
+    if source == 2:
+        return fill(rng, rng.choice(SENTENCES))
+    words = [rng.choice("wgpprdcccGW") for _ in range(2 + rng.below(9))]
+    text = " ".join(fill(rng, f"{{{word}}}") for word in words).rstrip(".,:;!?")
+    return text[0].upper() + text[1:] + "."
+
+
+def short_passage(rng: StableRandom) -> str:
+    """Of an answer that leaves room for another one."""
+    while True:
+        text = rng.choice(objects("train"))[1]
+        if len(text) < 60:
+            return text
+
+
+def fill(rng: StableRandom, template: str, **slots: str) -> str:
+    """A template with these words in its slots, and drawn ones in the others."""
+    return re.sub(r"\{(\w)\}", lambda slot: slots.get(slot[1]) or draw_word(rng, slot[1]), template)
+
+
+def draw_word(rng: StableRandom, kind: str) -> str:
+    """A word of a kind, as listed above NAMES."""
+    match kind.lower():
+        case "w":
+            word = ""
+            for _ in range(1 + rng.below(3)):
+                word += rng.choice(ONSETS) + rng.choice(VOWELS)
+            word += rng.choice(["", *CODAS])
+        case "r":
+            word = "".join(rng.choice(CHARACTERS) for _ in range(2 + rng.below(5)))
+        case "d":
+            word = str(rng.below(10 ** (1 + rng.below(4))))
+        case "z":
+            word = "".join(rng.choice(CHINESE) for _ in range(1 + rng.below(3)))
+        case other:
+            word = rng.choice(vocabulary()[other])
+    return word[0].upper() + word[1:] if kind.isupper() else word
+
+
+@cache
+def vocabulary() -> dict[str, list[str]]:
+    """The words of each kind that has a list."""
+    pieces = set()
+    for name, _ in objects("train"):
+        pieces.update(word for word in documentation()[name].split() if len(word) < 16)
+    return {
+        "g": GENERAL,
+        "m": MODULES,
+        "p": sorted(documentation_words()),
+        "c": sorted(pieces),
+        "n": [name for name, _ in objects("train")],
+    }
+
+
+# ---- Passages that there are
+
+@cache
+def objects(split: str) -> list[tuple[str, str]]:
+    """(name, what the documentation says) of the objects of a split."""
+    return [item for item in documented().items() if split_of(f"pydoc:{item[0]}") == split]
+
+
+def passages_of(tool: str, path: Path, split: str) -> list[tuple[str, str]]:
+    """(title, text) of passages of a library that can be asked about, at most SIZES["test"], the same each time."""
+    from nanochat.inference.library import Library
+
+    if split != "test":
+        raise UserError(f"task {tool}:{path} can only be tested: it has no conversations to train on")
+    library = Library(path)
+    rows = library.query("SELECT title, text FROM passages ORDER BY id")
+    found = []
+    for index in shuffled(len(rows), f"{tool}:passages"):
+        title, text = rows[index]
+        text = " ".join(text.split())
+        if tool == "lookup":
+            first = library.lookup(title)
+            asked_for = len(title) <= LONGEST_TITLE and '"' not in title and first and first.text == text
+        else:
+            asked_for = what_is_asked(text)
+        if asked_for:
+            found.append((title, text))
+        if len(found) == SIZES["test"]:
+            break
+    return found
