@@ -8,7 +8,8 @@ from conftest import REPO
 # Rooms import from lower floors only. The wings stand on top of them, and not on one another.
 FLOORS = {"runtime": 0, "model": 1, "data": 1, "optim": 2, "inference": 2, "eval": 3, "training": 4}
 WINGS = ("corpus", "tasks", "serve", "hf", "plan")
-SHARED = {("tasks", "nanochat.corpus.tinyworld"), ("tasks", "nanochat.corpus.tinyworld_facts")}  # the world asked about
+# What tasks ask about, and data is made of: the embedded world, Python's documentation.
+SHARED = {("tasks", f"nanochat.corpus.{name}") for name in ("tinyworld", "tinyworld_facts", "pydoc")}
 
 
 def name_of(path: Path) -> str:
