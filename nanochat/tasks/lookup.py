@@ -34,13 +34,13 @@ from nanochat.tasks.spellingbee import words
 from nanochat.tasks.tinyworld import GREETINGS
 
 SIZES = {"train": 20_000, "test": 200}  # conversations, where passages do not give their number
-LONGEST = 200  # characters of an object's passage
+LONGEST = 200  # characters of a passage: what the tools cut is not judged
 SENTENCE = re.compile(r".+?(?:(?<!\.\w)[.!?](?=\s|$)|。)|.+")  # does not end with "i.e."
 NOTHING = "nothing"  # what a tool says that has found none
 REFUSAL = "I do not know. I found nothing about {}."
 TALK_ANSWER = "I can look things up, calculate, spell words and tell simple facts, but I cannot talk about that."
 
-# ---- Ways to ask. A fourth of each list is never trained on: half of the test questions are made of these.
+# ---- Ways to ask. A fourth of each list is never trained on: test questions are made of these, with names one in two.
 LOOKUP = """
 What does {n} do?
 What is {n} for?
@@ -509,7 +509,9 @@ def draw_turn(
 
 def ask(rng: StableRandom, ways: list[str], split: str, **slots: str) -> str:
     """A question in one of the ways of a split, sometimes in lower case, without its mark, or after a greeting."""
-    side = split if rng.below(2) else "train"
+    side = split
+    if "n" in slots and rng.below(2):
+        side = "train"  # the name is of the split
     way = rng.choice([way for way in ways if split_of(way, 4) == side])
     if not rng.below(4):
         way = way[0].lower() + way[1:]
@@ -637,6 +639,6 @@ def passages_of(tool: str, path: str, split: str) -> list[tuple[str, str]]:
         usable = what_is_asked(text)
         if tool == "lookup":  # another passage of the same title may come first
             usable = library.lookup(title) == rows[index]
-        if usable and len(found) < SIZES["test"]:
+        if usable and len(text) <= LONGEST and len(found) < SIZES["test"]:
             found.append((title, " ".join(text.split())))
     return found
