@@ -52,10 +52,15 @@ def public_objects() -> Iterator[tuple[str, object]]:
                         yield f"{name}.{method}", getattr(thing, method)
 
 
+def first_paragraph(doc: str) -> str:
+    """The first paragraph after a signature, on one line."""
+    doc = doc.strip()
+    return " ".join(doc[SIGNATURE.match(doc).end():].partition("\n\n")[0].split())
+
+
 def first_sentence(doc: str) -> str | None:
     """The first sentence after a signature; None where there is none that is short and made of words."""
-    doc = doc.strip()
-    paragraph = " ".join(doc[SIGNATURE.match(doc).end():].partition("\n\n")[0].split())
+    paragraph = first_paragraph(doc)
     sentence = re.match(r".+?[.!](?= |$)|.+", paragraph)
     text = sentence[0].rstrip(".:!") if sentence else ""
     if len(text) > LONGEST or len(re.findall(r"[A-Za-z]{2,}", text)) < 3:

@@ -1,0 +1,157 @@
+"""
+Passages to look up: one SQLite file with a full-text index (FTS5), which nanochat/corpus/library.py makes.
+
+    library = Library(path)
+    library.lookup("str.partition")        the passage of that title, or of the nearest
+    library.search("split text in three")  the best passage about these words
+
+The index has stems, not words: `stems` makes them of the passages when a library is made, and of a question here.
+"""
+import difflib
+import math
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import base_dir
+
+try:
+    import sqlite3
+except ImportError:  # a Python that was built without it
+    sqlite3 = None
+
+FORMAT = 1
+COMMAND = "python -m scripts.library --source=…"
+CANDIDATES = 20    # passages that BM25 puts first, compared closely
+ENOUGH = 0.5       # of a question's weight has to be in a passage, or nothing was found
+SIMILAR = 0.85     # of a misspelled title: the least ratio of difflib
+TIME_LIMIT = 0.25  # seconds of a query: it takes milliseconds, but on a slow disk
+LONGEST = 256      # characters of a question that are read
+
+CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # written without blanks: each pair of characters is a word
+WORD = re.compile(rf"(?=([{CJK}]{{2}}))[{CJK}]|([^\W_{CJK}]+)")
+HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # getElementById
+# stopped -> stop, partitions -> part. Roughly: what counts is that a question's stems are those of a passage.
+SUFFIX = re.compile(r"(?<=\w{3})(?:(?<=([bdgmnprt]))\1(?:ing|ed|er)s?|ies|y|(?:at|it)?(?:ion|or|ive)s?|ings?|ed|e?s"
+                    r"|ers?|ly|ments?|e)$")
+SENTENCE = re.compile(r".+?(?:[.!?。！？](?= |$)|$)")
+# "partition" is str.partition, not bytearray.partition.
+NAMED = """SELECT title, text, place FROM passages WHERE key = ? OR last = ?
+ORDER BY key = ? DESC, title = ? DESC, length(key), id LIMIT 1"""
+ALIKE = "SELECT DISTINCT key FROM passages WHERE substr(key, 1, 1) = ? AND abs(length(key) - ?) < 3"
+# bm25 is negative, and the smaller the better.
+RANKED = f"""SELECT passages.title, passages.text, place, -bm25(stems) AS score FROM stems
+JOIN passages ON passages.id = stems.rowid WHERE stems MATCH ? ORDER BY score DESC LIMIT {CANDIDATES}"""
+
+
+class Passage(NamedTuple):
+    title: str
+    text: str
+    place: str  # such as "notes/wine.md:14"
+
+
+class Library:
+    """
+    A library, open for reading in any number of threads. What makes a query fail (a damaged page of the file, the time
+    limit) counts as nothing found. UserError, one line, for a file that is no library.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lock = threading.Lock()
+        self.deadline = math.inf
+        if not path.is_file():
+            raise UserError(f"no library {path}: make it, {COMMAND}")
+        # immutable: no locks, which some network file systems lack. A library is replaced whole, never changed.
+        self.connection = connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1")
+        try:
+            self.manifest = dict(self.connection.execute("SELECT key, value FROM manifest"))
+            self.passages = int(self.manifest["passages"])
+            if int(self.manifest["format"]) > FORMAT:
+                raise UserError(f"{path} was made by a newer version of this program: make it again, {COMMAND}")
+        except (sqlite3.Error, LookupError, ValueError) as error:
+            raise UserError(f"{path} is no library, or damaged ({error}): make it again, {COMMAND}") from error
+        self.connection.set_progress_handler(lambda: time.monotonic() > self.deadline, 10_000)
+
+    def lookup(self, title: str) -> Passage | None:
+        """The passage of this title; else of the shortest that ends in it; else of one that is written nearly so."""
+        key = key_of(title[:LONGEST])
+        rows = self.query(NAMED, key, key, key, title)
+        if rows:
+            return Passage(*rows[0])
+        others = self.query(ALIKE, key[:1], len(key))
+        nearest = difflib.get_close_matches(key, [other for other, in others], 1, SIMILAR)
+        # math.cubert is not math.cbrt, though most of the letters are the same: those of the module.
+        if nearest and difflib.SequenceMatcher(None, last_part(key), last_part(nearest[0])).ratio() > SIMILAR:
+            return self.lookup(nearest[0])
+        return None
+
+    def search(self, words: str) -> Passage | None:
+        """The best passage about these words; None where none has enough of them."""
+        weights = {}  # of a question's stems: inverse document frequency
+        for stem in set(stems(words[:LONGEST])) - STOP_STEMS:
+            counts = self.query("SELECT passages FROM words WHERE word = ?", stem) or [(0,)]
+            weights[stem] = math.log(1 + self.passages / (1 + counts[0][0]))
+
+        def found(text: str) -> float:
+            return sum(weights[stem] for stem in weights.keys() & stems(text))
+
+        ranking = []
+        for title, text, place, score in self.query(RANKED, " OR ".join(f'"{stem}"' for stem in weights)):
+            # BM25 alone prefers one rare word twice to all words once. The first sentence is what an answer quotes;
+            # where two have the same words, the shorter says less besides.
+            sentence = SENTENCE.match(text)[0]
+            in_all = found(f"{title} {text}")
+            score = in_all + 0.5 * found(sentence) + 0.3 * score - 0.05 * len(stems(sentence))
+            if in_all >= ENOUGH * sum(weights.values()):
+                ranking.append((score, Passage(title, text, place)))
+        return max(ranking)[1] if ranking else None
+
+    def query(self, statement: str, *values: Any) -> list[tuple]:
+        """All rows; none where the file cannot be read or the time is over."""
+        with self.lock:
+            self.deadline = time.monotonic() + TIME_LIMIT
+            try:
+                return self.connection.execute(statement, values).fetchall()
+            except (sqlite3.Error, UnicodeError):
+                return []
+
+
+def connect(address: str) -> "sqlite3.Connection":
+    try:
+        connection = sqlite3.connect(address, uri=True, check_same_thread=False, isolation_level=None)
+        connection.execute("CREATE VIRTUAL TABLE temp.probe USING fts5(text)")
+    except (AttributeError, sqlite3.OperationalError) as error:
+        raise UserError(f"a library needs SQLite with FTS5, which this Python lacks ({error})") from error
+    return connection
+
+
+def library_path(name: str) -> Path:
+    return base_dir() / "library" / f"{name}.sqlite"
+
+
+def stems(text: str) -> list[str]:
+    """The stems of a text's words in their order: "getElementById sorts 今日は" -> get element by id sort 今日 日は."""
+    words = map("".join, WORD.findall(HUMP.sub(" ", text)))
+    return [SUFFIX.sub("", word.lower()) for word in words]
+
+
+def key_of(title: str) -> str:
+    """A title as it is compared: "`fs.readFile(path)`" -> "fs.readfile"."""
+    return " ".join(title.lower().partition("(")[0].strip("`*_'\"?!. ").split())
+
+
+def last_part(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+# They say how somebody asks, not what about.
+STOP_STEMS = frozenset(stems("""
+a about am an and are as at be been but by can could describe did do does explain for from get had has have how i if in
+into is it its just like may me mean means meant might my need of on or our please shall should show so some tell than
+that the their them then there these they thing this those to too use used using want was we were what when where
+whether which who whose why will with would you your
+"""))
