@@ -1,10 +1,11 @@
-"""Looking up: what is copied is in the question and in what was found, held-out things stay so, and judges are strict."""
+"""Looking up: what is copied is in the question and in what was found, held-out things stay so, judges are strict."""
 import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from nanochat.corpus.library import make_library
 from nanochat.corpus.pydoc import documentation
 from nanochat.data.conversation import Conversation, render
 from nanochat.data.task import reference
@@ -34,9 +35,14 @@ def exchanges(conversation: Conversation) -> list[tuple[str, str, str, str, str]
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_calls_and_answers_are_copies(spec: str, split: str):
-    """A call copies one stretch of the question that begins after a blank, a quote or nothing; an answer, what is found."""
-    for conversation in make_task(spec, split)[:3000]:
-        for question, tool, asked, found, answer in exchanges(conversation):
+    """
+    A call copies one stretch of the question that begins after a blank, a quote or nothing; an answer, what is found.
+    By index: a loop over a sequence would end without a word at an IndexError.
+    """
+    task = make_task(spec, split)
+    for index in range(min(len(task), 3000)):
+        conversation = task[index]
+        for question, _, asked, found, answer in exchanges(conversation):
             assert re.search(rf"(^|[\s\"`]){re.escape(asked)}($|[^\w])", question), (question, asked)
             assert asked == asked.strip()
             if found == "nothing":
@@ -47,7 +53,7 @@ def test_calls_and_answers_are_copies(spec: str, split: str):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_tokenizer_copies_the_same_tokens(spec: str):
-    """With single bytes and all pairs of letters as tokens: what is asked for has the question's tokens, most of the time."""
+    """With bytes and all pairs of letters as tokens: what is asked for has the question's tokens, most of the time."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     tokenizer = Tokenizer([f"{a}{b}".encode() for a in " " + letters for b in letters])
     same = Counter()
@@ -69,7 +75,7 @@ def test_training_never_shows_a_held_out_object():
         for conversation in make_task(spec, "train")[:5000]:
             for question, tool, asked, found, _ in exchanges(conversation):
                 assert tool == "search" or split_of(f"pydoc:{asked}") == "train"
-                assert not dotted & set(re.split(r"[\s?\"`()]+", question))
+                assert tool == "search" or not dotted & set(re.split(r"[\s?\"`()]+", question))
                 assert not any(found.startswith(text) for text in only_there), found
                 asked_for.add(asked)
     assert len(asked_for) > 12_000
@@ -105,7 +111,7 @@ def test_small_talk_calls_nothing_and_is_held_out_by_its_words():
         asked = set()
         for conversation in task:
             answer = conversation["messages"][-1]["content"]
-            assert answer == "I can look things up, calculate, spell words and tell simple facts, but I cannot talk about that."
+            assert answer.startswith("I can look things up, calculate,")
             asked.add(conversation["messages"][-2]["content"].lower().rstrip("?."))
         sides.append(asked)
         assert not task.evaluate(conversation, "I do not know.")
@@ -138,10 +144,10 @@ def test_what_a_text_lets_one_ask():
     cases = {
         "Splits a path into head and tail, and returns both.": ("split", "a path into head and tail"),
         "Return the arc cosine (measured in radians) of x.": ("return", "the arc cosine"),
-        "Get the name of the file.": None,               # one word that says something is too little to search for
-        "Abort the transaction of the database.": None,  # no verb that is known here
-        "A class of numbers.": None,
-        "": None,
+        "Get the name of the file.": ("", ""),  # one word that says something is too little to search for
+        "Ottoville is a village in Putnam County, Ohio.": ("", "a village in Putnam County"),
+        "Abort.": ("", ""),
+        "": ("", ""),
     }
     for text, expected in cases.items():
         assert what_is_asked(text) == expected, text
@@ -151,15 +157,14 @@ def test_most_training_conversations_fit_a_small_model():
     tokenizer = Tokenizer([])  # bytes: a text of 4,096 tokens has about a third of these
     for spec in SPECS:
         lengths = sorted(len(render(tokenizer, conversation).ids) for conversation in make_task(spec, "train")[:2000])
-        assert lengths[1900] < 3 * 256
+        assert len(lengths) == 2000 and lengths[1900] < 3 * 256
 
 
 def test_passages_of_a_library_are_asked_about(tmp_path: Path):
-    from nanochat.corpus.library import make_library
-
     folder = tmp_path / "notes"
     folder.mkdir()
-    text = "\n\n".join(f"# Recipe number {i}\n\nMixes {i} eggs with sugar and flour. Bake it for {i} minutes." for i in range(250))
+    recipe = "# Recipe number {0}\n\nMixes {0} eggs with sugar and flour. Bake it for {0} minutes."
+    text = "\n\n".join(recipe.format(i) for i in range(250))
     (folder / "cakes.md").write_text(text + "\n\n# Recipe number 3\n\nThe same title again.\n")
     file = make_library(str(folder))
     library = Library(file)
@@ -173,7 +178,11 @@ def test_passages_of_a_library_are_asked_about(tmp_path: Path):
             correct += passage is not None and task.evaluate(conversation, passage.text)
             assert called == tool and task.evaluate(conversation, answer)
         assert correct == 200 if tool == "lookup" else correct > 150
-        with pytest.raises(UserError, match="only be tested"):
+        assert {tuple(conversation["right"]) for conversation in task} <= {
+            (f"Mixes {i} eggs with sugar and flour.",
+             f"Mixes {i} eggs with sugar and flour. Bake it for {i} minutes.") for i in range(250)
+        } | {("The same title again.",)}
+        with pytest.raises(UserError, match="nothing to train on"):
             make_task(f"{tool}:{file}", "train")
     with pytest.raises(UserError, match="no library"):
         make_task("lookup:/nobody.sqlite", "test")

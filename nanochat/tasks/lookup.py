@@ -22,11 +22,12 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from nanochat.corpus.pydoc import MODULES, documentation
+from nanochat.corpus.pydoc import MODULES, documentation, first_paragraph
 from nanochat.corpus.tinyworld import capital
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
+from nanochat.inference.library import Library
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import shuffled, single_turn, split_of, with_tool
 from nanochat.tasks.pydoc import documentation_words, documented
@@ -102,6 +103,41 @@ What does {n}() do?
 What is {n}, please?
 Which purpose does {n} have?
 Information on {n}, please.
+What is {n} good for?
+What does {n} look like?
+How does {n} behave?
+Do you know how {n} works?
+I wonder what {n} is.
+I wonder what {n} means.
+Where is {n} used?
+Why does {n} exist?
+Who uses {n}?
+When is {n} useful?
+What has {n} to do with it?
+{n}, what is that?
+{n} means what?
+{n}, please.
+Is {n} important?
+Is {n} known to you?
+Has {n} been described?
+What is {n} about?
+How can {n} help me?
+How should I understand {n}?
+What will {n} do for me?
+What would {n} be?
+What exactly does {n} do?
+Tell me everything about {n} that you know.
+Tell me what {n} is good for.
+Please tell me what {n} is.
+Explain to me how {n} works.
+Explain {n}().
+What is {n}()?
+Can you describe {n} in your words?
+Somebody said {n}. What did they mean?
+We need {n} here. What is it?
+The word {n} is new to me.
+I read about {n} today. What is it?
+I have never heard of {n} before.
 """.strip().splitlines()
 FOLLOW_UP = """
 And what about {n}?
@@ -117,7 +153,7 @@ Good. What about {n}?
 And now {n}, please.
 I see. And {n}?
 """.strip().splitlines()
-# {v}: a verb and what comes after it, {t}: the same in the third person.
+# {v}: a verb and what comes after it, {t}: the same in the third person, {a}: a noun phrase.
 SEARCH_DOING = """
 How do I {v}?
 How can I {v}?
@@ -156,6 +192,16 @@ My program must {v}. How?
 Name a function that {t}.
 What is the name of the function that {t}?
 In Python, how do I {v}?
+Does anything {v}?
+What would you use to {v}?
+What helps me to {v}?
+It should {v}. How do I do that?
+Help me {v}.
+The goal is to {v}.
+Which tool {t}?
+Which command {t}?
+I forgot what {t}.
+I forgot how to {v}.
 Please find out how to {v}.
 """.strip().splitlines()
 SEARCH_ABOUT = """
@@ -172,6 +218,14 @@ What have you got about {a}?
 Which passage is about {a}?
 Look for {a}.
 Do my notes say anything about {a}?
+What is there about {a}?
+Can you find anything about {a}?
+Read me what is written about {a}.
+I am looking for {a}.
+I want to read about {a}.
+Is {a} in my notes?
+""".strip().splitlines()
+SEARCH_ANYTHING = """
 Who invented {a}?
 Who wrote {a}?
 Who knows {a}?
@@ -189,7 +243,7 @@ Where can I buy {a}?
 Which color has {a}?
 Which {g} is the largest in {a}?
 Who is the president of {a}?
-What happened in {a} in {d}?
+What happened in {a} in 1{d}{d}{d}?
 What did {W} say about {a}?
 What is the price of {a}?
 What is the difference between {a} and the {g}?
@@ -243,7 +297,6 @@ What do you think of politics?
 What do you think of {W}?
 What do you think about the {g}?
 What is your opinion?
-What is your favorite color?
 What is your favorite {g}?
 What should I eat today?
 What should I do?
@@ -275,7 +328,7 @@ Call my mother.
 Set an alarm.
 Play some music.
 Open the door.
-Wake me up at {d}.
+Wake me up at {d}:{d}0.
 Buy me a {g}.
 Guess what happened.
 Say something.
@@ -302,7 +355,7 @@ Will I be rich?
 Which party should I vote for?
 """.strip().splitlines()
 
-# ---- Names and texts. {w}: made of syllables, {r}: of random letters and digits, {d}: a number, {g}: an English word,
+# ---- Names and texts. {w}: made of syllables, {r}: of random letters and digits, {d}: a digit, {g}: an English word,
 # {p}: a word of the documentation, {c}: a piece of it as it stands there, {m}: a module, {z}: a Chinese character,
 # {n}: an object's name, {t}: its passage. A capital draws the same, with a capital letter.
 NAMES = """
@@ -318,17 +371,17 @@ NAMES = """
 {w}.{r}
 {w}_{w}
 {p}_{r}
-{w}_{d}
+{w}_{d}{d}
 {W}{W}
 {W}{P}
 {w}{d}
 {w}-{w}
-{w}-{d}
-{R}-{d}
+{w}-{d}{d}
+{R}-{d}{d}{d}
 {r}-{r}
 {W} {W}
 {W} {G}
-{G} {d}
+{G} {d}{d}
 {P} {R}
 {g} {g}
 {w} {g}
@@ -338,7 +391,7 @@ the {g} {w}
 {z}{z}
 {z}{z}{z}
 {w}.md
-{d}-{g}.txt
+{d}{d}{d}-{g}.txt
 --{p}-{w}
 {W}'s {g}
 """.strip().splitlines()
@@ -351,9 +404,9 @@ the {g} {g}
 the {w}
 {w}s
 the {g} of {W}
-{p} {p}
+{p} {w}
 a {w} {g}
-the {R}-{d}
+the {R}-{d}{d}
 {g} and {g}
 the {g} in {W}
 {z}{z}
@@ -371,15 +424,15 @@ SENTENCES = """
 {t}
 {t}
 {t}
-{W} {W} lives in {W} and has {d} {g}s.
-The {g} of the {g} is {d} {w}s long.
+{W} {W} lives in {W} and has {d}{d} {g}s.
+The {g} of the {g} is {d}{d}{d} {w}s long.
 The {w} is a {g} {g} from {W}.
-{W} was made in {d} by {W} {W}.
-Meet {W} at {d} in the {g} {g}.
-Mix {d} grams of {g} with the {w} and wait for {d} minutes.
-Call {W} before the {g}, number {d}-{d}.
-The {R}-{d} has {d} {g}s and a {w}.
-Set {w}_{w} = {d} in {w}.{r}.
+{W} was made in {d}{d}{d}{d} by {W} {W}.
+Meet {W} at 1{d}:{d}0 in the {g} {g}.
+Mix {d}{d}0 grams of {g} with the {w} and wait for {d}{d} minutes.
+Call {W} before the {g}, number {d}{d}{d}{d}-{d}{d}{d}.
+The {R}-{d} has {d}{d} {g}s and a {w}.
+Set {w}_{w} = {d}.{d}{d} in {w}.{r}.
 Use {n} to {p} the {p} of {w}.
 The {g} is {g}, but the {w} is not.
 If {w} is {r}, {p} the {p}; otherwise call {n}({w}, {d}).
@@ -387,7 +440,7 @@ If {w} is {r}, {p} the {p}; otherwise call {n}({w}, {d}).
 {z}{z}是{z}{z}{z}。
 {W} is {z}{z} in Chinese.
 Version {d}.{d} fixes the {w} and adds the option --{w}.
-In {d} the {g} cost {d} {w}s, in {d} only {d}.
+In {d}{d}{d}{d} the {g} cost {d}{d} {w}s, in {d}{d}{d}{d} only {d}.
 {G}, {g}, {w} and {g} are kinds of {w}.
 Our {g} {w} won against {W} by {d} to {d}.
 The {g} grows near {W} and is {g} in winter.
@@ -398,9 +451,9 @@ clock cloud coat coffee cold color computer corn country cup dark daughter day d
 ear early egg eye face family farm fast father field fire fish floor flower food foot forest friend fruit garden girl
 glass gold grass green ground hand happy hat head heart heavy hill holiday horse hospital hot hour house ice island
 journey juice key king kitchen lake lamp language large leaf letter light lion long machine market meat milk mirror
-money month moon morning mother mountain mouse mouth music name neck new night nose ocean office oil old onion orange
+money month moon mother mountain mouse mouth music neck new night nose ocean office oil old onion orange
 paint paper park pen pepper picture plane plant plate poor potato price queen quick quiet radio rain red rice rich ring
-river road roof room rose round salt sand school sea season shadow sheep ship shirt shoe shop short silver sister slow
+river road roof room rose round salt sand school sea season shadow sheep ship shirt shoe shop silver sister slow
 small snow soap soft son soup spoon spring star station stone storm street strong sugar summer sun sweet table tall taxi
 tea teacher tent thick thin ticket tomato tooth tower town train tree uncle valley village wall warm watch water weak
 week white wide wind window wine winter wolf wood wool world year yellow young""".split()
@@ -427,6 +480,7 @@ if in into is it its just know like look may me means method might morning much 
 on one or our out passage please program python read same say search sentence short should show so some something such
 tell than that the their them then there they this to too two use used using want was way we were what when where
 whether which who why will with would you your""".split())
+NO_NOUN = re.compile(r"\s*(?:[^\w\s'/.-]|\.\B|\b(?:is|are|was|were|has|have|had|can|will|that|which|if|to|and|or)\b)\s*")
 WORD = re.compile(r"\w+(?:[-._/']\w+)*")
 
 
@@ -438,13 +492,13 @@ class Lookup(Task):
         self.name = f"{tool.capitalize()} {argument}".rstrip()
         self.key = f"{tool}:{argument}:{split}"
         self.kind = "talk" if argument == "talk" else tool
-        self.unknown = argument == "unknown"
+        self.found = NOTHING if argument == "unknown" else ""
         self.split = split
         self.passages = []  # (title, text) that are asked about; empty: all is drawn
         if argument not in ("", "unknown", "talk"):
             self.passages = passages_of(tool, argument, split)
         elif not argument and split == "test":
-            self.passages = [item for item in objects("test") if tool == "lookup" or what_is_asked(item[1])]
+            self.passages = [item for item in objects("test") if tool == "lookup" or what_is_asked(item[1])[1]]
 
     def __len__(self) -> int:
         return len(self.passages) or SIZES[self.split]
@@ -452,15 +506,11 @@ class Lookup(Task):
     def conversation(self, index: int) -> Conversation:
         """One question in four comes after another one."""
         rng = StableRandom(f"{self.key}:{index}")
-        title = found = ""
-        if self.passages:
-            title, found = self.passages[index]
-        elif self.unknown:
-            found = NOTHING
+        title, found = self.passages[index] if self.passages else ("", self.found)
         follows = False
         before = []
         if not rng.below(4):
-            earlier = rng.choice(("lookup", "lookup", "search", "talk"))
+            earlier = rng.choice(("lookup", "search", "talk"))
             follows = earlier == self.kind == "lookup"
             before = draw_turn(rng, earlier, "train", found=draw_word(rng, "t"))["messages"]
         last = draw_turn(rng, self.kind, self.split, title, found, follows)
@@ -469,7 +519,7 @@ class Lookup(Task):
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """To the letter: the passage, or its first sentences; the sentence for small talk; a refusal, nothing else."""
         said = " ".join(answer.split())
-        if self.unknown:  # how the unknown thing is spelled does not matter
+        if self.found:  # how the unknown thing is spelled does not matter
             return bool(re.fullmatch(REFUSAL.format(".{,99}"), said))
         return said in conversation["right"]
 
@@ -493,7 +543,7 @@ def draw_turn(
         asked = title or draw_name(rng, split)
         question = ask(rng, FOLLOW_UP if follows else LOOKUP, split, n=asked)
     else:
-        question = draw_question(rng, split, found if title else draw_text(rng))
+        question = draw_question(rng, split, found if title else rng.choice(("", draw_text(rng))))
         words = telling_words(question)
         asked = question[words[0].start() : words[-1].end()]
     text = found
@@ -501,7 +551,7 @@ def draw_turn(
     if found == NOTHING:
         text = REFUSAL.format(asked)
         right = [text]
-    elif not rng.below(6 if len(right) == 1 else 2):
+    elif not rng.below(4):
         question = f"{question.rstrip('?.')}? {rng.choice(SHORTLY)}"
         text = right[0]
     return single_turn(question, with_tool(f'{kind}(" {asked}")', found, text)) | {"right": right}
@@ -514,7 +564,7 @@ def ask(rng: StableRandom, ways: list[str], split: str, **slots: str) -> str:
         side = "train"  # the name is of the split
     way = rng.choice([way for way in ways if split_of(way, 4) == side])
     if not rng.below(4):
-        way = way[0].lower() + way[1:]
+        way = way.lower()
     if not rng.below(4):
         way = way.rstrip("?.")
     if not rng.below(8):
@@ -523,28 +573,33 @@ def ask(rng: StableRandom, ways: list[str], split: str, **slots: str) -> str:
 
 
 def draw_question(rng: StableRandom, split: str, text: str) -> str:
-    """A question that this text answers; about anything, where the text does not say what something does."""
-    words = what_is_asked(text)
-    if not words:
-        return ask(rng, SEARCH_ABOUT, split, a=fill(rng, rng.choice(THINGS)))
-    verb, rest = words
-    if verb == "return" and rng.below(2):
-        verb = "get"
+    """A question that this text answers; about anything, where it has nothing to ask about."""
+    verb, phrase = what_is_asked(text)
+    if not phrase:
+        return ask(rng, SEARCH_ANYTHING, split, a=fill(rng, rng.choice(THINGS)))
+    if not verb:
+        return ask(rng, SEARCH_ABOUT, split, a=phrase)
     third = re.sub("(ch|sh|[osxz])s$", r"\1es", f"{verb}s")
     third = re.sub("([^aeiou])ys$", r"\1ies", third)
-    return ask(rng, SEARCH_DOING, split, v=f"{verb} {rest}", t=f"{third} {rest}")
+    return ask(rng, SEARCH_DOING, split, v=f"{verb} {phrase}", t=f"{third} {phrase}")
 
 
-def what_is_asked(text: str) -> tuple[str, str] | None:
-    """"Splits a path into head and tail, and …" -> ("split", "a path into head and tail"); None without such a verb."""
+def what_is_asked(text: str) -> tuple[str, str]:
+    """
+    "Splits a path into head and tail, and …" -> ("split", "a path into head and tail"); without such a verb at the
+    beginning the longest noun phrase: ("", "hashable objects of a set"). ("", "") where that says too little.
+    """
     verb, _, rest = text.partition(" ")
     verb = verb.lower()
     if verb not in VERBS:
         verb = verb[:-1]  # "returns"
+    if verb not in VERBS:
+        verb = ""
+        rest = max(NO_NOUN.split(text), key=len)
     phrase = re.match(rf"({WORD.pattern} ?){{,9}}", rest)[0]
     words = telling_words(phrase)
-    if verb not in VERBS or len(words) < 2:
-        return None
+    if len(words) < 2:
+        return "", ""
     return verb, phrase[: words[-1].end()]
 
 
@@ -597,7 +652,7 @@ def vocabulary() -> dict[str, Sequence[str]]:
     names, passages = zip(*objects("train"))
     return {
         "c": " ".join(passages).split(),
-        "d": [str(number) for number in range(1, 3000, 7)],
+        "d": "0123456789",
         "g": GENERAL,
         "m": MODULES,
         "n": names,
@@ -613,13 +668,13 @@ def vocabulary() -> dict[str, Sequence[str]]:
 @cache
 def objects(split: str) -> list[tuple[str, str]]:
     """
-    (name, passage) of the objects of a split. As in the library, a passage begins with the sentence that `documented`
-    has; it goes on to the end of a sentence.
+    (name, passage) of the objects of a split. A passage is the beginning of the library's, and begins with the sentence
+    that `documented` has.
     """
     found = []
     for name, first in documented().items():
         if split_of(f"pydoc:{name}") == split:
-            rest = " ".join(documentation()[name].split()).partition(first[1:])[2]
+            rest = first_paragraph(documentation()[name])[len(first):]
             passages = itertools.accumulate(re.findall(SENTENCE, rest), initial=first)
             found.append((name, [text for text in passages if len(text) <= LONGEST][-1]))
     return found
@@ -627,18 +682,16 @@ def objects(split: str) -> list[tuple[str, str]]:
 
 def passages_of(tool: str, path: str, split: str) -> list[tuple[str, str]]:
     """(title, text) of passages of a library that can be asked about, at most SIZES["test"], the same each time."""
-    from nanochat.inference.library import Library
-
-    if split != "test":
-        raise UserError(f"task {tool}:{path} can only be tested: it has no conversations to train on")
     library = Library(Path(path).expanduser())
     rows = library.query("SELECT title, text, place FROM passages ORDER BY id")
     found = []
     for index in shuffled(len(rows), f"{tool}:passages"):
         title, text, _ = rows[index]
-        usable = what_is_asked(text)
+        usable = what_is_asked(text)[1]
         if tool == "lookup":  # another passage of the same title may come first
             usable = library.lookup(title) == rows[index]
         if usable and len(text) <= LONGEST and len(found) < SIZES["test"]:
-            found.append((title, " ".join(text.split())))
+            found.append((title, text))
+    if split == "train" or not found:  # a library is no training set, and this one may have nothing to ask about
+        raise UserError(f"task {tool}:{path} has nothing to {split} on")
     return found
