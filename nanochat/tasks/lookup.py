@@ -480,7 +480,7 @@ if in into is it its just know like look may me means method might morning much 
 on one or our out passage please program python read same say search sentence short should show so some something such
 tell than that the their them then there they this to too two use used using want was way we were what when where
 whether which who why will with would you your""".split())
-NO_NOUN = re.compile(r"\s*(?:[^\w\s'/.-]|\.\B|\b(?:is|are|was|were|has|have|had|can|will|that|which|if|to|and|or)\b)\s*")
+NO_NOUN = re.compile(r"\s*(?:[^\w\s'/.-]|\.\B|\b(?:is|are|was|were|has|have|had|can|will|that|which|if|and|or)\b)\s*")
 WORD = re.compile(r"\w+(?:[-._/']\w+)*")
 
 
