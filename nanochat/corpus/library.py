@@ -25,12 +25,12 @@ MARKUP = re.compile(r"!?\[([^\]]{0,200})\](?:\([^)]{0,500}\)|\[[^\]]{0,200}\])|`
 # Code and comments are left out: on one line they cannot be read.
 BLOCK = re.compile(r"""
     \A---\n[\s\S]*?\n---$                                        # front matter
-    | ^[ ]{0,3}(```|~~~)[\s\S]*?(?:^[ ]{0,3}\1|\Z)               # code
+    | ^[ ]*```[\s\S]*?(?:^[ ]*```|\Z)                             # code
     | ^[ ]*<!--[\s\S]*?(?:-->|\Z)                                # a comment
     | ^[ ]{0,3}\#{1,6}[ ](?P<heading>.+)
     | ^(?P<underlined>\S.*)\n[=~^-]{3,}\s*$
     | ^[ \t]*(?:(?:[*+•|>-]|\d+[.)])[ \t]+)?                     # the mark of an item, or of a row of a table
-      (?P<paragraph>\S.*(?:\n(?![ ]*(?:[*+•|>-][ \t]|\d+[.)][ ]|\#{1,6}[ ]|```|~~~|[=~^-]{3,}\s*$))[ \t]*\S.*)*)
+      (?P<paragraph>\S.*(?:\n(?![ ]*(?:[*+•|>-][ \t]|\d+[.)][ ]|\#{1,6}[ ]|```|[=~^-]{3,}\s*$))[ \t]*\S.*)*)
     """, re.MULTILINE | re.VERBOSE)
 SCHEMA = """
 PRAGMA journal_mode = OFF; BEGIN;
@@ -38,7 +38,11 @@ CREATE TABLE manifest(key TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE passages(id INTEGER PRIMARY KEY, title TEXT, text TEXT, place TEXT, key TEXT, last TEXT);
 CREATE TABLE words(word TEXT PRIMARY KEY, passages INTEGER) WITHOUT ROWID;
 CREATE VIRTUAL TABLE stems USING fts5(title, text, content='', tokenize='ascii');
+CREATE TEMP TRIGGER fill AFTER INSERT ON passages BEGIN
+    INSERT INTO stems(rowid, title, text) VALUES (new.id, stems(new.title), stems(new.text));
+END;
 """
+INSERT = "INSERT INTO passages VALUES (NULL, ?1, ?2, ?3, key_of(?1), last_part(key_of(?1)))"
 FINISH = """
 CREATE VIRTUAL TABLE temp.vocabulary USING fts5vocab(main, stems, row);
 INSERT INTO words SELECT term, doc FROM temp.vocabulary;
@@ -72,18 +76,14 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
 
 def write_library(path: Path, source: str, passages: Iterator[Passage]) -> None:
     manifest = {"format": FORMAT, "source": source, "fingerprint": fingerprint(source)}
-    number = 0
     with write_aside(path) as aside:
         database = connect(aside.as_uri())
+        database.create_function("key_of", 1, key_of)
+        database.create_function("last_part", 1, last_part)
+        database.create_function("stems", 1, lambda text: " ".join(stems(text)))
         database.executescript(SCHEMA)
         database.executemany("INSERT INTO manifest VALUES (?, ?)", manifest.items())
-        for number, passage in enumerate(progress(passages, "reading", "passages"), start=1):
-            key = key_of(passage.title)
-            row = (number, *passage, key, last_part(key))
-            database.execute("INSERT INTO passages VALUES (?, ?, ?, ?, ?, ?)", row)
-            row = (number, " ".join(stems(passage.title)), " ".join(stems(passage.text)))
-            database.execute("INSERT INTO stems(rowid, title, text) VALUES (?, ?, ?)", row)
-        if not number:
+        if not database.executemany(INSERT, progress(passages, "reading", "passages")).rowcount:
             raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
         database.executescript(FINISH)
         database.close()
@@ -115,15 +115,16 @@ def files_of(source: Path) -> list[Path]:
 def file_passages(source: Path, field: str, encoding: str) -> Iterator[Passage]:
     """The passages of all files; one that cannot be read is printed."""
     for file in files_of(source):
-        name = KIND.sub("", file.name)
+        name = CONTROL.sub("?", str(file.relative_to(source.parent)))
+        stem = KIND.sub("", Path(name).name)
         has_lines = KIND.search(file.name)[1].lower() in ("txt", "md")
         try:
             for row, text in enumerate(file_texts(file, field, encoding, WHOLE), start=1):
-                for title, passage, line in text_passages(text, name):
+                for title, passage, line in text_passages(text, stem):
                     number = line if has_lines else row
-                    yield Passage(title, passage, f"{file.relative_to(source.parent)}:{number}")
+                    yield Passage(title, passage, f"{name}:{number}")
         except Exception as error:  # parsers raise all kinds
-            print(f"{file} is not read: {first_line(error)}")
+            print(f"{name} is not read: {first_line(error)}")
 
 
 def text_passages(text: str, title: str) -> Iterator[tuple[str, str, int]]:
@@ -134,7 +135,7 @@ def text_passages(text: str, title: str) -> Iterator[tuple[str, str, int]]:
     for block in BLOCK.finditer(text):
         heading = block["heading"] or block["underlined"]
         if heading:
-            title = plain(heading).strip("# ") or title
+            title = plain(heading).strip("# ")[:200] or title
         line += text.count("\n", position, block.start())
         position = block.start()
         for passage in PASSAGE.findall(plain(block["paragraph"] or "")):

@@ -27,12 +27,12 @@ FORMAT = 1
 COMMAND = "python -m scripts.library --source=…"
 CANDIDATES = 20    # passages that BM25 puts first, compared closely
 ENOUGH = 0.5       # of a question's weight has to be in a passage, or nothing was found
-SIMILAR = 0.85     # of a misspelled title: the least ratio of difflib
+SIMILAR = 0.85     # of the last part of a misspelled title: the least ratio of difflib
 TIME_LIMIT = 0.25  # seconds of a query: it takes milliseconds, but on a slow disk
 LONGEST = 256      # characters of a question that are read
 
-CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # written without blanks: each pair of characters is a word
-WORD = re.compile(rf"(?=([{CJK}]{{2}}))[{CJK}]|([^\W_{CJK}]+)")
+CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # written without blanks: each character counts as a word
+WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
 HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # getElementById
 # stopped -> stop, partitions -> part. Roughly: what counts is that a question's stems are those of a passage.
 SUFFIX = re.compile(r"(?<=\w{3})(?:(?<=([bdgmnprt]))\1(?:ing|ed|er)s?|ies|y|(?:at|it)?(?:ion|or|ive)s?|ings?|ed|e?s"
@@ -41,7 +41,9 @@ SENTENCE = re.compile(r".+?(?:[.!?。！？](?= |$)|$)")
 # "partition" is str.partition, not bytearray.partition.
 NAMED = """SELECT title, text, place FROM passages WHERE key = ? OR last = ?
 ORDER BY key = ? DESC, title = ? DESC, length(key), id LIMIT 1"""
-ALIKE = "SELECT DISTINCT key FROM passages WHERE substr(key, 1, 1) = ? AND abs(length(key) - ?) < 3"
+# Of the same module, so that math.cubert is not math.cbrt only because both are of math.
+ALIKE = """SELECT DISTINCT last FROM passages
+WHERE key = ? || last AND substr(last, 1, 1) = ? AND abs(length(last) - ?) < 3"""
 # bm25 is negative, and the smaller the better.
 RANKED = f"""SELECT passages.title, passages.text, place, -bm25(stems) AS score FROM stems
 JOIN passages ON passages.id = stems.rowid WHERE stems MATCH ? ORDER BY score DESC LIMIT {CANDIDATES}"""
@@ -62,7 +64,6 @@ class Library:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lock = threading.Lock()
-        self.deadline = math.inf
         if not path.is_file():
             raise UserError(f"no library {path}: make it, {COMMAND}")
         # immutable: no locks, which some network file systems lack. A library is replaced whole, never changed.
@@ -82,12 +83,11 @@ class Library:
         rows = self.query(NAMED, key, key, key, title)
         if rows:
             return Passage(*rows[0])
-        others = self.query(ALIKE, key[:1], len(key))
-        nearest = difflib.get_close_matches(key, [other for other, in others], 1, SIMILAR)
-        # math.cubert is not math.cbrt, though most of the letters are the same: those of the module.
-        if nearest and difflib.SequenceMatcher(None, last_part(key), last_part(nearest[0])).ratio() > SIMILAR:
-            return self.lookup(nearest[0])
-        return None
+        last = last_part(key)
+        parent = key.removesuffix(last)
+        others = self.query(ALIKE, parent, last[:1], len(last))
+        nearest = difflib.get_close_matches(last, [other for other, in others], 1, SIMILAR)
+        return self.lookup(parent + nearest[0]) if nearest else None
 
     def search(self, words: str) -> Passage | None:
         """The best passage about these words; None where none has enough of them."""
@@ -122,11 +122,10 @@ class Library:
 
 def connect(address: str) -> "sqlite3.Connection":
     try:
-        connection = sqlite3.connect(address, uri=True, check_same_thread=False, isolation_level=None)
-        connection.execute("CREATE VIRTUAL TABLE temp.probe USING fts5(text)")
-    except (AttributeError, sqlite3.OperationalError) as error:
-        raise UserError(f"a library needs SQLite with FTS5, which this Python lacks ({error})") from error
-    return connection
+        sqlite3.connect(":memory:").execute("CREATE VIRTUAL TABLE probe USING fts5(text)")
+    except Exception as error:
+        raise UserError("a library needs SQLite with FTS5, which this Python lacks; try another Python") from error
+    return sqlite3.connect(address, uri=True, check_same_thread=False, isolation_level=None)
 
 
 def library_path(name: str) -> Path:
@@ -134,9 +133,8 @@ def library_path(name: str) -> Path:
 
 
 def stems(text: str) -> list[str]:
-    """The stems of a text's words in their order: "getElementById sorts 今日は" -> get element by id sort 今日 日は."""
-    words = map("".join, WORD.findall(HUMP.sub(" ", text)))
-    return [SUFFIX.sub("", word.lower()) for word in words]
+    """The stems of a text's words in their order: "getElementById sorts 今日" -> get element by id sort 今 日."""
+    return [SUFFIX.sub("", word.lower()) for word in WORD.findall(HUMP.sub(" ", text))]
 
 
 def key_of(title: str) -> str:
