@@ -17,7 +17,7 @@ from nanochat.tasks.common import split_of
 from nanochat.tasks.lookup import what_is_asked
 from nanochat.tasks.pydoc import documented
 
-SPECS = ("lookup", "lookup:unknown", "search", "search:unknown")
+SPECS = ("lookup", "lookup:true", "lookup:unknown", "search", "search:true", "search:unknown")
 CALL = re.compile(r'(lookup|search)\(" ([^"]+)"\)')
 
 
@@ -93,6 +93,17 @@ def test_the_test_split_asks_about_every_held_out_object_and_tells_the_truth():
     assert len(questions) > 150 and {text for *_, text, _ in questions} <= {text for *_, text, _ in found}
 
 
+@pytest.mark.parametrize("tool", ["lookup", "search"])
+def test_true_results_can_be_earned(tool: str):
+    """For reinforcement learning all is asked about objects that are trained on, and found as the library has it."""
+    task = make_task(f"{tool}:true", "train")
+    for conversation in task[:1000]:
+        _, called, asked, found, _ = exchanges(conversation)[-1]
+        names = [name for name, text in documented().items() if found.startswith(text)]
+        assert called == tool and any(split_of(f"pydoc:{name}") == "train" for name in names), found
+        assert tool == "search" or asked in names
+
+
 def test_most_results_in_training_are_not_what_the_model_could_know():
     kinds = Counter()
     for conversation in make_task("lookup", "train")[:4000]:
@@ -157,7 +168,7 @@ def test_most_training_conversations_fit_a_small_model():
     tokenizer = Tokenizer([])  # bytes: a text of 4,096 tokens has about a third of these
     for spec in SPECS:
         lengths = sorted(len(render(tokenizer, conversation).ids) for conversation in make_task(spec, "train")[:2000])
-        assert len(lengths) == 2000 and lengths[1900] < 3 * 256
+        assert len(lengths) == 2000 and lengths[1900] < 3 * 256, spec
 
 
 def test_passages_of_a_library_are_asked_about(tmp_path: Path):

@@ -39,8 +39,8 @@ TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...] | None]] = {
     "tinyworld": (TinyWorld, ("", "facts", "identity", "turns")),
     "pydoc": (Pydoc, ("", "known")),
     "run": (Run, ("", "tool")),
-    "lookup": (partial(Lookup, "lookup"), ("", "unknown", "talk", "FILE")),
-    "search": (partial(Lookup, "search"), ("", "unknown", "FILE")),
+    "lookup": (partial(Lookup, "lookup"), ("", "true", "unknown", "talk", "FILE")),
+    "search": (partial(Lookup, "search"), ("", "true", "unknown", "FILE")),
     "json": (CustomJSON, None),
 }
 # Not downloaded, and neither a user's own data nor words of it.

@@ -4,10 +4,11 @@ Looking things up in a library (nanochat/inference/library.py): needs no downloa
     "What does str.partition do?"                [lookup(" str.partition")] "Partition the string into three parts …"
     "How do I split a string at a separator?"    [search(" split a string at a separator")] "Partition the string …"
 
-    lookup, search       test: objects of Python's library that are held out
+    lookup, search                   test: objects of Python's library that are held out
+    lookup:true, search:true         train: the others, with nothing made up, for reinforcement learning
     lookup:unknown, search:unknown   the library has nothing: "I do not know. I found nothing about …"
-    lookup:talk          small talk: one sentence says what the model can do
-    lookup:FILE, search:FILE   test only: 200 passages of any library
+    lookup:talk                      small talk: one sentence says what the model can do
+    lookup:FILE, search:FILE         test only: 200 passages of any library
 
 The name, or the question without the words around it that only ask, is copied into the call, and what was found into
 the answer: the whole of it, or its first sentence if a short answer was wanted. Most results in training are about
@@ -474,13 +475,14 @@ serialize set shift show shuffle shut signal skip sleep sort split start stop st
 take terminate test transform translate truncate try unpack update use validate verify wait wake wrap write
 yield""".split())
 # Not searched for: what says how somebody asks.
-STOP_WORDS = frozenset("""a about also am an and another any anything are as at be been brief briefly but by can could
-did do does either find for found from function functions get gets given good got had has have hello help hey hi how i
-if in into is it its just know like look may me means method might morning much must my name nanochat need not notes of
-on one or our out passage please program python read same say search sentence short should show so some something such
-tell than that the their them then there they this to too two use used using want was way we were what when where
-whether which who why will with would you your""".split())
-NO_NOUN = re.compile(r"\s*(?:[^\w\s'/.-]|\.\B|\b(?:is|are|was|were|has|have|had|can|will|that|which|if|and|or)\b)\s*")
+STOP_WORDS = frozenset("""a about also am an and another any anything are as at be been brief briefly but by can
+command could did do does either find for forgot found from function functions get gets given goal good got had has
+have hello help helps hey hi how i if in into is it its just know like look may me means method might morning much must
+my name nanochat need not notes of on one or our out passage please program python read same say search sentence short
+should show so some something such tell than that the their them then there they this to too tool two use used using
+want was way we were what when where whether which who why will with would written you your""".split())
+NO_NOUN = re.compile(r"\s*(?:[^\w\s'/.-]|\.\B|\b(?:is|are|was|were|be|been|has|have|had|can|may|must|should|will|would|"
+                     r"that|which|if|and|or|while)\b)\s*")
 WORD = re.compile(r"\w+(?:[-._/']\w+)*")
 
 
@@ -495,10 +497,10 @@ class Lookup(Task):
         self.found = NOTHING if argument == "unknown" else ""
         self.split = split
         self.passages = []  # (title, text) that are asked about; empty: all is drawn
-        if argument not in ("", "unknown", "talk"):
+        if argument == "true" or not argument and split == "test":
+            self.passages = [item for item in objects(split) if tool == "lookup" or what_is_asked(item[1])[1]]
+        elif argument not in ("", "unknown", "talk"):
             self.passages = passages_of(tool, argument, split)
-        elif not argument and split == "test":
-            self.passages = [item for item in objects("test") if tool == "lookup" or what_is_asked(item[1])[1]]
 
     def __len__(self) -> int:
         return len(self.passages) or SIZES[self.split]
@@ -543,7 +545,10 @@ def draw_turn(
         asked = title or draw_name(rng, split)
         question = ask(rng, FOLLOW_UP if follows else LOOKUP, split, n=asked)
     else:
-        question = draw_question(rng, split, found if title else rng.choice(("", draw_text(rng))))
+        text = found if title else ""
+        if not title and split == "train" and rng.below(2):
+            text = draw_text(rng)
+        question = draw_question(rng, split, text)
         words = telling_words(question)
         asked = question[words[0].start() : words[-1].end()]
     text = found
@@ -674,9 +679,8 @@ def objects(split: str) -> list[tuple[str, str]]:
     found = []
     for name, first in documented().items():
         if split_of(f"pydoc:{name}") == split:
-            rest = first_paragraph(documentation()[name])[len(first):]
-            passages = itertools.accumulate(re.findall(SENTENCE, rest), initial=first)
-            found.append((name, [text for text in passages if len(text) <= LONGEST][-1]))
+            text = first + first_paragraph(documentation()[name])[len(first):] + " "
+            found.append((name, re.match(".*[.!?](?= )", text[:LONGEST])[0]))  # whole sentences
     return found
 
 
