@@ -139,6 +139,39 @@ We need {n} here. What is it?
 The word {n} is new to me.
 I read about {n} today. What is it?
 I have never heard of {n} before.
+My {g} asked me about {n} today.
+My {g} wants to know what {n} is.
+The {g} says {n} is {g}. Is that so?
+Is {n} a {g}?
+Is {n} {g} or {g}?
+Is {n} like {p}?
+Why did {W} write {n} here?
+{W} wrote {n} on the {g}. What is it?
+In the {g} I saw {n} and a {g}. What is {n}?
+How does {n} {p}?
+Does {n} {p}?
+Can {n} {p}?
+When does {n} {p} the {g}?
+What did {W} do with {n}?
+For my {g} I need {n}. What does it do?
+There is {n} in line {d}{d}. What is that?
+Line {d}{d} has {n}. Please explain.
+Error in {n}. What is that?
+I {p} {n} every {g}. What does it do?
+After {n} there is a {g}. What does {n} do?
+Before I {p} the {g}: what is {n}?
+I am new here. What is {n}?
+Quick question: {n}?
+One more thing. What does {n} mean here?
+Topic: {n}
+Search term {n}
+{n} meaning
+{n} definition
+{n} docs
+{n} help
+help {n}
+man {n}
+about {n}
 """.strip().splitlines()
 FOLLOW_UP = """
 And what about {n}?
@@ -197,6 +230,9 @@ Does anything {v}?
 What would you use to {v}?
 What helps me to {v}?
 It should {v}. How do I do that?
+My {g} has to {v}. How?
+{W} wants to {v}. How does that work?
+We have to {v} before {W} comes. What do we use?
 Help me {v}.
 The goal is to {v}.
 Which tool {t}?
@@ -225,6 +261,12 @@ Read me what is written about {a}.
 I am looking for {a}.
 I want to read about {a}.
 Is {a} in my notes?
+My {g} asks about {a}.
+Did {W} write something about {a}?
+I remember something about {a}.
+Which notes mention {a}?
+Anything on {a}?
+notes on {a}
 """.strip().splitlines()
 SEARCH_ANYTHING = """
 Who invented {a}?
@@ -246,6 +288,27 @@ Which {g} is the largest in {a}?
 Who is the president of {a}?
 What happened in {a} in 1{d}{d}{d}?
 What did {W} say about {a}?
+When does {a} open?
+When will {a} come?
+Who owns {a}?
+Who was {a}?
+Who built {a}?
+Who sells {a}?
+How big is {a}?
+How heavy is {a}?
+How long does {a} take?
+How many {g}s has {a}?
+How did {W} find {a}?
+Where does {a} come from?
+Where did {W} put {a}?
+Why do {a} {g}?
+Why did {W} leave {a}?
+What color is {a}?
+What is the weight of {a}?
+What is the age of {a}?
+What is the history of {a}?
+What is inside {a}?
+Which {g} has {a}?
 What is the price of {a}?
 What is the difference between {a} and the {g}?
 """.strip().splitlines()
@@ -351,14 +414,140 @@ See you tomorrow.
 Good night.
 Good bye.
 Should I marry {W}?
+Good afternoon.
+Goodbye.
+Bye.
+Sleep well.
+Have a nice day.
+Thanks.
+Thanks a lot.
+Thank you very much.
+You are welcome.
+Cool.
+Great.
+Wow.
+Hm.
+Yes.
+No.
+Maybe.
+I do not know.
+I agree.
+I do not agree.
+I do not like you.
+I do not feel well.
+I miss my {g}.
+I need a friend.
+I need a {g}.
+I want a {g}.
+I want to sleep.
+I want to go home.
+I want to be a {g}.
+I have a {g}.
+I have no {g}.
+I hate {g}s.
+I dream of {W}.
+I was in {W} yesterday.
+I will go to {W}.
+I am angry.
+I am afraid of {g}s.
+I am from {W}.
+I am {d}{d} years old.
+I am in love.
+I cannot sleep.
+It is raining.
+It is cold in {W}.
+It is my birthday.
+My cat is old.
+My name is {W}.
+My {g} is {g}.
+My {g} hates me.
+We are going to {W}.
+She does not love me.
+He is my {g}.
+They are in {W}.
+Do you like {W}?
+Do you know my {g}?
+Do you eat {g}s?
+Do you have a {g}?
+Do you believe in God?
+Do you speak French?
+Do you want a {g}?
+Did you sleep well?
+Did you see the {g}?
+Have you been to {W}?
+Have you seen my {g}?
+Have you eaten?
+Are you there?
+Are you tired?
+Are you my friend?
+Are you smart?
+Will you marry me?
+Would you like a {g}?
+Can you sing?
+Can you dance?
+Can you hear me?
+Can you tell me a story?
+Can you write a poem about a {g}?
+Could you cook for me?
+How is your {g}?
+How is life?
+How do you like {W}?
+How was the {g}?
+What do you like?
+What do you want?
+What do you eat?
+What do you think about love?
+What do you do all day?
+What makes you happy?
+What a nice {g}!
+What is your favorite movie?
+What is up?
+Who is your best friend?
+Who is the best?
+Why are you so slow?
+Why do you say that?
+Why am I so tired?
+Where are you?
+Where are you from?
+When were you born?
+When will you sleep?
+Which {g} do you like?
+Which movie should I watch?
+Tell me a secret.
+Tell me something funny.
+Tell me about your day.
+Tell me about your {g}.
+Write a song.
+Write a story about {W}.
+Write an email to {W}.
+Make a plan for my holiday.
+Make me a {g}.
+Help me with my homework.
+Send a message to {W}.
+Book a flight to {W}.
+Order a pizza.
+Turn off the light.
+Remind me at {d}:{d}0.
+Pretend to be a {g}.
+Translate {g} into French.
+Show me a picture.
+Please sing.
+Please be nice.
+Be quiet.
+Stop it.
+Go away.
+Come here.
+Listen to me.
+Look at my {g}.
+Let us go to {W}.
 Is {W} a good person?
 Will I be rich?
 Which party should I vote for?
 """.strip().splitlines()
 
 # ---- Names and texts. {w}: made of syllables, {r}: of random letters and digits, {d}: a digit, {g}: an English word,
-# {p}: a word of the documentation, {c}: a piece of it as it stands there, {m}: a module, {z}: a Chinese character,
-# {n}: an object's name, {t}: its passage. A capital draws the same, with a capital letter.
+# {p}: a word of the documentation, {c}: a piece of it as it stands there, {m}: a module, {z}: a letter of another
+# script, {x}: a sign, {n}: an object's name, {t}: its passage. A capital draws the same, with a capital letter.
 NAMES = """
 {w}
 {w}
@@ -413,6 +602,24 @@ the {g} in {W}
 {z}{z}
 """.strip().splitlines()
 SENTENCES = """
+{w} | {d}{d} | {c} | {w} |
+| {g} | {d}.{d} | {d}{d}{d} {w}s | {p} {p} |
+- {g}: {d}{d} {w}s, {g}
+- [{x}] {W} {x} {c}
+{w} = {c} {x} {d}
+{W}: {c} {x} {p} ({d}{d}%)
+See https://{w}.{w}/{w}/{r} for the {g}.
+Write to {w}@{w}.com or {w}.{w}@{r}.org before 2{d}{d}{d}-{d}{d}-{d}{d}.
+“{W} {g},” said {W}, “is a {x} {g}.”
+{W} – {g}, {w} and {g} – costs {d}{d}.{d}{d} €.
+{w}{z}{w} {x} {z}{z}{z} {x} {w}{z}
+`{w} --{p} {r}` {p}s the {g} → {w}.
+The {g}'s {g} doesn't {p}; it's {W}'s {g}!
+Is the {g} a {w}? No, it is {d}{d}° {g}.
+{W} {W} (born 1{d}{d}{d} in {W}) was a {g} {g} and {w}.
+{W} is a village in {W}, with {d},{d}{d}{d} people on {d}{d}.{d} km².
+Take the {g}, then the {g}, turn left at the {w} and wait: {W} opens at {d}{d}:{d}{d}.
+{R}{d}{d} {x} {R}-{d}{d}: {g} {x} {r}
 {t}
 {t}
 {t}
@@ -458,8 +665,12 @@ river road roof room rose round salt sand school sea season shadow sheep ship sh
 small snow soap soft son soup spoon spring star station stone storm street strong sugar summer sun sweet table tall taxi
 tea teacher tent thick thin ticket tomato tooth tower town train tree uncle valley village wall warm watch water weak
 week white wide wind window wine winter wolf wood wool world year yellow young""".split()
-CHINESE = """天地人山水火木金土日月年上下大小中國国家学生老师朋友城市北京东南西海江河湖花草鸟鱼马牛羊
-米面茶酒书画字文语言红黄蓝白黑春夏秋冬早晚高长短新旧多少好爱心手口目耳足车船路门窗""".replace("\n", "")
+LETTERS = """天地人山水火木金土日月年上下大小中國国家学生老师朋友城市北京东南西海江河湖花草鸟鱼马牛羊米面茶酒书画字文\
+语言红黄蓝白黑春夏秋冬早晚高长短新旧多少好爱心手口目耳足车船路门窗あいうえおかきくけこさしすせそたちつて\
+となにのはひふへほまみもやゆよらりるれろんアイウエカキクサシスタチツテトナニノハフホマミムメモヤラリルレ\
+ロン한국어사람나라서울äöüßÄÖÜéèêëàâáãåæçíìîïñóòôõøúùûýÿœšžčřąęłńśżźğışőűαβγδεζηθκλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ\
+абвгдежзиклмнопрстуфхцчшщыэюяАБВГДЖЗКЛМНПРСТ"""
+SIGNS = "|/\\#*=+-_~^@&%$<>[]{}();:!?.,–—−…“”‘’«»„×÷°±§€£¥²³½µ→←↑✓•≤≥≠≈∞√"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz" * 3 + "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789" * 2
 # Verbs that documentation begins with, in the imperative or the third person.
 VERBS = frozenset("""accept acquire add append apply arrange assert attach attempt block build calculate call cancel
@@ -631,7 +842,7 @@ def draw_text(rng: StableRandom) -> str:
     for _ in range(1 + rng.below(3) // 2):
         template = rng.choice(SENTENCES)
         if not rng.below(2):
-            words = [rng.choice("wgpprdcccGW") for _ in range(2 + rng.below(9))]
+            words = [rng.choice("wwgpprrdcccGWzx") for _ in range(2 + rng.below(9))]
             template = " ".join(f"{{{kind}}}" for kind in words) + " {w}."
         sentences.append(capital(fill(rng, template)))
     return " ".join(sentences)
@@ -664,7 +875,8 @@ def vocabulary() -> dict[str, Sequence[str]]:
         "p": sorted(documentation_words()),
         "t": [text for text in passages if len(text) < 100],
         "w": words("train"),
-        "z": CHINESE,
+        "x": SIGNS,
+        "z": LETTERS,
     }
 
 
