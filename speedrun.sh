@@ -3,6 +3,7 @@
 #
 #     bash speedrun.sh                # for what it finds: 8 GPUs, fewer, or a CPU
 #     bash speedrun.sh --chat         # and opens the chat page at the end
+#     bash speedrun.sh --chat --folder=~/notes    # there the assistant looks things up in your own files
 #     bash speedrun.sh --full         # the whole recipe also on a CPU that takes more than half an hour for it
 #     bash speedrun.sh --rehearse     # every stage with a tiny model for two steps, on GPUs after three steps of the real one
 #     bash speedrun.sh --plan=8,H100,80    # only says what it would run on 8 H100 of 80 GB, in how many hours, at what cost
@@ -11,16 +12,17 @@
 # newest checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")"
-chat=no rehearse=no full=no plan="" gpu="" memory=""
+chat=no rehearse=no full=no plan="" gpu="" memory="" folder=""
 words=""    # tasks that the tokenizer reads, too
 shard_mb=8
 for argument in "$@"; do
     case $argument in
         --chat) chat=yes ;;
+        --folder=?*) folder=${argument#*=} ;;
         --rehearse) rehearse=yes ;;
         --full) full=yes ;;
         --plan=[1-9],?*,[1-9]* | --plan=[1-9][0-9],?*,[1-9]*) plan=${argument#*=} ;;
-        *) echo "error: $argument is unknown; expected --chat, --full, --rehearse or --plan=8,H100,80" >&2; exit 2 ;;
+        *) echo "error: $argument is unknown; expected --chat, --folder=…, --full, --rehearse or --plan=8,H100,80" >&2; exit 2 ;;
     esac
 done
 . ./setup.sh "$(! nvidia-smi >/dev/null 2>&1 || echo hub)"  # the larger tasks come from the hub
@@ -197,6 +199,10 @@ fi
 stage "data: $data"
 python -m scripts.dataset --source="$data" --num_shards="$shards" --shard_mb=$shard_mb
 
+stage "library: what the assistant looks up"
+python -m scripts.library --source=python
+[ -z "$folder" ] || python -m scripts.library --source="$folder" --name=folder
+
 stage "tokenizer"
 once tokenizer-$data --needs data/$data/manifest.json --makes tokenizer/$data -- \
     python -m scripts.tok_train --data="$data" --vocab_size="$vocab" --tasks="$words"
@@ -231,6 +237,7 @@ python -m scripts.report --model_tag="$tag"
 [ -z "$plan" ] || exit 0
 stage "done"
 page=(python -m scripts.chat_web --source=rl --model_tag=$tag)
+[ -z "$folder" ] || page+=(--library="$NANOCHAT_BASE_DIR/library/folder.sqlite")
 if [ $rehearse = no ]; then
     echo "talk to it: . ./setup.sh && ${page[*]}      (or scripts.chat_cli, in the terminal)"
 else
