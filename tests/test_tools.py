@@ -3,17 +3,22 @@ import pytest
 import torch
 
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.inference.detokenizer import to_parts
+from nanochat.inference.detokenizer import Delta, to_parts
 from nanochat.inference.engine import Engine
 from nanochat.inference.library import Passage
 from nanochat.inference.sampling import SamplingParams
 from nanochat.inference.tools import MOST_CALLS, RESULT_TOKENS, Tools, shortened
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, architecture
+from nanochat.serve.protocol import Chunk, Request
+from nanochat.serve.replies import ChatReply
+from nanochat.serve.requests import ChatRequest
+from nanochat.serve.worker import ServedModel
 
 TOKENIZER = Tokenizer([b"th", b"the", b" the"])
 SPECIAL = TOKENIZER.encode_special
 
+QUESTION = {"role": "user", "content": "?"}
 PARTITION = "Partition the string into three parts using the given separator."
 
 
@@ -96,3 +101,29 @@ def test_an_answer_calls_three_times_and_goes_on():
     assert outputs == [Shelf.passages["trap"], "2", PARTITION, PARTITION, "nothing"]
     assert answer.tokens.count(end) == 1 and answer.finish_reason == "stop"
     assert answer.tokens.count(TOKENIZER.get_bos_token_id()) == 0
+
+
+def test_a_reply_says_where_a_passage_comes_from():
+    """Once in a stream, with the part's first text, as clients append texts; and in the whole message."""
+    model = ServedModel("tiny", TOKENIZER, 256, 0, 1, [], Tools(Shelf()))
+    request = Request([[0]], SamplingParams())
+    asked = ChatRequest.model_validate({"model": "tiny", "messages": [QUESTION], "temperature": 0, "top_k": 0})
+    reply = ChatReply(asked, model, request)
+    deltas = [
+        [Delta("text", "See: "), Delta("python", "lookup('str.part"), Delta("python", "ition')")],
+        [Delta("python_output", PARTITION[:9])], [Delta("python_output", PARTITION[9:]), Delta("text", " Yes.")],
+        [Delta("python", "lookup('?')"), Delta("python_output", "nothing")],
+    ]
+    events = []
+    for several in deltas:
+        chunk = Chunk(0)
+        chunk.deltas += several
+        events += reply.add([chunk])
+    parts = [part for event in events for part in event["delta"]["parts"]]
+    source = {"title": "str.partition", "place": "shelf.md:1"}
+    assert [(part["index"], part.get("source")) for part in parts] == [
+        (0, None), (1, None), (2, source), (2, None), (3, None), (4, None), (5, None)]
+    [choice] = reply.whole()["choices"]
+    assert choice["message"]["parts"][2] == {"type": "python_output", "text": PARTITION, "source": source}
+    assert [part.get("source") for part in choice["message"]["parts"]].count(None) == 5
+    assert choice["message"]["content"] == "See:  Yes."
