@@ -105,7 +105,7 @@ def test_an_answer_calls_three_times_and_goes_on():
 
 def test_a_reply_says_where_a_passage_comes_from():
     """Once in a stream, with the part's first text, as clients append texts; and in the whole message."""
-    model = ServedModel("tiny", TOKENIZER, 256, 0, 1, [], Tools(Shelf()))
+    model = ServedModel("tiny", TOKENIZER, 256, 1, [], Tools(Shelf()))
     request = Request([[0]], SamplingParams())
     asked = ChatRequest.model_validate({"model": "tiny", "messages": [QUESTION], "temperature": 0, "top_k": 0})
     reply = ChatReply(asked, model, request)
