@@ -23,7 +23,6 @@ from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.distributed import compute_init
 
 depth = 4                   # [1..] layers; width and heads follow from it
@@ -33,7 +32,6 @@ device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 batch_size = 16             # [1..] sequences decoded together
 new_tokens = 256            # [1..496] written after each prompt of 16
 repeats = 5                 # [1..] of which the fastest counts
-compile = True              # also the compiled step
 configure(globals())
 
 *_, device = compute_init(device_type)
@@ -76,7 +74,7 @@ def step_bytes(rows: int, number: int) -> float:
 
 
 def report(name: str, rows: int, seconds: float, share: str = "") -> None:
-    print(f"{kind:17} batch {rows:3}  {name:24} {rows * new_tokens / seconds:8,.0f} tokens/s {share}", flush=True)
+    print(f"{dtype:8} batch {rows:3}  {name:24} {rows * new_tokens / seconds:8,.0f} tokens/s {share}", flush=True)
 
 
 threads, rate = torch.get_num_threads(), copy_rate()
@@ -84,15 +82,10 @@ print(f"{arch}, depth {depth} on {device.type}, {threads} thread(s): {new_tokens
       f"memory copies {rate / 1e9:.1f} GB/s")
 for dtype in ("float32", "bfloat16"):
     model.to(getattr(torch, dtype))
-    kind = dtype
     report("uncached, once", 1, fastest(1, lambda: list(model.generate(prompts[0], new_tokens))))
-    for way in ("", "compiled"):
-        if way and not set_compile(compile, device.type):
-            continue
-        kind = f"{dtype} {way}"
-        engine = Engine(model, tokenizer, batch_size, compile=bool(way))
-        for rows in sorted({1, batch_size}):
-            bytes_read = step_bytes(rows, model.lm_head.weight.itemsize)
-            for name, params in ways.items():
-                seconds = fastest(repeats, functools.partial(engine.generate, prompts[:rows], params))
-                report(name, rows, seconds, f"MBU {bytes_read * new_tokens / seconds / rate:4.0%}")
+    engine = Engine(model, tokenizer, batch_size)
+    for rows in sorted({1, batch_size}):
+        bytes_read = step_bytes(rows, model.lm_head.weight.itemsize)
+        for name, params in ways.items():
+            seconds = fastest(repeats, functools.partial(engine.generate, prompts[:rows], params))
+            report(name, rows, seconds, f"MBU {bytes_read * new_tokens / seconds / rate:4.0%}")

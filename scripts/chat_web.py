@@ -40,7 +40,6 @@ model_tag: str | None = None  # folder of its checkpoints; None: the only one th
 step: int | None = None     # of the checkpoint; None: the newest valid one
 device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
-compile = False             # compile the decoding step: faster answers, but a slower start: a minute, later 10 s
 workers = 0                 # [0..] processes for each model, on the GPUs in turn; 0: one for each GPU, or one on a CPU
 # ---- Who may ask
 host = "127.0.0.1"          # address to listen on; 0.0.0.0: every network this machine is in
@@ -93,12 +92,11 @@ for stage in sources:
     checkpoint = find_model(stage, model_tag, step)
     tag = checkpoint.parent.name
     meta = read_meta(checkpoint)
-    load = partial(load_engine, checkpoint, device_type, dtype, compile, max_batch, workers)
+    load = partial(load_engine, checkpoint, device_type, dtype, max_batch, workers)
     models.append(ServedModel(
         id=f"{tag}-{stage}",
         tokenizer=Tokenizer.load(checkpoint),
         context=meta["model_config"]["sequence_len"],
-        created=int(checkpoint.stat().st_mtime),
         max_batch=max_batch,
         workers=[Worker(partial(load, number)) for number in range(workers)],
         chats=stage != "base",

@@ -47,7 +47,7 @@ FINISH = """
 CREATE VIRTUAL TABLE temp.vocabulary USING fts5vocab(main, stems, row);
 INSERT INTO words SELECT term, doc FROM temp.vocabulary;
 INSERT INTO manifest SELECT 'passages', count(*) FROM passages;
-CREATE INDEX keys ON passages(key); CREATE INDEX lasts ON passages(last);
+CREATE INDEX names ON passages(last, key);
 """
 
 
@@ -70,23 +70,19 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
     place = library_path(name or source)
     with locked(place.with_name(f".{place.name}.lock")):
         recover_folder(place)  # what a killed process left
-        write_library(place, source, passages)
+        manifest = {"format": FORMAT, "source": source, "fingerprint": fingerprint(source)}
+        with write_aside(place) as aside:
+            database = connect(aside.as_uri())
+            database.create_function("key_of", 1, key_of)
+            database.create_function("last_part", 1, last_part)
+            database.create_function("stems", 1, lambda text: " ".join(stems(text)))
+            database.executescript(SCHEMA)
+            database.executemany("INSERT INTO manifest VALUES (?, ?)", manifest.items())
+            if not database.executemany(INSERT, progress(passages, "reading", "passages")).rowcount:
+                raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
+            database.executescript(FINISH)
+            database.close()
     return place
-
-
-def write_library(path: Path, source: str, passages: Iterator[Passage]) -> None:
-    manifest = {"format": FORMAT, "source": source, "fingerprint": fingerprint(source)}
-    with write_aside(path) as aside:
-        database = connect(aside.as_uri())
-        database.create_function("key_of", 1, key_of)
-        database.create_function("last_part", 1, last_part)
-        database.create_function("stems", 1, lambda text: " ".join(stems(text)))
-        database.executescript(SCHEMA)
-        database.executemany("INSERT INTO manifest VALUES (?, ?)", manifest.items())
-        if not database.executemany(INSERT, progress(passages, "reading", "passages")).rowcount:
-            raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
-        database.executescript(FINISH)
-        database.close()
 
 
 def changes(library: Library) -> str:

@@ -66,40 +66,39 @@ def parts_of(deltas: Iterable[Delta]) -> list[dict[str, str]]:
 class StopStrings:
     """
     Ends an answer before the first of some strings in its text, however the tokens cut it. Text that may be the
-    beginning of a string is held back until that is known. Only "text" is searched, as if nothing stood between.
+    beginning of a string is held back until that is known. No string goes across a part of the calculator.
     """
 
     def __init__(self, strings: Sequence[str]):
         assert all(strings), "an empty string would end every answer at once"
         self.strings = strings
-        self.held: list[Delta] = []     # a character each
+        self.held = ""
         self.found = False
 
     def add(self, delta: Delta) -> list[Delta]:
         """What may be shown now. When a string is complete, `found` becomes true, and nothing more will follow."""
+        if self.found:
+            return []
+        if delta.type != "text":
+            return [*self.end(), delta]
         if not self.strings:
             return [delta]
-        shown = []
+        shown = ""
         for character in delta.text:
-            if self.found:
+            self.held += character
+            complete = [string for string in self.strings if self.held.endswith(string)]
+            if complete:
+                self.found = True
+                shown += self.held.removesuffix(max(complete, key=len))
                 break
-            self.held.append(Delta(delta.type, character))
-            text = "".join(held.text for held in self.held if held.type == "text")
-            complete = [len(string) for string in self.strings if text.endswith(string)]
-            self.found = bool(complete)
-            if not complete:  # how much of the text's end is the beginning of a string
-                ends = range(len(text) + 1)
-                complete = [n for n in ends if any(string.startswith(text[len(text) - n :]) for string in self.strings)]
-            shown += self._release(len(text) - max(complete))
-        return shown
+            # Hold the longest end of the text that begins a string.
+            while not any(string.startswith(self.held) for string in self.strings):
+                shown += self.held[0]
+                self.held = self.held[1:]
+        return [Delta("text", shown)] if shown else []
 
     def end(self) -> list[Delta]:
-        """The answer ends without another token: what was held back, unless a string was found."""
-        return [] if self.found else self.held
-
-    def _release(self, count: int) -> list[Delta]:
-        """The first `count` characters of the held text, and everything else up to there."""
-        places = [i for i, delta in enumerate(self.held) if delta.type == "text"] + [len(self.held)]
-        released = self.held[: places[count]]
-        del self.held[: places[count]]
-        return released
+        """The text ends without another token: what was held back, unless a string was found."""
+        held = self.held
+        self.held = ""
+        return [Delta("text", held)] if held and not self.found else []

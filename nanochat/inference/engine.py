@@ -34,7 +34,7 @@ from nanochat.inference.detokenizer import Delta, IncrementalDetokenizer
 from nanochat.inference.kv_cache import CachedModel, Prefix
 from nanochat.inference.logprobs import TokenLogprob, token_logprobs
 from nanochat.inference.prompt_cache import PIECE, PromptCache
-from nanochat.inference.sampling import Grammar, History, SamplingParams, draw
+from nanochat.inference.sampling import Grammar, SamplingParams, draw
 from nanochat.model.gpt import GPT
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.progress import progress
@@ -89,16 +89,15 @@ class Engine:
 
     Part of the weights are copied: after a training step, make a new engine (milliseconds for a small model).
     prompt_cache_bytes: size of the prompt cache. max_per_owner: places that one owner can have, so that a newcomer
-    finds one; None: all. compile: compile the decoding step.
+    finds one; None: all.
     """
 
     def __init__(
         self, model: GPT, tokenizer: Tokenizer, max_batch: int = 16, prompt_cache_bytes: int = 0,
-        max_per_owner: int | None = None, compile: bool = False,
+        max_per_owner: int | None = None,
     ):
-        assert max_batch >= 1
         assert tokenizer.get_vocab_size() == model.config.vocab_size, "a model and another one's tokenizer"
-        self.model = CachedModel(model, max_batch, compile)
+        self.model = CachedModel(model, max_batch)
         self.tokenizer = tokenizer
         self.max_batch = max_batch
         self.max_per_owner = max_per_owner or max_batch
@@ -108,10 +107,8 @@ class Engine:
         special = tokenizer.encode_special
         self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")
         self.output_start, self.output_end = special("<|output_start|>"), special("<|output_end|>")
-        self.running: list[Answer] = []     # in the order of the cache's rows
-        self.reading: list[Answer] = []     # the oldest first
-        self.waiting: dict[str, deque[Answer]] = {}     # by owner; the one who got a place last comes last
-        self.oldest_next = True             # whose piece is read next: the oldest prompt's, or the shortest one's
+        self.oldest_next = True     # whose piece is read next: the oldest prompt's, or the shortest one's
+        self.clear()
 
     # ---- Requests
 
@@ -125,7 +122,6 @@ class Engine:
         Sample i is the i-th draw of sampling.seed, in any company. Among several owners, the one
         with the fewest places gets the next one that is free.
         """
-        assert num_samples >= 1
         prompt = self.fit(prompt, sampling, truncate)
         # The last token is written, not read: an answer may end one token beyond the context.
         limit = min(sampling.max_tokens, self.context + 1 - len(prompt))
@@ -178,7 +174,9 @@ class Engine:
 
     def clear(self) -> None:
         """End every answer now."""
-        self.running, self.reading, self.waiting = [], [], {}
+        self.running: list[Answer] = []     # in the order of the cache's rows
+        self.reading: list[Answer] = []     # the oldest first
+        self.waiting: dict[str, deque[Answer]] = {}     # by owner; the one who got a place last comes last
         self.model.clear()
 
     # ---- One token for everyone
@@ -266,12 +264,12 @@ class Engine:
             prefix = other.reading.prefix
             parts.append((prefix, other.prompt[prefix.length : prefix.length + PIECE]))
         try:
-            prefixes = self.model.extend_all(parts)
+            prefixes = self.model.extend(parts)
         except Exception:
             if len(parts) == 1:
                 raise
             parts = parts[:1]  # the others' turn comes: then it is seen whose fault it was
-            prefixes = self.model.extend_all(parts)
+            prefixes = self.model.extend(parts)
         for other, prefix, (_, tokens) in zip(together, prefixes, parts):
             self._after_piece(other, prefix, len(tokens))
         return sum(len(tokens) for _, tokens in parts)
@@ -317,13 +315,12 @@ class Engine:
     def _extend(self, answers: list[Answer], logits: Tensor) -> None:
         """The next token of each answer, after these logits, (answers, V)."""
         softcap = self.model.config.softcap
-        uniforms, histories = [], []
-        for answer in answers:
-            # A sample's draws are numbered by its own tokens: the tool's take none.
-            uniforms.append(0.0 if answer.output else answer.rng.getrandbits(24) / 2**24)
-            allowed = answer.grammar.allowed if answer.grammar else None
-            histories.append(History(answer.prompt, answer.tokens, allowed))
-        drawn = draw(logits, [answer.sampling for answer in answers], uniforms, softcap, histories)
+        # A sample's draws are numbered by its own tokens: the tool's take none.
+        uniforms = [0.0 if answer.output else answer.rng.getrandbits(24) / 2**24 for answer in answers]
+        samplings = [answer.sampling for answer in answers]
+        written = [answer.tokens for answer in answers]
+        grammars = [answer.grammar for answer in answers]
+        drawn = draw(logits, samplings, uniforms, softcap, written, grammars)
         for answer, token in zip(answers, drawn):
             self._advance(answer, token)
         asked = [row for row, answer in enumerate(answers) if answer.sampling.logprobs is not None and answer.tokens]

@@ -17,7 +17,7 @@ sequences have left, and is freed when all have.
 """
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -44,33 +44,24 @@ class CachedModel:
     """
     A model's weights, laid out for decoding, and the cache, in the same dtype. Some weights are copies: make a new one
     after an update. At most max_rows sequences are decoded together.
-
-    compile: compile `step` now, once for one row and once for several (docs/server.md says how long that takes).
     """
 
-    def __init__(self, model: GPT, max_rows: int, compile: bool = False):
-        self.model, self.config, self.max_rows, self.is_compiled = model, model.config, max_rows, compile
-        config, device = self.config, model.lm_head.weight.device
+    def __init__(self, model: GPT, max_rows: int):
+        self.model = model
+        self.config = model.config
+        self.max_rows = max_rows
+        config, device = model.config, model.lm_head.weight.device
         self.windows = {config.window(layer) for layer in range(config.n_layer)}
-        prepared = partial(linear, pack=not compile)
         self.products = []  # of each block: qkv, attention's projection, the two of the MLP
         with torch.inference_mode():
             for block in model.transformer.h:
                 attn, mlp = block.attn, block.mlp
                 qkv = torch.cat((attn.c_q.weight, attn.c_k.weight, attn.c_v.weight))  # one product for all heads
                 weights = qkv, attn.c_proj.weight, mlp.c_fc.weight, mlp.c_proj.weight
-                self.products.append([prepared(weight) for weight in weights])
-            self.head = prepared(model.lm_head.weight)
+                self.products.append([linear(weight) for weight in weights])
+            self.head = linear(model.lm_head.weight)
             self.angles = rotary_angles(config.sequence_len, config.head_dim, config.rope_theta, device)
         self.clear()
-        if compile:
-            self.step = torch.compile(self.step, dynamic=False)
-            for rows in {1, min(5, max_rows)}:  # 5: a number that is no other size here, so it is taken for "any"
-                prefix = self.extend(Prefix(), [0] * min(17, config.sequence_len - 1))
-                for _ in range(rows):
-                    self.insert(prefix)
-                self.decode([0] * rows)
-                self.clear()
 
     def clear(self) -> None:
         """Forget every sequence."""
@@ -81,58 +72,56 @@ class CachedModel:
 
     # ---- Prompts
 
-    def extend(self, prefix: Prefix, tokens: list[int]) -> Prefix:
-        """Read the next tokens of a prompt of at most sequence_len, all at once. The cache does not change."""
-        return self.extend_all([(prefix, tokens)])[0]
-
     @torch.inference_mode()
-    def extend_all(self, prompts: list[tuple[Prefix, list[int]]]) -> list[Prefix]:
+    def extend(self, prompts: list[tuple[Prefix, list[int]]]) -> list[Prefix]:
         """
-        `extend` for several prompts in one pass. Their tokens lie end to end, T together: the products with weights,
-        which take most of the time, are done for all of them; attention for one prompt after the other.
+        Read the next tokens of several prompts, each of at most sequence_len, in one pass. The cache does not change.
+
+        Their tokens lie end to end, T together: the products with weights, which take most of the time, are done for
+        all of them; attention for one prompt after the other.
         """
         device = self.kv.device
-        lengths = [len(tokens) for _, tokens in prompts]
+        spans = []      # positions of each prompt's new tokens
         ids, previous, positions = [], [], []
-        spans = []
         for prefix, tokens in prompts:
             span = range(prefix.length, prefix.length + len(tokens))
             spans.append(span)
             ids += tokens
             previous += [prefix.last, *tokens[:-1]]
             positions += span
-        masks = {}
+        lengths = [len(span) for span in spans]
+
+        masks = {}      # for each window, one of each prompt and the key that it begins with
         for window in self.windows:
-            # The first token of the span sees no key before `start + 1 - window`: earlier ones are left out.
-            firsts = [max(span.start + 1 - window, 0) for span in spans]
-            masks[window] = [
-                (first, as_mask(visible(span.start, span.stop, first, window, device)))  # (tokens, keys)
-                for first, span in zip(firsts, spans)
-            ]
-        pieces = []  # of each layer (2, H_kv, T, D)
+            masks[window] = []
+            for span in spans:
+                # The first token of the span sees no key before this one: earlier ones are left out.
+                first = max(span.start + 1 - window, 0)
+                mask = as_mask(visible(span.start, span.stop, first, window, device))   # (tokens, keys)
+                masks[window].append((first, mask))
+
+        new = []        # of each layer (2, H_kv, T, D)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            pieces.append(torch.stack((k, v)).transpose(1, 2))
-            new = pieces[-1].split(lengths, dim=2)
+            new.append(torch.stack((k, v)).transpose(1, 2))
             outputs = []
-            for (prefix, _), its_q, own, (first, mask) in zip(
-                prompts, q.split(lengths), new, masks[self.config.window(layer)]
+            queries = q.split(lengths)
+            own = new[layer].split(lengths, dim=2)
+            for (prefix, _), its_q, its_kv, (first, mask) in zip(
+                prompts, queries, own, masks[self.config.window(layer)]
             ):
-                read = [piece[layer] for piece in prefix.pieces]
-                keys, values = torch.cat([*read, own], dim=2)[:, :, first:]             # (H_kv, keys, D) each
-                queries = its_q.transpose(0, 1)                                         # (H, tokens, D)
-                # Query heads that share a key head are one long list of queries to it.
-                grouped = queries.reshape(len(keys), -1, q.size(-1))                    # (H_kv, G * tokens, D)
-                y = scaled_dot_product(grouped, keys, values, mask.repeat(len(queries) // len(keys), 1))
-                outputs.append(y.view(queries.shape).transpose(0, 1))                   # (tokens, H, D)
+                earlier = [piece[layer] for piece in prefix.pieces]
+                kv = torch.cat([*earlier, its_kv], dim=2)       # (2, H_kv, length, D)
+                outputs.append(attend_one(its_q, kv[:, :, first:], mask))
             return torch.cat(outputs)
 
-        hidden = self.hidden(*torch.tensor([ids, previous, positions], device=device), attend)
-        own_pieces = torch.stack(pieces).split(lengths, dim=3)  # (n_layer, 2, H_kv, tokens, D) each
-        return [
-            Prefix((*prefix.pieces, piece), span.stop, tokens[-1], its_hidden)
-            for (prefix, tokens), piece, span, its_hidden in zip(prompts, own_pieces, spans, hidden.split(lengths))
-        ]
+        columns = torch.tensor([ids, previous, positions], device=device)
+        hidden = self.hidden(*columns, attend).split(lengths)   # (tokens, C) each
+        pieces = torch.stack(new).split(lengths, dim=3)         # (n_layer, 2, H_kv, tokens, D) each
+        extended = []
+        for (prefix, tokens), piece, span, its_hidden in zip(prompts, pieces, spans, hidden):
+            extended.append(Prefix((*prefix.pieces, piece), span.stop, tokens[-1], its_hidden))
+        return extended
 
     # ---- Rows
 
@@ -152,69 +141,56 @@ class CachedModel:
 
     @torch.inference_mode()
     def remove(self, row: int) -> None:
-        """Free a row; the last one moves into its place."""
-        length, last = self.lengths.pop(), self.last.pop()
+        """Free a row; the last one moves into its place, so that rows 0 to n − 1 are always the ones in use."""
+        length = self.lengths.pop()
+        last = self.last.pop()
         end = len(self.lengths)
         if row != end:
-            self.lengths[row], self.last[row] = length, last
+            self.lengths[row] = length
+            self.last[row] = last
             self.kv[:, :, row, :, :length] = self.kv[:, :, end, :, :length]
         if not self.lengths:
-            return self.clear()
+            self.clear()
+            return
         capacity = self.rounded(1.25 * max(self.lengths))
-        if self.kv.size(4) > 2 * capacity:
+        if self.kv.size(4) > 2 * capacity:  # a long sequence has left: nobody should go on computing with its positions
             self.resize(self.kv.size(2), capacity)
 
     @torch.inference_mode()
     def decode(self, tokens: list[int]) -> Tensor:
         """Read one more token in every row; returns the raw logits after it, (rows, vocab_size) in float32."""
         rows, device = len(tokens), self.kv.device
+        heads = self.config.n_kv_head
         longest = max(self.lengths) + 1
         self.reserve(rows, longest)
         # Nobody needs the positions beyond the longest row. They are left out in float32 on a CPU alone: its products
-        # in bfloat16 are 2 to 10 times slower where the cache is not contiguous, and compiled code would become one
-        # more when a row fills it.
-        if self.is_compiled or self.kv.dtype != torch.float32 or device.type != "cpu":
+        # in bfloat16 are 2 to 10 times slower where the cache is not contiguous.
+        if self.kv.dtype != torch.float32 or device.type != "cpu":
             longest = self.kv.size(4)
-        keys = torch.arange(longest, device=device)
-        kv = [part for layer in self.kv[:, :, :rows].unbind() for part in layer.unbind()]
-        now = torch.tensor([tokens, self.last, self.lengths], device=device)
-        if self.is_compiled:
-            mark = torch._dynamo.maybe_mark_dynamic  # these sizes change from step to step
-            mark(now, 1)
-            mark(keys, 0)
-            for part in kv:
-                mark(part, (0, 2))
-        logits = self.step(now, keys, kv)
-        self.lengths = [length + 1 for length in self.lengths]
-        self.last = list(tokens)
-        return logits
+        last, lengths = self.last, self.lengths
+        now, previous, positions = torch.tensor([tokens, last, lengths], device=device)     # one copy to the device
+        all_rows = torch.arange(rows, device=device)
+        keys = torch.arange(longest, device=device)     # (K,)
 
-    def step(self, now: Tensor, keys: Tensor, kv: list[Tensor]) -> Tensor:
-        """
-        What `decode` computes. now (3, rows): the token of each row, the one before it, and its position; keys (K,):
-        the positions to look at; kv: keys, then values of each layer, (rows, H_kv, capacity, D), to which it adds.
-        """
-        tokens, previous, positions = now.unbind()
-        rows, heads = len(tokens), self.config.n_kv_head
-        all_rows = torch.arange(rows, device=now.device)
         # A mask hides what a row has not reached, and what is beyond the window of a layer: that starts elsewhere in
         # each row, so there is no smaller rectangle.
         masks = {}
         for window in self.windows:
-            seen = keys <= positions[:, None]                                   # (rows, K)
-            if window < self.config.sequence_len:
-                seen &= keys > positions[:, None] - window
-            masks[window] = as_mask(seen).repeat_interleave(heads, dim=0)[:, None]  # (rows * H_kv, 1, K)
+            seen = (keys <= positions[:, None]) & (keys > positions[:, None] - window)     # (rows, K)
+            masks[window] = as_mask(seen).repeat_interleave(heads, dim=0)[:, None]          # (rows * H_kv, 1, K)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            all_keys, all_values = kv[2 * layer], kv[2 * layer + 1]
-            all_keys[all_rows, :, positions] = k
-            all_values[all_rows, :, positions] = v
-            k, v = (part[:, :, : len(keys)].flatten(0, 1) for part in (all_keys, all_values))  # (rows * H_kv, K, D)
-            grouped = q.reshape(rows * heads, -1, q.size(-1))                                  # (rows * H_kv, G, D)
+            kv = self.kv[layer, :, :rows]                       # (2, rows, H_kv, capacity, D)
+            kv[0, all_rows, :, positions] = k
+            kv[1, all_rows, :, positions] = v
+            k, v = kv[:, :, :, :longest].flatten(1, 2)          # (rows * H_kv, K, D) each
+            grouped = q.reshape(rows * heads, -1, q.size(-1))   # (rows * H_kv, G, D)
             return scaled_dot_product(grouped, k, v, masks[self.config.window(layer)]).view(q.shape)
 
-        return self.logits(self.hidden(tokens, previous, positions, attend))
+        logits = self.logits(self.hidden(now, previous, positions, attend))
+        self.lengths = [length + 1 for length in self.lengths]
+        self.last = list(tokens)
+        return logits
 
     # ---- Both
 
@@ -260,20 +236,31 @@ class CachedModel:
             self.resize(new_rows, capacity)
 
     def rounded(self, length: float) -> int:
-        return min(math.ceil(length / CAPACITY_UNIT) * CAPACITY_UNIT, self.config.sequence_len)
+        units = math.ceil(length / CAPACITY_UNIT)
+        return min(units * CAPACITY_UNIT, self.config.sequence_len)
 
     def resize(self, rows: int, capacity: int) -> None:
         """Copy into a cache of this size. New places are zeros: a NaN in memory, masked to zero, would stay NaN."""
-        n_layer, _, old_rows, heads, old_capacity, D = self.kv.shape
-        both = min(capacity, old_capacity)
-        new = self.kv.new_zeros(n_layer, 2, rows, heads, capacity, D)
-        new[:, :, :old_rows, :, :both] = self.kv[:, :, :, :, :both]
-        self.kv = new
+        old = self.kv[:, :, :, :, :capacity]
+        n_layer, _, old_rows, heads, kept, D = old.shape
+        self.kv = old.new_zeros(n_layer, 2, rows, heads, capacity, D)
+        self.kv[:, :, :old_rows, :, :kept] = old
 
 
 def as_mask(seen: Tensor) -> Tensor:
     """A tensor of bools as what is added to scores: 0 where a key is seen, else −inf; float32."""
-    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)
+
+
+def attend_one(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
+    """One prompt: q (tokens, H, D), keys and values (2, H_kv, K, D), mask (tokens, K) → (tokens, H, D)."""
+    keys, values = kv
+    queries = q.transpose(0, 1)                                 # (H, tokens, D)
+    # Query heads that share a key head are one long list of queries to it.
+    grouped = queries.reshape(len(keys), -1, q.size(-1))        # (H_kv, G * tokens, D)
+    group_size = len(queries) // len(keys)
+    y = scaled_dot_product(grouped, keys, values, mask.repeat(group_size, 1))
+    return y.view(queries.shape).transpose(0, 1)
 
 
 def scaled_dot_product(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -289,30 +276,25 @@ def scaled_dot_product(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) ->
 
 # ---- Products with constant weights: with few rows of x, reading the weight takes the time
 
-def linear(weight: Tensor, pack: bool = True) -> Callable[[Tensor], Tensor]:
+def linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
     """
     The function x → x weightᵀ of x (N, C), in x's dtype, for a weight (O, C) that stays as it is.
 
     On a CPU the weight is laid out once, here: float32 as (C, O), along which a product of few rows reads memory at
     full rate; bfloat16 in the blocks that oneDNN wants, which F.linear would make in every call (2 to 4 times slower
-    with AMX). pack=False: without such blocks, which torch.compile cannot read.
+    with AMX).
     """
     if weight.device.type != "cpu":
         return partial(F.linear, weight=weight)
-    if weight.dtype == torch.float32 or not pack or not can_pack(weight.dtype):
-        return partial(torch.mm, mat2=weight.T.contiguous())
-    return partial(packed_product, torch.ops.mkldnn._reorder_linear_weight(weight))
+    if weight.dtype == torch.bfloat16:
+        try:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+            packed_product(packed, weight[:1])
+            return partial(packed_product, packed)
+        except (AttributeError, NotImplementedError, RuntimeError):
+            pass    # these kernels are not torch's public interface, and not for every processor
+    return partial(torch.mm, mat2=weight.T.contiguous())
 
 
 def packed_product(packed: Tensor, x: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
-
-
-@cache
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether torch has these kernels for this CPU. They are not its public interface, so they are tried."""
-    x, weight = torch.ones(4, 32, dtype=dtype), torch.ones(64, 32, dtype=dtype)
-    try:
-        return torch.equal(packed_product(torch.ops.mkldnn._reorder_linear_weight(weight), x), x @ weight.T)
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return False

@@ -25,6 +25,7 @@ except ImportError:  # a Python that was built without it
 
 FORMAT = 1
 COMMAND = "python -m scripts.library --source=…"
+TERMS = 5          # stems of a question that passages are chosen by, the rarest: frequent ones take most of the time
 CANDIDATES = 20    # passages that BM25 puts first, compared closely
 ENOUGH = 0.5       # of a question's weight has to be in a passage, or nothing was found
 SIMILAR = 0.85     # of the last part of a misspelled title: the least ratio of difflib
@@ -37,16 +38,18 @@ HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # getElementById
 # stopped -> stop, partitions -> part. Roughly: what counts is that a question's stems are those of a passage.
 SUFFIX = re.compile(r"(?<=\w{3})(?:(?<=([bdgmnprt]))\1(?:ing|ed|er)s?|ies|y|(?:at|it)?(?:ion|or|ive)s?|ings?|ed|e?s"
                     r"|ers?|ly|ments?|e)$")
-SENTENCE = re.compile(r".+?(?:[.!?。！？](?= |$)|$)")
-# "partition" is str.partition, not bytearray.partition.
-NAMED = """SELECT title, text, place FROM passages WHERE key = ? OR last = ?
-ORDER BY key = ? DESC, title = ? DESC, length(key), id LIMIT 1"""
+SENTENCE = re.compile(r".*?(?:[.!?。！？](?= |$)|$)", re.DOTALL)
+# "partition" is str.partition, not bytearray.partition, and "Path.mkdir" is pathlib.Path.mkdir.
+NAMED = """SELECT title, text, place FROM passages
+WHERE last = ?1 AND (key = ?2 OR substr(key, -1 - length(?2)) = '.' || ?2)
+ORDER BY key = ?2 DESC, title = ?3 DESC, length(key), id LIMIT 1"""
 # Of the same module, so that math.cubert is not math.cbrt only because both are of math.
 ALIKE = """SELECT DISTINCT last FROM passages
-WHERE key = ? || last AND substr(last, 1, 1) = ? AND abs(length(last) - ?) < 3"""
-# bm25 is negative, and the smaller the better.
-RANKED = f"""SELECT passages.title, passages.text, place, -bm25(stems) AS score FROM stems
-JOIN passages ON passages.id = stems.rowid WHERE stems MATCH ? ORDER BY score DESC LIMIT {CANDIDATES}"""
+WHERE last BETWEEN ?1 AND ?1 || '\U0010ffff' AND key = ?2 || last AND abs(length(last) - ?3) < 3"""
+# FTS5's rank is its bm25: negative, and the smaller the better.
+RANKED = f"""SELECT title, text, place, -rank FROM passages JOIN
+(SELECT rowid, rank FROM stems WHERE stems MATCH ? ORDER BY rank LIMIT {CANDIDATES}) AS best ON id = best.rowid
+ORDER BY rank"""
 
 
 class Passage(NamedTuple):
@@ -80,14 +83,16 @@ class Library:
     def lookup(self, title: str) -> Passage | None:
         """The passage of this title; else of the shortest that ends in it; else of one that is written nearly so."""
         key = key_of(title[:LONGEST])
-        rows = self.query(NAMED, key, key, key, title)
+        last = last_part(key)
+        rows = self.query(NAMED, last, key, title)
         if rows:
             return Passage(*rows[0])
-        last = last_part(key)
         parent = key.removesuffix(last)
-        others = self.query(ALIKE, parent, last[:1], len(last))
+        others = self.query(ALIKE, last[:1], parent, len(last))
         nearest = difflib.get_close_matches(last, [other for other, in others], 1, SIMILAR)
-        return self.lookup(parent + nearest[0]) if nearest else None
+        if not nearest or nearest[0] == last:  # it is in the index, and its passage cannot be read
+            return None
+        return self.lookup(parent + nearest[0])
 
     def search(self, words: str) -> Passage | None:
         """The best passage about these words; None where none has enough of them."""
@@ -100,7 +105,8 @@ class Library:
             return sum(weights[stem] for stem in weights.keys() & stems(text))
 
         ranking = []
-        for title, text, place, score in self.query(RANKED, " OR ".join(f'"{stem}"' for stem in weights)):
+        rarest = sorted(weights, key=weights.get)[-TERMS:]
+        for title, text, place, score in self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest)):
             # BM25 alone prefers one rare word twice to all words once. The first sentence is what an answer quotes;
             # where two have the same words, the shorter says less besides.
             sentence = SENTENCE.match(text)[0]

@@ -23,7 +23,7 @@ def token_logprobs(
 ) -> list[TokenLogprob]:
     """One token for each row of raw logits (N, V), and the counts[row] most probable ones there."""
     logits = cap(logits, softcap)
-    most = min(max(counts), logits.size(1))
+    most = max(counts)
     if most == 1:
         top = logits.argmax(-1, keepdim=True)  # the greedy choice, also among equal ones, which topk may not take
     else:

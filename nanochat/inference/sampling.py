@@ -3,8 +3,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -30,112 +29,84 @@ class SamplingParams:
     """How the tokens of one request are chosen, when it ends, and which log-probabilities it gets."""
     max_tokens: int = 256               # forced tokens count as well; 0: only the prompt's log-probabilities
     temperature: float = 1.0            # 0: always the most probable token
-    top_k: int | None = None            # only the k most probable tokens; None or 0: all
+    top_k: int = 0                      # only the k most probable tokens; 0: all
     top_p: float = 1.0                  # of these, only the most probable ones that together reach this probability
     seed: int | None = None             # None: another one every time
     stop: tuple[int, ...] | None = None  # tokens that end it; None: <|assistant_end|> and <|bos|>
     tools: bool = True                  # compute the expressions between <|python_start|> and <|python_end|>
-    presence_penalty: float = 0.0       # these five: see `adjusted`
+    presence_penalty: float = 0.0       # these three: see `adjust`
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
-    min_p: float = 0.0
     logprobs: int | None = None         # log-probabilities of its tokens, and of this many most probable ones
     prompt_logprobs: int | None = None  # likewise of the prompt's tokens
     grammar: Grammar | None = None      # which tokens may come next; None: any. Not together with tools
 
     def __post_init__(self):
-        fewest = 1 if self.prompt_logprobs is None else 0  # 0: only the prompt's log-probabilities are asked for
-        assert self.max_tokens >= fewest and 0 <= self.temperature < math.inf, self
-        assert (self.top_k or 0) >= 0 and 0 <= self.top_p <= 1, self
-        assert self.repetition_penalty > 0 and 0 <= self.min_p <= 1, self
         assert not (self.grammar and self.tools), "no grammar knows what the tool writes"
 
     @property
     def adjusts(self) -> bool:
         """Whether logits are changed before a token is chosen."""
-        penalized = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
-        return bool(penalized or self.logit_bias or self.min_p or self.grammar)
+        return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias or self.grammar)
 
     def candidates(self, vocab_size: int) -> str:
         """Which tokens have to be compared, from the cheapest to the most expensive way."""
         if self.temperature < COLDEST:
             return "best"
-        if 0 < (self.top_k or 0) < vocab_size:
+        if 0 < self.top_k < vocab_size or self.top_p < 1:
             return "top"
-        return "sorted" if self.top_p < 1 else "all"
-
-
-class History(NamedTuple):
-    """The tokens of a row so far."""
-    prompt: Sequence[int]
-    written: Sequence[int]
-    allowed: Tensor | None = None   # (V,) bool, the tokens that may come next; None: all
+        return "all"
 
 
 def draw(
-    logits: Tensor, samplings: list[SamplingParams], uniforms: list[float], softcap: float | None,
-    histories: Sequence[History] = (),
+    logits: Tensor, samplings: Sequence[SamplingParams], uniforms: Sequence[float], softcap: float | None,
+    written: Sequence[Sequence[int]] = (), grammars: Sequence[Grammar | None] = (),
 ) -> list[int]:
     """
     A token for each row: logits (B, V), float32, before the softcap; uniforms within [0, 1), one for each row;
-    softcap: the model's, None or 0 for none; histories: one for each row if any row's logits are adjusted.
+    softcap: the model's, None or 0 for none; written, grammars: the tokens and the grammar of each row's answer, if any
+    row's logits are adjusted.
 
-    A row's token depends on its own logits, sampling, uniform and history only. Rows that need the same candidates are
+    A row's token depends on its own logits, sampling, uniform and answer only. Rows that need the same candidates are
     drawn together; the tokens are read from the device once.
     """
     groups = defaultdict(list)
     for row, sampling in enumerate(samplings):
         groups[sampling.candidates(logits.size(1)), sampling.adjusts].append(row)
-    order, drawn = [], []
+    tokens = torch.empty(len(samplings), dtype=torch.long, device=logits.device)
     for (kind, adjusts), rows in groups.items():
-        part = logits
-        if len(groups) > 1:
-            part = logits[rows]
+        part = logits[rows]     # a copy
         still_to_cap = softcap
-        if adjusts:  # penalties and min_p are defined on capped logits
-            capped, still_to_cap = cap(part, softcap), None
-            part = torch.stack([adjusted(one, samplings[row], histories[row]) for one, row in zip(capped, rows)])
-        order += rows
+        if adjusts:  # penalties are defined on capped logits
+            part = cap(part, softcap)
+            still_to_cap = None
+            for one, row in zip(part, rows):
+                adjust(one, samplings[row], written[row], grammars[row])
         if kind == "best":
-            drawn.append(most_probable(part, still_to_cap))
+            tokens[rows] = most_probable(part, still_to_cap)
         else:
             its_samplings = [samplings[row] for row in rows]
             its_uniforms = [uniforms[row] for row in rows]
-            drawn.append(draw_candidates(part, kind, its_samplings, its_uniforms, still_to_cap))
-    tokens = dict(zip(order, torch.cat(drawn).tolist()))  # the one read of this step
-    return [tokens[row] for row in range(len(samplings))]
+            tokens[rows] = draw_candidates(part, kind, its_samplings, its_uniforms, still_to_cap)
+    return tokens.tolist()  # the one read of this step
 
 
-def adjusted(logits: Tensor, sampling: SamplingParams, history: History) -> Tensor:
+def adjust(logits: Tensor, sampling: SamplingParams, written: Sequence[int], grammar: Grammar | None) -> None:
     """
-    (V,) → (V,): capped logits as a request changes them before temperature, top-k and top-p. In this order:
+    Change capped logits, (V,), as a request asks, before temperature, top-k and top-p:
 
-        repetition_penalty   r of every token in prompt or answer: logit / r where it is positive, else logit · r
-                             (Keskar et al. 2019, arXiv:1909.05858)
         frequency_penalty    subtracted once for each time that the answer has the token
         presence_penalty     subtracted once if the answer has the token
         logit_bias           added
         grammar              tokens that are not allowed become −inf
-        min_p                tokens less probable than this share of the most probable one's probability become −inf
     """
-    logits = logits.clone()
-    index = partial(torch.tensor, dtype=torch.long, device=logits.device)
-
-    if sampling.repetition_penalty != 1:
-        seen = index(list({*history.prompt, *history.written}))
-        r = sampling.repetition_penalty
-        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / r, logits[seen] * r)
     if sampling.frequency_penalty or sampling.presence_penalty:
-        for token, times in Counter(history.written).items():
+        for token, times in Counter(written).items():
             logits[token] -= sampling.frequency_penalty * times + sampling.presence_penalty
     for token, bias in sampling.logit_bias:
         logits[token] += bias
-    if history.allowed is not None:
-        logits[~history.allowed.to(logits.device)] = -math.inf
-    if sampling.min_p:
-        logits[logits < logits.amax() + sampling.temperature * math.log(sampling.min_p)] = -math.inf
-    return logits
+    if grammar:
+        logits[~grammar.allowed.to(logits.device)] = -math.inf
 
 
 def most_probable(logits: Tensor, softcap: float | None) -> Tensor:
@@ -160,8 +131,6 @@ def draw_candidates(
     limits = [min(sampling.top_k or V, V) for sampling in samplings]
     if kind == "top":
         logits, ids = logits.topk(max(limits))  # (B, K), the largest first; the cap keeps the order
-    elif kind == "sorted":
-        logits, ids = logits.sort(descending=True)
     coldness = column([1 / sampling.temperature for sampling in samplings])
     if softcap:
         # c · tanh(x / c) = 2c · σ(2x / c) − c: on a CPU a sigmoid takes a tenth of tanh's time; softmax ignores the −c.
