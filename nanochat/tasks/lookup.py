@@ -42,7 +42,7 @@ NOTHING = "nothing"  # what a tool says that has found none
 REFUSAL = "I do not know. I found nothing about {}."
 TALK_ANSWER = "I can look things up, calculate, spell words and tell simple facts, but I cannot talk about that."
 
-# ---- Ways to ask. A fourth of each list is never trained on: test questions are made of these, with names one in two.
+# ---- Ways to ask. A sixth of each list is never trained on: test questions are made of these, with names one in two.
 LOOKUP = """
 What does {n} do?
 What is {n} for?
@@ -778,7 +778,7 @@ def ask(rng: StableRandom, ways: list[str], split: str, **slots: str) -> str:
     side = split
     if "n" in slots and rng.below(2):
         side = "train"  # the name is of the split
-    way = rng.choice([way for way in ways if split_of(way, 4) == side])
+    way = rng.choice([way for way in ways if split_of(way, 6) == side])
     if not rng.below(4):
         way = way.lower()
     if not rng.below(4):
