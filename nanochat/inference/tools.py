@@ -19,8 +19,8 @@ from nanochat.inference.library import Library, Passage, library_path
 NOTHING = "nothing"
 MOST_CALLS = 3      # of a library in one answer: a model that repeats itself would never end
 RESULT_TOKENS = 64  # a model with a context of 256 has to keep room for the question and the answer
-CALL = re.compile(r"(\w+)\(\s*(['\"])(.*)\2\s*\)", re.DOTALL)
-SENTENCE_END = re.compile(r"(?<=[.!?。！？])\s*(?=\S)")
+CALL = re.compile(r"\s*(\w+)\(\s*(['\"])(.*)\2\s*\)\s*", re.DOTALL)
+SENTENCE_END = re.compile(r"(?<=[.!?]) |(?<=[。！？])")
 
 
 class Tools:
@@ -34,9 +34,9 @@ class Tools:
 
     def find(self, expression: str) -> Passage | None:
         """The passage that a call finds."""
-        call = CALL.fullmatch(expression.strip())
+        call = CALL.fullmatch(expression)
         query = self.queries.get(call[1]) if call else None
-        return query(call[3]) if query else None
+        return query(call[3].strip()) if query else None
 
     def result(self, expression: str, tokenizer: Tokenizer, calls: int) -> str | None:
         """
@@ -58,7 +58,7 @@ def open_tools(library: str | None) -> Tools:
 
 
 def is_call(expression: str) -> bool:
-    return CALL.fullmatch(expression.strip()) is not None
+    return CALL.fullmatch(expression) is not None
 
 
 def shortened(text: str, tokenizer: Tokenizer) -> str:
