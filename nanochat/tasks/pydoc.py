@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from functools import cache
 
-from nanochat.corpus.pydoc import documentation, first_sentence
+from nanochat.corpus.pydoc import documentation, first_paragraph, first_sentence
 from nanochat.data.conversation import Conversation
 from nanochat.data.task import Task, reference
 from nanochat.tasks.common import single_turn, split_of, stable_hash
@@ -53,11 +53,15 @@ class Pydoc(Task):
         name, text = self.objects[number]
         own = stable_hash(f"phrasing:{name}")  # the phrasing that is held out for this object; the others come after it
         later = 0 if self.held_out else 1 + (own // len(QUESTIONS) + turn) % (len(QUESTIONS) - 1)
-        return single_turn(QUESTIONS[(own + later) % len(QUESTIONS)].format(n=name), text)
+        question = QUESTIONS[(own + later) % len(QUESTIONS)].format(n=name)
+        return single_turn(question, text) | {"paragraph": first_paragraph(documentation()[name])}
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
-        """The same words in the same order."""
-        return words_of(answer) == words_of(reference(conversation))
+        """The same words in the same order: those of the sentence, or of more of its paragraph, as a library has it."""
+        said = words_of(answer)
+        sentence = words_of(reference(conversation))
+        paragraph = words_of(conversation["paragraph"])
+        return said[: len(sentence)] == sentence and said == paragraph[: len(said)]
 
 
 def words_of(text: str) -> list[str]:
