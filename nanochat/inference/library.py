@@ -81,7 +81,10 @@ class Library:
         self.connection.set_progress_handler(lambda: time.monotonic() > self.deadline, 10_000)
 
     def lookup(self, title: str) -> Passage | None:
-        """The passage of this title; else of the shortest that ends in it; else of one that is written nearly so."""
+        """
+        The passage of this title; else of the shortest that ends in it; else of one that is written nearly so; else the
+        best about its words: "a libidn2-0", "about the cellar".
+        """
         key = key_of(title[:LONGEST])
         last = last_part(key)
         rows = self.query(NAMED, last, key, title)
@@ -91,7 +94,7 @@ class Library:
         others = self.query(ALIKE, last[:1], parent, len(last))
         nearest = difflib.get_close_matches(last, [other for other, in others], 1, SIMILAR)
         if not nearest or nearest[0] == last:  # it is in the index, and its passage cannot be read
-            return None
+            return self.search(title)
         return self.lookup(parent + nearest[0])
 
     def search(self, words: str) -> Passage | None:
