@@ -103,12 +103,14 @@ gpu_recipe() {
     rates=(--embedding_lr=0.3 --unembedding_lr=0.008)
     model=(--depth="$depth" --max_seq_len=2048 --device_batch_size="$rows" "${horizon[@]}" "${rates[@]}" --weight_decay=0.2 --warmup_steps=40
            --warmdown_ratio=0.65 --final_lr_frac=0.05 --muon_momentum=0.97 --final_muon_momentum=0.9 --save_every=1000 "${keep[@]}")
-    mid=(--tasks="smoltalk, mmlu*3, gsm8k*4, words:$data*3, spellingbee[:20000], tinyworld:identity, tinyworld:turns" "${rates[@]}"
+    mid=(--tasks="smoltalk, mmlu*3, gsm8k*4, words:$data*3, spellingbee[:20000], tinyworld:identity, tinyworld:turns,
+         lookup, lookup:unknown[:2000], lookup:talk[:4000], search, search:unknown[:2000]" "${rates[@]}"
          --init_lr_frac=0.8 --warmdown_ratio=0.5 --device_batch_size="$rows" --total_batch_size=524288 --save_every=200 "${keep[@]}")
     sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:$data[:600], tinyworld:identity" --init_lr_frac=0.02
          --device_batch_size=$few --save_every=200 "${keep[@]}")
     rl=(--task=gsm8k --device_batch_size=$few --save_every=20 "${keep[@]}")
-    judged=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, words:$data[:256], spellingbee[:256], tinyworld:identity" --max_problems=-1)
+    judged=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, words:$data[:256], spellingbee[:256], tinyworld:identity,
+            lookup, lookup:unknown, search" --max_problems=-1)
     core=-1 eval_tokens=10485760
 }
 
@@ -181,10 +183,10 @@ rehearsal_recipe() {
     [ "$gpus" -le 1 ] || launch=(torchrun --standalone --nproc_per_node="$gpus" -m)
     tiny=(--num_iterations=2 --device_batch_size=1 --eval_every=-1 --save_every=1 --compile=False)
     model=(--depth=2 --max_seq_len=256 --total_batch_size=$((256 * (gpus > 1 ? gpus : 1))) --sample_every=-1 "${tiny[@]}")
-    mid=(--tasks="tinyworld[:99], arithmetic[:99]" --total_batch_size=512 "${tiny[@]}")
+    mid=(--tasks="tinyworld[:99], lookup[:99]" --total_batch_size=512 "${tiny[@]}")
     sft=(--tasks="tinyworld[:99], spellingbee[:99]" --target_examples_per_step=2 --eval_metrics_every=-1 "${tiny[@]}")
     rl=(--task=arithmetic:easy --examples_per_step=1 --num_samples=2 --max_new_tokens=4 "${tiny[@]}")
-    judged=(--tasks="arithmetic[:4]" --max_problems=4) core=0 eval_tokens=256
+    judged=(--tasks="arithmetic[:4], lookup[:4]" --max_problems=4) core=0 eval_tokens=256
 }
 
 # ---- The run
