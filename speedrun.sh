@@ -103,14 +103,13 @@ gpu_recipe() {
     rates=(--embedding_lr=0.3 --unembedding_lr=0.008)
     model=(--depth="$depth" --max_seq_len=2048 --device_batch_size="$rows" "${horizon[@]}" "${rates[@]}" --weight_decay=0.2 --warmup_steps=40
            --warmdown_ratio=0.65 --final_lr_frac=0.05 --muon_momentum=0.97 --final_muon_momentum=0.9 --save_every=1000 "${keep[@]}")
-    mid=(--tasks="smoltalk, mmlu*3, gsm8k*4, words:$data*3, spellingbee[:20000], tinyworld:identity, tinyworld:turns,
-         lookup, lookup:unknown[:2000], lookup:talk[:4000], search, search:unknown[:2000]" "${rates[@]}"
+    lookups="lookup, lookup:unknown[:2000], lookup:talk[:4000], search, search:unknown[:2000]"
+    mid=(--tasks="smoltalk, mmlu*3, gsm8k*4, words:$data*3, spellingbee[:20000], tinyworld:identity, tinyworld:turns, $lookups" "${rates[@]}"
          --init_lr_frac=0.8 --warmdown_ratio=0.5 --device_batch_size="$rows" --total_batch_size=524288 --save_every=200 "${keep[@]}")
     sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:$data[:600], tinyworld:identity" --init_lr_frac=0.02
          --device_batch_size=$few --save_every=200 "${keep[@]}")
     rl=(--task=gsm8k --device_batch_size=$few --save_every=20 "${keep[@]}")
-    judged=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, words:$data[:256], spellingbee[:256], tinyworld:identity,
-            lookup, lookup:unknown, search" --max_problems=-1)
+    judged=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, words:$data[:256], spellingbee[:256], tinyworld:identity, lookup, search" --max_problems=-1)
     core=-1 eval_tokens=10485760
 }
 
@@ -160,17 +159,17 @@ cpu_recipe() {
     tag=assistant-d$depth launch=(python -m)
     model=(--depth=$depth --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=500
            --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=32768 --save_every=100 --keep_last=2)
-    mid=(--tasks="tinyworld*2, tinyworld:turns, arithmetic[:5000], spellingbee[:6000], words:$data[:8000], run[:10000],
-         lookup[:16000], lookup:unknown[:1500], lookup:talk[:3000], search[:9000], search:unknown[:1500]"
+    lookups="lookup[:16000], lookup:unknown[:1500], lookup:talk[:3000], search[:9000], search:unknown[:1500]"
+    more_lookups="lookup[16000:], lookup:unknown[1500:2000], lookup:talk[3000:4000], search[9000:13000], search:unknown[1500:2000]"
+    mid=(--tasks="tinyworld*2, tinyworld:turns, arithmetic[:5000], spellingbee[:6000], words:$data[:8000], run[:10000], $lookups"
          --device_batch_size=16 --total_batch_size=4096 --eval_every=200 --eval_tokens=32768 --save_every=100 --keep_last=2)
-    sft=(--tasks="tinyworld[:2000], arithmetic[5000:6500], spellingbee[9000:11000], words:$data[8000:9500], run[10000:14000],
-         lookup[16000:], lookup:unknown[1500:2000], lookup:talk[3000:4000], search[9000:13000], search:unknown[1500:2000]"
+    sft=(--tasks="tinyworld[:2000], arithmetic[5000:6500], spellingbee[9000:11000], words:$data[8000:9500], run[10000:14000], $more_lookups"
          --device_batch_size=16 --target_examples_per_step=64 --init_lr_frac=0.3 --eval_every=100 --eval_steps=5 --eval_metrics_every=-1
          --save_every=100 --keep_last=2)
     rl=(--task="run[14000:]" --num_iterations=40 --init_lr_frac=0.15 --num_samples=8 --max_new_tokens=80 --device_batch_size=16
         --eval_every=40 --eval_examples=1000 --eval_samples=1 --save_every=10 --keep_last=2)
-    judged=(--tasks="tinyworld:facts, tinyworld:identity, arithmetic, spellingbee, words:$data, pydoc:known, pydoc, run,
-            lookup, lookup:unknown, lookup:talk, search, search:unknown" --max_problems=600 --batch_size=64)
+    judged=(--tasks="tinyworld:facts, tinyworld:identity, arithmetic, spellingbee, words:$data, pydoc:known, pydoc, run, lookup, lookup:unknown, lookup:talk, search, search:unknown"
+            --max_problems=600 --batch_size=64)
     core=0 eval_tokens=65536
 }
 

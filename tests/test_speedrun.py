@@ -210,7 +210,7 @@ def test_a_plan_shows_the_commands_for_gpus_that_are_not_here(base_folder):
     assert problems(shown.stdout, REPO) == []
     commands = re.findall(r"^(?:python|torchrun .*--nproc_per_node=8 .*?) -m scripts\.(\w+) ", shown.stdout, re.M)
     stages = "base_train base_eval mid_train chat_eval chat_sft chat_eval chat_rl chat_eval"
-    assert commands == ["dataset", "tok_train", *stages.split(), "report"]
+    assert commands == ["dataset", "library", "tok_train", *stages.split(), "report"]
     specs = ", ".join(re.findall(r'"--tasks=([^"]+)"', shown.stdout)).split(", ")
     assert len(specs) > 30 and all(SPEC.fullmatch(spec)["name"] in TASKS for spec in specs)
     computing, windows = 12 * 24 * 1536**2 + 32768 * 1536, 6 * 2048 + 18 * 512
