@@ -82,8 +82,8 @@ class Library:
 
     def lookup(self, title: str) -> Passage | None:
         """
-        The passage of this title; else of the shortest that ends in it; else of one that is written nearly so; else the
-        best about its words: "a libidn2-0", "about the cellar".
+        The passage of this title; else of the shortest that ends in it; else of one that is written nearly so; else of a
+        name in it, such as libidn2-0 in "a libidn2-0 here"; else the best about its words.
         """
         key = key_of(title[:LONGEST])
         last = last_part(key)
@@ -94,8 +94,16 @@ class Library:
         others = self.query(ALIKE, last[:1], parent, len(last))
         nearest = difflib.get_close_matches(last, [other for other, in others], 1, SIMILAR)
         if not nearest or nearest[0] == last:  # it is in the index, and its passage cannot be read
-            return self.search(title)
+            return self.named_in(title) or self.search(title)
         return self.lookup(parent + nearest[0])
+
+    def named_in(self, text: str) -> Passage | None:
+        """The passage whose title is a word of the text that only a name can be, with a dot, a digit, …"""
+        for word in text.split():
+            key = key_of(word)
+            if not key.isalpha() and (rows := self.query(NAMED, last_part(key), key, word)):
+                return Passage(*rows[0])
+        return None
 
     def search(self, words: str) -> Passage | None:
         """The best passage about these words; None where none has enough of them."""
