@@ -156,6 +156,9 @@ def plain(text: str) -> str:
 def python_passages() -> Iterator[Passage]:
     """For each object the first paragraph of its documentation, which begins as tasks/pydoc.py quotes it."""
     for name, doc in documentation().items():
+        first, _, rest = doc.partition("\n\n")
+        if "->" in first and not first_sentence(first) and first_sentence(rest):
+            doc = rest  # older documentation begins with a signature alone
         sentence = first_sentence(doc) or ""
         text = sentence + first_paragraph(doc)[len(sentence):]
         if text:
