@@ -82,8 +82,8 @@ class Library:
 
     def lookup(self, title: str) -> Passage | None:
         """
-        The passage of this title; else of the shortest that ends in it; else of one that is written nearly so; else of a
-        name in it, such as libidn2-0 in "a libidn2-0 here"; else the best about its words.
+        The passage of this title; else of the shortest that ends in it; else of one that is written nearly so; else of
+        a name in it, such as libidn2-0 in "a libidn2-0 here"; else the best about its words.
         """
         key = key_of(title[:LONGEST])
         last = last_part(key)
