@@ -131,11 +131,11 @@ try_three_steps() (  # a subshell: the base folder is changed for it alone
 # ---- On a CPU: the embedded world, and Python's own documentation. Nothing to download, and a model small enough for
 # minutes on two cores
 
-# All stages together take about as long as 1,700 training steps of the base model, and three minutes more.
+# All stages together take about as long as 2,900 training steps of the base model, and three minutes more.
 estimate() {
     local ms
     ms=$(python -m scripts.doctor --time_only --depth=$depth --max_seq_len=256 --vocab_size=$vocab)
-    minutes=$((3 + ms * 1700 / 60000))
+    minutes=$((3 + ms * 2900 / 60000))
 }
 
 choose_cpu_depth() {
@@ -159,8 +159,8 @@ cpu_recipe() {
     tag=assistant-d$depth launch=(python -m)
     model=(--depth=$depth --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=500
            --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=32768 --save_every=100 --keep_last=2)
-    lookups="lookup[:16000], lookup:unknown[:1500], lookup:talk[:3000], search[:9000], search:unknown[:1500]"
-    more_lookups="lookup[16000:], lookup:unknown[1500:2000], lookup:talk[3000:4500], search[9000:13000], search:unknown[1500:2000]"
+    lookups="lookup[:22000], lookup:unknown[:1500], lookup:talk[:4500], search[:12000], search:unknown[:1500]"
+    more_lookups="lookup[22000:26000], lookup:unknown[1500:2000], lookup:talk[4500:6000], search[12000:16000], search:unknown[1500:2000]"
     mid=(--tasks="tinyworld*2, tinyworld:turns, arithmetic[:5000], spellingbee[:6000], words:$data[:8000], run[:10000], $lookups"
          --device_batch_size=16 --total_batch_size=4096 --eval_every=200 --eval_tokens=32768 --save_every=100 --keep_last=2)
     sft=(--tasks="tinyworld[:2000], tinyworld:identity, arithmetic[5000:6500], spellingbee[9000:11000], words:$data[8000:9500], run[10000:14000], $more_lookups"

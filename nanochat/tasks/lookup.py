@@ -35,7 +35,7 @@ from nanochat.tasks.pydoc import documentation_words, documented
 from nanochat.tasks.spellingbee import words
 from nanochat.tasks.tinyworld import GREETINGS
 
-SIZES = {"train": 20_000, "test": 200}  # conversations, where passages do not give their number
+SIZES = {"train": 30_000, "test": 200}  # conversations, where passages do not give their number
 LONGEST = 200  # characters of a passage: what the tools cut is not judged
 SENTENCE = re.compile(r".+?(?:(?<!\.\w)[.!?](?=\s|$)|。)|.+")  # does not end with "i.e."
 NOTHING = "nothing"  # what a tool says that has found none
