@@ -240,7 +240,7 @@ python -m scripts.report --model_tag="$tag"
 [ -z "$plan" ] || exit 0
 stage "done"
 page=(python -m scripts.chat_web --source=rl --model_tag=$tag)
-[ -z "$folder" ] || page+=(--library="$NANOCHAT_BASE_DIR/library/folder.sqlite")
+[ -z "$folder" ] || page+=(--library=folder)
 if [ $rehearse = no ]; then
     echo "talk to it: . ./setup.sh && ${page[*]}      (or scripts.chat_cli, in the terminal)"
 else

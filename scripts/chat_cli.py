@@ -35,7 +35,7 @@ temperature = 0.6           # [0..] 0: always the most probable token
 top_k = 50                  # [0..] only the k most probable tokens; 0: all
 max_new_tokens = 256        # [1..] of an answer
 seed: int | None = None     # None: another answer every time
-library: str | None = None  # made by scripts.library, for the model to look into; None: that of Python, if it is there
+library: str | None = None  # name or file of a library for the model to look into; None: that of Python, if it is there
 configure(globals())
 
 PROMPT_CACHE_BYTES = 2**29   # for what was read before of the conversation

@@ -51,7 +51,7 @@ max_batch = 16              # [1..] answers that each engine writes at once for 
 max_new_tokens = 1024       # [1..] of an answer; clients that ask for more get this many
 temperature = 0.6           # [0..] where a request does not say; 0: always the most probable token
 top_k = 50                  # [0..] likewise: only the k most probable tokens; 0: all
-library: str | None = None  # made by scripts.library, for models to look into; None: that of Python, if it is there
+library: str | None = None  # name or file of a library for models to look into; None: that of Python, if it is there
 configure(globals())
 
 LOOPBACK = "127.0.0.1", "::1", "localhost"

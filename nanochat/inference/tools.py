@@ -50,10 +50,12 @@ class Tools:
 
 
 def open_tools(library: str | None) -> Tools:
-    """With the library in this file; None: with that of Python, if it has been made."""
-    path = Path(library).expanduser() if library else library_path("python")
+    """With a library, by its name or its file; None: with that of Python, if it has been made."""
+    path = library_path(library or "python")
     if library is None and not path.is_file():
         return Tools()
+    if library and "/" in library:
+        path = Path(library).expanduser()
     return Tools(Library(path))
 
 

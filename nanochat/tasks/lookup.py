@@ -8,7 +8,7 @@ Looking things up in a library (nanochat/inference/library.py): needs no downloa
     lookup:true, search:true         train: the others, with nothing made up, for reinforcement learning
     lookup:unknown, search:unknown   the library has nothing: "I do not know. I found nothing about …"
     lookup:talk                      small talk: one sentence says what the model can do
-    lookup:FILE, search:FILE         test only: 200 passages of any library
+    lookup:NAME, search:NAME         test only: 200 passages of any library
 
 The name, or the question without the words around it that only ask, is copied into the call, and what was found into
 the answer: the whole of it, or its first sentence if a short answer was wanted. Most results in training are about
@@ -21,14 +21,13 @@ import itertools
 import re
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 from nanochat.corpus.pydoc import MODULES, documentation, first_paragraph
 from nanochat.corpus.tinyworld import capital
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
-from nanochat.inference.library import Library
+from nanochat.inference.tools import open_tools
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import shuffled, single_turn, split_of, with_tool
 from nanochat.tasks.pydoc import documentation_words, documented
@@ -698,7 +697,7 @@ WORD = re.compile(r"\w+(?:[-._/']\w+)*")
 
 
 class Lookup(Task):
-    """tool: "lookup" or "search". argument: "", "unknown", "talk" or a library's file."""
+    """tool: "lookup" or "search". argument: "", "unknown", "talk", or a library's name or file."""
     eval_type = "generative"
 
     def __init__(self, tool: str, argument: str, split: str) -> None:
@@ -711,6 +710,7 @@ class Lookup(Task):
         if argument == "true" or not argument and split == "test":
             self.passages = [item for item in objects(split) if tool == "lookup" or what_is_asked(item[1])[1]]
         elif argument not in ("", "unknown", "talk"):
+            self.library = argument
             self.passages = passages_of(tool, argument, split)
 
     def __len__(self) -> int:
@@ -898,7 +898,7 @@ def objects(split: str) -> list[tuple[str, str]]:
 
 def passages_of(tool: str, path: str, split: str) -> list[tuple[str, str]]:
     """(title, text) of passages of a library that can be asked about, at most SIZES["test"], the same each time."""
-    library = Library(Path(path).expanduser())
+    library = open_tools(path).library
     rows = library.query("SELECT title, text, place FROM passages ORDER BY id")
     found = []
     for index in shuffled(len(rows), f"{tool}:passages"):
