@@ -163,7 +163,7 @@ cpu_recipe() {
     more_lookups="lookup[22000:26000], lookup:unknown[1500:2000], lookup:talk[4500:6000], search[12000:16000], search:unknown[1500:2000]"
     mid=(--tasks="tinyworld*2, tinyworld:turns, arithmetic[:5000], spellingbee[:6000], words:$data[:8000], run[:10000], $lookups"
          --device_batch_size=16 --total_batch_size=4096 --eval_every=200 --eval_tokens=32768 --save_every=100 --keep_last=2)
-    sft=(--tasks="tinyworld[:2000], tinyworld:identity, arithmetic[5000:6500], spellingbee[9000:13000], words:$data[8000:9500], run[10000:14000], $more_lookups"
+    sft=(--tasks="tinyworld[:2000], tinyworld:identity, arithmetic[5000:6500], spellingbee[9000:11000], words:$data[8000:9500], run[10000:14000], $more_lookups"
          --device_batch_size=16 --target_examples_per_step=64 --init_lr_frac=0.3 --eval_every=100 --eval_steps=5 --eval_metrics_every=-1
          --save_every=100 --keep_last=2)
     rl=(--task="run[14000:]" --num_iterations=40 --init_lr_frac=0.15 --num_samples=8 --max_new_tokens=80 --device_batch_size=16
