@@ -94,7 +94,7 @@ class Library:
         others = self.query(ALIKE, last[:1], parent, len(last))
         nearest = difflib.get_close_matches(last, [other for other, in others], 1, SIMILAR)
         if not nearest or nearest[0] == last:  # it is in the index, and its passage cannot be read
-            return self.named_in(title) or self.search(title)
+            return self.named_in(title[:LONGEST]) or self.search(title)
         return self.lookup(parent + nearest[0])
 
     def named_in(self, text: str) -> Passage | None:

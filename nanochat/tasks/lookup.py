@@ -27,32 +27,21 @@ from nanochat.corpus.tinyworld import capital
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
-from nanochat.inference.tools import open_tools
+from nanochat.inference.tools import NOTHING, open_tools
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import shuffled, single_turn, split_of, with_tool
-from nanochat.tasks.pydoc import documentation_words, documented
+from nanochat.tasks.pydoc import QUESTIONS, documentation_words, documented
 from nanochat.tasks.spellingbee import words
 from nanochat.tasks.tinyworld import GREETINGS
 
 SIZES = {"train": 30_000, "test": 200}  # conversations, where passages do not give their number
 LONGEST = 200  # characters of a passage: what the tools cut is not judged
 SENTENCE = re.compile(r".+?(?:(?<!\.\w)[.!?](?=\s|$)|。)|.+")  # does not end with "i.e."
-NOTHING = "nothing"  # what a tool says that has found none
 REFUSAL = "I do not know. I found nothing about {}."
 TALK_ANSWER = "I can look things up, calculate, spell words and tell simple facts, but I cannot talk about that."
 
 # ---- Ways to ask. A sixth of each list is never trained on: test questions are made of these, with names one in two.
-LOOKUP = """
-What does {n} do?
-What is {n} for?
-Tell me what {n} does.
-Explain {n}.
-Describe {n}.
-What do I need {n} for?
-In Python, what does {n} do?
-What can I do with {n}?
-{n}?
-Please explain {n}.
+LOOKUP = QUESTIONS + """
 What is {n}?
 What is a {n}?
 Who is {n}?
