@@ -85,7 +85,10 @@ if problems.eval_type != "generative":
 
 # ---- The model of the stage before, or an interrupted run of this script
 start = find_start("rl", source, model_tag, source_step, resume, overwrite)
-model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype, compiling)
+rates = unembedding_lr, embedding_lr, matrix_lr
+model, tokenizer, sharding, optimizers = load_training(
+    start, config, device, model_dtype, compiling, zero_stage, activation_checkpointing, rates, init_lr_frac
+)
 
 # ---- Problems: which ones each step takes
 schedule = [index for epoch in range(num_epochs) for index in order(len(problems), seed, epoch)]

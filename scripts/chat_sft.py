@@ -95,7 +95,10 @@ print0(f"{len(train_tasks):,} conversations, {num_epochs} x, beginning with {ini
 
 # ---- The model of the stage before, or an interrupted run of this script
 start = find_start("sft", source, model_tag, source_step, resume, overwrite)
-model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype, compiling)
+rates = unembedding_lr, embedding_lr, matrix_lr
+model, tokenizer, sharding, optimizers = load_training(
+    start, config, device, model_dtype, compiling, zero_stage, activation_checkpointing, rates, init_lr_frac
+)
 max_seq_len = row_length(max_seq_len, model)
 
 # ---- What was learned before: some of it again, or it is forgotten

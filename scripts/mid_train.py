@@ -79,7 +79,10 @@ val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # held out: the 
 
 # ---- The base model, or an interrupted run of this script
 start = find_start("mid", source, model_tag, source_step, resume, overwrite)
-model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype, compiling)
+rates = unembedding_lr, embedding_lr, matrix_lr
+model, tokenizer, sharding, optimizers = load_training(
+    start, config, device, model_dtype, compiling, zero_stage, activation_checkpointing, rates, init_lr_frac
+)
 max_seq_len = row_length(max_seq_len, model)
 
 # ---- Data: every rank packs all rows, so every rank knows where the run ends

@@ -69,20 +69,30 @@ def find_start(
 
 
 def load_training(
-    start: Start, config: dict, device: torch.device, dtype: torch.dtype, compiling: bool,
+    start: Start,
+    config: dict,
+    device: torch.device,
+    dtype: torch.dtype,
+    compiling: bool,
+    zero_stage: int,
+    activation_checkpointing: bool,
+    rates: tuple[float, float, float],
+    lr_scale: float,
 ) -> tuple[GPT, Tokenizer, Sharding, tuple]:
     """
-    What a run trains, as the settings of its script say: (model, tokenizer, sharding, optimizers). For an interrupted
-    run also masters and moments are loaded; otherwise the optimizers begin anew. COLLECTIVE.
+    What a run trains: (model, tokenizer, sharding, optimizers). For an interrupted run also masters and moments are
+    loaded; otherwise the optimizers begin anew. COLLECTIVE.
+
+    rates: of the head, the embedding and the matrices, all times lr_scale. config: all settings, to name those that a
+    resumed run has changed.
     """
     model, tokenizer, _ = load_checkpoint(start.begin, torch.device("meta"))
     # The weights come unit by unit, in the dtype they were saved in: no rank holds more than one whole unit beside its
     # shards.
     with safe_open(start.begin / MODEL_FILE, framework="pt") as stored:
-        sharding = Sharding(model, model.units(), device, dtype, config["zero_stage"], weights=stored.get_tensor)
-    model.activation_checkpointing = config["activation_checkpointing"]
-    rates = config["unembedding_lr"], config["embedding_lr"], config["matrix_lr"]
-    optimizers = setup_optimizers(model, sharding, *rates, lr_scale=config["init_lr_frac"])
+        sharding = Sharding(model, model.units(), device, dtype, zero_stage, weights=stored.get_tensor)
+    model.activation_checkpointing = activation_checkpointing
+    optimizers = setup_optimizers(model, sharding, *rates, lr_scale=lr_scale)
     if compiling:
         model.compile_blocks()
     if start.resumed:
