@@ -20,7 +20,6 @@ from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
 from nanochat.data.dataloader import tokenizing_distributed_data_loader, validation_rows
 from nanochat.data.tokenizer import FILE_NAME, tokenizer_dir
-from nanochat.model import trial
 from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.eval.loss_eval import evaluate_bpb, sample
 from nanochat.model.fp8 import use_fp8
@@ -143,14 +142,6 @@ if meta and meta["tokenizer"] != tokenizer.fingerprint:
     put_back = f"cp {checkpoint / FILE_NAME} {tokenizer_dir(data)}"
     raise UserError(f"{checkpoint} was trained with another tokenizer than the one of data {data!r}; "
                     f"put back its own, {put_back}, or choose another --model_tag")
-
-# ---- Trial: the recipe's schedule, scaled by the run's length
-if trial.on("schedule"):  # 40 steps of 6,000; 0.28 at 0.7 billion tokens, or as many lr · decay
-    warmup_steps, warmdown_ratio, final_lr_frac = max(round(num_iterations * 40 / 6000), 1), 0.65, 0.05
-    if weight_decay == 0:
-        weight_decay = 0.9
-if trial.on("ramp"):
-    muon_momentum, final_muon_momentum = 0.97, 0.9
 
 # ---- Horizon: tokens to train on, unless num_iterations says how many steps
 horizon = target_param_data_ratio * matmul_parameters
@@ -300,8 +291,7 @@ while True:
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
     lrm = lr_multiplier(step, num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
     left = warmdown_left(step, num_iterations, warmdown_ratio)
-    momentum = momentum_at(step, left, muon_momentum, final_muon_momentum,
-                           num_iterations / 15 if trial.on("ramp") else 300)
+    momentum = momentum_at(step, left, muon_momentum, final_muon_momentum)
     apply_schedule(optimizers, step, num_iterations, lrm, momentum)
     saver.clear_state()  # from here to `set_state` an error saves nothing: the parameters are half updated
     for optimizer in optimizers:

@@ -18,7 +18,6 @@ def attention(
     v: Tensor,
     window: int,
     blocks=None,
-    documents: Tensor | None = None,
 ) -> Tensor:
     """
     softmax(q kᵀ / √D) v over the last `window` keys at or before each query, its own included.
@@ -32,8 +31,7 @@ def attention(
     length = q.size(2)
     group = q.size(1) // k.size(1)
     if q.device.type == "cpu" and length <= BLOCKWISE_MAX_LENGTH:
-        return blockwise_attention(q, k, v, window, documents)
-    assert documents is None
+        return blockwise_attention(q, k, v, window)
     if blocks is not None and torch.compiler.is_compiling():
         from torch.nn.attention.flex_attention import flex_attention
 
@@ -85,7 +83,6 @@ def blockwise_attention(
     k: Tensor,
     v: Tensor,
     window: int,
-    documents: Tensor | None = None,
 ) -> Tensor:
     """
     The same by blocks of queries, each against the keys between its first query's window and its own end only: nearly
@@ -95,7 +92,7 @@ def blockwise_attention(
     k = k.reshape(-1, T, D)                # (N, T, D), N = B · H_kv
     v = v.reshape(-1, T, D)
     q = q.reshape(len(k), -1, T, D)        # (N, G, T, D): the G query heads of each key head
-    return BlockwiseAttention.apply(q, k, v, window, documents).view(B, H, T, D)
+    return BlockwiseAttention.apply(q, k, v, window).view(B, H, T, D)
 
 
 def query_blocks(length: int, window: int) -> list[tuple[int, int, int]]:
@@ -117,20 +114,14 @@ class BlockwiseAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         window: int,
-        documents: Tensor | None,
     ) -> Tensor:
         N, G, T, D = q.shape
         out = torch.empty_like(q)
         kept = []
         for start, end, first in query_blocks(T, window):
             unseen = ~visible(start, end, first, window, q.device)              # (rows, keys)
-            if documents is None:
-                bias = q.new_zeros(unseen.shape).masked_fill_(unseen, float("-inf"))
-                bias = bias.repeat(G, 1).expand(N, -1, -1)                          # (N, G · rows, keys)
-            else:  # (B, rows, keys)
-                unseen = unseen | (documents[:, start:end, None] != documents[:, None, first:end])
-                bias = q.new_zeros(unseen.shape).masked_fill_(unseen, float("-inf"))
-                bias = bias.repeat(1, G, 1).repeat_interleave(N // len(documents), dim=0)
+            bias = q.new_zeros(unseen.shape).masked_fill_(unseen, float("-inf"))
+            bias = bias.repeat(G, 1).expand(N, -1, -1)                          # (N, G · rows, keys)
             rows = q[:, :, start:end].reshape(N, -1, D)                         # (N, G · rows, D)
             scores = torch.baddbmm(bias, rows, k[:, first:end].mT, alpha=D**-0.5)
             p = scores.softmax(-1)
@@ -159,7 +150,7 @@ class BlockwiseAttention(torch.autograd.Function):
             values_sum = grad_v[:, first:end]
             torch.baddbmm(keys_sum, grad_scores.mT, rows, out=keys_sum)
             torch.baddbmm(values_sum, p.mT, grad_rows, out=values_sum)
-        return grad_q, grad_k, grad_v, None, None
+        return grad_q, grad_k, grad_v, None
 
 
 def visible(

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.layers import Block, Embedding, Gate, Table, norm, rotary_angles
-from nanochat.model import trial
 from nanochat.model.loss import cap, softcapped_cross_entropy, token_losses
 
 Role = Literal["embedding", "head", "matrix", "table", "scalar"]
@@ -31,8 +30,6 @@ class Head(nn.Linear):
         super().__init__(config.n_embd, config.padded_vocab_size, bias=False)
         self.vocab_size = config.vocab_size
         self.softcap = config.softcap
-        if trial.on("backout"):
-            self.backout_scale = nn.Parameter(torch.empty(1))
 
     def forward(
         self,
@@ -92,14 +89,6 @@ class GPT(nn.Module):
                 weights.uniform_(-bound, bound, generator=generator)
             case "c_fc":
                 weights.uniform_(-bound * config.fc_scale, bound * config.fc_scale, generator=generator)
-            case "value_gate" if trial.on("gates"):
-                weights.uniform_(0, 0.02, generator=generator)
-            case "backout_scale":
-                weights.fill_(0.2)
-            case "residual_scale" | "x0_scale" as piece:
-                layer = int(name.split(".")[2])
-                depth = layer / max(config.n_layer - 1, 1)
-                weights.fill_(1.15 - 0.1 * depth if piece == "residual_scale" else 0.2 - 0.15 * depth)
             case "c_proj" | "smear" | "smear_scale" | "value_gate":
                 weights.zero_()
             case _:
@@ -114,15 +103,12 @@ class GPT(nn.Module):
     def blocks(self, layers: range, tokens: Tensor, x: Tensor) -> Tensor:
         """The residual stream x (B, T, C) after the blocks of these layers. tokens: (B, T)."""
         cos, sin = rotary_angles(tokens.size(1), self.config.head_dim, self.config.rope_theta, tokens.device)
-        documents = (tokens == trial.BOS).cumsum(1) if trial.on("apart") else None
-        x0 = x
         for layer in layers:
             block = self.transformer.h[layer]
-            x = block(x, tokens, cos, sin, x0, documents)
-            if layer == self.config.n_layer // 2:
-                middle = x
-        if trial.on("backout"):
-            x = x - self.lm_head.backout_scale * middle
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, tokens, cos, sin, use_reentrant=False)
+            else:
+                x = block(x, tokens, cos, sin)
         return x
 
     def keep_layers(self, layers: range) -> None:
@@ -173,10 +159,6 @@ class GPT(nn.Module):
                 if name == "weight":
                     # The first class that fits: Embedding is a Table, and fully_shard makes subclasses of all.
                     role = next(kinds[kind] for kind in kinds if isinstance(module, kind))
-                if trial.on("resid") and name in ("residual_scale", "x0_scale"):
-                    role = name
-                if trial.on("gates") and name == "smear_scale" or name == "weight" and prefix.endswith(".smear"):
-                    role = "smear" if trial.on("gates") else role
                 roles[f"{prefix}.{name}"] = role
         return roles
 

@@ -5,7 +5,6 @@ pieces; each can be added alone, and docs/ablations.md shows its effect.
 import math
 from dataclasses import MISSING, dataclass, fields
 
-from nanochat.model import trial
 from nanochat.runtime.errors import UserError
 
 LOGIT_SOFTCAP = 15.0
@@ -33,7 +32,7 @@ class GPTConfig:
     n_kv_head: int      # fewer than n_head: grouped-query attention
     softcap: float | None = LOGIT_SOFTCAP  # limit of the logits; None or 0: none
     # ---- Pieces
-    rope_theta: float = 100_000.0 if trial.on("rope") else 10_000.0    # base of the rotary wavelengths
+    rope_theta: float = 10_000.0    # base of the rotary wavelengths
     qk_scale: float = 1.0           # normalized queries and keys are multiplied by it: sharper attention
     short_windows: bool = False     # three of four layers see a quarter of sequence_len, each fourth and the last all
     value_embeddings: bool = False  # alternate layers, the last one included, add a gated vector of the token to values

@@ -4,7 +4,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.model import trial
 from nanochat.model.attention import attention, window_blocks
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.compiling import of_any_length
@@ -83,12 +82,11 @@ class SquaredReLU(torch.autograd.Function):
 class Gate(nn.Linear):
     """Numbers in (0, 2), one for each output, from the first channels of x (…, C); they start at 1."""
 
-    def __init__(self, outputs: int, width: int, inputs: int = GATE_INPUTS, largest: float = 2.0):
-        super().__init__(min(inputs, width), outputs, bias=False)
-        self.largest = largest
+    def __init__(self, outputs: int, width: int):
+        super().__init__(min(GATE_INPUTS, width), outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.largest * torch.sigmoid(super().forward(x[..., : self.in_features]))
+        return 2 * torch.sigmoid(super().forward(x[..., : self.in_features]))
 
 
 class Table(nn.Embedding):
@@ -105,7 +103,7 @@ class Embedding(Table):
         super().__init__(config.padded_vocab_size, config.n_embd)
         self.smear = None
         if config.smear:
-            self.smear = Gate(1, config.n_embd, 24, 1.0) if trial.on("gates") else Gate(1, config.n_embd)
+            self.smear = Gate(1, config.n_embd)
             self.smear_scale = nn.Parameter(torch.empty(1))
 
     def forward(
@@ -122,8 +120,6 @@ class Embedding(Table):
             return x
         if previous is None:
             x_previous = F.pad(x[..., :-1, :], (0, 0, 1, 0))  # shifted by one position
-            if trial.on("apart"):
-                x_previous = x_previous * (tokens != trial.BOS)[..., None]
         else:
             x_previous = norm(super().forward(previous.clamp(min=0))) * (previous >= 0)[..., None]
         return x + self.smear_scale * self.smear(x) * x_previous
@@ -136,7 +132,7 @@ class CausalSelfAttention(nn.Module):
         self.n_kv_head = config.n_kv_head
         self.head_dim = config.head_dim
         self.window = config.window(layer)
-        self.qk_scale = 1.2 if trial.on("qk") else config.qk_scale
+        self.qk_scale = config.qk_scale
         kv_width = config.n_kv_head * config.head_dim
         self.c_q = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_k = nn.Linear(config.n_embd, kv_width, bias=False)
@@ -145,8 +141,6 @@ class CausalSelfAttention(nn.Module):
         self.value_gate = None
         if config.value_embeddings and (config.n_layer - 1 - layer) % 2 == 0:
             self.value_gate = Gate(config.n_kv_head, config.n_embd)
-            if trial.on("gates"):
-                self.value_gate = Gate(config.n_kv_head, config.n_embd, 12, 3.0)
         self.linear = F.linear  # or a product in 8 bits, see fp8.py
 
     def project(
@@ -213,9 +207,6 @@ class Block(nn.Module):
         self.values = None
         if self.attn.value_gate:
             self.values = Table(config.padded_vocab_size, config.n_kv_head * config.head_dim)
-        if trial.on("resid"):
-            self.residual_scale = nn.Parameter(torch.empty(1))
-            self.x0_scale = nn.Parameter(torch.empty(1))
 
     def forward(
         self,
@@ -223,14 +214,10 @@ class Block(nn.Module):
         tokens: Tensor,
         cos: Tensor,
         sin: Tensor,
-        x0: Tensor | None = None,
-        documents: Tensor | None = None,
     ) -> Tensor:
         """x: the residual stream (B, T, C); tokens: (B, T). Returns the residual stream after the block."""
-        if trial.on("resid"):
-            x = self.residual_scale * x + self.x0_scale * x0
         values = None if self.values is None else self.values(tokens)  # (B, T, H_kv · D)
-        return self.body(x, cos, sin, values, window_blocks(x.size(1), self.attn.window, x.device), documents)
+        return self.body(x, cos, sin, values, window_blocks(x.size(1), self.attn.window, x.device))
 
     def body(
         self,
@@ -239,13 +226,12 @@ class Block(nn.Module):
         sin: Tensor,
         values: Tensor | None,
         blocks,
-        documents: Tensor | None = None,
     ) -> Tensor:
         """The part that is compiled on a GPU: without lookups, whose gradients are sums in any order."""
         normed, q, k, v = self.attention_inputs(x, cos, sin)
         v = self.attn.add_value_embedding(normed, v, values)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))                    # (B, H, T, D)
-        y = attention(q, k, v, self.attn.window, blocks, documents).transpose(1, 2)            # (B, T, H, D)
+        y = attention(q, k, v, self.attn.window, blocks).transpose(1, 2)            # (B, T, H, D)
         return self.attention_output(x, y.reshape(x.shape))
 
     def attention_inputs(

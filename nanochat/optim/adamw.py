@@ -68,13 +68,13 @@ class DistAdamW:
         ok = stats.ok
         self.counters["steps"] += ok
         step = self.counters["steps"].clamp(min=1)
+        beta1, beta2 = self.betas
+        correction1 = bias_correction(beta1, step)
+        correction2 = bias_correction(beta2, step)
         eps = ok.new_full((), self.eps)
         for group in self.param_groups:
-            beta1, beta2 = group.get("betas", self.betas)
-            correction1 = bias_correction(beta1, step)
-            correction2 = bias_correction(beta2, step)
             # With ok 0 every factor leaves its tensor as it is.
-            keep = 1 - group["lr"] * group.get("decay", self.weight_decay) * ok
+            keep = 1 - group["lr"] * self.weight_decay * ok
             rate = group["lr"] * ok / correction1
             for shard in group["shards"]:
                 in_one_pass(

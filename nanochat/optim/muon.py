@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.model import trial
 from nanochat.optim.partition import ShardRange
 from nanochat.optim.zero import Sharding
 from nanochat.runtime.step_stats import StepStats
@@ -28,7 +27,7 @@ POLAR_EXPRESS = (
 )
 
 Variant = Literal["muon", "normuon", "muoneq", "muonplus"]
-SECOND_MOMENT_BETA = 0.9 if trial.on("muon") else 0.95  # NorMuon's
+SECOND_MOMENT_BETA = 0.95  # NorMuon's
 SMALLEST = 1e-20           # squared lengths count as at least this, so that nothing is divided by zero
 
 
@@ -92,7 +91,7 @@ def direction(
       muonplus  at once, without state. Zhang et al. 2026, arXiv:2602.21545 (there rows and columns in turn)
     muoneq evens out the rows of the momentum instead, before. Chang et al. 2026, arXiv:2603.28254.
     """
-    if variant == "muoneq" or trial.on("muon"):
+    if variant == "muoneq":
         momentum = even_out(momentum, -1)
     update = orthogonalize(momentum)
     if variant in ("normuon", "muonplus"):

@@ -1,5 +1,4 @@
 """Which optimizer updates which parameters of a GPT."""
-from nanochat.model import trial
 from nanochat.model.gpt import GPT
 from nanochat.optim.adamw import DistAdamW
 from nanochat.optim.muon import DistMuon, Variant
@@ -31,25 +30,12 @@ def setup_optimizers(
         "embedding": embedding_lr * by_width,
         "table": TABLE_LR * embedding_lr * by_width,
         "scalar": SCALAR_LR,
-        "residual_scale": 0.005,
-        "x0_scale": 0.5,
-        "smear": 0.2,
     }
-    betas = {"x0_scale": (0.96, 0.95)}
-    decays = {"residual_scale": 0.05}
-    if trial.on("adam"):
-        betas |= {"head": (0.8, 0.96), "embedding": (0.8, 0.995), "table": (0.8, 0.995)}
-        decays |= {"head": 0.01, "embedding": 0.001, "table": 0.01}
     groups = []
     for role, lr in rates.items():
         shards = [shard for shard in sharding.shards if roles[shard.name] == role]
-        group = {"shards": shards, "lr": lr * lr_scale}
-        if role in betas:
-            group["betas"] = betas[role]
-        if role in decays:
-            group["decay"] = decays[role]
-        groups.append(group)
+        groups.append({"shards": shards, "lr": lr * lr_scale})
     adamw = DistAdamW(groups, sharding.device)
     matrices = [name for name, role in roles.items() if role == "matrix"]
-    muon = DistMuon(sharding, matrices, matrix_lr * lr_scale, weight_decay, variant="normuon" if trial.on("muon") else muon_variant)
+    muon = DistMuon(sharding, matrices, matrix_lr * lr_scale, weight_decay, variant=muon_variant)
     return adamw, muon

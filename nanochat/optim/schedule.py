@@ -1,7 +1,6 @@
 """Learning rate, momentum, weight decay, horizon and batch size: pure functions of the step and the settings."""
 import math
 
-from nanochat.model import trial
 from nanochat.runtime.errors import UserError
 
 # The batch grows with the tokens to train on as tokens^0.383, through half a million tokens for 1.2 billion
@@ -44,13 +43,12 @@ def momentum_at(
     left: float = 1.0,
     peak: float = 0.95,
     final: float = 0.95,
-    ramp: float = 300,
 ) -> float:
     """
     Muon's: 0.85 rising to the peak over 300 steps, since early gradients turn too fast to be averaged for long; in the
     warmdown falling to `final`, since late steps are small beside the average. left: see warmdown_left.
     """
-    rise = 0.85 + (peak - 0.85) * min(step / ramp, 1.0)
+    rise = 0.85 + (peak - 0.85) * min(step / 300, 1.0)
     fall = final + (peak - final) * left
     return min(rise, fall)
 
@@ -69,10 +67,7 @@ def apply_schedule(
             if "momentum" in group:
                 group["momentum"] = momentum
             if "initial_weight_decay" in group:
-                left = max(1 - step / num_iterations, 0.0)
-                if trial.on("schedule"):
-                    left = (1 - math.cos(math.pi * left)) / 2
-                group["weight_decay"] = group["initial_weight_decay"] * left
+                group["weight_decay"] = group["initial_weight_decay"] * max(1 - step / num_iterations, 0.0)
 
 
 def rate_scales(batch: int, tokens: float) -> tuple[float, float]:
