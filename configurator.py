@@ -197,10 +197,10 @@ def read_arguments(argv: list[str], settings: dict[str, Setting]) -> dict[str, A
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                                      exit_on_error=False)
     for name, setting in settings.items():
-        spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
+        spellings = [f"--{name}"]
         if len(name) == 1:
-            spellings.add(f"-{name}")
-        option = parser.add_argument(*spellings, dest=name, type=functools.partial(choose, setting=setting))
+            spellings.append(f"-{name}")
+        option = parser.add_argument(*spellings, type=functools.partial(choose, setting=setting))
         if bool in setting.accepts:
             option.nargs, option.const = "?", True
     try:

@@ -22,13 +22,16 @@ from typing import Literal, NamedTuple
 
 from configurator import configure
 
+import numpy as np
 import torch
 
 from bench.harness import DOCS, show
 from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.corpus.make_dataset import ensure_dataset
+from nanochat.data.dataloader import TokenizedShards
 from nanochat.data.dataset import fingerprint
-from nanochat.eval.loss_eval import document_nats, first_documents
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.eval.loss_eval import document_nats
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
@@ -64,8 +67,6 @@ CANDIDATES = {
     "smear": ("smear=True", "smear=False"),
     "initial_scales": ("embedding_std=0.8,fc_scale=0.4", "embedding_std=1.0,fc_scale=1.0"),
     "normuon": ("--muon_variant=normuon", ""),
-    "muoneq": ("--muon_variant=muoneq", ""),
-    "muonplus": ("--muon_variant=muonplus", ""),
     "weight_decay": ("--weight_decay=0.2", ""),
     "warmdown": ("--warmdown_ratio=0.65", ""),
     "unembedding_lr_down": ("--unembedding_lr=0.002", ""),
@@ -150,6 +151,13 @@ def perform(runs: list[Run]) -> None:
         for child in children:
             child.terminate()
         pool.shutdown(cancel_futures=True)
+
+
+def first_documents(data: str, tokenizer: Tokenizer, most: int) -> list[list[int]]:
+    """Validation documents from the first on, each whole and with its <|bos|>, until they have `most` tokens."""
+    tokens, offsets = TokenizedShards(data, "val", tokenizer).load(0)
+    ends = offsets[1 : 2 + np.searchsorted(offsets[1:], most)]
+    return [tokens[start:end].tolist() for start, end in zip(offsets, ends)]
 
 
 def log_of(run: Run) -> Path:

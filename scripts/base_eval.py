@@ -1,6 +1,6 @@
 """
-Evaluate a base model: bits per byte of rows as in training and of whole documents, CORE and samples. On the embedded
-world also what nothing else can tell: how far the model is above the corpus's entropy, topic by topic, and whether it
+Evaluate a base model: bits per byte of rows as in training, CORE and samples. On the embedded world also what nothing
+else can tell: how far the model is above the corpus's entropy on whole documents, topic by topic, and whether it
 answers questions in words it has never read.
 
     python -m scripts.base_eval                      # the only model there is
@@ -11,16 +11,12 @@ from typing import Literal
 
 from configurator import configure
 
-import torch
-
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.tinyworld import PROMPTS, held_out_questions, validation_documents
 from nanochat.data.dataloader import tokenizing_distributed_data_loader, validation_rows
 from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
-from nanochat.eval.loss_eval import document_nats, evaluate_bpb, first_documents, greedy_completes, sample
-from nanochat.runtime.collectives import all_reduce_sum
+from nanochat.eval.loss_eval import document_nats, evaluate_bpb, greedy_completes, sample
 from nanochat.runtime.console import print0
-from nanochat.runtime.devices import sum_dtype
 from nanochat.runtime.distributed import compute_cleanup, compute_init
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.tables import cell, markdown_table
@@ -67,18 +63,6 @@ for split, title in (("train", "training"), ("val", "validation")):
     loader.close()
     print0(f"{title}: {bpb:.4f} bits per byte")
 
-# --- and of whole documents, read in windows after <|bos|>: no byte is left out where a loader would cut
-made = validation_documents(data)  # None for data that are not the embedded world's, which has a table of its own below
-if made is None:
-    documents = first_documents(data, tokenizer, eval_tokens)[rank::world_size]  # maybe none
-    scored = document_nats(model, documents, token_bytes, device_batch_size * max_seq_len)
-    sums = torch.tensor(scored, dtype=sum_dtype(device), device=device).view(-1, 2).sum(0)
-    all_reduce_sum(sums)
-    nats, size = sums.tolist()
-    bpb = nats / math.log(2) / size
-    results[f"bits per byte of validation documents{elsewhere}"] = bpb
-    print0(f"validation documents: {bpb:.4f} bits per byte of {size:,.0f} bytes")
-
 # --- CORE: tasks that any model of English can try, above guessing
 tables = []
 if core_metric_max_per_task and (reason := why_no_bundle()):
@@ -97,17 +81,19 @@ elif core_metric_max_per_task:
     print0(f"{tables[-1]}\n{core_title}: {core:.4f}")
 
 # --- the usual prompts, greedily
+made = validation_documents(data)  # None for data that are not the embedded world's
 rows = []
 if rank == 0:
-    for prompt, expected in PROMPTS:
+    for prompt, expected in PROMPTS.items():
         text = sample(model, tokenizer, prompt, sample_tokens)
-        if expected is not None and made is not None:
+        if expected and made is not None:
             text += " ✓" if text.startswith(f" {expected}") else " ✗"
         print0(f"  {prompt}{text}")
         rows.append([prompt, cell(text)])
 tables.append(markdown_table(["prompt", "greedy completion"], rows, words=(0, 1)))
 
-# --- the embedded world: excess over the entropy of each validation document, and held-out questions
+# --- the embedded world: excess over the entropy of each validation document, and held-out questions. Documents are
+# read whole, in windows after <|bos|>: no byte is left out where a loader would cut.
 if made is not None and rank == 0:
     questions = held_out_questions()
     documents = tokenizer.encode([document.text for document in made], prepend=tokenizer.get_bos_token_id())
@@ -136,8 +122,7 @@ if made is not None and rank == 0:
     results["their floor"] = floor
     results["excess over the floor"] = f"{bpb - floor:.4f} ({bpb / floor - 1:.1%})"
     results["held-out questions"] = f"{sum(right) / len(right):.1%}"
-    print0(f"excess over the floor: {results['excess over the floor']} bits per byte; "
-           f"held-out questions: {results['held-out questions']}")
+    print0(f"excess over the floor: {results['excess over the floor']} bits per byte")
 
 write_section("base_eval", "Base model: evaluation", "\n\n".join([f"Model: {name}.", *tables]), {"base": results},
               data=trained_on, model_tag=checkpoint.parent.name, checkpoint=checkpoint)

@@ -91,7 +91,7 @@ pipeline_stages = 1         # [1..] groups of ranks with layers of their own; mi
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
-muon_variant: Literal["muon", "normuon", "muoneq", "muonplus"] = "muon"  # what is evened out, and when: see muon.py
+muon_variant: Literal["muon", "normuon"] = "muon"  # normuon: rows of an update are evened out, see muon.py
 muon_momentum = 0.95        # [0..1] of Muon, after 300 steps
 final_muon_momentum = 0.95  # [0..1] at the end of the warmdown
 weight_decay = 0.0          # [0..] of Muon's matrices only; falls linearly to zero
@@ -253,7 +253,7 @@ while True:
                 print0(f"step {step:05d}/{num_iterations:05d} | {name} {core:.4f}")
             if show_samples:
                 with eagerly():
-                    for prompt, _ in until_stopped(PROMPTS):  # on all ranks: they may have to gather units together
+                    for prompt in until_stopped(PROMPTS):  # on all ranks: they may have to gather units together
                         print0(f"  {prompt}{sample(evaluated, tokenizer, prompt, max_tokens=24)}")
     if metrics.stop_requested:  # in an evaluation, which all ranks have left
         continue
@@ -289,7 +289,7 @@ while True:
     count = 1.0 if pipeline.is_last else 0.0  # only the last pipeline stage has a loss
     stats = sharding.reduce_and_clip(step_loss, count, grad_clip, stop=stop.asked, save=saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
-    lrm = lr_multiplier(step, num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
+    lrm = lr_multiplier(step, num_iterations, warmdown_ratio, warmup_steps, final_lr_frac)
     left = warmdown_left(step, num_iterations, warmdown_ratio)
     momentum = momentum_at(step, left, muon_momentum, final_muon_momentum)
     apply_schedule(optimizers, step, num_iterations, lrm, momentum)

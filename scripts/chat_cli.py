@@ -6,7 +6,6 @@ Talk with a model in the terminal.
 
 What the model has the calculator compute is shown in brackets: [12*3 = 36]. A base model continues what is written.
 """
-import contextlib
 import re
 import sys
 from typing import Literal
@@ -39,10 +38,11 @@ configure(globals())
 
 PROMPT_CACHE_BYTES = 2**29   # for what was read before of the conversation
 HELP = """\
-/clear    begin a new conversation (or /new)
+/clear    begin a new conversation
 /quit     end (or Ctrl-D)
 /help     show this
 Ctrl-C    stop an answer"""
+BEFORE = {"python": "[", "python_output": " = ", "text": "] "}  # is printed before a part of this type
 
 *_, device = compute_init(device_type)
 stage = latest_stage(model_tag) if source == "auto" else source
@@ -51,19 +51,6 @@ sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=s
 render = render_text if stage == "base" else render_prompt
 engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, PROMPT_CACHE_BYTES)
 room = min(max_new_tokens, engine.context // 4)  # tokens that an answer should find free
-
-
-def show(previous: str, delta: Delta | None) -> None:
-    """Print a delta after one of type `previous`, or an answer's end (None); the tool's part in brackets."""
-    type = delta.type if delta else "text"
-    if type != previous:
-        if type == "text":
-            print("]", end=" " if delta else "")
-        elif type == "python_output":
-            print(" = ", end="")
-        else:
-            print("[" if previous == "text" else "; ", end="")
-    print(delta.text if delta else "\n", end="", flush=True)
 
 
 def answer(messages: list[dict]) -> None:
@@ -76,15 +63,19 @@ def answer(messages: list[dict]) -> None:
     if dropped:
         print(f"({dropped} of the oldest turns forgotten: the context has {engine.context} tokens)")
     deltas: list[Delta] = []
+    type = "text"
     try:
         for delta in engine.stream(prompt, sampling):
-            show(deltas[-1].type if deltas else "text", delta)
+            if delta.type != type:
+                print(BEFORE[delta.type], end="")
+            print(delta.text, end="", flush=True)
             deltas.append(delta)
+            type = delta.type
     except KeyboardInterrupt:
         if p is not None:
             raise
     finally:
-        show(deltas[-1].type if deltas else "text", None)
+        print("" if type == "text" else "]")
     messages.append({"role": "assistant", "content": parts_of(deltas)})
 
 
@@ -97,8 +88,7 @@ if p is not None:
     answer([{"role": "user", "content": p}])
     raise SystemExit
 
-with contextlib.suppress(ImportError):  # not on Windows
-    import readline  # noqa: F401  the arrow keys work in input() from here on
+import readline  # noqa: E402, F401  the arrow keys work in input() from here on
 
 print0(f"{about}; /help lists the commands")
 messages: list[dict] = []
@@ -113,12 +103,10 @@ while True:
         continue
     if text == "/quit":
         break
-    if text in ("/clear", "/new"):
+    if text == "/clear":
         messages = []
-    elif text == "/help":
-        print(HELP)
     elif re.fullmatch(r"/\w*", text):
-        print(f"there is no command {text}; /help lists them")
+        print(HELP)
     elif text:
         messages.append({"role": "user", "content": text})
         try:

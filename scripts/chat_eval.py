@@ -9,7 +9,7 @@ from typing import Literal
 
 from configurator import configure
 
-from nanochat.eval.task_eval import accuracy, centred, evaluate_task
+from nanochat.eval.task_eval import accuracy, evaluate_task
 from nanochat.inference.sampling import SamplingParams
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, compute_init
@@ -32,7 +32,7 @@ max_new_tokens = 256        # [1..] tokens of an answer
 configure(globals())
 
 *_, device = compute_init(device_type)
-measured = [task for task in make_tasks(tasks, "test") if task.eval_type]
+measured = make_tasks(tasks, "test")
 if not measured:
     raise UserError(f"tasks={tasks} has nothing that can be measured, only what can be trained on")
 checkpoint = find_model(source, model_tag, step)
@@ -45,12 +45,12 @@ rows = []
 sampling = SamplingParams(max_new_tokens, temperature=0)  # always the likeliest token
 for task in measured:
     correct = evaluate_task(task, model, tokenizer, batch_size, max_problems, sampling)
-    results[task.name] = f"{accuracy(correct):.1%}"
-    scores.append(centred(accuracy(correct), task.baseline))
-    print0(f"{task.name:42} {accuracy(correct):6.1%} of {len(correct):,} problems")
-    rows.append([task.name, f"{len(correct):,}", f"{accuracy(correct):.1%}", f"{task.baseline:.1%}"])
+    right = accuracy(correct)
+    results[task.name] = f"{right:.1%}"
+    scores.append((right - task.baseline) / (1 - task.baseline))  # centred: 0 for guessing, 1 for perfect
+    print0(f"{task.name:42} {right:6.1%} of {len(correct):,} problems")
+    rows.append([task.name, f"{len(correct):,}", f"{right:.1%}", f"{task.baseline:.1%}"])
 
-# Centred accuracy is 0 for guessing and 1 for a perfect score; this is its mean over the tasks.
 mean = f"mean centred accuracy over {len(measured)} tasks"
 results[mean] = sum(scores) / len(scores)
 print0(f"{mean:42} {results[mean]:6.3f}")

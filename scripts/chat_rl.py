@@ -20,7 +20,6 @@ from nanochat.data.conversation_loader import order
 from nanochat.data.padding import padded_batch, padded_length
 from nanochat.eval.task_eval import evaluate_task, pass_at, seed_with
 from nanochat.inference.sampling import SamplingParams
-from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.runtime.collectives import gather_objects
 from nanochat.runtime.console import print0
@@ -29,13 +28,7 @@ from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_task, without_parts
-from nanochat.training.finetuning import (
-    find_start,
-    load_sharded,
-    report_stage,
-    require_same_data,
-    resume_training,
-)
+from nanochat.training.finetuning import find_start, load_training, report_stage, require_same_data
 from nanochat.training.metrics import Metrics, require_wandb
 from nanochat.training.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
 from nanochat.training.saving import CheckpointWriter
@@ -92,12 +85,7 @@ if problems.eval_type != "generative":
 
 # ---- The model of the stage before, or an interrupted run of this script
 start = find_start("rl", source, model_tag, source_step, resume, overwrite)
-model, tokenizer, sharding = load_sharded(start.begin, device, model_dtype, zero_stage)
-model.activation_checkpointing = activation_checkpointing
-optimizers = setup_optimizers(model, sharding, unembedding_lr, embedding_lr, matrix_lr, lr_scale=init_lr_frac)
-if compiling:
-    model.compile_blocks()
-metrics_state = resume_training(start, sharding, optimizers, config)  # None, if nothing was interrupted
+model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype, compiling)
 
 # ---- Problems: which ones each step takes
 schedule = [index for epoch in range(num_epochs) for index in order(len(problems), seed, epoch)]
@@ -124,7 +112,7 @@ def rollouts_of(step: int) -> list[Rollout]:
 right_before = start.meta.get("before") if start.resumed else None  # held-out samples right at the run's beginning
 saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
 metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, 0, model.estimate_flops(),
-                  peak_flops(device, model_dtype), metrics_state)
+                  peak_flops(device, model_dtype), start.metrics_state)
 
 step = start.step
 stop = StopRequest()
@@ -191,7 +179,7 @@ while True:
     sampled_tokens = sum(sum(rollout.sampled) for rollout in rollouts) / world_size
     stats = sharding.reduce_and_clip(step_loss, sampled_tokens, grad_clip, stop.asked, saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before
-    lrm = lr_multiplier(step, num_iterations, warmup_steps=0, warmdown_ratio=warmdown_ratio, final_lr_frac=0.0)
+    lrm = lr_multiplier(step, num_iterations, warmdown_ratio)
     apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
     saver.clear_state()  # from here to `set_state` no parameters can be saved: they are half updated
     for optimizer in optimizers:

@@ -18,7 +18,6 @@ import torch
 from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import accuracy, evaluate_task
-from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.console import print0
@@ -31,11 +30,10 @@ from nanochat.tasks.common import Mixture
 from nanochat.training.finetuning import (
     choose_epochs_and_rate,
     find_start,
-    load_sharded,
+    load_training,
     plan_steps,
     report_stage,
     require_same_data,
-    resume_training,
     row_length,
     tasks_before,
 )
@@ -97,12 +95,7 @@ print0(f"{len(train_tasks):,} conversations, {num_epochs} x, beginning with {ini
 
 # ---- The model of the stage before, or an interrupted run of this script
 start = find_start("sft", source, model_tag, source_step, resume, overwrite)
-model, tokenizer, sharding = load_sharded(start.begin, device, model_dtype, zero_stage)
-model.activation_checkpointing = activation_checkpointing
-optimizers = setup_optimizers(model, sharding, unembedding_lr, embedding_lr, matrix_lr, lr_scale=init_lr_frac)
-if compiling:
-    model.compile_blocks()
-metrics_state = resume_training(start, sharding, optimizers, config)  # None, if nothing was interrupted
+model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype, compiling)
 max_seq_len = row_length(max_seq_len, model)
 
 # ---- What was learned before: some of it again, or it is forgotten
@@ -118,7 +111,7 @@ if keep:
 elif earlier and not task_names(earlier) & task_names(tasks):
     print0(f"nothing of {earlier}, which the model was trained on before, is repeated: it will forget much of it; "
            "--keep=1 adds as many conversations from there")
-measured_tasks = [task for task in make_tasks(measured, "test") if task.eval_type]
+measured_tasks = make_tasks(measured, "test")
 
 # ---- Data: every rank knows all rows, so every rank knows where the run ends
 conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1)
@@ -137,7 +130,7 @@ eval_rows_at_once = rows_per_micro_step * world_size
 
 saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
 metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, target_examples_per_step * max_seq_len,
-                  model.estimate_flops(), peak_flops(device, model_dtype), metrics_state)
+                  model.estimate_flops(), peak_flops(device, model_dtype), start.metrics_state)
 shape = dict(device_batch_size=rows_per_micro_step, max_seq_len=max_seq_len, rank=rank, world_size=world_size,
              device=device, pad=True)  # of training and validation
 loader = conversation_loader(conversations, rows, target_examples_per_step, start_step=start.step, **shape)
@@ -197,7 +190,7 @@ while True:
 
     stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, stop.asked, saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
-    lrm = lr_multiplier(step, num_iterations, warmup_steps=0, warmdown_ratio=warmdown_ratio, final_lr_frac=0.0)
+    lrm = lr_multiplier(step, num_iterations, warmdown_ratio)
     apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
     saver.clear_state()  # from here to `set_state` no parameters can be saved: they are half updated
     for optimizer in optimizers:

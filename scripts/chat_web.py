@@ -97,7 +97,6 @@ for stage in sources:
         id=f"{tag}-{stage}",
         tokenizer=Tokenizer.load(checkpoint),
         context=meta["model_config"]["sequence_len"],
-        created=int(checkpoint.stat().st_mtime),
         max_batch=max_batch,
         workers=[Worker(partial(load, number)) for number in range(workers)],
         chats=stage != "base",

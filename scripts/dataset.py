@@ -6,14 +6,12 @@ Make a data set: text in shuffled shards, the last of them for validation, and a
     python -m scripts.dataset --source=~/books                     # .txt .md .jsonl .json .csv .parquet (.gz .zst)
     python -m scripts.dataset --source=fineweb-edu --num_shards=8  # downloads; run again to go on or to add more
     python -m scripts.dataset --source=hf:roneneldan/TinyStories --num_shards=20
-    python -m scripts.dataset --source=fineweb-edu --verify        # recompute all checksums
 
 It lies in NANOCHAT_BASE_DIR/data/NAME. HF_ENDPOINT=https://… downloads from a mirror of the Hugging Face hub.
 """
 from configurator import configure
 
-from nanochat.corpus.make_dataset import default_name, make
-from nanochat.data import dataset  # `verify` below is a setting
+from nanochat.corpus.make_dataset import COUNTED, make
 from nanochat.training.report import write_section
 
 # ---- Data
@@ -25,16 +23,11 @@ encoding = "utf-8"     # of text files that are not UTF-8, such as gb18030
 num_shards = -1        # [-1, 1..] training shards at most, besides validation; -1 = all (on the hub, 100 MB each!)
 shard_mb = 8.0         # [0.001..1000] megabytes of text per training shard (downloads come as they are)
 seed = 42              # of the shuffle, and of tinyworld
-# ---- Check
-verify = False         # recompute the checksums of a data set that is there, and do nothing else
 config = configure(globals())
 
-if verify:
-    name = name or default_name(source)
-    dataset.verify(name)
-    print(f"every checksum is right: {dataset.dataset_dir(name)}")
-else:
-    manifest = make(**{key: value for key, value in config.items() if key != "verify"})
-    body = (f"`{manifest['source']}`: {manifest['documents']:,} documents, {manifest['text_bytes']:,} bytes of text in "
-            f"{len(manifest['shards'])} shards, the last of them for validation")
-    write_section("data", "Data", body, data=manifest["name"])
+manifest = make(**config)
+counts = ", ".join(f"{key}: {manifest[key]:,}" for key in COUNTED)
+summary = (f"{manifest['name']}: {manifest['documents']:,} documents, {manifest['text_bytes'] / 1e6:,.1f} MB of text "
+           f"in {len(manifest['shards']) - 1} training shards and 1 of validation; {counts}")
+print(summary)
+write_section("data", "Data", summary, data=manifest["name"])

@@ -114,8 +114,8 @@ for name, left in limits().items():
 if here:
     base_dir().mkdir(parents=True, exist_ok=True)
     # Shards and their tokens; of each of four stages two checkpoints and one being written, up to 14 bytes a parameter.
-    wanted = "1 GiB" if device.type == "cpu" else "130 GiB for depth 20, 200 for depth 24"
-    print(f"{base_dir()}: {shutil.disk_usage(base_dir()).free / GIB:,.1f} GiB free; speedrun.sh wants {wanted}")
+    print(f"{base_dir()}: {shutil.disk_usage(base_dir()).free / GIB:,.1f} GiB free; speedrun.sh wants 1 GiB on a CPU, "
+          "on GPUs 130 for depth 20, 200 for depth 24")
 
 # ---- What fits
 print(f"\n## Largest device_batch_size by formula (powers of two up to {max_rows}) at max_seq_len={max_seq_len}, "

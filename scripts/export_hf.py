@@ -3,9 +3,9 @@ Export a model of any stage as a folder that Hugging Face's transformers loads a
 
     python -m scripts.export_hf --source=sft --output=my-model
 
-Weights, configuration, tokenizer, chat template, and a model card with the report's numbers; of a modern model its code
-as well, for trust_remote_code=True. scripts.import_hf is the way back. `hf upload NAME/MODEL my-model --private` brings
-the folder to the hub.
+Weights, configuration, tokenizer, chat template, and a model card; of a modern model its code as well, for
+trust_remote_code=True. scripts.import_hf is the way back. `hf upload NAME/MODEL my-model --private` brings the folder
+to the hub.
 """
 from pathlib import Path
 from typing import Literal
@@ -25,7 +25,6 @@ step: int | None = None     # [0..] of the checkpoint; None: the newest valid on
 # ---- The folder
 output = ""                 # where it goes
 overwrite = False           # replace an exported folder that is there
-dtype: Literal["auto", "bfloat16"] = "auto"  # auto: as in the checkpoint
 configure(globals())
 
 if not output:
@@ -43,7 +42,7 @@ checkpoint = find_model(source, model_tag, step)
 meta = read_meta(checkpoint)
 print(f"exporting {checkpoint}")
 with write_folder_aside(folder) as aside:
-    parameters = export(checkpoint, meta, dtype, aside)
-    (aside / "README.md").write_text(model_card(source, checkpoint, meta, parameters), encoding="utf-8")
+    parameters = export(checkpoint, meta, aside)
+    (aside / "README.md").write_text(model_card(source, checkpoint.parent.name, meta, parameters), encoding="utf-8")
 size = sum(path.stat().st_size for path in folder.iterdir())
 print(f"wrote {folder}: {parameters:,} parameters, {size / 1e6:,.1f} MB; its README.md says how to use it")

@@ -35,22 +35,17 @@ folder = Path(input).expanduser().resolve()
 if not folder.is_dir():
     raise UserError(f"there is no folder {folder}")
 tokenizer_path = Path(tokenizer).expanduser().resolve() if tokenizer else None
-if tokenizer_path and not tokenizer_path.is_file():
-    raise UserError(f"there is no file {tokenizer_path}; --tokenizer takes a tokenizer.pkl or tokenizer.json")
 checkpoints = checkpoint_dir(source, model_tag or folder.name)
 before = list_steps(checkpoints)
 if before and not overwrite:
     raise UserError(f"{checkpoints} has checkpoints; choose another --model_tag, or --overwrite")
 
 if classic.list_models(folder):
-    kind = "classic"
     there = classic.read_folder(folder, tokenizer_path, step)
 else:
-    kind = "hf"
     there = hf.read_folder(folder, tokenizer_path)
 weights = hf.fit(there, folder)
-meta = {"config": config, "imported": kind}
-saved = save_weights(checkpoints, there.step, weights, there.tokenizer, there.config, meta)
+saved = save_weights(checkpoints, there.step, weights, there.tokenizer, there.config, {"config": config})
 for old in before:
     if step_dir(checkpoints, old) != saved:
         shutil.rmtree(step_dir(checkpoints, old))

@@ -15,7 +15,6 @@ import torch
 
 from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order, pack
 from nanochat.eval.loss_eval import evaluate_bpb
-from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
@@ -25,11 +24,10 @@ from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_mixture, without_parts
 from nanochat.training.finetuning import (
     find_start,
-    load_sharded,
+    load_training,
     plan_steps,
     report_stage,
     require_same_data,
-    resume_training,
     row_length,
 )
 from nanochat.training.metrics import Metrics, require_wandb
@@ -81,12 +79,7 @@ val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # held out: the 
 
 # ---- The base model, or an interrupted run of this script
 start = find_start("mid", source, model_tag, source_step, resume, overwrite)
-model, tokenizer, sharding = load_sharded(start.begin, device, model_dtype, zero_stage)
-model.activation_checkpointing = activation_checkpointing
-optimizers = setup_optimizers(model, sharding, unembedding_lr, embedding_lr, matrix_lr, lr_scale=init_lr_frac)
-if compiling:
-    model.compile_blocks()
-metrics_state = resume_training(start, sharding, optimizers, config)  # None, if nothing was interrupted
+model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype, compiling)
 max_seq_len = row_length(max_seq_len, model)
 
 # ---- Data: every rank packs all rows, so every rank knows where the run ends
@@ -112,7 +105,7 @@ eval_rows_at_once = rows_per_micro_step * world_size
 
 saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
 metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, total_batch_size, model.estimate_flops(),
-                  peak_flops(device, model_dtype), metrics_state)
+                  peak_flops(device, model_dtype), start.metrics_state)
 shape = dict(device_batch_size=rows_per_micro_step, max_seq_len=max_seq_len, rank=rank, world_size=world_size,
              device=device, pad=False)  # of training and validation
 loader = conversation_loader(conversations, rows, rows_per_step, start_step=start.step, **shape)
@@ -157,7 +150,7 @@ while True:
 
     stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, stop.asked, saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
-    lrm = lr_multiplier(step, num_iterations, warmup_steps=0, warmdown_ratio=warmdown_ratio, final_lr_frac=0.0)
+    lrm = lr_multiplier(step, num_iterations, warmdown_ratio)
     apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
     saver.clear_state()  # from here to `set_state` no parameters can be saved: they are half updated
     for optimizer in optimizers:

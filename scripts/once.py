@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.exits import install_one_line_errors
-from nanochat.runtime.files import base_dir, locked, sha256, write_text
+from nanochat.runtime.files import base_dir, sha256, write_text
 from nanochat.training.records import newest_step
 
 LOG = "metrics.jsonl"  # beside checkpoints: a resumed run writes its last lines anew
@@ -37,32 +37,24 @@ def digests(paths: list[str]) -> dict[str, str | None]:
     return {path: digest(base_dir() / path) for path in paths}
 
 
-def unfinished(path: Path) -> str | None:
-    """How far the run in a folder has come by its newest checkpoint, "300 of 700"; None if it has ended or is none."""
+def unfinished(path: Path) -> bool:
+    """Whether the newest checkpoint in a folder is of a run that has not reached its end."""
     newest = newest_step(path)
     if newest is None:
-        return None
+        return False
     meta = json.loads((newest / "meta.json").read_text(encoding="utf-8"))
-    step = meta["step"]
-    end = meta.get("num_iterations", 0)
-    return f"{step:,} of {end:,}" if step < end else None
+    return meta["step"] < meta.get("num_iterations", 0)
 
 
-def run(command: list[str], lock: Path) -> int:
+def run(command: list[str]) -> int:
     """
     Run a command to its end; its exit code. It is for the command to act on signals, as it may have to save: Ctrl-C
-    reaches it anyway, SIGTERM is passed on. UserError while another process runs the same. The command inherits the
-    open lock file, so that the lock holds until it ends, even if this process is killed.
+    reaches it anyway, SIGTERM is passed on. Nothing is locked here: a training run locks its own folder.
     """
-    try:
-        file = locked(lock, wait=False)
-    except BlockingIOError:
-        raise UserError(f"{lock.stem} is being made by another process; wait for it, or end it") from None
-    with file:
-        child = subprocess.Popen(command, pass_fds=[file.fileno()])
-        signal.signal(signal.SIGINT, lambda *_: None)  # a handler: to ignore it would be passed on to the command
-        signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-        return child.wait()
+    child = subprocess.Popen(command)
+    signal.signal(signal.SIGINT, lambda *_: None)  # a handler: to ignore it would be passed on to the command
+    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    return child.wait()
 
 
 def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> None:
@@ -72,16 +64,15 @@ def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> N
     if path.is_file() and json.loads(path.read_text(encoding="utf-8")) == record:
         print(f"done before: {', '.join(makes)}", flush=True)
         return
-    code = run(command, path.with_suffix(".lock"))
+    code = run(command)
     if code:
         raise SystemExit(code if code > 0 else 128 - code)  # it has said why; by a signal: as a shell would
     record["makes"] = digests(makes)
     for result in makes:
         if record["makes"][result] is None:
             raise UserError(f"{name} has ended without making {result} in {base_dir()}")
-        progress = unfinished(base_dir() / result)
-        if progress:
-            raise UserError(f"{name} was stopped after {progress} steps; the same command goes on")
+        if unfinished(base_dir() / result):  # SIGTERM: it has saved, and ended well
+            raise UserError(f"{name} was stopped before its end; the same command goes on")
     for need in needs:
         if record["needs"][need] is None:  # the command has fetched it
             record["needs"][need] = digest(base_dir() / need)
@@ -90,7 +81,7 @@ def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> N
 
 if __name__ == "__main__":
     install_one_line_errors()
-    parser = argparse.ArgumentParser(prog="python -m scripts.once")
+    parser = argparse.ArgumentParser()
     parser.add_argument("name", help="of the record")
     parser.add_argument("--needs", action="append", default=[], metavar="PATH", help="read by the command")
     parser.add_argument("--makes", action="append", default=[], metavar="PATH", help="left when it ends well")

@@ -107,6 +107,3 @@ if layout.pipeline_stages > 1:
 if layout.checkpointing:
     options.append("--activation_checkpointing")
 print(f"\nthe fastest that fits into {memory_gib:g} GiB: {' '.join(options)}, {step.seconds:.3f} s a step")
-if layout.zero_stage == 3:
-    print(f"chat_rl, and evaluations of tasks in chat_sft, gather the whole model on each GPU: "
-          f"{dtype.itemsize * parameters / 1e9:.2f} GB more")

@@ -11,7 +11,7 @@ from itertools import islice
 
 from configurator import configure
 
-from nanochat.corpus.learn_tokenizer import bytes_per_token, train_tokenizer
+from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.data.conversation import plain_text
 from nanochat.data.dataset import iter_texts
 from nanochat.data.tokenizer import tokenizer_dir
@@ -22,19 +22,18 @@ from nanochat.training.report import settings_table, write_section
 data = "tinyworld"          # data source to learn from
 tasks = ""                  # conversations that are read besides, as in mid_train: words that the data does not have
 # ---- Vocabulary
-vocab_size = 65536          # ids, with the 256 bytes and the special tokens; smaller if the data has fewer merges
+vocab_size = 65536          # [265..] ids, with bytes and special tokens (265); smaller if the data has fewer merges
 config = configure(globals())
 
 # --- learn the merges
 conversations = make_mixture(tasks, "train", seed=0) if tasks else []
 tokenizer = train_tokenizer(data, vocab_size, map(plain_text, conversations))
 print(f"vocabulary: {tokenizer.get_vocab_size():,} ids in {tokenizer_dir(data)}")
-if tokenizer.get_vocab_size() < vocab_size:
-    print(f"    fewer than the {vocab_size:,} asked for: no other pair of tokens occurs twice in this data")
 
 # --- how well they do on text they were not learned from
 held_out = list(islice(iter_texts(data, "val"), 1000))
-compression = bytes_per_token(tokenizer.encoding, held_out)
+num_bytes = sum(len(text.encode(errors="replace")) for text in held_out)
+compression = num_bytes / sum(map(len, tokenizer.encode(held_out)))
 print(f"validation split: {compression:.3f} bytes per token")
 learned = f"{tokenizer.get_vocab_size():,} ids learned from `{data}`"
 measured = f"{compression:.3f} bytes per token on its validation split; fingerprint `{tokenizer.fingerprint[:16]}`"

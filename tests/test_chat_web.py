@@ -28,7 +28,6 @@ from pace import Pace, chat_web
 from starlette.responses import Response
 from test_engine import SPECIAL, TOKENIZER, V, draw_weights, write_checkpoint
 
-import nanochat.serve.app
 import nanochat.serve.engine_process
 import nanochat.serve.server
 import nanochat.serve.worker
@@ -39,7 +38,6 @@ from nanochat.inference.prompt_cache import PIECE
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.runtime.distributed import is_alive
 from nanochat.runtime.errors import UserError
 from nanochat.serve.app import create_app
 from nanochat.serve.engine_process import EngineProcess
@@ -276,7 +274,7 @@ def test_logprobs_of_a_chat_are_those_of_its_content(server, engines):
             assert [one.logprob, *(top.logprob for top in one.top_logprobs)] == pytest.approx(
                 [table[place, tokens[place]].item(), *best.values.tolist()], abs=1e-4)
             assert one.bytes == [tokens[place]] == one.top_logprobs[0].bytes
-            assert one.token == (chr(tokens[place]) if tokens[place] < 128 else f"bytes:\\x{tokens[place]:02x}")
+            assert one.token == (chr(tokens[place]) if tokens[place] < 128 else f"\\x{tokens[place]:02x}")
         chunks = [chunk.choices[0] for chunk in server.ask("?", **ask, **extra, stream=True)]
         assert logprobs_of(chunks, "content") == content
         told = shown = b""
@@ -353,13 +351,12 @@ def test_the_usage_says_what_was_read_before(server):
     ("functions is not supported", {"extra_body": {"functions": [{"name": "f"}]}}),
     (r"messages.1.role: .*'system', 'developer', 'user'",
      {"messages": [*chat("?"), {"role": "function", "content": "1", "name": "f"}]}),
-    ("no messages", {"messages": []}), ("content must be a text or a list", {"messages": chat(None)}),
+    ("messages: .*at least 1", {"messages": []}), ("content must be a text or a list", {"messages": chat(None)}),
     ("messages.0.content.0.type: .*'text'", {"messages": chat([{"type": "image_url", "image_url": {}}])}),
-    ("only the assistant's content may have parts", {"messages": chat([{"type": "python", "text": "1"}])}),
     (r"This model's maximum context length is 2048 tokens\. However, your messages resulted in 20\d\d tokens",
      {"messages": chat("x" * 2045)}),
     ("the tokens are 0 to 267", {"prompt": [1, 268]}), (f"takes at most {MOST}", {"n": MOST + 1}),
-    ("a list of tokens", {"prompt": [[]]}),
+    ("prompt.*: Input should be a valid string", {"prompt": 5}),
 ])
 def test_what_is_wrong_with_a_request_is_said(server, words, settings):
     ask = server.client.completions.create if "prompt" in settings else functools.partial(server.ask, MARKER)
@@ -484,7 +481,6 @@ def test_a_flood_is_told_to_come_again(server):
     assert health.json() == {"status": "ok", "models": {"tiny-sft": ["ready"], "tiny-rl": ["ready"]}}
     text = server.http.get("/metrics").text
     assert f'nanochat_requests_total{{path="{CHAT}",status="429"}}' in text
-    assert "nanochat_time_to_first_token_seconds_bucket" in text
 
 
 def test_one_request_cannot_spoil_it_for_others(server):
@@ -635,7 +631,7 @@ def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
         assert "--allowed_hosts=evil.example" in response.json()["error"]["message"]
 
         first, second = server.workers()
-        while server.http.get("/health").json()["status"] != "ok":  # the second one may still be loading
+        while "loading" in server.http.get("/health").json()["models"]["tiny-base"]:    # the second one
             time.sleep(0.05)
         server.pace.set(0.02)
         lengths = 2000, 300
@@ -649,9 +645,6 @@ def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
             server.wait_until("nanochat_queue_length", 60)
             server.pace.set(0)
             assert list(streams[1])[-1].choices[0].finish_reason == "length"
-            while (health := server.http.get("/health", timeout=60).json())["status"] != "degraded":
-                time.sleep(0.05)
-            assert sorted(health["models"]["tiny-base"]) == ["hung", "ready"]
             assert server.ask("Once", **ask).usage.completion_tokens == 20
             with pytest.raises(openai.APIError, match="worker has died"):
                 list(streams[0])
@@ -659,12 +652,12 @@ def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
                 pending.result()
         health = server.http.get("/health")
         assert health.status_code == 200 and sorted(health.json()["models"]["tiny-base"]) == ["dead", "ready"]
-        assert health.json()["status"] == "degraded" and server.ask("Once", **ask).usage.completion_tokens == 20
+        assert health.json()["status"] == "ok" and server.ask("Once", **ask).usage.completion_tokens == 20
         os.kill(second, signal.SIGKILL)
         assert server.process.wait(timeout=300) == 1
         _, _, *log = server.log.read_text().splitlines()
         killed = [f"a worker has died: process {first} said nothing for 10 s and was ended",
-                  f"a worker has died: process {second} was ended by SIGKILL"]
+                  f"a worker has died: process {second} ended with code -9"]
         assert log == [*killed, "error: the worker of tiny-base has died; the error is above"] and not is_alive(first)
     finally:
         server.process.kill()
@@ -709,6 +702,14 @@ def test_zz_sigterm_lets_answers_end_for_a_while(server):
         with pytest.raises(openai.InternalServerError, match="stopping"):
             waiting.result()
     check_end(server, workers, "tiny-sft, tiny-rl")
+
+
+def is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def check_end(server: Running, workers: list[int], models: str) -> None:
@@ -758,8 +759,9 @@ class EngineThread(EngineProcess):
     def kill(self) -> None:
         self.end(0)
 
-    def wait(self) -> None:
+    def wait(self) -> int:
         self.thread.join()
+        return self.returncode
 
 
 class NearWorker(Worker):
@@ -781,7 +783,7 @@ def made(number: int) -> Engine:
 @contextlib.asynccontextmanager
 async def serving(make_engines):
     """A client of an application with a writing model, and the model."""
-    model = ServedModel("tiny-sft", TOKENIZER, 2048, 0, 2, [NearWorker(make_engine) for make_engine in make_engines])
+    model = ServedModel("tiny-sft", TOKENIZER, 2048, 2, [NearWorker(make_engine) for make_engine in make_engines])
     app = create_app([model], 2000, {"temperature": 0.0, "top_k": 0})
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
@@ -875,14 +877,14 @@ async def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeyp
         assert (await ask(client, "good")).status_code == 500
         await until(lambda: model.workers[0].state == "dead")
         health, after = await client.get("/health"), await ask(client, "good")
-        assert (health.status_code, health.json()["status"]) == (503, "dead") and after.status_code == 503
+        assert (health.status_code, health.json()["status"]) == (503, "unavailable") and after.status_code == 503
     log = capfd.readouterr().err
     assert "RuntimeError" in log and "a worker has died" in log and MARKER not in log
 
 
 @run_async
 async def test_loading_and_limits_of_time(monkeypatch, pace):
-    """What waits for the model is answered when it is there; time that is over ends an answer, and a wait with 503."""
+    """What waits for the model is answered when it is there; time that is over ends an answer, and a wait."""
     loaded, passed = threading.Event(), 0.0
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + passed)  # the engine's
     monkeypatch.setattr(nanochat.serve.engine_process, "time", clock)
@@ -891,23 +893,27 @@ async def test_loading_and_limits_of_time(monkeypatch, pace):
         loaded.wait()
         return pace.slow_down(make_engine())
 
-    monkeypatch.setattr(nanochat.serve.app, "TIMEOUT", 600)
+    monkeypatch.setattr(nanochat.serve.engine_process, "TIMEOUT", 600)
     async with serving([make_late]) as (client, model):
         health, early = await client.get("/health"), asyncio.create_task(ask(client, "early"))
-        assert (health.status_code, health.json()["status"]) == (503, "loading")
+        assert (health.status_code, health.json()["models"]) == (503, {"tiny-sft": ["loading"]})
         await until(lambda: model.waiting == 1)
-        model.submit(Request([[1]], SamplingParams(), 600)).cancel()
-        assert model.waiting == 1 and (await client.get("/health")).json()["status"] == "loading"
+        model.submit(Request([[1]], SamplingParams())).cancel()
+        assert model.waiting == 1 and (await client.get("/health")).status_code == 503
         loaded.set()
         assert (await early).status_code == 200
         pace.set(math.inf)
         long = asyncio.create_task(ask(client, "long", max_tokens=2000, n=2))
         await until(lambda: model.running == 2)
+        waits = asyncio.create_task(ask(client, "waits", max_tokens=2000))
+        await until(lambda: model.waiting == 1)
         passed += 600
         pace.set(0)
         long = (await long).json()
         assert [choice["finish_reason"] for choice in long["choices"]] == ["length"] * 2
         assert 2 <= long["usage"]["completion_tokens"] < 4000
+        waited = (await waits).json()
+        assert waited["choices"][0]["finish_reason"] == "length" and waited["usage"]["completion_tokens"] <= 1
         passed = 0.0
         assert model.workers[0].load == 0 and (await ask(client, "late")).status_code == 200
 

@@ -17,6 +17,7 @@ import yaml
 from conftest import run_module
 from ranks import run_on_ranks
 
+from nanochat.corpus import eval_bundle
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.learn_tokenizer import learn_tokenizer, train_tokenizer
 from nanochat.corpus.make_dataset import make
@@ -278,7 +279,7 @@ def zipped(bundle: Path) -> bytes:
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    """`serve(body)` puts what is to be downloaded on a local server, and returns its address."""
+    """`serve(body)` puts what is to be downloaded on a local server."""
     folder = tmp_path / "served"
     folder.mkdir()
     requests = []
@@ -291,10 +292,10 @@ def server(tmp_path, monkeypatch):
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
 
-        def serve(body: bytes) -> str:
+        def serve(body: bytes) -> None:
             (folder / "bundle.zip").write_bytes(body)
-            return f"http://127.0.0.1:{server.server_port}/bundle.zip"
 
+        monkeypatch.setattr(eval_bundle, "URL", f"http://127.0.0.1:{server.server_port}/bundle.zip")
         serve.requests = requests
         yield serve
         server.shutdown()
@@ -302,15 +303,15 @@ def server(tmp_path, monkeypatch):
 
 
 def test_the_bundle_is_downloaded_once_and_whole(server, bundle, base_folder):
-    url = server(zipped(bundle))
-    assert why_no_bundle(url) is None
+    server(zipped(bundle))
+    assert why_no_bundle() is None
     folder = base_folder / "eval_bundle"
     for path in bundle.rglob("*.*"):
         assert (folder / path.relative_to(bundle)).read_bytes() == path.read_bytes()
     assert [task.label for task in load_tasks(folder)] == list(TASKS)
     assert sorted(path.name for path in base_folder.iterdir()) == [".eval_bundle.lock", "eval_bundle"]
     asked = len(server.requests)
-    assert why_no_bundle(url) is None and len(server.requests) == asked
+    assert why_no_bundle() is None and len(server.requests) == asked
 
 
 def test_what_is_no_bundle_is_refused_whole(server, bundle, base_folder):
@@ -318,10 +319,12 @@ def test_what_is_no_bundle_is_refused_whole(server, bundle, base_folder):
     good = zipped(bundle)
     bad = {"File is not a zip file": good[: len(good) // 2], "has no core.yaml": zipped(bundle / "eval_data")}
     for expected, body in bad.items():
-        reason = why_no_bundle(server(body))
+        server(body)
+        reason = why_no_bundle()
         assert reason and expected in reason and "\n" not in reason, (expected, reason)
         assert sorted(path.name for path in base_folder.iterdir()) == [".eval_bundle.lock"]
-    assert why_no_bundle(server(good)) is None
+    server(good)
+    assert why_no_bundle() is None
 
 
 # ---- The scripts

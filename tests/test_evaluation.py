@@ -4,15 +4,12 @@ import json
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from conftest import make_sums
 
 import nanochat.runtime.flops
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.data.dataset import iter_texts
-from nanochat.eval.loss_eval import document_nats, evaluate_bpb, first_documents, greedy_completes, sample
+from nanochat.eval.loss_eval import document_nats, evaluate_bpb, greedy_completes, sample
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
@@ -20,7 +17,6 @@ from nanochat.optim.zero import Sharding
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
-from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import Peak, measured_matmul_flops, peak_flops
 from nanochat.training.metrics import Metrics
 from nanochat.training.records import read_metrics
@@ -66,16 +62,6 @@ def test_document_nats_and_bytes_are_those_of_each_document_alone_in_windows(mod
             assert nats == pytest.approx(sum(nats_one_by_one(model, row) for row in rows), rel=1e-4)
 
 
-def test_the_first_documents_are_whole(base_folder):
-    tokenizer = make_sums(base_folder)
-    texts = list(iter_texts("sums", "val"))
-    ids = [[tokenizer.get_bos_token_id(), *tokenizer.encode(text)] for text in texts]
-    for count in (1, 2, len(texts)):
-        size = sum(map(len, ids[:count]))
-        assert first_documents("sums", tokenizer, size) == first_documents("sums", tokenizer, size - 1) == ids[:count]
-    assert first_documents("sums", tokenizer, 10**9) == ids
-
-
 def test_bits_per_byte_is_nats_over_bytes_without_special_tokens(model):
     row = [BOS, *TOKENIZER.encode("the cat"), BOS, *TOKENIZER.encode("日本")][:10]
     tokens = torch.tensor([row, row])
@@ -83,8 +69,6 @@ def test_bits_per_byte_is_nats_over_bytes_without_special_tokens(model):
     endless = itertools.repeat((tokens[:, :-1], tokens[:, 1:], {}))  # as a validation loader; the evaluation must end
     expected = nats_one_by_one(model, row) / math.log(2) / size
     assert evaluate_bpb(model, endless, 3, TOKENIZER.token_bytes()) == pytest.approx(expected, rel=1e-4)
-    with pytest.raises(UserError, match="zero bytes"):
-        evaluate_bpb(model, endless, 1, np.zeros_like(TOKENIZER.token_bytes()))
 
 
 def test_greedy_completes_agrees_with_decoding():

@@ -1,13 +1,10 @@
 """A file or folder is either whole or absent."""
 import errno
 import os
-import re
 import signal
 import stat
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,6 @@ from conftest import REPO
 from nanochat.runtime.errors import UserError, one_line
 from nanochat.runtime.files import (
     base_dir,
-    locked,
     recover_folder,
     sha256,
     sync,
@@ -52,20 +48,6 @@ os.rename = then_killed
 with files.write_folder_aside(files.Path(sys.argv[1])) as aside:
     (aside / "a").write_text("new")
 """
-
-
-def test_a_lock_that_its_holder_removes_passes_to_one_of_those_that_wait(tmp_path):
-    """Another that comes later must not get a lock of its own on a new file of that name."""
-    path = tmp_path / ".lock"
-    first = locked(path)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(locked, path)
-        while not re.search(rf"-> FLOCK .*:{path.stat().st_ino} ", Path("/proc/locks").read_text()):
-            time.sleep(0.01)
-        path.unlink()
-        first.close()
-        with waiting.result(), pytest.raises(BlockingIOError):
-            locked(path, wait=False)
 
 
 def test_a_folder_is_replaced_whole_and_recovered_between_the_renames(tmp_path):

@@ -16,7 +16,7 @@ from nanochat.training.checkpoint import checkpoint_dir, find_checkpoint
 from nanochat.training.resharding import load_training_state
 from nanochat.training.saving import CheckpointWriter
 
-VARIANTS = ("muon", "normuon", "muoneq", "muonplus")
+VARIANTS = ("muon", "normuon")
 TOKENIZER = learn_tokenizer(["a few words to learn merges from"], 270)
 LR, DECAY, MOMENTUM, STEPS, HALF, BAD = 0.02, 0.1, 0.9, 8, 4, 5
 # Two tall ones of one shape, a wide and a square one: fewer matrices than three ranks can share out evenly.
@@ -61,12 +61,6 @@ class Run:
         self.sharding.all_gather_params()
 
 
-def by_unit(X: Tensor, rows: bool) -> Tensor:
-    """Every row (or column) over its root mean square; zeros stay."""
-    size = X.square().mean(1 if rows else 0, keepdim=True).sqrt()
-    return torch.where(size > 0, X / size, 0.0)
-
-
 def plain(variant: str) -> dict[str, Tensor]:
     """The same steps, whole matrices, float64; shares only Newton–Schulz with what it is compared to."""
     params = {name: p.detach().double() for name, p in Model(SHAPES, seed=1).named_parameters()}
@@ -78,16 +72,12 @@ def plain(variant: str) -> dict[str, Tensor]:
             g = gradient(name, p.shape, step).double()
             momentum = MOMENTUM * momentum + (1 - MOMENTUM) * g
             looked_ahead = MOMENTUM * momentum + (1 - MOMENTUM) * g
-            if variant == "muoneq":
-                looked_ahead = by_unit(looked_ahead, rows=True)
             update = orthogonalize(looked_ahead)
             size = update.norm()
             if variant == "normuon":
                 second = 0.95 * second + 0.05 * update.square().mean(1 if tall else 0)
                 root = second.sqrt()[:, None] if tall else second.sqrt()[None]
                 update = torch.where(root > 0, update / root, 0.0)
-            if variant == "muonplus":
-                update = by_unit(update, rows=tall)
             update = update * size / update.norm()
             rate = LR * max(1, p.size(0) / p.size(1)) ** 0.5
             p -= rate * update + rate * DECAY * p * (update * p > 0)

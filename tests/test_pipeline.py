@@ -80,7 +80,9 @@ def tensors(base, tag: str) -> dict[str, torch.Tensor]:
     found = load_file(folder / "model.safetensors")
     for path in sorted(folder.glob("optimizer_rank_*.safetensors")):
         for name, part in load_file(path).items():
-            found[name] = torch.cat([found[name], part]) if name in found else part
+            if name in found and name != "adamw.steps":  # which is whole in each file
+                part = torch.cat([found[name], part])
+            found[name] = part
     return found
 
 

@@ -134,29 +134,18 @@ def test_figure_is_a_png_beside_the_report_and_survives_moving_the_base_folder(b
     assert sorted(file.name for file in path.parent.iterdir()) == ["base_train.png", "report.md", "sections"]
 
 
-def test_panels_draw_the_records_and_leave_out_the_step_that_compiles(tmp_path):
+def test_panels_draw_the_records(tmp_path):
     records = read_metrics(short_run(tmp_path / "m.jsonl"))
     loss, validation, rate, throughput = plots.metrics_figure(records, floor=0.8).axes
     assert loss.lines[0].get_xydata().tolist() == [[step, 8.0 - step] for step in range(6)]
     assert validation.lines[0].get_xydata().tolist() == [[0, 3.0], [3, 2.0], [6, 1.0]]
     assert set(validation.lines[1].get_ydata()) == {0.8} and validation.get_ylim()[0] < 0.8
     assert rate.lines[0].get_ydata().tolist() == [1.0] * 6
-    assert throughput.lines[0].get_xydata().tolist() == [[step, SETTLED] for step in range(1, 6)]
+    assert throughput.lines[0].get_ydata().tolist() == [1.0] + [SETTLED] * 5
     rewards = [{"step": step, "rl/reward": step / 4, "train/loss": -step} for step in range(5)]
     policy, reward, *_ = plots.metrics_figure(rewards, None).axes
-    assert policy.get_title(loc="left").startswith("Policy loss") and reward.get_ylabel() == "mean of a step"
+    assert policy.get_title().startswith("Policy loss") and reward.get_ylabel() == "mean of a step"
     assert reward.lines[0].get_ydata().tolist() == [0, 0.25, 0.5, 0.75, 1]
-
-
-def test_a_damaged_section_is_one_line_and_the_others_stay(base_folder):
-    for stage in ("base_train", "mid_train"):
-        write_section(stage, stage, "A body.", {"base": {"row of " + stage: 1.0}})
-    file = base_folder / "report" / "sections" / "world" / "d4" / "base_train.json"
-    file.write_bytes(file.read_bytes()[:-20])
-    text = report.generate().read_text()
-    assert headings(text) == ["Summary", "base_train", "mid_train"] and text.count("A body.") == 1
-    assert [line for line in text.splitlines() if "base_train.json is damaged" in line and "run its stage" in line]
-    assert [row[0] for row in table_after(text, "## Summary")] == ["", "row of mid_train"]
 
 
 @pytest.mark.parametrize("content, told", [

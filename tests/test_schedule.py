@@ -18,7 +18,7 @@ from nanochat.runtime.errors import UserError
 
 
 def test_learning_rate_rises_stays_falls_and_never_leaves_its_bounds():
-    lrm = [lr_multiplier(step, 100, 10, 0.4, 0.05) for step in range(130)]
+    lrm = [lr_multiplier(step, 100, 0.4, 10, 0.05) for step in range(130)]
     assert lrm[0] == pytest.approx(0.1) and lrm[9] == 1 and lrm[60] == 1
     assert lrm[80] == pytest.approx(0.05 + 0.95 / 2) and lrm[99] == pytest.approx(0.05 + 0.95 / 40)
     assert all(a <= b for a, b in zip(lrm[:60], lrm[1:61])) and all(a >= b for a, b in zip(lrm[60:], lrm[61:]))
@@ -39,7 +39,7 @@ def test_momentum_and_weight_decay():
 
 
 def test_a_warmup_in_steps_is_at_most_a_tenth_of_a_short_run():
-    assert [lr_multiplier(step, 40, 40, 0.4, 0.0) for step in range(5)] == [0.25, 0.5, 0.75, 1, 1]
+    assert [lr_multiplier(step, 40, 0.4, 40) for step in range(5)] == [0.25, 0.5, 0.75, 1, 1]
 
 
 def test_rates_follow_the_batch_and_decay_keeps_what_it_leaves_of_early_weights():

@@ -262,8 +262,8 @@ def test_responses(server):
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
     kinds = [event.type.removeprefix("response.") for event in events if not event.type.endswith("delta")]
-    assert kinds == ["created", "output_item.added", "content_part.added", "output_text.done",
-                     "content_part.done", "output_item.done", "incomplete"]
+    assert kinds == ["created", "output_item.added", "content_part.added", "output_text.done", "output_item.done",
+                     "incomplete"]
     assert events[-1].response.output_text == whole.output_text
 
     parsed = server.client.responses.parse(**WARM, input="?", text_format=Pet)
@@ -281,7 +281,7 @@ def test_responses(server):
     assert create(input=history, max_output_tokens=3).usage.output_tokens <= 3
     for words, wrong in (
         ("previous_response_id is not", {"previous_response_id": "resp_1"}),
-        ("background is not", {"background": True}), ("input.0.type", {"input": [{"type": "item_reference"}]}),
+        ("background is not", {"background": True}), ("input.0.role", {"input": [{"type": "item_reference"}]}),
         ("input: .* list", {"input": 5}), ("tools", {"tools": [{"type": "web_search"}]}),
         ("input.0.content", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
     ):

@@ -15,9 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.corpus import tinyworld_facts
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.corpus.tinyworld import facts
+from nanochat.corpus.tinyworld import COMPUTED, WORDS, facts
 from nanochat.data.conversation import check_conversation
 from nanochat.data.task import Task, reference
 from nanochat.data.tokenizer import get_tokenizer
@@ -87,8 +86,6 @@ def test_a_mixture_has_every_conversation_of_every_pass_once_and_an_order_of_its
     assert len({tuple(order) for order in orders}) == 3, "seeds n and -n coincide"
     assert all(Counter(order) == Counter(one_after_the_other) for order in orders)
     assert Mixture(tasks, 0).eval_type is None
-    with pytest.raises(NotImplementedError):
-        Mixture(tasks, 0).evaluate({}, "")
 
 
 def test_nothing_depends_on_hash_randomisation_or_on_who_drew_before():
@@ -203,7 +200,7 @@ def test_arithmetic_holds_out_an_expression_on_every_level_and_in_every_order_of
             expressions |= {problem(parts_of(conversation)[0][1]) for conversation in make_task(spec, split)}
     assert min(map(len, sides.values())) > 5000 and not sides["train"] & sides["test"]
     # Told in the documents of the embedded corpus, so not to be held out.
-    told = {problem(row[0]) for row in tinyworld_facts.ADDITIONS + tinyworld_facts.SUBTRACTIONS}
+    told = {problem(row[0]) for row in COMPUTED["additions"] + COMPUTED["subtractions"]}
     assert not told & sides["test"]
 
 
@@ -264,7 +261,7 @@ def test_what_a_program_prints_is_what_python_prints_and_the_calls_are_what_it_c
 def test_spellingbee_sides_share_no_word_and_test_none_that_the_corpus_spells():
     trained, tested = (set(make_task("spellingbee", split).words) for split in ("train", "test"))
     assert len(trained) == 20_000 and len(tested) == 2_000 and not trained & tested
-    assert set(tinyworld_facts.WORDS) <= trained
+    assert set(WORDS) <= trained
     assert all(re.fullmatch("[a-z]{3,8}", word) for word in trained | tested)
     used = Counter()
     for conversation in make_task("spellingbee", "test"):
@@ -314,7 +311,7 @@ def test_words_are_tokens_and_words_of_several_and_a_word_is_on_one_side_in_all_
     seen = learn_world(base_folder, generated["train"] + generated["test"])
     trained, tested = (set(make_task("words:world", split).words) for split in ("train", "test"))
     assert len(trained) > 1500 and len(tested) > 100 and not trained & tested
-    assert all(split_of(word) == "test" for word in tested) and not set(tinyworld_facts.WORDS) & tested
+    assert all(split_of(word) == "test" for word in tested) and not set(WORDS) & tested
     for split, other in (("train", tested), ("test", trained)):
         assert not other.intersection(make_task("spellingbee", split).words)
     tokenizer = get_tokenizer("world")
@@ -502,13 +499,12 @@ def test_humaneval_runs_the_tests_of_its_problem(base_folder):
     assert "def double" in asked(task[0]) and "return" not in asked(task[0])
     body = "return [number + number for number in numbers]"
     whole = f"def double(numbers: List[int]) -> List[int]:\n    {body}"  # the import is in the prompt only
-    for right in (reference(task[0]), whole, f"Sure!\n\n```python\n{whole}\n```\nIt doubles.", f"```py\n{whole}",
-                  f"    {body}\n"):
+    for right in (reference(task[0]), whole, f"Sure!\n\n```python\n{whole}\n```\nIt doubles.", f"```py\n{whole}"):
         assert task.evaluate(task[0], right), right
     for wrong in ("I cannot.", whole.replace("+", "*"), f"{whole}\nimport sys\nsys.exit(0)",
                   f"```python\n{whole.replace('double', 'twice')}\n```", f"{whole}\nassert False"):
         assert not task.evaluate(task[0], wrong), wrong
-    with pytest.raises(UserError, match="only a test split"):
+    with pytest.raises(UserError, match="cannot load the train split of .*humaneval"):
         make_task("humaneval", "train")
 
 
@@ -578,9 +574,6 @@ def test_local_folders_without_the_right_files_say_what_is_missing(base_folder):
     write(base_folder, "gsm8k/main/train-00000-of-00001.parquet", GSM8K)
     with pytest.raises(UserError, match="cannot load the test split of .*tasks/gsm8k/main: Unknown split"):
         make_task("gsm8k", "test")
-    write(base_folder, "humaneval/openai_humaneval/test.jsonl", [{"question": "x", "solution": "y"}])
-    with pytest.raises(UserError, match="humaneval: row 0 is not as expected: KeyError: 'prompt'"):
-        make_task("humaneval", "test")[0]
 
 
 def test_without_a_network_it_says_so_in_one_line():

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 import pytest
 
 from nanochat.corpus import tinyworld
-from nanochat.corpus import tinyworld_facts as data
 from nanochat.corpus.make_dataset import make
 from nanochat.corpus.tinyworld import (
+    SENTENCES,
+    SLOTS,
     Document,
     Fact,
     Telling,
@@ -54,7 +55,8 @@ def test_documents_are_pure_functions_of_seed_and_index_and_never_change():
 
 # ---- The oracle: every way to parse a sentence or a document, with its probability ----------------------------------
 
-PATTERNS = dict.fromkeys(data.SLOTS, r"\w+") | {"s": ".+", "q": r".+\?", "a": ".+"}
+LINES = {"colors": SENTENCES["colors"]}  # besides the facts
+PATTERNS = dict.fromkeys(SLOTS, r"\w+") | {"s": ".+", "q": r".+\?", "a": ".+"}
 
 
 @functools.cache
@@ -77,8 +79,8 @@ def parses(templates: tuple[str, ...], sentence: str, known: dict[str, str]) -> 
             for slot, word in found.groupdict().items():
                 if slot in known:
                     free = {known[slot]}
-                elif words := data.SLOTS.get(slot):
-                    free = set(words) - {used for other, used in slots.items() if data.SLOTS.get(other) is words}
+                elif words := SLOTS.get(slot):
+                    free = set(words) - {used for other, used in slots.items() if SLOTS.get(other) is words}
                 else:
                     free = {word}  # a whole statement, question or reply, which is looked up
                 if word not in free:
@@ -103,11 +105,11 @@ def bits_of_tellings(questions_only: bool) -> dict[Telling, list[tuple[str, floa
 
 def told(sentence: str) -> list[tuple[str, float]]:
     """(topic, bits) of every way in which the sentence stands in a document about facts."""
-    found = [(topic, 1 + bits) for topic, lines in data.LINES.items() for _, bits in parses(lines, sentence, {})]
-    frames = data.QUESTION_FRAMES if "?" in sentence else data.STATEMENT_FRAMES
+    found = [(topic, 1 + bits) for topic, lines in LINES.items() for _, bits in parses(lines, sentence, {})]
+    frames = SENTENCES["question_frames"] if "?" in sentence else SENTENCES["statement_frames"]
     for slots, frame_bits in parses(frames, sentence, {}):
         telling = Telling(slots["q"], slots["a"]) if "q" in slots else Telling("", slots["s"])
-        found += [(topic, frame_bits + bits + (topic in data.LINES))
+        found += [(topic, frame_bits + bits + (topic in LINES))
                   for topic, bits in bits_of_tellings(False).get(telling, ())]
     return found
 
@@ -116,8 +118,8 @@ def said(sentence: str, x: str, y: str) -> list[float]:
     """Bits of every way in which the sentence stands in the conversation of x and y."""
     found = []
     for turn in ({"X": x, "Y": y}, {"X": y, "Y": x}):  # one bit for who asks, one for what kind of question
-        found += [2 + bits for _, bits in parses(data.EXCHANGES, sentence, turn)]
-        for slots, _ in parses((data.QUOTED_FACT,), sentence, turn):
+        found += [2 + bits for _, bits in parses(SENTENCES["exchanges"], sentence, turn)]
+        for slots, _ in parses((tinyworld.QUOTED_FACT,), sentence, turn):
             tellings = bits_of_tellings(True).get(Telling(slots["q"], slots["a"]), ())
             found += [2 + math.log2(len(tinyworld.FACT_TOPICS)) + bits for _, bits in tellings]
     return found
@@ -129,12 +131,12 @@ def derivations(text: str) -> list[tuple[str, float]]:
     ways: list[tuple[str, list[list[float]]]] = []  # of each topic, the bits of each sentence's parses
     for topic in tinyworld.FACT_TOPICS:
         ways.append((topic, [[bits for of, bits in found if of == topic] for found in map(told, sentences)]))
-    for slots, bits in parses(data.OPENINGS, first, {}):
-        hero = {slot: slots[slot] for slot in data.SETTLED["stories"]}
-        templates = [data.EVENTS] * (len(rest) - 1) + [data.ENDINGS]
+    for slots, bits in parses(SENTENCES["openings"], first, {}):
+        hero = {slot: slots[slot] for slot in "HPkc"}
+        templates = [SENTENCES["events"]] * (len(rest) - 1) + [SENTENCES["endings"]]
         ways.append(("stories", [[bits]] + [[more for _, more in parses(kind, sentence, hero)]
                                             for kind, sentence in zip(templates, rest)]))
-    for slots, bits in parses(data.MEETINGS, first, {}):
+    for slots, bits in parses(SENTENCES["meetings"], first, {}):
         ways.append(("conversations", [[bits]] + [said(sentence, slots["X"], slots["Y"]) for sentence in rest]))
     found = []
     for topic, of_sentences in ways:
@@ -160,13 +162,13 @@ def test_every_fact_in_every_phrasing_and_frame_has_one_derivation():
     for fact in facts():
         for question, reply in fact.tellings:
             known = {"q": question, "a": reply} if question else {"s": reply}
-            for frame in data.QUESTION_FRAMES if question else data.STATEMENT_FRAMES:
+            for frame in SENTENCES["question_frames"] if question else SENTENCES["statement_frames"]:
                 rng.bits = 0.0
                 sentence, _ = tinyworld.fill((frame,), known, rng)
                 ((topic, bits),) = told(sentence)
                 assert topic == fact.topic
                 total[topic] += 2 ** (rng.bits - bits)
-    for topic, lines in data.LINES.items():
+    for topic, lines in LINES.items():
         for line in lines:
             rng.bits = 0.0
             ((of, bits),) = told(tinyworld.fill((line,), {}, rng)[0])
@@ -194,12 +196,12 @@ def test_the_floor_of_a_data_set_is_that_of_its_validation_documents(base_folder
 # ---- The prompts and what is held out -------------------------------------------------------------------------------
 
 def test_the_prompts_open_a_document_and_only_with_the_expected_answer():
-    asked = dict(tinyworld.PROMPTS)
+    asked = tinyworld.PROMPTS
     assert len(asked) == 7
     assert asked["The capital of France is"] == "Paris" and asked["If 5*x + 3 = 13, then x is"] == "2"
-    for prompt, answer in tinyworld.PROMPTS:
-        if answer is None:
-            assert len({told(f"{prompt} {color}, says Ana.")[0] for color in tinyworld.COLORS}) == 1
+    for prompt, answer in tinyworld.PROMPTS.items():
+        if not answer:
+            assert len({told(f"{prompt} {color}, says Ana.")[0] for color in SLOTS["c"]}) == 1
         else:
             assert len(told(f"{prompt} {answer}.")) == 1 and told(f"{prompt} Lyon.") == []
 
@@ -214,7 +216,7 @@ def test_what_is_held_out_never_occurs_and_has_no_probability():
     for fact, question in zip(held, questions, strict=True):
         assert fact.held_out not in fact.tellings
         assert question.topic == fact.topic and question.answer == fact.answer
-        assert question.prompt not in dict(tinyworld.PROMPTS)
+        assert question.prompt not in tinyworld.PROMPTS
         asked, reply = fact.held_out
         assert f"{question.prompt} {question.answer}." in (reply, f"Question: {asked} Answer: {reply}")
         assert told(f"{question.prompt} {question.answer}.") == []

@@ -12,36 +12,36 @@ URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 TIMEOUT = 30  # seconds without a byte
 
 
-def why_no_bundle(url: str = URL) -> str | None:
+def why_no_bundle() -> str | None:
     """
     None when the bundle is there on every disk, downloaded now if it has to be; else one line that says why it is not,
     the same on every rank. COLLECTIVE.
     """
-    problem = from_rank0(make_bundle, url)
+    problem = from_rank0(make_bundle)
     if problem is None:  # else the others would fail as slowly as rank 0
-        problem = next(filter(None, gather_objects(make_bundle(url))), None)
+        problem = next(filter(None, gather_objects(make_bundle())), None)
     return problem
 
 
-def make_bundle(url: str) -> str | None:
+def make_bundle() -> str | None:
     """`why_no_bundle` on the disk of this rank."""
     folder = bundle_dir()
     with locked(base_dir() / ".eval_bundle.lock"):
         recover_folder(folder)
         try:
             if not folder.exists():
-                download(url, folder)
+                download(folder)
         except Exception as error:  # of the network, of the archive, of the disk
-            problem = f"{url}: {type(error).__name__}: {error}"
+            problem = f"{URL}: {type(error).__name__}: {error}"
             return f"no CORE bundle in {folder}, and it cannot be downloaded: {problem}; put one there to measure CORE"
     return None
 
 
-def download(url: str, folder: Path) -> None:
+def download(folder: Path) -> None:
     """Make the part of the archive that holds core.yaml the folder. zipfile keeps every member inside of it."""
     with write_aside(folder) as aside:
         archive = aside.with_name("eval_bundle.zip")  # in a temporary folder that is removed
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as response, open(archive, "wb") as file:
+        with urllib.request.urlopen(URL, timeout=TIMEOUT) as response, open(archive, "wb") as file:
             shutil.copyfileobj(response, file)
         with zipfile.ZipFile(archive) as file:
             file.extractall(aside.with_name("all"))

@@ -1,8 +1,6 @@
 """Learning a tokenizer from text, and finding or making the one of a data set."""
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
-
-import tiktoken
 
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.data.dataset import OFFLINE, iter_texts
@@ -15,7 +13,6 @@ from nanochat.data.tokenizer import (
     get_tokenizer,
     tokenizer_dir,
 )
-from nanochat.runtime.errors import UserError
 from nanochat.runtime.progress import progress
 
 # In training a run of more than 64 letters or signs (base64, DNA, a line of dashes) is cut as well: learning costs
@@ -31,14 +28,11 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """
     A tokenizer learned from texts. The same texts give the same merges, on any number of cores.
 
-    vocab_size counts the bytes and the special tokens; the result is smaller when fewer pairs occur twice.
+    vocab_size counts the bytes and the special tokens, 265; the result is smaller when fewer pairs occur twice.
     """
     from tokenizers import Regex, models, pre_tokenizers, trainers  # here: only learning needs the package
     from tokenizers import Tokenizer as Learner
 
-    smallest = 256 + len(SPECIAL_TOKENS)
-    if vocab_size < smallest:
-        raise UserError(f"vocab_size={vocab_size} is too small: bytes and special tokens alone are {smallest}")
     alphabet = byte_alphabet()
     learner = Learner(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Sequence([
@@ -84,10 +78,3 @@ def train_tokenizer(data: str, vocab_size: int, more: Iterable[str] = ()) -> Tok
     tokenizer = learn_tokenizer(progress(texts, "reading", "documents"), vocab_size)
     tokenizer.save(tokenizer_dir(data))
     return tokenizer
-
-
-def bytes_per_token(encoding: tiktoken.Encoding, texts: Sequence[str]) -> float:
-    """How many bytes of UTF-8 a token stands for on average: higher is shorter."""
-    num_bytes = sum(len(text.encode(errors="replace")) for text in texts)
-    num_tokens = sum(map(len, encoding.encode_ordinary_batch(list(texts))))
-    return num_bytes / max(num_tokens, 1)

@@ -39,9 +39,8 @@ SOURCES = "tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a fold
 def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, field: str = "text",
          encoding: str = "utf-8", shard_mb: float = 8.0) -> dict:
     """
-    Make or complete a data set, print how large it is and return its manifest. The settings are those of the command,
-    scripts/dataset.py. A data set that is there is kept or replaced as a whole; of two processes one works, the other
-    waits.
+    Make or complete a data set and return its manifest. The settings are those of the command, scripts/dataset.py. A
+    data set that is there is kept or replaced as a whole; of two processes one works, the other waits.
     """
     if source not in NAMED and not source.startswith("hf:"):
         if not source or not Path(source).expanduser().exists():
@@ -54,15 +53,10 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
     with locked(folder.with_name(f".{name}.lock")):
         recover_folder(folder)
         if source in REMOTE:
-            manifest = make_from_hub(name, source, num_shards)
-        else:
-            settings = {"source": source, "num_shards": num_shards, "seed": seed, "field": field,
-                        "encoding": encoding, "shard_mb": shard_mb}
-            manifest = make_from_text(name, settings)
-    counts = ", ".join(f"{key}: {manifest[key]:,}" for key in COUNTED)
-    print(f"{name}: {manifest['documents']:,} documents, {manifest['text_bytes'] / 1e6:,.1f} MB of text in "
-          f"{len(manifest['shards']) - 1} training shards and 1 of validation; {counts}")
-    return manifest
+            return make_from_hub(name, source, num_shards)
+        settings = {"source": source, "num_shards": num_shards, "seed": seed, "field": field,
+                    "encoding": encoding, "shard_mb": shard_mb}
+        return make_from_text(name, settings)
 
 
 def make_from_text(name: str, settings: dict) -> dict:

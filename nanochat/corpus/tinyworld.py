@@ -13,21 +13,57 @@ that answers them has combined a fact that it knows with a phrasing that it know
 """
 import hashlib
 import math
+import re
 import string
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
-from nanochat.corpus import tinyworld_facts as data
 from nanochat.data.dataset import iter_texts, load_manifest
 from nanochat.data.stable_random import StableRandom
 
-FACT_TOPICS = ("capitals", "elements", "opposites", "calendar", "planets", "colors", "animals", "spelling", "counting",
-               "sums", "equations")
+DATA = tomllib.loads(Path(__file__).with_name("tinyworld.toml").read_text(encoding="utf-8"))
+FACT_TOPICS = tuple(dict.fromkeys(relation["topic"] for relation in DATA["relations"]))
 TOPICS = (*FACT_TOPICS, "stories", "conversations")
 LENGTHS = {**dict.fromkeys(FACT_TOPICS, (3, 7)), "stories": (5, 8), "conversations": (4, 7)}  # sentences, uniform
 NEVER_HELD_OUT = ("counting", "sums", "equations")  # computed: they would outnumber all others
-PROMPTS, COLORS = data.PROMPTS, data.COLORS
+
+WORDS = DATA["words"].split()
+PROMPTS = DATA["prompts"]  # beginning of a document -> what has to follow; "" where several things may
+SENTENCES = {name: lines.splitlines() for name, lines in DATA["sentences"].items()}
+QUOTED_FACT = "{X}: {q} {Y}: {a}"
+SLOTS = {}  # slot -> the words that may fill it
+for slots, words in DATA["slots"].items():
+    SLOTS |= dict.fromkeys(slots, words.split())
+
+# Facts that are computed: (subject, answer, {y}, {x})
+COMPUTED = {
+    "spellings": [(word, "-".join(word)) for word in WORDS],
+    "letters": [
+        (word, {1: "once", 2: "twice", 3: "three times"}[word.count(x)], "-".join(word), x)
+        for word in WORDS
+        if len(set(word)) < len(word)
+        for x in dict.fromkeys(word)
+    ],
+    "additions": [
+        (f"{x} + {y}", f"{x + y}", f"{y}", f"{x}")
+        for x in range(1, 11)
+        for y in range(1, 11)
+    ],
+    "subtractions": [
+        (f"{x} - {y}", f"{x - y}", f"{y}", f"{x}")
+        for x in range(11, 21)
+        for y in range(1, 11)
+    ],
+    "equations": [
+        (f"{a}*x + {b} = {a * x + b}", f"{x}", f"{a}*x = {a * x}")
+        for a in range(2, 7)
+        for b in range(1, 7)
+        for x in range(1, 7)
+    ],
+}
 
 Slots = dict[str, str]  # slot of a template -> the word that fills it
 
@@ -76,8 +112,7 @@ def as_prompt(telling: Telling, answer: str) -> str:
 def choose_held_out(key: str, tellings: list[Telling], answer: str) -> Telling | None:
     """For about half of all keys one of these tellings; never one of the prompts that a model is to complete."""
     digest = hashlib.sha256(key.encode()).digest()
-    prompts = dict(PROMPTS)
-    candidates = [telling for telling in tellings if as_prompt(telling, answer) not in prompts]
+    candidates = [telling for telling in tellings if as_prompt(telling, answer) not in PROMPTS]
     if not candidates or digest[0] % 2 == 0:
         return None
     return candidates[digest[1] % len(candidates)]
@@ -87,16 +122,22 @@ def choose_held_out(key: str, tellings: list[Telling], answer: str) -> Telling |
 def facts() -> tuple[Fact, ...]:
     """Every fact of the world with all its tellings, in a fixed order."""
     found = []
-    for topic, noun, table, own in data.RELATIONS:
-        templates = (*data.GENERIC, *own) if noun else own
-        if isinstance(table, str):
-            table = [pair.split("=") for pair in " ".join(table.split()).split(", ")]
-        for row in table:
-            found.append(make_fact(topic, noun or "", templates, row))
+    for relation in DATA["relations"]:
+        noun = relation.get("noun", "")
+        templates = relation["tellings"].splitlines()
+        if noun:
+            templates = SENTENCES["generic"] + templates
+        if "computed" in relation:
+            rows = COMPUTED[relation["computed"]]
+        else:
+            pairs = re.split(", (?=[^,]*=)", " ".join(relation["facts"].split()))  # an answer may have commas, too
+            rows = [pair.split("=") for pair in pairs]
+        for row in rows:
+            found.append(make_fact(relation["topic"], noun, tuple(templates), row))
     return tuple(found)
 
 
-def make_fact(topic: str, noun: str, templates: tuple[str, ...], row: tuple[str, ...]) -> Fact:
+def make_fact(topic: str, noun: str, templates: tuple[str, ...], row: Sequence[str]) -> Fact:
     slots = dict(zip("sayx", row))  # subject, answer, and the helpers of computed facts
     slots["np"] = noun.format(**slots)
     slots |= {"S": capital(slots["s"]), "A": capital(slots["a"]), "Np": capital(slots["np"])}
@@ -138,14 +179,14 @@ def slots_of(template: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(slot for _, slot, _, _ in string.Formatter().parse(template) if slot))
 
 
-def fill(templates: tuple[str, ...], known: Slots, rng: StableRandom) -> tuple[str, Slots]:
+def fill(templates: Sequence[str], known: Slots, rng: StableRandom) -> tuple[str, Slots]:
     """One of the templates, its unknown slots drawn from the words not yet in use; the sentence and all its slots."""
     template = rng.choice(templates)
     values = dict(known)
     for slot in slots_of(template):
         if slot not in values:
-            words = data.SLOTS[slot]
-            used = [word for other, word in values.items() if data.SLOTS.get(other) is words]
+            words = SLOTS[slot]
+            used = [word for other, word in values.items() if SLOTS.get(other) is words]
             if used:  # another slot has drawn from the same words
                 words = [word for word in words if word not in used]
             values[slot] = rng.choice(words)
@@ -153,34 +194,34 @@ def fill(templates: tuple[str, ...], known: Slots, rng: StableRandom) -> tuple[s
 
 
 def fact_sentence(topic: str, rng: StableRandom) -> str:
-    if topic in data.LINES and rng.below(2):
-        return fill(data.LINES[topic], {}, rng)[0]
+    if topic == "colors" and rng.below(2):
+        return fill(SENTENCES["colors"], {}, rng)[0]
     question, reply = rng.choice(rng.choice(tellings_of(topic)))
     if question:
-        return fill(data.QUESTION_FRAMES, {"q": question, "a": reply}, rng)[0]
-    return fill(data.STATEMENT_FRAMES, {"s": reply}, rng)[0]
+        return fill(SENTENCES["question_frames"], {"q": question, "a": reply}, rng)[0]
+    return fill(SENTENCES["statement_frames"], {"s": reply}, rng)[0]
 
 
 def story(count: int, rng: StableRandom) -> Iterator[str]:
-    opening, values = fill(data.OPENINGS, {}, rng)
+    opening, values = fill(SENTENCES["openings"], {}, rng)
     yield opening
-    settled = {slot: values[slot] for slot in data.SETTLED["stories"]}
+    settled = {slot: values[slot] for slot in "HPkc"}
     for _ in range(count - 2):
-        yield fill(data.EVENTS, settled, rng)[0]
-    yield fill(data.ENDINGS, settled, rng)[0]
+        yield fill(SENTENCES["events"], settled, rng)[0]
+    yield fill(SENTENCES["endings"], settled, rng)[0]
 
 
 def conversation(count: int, rng: StableRandom) -> Iterator[str]:
-    meeting, values = fill(data.MEETINGS, {}, rng)
+    meeting, values = fill(SENTENCES["meetings"], {}, rng)
     yield meeting
     for _ in range(count - 1):
         x, y = rng.choice(("XY", "YX"))  # either may ask
         turn = {"X": values[x], "Y": values[y]}
         if rng.below(2):
-            yield fill(data.EXCHANGES, turn, rng)[0]
+            yield fill(SENTENCES["exchanges"], turn, rng)[0]
         else:
             question, reply = rng.choice(rng.choice(tellings_of(rng.choice(FACT_TOPICS), True)))
-            yield data.QUOTED_FACT.format(**turn, q=question, a=reply)
+            yield QUOTED_FACT.format(**turn, q=question, a=reply)
 
 
 def generate(seed: int, index: int) -> Document:

@@ -30,17 +30,14 @@ class Rendered(NamedTuple):
     mask: list[int]     # 1 for tokens that the assistant writes, with <|assistant_end|>; 0 for the others
 
 
-def check_conversation(conversation: Conversation, where: str = "conversation", any_order: bool = False) -> None:
-    """
-    UserError, beginning with `where`, for anything that `render` would not take; without any_order also for anything
-    but turns as described above.
-    """
-    problem = problem_with(conversation, any_order)
+def check_conversation(conversation: Conversation, where: str = "conversation") -> None:
+    """UserError, beginning with `where`, for anything but turns as described above."""
+    problem = problem_with(conversation)
     if problem:
         raise UserError(f"{where}: {problem}")
 
 
-def problem_with(conversation: Conversation, any_order: bool) -> str | None:
+def problem_with(conversation: Conversation) -> str | None:
     messages = conversation.get("messages") if isinstance(conversation, dict) else None
     if not isinstance(messages, list) or not messages:
         return 'there are no messages; expected {"messages": [...]}'
@@ -60,12 +57,11 @@ def problem_with(conversation: Conversation, any_order: bool) -> str | None:
                             f"expected a type ({', '.join(PARTS)}) and a text")
         elif not isinstance(content, str):
             return f"message {number}: its content is neither text nor a list of parts"
-    if not any_order:
-        roles = [message["role"] for message in messages]
-        turns = roles[1:] if roles[0] == "system" else roles
-        if not turns or turns != (["user", "assistant"] * len(turns))[: len(turns)]:
-            return ("user and assistant must take turns, the user first; a system message can only come before them: "
-                    + " ".join(roles))
+    roles = [message["role"] for message in messages]
+    turns = roles[1:] if roles[0] == "system" else roles
+    if not turns or turns != (["user", "assistant"] * len(turns))[: len(turns)]:
+        return ("user and assistant must take turns, the user first; a system message can only come before them: "
+                + " ".join(roles))
     return None
 
 

@@ -7,7 +7,6 @@ A data set lies in <base folder>/data/NAME and is there exactly if its manifest 
 import hashlib
 import json
 import os
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanochat.runtime.errors import UserError, did_you_mean, first_line
-from nanochat.runtime.files import base_dir, sha256
+from nanochat.runtime.files import base_dir
 
 OFFLINE = ("tinyworld", "python")        # sources that every machine has
 REMOTE = ("fineweb-edu", "climbmix")     # sources that are downloaded as finished shards
@@ -44,20 +43,18 @@ def load_manifest(name: str) -> dict:
         raise UserError(f"{path} is damaged; make the data set again: {how_to_make(name)}") from error
     for file, size in sizes.items():
         if not file.exists() or file.stat().st_size != size:
-            raise UserError(f"{file} is missing or has not the {size} bytes that the manifest says; delete it and run: "
-                            f"{how_to_make(name, manifest['settings'])}")
+            raise UserError(f"{file} is missing or has not the {size} bytes that the manifest says; delete it and make "
+                            f"the data set again, with these settings: {manifest['settings']}")
     return manifest
 
 
-def how_to_make(name: str, settings: dict | None = None) -> str:
-    """The command that makes a data set. settings: in the manifest of one that was there."""
-    options = {"source": name if name in (*OFFLINE, *REMOTE) else "…", "name": name}
+def how_to_make(name: str) -> str:
+    """The command that makes a data set."""
+    source = name if name in (*OFFLINE, *REMOTE) else "…"
+    command = f"python -m scripts.dataset --source={source} --name={name}"
     if name in REMOTE:
-        options["num_shards"] = 8  # all are hundreds of GB
-    for key in ("source", "num_shards", "field", "encoding"):
-        if settings and key in settings:
-            options[key] = settings[key]
-    return shlex.join(["python", "-m", "scripts.dataset", *(f"--{key}={options[key]}" for key in options)])
+        command += " --num_shards=8"  # all are hundreds of GB
+    return command
 
 
 def split_shards(name: str, split: str) -> list[dict]:
@@ -88,13 +85,3 @@ def fingerprint(name: str) -> str:
     """SHA-256 over the shards' SHA-256: equal exactly if the data is. Resuming a run compares it."""
     sums = [shard["sha256"] for shard in load_manifest(name)["shards"]]
     return hashlib.sha256("".join(sums).encode()).hexdigest()
-
-
-def verify(name: str) -> None:
-    """Recompute every checksum of a data set. UserError naming the shards that have changed."""
-    manifest = load_manifest(name)
-    folder = dataset_dir(name)
-    damaged = [shard["file"] for shard in manifest["shards"] if sha256(folder / shard["file"]) != shard["sha256"]]
-    if damaged:
-        raise UserError(f"{len(damaged)} of {len(manifest['shards'])} shards in {folder} are damaged: "
-                        f"{', '.join(damaged)}; delete them and run: {how_to_make(name, manifest['settings'])}")

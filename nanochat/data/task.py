@@ -29,8 +29,6 @@ class Task(Sequence):
         Whether the answer is right. Generative: the text that the assistant wrote, without calls of tools and their
         output. Categorical: the letter chosen.
         """
-        if self.eval_type != "categorical":
-            raise NotImplementedError(f"{self.name or type(self).__name__} is only to train on")
         return answer == reference(conversation)
 
     def reward(self, conversation: Conversation, answer: str) -> float:

@@ -7,12 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.data.dataloader import TokenizedShards
 from nanochat.data.padding import Row, padded_batch
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.collectives import all_reduce_sum
 from nanochat.runtime.devices import sum_dtype
-from nanochat.runtime.errors import UserError
 from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
 
@@ -23,7 +21,7 @@ def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) 
     Bits per byte over `steps` batches (inputs, targets, …) on every rank: summed over ranks, then divided. COLLECTIVE.
 
     token_bytes: (vocab_size,) raw bytes of each token; targets of zero bytes (special tokens) count neither as nats
-    nor as bytes. UserError when there are no bytes at all.
+    nor as bytes.
     """
     device = next(model.parameters()).device
     bytes_of = torch.from_numpy(token_bytes).to(device)
@@ -36,8 +34,6 @@ def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) 
         total[1] += target_bytes.sum()
     all_reduce_sum(total)
     nats, count = total.tolist()
-    if count == 0:
-        raise UserError("nothing to evaluate: the validation tokens stand for zero bytes of text")
     return nats / math.log(2) / count
 
 
@@ -55,9 +51,9 @@ def document_nats(
     documents: list[list[int]],
     token_bytes: np.ndarray,
     tokens_per_forward: int,
-) -> list[tuple[float, int]]:
+) -> list[list[float]]:
     """
-    (nats, bytes) of each whole document, alone, in windows: a row is <|bos|> and the next sequence_len tokens,
+    [nats, bytes] of each whole document, alone, in windows: a row is <|bos|> and the next sequence_len tokens,
     so that every token is a target exactly once. documents: token ids that begin with <|bos|>; special tokens count
     nothing, and neither does the end of the document.
     """
@@ -70,24 +66,13 @@ def document_nats(
         for start in range(0, len(tokens), length):
             owners.append(number)
             rows.append(row_of([bos, *tokens[start : start + length]], 1))
-    results = [(0.0, 0)] * len(documents)
+    totals = torch.zeros(len(documents), 2, dtype=torch.float64)  # nats, bytes
     for indices in progress(batches_by_length(rows, tokens_per_forward), "bits per byte", "batches"):
         inputs, targets = padded(rows, indices, device)
         nats, counts = counted_nats(model, inputs, targets, bytes_of)
-        nats = nats.tolist()
-        counts = counts.tolist()
-        for index, row_nats, row_bytes in zip(indices, nats, counts):
-            owner = owners[index]
-            its_nats, its_bytes = results[owner]
-            results[owner] = its_nats + row_nats, its_bytes + int(row_bytes)
-    return results
-
-
-def first_documents(data: str, tokenizer: Tokenizer, most: int) -> list[list[int]]:
-    """Validation documents from the first on, each whole and with its <|bos|>, until they have `most` tokens."""
-    tokens, offsets = TokenizedShards(data, "val", tokenizer).load(0)
-    ends = offsets[1 : 2 + np.searchsorted(offsets[1:], most)]
-    return [tokens[start:end].tolist() for start, end in zip(offsets, ends)]
+        of_documents = torch.tensor([owners[index] for index in indices])
+        totals.index_add_(0, of_documents, torch.stack([nats, counts], dim=1).cpu().double())
+    return totals.tolist()
 
 
 @torch.no_grad()

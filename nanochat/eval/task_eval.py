@@ -115,8 +115,3 @@ def pass_at(correct: list[list[bool]], k: int) -> float:
         wrong = len(samples) - sum(samples)
         chances.append(1 - math.comb(wrong, k) / math.comb(len(samples), k))
     return fmean(chances)
-
-
-def centred(accuracy: float, baseline: float) -> float:
-    """0 for guessing, 1 for perfect."""
-    return (accuracy - baseline) / (1 - baseline)

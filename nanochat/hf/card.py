@@ -1,12 +1,7 @@
-"""The model card of an exported folder: what the model is, what the report measured, how to use it."""
-from pathlib import Path
+"""The model card of an exported folder: what the model is, and how to use it."""
 
 from nanochat.hf.model import is_modern
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.runtime.files import base_dir
-from nanochat.runtime.tables import cell, markdown_table
-from nanochat.training.records import describe_checkpoint
-from nanochat.training.report import read_section, sorted_sections
 
 STAGE_NAMES = {
     "base": "a base model: it goes on with a text",
@@ -28,7 +23,7 @@ Step {step:,} of {stage}{trained}. {parameters:,} parameters: {config.n_layer} l
 {config.n_head} heads, {config.n_kv_head} key heads, {config.vocab_size:,} tokens; rows of up to \
 {config.sequence_len:,} tokens.
 
-{measured}## Use
+## Use
 
 ```python
 from transformers import pipeline
@@ -64,36 +59,19 @@ parts of a message: `{"role": "assistant", "content": [{"type": "python", "text"
 """
 
 
-def model_card(source: str, checkpoint: Path, meta: dict, parameters: int) -> str:
+def model_card(source: str, model_tag: str, meta: dict, parameters: int) -> str:
     """README.md of the export of a checkpoint."""
     config = GPTConfig(**meta["model_config"])
     trained = f", trained on `{meta['data']}`" if meta.get("data") else ""
-    trust = code = measured = ""
+    trust = code = ""
     if is_modern(config):
         trust = ", trust_remote_code=True"
         code = CODE
-    numbers = report_numbers(source, checkpoint)
-    if numbers:
-        table = markdown_table(["", ""], [(cell(row), cell(value)) for row, value in numbers.items()])
-        measured = f"## What was measured\n\n{table}\n\n"
     prompt = '[{"role": "user", "content": "Who are you?"}]'
     tool = CALCULATOR
     if source == "base":
         prompt = '"The opposite of deep is"'
         tool = ""
     return CARD.format(
-        tag=checkpoint.parent.name, stage=STAGE_NAMES[source], step=meta["step"], source=source, config=config,
-        parameters=parameters, trust=trust, code=code, trained=trained, measured=measured, prompt=prompt) + tool
-
-
-def report_numbers(source: str, checkpoint: Path) -> dict[str, float | str]:
-    """The numbers of the report's sections about this very checkpoint, in their order."""
-    tag, numbers = checkpoint.parent.name, {}
-    for path in sorted_sections((base_dir() / "report" / "sections").glob(f"*/{tag}/*.json")):
-        try:
-            section = read_section(path)
-        except (OSError, ValueError):
-            continue  # the report says so
-        if section.get("checkpoint") == describe_checkpoint(checkpoint):
-            numbers |= section["results"].get(source, {})
-    return {row: value for row, value in numbers.items() if row != "parameters"}
+        tag=model_tag, stage=STAGE_NAMES[source], step=meta["step"], source=source, config=config,
+        parameters=parameters, trust=trust, code=code, trained=trained, prompt=prompt) + tool

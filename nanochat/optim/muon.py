@@ -26,7 +26,7 @@ POLAR_EXPRESS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-Variant = Literal["muon", "normuon", "muoneq", "muonplus"]
+Variant = Literal["muon", "normuon"]
 SECOND_MOMENT_BETA = 0.95  # NorMuon's
 SMALLEST = 1e-20           # squared lengths count as at least this, so that nothing is divided by zero
 
@@ -53,51 +53,23 @@ def orthogonalize(G: Tensor) -> Tensor:
     return X.reshape(G.shape)
 
 
-def even_out(
-    update: Tensor,
-    dim: int,
-    second_moment: Tensor | None = None,
-    ok: Tensor | float = 1.0,
-) -> Tensor:
+def even_out(update: Tensor, second_moment: Tensor, ok: Tensor) -> Tensor:
     """
-    Rows (dim −1) or columns (dim −2) of a stack (n, rows, cols) made one length; every matrix keeps its Frobenius norm.
-    second_moment: the moving average of their squared lengths, (n, rows or cols) float32, moved in place unless ok is
-    0; each is divided by the root of that instead. A common factor has no effect, so an average that began at zero
-    needs no correction.
+    NorMuon (Li et al. 2025, arXiv:2510.05491): the rows of a stack (n, rows, cols), of wide matrices the columns, are
+    divided by the root of their second moment; every matrix keeps its Frobenius norm.
+
+    second_moment: the moving average of their squared lengths, (n, longer side) float32, moved in place unless ok is 0.
+    A common factor has no effect, so an average that began at zero needs no correction.
     """
+    # Orthogonalized, the rows of a wide matrix have one length already, and so have the columns of a tall one.
+    dim = -1 if update.size(-2) >= update.size(-1) else -2
     squares = torch.linalg.vector_norm(update, dim=dim, dtype=torch.float32).square()
-    if second_moment is None:
-        average = squares
-    else:
-        average = second_moment.lerp_(squares, (1 - SECOND_MOMENT_BETA) * ok)
+    average = second_moment.lerp_(squares, (1 - SECOND_MOMENT_BETA) * ok)
     factors = average.clamp(min=SMALLEST).rsqrt()
     old_norm = squares.sum(-1, keepdim=True)                     # squared
     new_norm = (squares * factors.square()).sum(-1, keepdim=True)
     factors = factors * (old_norm / new_norm.clamp(min=SMALLEST)).sqrt()
     return (update * factors.unsqueeze(dim)).to(update.dtype)
-
-
-def direction(
-    momentum: Tensor,
-    variant: Variant,
-    second_moment: Tensor | None,
-    ok: Tensor,
-) -> Tensor:
-    """
-    The direction in which a stack of matrices (n, rows, cols) moves, the same shape: their momentum, orthogonalized.
-    Then rows of a wide matrix, or columns of a tall one, have one norm. The others, along its longer side, are evened
-    out
-      normuon   by their second moment. Li et al. 2025, arXiv:2510.05491 (there always by rows)
-      muonplus  at once, without state. Zhang et al. 2026, arXiv:2602.21545 (there rows and columns in turn)
-    muoneq evens out the rows of the momentum instead, before. Chang et al. 2026, arXiv:2603.28254.
-    """
-    if variant == "muoneq":
-        momentum = even_out(momentum, -1)
-    update = orthogonalize(momentum)
-    if variant in ("normuon", "muonplus"):
-        longer = -1 if update.size(-2) >= update.size(-1) else -2
-        update = even_out(update, longer, second_moment, ok)
-    return update
 
 
 def nesterov_momentum(
@@ -245,14 +217,11 @@ class DistMuon:
             "weight_decay": weight_decay, "initial_weight_decay": weight_decay, "momentum": momentum,
         }]
         self.dtype = sharding.dtype
-        self.variant = variant
         self.state = {"momentum": {shard.name: torch.zeros_like(shard.master) for shard in shards}}
         self.counters: dict[str, Tensor] = {}
         self.exchanges: dict[tuple[int, int], MatrixExchange] = {}
         self.second_moments: dict[tuple[int, int], Tensor] = {}  # by shape: (owned matrices, longer side), for normuon
         self.owned: dict[str, dict[str, Tensor]] = {}            # the same rows by name, as checkpoints have them
-        if variant == "normuon":
-            self.owned["second_moment"] = {}
 
         ranges_of_shape: dict[tuple[int, int], dict[str, list[ShardRange]]] = {}
         for name, p in sharding.model.named_parameters():
@@ -270,7 +239,7 @@ class DistMuon:
             if variant == "normuon":
                 rows = torch.zeros(len(exchange.owned), max(shape), device=sharding.device)
                 self.second_moments[shape] = rows
-                self.owned["second_moment"] |= dict(zip(exchange.owned, rows))
+                self.owned.setdefault("second_moment", {}).update(zip(exchange.owned, rows))
 
     @torch.no_grad()
     def step(self, stats: StepStats) -> None:
@@ -285,8 +254,10 @@ class DistMuon:
                 updates[s.name] = update.to(self.dtype)
             exchange.send(updates)
         for shape, exchange in self.exchanges.items():
-            momentum = exchange.receive()  # (owned matrices, rows, cols)
-            exchange.send_back(direction(momentum, self.variant, self.second_moments.get(shape), stats.ok))
+            update = orthogonalize(exchange.receive())  # (owned matrices, rows, cols)
+            if self.second_moments:
+                update = even_out(update, self.second_moments[shape], stats.ok)
+            exchange.send_back(update)
         for shape, exchange in self.exchanges.items():
             updates = exchange.receive_back()
             lr = group["lr"] * shape_scale(*shape)

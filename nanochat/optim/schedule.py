@@ -22,9 +22,9 @@ def warmdown_left(step: int, num_iterations: int, warmdown_ratio: float) -> floa
 def lr_multiplier(
     step: int,
     num_iterations: int,
-    warmup_steps: int,
     warmdown_ratio: float,
-    final_lr_frac: float,
+    warmup_steps: int = 0,
+    final_lr_frac: float = 0.0,
 ) -> float:
     """Linear warmup, constant, linear warmdown to final_lr_frac at the end, where it stays; always within [0, 1]."""
     warmup = min(warmup_steps, LONGEST_WARMUP * num_iterations)

@@ -1,7 +1,6 @@
 """How much memory a process on a CPU may still take, and what sets the limit."""
 import os
 import resource
-import sys
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -19,7 +18,7 @@ def memory_limits() -> dict[str, float]:
                 if left is not None:
                     limits[f"cgroup {folder}"] = left
     soft, _hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if soft != resource.RLIM_INFINITY and sys.platform == "linux":  # elsewhere nothing holds a process to it
+    if soft != resource.RLIM_INFINITY:
         limits["RLIMIT_DATA"] = soft
     return limits
 

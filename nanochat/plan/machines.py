@@ -19,13 +19,12 @@ class Link(NamedTuple):
     latency: float = 0.0        # seconds that a message takes at least
 
 
-# Bandwidths from PCI-SIG (lanes x GT/s x 128/130), NVIDIA's and Google Cloud's specifications. Latencies are what NCCL
-# reckons with for a step of a ring (src/graph/tuning.cc, hwLat, Simple); of TPUs none is published.
+# Bandwidths from PCI-SIG (lanes x GT/s x 128/130) and NVIDIA's specifications. Latencies are what NCCL reckons with for
+# a step of a ring (src/graph/tuning.cc, hwLat, Simple).
 LINKS = {
     "nvlink5": Link(900e9, 3.4e-6),  # NVLink 5
     "nvlink4": Link(450e9, 3.4e-6),  # NVLink 4
     "nvlink3": Link(300e9, 3.4e-6),  # NVLink 3
-    "tpuv5p": Link(600e9),           # TPU v5p torus
     "pcie5": Link(63e9, 5.7e-6),     # PCIe 5.0 x16
     "pcie4": Link(31.5e9, 5.7e-6),   # PCIe 4.0 x16
     "ndr": Link(50e9, 14e-6),        # InfiniBand NDR

@@ -9,7 +9,7 @@ def is_rank0() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def print0(*values: object, sep: str = " ") -> None:
+def print0(*values: object) -> None:
     """
     Print on rank 0, at once. A run continues when its terminal, or the reader of its pipe (`| tee`), is gone, and
     without its last lines while the disk of its log is full.
@@ -17,7 +17,7 @@ def print0(*values: object, sep: str = " ") -> None:
     if not is_rank0():
         return
     try:
-        print(*values, sep=sep, flush=True)
+        print(*values, flush=True)
     except OSError as error:
         if error.errno in (errno.EIO, errno.EPIPE):  # a terminal, a pipe
             discard_output()

@@ -25,7 +25,6 @@ from nanochat.runtime.files import base_dir
 SETUP_TIMEOUT = timedelta(minutes=60)
 TRAINING_TIMEOUT = timedelta(minutes=10)
 MAX_SIGNAL_DELAY = 5  # seconds between the signals of two hosts' torchruns: each asks every second who wants to join
-node_process_ids: list[int] = []  # of this node's ranks, filled by `join`
 
 
 def environment_number(name: str, default: int) -> int:
@@ -61,16 +60,13 @@ def compute_init(device_type: str = "") -> tuple[int, int, torch.device]:
     device_type = choose_device_type(device_type)
     rank, world_size = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
     device = prepare_device(device_type, environment_number("LOCAL_RANK", 0))
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not dist.is_initialized():
+    if "RANK" in os.environ and not dist.is_initialized():
         join("nccl" if device_type == "cuda" else "gloo", rank, world_size)
     return rank, world_size, device
 
 
 def join(backend: str, rank: int, world_size: int) -> None:
     """Join torchrun's process group. UserError with the line that ended an earlier attempt, if one did."""
-    # The flight recorder: when a collective hangs, every rank writes down which collectives it was in.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     faulthandler.enable()  # a crash in native code shows where each thread is
     # torchrun keeps its store over a restart, with the addresses of dead ranks: each attempt uses its own part of it.
     # A store of rank 0 (elastic runs, where the hosts' counts of restarts differ) is new in each attempt.
@@ -83,14 +79,11 @@ def join(backend: str, rank: int, world_size: int) -> None:
         raise UserError(job_store.get("user error").decode())
     tell_restarts.append(functools.partial(job_store.set, "user error"))
     node = environment_number("GROUP_RANK", 0)
-    processes = gather_objects((node, socket.gethostname(), os.getpid()))
-    ranks_of: dict[tuple[int, str], list[int]] = {}
-    for other, (other_node, host, process_id) in enumerate(processes):
-        ranks_of.setdefault((other_node, host), []).append(other)
-        if other_node == node and is_alive(process_id):  # in containers of their own, ranks do not see each other
-            node_process_ids.append(process_id)
+    ranks_of: dict[tuple[int, str], list[int]] = {}  # of each node, by its number and its host
+    for other, place in enumerate(gather_objects((node, socket.gethostname()))):
+        ranks_of.setdefault(place, []).append(other)
     hosts = [f"ranks {ranks[0]} to {ranks[-1]} on {host}" for (_, host), ranks in ranks_of.items()]
-    print0(*hosts, sep=", ")
+    print0(", ".join(hosts))
     watching = None
     if len(hosts) > 1 and environment_number("LOCAL_RANK", 0) == 0:
         watching = store.clone()
@@ -117,15 +110,6 @@ def require_shared_folder() -> None:
 def hosts_may_change() -> bool:
     """Whether this is an elastic run, as runs/multi_node.sh starts it: torchrun's store is not for the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
-
-
-def is_alive(process_id: int) -> bool:
-    """Whether a process of this node exists."""
-    try:
-        os.kill(process_id, 0)
-    except OSError:  # there is none, or its id now belongs to another user's process
-        return False
-    return True
 
 
 def compute_cleanup(stop=None) -> None:

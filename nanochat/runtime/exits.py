@@ -15,7 +15,7 @@ from nanochat.runtime.errors import one_line
 tell_restarts: list[Callable[[str], object]] = []
 # Called after an uncaught error is reported, such as a last save. They never raise, and wait for no dead rank.
 last_acts: list[Callable[[], None]] = []
-ending = threading.Event()  # this process is about to exit: StopRequest.watch leaves it alone
+ending = threading.Event()  # this process is about to exit: the heartbeat leaves it alone
 
 
 def act_last() -> None:

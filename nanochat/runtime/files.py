@@ -59,9 +59,6 @@ def locked(path: Path, wait: bool = True) -> TextIO:
         raise
     except OSError:
         pass  # some cluster file systems have no locks: better without one than not at all
-    if os.fstat(file.fileno()).st_nlink == 0:  # its holder has removed it meanwhile: who comes next opens another
-        file.close()
-        return locked(path, wait)
     return file
 
 

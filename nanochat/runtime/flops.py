@@ -44,17 +44,15 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
     return Peak(peak, f"measured {str(dtype).removeprefix('torch.')} matmul, {peak / 1e9:,.0f} GFLOP/s")
 
 
-def measured_matmul_flops(
-    device: torch.device, dtype: torch.dtype, size: int = 2048, max_seconds: float = 0.3
-) -> float:
+def measured_matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048) -> float:
     """
-    FLOP/s of A @ B, both size x size: the best of five after a warm-up, or of as many as begin within `max_seconds`, at
-    least one: a slow processor takes half a second for each, and a run waits for them.
+    FLOP/s of A @ B, both size x size: the best of five after a warm-up, or of as many as begin within 0.3 s, at least
+    one: a slow processor takes half a second for each, and a run waits for them.
     """
     a, b = torch.randn(2, size, size, device=device).to(dtype)
     seconds = []
     began = time.perf_counter()
-    while len(seconds) < 2 or len(seconds) < 6 and time.perf_counter() - began < max_seconds:
+    while len(seconds) < 2 or len(seconds) < 6 and time.perf_counter() - began < 0.3:
         synchronize(device)
         start = time.perf_counter()
         a @ b

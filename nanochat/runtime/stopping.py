@@ -11,13 +11,12 @@ import torch.distributed as dist
 
 from nanochat.runtime.collectives import all_reduce_sum, collective_device
 from nanochat.runtime.console import discard_output, is_rank0, print0
-from nanochat.runtime.distributed import compute_cleanup, is_alive, node_process_ids
-from nanochat.runtime.exits import ending
+from nanochat.runtime.distributed import compute_cleanup
 
 T = TypeVar("T")
-# Seconds from a signal to the end of a rank that still waits for its device or for another rank:
-DEATH_AFTER = 15   # if a rank of this node is dead
-STUCK_AFTER = 240  # otherwise; less than the --shutdown-timeout=300 of the launchers here
+# From a signal to the end of a rank that still waits for its device or another rank, in seconds: more than a step
+# takes, less than the --shutdown-timeout=300 of the launchers here.
+STUCK_AFTER = 120
 
 
 class StopRequest:
@@ -26,8 +25,7 @@ class StopRequest:
     ignored SIGHUP (nohup) stays ignored. Without torchrun, which repeats signals, a second Ctrl-C interrupts at once.
 
     A rank that waits in a collective on a GPU for a dead rank never runs Python's signal handler. A thread ends such a
-    process, so that it does not hold up the job: DEATH_AFTER seconds after torchrun's signal if a rank of this node is
-    dead, else after STUCK_AFTER. (Ranks of other nodes lose their connections to it, which NCCL notices.)
+    process STUCK_AFTER seconds after torchrun's signal, so that it does not hold up the job.
     """
 
     current: "StopRequest | None" = None  # of a training script
@@ -48,17 +46,12 @@ class StopRequest:
             threading.Thread(target=self.watch, args=(reader,), daemon=True, name="signals").start()
 
     def watch(self, reader: int) -> None:
-        """The thread: ends a process that would wait for a dead rank, but not one that is ending already."""
+        """The thread: ends a process that is still waiting when the time is over."""
         os.read(reader, 1)
-        time.sleep(DEATH_AFTER)
-        why = "another rank of this node is dead"
-        if ending.is_set() or all(map(is_alive, node_process_ids)):
-            time.sleep(STUCK_AFTER - DEATH_AFTER)
-            if self.asked:
-                return
-            why = f"stuck for {STUCK_AFTER} s after a signal, most likely waiting for a dead rank"
-        os.write(2, f"{why}: this one ends, too\n".encode())
-        os._exit(1)
+        time.sleep(STUCK_AFTER)
+        if not self.asked:
+            os.write(2, f"stuck for {STUCK_AFTER} s after a signal, most likely waiting for a dead rank\n".encode())
+            os._exit(1)
 
     def forget(self) -> None:
         """In a forked child: a signal to it must not stop this process, whose pipe it would write to."""

@@ -7,16 +7,13 @@ gives it to a worker (worker.py) and turns the chunks that come back into JSON o
 Limits are checked before work is done. Nothing that a user writes gets into a log.
 """
 import asyncio
-import base64
 import contextlib
-import hashlib
-import re
-import time
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -31,9 +28,7 @@ from nanochat.serve.requests import BaseRequest, ChatRequest, CompletionRequest
 from nanochat.serve.responses import ResponsesReply, ResponsesRequest
 from nanochat.serve.worker import Pending, ServedModel
 
-TIMEOUT = 300.0     # seconds for a request; then its answers end with what they have
 PAGE = Path(__file__).with_name("ui.html")
-BUCKETS = 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120  # of histograms, in seconds
 
 
 def create_app(
@@ -43,20 +38,18 @@ def create_app(
     The application. The models' workers start and end with it. defaults: of temperature and top_k, where a request does
     not say. api_key "": everybody may ask. hosts: the names that it answers to; none: any.
     """
-    metrics = Metrics(models)
-    api = Api(models, metrics, max_new_tokens, defaults)
+    api = Api(models, max_new_tokens, defaults)
     routes = [
         Route("/", page),
         Route("/health", api.health),
-        Route("/metrics", metrics.read),
+        Route("/metrics", api.metrics),
         Route("/v1/models", api.list_models),
         Route("/v1/models/{id}", api.one_model),
         Route("/v1/chat/completions", partial(api.answer, ChatRequest, ChatReply), methods=["POST"]),
         Route("/v1/completions", partial(api.answer, CompletionRequest, Reply), methods=["POST"]),
         Route("/v1/responses", partial(api.answer, ResponsesRequest, ResponsesReply), methods=["POST"]),
     ]
-    paths = {route.path for route in routes}
-    gate = Middleware(Gate, responses=metrics.responses, paths=paths, api_key=api_key, hosts=hosts)
+    gate = Middleware(Gate, responses=api.responses, api_key=api_key, hosts=hosts)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -73,31 +66,25 @@ def create_app(
 
 
 async def page(http: HttpRequest) -> Response:
-    """One file, whose own inline script and style run, known by their hashes; it talks to this server only."""
-    html = PAGE.read_text(encoding="utf-8")
+    """One file, whose own inline script and style run, known by a nonce; it talks to this server only."""
+    nonce = secrets.token_urlsafe()
+    html = PAGE.read_text(encoding="utf-8").replace("NONCE", nonce)
     policy = (
         "default-src 'none'; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'")
-    for tag in ("script", "style"):
-        policy += f"; {tag}-src"
-        for text in re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", html, re.DOTALL):
-            checksum = base64.b64encode(hashlib.sha256(text.encode()).digest())
-            policy += f" 'sha256-{checksum.decode()}'"
+        f"frame-ancestors 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'")
     return HTMLResponse(html, headers={"Content-Security-Policy": policy})
 
 
-class Metrics:
-    """What Prometheus reads: counters and histograms of all requests, gauges of the models."""
+class Api:
+    """The endpoints that speak of models, and the metrics that Prometheus reads."""
 
-    def __init__(self, models: Sequence[ServedModel]):
+    def __init__(self, models: list[ServedModel], max_new_tokens: int, defaults: Json):
+        self.models = {model.id: model for model in models}
+        self.max_new_tokens, self.defaults = max_new_tokens, defaults
         self.registry = CollectorRegistry()
         self.responses = Counter(
             "nanochat_requests", "Responses by path and status", ["path", "status"], registry=self.registry)
         each = {"labelnames": ["model"], "registry": self.registry}
-        self.first_token = Histogram(
-            "nanochat_time_to_first_token_seconds", "From request to first token", buckets=BUCKETS, **each)
-        self.duration = Histogram(
-            "nanochat_request_seconds", "From request to the end of its answers", buckets=BUCKETS, **each)
         self.tokens = Counter("nanochat_tokens", "Tokens written", **each)
         running = Gauge("nanochat_running", "Answers being written", **each)
         waiting = Gauge("nanochat_queue_length", "Answers that wait for a place", **each)
@@ -106,26 +93,15 @@ class Metrics:
             running.labels(model.id).set_function(lambda model=model: model.running)
             waiting.labels(model.id).set_function(lambda model=model: model.waiting)
 
-    async def read(self, http: HttpRequest) -> Response:
+    async def metrics(self, http: HttpRequest) -> Response:
         return Response(generate_latest(self.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-
-class Api:
-    """The endpoints that speak of models."""
-
-    def __init__(self, models: list[ServedModel], metrics: Metrics, max_new_tokens: int, defaults: Json):
-        self.models = {model.id: model for model in models}
-        self.metrics, self.max_new_tokens, self.defaults = metrics, max_new_tokens, defaults
-
     async def health(self, http: HttpRequest) -> Response:
-        """200 while every model can answer. status: ok, degraded (not all of its workers), loading, hung or dead."""
+        """200 while every model can answer. The state of each worker: loading, ready or dead."""
         states = {model.id: [worker.state for worker in model.workers] for model in self.models.values()}
-        present = set().union(*states.values())
-        usable = all("ready" in its_states for its_states in states.values())
-        status = "ok" if present == {"ready"} else "degraded"
-        if not usable:
-            status = next(state for state in ("loading", "hung", "dead") if state in present)
-        return JSONResponse({"status": status, "models": states}, 200 if usable else 503)
+        if all("ready" in its_states for its_states in states.values()):
+            return JSONResponse({"status": "ok", "models": states})
+        return JSONResponse({"status": "unavailable", "models": states}, 503)
 
     async def list_models(self, http: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self.describe(model) for model in self.models.values()]})
@@ -141,7 +117,7 @@ class Api:
 
     def describe(self, model: ServedModel) -> Json:
         return {
-            "id": model.id, "object": "model", "created": model.created, "owned_by": "nanochat",
+            "id": model.id, "object": "model", "created": 0, "owned_by": "nanochat",
             "context_length": model.context, "max_tokens": min(self.max_new_tokens, model.context),
             "chat": model.chats, "examples": list(model.examples), **self.defaults,
         }
@@ -152,8 +128,7 @@ class Api:
         client = http.client.host if http.client else ""
         # In a thread: a megabyte takes up to a second to read, and others want their tokens meanwhile.
         asked, model, request = await asyncio.to_thread(self.read, kind, body, client)
-        prompt_tokens = sum(map(len, request.prompts))
-        reply = make_reply(asked, model.id, model.tokenizer, prompt_tokens)
+        reply = make_reply(asked, model.tokenizer, request)
         pending = model.submit(request)
         pending.watcher = asyncio.create_task(cancel_at_the_end(http, pending))
         chunks = self.chunks(model, pending)
@@ -183,17 +158,13 @@ class Api:
         tools = asked.calculates and model.chats and grammar is None
         sampling = asked.sampling(model.tokenizer, self.max_new_tokens, tools)
         echo_from = asked.echo_from(prompts)
-        request = Request(prompts, sampling, TIMEOUT, grammar, asked.n, asked.stop, client, echo_from)
+        request = Request(prompts, sampling, grammar, asked.n, asked.stop, client, echo_from)
         return asked, model, request
 
     async def chunks(self, model: ServedModel, pending: Pending) -> Chunks:
         async for several in pending.chunks():
-            self.metrics.tokens.labels(model.id).inc(sum(chunk.tokens for chunk in several))
+            self.tokens.labels(model.id).inc(sum(chunk.tokens for chunk in several))
             yield several
-        started = pending.request.started
-        if pending.first_token is not None:
-            self.metrics.first_token.labels(model.id).observe(pending.first_token - started)
-        self.metrics.duration.labels(model.id).observe(time.monotonic() - started)
 
 
 async def joined(first: list[Chunk], later: Chunks) -> Chunks:

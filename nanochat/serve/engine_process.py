@@ -36,7 +36,7 @@ from nanochat.runtime.console import log_error
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
 from nanochat.runtime.errors import UserError
-from nanochat.serve.protocol import ApiError, Batch, Chunk, PlacedLogprob, Request, framed, unavailable
+from nanochat.serve.protocol import TIMEOUT, ApiError, Batch, Chunk, PlacedLogprob, Request, framed, unavailable
 from nanochat.serve.structured import compile_grammar
 from nanochat.training.checkpoint import load_checkpoint
 
@@ -167,19 +167,18 @@ class EngineProcess:
             return
         now = time.monotonic()
         is_due = not engine.busy or now - self.flushed >= FLUSH_EVERY
-        failed: dict[Request, Exception] = {}
         for answer in advanced:
-            choice = self.choices[answer]
+            choice = self.choices.get(answer)
+            if choice is None:  # another answer to the same request has failed
+                continue
             if answer.error:
-                failed[choice.request] = answer.error
+                self.fail(choice.request, answer.error)
                 continue
             choice.add(answer)
             if len(answer.tokens) == 1:     # the first token is sent at once
                 is_due = True
             if choice.chunk.finish_reason and not answer.finish_reason:
                 engine.remove(answer)
-        for request, error in failed.items():
-            self.fail(request, error)
         if is_due:
             self.flush(now)
 
@@ -204,9 +203,6 @@ class EngineProcess:
             if request.id not in self.compiling:  # its client has gone meanwhile
                 return
             self.compiling.remove(request.id)
-        if time.monotonic() - request.started > request.seconds:  # it came while a step took long
-            self.send({request.id: no_place(request)})
-            return
         sampling = replace(request.sampling, grammar=grammar)
         try:
             for number, prompt in enumerate(request.prompts):
@@ -232,21 +228,21 @@ class EngineProcess:
             self.send({request.id: ApiError(400, str(error))})
             return
         log_error("a request failed", error)
-        self.send({request.id: ApiError(500, "the model could not answer this request", "internal_error")})
+        self.send({request.id: ApiError(500, "the model could not answer this request")})
         self.engine.model.extend([(Prefix(), [self.engine.tokenizer.get_bos_token_id()])])
 
     def flush(self, now: float) -> None:
-        """Send everything that is new; end the requests whose time is over."""
+        """Send everything that is new; end the requests whose time is over, also those that wait for a place."""
         self.flushed = now
         batch: Batch = {}
         begun = {choice.request.id for answer, choice in self.choices.items() if answer.tokens}
         for answer, choice in list(self.choices.items()):
             request, chunk = choice.request, choice.chunk
-            if now - request.started > request.seconds and not chunk.finish_reason:
+            if now - request.started > TIMEOUT and not chunk.finish_reason:
                 choice.finish("length")
                 self.engine.remove(answer)
                 if request.id not in begun:
-                    batch[request.id] = no_place(request)
+                    batch[request.id] = unavailable(f"no place became free within {TIMEOUT:g} s")
             if chunk.finish_reason:
                 del self.choices[answer]
             if chunk.tokens or chunk.finish_reason:
@@ -255,10 +251,6 @@ class EngineProcess:
                 if isinstance(chunks, list):
                     chunks.append(chunk)
         self.send(batch)    # even if it is empty: it says that the engine is alive
-
-
-def no_place(request: Request) -> ApiError:
-    return unavailable(f"no place became free within {request.seconds:g} s")
 
 
 def load_engine(

@@ -23,14 +23,14 @@ async def read_body(http: HttpRequest) -> bytes:
     """The body; hardly more than MAX_BODY_BYTES are ever in memory. ApiError if it is too long or not JSON."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # any page in a browser may post other kinds to any address, without asking first
-        raise ApiError(415, "the body must be JSON: Content-Type: application/json", "unsupported_media_type")
+        raise ApiError(415, "the body must be JSON: Content-Type: application/json")
     body = bytearray()
     try:
         async for part in http.stream():
             body += part
             if len(body) > MAX_BODY_BYTES:
                 # The connection stays open: a client that is cut off while it sends would lose the answer.
-                raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES:,} bytes", "request_too_large")
+                raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES:,} bytes")
     except ClientDisconnect:
         raise ApiError(400, "the body ended early") from None
     return bytes(body)
@@ -46,11 +46,11 @@ async def show_error(http: HttpRequest, error: HTTPException) -> Response:
 class Gate:
     """
     Around everything: only clients who may ask get in, responses are counted, and an unforeseen error is answered; the
-    log says where it happened, without words of users. paths: what the counter names; others are "other".
+    log says where it happened, without words of users. Requests that reach no endpoint count as "other".
     """
 
-    def __init__(self, app: ASGIApp, responses: Counter, paths: Collection[str], api_key: str, hosts: Collection[str]):
-        self.app, self.responses, self.paths = app, responses, paths
+    def __init__(self, app: ASGIApp, responses: Counter, api_key: str, hosts: Collection[str]):
+        self.app, self.responses = app, responses
         self.api_key, self.hosts = api_key, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,7 +62,7 @@ class Gate:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                path = scope["path"] if scope["path"] in self.paths else "other"
+                path = scope["path"] if "endpoint" in scope else "other"
                 self.responses.labels(path, str(message["status"])).inc()
                 message["headers"] = [*message["headers"], *SAFE]
             await send(message)
@@ -74,7 +74,7 @@ class Gate:
         except Exception as error:
             if not isinstance(error, ApiError):
                 log_error("a request failed", error)
-                error = ApiError(500, "something went wrong inside the server", "internal_error")
+                error = ApiError(500, "something went wrong inside the server")
             if not started:
                 response = await show_error(http, error)
                 await response(scope, receive, send_counted)
@@ -87,9 +87,9 @@ class Gate:
         host = re.sub(r":\d+$", "", headers.get("host", "").lower())
         if self.hosts and "host" in headers and host not in self.hosts:
             words = f"this server answers to {', '.join(self.hosts)} only; --allowed_hosts={host:.80} adds a name"
-            raise ApiError(421, words, "wrong_host")
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        same = hmac.compare_digest(key.strip().encode("latin-1"), self.api_key.encode())  # in constant time
-        if self.api_key and path not in OPEN_PATHS and not (same and scheme.lower() == "bearer"):
+            raise ApiError(421, words)
+        sent = headers.get("authorization", "").encode("latin-1")
+        is_right = hmac.compare_digest(sent, f"Bearer {self.api_key}".encode())     # in constant time
+        if self.api_key and path not in OPEN_PATHS and not is_right:
             words = "this server asks for its key: Authorization: Bearer KEY"
             raise ApiError(401, words, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -4,7 +4,7 @@ import pickle
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.exceptions import HTTPException
 
@@ -14,6 +14,8 @@ from nanochat.inference.logprobs import TokenLogprob
 from nanochat.inference.sampling import SamplingParams
 
 Json = dict[str, Any]
+
+TIMEOUT = 300.0     # seconds for a request; then its answers end with what they have
 
 
 class ApiError(HTTPException):
@@ -27,16 +29,12 @@ class ApiError(HTTPException):
         self.code, self.param = code, param
 
     def body(self) -> Json:
-        kind = "invalid_request_error"
-        if self.status_code >= 500:
-            kind = "server_error"
-        elif self.status_code == 429:
-            kind = "rate_limit_error"
+        kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
         return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
 
 def unavailable(message: str) -> ApiError:
-    return ApiError(503, message, "unavailable", headers={"Retry-After": "5"})
+    return ApiError(503, message, headers={"Retry-After": "5"})
 
 
 @dataclass(eq=False)
@@ -44,7 +42,6 @@ class Request:
     """What a client asks for: n choices for each prompt."""
     prompts: list[list[int]]
     sampling: SamplingParams
-    seconds: float                          # after this time its choices end with what they have
     grammar: str | None = None              # what the choices must fit, for llguidance
     n: int = 1
     stop: Sequence[str] = ()
@@ -74,7 +71,7 @@ class Chunk:
     logprobs: list[PlacedLogprob] = field(default_factory=list)
     tokens: int = 0                 # those without text count as well
     cached: int = 0                 # tokens of its prompt that were in the prompt cache
-    finish_reason: FinishReason | Literal["tool_calls"] | None = None
+    finish_reason: FinishReason | None = None
 
 
 Chunks = AsyncIterator[list[Chunk]]

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.inference.detokenizer import parts_of
+from nanochat.inference.detokenizer import Delta, parts_of
 from nanochat.inference.logprobs import TokenLogprob
-from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json, PlacedLogprob
+from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json, PlacedLogprob, Request
 from nanochat.serve.requests import BaseRequest
 from nanochat.serve.tools import read_call
 
@@ -31,16 +31,14 @@ class Written:
 class Reply:
     """The choices of one request, as one response or as server-sent events: here those of a completion."""
     kind = chunk_kind = "text_completion"
-    prefix = "cmpl-"
 
-    def __init__(self, asked: BaseRequest, model: str, tokenizer: Tokenizer, prompt_tokens: int):
+    def __init__(self, asked: BaseRequest, tokenizer: Tokenizer, request: Request):
         self.asked, self.tokenizer = asked, tokenizer
         self.id = uuid.uuid4().hex
-        self.head = {
-            "id": self.prefix + self.id, "created": int(time.time()), "model": model,
-        }
-        self.prompt_tokens, self.completion_tokens, self.cached_tokens = prompt_tokens, 0, 0
-        self.written: dict[int, Written] = {}   # by choice
+        self.head = {"id": self.id, "created": int(time.time()), "model": asked.model}
+        self.prompt_tokens = sum(map(len, request.prompts))
+        self.completion_tokens, self.cached_tokens = 0, 0
+        self.written = [Written(index) for index in range(request.size)]
 
     def add(self, chunks: Sequence[Chunk]) -> list[Json]:
         """Take these chunks in; returns the choices of the events that say what is new."""
@@ -48,9 +46,10 @@ class Reply:
         for chunk in chunks:
             self.completion_tokens += chunk.tokens
             self.cached_tokens += chunk.cached
-            written = self.written.setdefault(chunk.index, Written(chunk.index))
+            written = self.written[chunk.index]
             written.logprobs += chunk.logprobs
             written.finish_reason = chunk.finish_reason
+            written.parts = parts_of([Delta(**part) for part in written.parts] + chunk.deltas)
             news = self.news(written, parts_of(chunk.deltas))
             choices.append(self.choice(chunk, written, news))
         return choices
@@ -60,8 +59,7 @@ class Reply:
         return {"index": written.index, **content, "logprobs": logprobs, "finish_reason": written.finish_reason}
 
     def news(self, written: Written, parts: list[Json]) -> Json:
-        """Take these parts in; returns what an event says of them."""
-        written.parts += parts
+        """What an event says of these parts, the last ones of what is written."""
         return {"text": "".join(part["text"] for part in parts)}
 
     def content(self, written: Written) -> Json:
@@ -84,17 +82,12 @@ class Reply:
         return {self.token_text(token): value for token, value in [*logprob.top, logprob[:2]]}
 
     def token_text(self, token: int) -> str:
-        """As OpenAI writes tokens: no two are the same, whether or not they are whole UTF-8."""
-        data = self.tokenizer.decode_bytes([token])
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        """As OpenAI writes tokens, whether or not they are whole UTF-8."""
+        return self.tokenizer.decode_bytes([token]).decode(errors="backslashreplace")
 
     def whole(self) -> Json:
         """All that was added, as one response."""
-        written = sorted(self.written.values(), key=lambda one: one.index)
-        choices = [self.choice(one, one, self.content(one)) for one in written]
+        choices = [self.choice(one, one, self.content(one)) for one in self.written]
         return self.head | {"object": self.kind, "choices": choices, "usage": self.usage()}
 
     async def events(self, chunks: Chunks) -> AsyncIterator[bytes]:
@@ -124,18 +117,15 @@ def sse(data: Json) -> bytes:
 
 
 class ChatReply(Reply):
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def news(self, written: Written, parts: list[Json]) -> Json:
         delta: Json = {}
         if not written.begun:
             written.begun = True
             delta = {"role": "assistant", "content": ""}
-        for part in parts:
-            if not written.parts or written.parts[-1]["type"] != part["type"]:
-                written.parts.append(part | {"text": ""})
-            written.parts[-1]["text"] += part["text"]
-            delta.setdefault("parts", []).append({"index": len(written.parts) - 1} | part)
+        for index, part in enumerate(parts, len(written.parts) - len(parts)):
+            delta.setdefault("parts", []).append({"index": index} | part)
             if part["type"] == "text":
                 delta["content"] = delta.get("content", "") + part["text"]
         if written.finish_reason and written.parts and written.parts[-1]["type"] == "python":

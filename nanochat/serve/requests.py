@@ -28,17 +28,16 @@ Differences: max_tokens above the server's limit is the limit, and the end of th
 with finish_reason "length"; so does the server's time limit. usage counts every token that was written, also the
 calculator's and the end token. A parameter that would change the answer and is not supported is an error.
 """
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import from_json
 
-from nanochat.data.conversation import check_conversation, render_prompt, render_text
+from nanochat.data.conversation import render_prompt, render_text
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import SamplingParams
-from nanochat.runtime.errors import UserError
 from nanochat.serve.protocol import ApiError, Json
 from nanochat.serve.structured import AnyResponseFormat, ResponseFormat
 from nanochat.serve.tools import (
@@ -51,15 +50,12 @@ from nanochat.serve.tools import (
     describe,
 )
 
-# Parameters that do not change an answer: they say who asks, how it is billed or kept.
+# Parameters that do not change an answer: they say who asks, how it is billed or kept. Any other that is not supported
+# is refused, unless its value asks for nothing: null, false, 0, "" or an empty list.
 IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
 }
-# Values that ask for nothing, of parameters that are not supported. Any other parameter or value is refused.
-NEUTRAL: Json = {
-    "modalities": ["text"], "suffix": "", "best_of": 1, "include": [], "truncation": "disabled", "background": False,
-    "min_p": 0, "repetition_penalty": 1,
-}
+NEUTRAL = {"repetition_penalty": 1, "truncation": "disabled"}     # values that ask for nothing, too
 # Fields that SamplingParams has under the same name, with the same meaning.
 SAME = {"temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"}
 
@@ -69,17 +65,16 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+def as_prompts(prompt: str | list) -> list:
+    """Likewise a single prompt, a text or its tokens."""
+    is_single = isinstance(prompt, str) or all(isinstance(token, int) for token in prompt)
+    return [prompt] if is_single else prompt
 
 
-def as_prompts(prompt: Any) -> Any:
-    """A text, several, the tokens of one, or those of several: always as a list of prompts."""
-    prompts = [prompt] if isinstance(prompt, str) or is_tokens(prompt) else prompt
-    if not isinstance(prompts, list) or not all(isinstance(one, str) or is_tokens(one) for one in prompts):
-        expected = "a text, a list of texts, a list of tokens or a list of such lists"
-        raise ApiError(400, f"prompt must be {expected}", param="prompt")
-    return prompts
+def check_tokens(tokens: Iterable[int], tokenizer: Tokenizer, param: str) -> None:
+    vocab_size = tokenizer.get_vocab_size()
+    if not all(0 <= token < vocab_size for token in tokens):
+        raise ApiError(400, f"{param}: the tokens are 0 to {vocab_size - 1}", param=param)
 
 
 class BaseRequest(BaseModel):
@@ -87,6 +82,8 @@ class BaseRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     param: ClassVar[str]            # the field that has the prompt
     calculates: ClassVar[bool] = False
+    functions: ClassVar[Sequence[Function]] = ()    # the caller's own that may be called
+    logprobs_asked: ClassVar[dict[str, int | None]] = {}    # settings of SamplingParams
     model: str
     max_tokens: int = Field(10**9, ge=1)    # at most the server's limit
     temperature: float = Field(ge=0)
@@ -94,7 +91,7 @@ class BaseRequest(BaseModel):
     top_p: float = Field(1.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[Annotated[int, Field(strict=False, ge=0)], Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
     seed: int | None = None
     n: int = Field(1, ge=1)
     stop: Annotated[
@@ -116,35 +113,19 @@ class BaseRequest(BaseModel):
             if newer in fields:
                 fields["max_tokens"] = fields.pop(newer)
         try:
-            return cls.model_validate(defaults | fields)
+            asked = cls.model_validate(defaults | fields)
         except ValidationError as errors:
             error = errors.errors(include_url=False, include_input=False, include_context=False)[0]
             where = ".".join(map(str, error["loc"]))
             raise ApiError(400, f"{where}: {error['msg']}", param=where) from None
-
-    @model_validator(mode="after")
-    def check_supported(self) -> Self:
-        for name, value in self.model_extra.items():
-            if name not in IGNORED and (name not in NEUTRAL or value != NEUTRAL[name]):
+        for name, value in asked.model_extra.items():
+            if value and name not in IGNORED and value != NEUTRAL.get(name):
                 words = f"{name:.80} is not supported by this server; leave it out"
                 raise ApiError(400, words, "unsupported_parameter", name[:80])
-        return self
-
-    def encode(self, tokenizer: Tokenizer, chats: bool) -> list[list[int]]:
-        """The prompts. chats: False for a base model, for which messages are one text to continue."""
+        return asked
 
     def echo_from(self, prompts: list[list[int]]) -> list[int]:
         """For each prompt, from which token on it is repeated; []: no prompt is."""
-        return []
-
-    @property
-    def logprobs_asked(self) -> dict[str, int | None]:
-        """As SamplingParams has it."""
-        return {}
-
-    @property
-    def functions(self) -> list[Function]:
-        """Of the caller's own, which may be called."""
         return []
 
     def grammar(self, tokenizer: Tokenizer) -> str | None:
@@ -155,8 +136,7 @@ class BaseRequest(BaseModel):
         stop = default_stop(tokenizer)
         if self.functions:  # a call ends the answer, as do expressions that the calculator cannot read
             stop += (tokenizer.encode_special("<|python_end|>"),)
-        if max(self.logit_bias, default=0) >= (vocab_size := tokenizer.get_vocab_size()):
-            raise ApiError(400, f"logit_bias: the tokens are 0 to {vocab_size - 1}", param="logit_bias")
+        check_tokens(self.logit_bias, tokenizer, "logit_bias")
         return SamplingParams(
             max_tokens=min(self.max_tokens, max_new_tokens), top_k=max(self.top_k, 0), stop=stop, tools=tools,
             logit_bias=tuple(self.logit_bias.items()), **self.logprobs_asked, **self.model_dump(include=SAME))
@@ -184,46 +164,26 @@ class MessagePart(BaseModel):
 Parts = Annotated[list[MessagePart], FailFast(), BeforeValidator(as_parts)]  # not an error for each of half a million
 
 
-def turn(role: str, parts: Sequence[MessagePart]) -> Json:
-    """A message as nanochat.data.conversation has it."""
-    role = "system" if role == "developer" else role
-    if role != "assistant" and all(part.type == "text" for part in parts):
-        return {"role": role, "content": text_of(parts)}
-    return {"role": role, "content": [part.model_dump() for part in parts]}
-
-
-def text_of(parts: Sequence[MessagePart]) -> str:
-    return "".join(part.text for part in parts)
-
-
-def result_turn(text: str) -> Json:
-    """A function's result, which the assistant's own turn has."""
-    return {"role": "assistant", "content": [{"type": "python_output", "text": text}]}
-
-
 class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Parts = []
     parts: Parts = []
     tool_calls: list[ToolCall] | None = None
 
-    @model_validator(mode="after")
-    def check_content(self) -> Self:
+    def turn(self) -> Json:
+        """As nanochat.data.conversation has it. A function's call and result are parts of the assistant's turn."""
         if not (self.content or self.parts or self.tool_calls):
             raise ApiError(400, "content must be a text or a list of parts", param="messages")
-        return self
-
-    def turn(self) -> Json:
+        text = "".join(part.text for part in self.content)
         if self.role == "tool":
-            return result_turn(text_of(self.content))
+            return {"role": "assistant", "content": [{"type": "python_output", "text": text}]}
         if self.role != "assistant":
-            return turn(self.role, self.content)
-        parts = self.parts or self.content
-        if self.tool_calls and parts and parts[-1].type == "python":
+            return {"role": self.role, "content": text}
+        parts = [part.model_dump() for part in self.parts or self.content]
+        if self.tool_calls and parts and parts[-1]["type"] == "python":
             parts = parts[:-1]  # a message of this server: its last part is the call
-        message = turn(self.role, parts)
-        message["content"] += [call.function.part() for call in self.tool_calls or []]
-        return message
+        calls = [call.function.part() for call in self.tool_calls or []]
+        return {"role": self.role, "content": parts + calls}
 
 
 class ConversationRequest(BaseRequest):
@@ -232,12 +192,6 @@ class ConversationRequest(BaseRequest):
     tools: Tools = []
     tool_choice: ToolChoice = "auto"
 
-    @model_validator(mode="after")
-    def check_tool_choice(self) -> Self:
-        if self.tool_choice not in ("none", "auto") and not self.functions:
-            raise ApiError(400, "tool_choice asks for a function that tools does not have", param="tool_choice")
-        return self
-
     @property
     def functions(self) -> list[Function]:
         if isinstance(self.tool_choice, FunctionName):
@@ -245,21 +199,23 @@ class ConversationRequest(BaseRequest):
         return [] if self.tool_choice == "none" else self.tools
 
     def grammar(self, tokenizer: Tokenizer) -> str | None:
+        if self.tool_choice not in ("none", "auto") and not self.functions:
+            raise ApiError(400, "tool_choice asks for a function that tools does not have", param="tool_choice")
         text = self.format.grammar()
         if not self.functions or self.tool_choice == "auto" and text is None:
             return text
         call = call_grammar(self.functions, tokenizer)
         return f"{call} | {text}" if self.tool_choice == "auto" else call
 
+    def turns(self) -> list[Json]:
+        return [message.turn() for message in self.messages]
+
     def encode(self, tokenizer: Tokenizer, chats: bool) -> list[list[int]]:
+        """The prompt. chats: False for a base model, for which messages are one text to continue."""
         turns = self.turns()
         if self.functions:
             turns.insert(0, {"role": "system", "content": describe(self.functions)})
         conversation = {"messages": turns}
-        try:
-            check_conversation(conversation, self.param, any_order=True)
-        except UserError as error:
-            raise ApiError(400, str(error), param=self.param) from None
         if chats:
             return [render_prompt(tokenizer, conversation, continue_last=True)]
         return [render_text(tokenizer, conversation)]
@@ -267,8 +223,8 @@ class ConversationRequest(BaseRequest):
 
 class ChatRequest(ConversationRequest):
     param: ClassVar[str] = "messages"
-    messages: Annotated[list[Message], FailFast()]
-    response_format: AnyResponseFormat = ResponseFormat()
+    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    format: AnyResponseFormat = Field(ResponseFormat(), alias="response_format")
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
 
@@ -276,18 +232,15 @@ class ChatRequest(ConversationRequest):
     def logprobs_asked(self) -> dict[str, int | None]:
         return {"logprobs": self.top_logprobs if self.logprobs else None}
 
-    @property
-    def format(self) -> ResponseFormat:
-        return self.response_format
 
-    def turns(self) -> list[Json]:
-        return [message.turn() for message in self.messages]
+Tokens = Annotated[list[int], Field(fail_fast=True)]  # FailFast() cannot be a part of a union
 
 
 class CompletionRequest(BaseRequest):
     """Continues texts, or lists of tokens, after <|bos|>; nothing is calculated. The tokens may be special ones."""
     param: ClassVar[str] = "prompt"
-    prompt: Annotated[list, Field(min_length=1), BeforeValidator(as_prompts)]
+    prompt: Annotated[
+        str | Tokens | Annotated[list[str | Tokens], Field(fail_fast=True)], AfterValidator(as_prompts)]
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)  # here even 0 asks for them
     echo: bool = False
@@ -299,12 +252,11 @@ class CompletionRequest(BaseRequest):
         return {"logprobs": self.logprobs, "prompt_logprobs": (self.logprobs or 0) if reads else None}
 
     def encode(self, tokenizer: Tokenizer, chats: bool) -> list[list[int]]:
-        bos, vocab_size = tokenizer.get_bos_token_id(), tokenizer.get_vocab_size()
+        bos = tokenizer.get_bos_token_id()
         prompts = []
         for prompt in self.prompt:
             tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            if not all(0 <= token < vocab_size for token in tokens):
-                raise ApiError(400, f"prompt: the tokens are 0 to {vocab_size - 1}", param="prompt")
+            check_tokens(tokens, tokenizer, "prompt")
             prompts.append(tokens if tokens[:1] == [bos] else [bos, *tokens])
         return prompts
 

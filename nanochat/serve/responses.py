@@ -7,74 +7,58 @@ import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, FailFast
+from pydantic import AliasPath, BeforeValidator, FailFast, Field
 
 from nanochat.serve.protocol import ApiError, Chunks, Json
 from nanochat.serve.replies import ChatReply, sse
-from nanochat.serve.requests import ConversationRequest, Parts, result_turn, text_of, turn
+from nanochat.serve.requests import ConversationRequest, Message
 from nanochat.serve.structured import ResponseFormat
-from nanochat.serve.tools import FunctionCall
 
 
-class InputItem(BaseModel):
-    """A message, a call of a function, or its result."""
-    type: Literal["message", "function_call", "function_call_output"] = "message"
-    role: Literal["system", "developer", "user", "assistant"] = "assistant"
-    content: Parts = []
-    name: str = ""
-    arguments: str = ""
-    output: Parts = []
-
-    def turn(self) -> Json:
-        if self.type == "function_call_output":
-            return result_turn(text_of(self.output))
-        if self.type == "function_call":
-            call = FunctionCall(name=self.name, arguments=self.arguments)
-            return {"role": "assistant", "content": [call.part()]}
-        return turn(self.role, self.content)
+def as_message(item: Any) -> Any:
+    """An item of the input as a message of a chat."""
+    match item:
+        case {"type": "function_call"}:
+            return {"role": "assistant", "tool_calls": [{"function": item}]}
+        case {"type": "function_call_output", "output": output}:
+            return {"role": "tool", "content": output}
+    return item
 
 
 def as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class TextSettings(BaseModel):
-    format: ResponseFormat = ResponseFormat()
+Items = Annotated[
+    list[Annotated[Message, BeforeValidator(as_message)]], Field(min_length=1), FailFast(), BeforeValidator(as_items)]
 
 
 class ResponsesRequest(ConversationRequest):
     param: ClassVar[str] = "input"
-    input: Annotated[list[InputItem], FailFast(), BeforeValidator(as_items)]
-    instructions: str | None = None
+    messages: Items = Field(alias="input")
+    instructions: str = ""
     n: Literal[1] = 1
-    text: TextSettings = TextSettings()
-
-    @property
-    def format(self) -> ResponseFormat:
-        return self.text.format
+    format: ResponseFormat = Field(ResponseFormat(), validation_alias=AliasPath("text", "format"))
 
     def turns(self) -> list[Json]:
-        turns = [item.turn() for item in self.input]
+        turns = super().turns()
         if self.instructions:
             turns.insert(0, {"role": "system", "content": self.instructions})
         return turns
 
 
 class ResponsesReply(ChatReply):
-    prefix = "resp_"
-
     def response(self, status: str, output: Sequence[dict] = ()) -> Json:
         usage = {
             "input_tokens": self.prompt_tokens, "input_tokens_details": {"cached_tokens": self.cached_tokens},
             "output_tokens": self.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
-        repeated = {"instructions", "temperature", "top_p", "tools", "tool_choice", "text"}
-        return self.asked.model_dump(include=repeated, by_alias=True) | {
-            "id": self.head["id"], "object": "response", "created_at": self.head["created"], "status": status,
-            "model": self.head["model"], "output": list(output), "error": None, "parallel_tool_calls": True,
+        return {
+            "id": self.id, "object": "response", "created_at": self.head["created"], "status": status,
+            "model": self.asked.model, "output": list(output), "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "usage": usage if output else None,
+            "usage": usage,
         }
 
     def message(self, status: str, *content: Json) -> Json:
@@ -82,10 +66,10 @@ class ResponsesReply(ChatReply):
             "id": f"msg_{self.id}", "type": "message", "role": "assistant", "status": status, "content": [*content]}
 
     def whole(self) -> Json:
-        [written] = self.written.values()
+        [written] = self.written
         status = "incomplete" if written.finish_reason == "length" else "completed"
         output = []
-        if written.text() or not written.call:
+        if written.text():
             output.append(self.message(status, text_part(written.text())))
         if written.call:
             function = written.call["function"]
@@ -101,10 +85,6 @@ class ResponsesReply(ChatReply):
         def event(kind: str, **data) -> bytes:
             return f"event: {kind}\n".encode() + sse({"type": kind, "sequence_number": next(numbers), **data})
 
-        def begin() -> bytes:
-            added = event("response.output_item.added", output_index=0, item=self.message("in_progress"))
-            return added + event("response.content_part.added", **place, part=text_part(""))
-
         begun = False
         yield event("response.created", response=self.response("in_progress"))
         try:
@@ -113,7 +93,8 @@ class ResponsesReply(ChatReply):
                     text = choice["delta"].get("content")
                     if text and not begun:
                         begun = True
-                        yield begin()
+                        yield event("response.output_item.added", output_index=0, item=self.message("in_progress"))
+                        yield event("response.content_part.added", **place, part=text_part(""))
                     if text:
                         yield event("response.output_text.delta", **place, delta=text, logprobs=[])
         except ApiError as error:
@@ -123,18 +104,14 @@ class ResponsesReply(ChatReply):
         response = self.whole()
         for index, item in enumerate(response["output"]):
             if item["type"] == "message":
-                if not begun:
-                    yield begin()
-                [part] = item["content"]
-                yield event("response.output_text.done", **place, text=part["text"], logprobs=[])
-                yield event("response.content_part.done", **place, part=part)
+                text = item["content"][0]["text"]
+                yield event("response.output_text.done", **place, text=text, logprobs=[])
             else:
                 begun_item = item | {"arguments": "", "status": "in_progress"}
-                call = {"output_index": index, "item_id": item["id"]}
-                arguments = item["arguments"]
                 yield event("response.output_item.added", output_index=index, item=begun_item)
-                yield event("response.function_call_arguments.delta", **call, delta=arguments)
-                yield event("response.function_call_arguments.done", **call, name=item["name"], arguments=arguments)
+                yield event(
+                    "response.function_call_arguments.delta", output_index=index, item_id=item["id"],
+                    delta=item["arguments"])
             yield event("response.output_item.done", output_index=index, item=item)
         yield event(f"response.{response['status']}", response=response)
 

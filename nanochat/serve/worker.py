@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ ENGINE = "from nanochat.serve.engine_process import main; main()"   # -m would k
 SIGNALS = signal.SIGINT, signal.SIGTERM     # they come to all processes of a terminal or service; the web heeds them
 MAX_QUEUE = 128     # choices that may wait for each engine, half of them one address's
 # Seconds without a message from an engine that is not loading: each sends one a second at least, between its steps.
-HUNG_AFTER = 10     # /health says so, and others get its requests; a large model's step on a CPU may take that long
+HUNG_AFTER = 10     # others get its requests; a large model's step on a CPU may take that long
 DEAD_AFTER = 60     # it is ended, and its requests with it
 
 
@@ -38,7 +37,6 @@ class Pending:
         self.request, self.worker = request, worker
         self.open = request.size            # choices that have not ended
         self.writing: set[int] = set()      # choices that have begun and not ended
-        self.first_token: float | None = None   # when it came
         self.received: asyncio.Queue[list[Chunk] | ApiError] = asyncio.Queue()
         self.watcher: asyncio.Task | None = None    # cancels it when its client goes
 
@@ -55,8 +53,6 @@ class Pending:
         if isinstance(item, ApiError):
             self.open = 0
             return
-        if self.first_token is None:
-            self.first_token = time.monotonic()
         ended = {chunk.index for chunk in item if chunk.finish_reason}
         self.writing = (self.writing | {chunk.index for chunk in item}) - ended
         self.open -= len(ended)
@@ -70,8 +66,8 @@ class Pending:
 
 class Worker:
     """
-    An engine's process. state: "loading", "ready", "hung" while it says nothing, or "dead" after it has ended by itself
-    or was ended because it said nothing for too long.
+    An engine's process. state: "loading", "ready", or "dead" after it has ended by itself or was ended because it said
+    nothing for too long.
     """
 
     def __init__(self, make_engine: Callable[[], Engine]):
@@ -121,8 +117,8 @@ class Worker:
                 if self.state != "dead":    # a message, even an empty one, says that the engine is alive
                     self.state, self.silence = "ready", 0
                 self.deliver(batch)
-        await asyncio.to_thread(self.process.wait)
-        self.end_all()
+        code = await asyncio.to_thread(self.process.wait)
+        self.end_all(f"ended with code {code}")     # below 0: by a signal; else it has said why
 
     async def watch(self) -> None:
         """
@@ -134,8 +130,6 @@ class Worker:
             if self.state == "loading":
                 continue
             self.silence += 1
-            if self.silence >= HUNG_AFTER:
-                self.state = "hung"
             if self.silence >= DEAD_AFTER:
                 self.end_all(f"said nothing for {DEAD_AFTER} s and was ended")
                 self.process.kill()
@@ -149,18 +143,14 @@ class Worker:
             if not pending.open:
                 del self.pending[id]
 
-    def end_all(self, reason: str = "") -> None:
-        """The process has ended, or is given up for this reason."""
+    def end_all(self, reason: str) -> None:
+        """The process has ended, or is given up."""
         error = unavailable("the server is stopping" if self.stopping else "the model's worker has died")
         self.deliver(dict.fromkeys(self.pending, error))
         if self.stopping or self.state == "dead":
             return
         self.state = "dead"
-        code = self.process.returncode
-        if code is not None and code < 0:   # else it has said why
-            reason = f"was ended by {signal.Signals(-code).name}"
-        if reason:
-            print(f"a worker has died: process {self.process.pid} {reason}", file=sys.stderr, flush=True)
+        print(f"a worker has died: process {self.process.pid} {reason}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -169,7 +159,6 @@ class ServedModel:
     id: str
     tokenizer: Tokenizer
     context: int                    # tokens
-    created: int                    # its checkpoint, in seconds since 1970
     max_batch: int                  # choices of one address written at once on each device
     workers: list[Worker]
     chats: bool = True              # else it is a base model: messages are a text that it continues
@@ -202,7 +191,7 @@ class ServedModel:
         alive = [worker for worker in self.workers if worker.state != "dead" and not worker.stopping]
         if not alive:
             raise unavailable("the model's worker has died")
-        usable = [worker for worker in alive if worker.state != "hung"] or alive
+        usable = [worker for worker in alive if worker.silence < HUNG_AFTER] or alive
         prompt = request.prompts[0]
         home = self.workers[hash((request.client, *prompt[:PIECE])) % len(self.workers)]
         if len(prompt) >= PIECE and home in usable and home.load < self.max_batch:

@@ -61,8 +61,9 @@ def make_task(spec: str, split: str) -> Task:
 
 
 def make_tasks(specs: str, split: str) -> list[Task]:
-    """The tasks of several specs, separated by commas, each once: to be measured by."""
-    return [make_task(spec, split) for spec in specs.split(",")]
+    """The tasks of several specs, separated by commas, each once and without those that are only to train on."""
+    tasks = [make_task(spec, split) for spec in specs.split(",")]
+    return [task for task in tasks if task.eval_type]
 
 
 def make_mixture(specs: str, split: str, seed: int) -> Mixture:
@@ -90,30 +91,18 @@ def example_questions(specs: str, count: int = 4) -> list[str]:
     Short held-out questions of a mixture's tasks in turn: what a model that was trained on it can be asked. Only of
     generated tasks; [] where there are none, or where a checkpoint of another version has an unknown spec.
     """
-    questions_of_tasks = []
-    for spec in without_parts(specs).split(","):
-        if spec.partition(":")[0] in GENERATED:
-            try:
-                task = make_task(spec, "test")
-            except UserError:  # of another version: there is nothing to suggest
-                return []
-            questions_of_tasks.append(short_questions(task, count))
+    generated = [spec for spec in without_parts(specs).split(",") if spec.partition(":")[0] in GENERATED]
+    try:
+        tasks = [make_task(spec, "test")[:50] for spec in generated]
+    except UserError:
+        return []
     found = []
-    for one_of_each_task in zip(*questions_of_tasks):
-        found += one_of_each_task
+    for one_of_each_task in zip(*tasks):
+        for conversation in one_of_each_task:
+            message = conversation["messages"][0]
+            if message["role"] == "user" and len(message["content"]) <= 80:
+                found.append(message["content"])
     return found[:count]
-
-
-def short_questions(task: Task, count: int) -> list[str]:
-    """The first `count` opening messages of a task that are the user's and have at most 80 characters."""
-    found = []
-    for conversation in task:
-        message = conversation["messages"][0]
-        if message["role"] == "user" and len(message["content"]) <= 80:
-            found.append(message["content"])
-        if len(found) == count:
-            break
-    return found
 
 
 def read_spec(spec: str) -> tuple[str, str, re.Match[str]]:

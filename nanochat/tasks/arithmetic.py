@@ -17,7 +17,7 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from nanochat.corpus import tinyworld_facts as data
+from nanochat.corpus.tinyworld import COMPUTED, SLOTS
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task, reference
@@ -27,7 +27,8 @@ from nanochat.tasks.common import Distinct, last_number, paragraphs, single_turn
 SIZES = {"train": 20_000, "test": 2_000}
 LEVELS = ("easy", "medium", "hard")
 DIGITS = {"easy": 3, "medium": 3, "hard": 4, "quick": 3}  # of a drawn number at most; each length is equally likely
-KNOWN = {row[0] for row in data.ADDITIONS + data.SUBTRACTIONS}  # told in the embedded corpus: cannot be held out
+# Told in the embedded corpus: these cannot be held out.
+KNOWN = {row[0] for row in COMPUTED["additions"] + COMPUTED["subtractions"]}
 
 # Each shape of an expression, and ways to ask for it besides GENERIC. {a} to {d} are drawn; {q} = a*b can be divided,
 # {t} = a*b + c is more than a*b; {e} is the expression, {A} and {B} are names, {f} is a food.
@@ -185,9 +186,9 @@ def draw_problem(level: str, number: int, split: str) -> Problem | None:
     if result < 0 or a < b and "{a} - {b}" in shape:
         return None
 
-    one = rng.choice(data.NAMES)
-    other = rng.choice([name for name in data.NAMES if name != one])
-    slots |= dict(e=expression, A=one, B=other, f=rng.choice(data.FOODS))
+    one = rng.choice(SLOTS["A"])
+    other = rng.choice([name for name in SLOTS["B"] if name != one])
+    slots |= dict(e=expression, A=one, B=other, f=rng.choice(SLOTS["f"]))
     phrasings = SHAPES[level][shape]
     if "{A}" not in phrasings[0] and not rng.below(2):  # where there is a story, it is told
         phrasings = GENERIC

@@ -55,15 +55,13 @@ class Distinct:
     """
 
     def __init__(self, draw: Callable[[int], tuple | None]) -> None:
-        self.draw = draw
-        self.number = 0
+        self.candidates = map(draw, itertools.count())
         self.texts: set[str] = set()
         self.items: list[tuple] = []
 
     def __getitem__(self, index: int) -> tuple:
         while index >= len(self.items):
-            item = self.draw(self.number)
-            self.number += 1
+            item = next(self.candidates)
             if item is not None and item[0] not in self.texts:
                 self.texts.add(item[0])
                 self.items.append(item)

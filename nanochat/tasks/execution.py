@@ -57,7 +57,7 @@ class Result(NamedTuple):
     ok: bool                      # it ended by itself, with exit code 0
     stdout: str
     stderr: str
-    error: str | None             # "timeout", "memory", "too much output", "exit code 1: AssertionError", "signal 11"
+    error: str | None             # "timeout", "too much output", "exit code 1: AssertionError", "signal 11"
     unprotected: tuple[str, ...]  # of "network", "processes", "files", "memory": what is not guarded on this machine
 
 
@@ -103,8 +103,6 @@ def reason(status: int, stderr: str) -> str | None:
     if code < 0:
         return f"signal {-code}"
     last = stderr.strip().rpartition("\n")[2].strip()
-    if last.startswith("MemoryError") or "[Errno 12]" in last:
-        return "memory"
     return f"exit code {code}: {last}".removesuffix(": ")
 
 

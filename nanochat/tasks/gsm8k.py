@@ -13,20 +13,14 @@ FINAL = re.compile(r"####\s*\$?\s*(-?)\$?((?:\d[\d,]*)?(?:\.\d+)?)")
 
 class GSM8K(HubTask):
     name, eval_type = "GSM8K", "generative"
-    hub, folder = "openai/gsm8k", "gsm8k"
-
-    def __init__(self, argument: str, split: str) -> None:
-        super().__init__("main", split)
+    hub, folder, config = "openai/gsm8k", "gsm8k", "main"
 
     def convert(self, row: dict) -> Conversation:
         """question; answer: prose with <<expression=result>> before each computed number, and "#### number" last."""
-        if final_number(row["answer"]) is None:
-            raise ValueError("no number after ####")
         return single_turn(row["question"], answer_parts(row["answer"]))
 
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
-        number = final_number(answer)
-        return number is not None and number == final_number(reference(conversation))
+        return final_number(answer) == final_number(reference(conversation))
 
 
 def answer_parts(answer: str) -> list[dict]:

@@ -1,10 +1,8 @@
 """HumanEval (openai/openai_humaneval): Python functions to complete, judged by running their tests. Only to measure."""
 import re
 import secrets
-import textwrap
 
 from nanochat.data.conversation import Conversation
-from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import single_turn
 from nanochat.tasks.execution import run_python
 from nanochat.tasks.hub import HubTask
@@ -14,12 +12,7 @@ FENCED = re.compile(r"```[ \t]*(?:[Pp]ython3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.D
 
 class HumanEval(HubTask):
     name, eval_type = "HumanEval", "generative"
-    hub, folder = "openai/openai_humaneval", "humaneval"
-
-    def __init__(self, argument: str, split: str) -> None:
-        if split != "test":
-            raise UserError("humaneval has only a test split: 164 problems, to be measured by")
-        super().__init__("openai_humaneval", split)
+    hub, folder, config = "openai/openai_humaneval", "humaneval", "openai_humaneval"
 
     def convert(self, row: dict) -> Conversation:
         """prompt: imports and a function up to its docstring; test: a function check(candidate); the rest as named."""
@@ -43,14 +36,8 @@ def code_of(answer: str) -> str:
 
 
 def program(conversation: Conversation, code: str, passed: str) -> str:
-    """
-    The code with the tests of its problem, after which it prints `passed`. Code that does not define the function is
-    taken for its body.
-    """
-    prompt, name = conversation["prompt"].rstrip(), conversation["entry_point"]
-    if re.search(rf"^(async )?def {re.escape(name)}\b", code, re.MULTILINE):
-        # The prompt alone is a program that does nothing: it has imports and helpers, the code redefines the function.
-        code = f"{prompt}\n    pass\n\n{code}"
-    else:
-        code = prompt + "\n" + textwrap.indent(textwrap.dedent(code.strip("\n")), "    ")
-    return f"{code}\n\n{conversation['test']}\n\ncheck({name})\nprint({passed!r})\n"
+    """The code with the tests of its problem, after which it prints `passed`."""
+    # The prompt alone is a program that does nothing: it has imports and helpers, the code redefines the function.
+    prompt = conversation["prompt"].rstrip()
+    tests = f"{conversation['test']}\n\ncheck({conversation['entry_point']})"
+    return f"{prompt}\n    pass\n\n{code}\n\n{tests}\nprint({passed!r})\n"

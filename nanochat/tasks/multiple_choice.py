@@ -30,7 +30,7 @@ class ARC(HubTask):
     hub, folder = "allenai/ai2_arc", "arc"
 
     def __init__(self, argument: str, split: str) -> None:
-        self.name = argument
+        self.name = self.config = argument
         super().__init__(argument, split)
 
     def convert(self, row: dict) -> Conversation:
@@ -45,11 +45,10 @@ class MMLU(HubTask):
     hub, folder = "cais/mmlu", "mmlu"
 
     def __init__(self, argument: str, split: str) -> None:
-        super().__init__("auxiliary_train" if split == "train" else "all", split)
+        self.config = "auxiliary_train" if split == "train" else "all"
+        super().__init__(argument, split)
 
     def convert(self, row: dict) -> Conversation:
         """question, choices: four texts, answer: the index of the right one."""
         row = row.get("train", row)  # the hub's auxiliary rows are wrapped once more
-        if not 0 <= row["answer"] < len(row["choices"]):
-            raise ValueError(f"answer {row['answer']} of {len(row['choices'])} choices")
         return multiple_choice(row["question"], row["choices"], row["answer"])

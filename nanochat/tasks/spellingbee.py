@@ -23,7 +23,7 @@ import string
 from collections.abc import Iterator
 from functools import cache
 
-from nanochat.corpus.tinyworld_facts import WORDS
+from nanochat.corpus.tinyworld import WORDS
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task, reference

@@ -59,7 +59,7 @@ def newest_saved(folder: Path) -> str:
 
 
 def has_training_state(checkpoint: Path) -> bool:
-    """Whether a run can go on from it: an import has weights only, and so may the last save on a full disk."""
+    """Whether a run can go on from it: an import has weights only."""
     return any(checkpoint.glob("optimizer_rank_*.safetensors"))
 
 
@@ -100,11 +100,10 @@ def damaged_file(checkpoint: Path, training: bool, part: int, parts: int) -> str
     return None
 
 
-def find_checkpoint(folder: Path, step: int | None = None, training: bool = True, to_resume: bool = False) -> Path:
+def find_checkpoint(folder: Path, step: int | None = None, training: bool = True) -> Path:
     """
     The checkpoint of a step, or the newest valid one (step None): a damaged one is named and the one before it used.
-    training: as for `problem_with`. to_resume: only one that a run can go on from. UserError when there is none.
-    COLLECTIVE.
+    training: as for `problem_with`. UserError when there is none. COLLECTIVE.
     """
     steps = from_rank0(list_steps, folder)
     for candidate in reversed(steps):
@@ -112,20 +111,17 @@ def find_checkpoint(folder: Path, step: int | None = None, training: bool = True
             continue
         path = step_dir(folder, candidate)
         problem = problem_with(path, training)
-        if problem is None and to_resume and not from_rank0(has_training_state, path):
-            problem = "it has weights only"
         if problem is None:
             return path
         print0(f"warning: {path}: {problem}")
     if steps:
         have = ", ".join(map(str, steps))
-        advice = "; remove them to start anew" if step is None else ""
     else:
         tags = from_rank0(list_tags, folder.parent)
         have = "; ".join(["none", *(f"there is a model {tag}" for tag in tags)])
-        advice = did_you_mean(folder.name, tags)
+        have += did_you_mean(folder.name, tags)
     of_step = "" if step is None else f" of step {step}"
-    raise UserError(f"no valid checkpoint{of_step} in {folder} (steps there: {have}){advice}")
+    raise UserError(f"no valid checkpoint{of_step} in {folder} (steps there: {have})")
 
 
 def model_dir(source: str, model_tag: str | None) -> Path:
@@ -141,9 +137,9 @@ def model_dir(source: str, model_tag: str | None) -> Path:
     return folder / tags[0]
 
 
-def find_model(source: str, model_tag: str | None = None, step: int | None = None, training: bool = False) -> Path:
-    """`find_checkpoint` among those of a training stage, verified for inference unless `training`. COLLECTIVE."""
-    return find_checkpoint(model_dir(source, model_tag), step, training)
+def find_model(source: str, model_tag: str | None = None, step: int | None = None) -> Path:
+    """`find_checkpoint` among those of a training stage, verified for inference. COLLECTIVE."""
+    return find_checkpoint(model_dir(source, model_tag), step, training=False)
 
 
 def latest_stage(model_tag: str | None = None) -> str:
@@ -221,11 +217,10 @@ def choose_start(folder: Path, resume: str, overwrite: bool, resume_from_step: i
                             "choose another --model_tag, or --overwrite")
         return None
     # A run that goes on
-    paths = [step_dir(folder, step) for step in steps]
-    if steps and not any(from_rank0(has_training_state, path) for path in paths):
-        raise UserError(f"{paths[-1]} was imported, or saved on a full disk: it has weights only, and no run can go on "
-                        "from it; start the next stage from it, or choose another --model_tag")
-    checkpoint = find_checkpoint(folder, resume_from_step if resume_from_step >= 0 else None, to_resume=True)
+    checkpoint = find_checkpoint(folder, resume_from_step if resume_from_step >= 0 else None)
+    if not from_rank0(has_training_state, checkpoint):
+        raise UserError(f"{checkpoint} has weights only, as an import has: no run can go on from it; start the next "
+                        "stage from it, or choose another --model_tag")
     newer = [step for step in steps if step > resume_from_step >= 0]
     if newer and not overwrite:
         raise UserError(f"{folder} has newer checkpoints than step {resume_from_step}: {', '.join(map(str, newer))}; "

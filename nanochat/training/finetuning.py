@@ -8,6 +8,7 @@ from safetensors import safe_open
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
+from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.zero import Sharding
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.console import print0
@@ -48,6 +49,7 @@ class Start(NamedTuple):
     meta: dict              # of `begin`
     resumed: bool           # whether an interrupted run goes on
     step: int               # the first optimizer step to take
+    metrics_state: dict | None  # `Metrics.state` of an interrupted run
 
 
 def find_start(
@@ -60,34 +62,33 @@ def find_start(
     if interrupted is None:
         begin = find_checkpoint(source_dir, source_step, training=False)
         print0(f"starting from {begin}")
-        return Start(checkpoints, begin, from_rank0(describe_checkpoint, begin), read_meta(begin), False, 0)
+        return Start(checkpoints, begin, from_rank0(describe_checkpoint, begin), read_meta(begin), False, 0, None)
     meta = read_meta(interrupted)
-    return Start(checkpoints, interrupted, origin_of_resumed(meta, source_dir, source_step), meta, True, meta["step"])
+    origin = origin_of_resumed(meta, source_dir, source_step)
+    return Start(checkpoints, interrupted, origin, meta, True, meta["step"], meta["metrics_state"])
 
 
-def load_sharded(
-    begin: Path, device: torch.device, dtype: torch.dtype, zero_stage: int,
-) -> tuple[GPT, Tokenizer, Sharding]:
+def load_training(
+    start: Start, config: dict, device: torch.device, dtype: torch.dtype, compiling: bool,
+) -> tuple[GPT, Tokenizer, Sharding, tuple]:
     """
-    (model, tokenizer, sharding) of a checkpoint. The weights come unit by unit, so that no rank holds more than one
-    whole unit beside its shards, in the dtype they were saved in. COLLECTIVE.
+    What a run trains, as the settings of its script say: (model, tokenizer, sharding, optimizers). For an interrupted
+    run also masters and moments are loaded; otherwise the optimizers begin anew. COLLECTIVE.
     """
-    model, tokenizer, _ = load_checkpoint(begin, torch.device("meta"))
-    with safe_open(begin / MODEL_FILE, framework="pt") as stored:
-        sharding = Sharding(model, model.units(), device, dtype, zero_stage, weights=stored.get_tensor)
-    return model, tokenizer, sharding
-
-
-def resume_training(start: Start, sharding: Sharding, optimizers, config: dict) -> dict | None:
-    """
-    Load masters and moments of an interrupted run. Returns its `Metrics.state`, None where no run was interrupted.
-    config: the settings of now, to name the changed ones. COLLECTIVE.
-    """
-    if not start.resumed:
-        return None
-    load_training_state(start.begin, sharding, optimizers)
-    print0(f"resuming from {start.begin}{changed_settings(start.meta['config'], config)}")
-    return start.meta["metrics_state"]
+    model, tokenizer, _ = load_checkpoint(start.begin, torch.device("meta"))
+    # The weights come unit by unit, in the dtype they were saved in: no rank holds more than one whole unit beside its
+    # shards.
+    with safe_open(start.begin / MODEL_FILE, framework="pt") as stored:
+        sharding = Sharding(model, model.units(), device, dtype, config["zero_stage"], weights=stored.get_tensor)
+    model.activation_checkpointing = config["activation_checkpointing"]
+    rates = config["unembedding_lr"], config["embedding_lr"], config["matrix_lr"]
+    optimizers = setup_optimizers(model, sharding, *rates, lr_scale=config["init_lr_frac"])
+    if compiling:
+        model.compile_blocks()
+    if start.resumed:
+        load_training_state(start.begin, sharding, optimizers)
+        print0(f"resuming from {start.begin}{changed_settings(start.meta['config'], config)}")
+    return model, tokenizer, sharding, optimizers
 
 
 def origin_of_resumed(meta: dict, source: Path, step: int | None) -> str:

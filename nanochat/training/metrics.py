@@ -53,8 +53,7 @@ class Metrics:
                  total_batch_size: int, flops_per_token: int, peak: Peak, state: dict | None = None):
         self.path = folder / "metrics.jsonl"
         self.num_iterations, self.total_batch_size = num_iterations, total_batch_size
-        self.world_size = rank_and_size()[1]
-        self.peak_flops = peak.flops * self.world_size
+        self.peak_flops = peak.flops * rank_and_size()[1]
         self.flops_per_token = flops_per_token
         self.state = state or {"ema": 0.0, "ema_steps": 0, "elapsed": 0.0, "min_val_bpb": None, "skipped": 0}
         self.stop_requested = self.save_requested = False

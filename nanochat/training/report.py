@@ -6,8 +6,8 @@ The report of a run: what every stage found, in one markdown file with plots.
 
 A stage writes its section as it ends (`write_section`): into report/sections/DATA for a data set and its tokenizer, and
 into report/sections/DATA/TAG for a model that was trained on it; `generate` puts the sections of one model together. A
-section or a metrics file that cannot be read costs the report one line, never the report. A section names its
-checkpoint: where a newer one has replaced it, the section is marked, and left out of the summary.
+metrics file that cannot be read costs the report one line, never the report. A section names its checkpoint: where a
+newer one has replaced it, the section is marked, and left out of the summary.
 """
 import json
 import os
@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,6 @@ def write_section(stage: str, title: str, body: str, results: dict[str, dict[str
     data: the data set it is about, or that its model was trained on; None where that is unknown (an imported model).
     checkpoint: of the model that it is about.
     """
-    assert re.fullmatch(r"\w[\w-]*", stage, re.ASCII), f"{stage!r} cannot name a file"
     if not is_rank0():
         return
     section = {"title": title, "body": body, "results": results or {}, "metrics": None, "floor": floor,
@@ -60,31 +58,20 @@ def write_section(stage: str, title: str, body: str, results: dict[str, dict[str
     write_text(base_dir() / "report" / "sections" / (data or UNKNOWN) / model_tag / f"{stage}.json", text)
 
 
-def read_section(path: Path) -> dict[str, Any]:
-    """A section as it was written. ValueError or OSError when the file is damaged."""
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def older_model(section: dict[str, Any]) -> str:
     """In words, that a section is about a checkpoint which a newer one has replaced; "" where none has."""
     about = section.get("checkpoint")  # not in sections of earlier versions
     newest = newest_step(base_dir() / Path(about.split()[0]).parent) if about else None
     if newest is None:
         return ""
-    try:
-        now = describe_checkpoint(newest)
-    except (OSError, ValueError):  # damaged
-        return ""
+    now = describe_checkpoint(newest)
     return "" if now == about else f"of an older model, {about}; the newest is {now}"
 
 
-def sorted_sections(paths: Iterable[Path]) -> list[Path]:
-    """Files of sections in the order of the stages; others come last, by name."""
-    def order(path: Path) -> tuple[int, str]:
-        stage = path.stem
-        return STAGES.index(stage) if stage in STAGES else len(STAGES), stage
-
-    return sorted(paths, key=order)
+def order(path: Path) -> tuple[int, str]:
+    """Sorts files of sections in the order of the stages; others come last, by name."""
+    stage = path.stem
+    return STAGES.index(stage) if stage in STAGES else len(STAGES), stage
 
 
 # ---- The report
@@ -106,15 +93,10 @@ def generate(model_tag: str = "") -> Path:
         raise UserError(f"no sections of model_tag={model_tag} in {folder}; there are those of {known}{hint}")
     model = chosen[-1]
     tables, chapters = [], []
-    for path in sorted_sections([*model.parent.glob("*.json"), *model.glob("*.json")]):
-        try:
-            section = read_section(path)
-        except (OSError, ValueError) as error:
-            chapters.append(f"## {path.stem}\n\n*Left out: {path.relative_to(folder)} is damaged "
-                            f"({single_line(error)}); run its stage again.*")
-            continue
-        made = "; ".join(single_line(value) for value in section["made"].values())
-        chapters += [f"## {single_line(section['title'])}", f"*{made}*", section["body"].strip()]
+    for path in sorted([*model.parent.glob("*.json"), *model.glob("*.json")], key=order):
+        section = json.loads(path.read_text(encoding="utf-8"))
+        made = "; ".join(section["made"].values())
+        chapters += [f"## {section['title']}", f"*{made}*", section["body"].strip()]
         older = older_model(section)
         if older:  # its results are not this model's, and its log may be another run's by now
             chapters.append(f"**{older}: not in the summary**")
@@ -148,11 +130,6 @@ def summary(tables: Iterable[dict[str, dict[str, float | str]]]) -> str:
     return "## Summary\n\n" + markdown_table(["", *map(cell, columns)], lines)
 
 
-def single_line(text: object) -> str:
-    """Text on one line."""
-    return " ".join(str(text).split())
-
-
 def settings_table(config: dict[str, Any]) -> str:
     """A run's settings as markdown, folded away."""
     rows = [(name, f"`{cell(repr(value))}`") for name, value in config.items()]
@@ -163,7 +140,7 @@ def settings_table(config: dict[str, Any]) -> str:
 # ---- Where and with what
 
 def provenance() -> dict[str, str]:
-    """Date, machine, software and commit of this moment."""
+    """Date, machine and commit of this moment."""
     machine = [f"{cpu_model()}, {os.cpu_count()} cores"]
     torch = sys.modules.get("torch")  # a stage that has not imported it has used no GPU
     if torch and torch.cuda.is_available():
@@ -171,7 +148,6 @@ def provenance() -> dict[str, str]:
     return {
         "Date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "Machine": ", ".join(machine),
-        "Software": f"{platform.system()}, Python {platform.python_version()}, torch {version('torch')}",
         "Commit": commit(Path(__file__).resolve().parents[2]),
     }
 

@@ -6,12 +6,10 @@ Saving in the background: training waits until what it changes is copied to host
     background thread, every rank  write, sync and hash this rank's files
     background thread, rank 0      add meta.json, the tokenizer and the manifest; rename; remove old checkpoints
 
-A save that fails is a warning while training goes on, and an error when it was the last; a finished model is saved
-without the state of training then, if the disk has room for that. An error that ends the run on every rank, other than
-in mid-update, is followed by a save of the last whole step.
+A save that fails is a warning while training goes on, and an error when it was the last. An error that ends the run on
+every rank, other than in mid-update, is followed by a save of the last whole step.
 """
 import contextlib
-import errno
 import json
 import os
 import re
@@ -42,7 +40,6 @@ from nanochat.runtime.files import recover_folder, sha256, sync, write_folder_as
 from nanochat.training.checkpoint import (
     MODEL_FILE,
     claim,
-    has_training_state,
     launchers,
     list_steps,
     newest_saved,
@@ -50,7 +47,7 @@ from nanochat.training.checkpoint import (
     step_dir,
 )
 from nanochat.training.metrics import Metrics
-from nanochat.training.resharding import counters, kept_state
+from nanochat.training.resharding import kept_state
 
 SAVE_MINUTES = 30  # between checkpoints that no setting asks for: a crash costs half an hour at most
 KEPT_BY_TIME = 2   # checkpoints that only time asked for: newer ones take their place
@@ -82,7 +79,7 @@ class CheckpointWriter:
         self.saved = start_step        # the step of the newest save; -1: it failed
         self.state: tuple[int, Metrics, dict] | None = None  # between two steps: step, metrics and meta to save
         self.thread: threading.Thread | None = None
-        self.failed: tuple[int, Exception, str] | None = None  # step, reason and meta, the same on every rank
+        self.failed: tuple[int, Exception] | None = None  # step and reason, the same on every rank
         self.group = None
         if rank_and_size()[1] > 1:  # for the thread alone: its messages must not mix with those of the main thread
             self.group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
@@ -137,21 +134,18 @@ class CheckpointWriter:
     def wait(self) -> None:
         """
         Return when the last save is finished, and let other runs have the folder. Raises on every rank what made it
-        fail: UserError when the disk refused, also if the weights of a finished model could be saved without the rest.
+        fail: UserError when the disk refused.
         """
         self.state = None
         self.join()
-        failed, self.failed = self.failed, None
-        result = "was not saved"
-        if failed and self.save_weights_alone(*failed):
-            result = "was saved as weights alone"
         if self.lock:
             self.lock.close()
             self.lock = None
+        failed, self.failed = self.failed, None
         if failed:
-            step, error, _ = failed
+            step, error = failed
             if isinstance(error, OSError):
-                raise UserError(f"step {step} {result}: {reason(error)}; {newest_saved(self.folder)}") from error
+                raise UserError(f"step {step} was not saved: {reason(error)}; {newest_saved(self.folder)}") from error
             raise error
 
     # --- saving
@@ -172,20 +166,10 @@ class CheckpointWriter:
         self.thread = threading.Thread(target=self.write, args=(step, files, text), name="checkpoint")
         self.thread.start()
 
-    def save_weights_alone(self, step: int, error: Exception, meta: str) -> bool:
-        """Whether the weights of a finished model fit on a disk that was too full to save all. COLLECTIVE."""
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not full or step != json.loads(meta).get("num_iterations"):
-            return False
-        files = copy_to_host(self.sharding, self.optimizers)
-        self.write(step, {name: file for name, file in files.items() if name == MODEL_FILE}, meta)
-        failed, self.failed = self.failed, None
-        return failed is None
-
     def warn(self, consequence: str = "") -> None:
         """Say that the last save failed, if it did."""
         if self.failed:
-            step, error, _ = self.failed
+            step, error = self.failed
             print0(f"warning: step {step} was not saved: {reason(error)}{consequence}; {newest_saved(self.folder)}")
             self.failed = None
 
@@ -208,7 +192,7 @@ class CheckpointWriter:
                 sums = self.share(write_files, aside, files)
                 self.share(publish, step, stack, aside, sums, meta)
         except Exception as error:  # of any rank; or a rank has died
-            self.failed = step, error, meta
+            self.failed = step, error
             self.saved = -1
 
     def begin(self, step: int, stack: contextlib.ExitStack) -> Path:
@@ -221,8 +205,6 @@ class CheckpointWriter:
         complete(aside, sums, self.tokenizer, meta)
         stack.close()
         print0(f"saved {step_dir(self.folder, step)}")
-        if not has_training_state(step_dir(self.folder, step)):
-            return  # weights alone: a run can go on from an older checkpoint only
         steps = [there for there in list_steps(self.folder) if there <= step]
         too_old = [there for there in self.by_time if there in steps][:-KEPT_BY_TIME]  # in steps: a save can fail
         if self.keep_last > 0:
@@ -327,8 +309,6 @@ def copy_to_host(sharding: Sharding, optimizers) -> Files:
     if sharding.replica == 0:
         number = sharding.pipeline_stage * sharding.shard_count + sharding.shard_rank
         kept = kept_state(sharding, optimizers)
-        if number == 0:
-            kept |= counters(optimizers)
         pieces = {name: (piece.start, piece.end) for name, piece in kept.items()}
         tensors = {name: host_copy(piece.source) for name, piece in kept.items()}
         files[f"optimizer_rank_{number:05d}.safetensors"] = tensors, {"pieces": json.dumps(pieces)}
