@@ -3,6 +3,7 @@
 #
 #     bash speedrun.sh                # for what it finds: 8 GPUs, fewer, or a CPU
 #     bash speedrun.sh --chat         # and opens the chat page at the end
+#     bash speedrun.sh --chat --folder=~/notes    # there the assistant looks things up in your own files
 #     bash speedrun.sh --full         # the whole recipe also on a CPU that takes more than half an hour for it
 #     bash speedrun.sh --rehearse     # every stage with a tiny model for two steps, on GPUs after three steps of the real one
 #     bash speedrun.sh --plan=8,H100,80    # only says what it would run on 8 H100 of 80 GB, in how many hours, at what cost
@@ -11,16 +12,17 @@
 # newest checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")"
-chat=no rehearse=no full=no plan="" gpu="" memory=""
+chat=no rehearse=no full=no plan="" gpu="" memory="" folder=""
 words=""    # tasks that the tokenizer reads, too
 shard_mb=8
 for argument in "$@"; do
     case $argument in
         --chat) chat=yes ;;
+        --folder=?*) folder=${argument#*=} ;;
         --rehearse) rehearse=yes ;;
         --full) full=yes ;;
         --plan=[1-9],?*,[1-9]* | --plan=[1-9][0-9],?*,[1-9]*) plan=${argument#*=} ;;
-        *) echo "error: $argument is unknown; expected --chat, --full, --rehearse or --plan=8,H100,80" >&2; exit 2 ;;
+        *) echo "error: $argument is unknown; expected --chat, --folder=…, --full, --rehearse or --plan=8,H100,80" >&2; exit 2 ;;
     esac
 done
 . ./setup.sh "$(! nvidia-smi >/dev/null 2>&1 || echo hub)"  # the larger tasks come from the hub
@@ -101,12 +103,13 @@ gpu_recipe() {
     rates=(--embedding_lr=0.3 --unembedding_lr=0.008)
     model=(--depth="$depth" --max_seq_len=2048 --device_batch_size="$rows" "${horizon[@]}" "${rates[@]}" --weight_decay=0.2 --warmup_steps=40
            --warmdown_ratio=0.65 --final_lr_frac=0.05 --muon_momentum=0.97 --final_muon_momentum=0.9 --save_every=1000 "${keep[@]}")
-    mid=(--tasks="smoltalk, mmlu*3, gsm8k*4, words:$data*3, spellingbee[:20000], tinyworld:identity, tinyworld:turns" "${rates[@]}"
+    lookups="lookup, lookup:unknown[:2000], lookup:talk[:4000], search, search:unknown[:2000]"
+    mid=(--tasks="smoltalk, mmlu*3, gsm8k*4, words:$data*3, spellingbee[:20000], tinyworld:identity, tinyworld:turns, $lookups" "${rates[@]}"
          --init_lr_frac=0.8 --warmdown_ratio=0.5 --device_batch_size="$rows" --total_batch_size=524288 --save_every=200 "${keep[@]}")
     sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:$data[:600], tinyworld:identity" --init_lr_frac=0.02
          --device_batch_size=$few --save_every=200 "${keep[@]}")
     rl=(--task=gsm8k --device_batch_size=$few --save_every=20 "${keep[@]}")
-    judged=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, words:$data[:256], spellingbee[:256], tinyworld:identity" --max_problems=-1)
+    judged=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, mmlu, gsm8k, humaneval, words:$data[:256], spellingbee[:256], tinyworld:identity, lookup, search" --max_problems=-1)
     core=-1 eval_tokens=10485760
 }
 
@@ -128,11 +131,11 @@ try_three_steps() (  # a subshell: the base folder is changed for it alone
 # ---- On a CPU: the embedded world, and Python's own documentation. Nothing to download, and a model small enough for
 # minutes on two cores
 
-# All stages together take about as long as 1,700 training steps of the base model, and three minutes more.
+# All stages together take about as long as 2,900 training steps of the base model, and three minutes more.
 estimate() {
     local ms
     ms=$(python -m scripts.doctor --time_only --depth=$depth --max_seq_len=256 --vocab_size=$vocab)
-    minutes=$((3 + ms * 1700 / 60000))
+    minutes=$((3 + ms * 2900 / 60000))
 }
 
 choose_cpu_depth() {
@@ -156,14 +159,16 @@ cpu_recipe() {
     tag=assistant-d$depth launch=(python -m)
     model=(--depth=$depth --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=500
            --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=32768 --save_every=100 --keep_last=2)
-    mid=(--tasks="tinyworld*2, tinyworld:turns, arithmetic[:5000], spellingbee[:6000], words:$data[:8000], pydoc, run[:10000]"
+    lookups="lookup[:22000], lookup:unknown[:1500], lookup:talk[:4500], search[:12000], search:unknown[:1500]"
+    more_lookups="lookup[22000:26000], lookup:unknown[1500:2000], lookup:talk[4500:6000], search[12000:16000], search:unknown[1500:2000]"
+    mid=(--tasks="tinyworld*2, tinyworld:turns, arithmetic[:5000], spellingbee[:6000], words:$data[:8000], run[:10000], $lookups"
          --device_batch_size=16 --total_batch_size=4096 --eval_every=200 --eval_tokens=32768 --save_every=100 --keep_last=2)
-    sft=(--tasks="tinyworld[:2000], arithmetic[5000:6500], spellingbee[9000:11000], words:$data[8000:9500], pydoc[:2000], run[10000:14000]"
+    sft=(--tasks="tinyworld[:2000], tinyworld:identity, arithmetic[5000:6500], spellingbee[9000:11000], words:$data[8000:9500], run[10000:14000], $more_lookups"
          --device_batch_size=16 --target_examples_per_step=64 --init_lr_frac=0.3 --eval_every=100 --eval_steps=5 --eval_metrics_every=-1
          --save_every=100 --keep_last=2)
     rl=(--task="run[14000:]" --num_iterations=40 --init_lr_frac=0.15 --num_samples=8 --max_new_tokens=80 --device_batch_size=16
         --eval_every=40 --eval_examples=1000 --eval_samples=1 --save_every=10 --keep_last=2)
-    judged=(--tasks="tinyworld:facts, tinyworld:identity, arithmetic, spellingbee, words:$data, pydoc:known, pydoc, run"
+    judged=(--tasks="tinyworld:facts, tinyworld:identity, arithmetic, spellingbee, words:$data, pydoc:known, pydoc, run, lookup, lookup:unknown, lookup:talk, search, search:unknown"
             --max_problems=600 --batch_size=64)
     core=0 eval_tokens=65536
 }
@@ -177,10 +182,10 @@ rehearsal_recipe() {
     [ "$gpus" -le 1 ] || launch=(torchrun --standalone --nproc_per_node="$gpus" -m)
     tiny=(--num_iterations=2 --device_batch_size=1 --eval_every=-1 --save_every=1 --compile=False)
     model=(--depth=2 --max_seq_len=256 --total_batch_size=$((256 * (gpus > 1 ? gpus : 1))) --sample_every=-1 "${tiny[@]}")
-    mid=(--tasks="tinyworld[:99], arithmetic[:99]" --total_batch_size=512 "${tiny[@]}")
+    mid=(--tasks="tinyworld[:99], lookup[:99]" --total_batch_size=512 "${tiny[@]}")
     sft=(--tasks="tinyworld[:99], spellingbee[:99]" --target_examples_per_step=2 --eval_metrics_every=-1 "${tiny[@]}")
     rl=(--task=arithmetic:easy --examples_per_step=1 --num_samples=2 --max_new_tokens=4 "${tiny[@]}")
-    judged=(--tasks="arithmetic[:4]" --max_problems=4) core=0 eval_tokens=256
+    judged=(--tasks="arithmetic[:4], lookup[:4]" --max_problems=4) core=0 eval_tokens=256
 }
 
 # ---- The run
@@ -196,6 +201,10 @@ fi
 [ -z "$plan" ] || python() { show python "$@"; }
 stage "data: $data"
 python -m scripts.dataset --source="$data" --num_shards="$shards" --shard_mb=$shard_mb
+
+stage "library: what the assistant looks up"
+python -m scripts.library --source=python
+[ -z "$folder" ] || python -m scripts.library --source="$folder" --name=folder
 
 stage "tokenizer"
 once tokenizer-$data --needs data/$data/manifest.json --makes tokenizer/$data -- \
@@ -231,6 +240,7 @@ python -m scripts.report --model_tag="$tag"
 [ -z "$plan" ] || exit 0
 stage "done"
 page=(python -m scripts.chat_web --source=rl --model_tag=$tag)
+[ -z "$folder" ] || page+=(--library=folder)
 if [ $rehearse = no ]; then
     echo "talk to it: . ./setup.sh && ${page[*]}      (or scripts.chat_cli, in the terminal)"
 else

@@ -12,6 +12,7 @@ from typing import Literal
 
 from configurator import configure
 
+from nanochat.corpus.library import open_library
 from nanochat.data.conversation import render_prompt, render_text
 from nanochat.inference.detokenizer import Delta, parts_of
 from nanochat.inference.engine import Engine
@@ -34,6 +35,7 @@ temperature = 0.6           # [0..] 0: always the most probable token
 top_k = 50                  # [0..] only the k most probable tokens; 0: all
 max_new_tokens = 256        # [1..] of an answer
 seed: int | None = None     # None: another answer every time
+library: str | None = None  # name or file of a library for the model to look into; None: that of Python, if it is there
 configure(globals())
 
 PROMPT_CACHE_BYTES = 2**29   # for what was read before of the conversation
@@ -49,7 +51,8 @@ stage = latest_stage(model_tag) if source == "auto" else source
 model, tokenizer, meta = load_checkpoint(find_model(stage, model_tag, step), device)
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
 render = render_text if stage == "base" else render_prompt
-engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, PROMPT_CACHE_BYTES)
+engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, PROMPT_CACHE_BYTES,
+                tools=open_library(library))
 room = min(max_new_tokens, engine.context // 4)  # tokens that an answer should find free
 
 

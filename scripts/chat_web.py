@@ -23,6 +23,7 @@ from configurator import configure  # isort: split
 
 import torch
 
+from nanochat.corpus.library import open_library
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.console import print0
 from nanochat.runtime.devices import choose_device_type
@@ -50,6 +51,7 @@ max_batch = 16              # [1..] answers that each engine writes at once for 
 max_new_tokens = 1024       # [1..] of an answer; clients that ask for more get this many
 temperature = 0.6           # [0..] where a request does not say; 0: always the most probable token
 top_k = 50                  # [0..] likewise: only the k most probable tokens; 0: all
+library: str | None = None  # name or file of a library for models to look into; None: that of Python, if it is there
 configure(globals())
 
 LOOPBACK = "127.0.0.1", "::1", "localhost"
@@ -88,16 +90,18 @@ device_type = choose_device_type(device_type)
 if workers == 0:
     workers = torch.cuda.device_count() if device_type == "cuda" else 1
 models = []
+tools = open_library(library)  # the engines open it as well; here it says where a passage comes from
 for stage in sources:
     checkpoint = find_model(stage, model_tag, step)
     tag = checkpoint.parent.name
     meta = read_meta(checkpoint)
-    load = partial(load_engine, checkpoint, device_type, dtype, max_batch, workers)
+    load = partial(load_engine, checkpoint, device_type, dtype, max_batch, library, workers)
     models.append(ServedModel(
         id=f"{tag}-{stage}",
         tokenizer=Tokenizer.load(checkpoint),
         context=meta["model_config"]["sequence_len"],
         max_batch=max_batch,
+        tools=tools,
         workers=[Worker(partial(load, number)) for number in range(workers)],
         chats=stage != "base",
         examples=example_questions(tasks_of(stage, tag)),

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from conftest import ALL_PIECES, REPO, warm_python
+from test_tools import Shelf
 
 import nanochat.inference.engine
 import nanochat.inference.kv_cache
@@ -20,6 +21,7 @@ from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.kv_cache import CachedModel, Prefix, linear
 from nanochat.inference.logprobs import token_logprobs
 from nanochat.inference.sampling import SamplingParams, draw
+from nanochat.inference.tools import Tools
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, architecture
 from nanochat.model.loss import cap
@@ -648,6 +650,8 @@ def scripted(monkeypatch, *tokens: int) -> None:
 
 @pytest.mark.parametrize("expression, result, arch", [
     ("12 * 3", "36", "classic"), ("12 * 3", "36", ALL_PIECES), ("'the three'.count('e')", "3", "classic"),
+    ("lookup('sum')", "It is 3.", "classic"), ("search('sum')", "It is 3.", ALL_PIECES),
+    ("lookup('?')", "nothing", "classic"),
     ("1 +", None, "classic"), ("9 ** 9", None, "classic"), ("the", None, "classic"),
 ])
 def test_results_are_forced_in_and_read_like_any_token(monkeypatch, expression, result, arch):
@@ -658,7 +662,7 @@ def test_results_are_forced_in_and_read_like_any_token(monkeypatch, expression, 
     ignored = [9] * len(forced)  # drawn while the tool is writing
     scripted(monkeypatch, 65, *call, *ignored, 70)
     model, prompts = random_model(arch=arch), random_prompts(10, 3)
-    engine = Engine(model, TOKENIZER, max_batch=2)
+    engine = Engine(model, TOKENIZER, max_batch=2, tools=Tools(Shelf()))
     logits, decode = [], engine.model.decode
     engine.model.decode = lambda tokens: logits.append(decode(tokens)) or logits[-1]
     stop = SPECIAL("<|output_end|>"),  # ends what the model writes, not what the tool does

@@ -210,7 +210,7 @@ def test_a_plan_shows_the_commands_for_gpus_that_are_not_here(base_folder):
     assert problems(shown.stdout, REPO) == []
     commands = re.findall(r"^(?:python|torchrun .*--nproc_per_node=8 .*?) -m scripts\.(\w+) ", shown.stdout, re.M)
     stages = "base_train base_eval mid_train chat_eval chat_sft chat_eval chat_rl chat_eval"
-    assert commands == ["dataset", "tok_train", *stages.split(), "report"]
+    assert commands == ["dataset", "library", "tok_train", *stages.split(), "report"]
     specs = ", ".join(re.findall(r'"--tasks=([^"]+)"', shown.stdout)).split(", ")
     assert len(specs) > 30 and all(SPEC.fullmatch(spec)["name"] in TASKS for spec in specs)
     computing, windows = 12 * 24 * 1536**2 + 32768 * 1536, 6 * 2048 + 18 * 512
@@ -233,10 +233,10 @@ def test_a_slow_machine_trains_a_smaller_model_unless_asked_for_all(tmp_path):
         return depth, out
 
     depth, out = chosen(tmp_path / "fast", 400)
-    assert depth == "4" and "about 14 minutes" in out and "smaller" not in out
+    assert depth == "4" and "about 22 minutes" in out and "smaller" not in out
     depth, out = chosen(tmp_path / "slow", 2500)
-    assert depth == "2" and "about 73 minutes" in out
-    assert "a smaller model instead, in about 26 minutes; bash speedrun.sh --full trains the larger one" in out
+    assert depth == "2" and "about 123 minutes" in out
+    assert "a smaller model instead, in about 43 minutes; bash speedrun.sh --full trains the larger one" in out
     assert chosen(tmp_path / "slow", 450)[0] == "2", "now as fast: this run goes on as it began"
     assert chosen(tmp_path / "slow", 3000, "--full")[0] == "4"
     assert chosen(tmp_path / "slow", 3000)[0] == "4", "what was asked for last goes on"

@@ -29,7 +29,8 @@ from nanochat.tasks.gsm8k import answer_parts
 
 EMBEDDED = ("arithmetic", "arithmetic:easy", "arithmetic:medium", "arithmetic:hard", "spellingbee", "spellingbee:spell",
             "spellingbee:tool", "spellingbee:hand", "tinyworld", "tinyworld:facts", "tinyworld:identity",
-            "tinyworld:turns", "pydoc", "pydoc:known", "run", "run:tool")
+            "tinyworld:turns", "pydoc", "pydoc:known", "run", "run:tool", "lookup", "lookup:unknown",
+            "lookup:talk", "search", "search:unknown")
 
 
 class Numbers(Task):

@@ -374,6 +374,31 @@ def test_whatever_is_written_is_text(visit):
     me.button("Stop").click()
 
 
+def test_a_passage_unfolds_with_its_place(visit):
+    """By keyboard; what was not found is a box as of the calculator. The next request has the parts as they came."""
+    me = visit()
+    source = {"title": "Cellar", "place": "wine.md:14"}
+    passage = {"type": "python_output", "text": "Wine <b>keeps</b>", "source": source}
+    me.reply(
+        {"part": {"type": "python", "text": "lookup('cel"}}, {"part": {"type": "python", "text": "lar')"}},
+        {"part": passage}, {"part": {"type": "python_output", "text": " cool."}}, {"content": "Wine keeps cool."},
+        {"part": {"type": "python", "text": "search('x')"}}, {"part": {"type": "python_output", "text": "nothing"}})
+    me.ask("cellar?")
+    details = me.answers.locator("details.passage")
+    assert details.inner_text() == "looked up: Cellar" and me.answers.locator("b").count() == 0
+    details.locator("summary").focus()
+    me.page.keyboard.press("Enter")
+    assert details.inner_text().split("\n") == [
+        "looked up: Cellar", "lookup('cellar')", "Wine <b>keeps</b> cool.", "from wine.md:14"]
+    assert me.answers.locator(".tool").all_inner_texts() == ["search('x')\n= nothing"]
+    me.page.unroute(CHAT)
+    me.say("Thanks")
+    me.button("Stop").wait_for()
+    assert me.asked[1]["messages"][1]["content"][1] == passage | {"text": "Wine <b>keeps</b> cool."}
+    expect(me.answers.last).to_have_text(re.compile("^abc"))  # the server took them
+    me.button("Stop").click()
+
+
 def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     """A key that is wanted; all places taken; a stream that breaks; a conversation that is too long."""
     me = visit(key="")

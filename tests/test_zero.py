@@ -129,7 +129,8 @@ def stacked(steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def state_of(sharding, optimizers) -> list[Tensor]:
     tensors = [s.master for s in sharding.shards]
     for optimizer in optimizers:
-        tensors += [t for by_name in (*optimizer.state.values(), *optimizer.owned.values(), optimizer.counters) for t in by_name.values()]
+        for by_name in (*optimizer.state.values(), *optimizer.owned.values(), optimizer.counters):
+            tensors += by_name.values()
     return [t.clone() for t in tensors]
 
 

@@ -19,6 +19,7 @@ class Task(Sequence):
     """
     name = ""                                                    # its row in the report
     eval_type: Literal["categorical", "generative"] | None = None  # how it is measured; None: only to train on
+    library: str | None = None                                   # file that answers look into; None: Python's
 
     def conversation(self, index: int) -> Conversation:
         """Conversation 0 <= index < len(self): a pure function of the task and the index."""
@@ -54,7 +55,7 @@ class Slice(Task):
 
     def __init__(self, task: Task, indices: Sequence[int]) -> None:
         self.task, self.indices = task, indices
-        self.name, self.eval_type = task.name, task.eval_type
+        self.name, self.eval_type, self.library = task.name, task.eval_type, task.library
         self.evaluate, self.reward = task.evaluate, task.reward
 
     def __len__(self) -> int:

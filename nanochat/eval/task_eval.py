@@ -14,6 +14,7 @@ from nanochat.eval.loss_eval import batches_by_length, padded, row_of
 from nanochat.inference.detokenizer import answer_text
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.sampling import SamplingParams
+from nanochat.inference.tools import Tools, open_tools
 from nanochat.model.gpt import GPT
 from nanochat.runtime.collectives import gather_objects, rank_and_size
 from nanochat.runtime.compiling import eagerly
@@ -43,7 +44,8 @@ def evaluate_task(
     if task.eval_type == "categorical":
         answers = [[letter] for letter in likeliest_letters(model, tokenizer, conversations, batch_size)]
     else:
-        samples = generate_answers(model, tokenizer, conversations, indices, sampling, num_samples, batch_size)
+        tools = open_tools(task.library)
+        samples = generate_answers(model, tokenizer, conversations, indices, sampling, num_samples, batch_size, tools)
         answers = []
         for of_problem in samples:
             answers.append([answer_text(tokenizer, answer.tokens) for answer in of_problem])
@@ -62,11 +64,13 @@ def generate_answers(
     sampling: SamplingParams,
     num_samples: int,
     batch_size: int,
+    tools: Tools,
 ) -> list[list[Answer]]:
     """num_samples answers to each conversation. indices: of the conversations in their task; they seed the samples."""
     prompts = [render_prompt(tokenizer, conversation) for conversation in conversations]
     seeded = [seed_with(sampling, index) for index in indices]
-    answers = Engine(model, tokenizer, batch_size).generate(prompts, seeded, num_samples, truncate=True)
+    engine = Engine(model, tokenizer, batch_size, tools=tools)
+    answers = engine.generate(prompts, seeded, num_samples, truncate=True)
     return [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
 
 

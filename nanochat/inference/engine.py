@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.inference.calculator import calculate
 from nanochat.inference.detokenizer import Delta, IncrementalDetokenizer
 from nanochat.inference.kv_cache import CachedModel, Prefix
 from nanochat.inference.logprobs import TokenLogprob, token_logprobs
 from nanochat.inference.prompt_cache import PIECE, PromptCache
 from nanochat.inference.sampling import Grammar, SamplingParams, draw
+from nanochat.inference.tools import Tools, is_call
 from nanochat.model.gpt import GPT
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.progress import progress
@@ -76,6 +76,7 @@ class Answer:
     cached: int = 0                         # tokens of the prompt that the prompt cache had
     output: deque[int] = field(default_factory=deque)  # what the tool has still to write
     expression: list[int] | None = None     # tokens since <|python_start|>
+    calls: int = 0                          # of a library
 
     @property
     def unread(self) -> int:
@@ -89,17 +90,18 @@ class Engine:
 
     Part of the weights are copied: after a training step, make a new engine (milliseconds for a small model).
     prompt_cache_bytes: size of the prompt cache. max_per_owner: places that one owner can have, so that a newcomer
-    finds one; None: all.
+    finds one; None: all. tools: what the model can call.
     """
 
     def __init__(
         self, model: GPT, tokenizer: Tokenizer, max_batch: int = 16, prompt_cache_bytes: int = 0,
-        max_per_owner: int | None = None,
+        max_per_owner: int | None = None, tools: Tools = Tools(),
     ):
         assert tokenizer.get_vocab_size() == model.config.vocab_size, "a model and another one's tokenizer"
         self.model = CachedModel(model, max_batch)
         self.tokenizer = tokenizer
         self.max_batch = max_batch
+        self.tools = tools
         self.max_per_owner = max_per_owner or max_batch
         self.context = model.config.sequence_len
         self.prompt_cache = PromptCache(prompt_cache_bytes)
@@ -357,7 +359,9 @@ class Engine:
         if token == self.python_start:
             answer.expression = []
         elif token == self.python_end and answer.expression is not None:
-            result = calculate(self.tokenizer.decode(answer.expression))
+            expression = self.tokenizer.decode(answer.expression)
+            result = self.tools.result(expression, self.tokenizer, answer.calls)
+            answer.calls += is_call(expression)
             if result is not None:
                 answer.output.extend([self.output_start, *self.tokenizer.encode(result), self.output_end])
             answer.expression = None

@@ -128,7 +128,7 @@ class Api:
         client = http.client.host if http.client else ""
         # In a thread: a megabyte takes up to a second to read, and others want their tokens meanwhile.
         asked, model, request = await asyncio.to_thread(self.read, kind, body, client)
-        reply = make_reply(asked, model.tokenizer, request)
+        reply = make_reply(asked, model, request)
         pending = model.submit(request)
         pending.watcher = asyncio.create_task(cancel_at_the_end(http, pending))
         chunks = self.chunks(model, pending)

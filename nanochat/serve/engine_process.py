@@ -32,6 +32,7 @@ from nanochat.inference.kv_cache import Prefix
 from nanochat.inference.logprobs import TokenLogprob
 from nanochat.inference.prompt_cache import PIECE
 from nanochat.inference.sampling import Grammar
+from nanochat.inference.tools import open_tools
 from nanochat.runtime.console import log_error
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
@@ -254,7 +255,8 @@ class EngineProcess:
 
 
 def load_engine(
-    checkpoint: Path, device_type: str, dtype: str, max_batch: int, workers: int, number: int,
+    checkpoint: Path, device_type: str, dtype: str, max_batch: int, library: str | None, workers: int,
+    number: int,
 ) -> Engine:
     """The engine of worker `number`; the workers take the GPUs in turn or share the cores."""
     os.environ["LOCAL_RANK"] = str(number % max(1, torch.cuda.device_count()))
@@ -263,7 +265,7 @@ def load_engine(
     model, tokenizer, _ = load_checkpoint(checkpoint, device)
     model = model.eval().to(compute_dtype(dtype, device))
     # One place more than an address may have: a newcomer need not wait for the end of another's answer.
-    return Engine(model, tokenizer, max_batch + 1, PROMPT_CACHE_BYTES, max_batch)
+    return Engine(model, tokenizer, max_batch + 1, PROMPT_CACHE_BYTES, max_batch, open_tools(library))
 
 
 def main() -> None:

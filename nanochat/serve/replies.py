@@ -5,12 +5,13 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import Delta, parts_of
 from nanochat.inference.logprobs import TokenLogprob
+from nanochat.inference.tools import NOTHING
 from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json, PlacedLogprob, Request
 from nanochat.serve.requests import BaseRequest
 from nanochat.serve.tools import read_call
+from nanochat.serve.worker import ServedModel
 
 
 @dataclass
@@ -32,8 +33,8 @@ class Reply:
     """The choices of one request, as one response or as server-sent events: here those of a completion."""
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, asked: BaseRequest, tokenizer: Tokenizer, request: Request):
-        self.asked, self.tokenizer = asked, tokenizer
+    def __init__(self, asked: BaseRequest, model: ServedModel, request: Request):
+        self.asked, self.tokenizer, self.tools = asked, model.tokenizer, model.tools
         self.id = uuid.uuid4().hex
         self.head = {"id": self.id, "created": int(time.time()), "model": asked.model}
         self.prompt_tokens = sum(map(len, request.prompts))
@@ -125,7 +126,9 @@ class ChatReply(Reply):
             written.begun = True
             delta = {"role": "assistant", "content": ""}
         for index, part in enumerate(parts, len(written.parts) - len(parts)):
-            delta.setdefault("parts", []).append({"index": index} | part)
+            begins = written.parts[index]["text"] == part["text"]  # clients append texts, so a source is sent once
+            source = self.source(written, index) if begins else {}
+            delta.setdefault("parts", []).append({"index": index} | part | source)
             if part["type"] == "text":
                 delta["content"] = delta.get("content", "") + part["text"]
         if written.finish_reason and written.parts and written.parts[-1]["type"] == "python":
@@ -135,8 +138,17 @@ class ChatReply(Reply):
             delta["tool_calls"] = [{"index": 0} | written.call]
         return {"delta": delta}
 
+    def source(self, written: Written, index: int) -> Json:
+        """Where the passage in a part comes from; nothing for a part that is no passage."""
+        call, part = ({"type": "text"}, *written.parts)[index : index + 2]
+        if call["type"] != "python" or part["type"] != "python_output" or part["text"] == NOTHING:
+            return {}
+        passage = self.tools.find(call["text"])
+        return {"source": {"title": passage.title, "place": passage.place}} if passage else {}
+
     def content(self, written: Written) -> Json:
-        message = {"role": "assistant", "content": written.text(), "parts": written.parts}
+        parts = [part | self.source(written, index) for index, part in enumerate(written.parts)]
+        message = {"role": "assistant", "content": written.text(), "parts": parts}
         if written.call:
             message |= {"content": written.text() or None, "tool_calls": [written.call]}
         return {"message": message}

@@ -5,8 +5,9 @@ Extensions:
 
     top_k                 only the k most probable tokens; 0 or -1: all
     parts                 of an answer's message, and of an assistant's message in a request: everything in order, as
-                          [{"type": "text" | "python" | "python_output", "text": ...}, ...]. What the model has the
-                          calculator compute is there, and not in `content`. In a request `parts` (or a list of such
+                          [{"type": "text" | "python" | "python_output", "text": ...}, ...]. What the model has its
+                          tools compute or look up is there, and not in `content`; a passage of a library has a
+                          "source", {"title": ..., "place": "notes/wine.md:14"}. In a request `parts` (or a list of such
                           parts as `content`) goes before `content`, so a message that was received can be sent back.
     delta.parts           in a stream, [{"index": k, "type": ..., "text": ...}]: the next bit of part k, which OpenAI's
                           Python client appends there (its JavaScript client does not). Text is in `content` as well

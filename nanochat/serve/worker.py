@@ -20,6 +20,7 @@ from typing import Any
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import Engine
 from nanochat.inference.prompt_cache import PIECE
+from nanochat.inference.tools import Tools
 from nanochat.serve.protocol import ApiError, Batch, Chunk, Chunks, Request, unavailable
 
 ENGINE = "from nanochat.serve.engine_process import main; main()"   # -m would know its classes under another name
@@ -161,6 +162,7 @@ class ServedModel:
     context: int                    # tokens
     max_batch: int                  # choices of one address written at once on each device
     workers: list[Worker]
+    tools: Tools = Tools()          # the same as the engines', to say where a passage comes from
     chats: bool = True              # else it is a base model: messages are a text that it continues
     examples: Sequence[str] = ()    # questions to suggest
 

@@ -8,6 +8,7 @@ A spec is NAME or NAME:ARGUMENT; [start:stop] after it takes a part, and in a mi
 """
 import re
 from collections.abc import Callable
+from functools import partial
 
 from nanochat.data.task import Task
 from nanochat.runtime.errors import UserError, did_you_mean
@@ -17,13 +18,15 @@ from nanochat.tasks.custom_json import CustomJSON
 from nanochat.tasks.gsm8k import GSM8K
 from nanochat.tasks.hub import SmolTalk
 from nanochat.tasks.humaneval import HumanEval
+from nanochat.tasks.lookup import Lookup
 from nanochat.tasks.multiple_choice import ARC, MMLU
 from nanochat.tasks.pydoc import Pydoc
 from nanochat.tasks.run import Run
 from nanochat.tasks.spellingbee import generated_words, real_words
 from nanochat.tasks.tinyworld import TinyWorld
 
-# Name -> what makes the task from (argument, split), and the arguments that it takes, the default first; None: any.
+# Name -> what makes the task from (argument, split), and the arguments that it takes, the default first;
+# FILE: any besides; None: any, and one is needed.
 TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...] | None]] = {
     "smoltalk": (SmolTalk, ("",)),
     "mmlu": (MMLU, ("",)),
@@ -36,10 +39,12 @@ TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...] | None]] = {
     "tinyworld": (TinyWorld, ("", "facts", "identity", "turns")),
     "pydoc": (Pydoc, ("", "known")),
     "run": (Run, ("", "tool")),
+    "lookup": (partial(Lookup, "lookup"), ("", "true", "unknown", "talk", "FILE")),
+    "search": (partial(Lookup, "search"), ("", "true", "unknown", "FILE")),
     "json": (CustomJSON, None),
 }
 # Not downloaded, and neither a user's own data nor words of it.
-GENERATED = ("arithmetic", "pydoc", "run", "spellingbee", "tinyworld")
+GENERATED = ("arithmetic", "lookup", "pydoc", "run", "search", "spellingbee", "tinyworld")
 PART = r"\[(?P<start>\d*):(?P<stop>\d*)\]"
 SPEC = re.compile(rf"(?P<name>[^:\[*]+?)(:(?P<argument>.+?))?({PART})?(\*(?P<passes>[1-9]\d*))?")
 
@@ -121,7 +126,7 @@ def read_spec(spec: str) -> tuple[str, str, re.Match[str]]:
         if not argument:
             raise UserError(f"task {spec!r} needs an argument, such as json:/path/to/file.jsonl or words:climbmix")
         return name, argument, found
-    if argument and argument not in arguments:
+    if argument and argument not in arguments and "FILE" not in arguments:
         expected = " or ".join(filter(None, arguments)) or "no argument"
         raise UserError(f"task {name!r} has no {argument!r}; expected {expected}{did_you_mean(argument, arguments)}")
     return name, argument or arguments[0], found

@@ -8,6 +8,7 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.task_eval import accuracy, generate_answers
 from nanochat.inference.detokenizer import answer_text
 from nanochat.inference.sampling import SamplingParams
+from nanochat.inference.tools import open_tools
 from nanochat.model.gpt import GPT
 
 
@@ -31,7 +32,8 @@ def sample_rollouts(
 ) -> list[Rollout]:
     """num_samples rollouts of each of these problems, those of one problem next to each other, with advantages."""
     conversations = [task[index] for index in indices]
-    answers = generate_answers(model, tokenizer, conversations, indices, sampling, num_samples, batch_size)
+    tools = open_tools(task.library)
+    answers = generate_answers(model, tokenizer, conversations, indices, sampling, num_samples, batch_size, tools)
     rollouts = []
     for conversation, samples in zip(conversations, answers):
         rewards = [task.reward(conversation, answer_text(tokenizer, answer.tokens)) for answer in samples]

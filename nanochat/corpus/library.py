@@ -1,0 +1,165 @@
+"""
+A folder, or Python's documentation, in passages: what `python -m scripts.library` makes, and the assistant looks up.
+
+A passage is as many sentences of a paragraph as have 300 characters. Its title is the name of a Python object, the
+heading above it, or else the name of its file. nanochat/inference/library.py reads what is written here.
+"""
+import hashlib
+import platform
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from nanochat.corpus.own_files import KIND, KINDS, file_texts, files_below
+from nanochat.corpus.pydoc import documentation, first_paragraph, first_sentence
+from nanochat.inference.library import FORMAT, Library, Passage, connect, key_of, last_part, library_path, stems
+from nanochat.inference.tools import Tools, open_tools
+from nanochat.runtime.console import print0
+from nanochat.runtime.errors import UserError, first_line
+from nanochat.runtime.files import locked, recover_folder, write_aside
+from nanochat.runtime.progress import progress
+
+WHOLE = 1 << 30  # characters: a text is not cut in pieces, so that its lines can be counted
+# The rest of a paragraph if that is short, else whole sentences, else whole words, else characters.
+PASSAGE = re.compile(r"\S.{0,299}$|\S.{0,298}(?:[.!?](?= )|[。！？])|\S.{0,299}(?= )|\S.{0,299}")
+CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+MARKUP = re.compile(r"!?\[([^\]]{0,200})\](?:\([^)]{0,500}\)|\[[^\]]{0,200}\])|`+|\*\*")  # what a link says stays
+# Code and comments are left out: on one line they cannot be read.
+BLOCK = re.compile(r"""
+    \A---\n[\s\S]*?\n---$                                        # front matter
+    | ^[ ]*```[\s\S]*?(?:^[ ]*```|\Z)                             # code
+    | ^[ ]*<!--[\s\S]*?(?:-->|\Z)                                # a comment
+    | ^[ ]{0,3}\#{1,6}[ ](?P<heading>.+)
+    | ^(?P<underlined>\S.*)\n[=~^-]{3,}\s*$
+    | ^[ \t]*(?:(?:[*+•|>-]|\d+[.)])[ \t]+)?                     # the mark of an item, or of a row of a table
+      (?P<paragraph>\S.*(?:\n(?![ ]*(?:[*+•|>-][ \t]|\d+[.)][ ]|\#{1,6}[ ]|```|[=~^-]{3,}\s*$))[ \t]*\S.*)*)
+    """, re.MULTILINE | re.VERBOSE)
+SCHEMA = """
+PRAGMA journal_mode = OFF; BEGIN;
+CREATE TABLE manifest(key TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE passages(id INTEGER PRIMARY KEY, title TEXT, text TEXT, place TEXT, key TEXT, last TEXT);
+CREATE TABLE words(word TEXT PRIMARY KEY, passages INTEGER) WITHOUT ROWID;
+CREATE VIRTUAL TABLE stems USING fts5(title, text, content='', tokenize='ascii');
+CREATE TEMP TRIGGER fill AFTER INSERT ON passages BEGIN
+    INSERT INTO stems(rowid, title, text) VALUES (new.id, stems(new.title), stems(new.text));
+END;
+"""
+INSERT = "INSERT INTO passages VALUES (NULL, ?1, ?2, ?3, key_of(?1), last_part(key_of(?1)))"
+FINISH = """
+CREATE VIRTUAL TABLE temp.vocabulary USING fts5vocab(main, stems, row);
+INSERT INTO words SELECT term, doc FROM temp.vocabulary;
+INSERT INTO manifest SELECT 'passages', count(*) FROM passages;
+CREATE INDEX names ON passages(last, key);
+"""
+
+
+def make_library(source: str, name: str = "", field: str = "text", encoding: str = "utf-8") -> Path:
+    """
+    Make the library of a folder or file, or of "python", and return its place. The settings are those of the command,
+    scripts/library.py. A library that is there is replaced as a whole.
+    """
+    if source == "python":
+        passages = python_passages()
+    else:
+        path = Path(source).expanduser().resolve()
+        if not source or not path.exists():
+            raise UserError(f"no source {source!r}, and no such path; expected python, or a folder or file of your own")
+        source = str(path)
+        name = name or KIND.sub("", path.name)
+        passages = file_passages(path, field, encoding)
+        if name == "python":
+            raise UserError(f"library 'python' is that of Python; choose another name for {source!r} with --name=…")
+    place = library_path(name or source)
+    with locked(place.with_name(f".{place.name}.lock")):
+        recover_folder(place)  # what a killed process left
+        manifest = {"format": FORMAT, "source": source, "fingerprint": fingerprint(source)}
+        with write_aside(place) as aside:
+            database = connect(aside.as_uri())
+            database.create_function("key_of", 1, key_of)
+            database.create_function("last_part", 1, last_part)
+            database.create_function("stems", 1, lambda text: " ".join(stems(text)))
+            database.executescript(SCHEMA)
+            database.executemany("INSERT INTO manifest VALUES (?, ?)", manifest.items())
+            if not database.executemany(INSERT, progress(passages, "reading", "passages")).rowcount:
+                raise UserError(f"nothing to read in {source}: expected text in {KINDS}")
+            database.executescript(FINISH)
+            database.close()
+    return place
+
+
+def changes(library: Library) -> str:
+    """A line for a library whose source has changed since; "" where it has not."""
+    source = library.manifest["source"]
+    if library.manifest["fingerprint"] == fingerprint(source):
+        return ""
+    return f"{source} has changed since {library.path} was made: python -m scripts.library --source={source}"
+
+
+def open_library(file: str | None) -> Tools:
+    """The tools with a library, as `open_tools`; a line where it is not that of the files as they are now."""
+    tools = open_tools(file)
+    if tools.library and (changed := changes(tools.library)):
+        print0(f"warning: {changed}")
+    return tools
+
+
+def fingerprint(source: str) -> str:
+    """Changes with the files that a library is made of: their names, sizes and times."""
+    if source == "python":
+        return platform.python_version()
+    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files_of(Path(source))]
+    return hashlib.sha256(repr(states).encode()).hexdigest()
+
+
+def files_of(source: Path) -> list[Path]:
+    files = [source] if source.is_file() else files_below(source)
+    return [file for file in files if KIND.search(file.name)]
+
+
+# ---- Passages
+
+def file_passages(source: Path, field: str, encoding: str) -> Iterator[Passage]:
+    """The passages of all files; one that cannot be read is printed."""
+    for file in files_of(source):
+        name = CONTROL.sub("?", str(file.relative_to(source.parent)))
+        stem = KIND.sub("", Path(name).name)
+        has_lines = KIND.search(file.name)[1].lower() in ("txt", "md")
+        try:
+            for row, text in enumerate(file_texts(file, field, encoding, WHOLE), start=1):
+                for title, passage, line in text_passages(text, stem):
+                    number = line if has_lines else row
+                    yield Passage(title, passage, f"{name}:{number}")
+        except Exception as error:  # parsers raise all kinds
+            print(f"{name} is not read: {first_line(error)}")
+
+
+def text_passages(text: str, title: str) -> Iterator[tuple[str, str, int]]:
+    """(title, passage, line) of paragraphs and items of lists. Headings are those of Markdown, or underlined."""
+    line = 1
+    position = 0
+    text = CONTROL.sub(" ", text)
+    for block in BLOCK.finditer(text):
+        heading = block["heading"] or block["underlined"]
+        if heading:
+            title = plain(heading).strip("# ")[:200] or title
+        line += text.count("\n", position, block.start())
+        position = block.start()
+        for passage in PASSAGE.findall(plain(block["paragraph"] or "")):
+            yield title, passage, line
+
+
+def plain(text: str) -> str:
+    """On one line, without Markdown's marks."""
+    return " ".join(MARKUP.sub(r"\1", text).split())
+
+
+def python_passages() -> Iterator[Passage]:
+    """For each object the first paragraph of its documentation, which begins as tasks/pydoc.py quotes it."""
+    for name, doc in documentation().items():
+        first, _, rest = doc.partition("\n\n")
+        if "->" in first and not first_sentence(first) and first_sentence(rest):
+            doc = rest  # older documentation begins with a signature alone
+        sentence = first_sentence(doc) or ""
+        text = sentence + first_paragraph(doc)[len(sentence):]
+        if text:
+            yield Passage(name, PASSAGE.match(text)[0], f"help({name})")

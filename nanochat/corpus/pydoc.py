@@ -1,0 +1,70 @@
+"""The documentation of Python's standard library: tasks ask about its objects, a library looks them up."""
+import importlib
+import inspect
+import re
+import warnings
+from collections.abc import Iterator
+from functools import cache
+
+MODULES = """builtins abc argparse array base64 bisect calendar codecs collections colorsys configparser contextlib
+copy csv dataclasses datetime decimal difflib enum fnmatch fractions functools gc getpass glob gzip hashlib heapq html
+inspect io ipaddress itertools json keyword locale logging math mimetypes operator os os.path pathlib pickle platform
+pprint queue random re secrets shelve shlex shutil signal socket sqlite3 stat statistics string struct subprocess sys
+tarfile tempfile textwrap threading time timeit traceback types typing unicodedata urllib.parse uuid warnings weakref
+zipfile zlib""".split()
+REPLACED = ("inspect.getfile", "sys.excepthook")  # torch and nanochat/runtime/exits.py put others there
+LONGEST = 130  # characters of an answer
+# At the start of older documentation: "D.pop(k[,d]) -> v, remove …", "sleep(seconds)\n\nDelay …".
+SIGNATURE = re.compile(r"(?:[\w.]+\([^)]*\)(?: *->[\w\[\]() ]+?(?=[,.:\n]|  |$)| *-->)?[\s,.:-]*)*")
+
+
+@cache
+def documentation() -> dict[str, str]:
+    """The documentation of public objects by their names."""
+    found = {}
+    with warnings.catch_warnings(action="ignore"):  # about deprecated modules
+        for name, thing in public_objects():
+            found.setdefault(name, inspect.getdoc(thing) or "")
+    return found
+
+
+def public_objects() -> Iterator[tuple[str, object]]:
+    """(name, object): modules, their functions and classes, and the methods and properties of those classes."""
+    known: dict[int, object] = {}  # by id; each object comes under its first name only: uuid.int_ is int
+    for module_name in MODULES:
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError:  # a Python that was built without sqlite3, say
+            continue
+        yield module_name, module
+        for key in getattr(module, "__all__", vars(module)):
+            thing = getattr(module, key, None)
+            name = f"{module_name}.{key}".removeprefix("builtins.")
+            if key.startswith("_") or name in REPLACED or id(thing) in known:
+                continue
+            if not inspect.isroutine(thing) and not inspect.isclass(thing):
+                continue
+            known[id(thing)] = thing
+            yield name, thing
+            if inspect.isclass(thing):
+                for method, member in vars(thing).items():
+                    if not method.startswith("_") and (inspect.isroutine(member) or isinstance(member, property)):
+                        yield f"{name}.{method}", getattr(thing, method)
+
+
+def first_paragraph(doc: str) -> str:
+    """The first paragraph after a signature, on one line."""
+    doc = doc.strip()
+    return " ".join(doc[SIGNATURE.match(doc).end():].partition("\n\n")[0].split())
+
+
+def first_sentence(doc: str) -> str | None:
+    """The first sentence after a signature; None where there is none that is short and made of words."""
+    paragraph = first_paragraph(doc)
+    sentence = re.match(r".+?[.!](?= |$)|.+", paragraph)
+    text = sentence[0].rstrip(".:!") if sentence else ""
+    if len(text) > LONGEST or len(re.findall(r"[A-Za-z]{2,}", text)) < 3:
+        return None
+    if not text[0].isalpha() or "->" in text:
+        return None
+    return text[0].upper() + text[1:] + "."

@@ -1,0 +1,172 @@
+"""
+Passages to look up: one SQLite file with a full-text index (FTS5), which nanochat/corpus/library.py makes.
+
+    library = Library(path)
+    library.lookup("str.partition")        the passage of that title, or of the nearest
+    library.search("split text in three")  the best passage about these words
+
+The index has stems, not words: `stems` makes them of the passages when a library is made, and of a question here.
+"""
+import difflib
+import math
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import base_dir
+
+try:
+    import sqlite3
+except ImportError:  # a Python that was built without it
+    sqlite3 = None
+
+FORMAT = 1
+COMMAND = "python -m scripts.library --source=…"
+TERMS = 5          # stems of a question that passages are chosen by, the rarest: frequent ones take most of the time
+CANDIDATES = 20    # passages that BM25 puts first, compared closely
+ENOUGH = 0.5       # of a question's weight has to be in a passage, or nothing was found
+SIMILAR = 0.85     # of the last part of a misspelled title: the least ratio of difflib
+TIME_LIMIT = 0.25  # seconds of a query: it takes milliseconds, but on a slow disk
+LONGEST = 256      # characters of a question that are read
+
+CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # written without blanks: each character counts as a word
+WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
+HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")  # getElementById
+# stopped -> stop, partitions -> part. Roughly: what counts is that a question's stems are those of a passage.
+SUFFIX = re.compile(r"(?<=\w{3})(?:(?<=([bdgmnprt]))\1(?:ing|ed|er)s?|ies|y|(?:at|it)?(?:ion|or|ive)s?|ings?|ed|e?s"
+                    r"|ers?|ly|ments?|e)$")
+SENTENCE = re.compile(r".*?(?:[.!?。！？](?= |$)|$)", re.DOTALL)
+# "partition" is str.partition, not bytearray.partition, and "Path.mkdir" is pathlib.Path.mkdir.
+NAMED = """SELECT title, text, place FROM passages
+WHERE last = ?1 AND (key = ?2 OR substr(key, -1 - length(?2)) = '.' || ?2)
+ORDER BY key = ?2 DESC, title = ?3 DESC, length(key), id LIMIT 1"""
+# Of the same module, so that math.cubert is not math.cbrt only because both are of math.
+ALIKE = """SELECT DISTINCT last FROM passages
+WHERE last BETWEEN ?1 AND ?1 || '\U0010ffff' AND key = ?2 || last AND abs(length(last) - ?3) < 3"""
+# FTS5's rank is its bm25: negative, and the smaller the better.
+RANKED = f"""SELECT title, text, place, -rank FROM passages JOIN
+(SELECT rowid, rank FROM stems WHERE stems MATCH ? ORDER BY rank LIMIT {CANDIDATES}) AS best ON id = best.rowid
+ORDER BY rank"""
+
+
+class Passage(NamedTuple):
+    title: str
+    text: str
+    place: str  # such as "notes/wine.md:14"
+
+
+class Library:
+    """
+    A library, open for reading in any number of threads. What makes a query fail (a damaged page of the file, the time
+    limit) counts as nothing found. UserError, one line, for a file that is no library.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lock = threading.Lock()
+        if not path.is_file():
+            raise UserError(f"no library {path}: make it, {COMMAND}")
+        # immutable: no locks, which some network file systems lack. A library is replaced whole, never changed.
+        self.connection = connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1")
+        try:
+            self.manifest = dict(self.connection.execute("SELECT key, value FROM manifest"))
+            self.passages = int(self.manifest["passages"])
+            if int(self.manifest["format"]) > FORMAT:
+                raise UserError(f"{path} was made by a newer version of this program: make it again, {COMMAND}")
+        except (sqlite3.Error, LookupError, ValueError) as error:
+            raise UserError(f"{path} is no library, or damaged ({error}): make it again, {COMMAND}") from error
+        self.connection.set_progress_handler(lambda: time.monotonic() > self.deadline, 10_000)
+
+    def lookup(self, title: str) -> Passage | None:
+        """
+        The passage of this title; else of the shortest that ends in it; else of one that is written nearly so; else of
+        a name in it, such as libidn2-0 in "a libidn2-0 here"; else the best about its words.
+        """
+        key = key_of(title[:LONGEST])
+        last = last_part(key)
+        rows = self.query(NAMED, last, key, title)
+        if rows:
+            return Passage(*rows[0])
+        parent = key.removesuffix(last)
+        others = self.query(ALIKE, last[:1], parent, len(last))
+        nearest = difflib.get_close_matches(last, [other for other, in others], 1, SIMILAR)
+        if not nearest or nearest[0] == last:  # it is in the index, and its passage cannot be read
+            return self.named_in(title) or self.search(title)
+        return self.lookup(parent + nearest[0])
+
+    def named_in(self, text: str) -> Passage | None:
+        """The passage whose title is a word of the text that only a name can be, with a dot, a digit, …"""
+        for word in text.split():
+            key = key_of(word)
+            if not key.isalpha() and (rows := self.query(NAMED, last_part(key), key, word)):
+                return Passage(*rows[0])
+        return None
+
+    def search(self, words: str) -> Passage | None:
+        """The best passage about these words; None where none has enough of them."""
+        weights = {}  # of a question's stems: inverse document frequency
+        for stem in set(stems(words[:LONGEST])) - STOP_STEMS:
+            counts = self.query("SELECT passages FROM words WHERE word = ?", stem) or [(0,)]
+            weights[stem] = math.log(1 + self.passages / (1 + counts[0][0]))
+
+        def found(text: str) -> float:
+            return sum(weights[stem] for stem in weights.keys() & stems(text))
+
+        ranking = []
+        rarest = sorted(weights, key=weights.get)[-TERMS:]
+        for title, text, place, score in self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest)):
+            # BM25 alone prefers one rare word twice to all words once. The first sentence is what an answer quotes;
+            # where two have the same words, the shorter says less besides.
+            sentence = SENTENCE.match(text)[0]
+            in_all = found(f"{title} {text}")
+            score = in_all + 0.5 * found(sentence) + 0.3 * score - 0.05 * len(stems(sentence))
+            if in_all >= ENOUGH * sum(weights.values()):
+                ranking.append((score, Passage(title, text, place)))
+        return max(ranking)[1] if ranking else None
+
+    def query(self, statement: str, *values: Any) -> list[tuple]:
+        """All rows; none where the file cannot be read or the time is over."""
+        with self.lock:
+            self.deadline = time.monotonic() + TIME_LIMIT
+            try:
+                return self.connection.execute(statement, values).fetchall()
+            except (sqlite3.Error, UnicodeError):
+                return []
+
+
+def connect(address: str) -> "sqlite3.Connection":
+    try:
+        sqlite3.connect(":memory:").execute("CREATE VIRTUAL TABLE probe USING fts5(text)")
+    except Exception as error:
+        raise UserError("a library needs SQLite with FTS5, which this Python lacks; try another Python") from error
+    return sqlite3.connect(address, uri=True, check_same_thread=False, isolation_level=None)
+
+
+def library_path(name: str) -> Path:
+    return base_dir() / "library" / f"{name}.sqlite"
+
+
+def stems(text: str) -> list[str]:
+    """The stems of a text's words in their order: "getElementById sorts 今日" -> get element by id sort 今 日."""
+    return [SUFFIX.sub("", word.lower()) for word in WORD.findall(HUMP.sub(" ", text))]
+
+
+def key_of(title: str) -> str:
+    """A title as it is compared: "`fs.readFile(path)`" -> "fs.readfile"."""
+    return " ".join(title.lower().partition("(")[0].strip("`*_'\"?!. ").split())
+
+
+def last_part(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+# They say how somebody asks, not what about.
+STOP_STEMS = frozenset(stems("""
+a about am an and are as at be been but by can could describe did do does explain for from get had has have how i if in
+into is it its just like may me mean means meant might my need of on or our please shall should show so some tell than
+that the their them then there these they thing this those to too use used using want was we were what when where
+whether which who whose why will with would you your
+"""))

@@ -1,0 +1,73 @@
+"""
+The assistant's tools: what may stand between <|python_start|> and <|python_end|>, and what comes back.
+
+    12 * (3 + 4)                    84, by the calculator
+    lookup('str.partition')         the passage of that title in a library
+    search('split three parts')     the best passage about these words
+
+Where nothing is found, "nothing" comes back, so that the model can say so. A passage is data: special tokens in it are
+encoded as text, and at most RESULT_TOKENS of it are read, whole sentences if possible.
+"""
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.calculator import calculate
+from nanochat.inference.library import Library, Passage, library_path
+
+NOTHING = "nothing"
+MOST_CALLS = 3      # of a library in one answer: a model that repeats itself would never end
+RESULT_TOKENS = 64  # a model with a context of 256 has to keep room for the question and the answer
+CALL = re.compile(r"\s*(\w+)\(\s*(['\"])(.*)\2\s*\)\s*", re.DOTALL)
+SENTENCE_END = re.compile(r"(?<=[.!?]) |(?<=[。！？])")
+
+
+class Tools:
+    """What an engine can call. library: where passages are looked up; None: nothing is found."""
+
+    def __init__(self, library: Library | None = None) -> None:
+        self.library = library
+        self.queries: dict[str, Callable[[str], Passage | None]] = {}  # by the name that a call has
+        if library:
+            self.queries = {"lookup": library.lookup, "search": library.search}
+
+    def find(self, expression: str) -> Passage | None:
+        """The passage that a call finds."""
+        call = CALL.fullmatch(expression)
+        query = self.queries.get(call[1]) if call else None
+        return query(call[3].strip()) if query else None
+
+    def result(self, expression: str, tokenizer: Tokenizer, calls: int) -> str | None:
+        """
+        What comes back; None for a text that is no call and cannot be computed: the model goes on by itself.
+        calls: how often this answer has called a library before.
+        """
+        if not is_call(expression):
+            return calculate(expression)
+        passage = self.find(expression) if calls < MOST_CALLS else None
+        return shortened(passage.text, tokenizer) if passage else NOTHING
+
+
+def open_tools(library: str | None) -> Tools:
+    """With a library, by its name or its file; None: with that of Python, if it has been made."""
+    path = library_path(library or "python")
+    if library is None and not path.is_file():
+        return Tools()
+    if library and "/" in library:
+        path = Path(library).expanduser()
+    return Tools(Library(path))
+
+
+def is_call(expression: str) -> bool:
+    return CALL.fullmatch(expression) is not None
+
+
+def shortened(text: str, tokenizer: Tokenizer) -> str:
+    """The sentences of a text that fit into RESULT_TOKENS; where the first does not, its beginning."""
+    text = " ".join(text.split())
+    ends = [match.start() for match in SENTENCE_END.finditer(text)]
+    for end in [len(text), *reversed(ends)]:
+        if len(tokenizer.encode(text[:end])) <= RESULT_TOKENS:
+            return text[:end]
+    return tokenizer.decode(tokenizer.encode(text)[:RESULT_TOKENS]).rstrip("\ufffd")

@@ -1,0 +1,386 @@
+"""Real files, real SQLite. The oracles: BM25 by its formula over words that are split here, inspect, stat."""
+import csv
+import functools
+import gzip
+import inspect
+import json
+import math
+import os
+import random
+import re
+import signal
+import sqlite3
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import run_module
+
+from nanochat.corpus.library import changes, make_library, text_passages
+from nanochat.inference import library as reader
+from nanochat.inference.library import Library, Passage, library_path, stems
+from nanochat.runtime.errors import UserError
+
+WINE = """---
+tags: [drinks]
+---
+# Wine
+
+The cellar key hangs behind the [kitchen](house.md) door. Ask Ada if it is gone.
+Red wine stands on the left.
+
+<!-- to do:
+# More -->
+- Riesling is kept at nine degrees.
+- Merlot is kept at sixteen degrees.
+
+```
+# no heading
+```
+
+Old bottles
+-----------
+
+The oldest bottle is from 1961.
+"""
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "notes").mkdir()
+    return tmp_path / "notes"
+
+
+def made(folder: Path, **settings: str) -> Library:
+    return Library(make_library(str(folder), **settings))
+
+
+def passages(library: Library) -> list[Passage]:
+    return [Passage(*row) for row in library.query("SELECT title, text, place FROM passages ORDER BY id")]
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(UserError) as error:
+        Library(path)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ---- What is in a library
+
+def test_markdown_becomes_passages_with_heading_and_line(folder):
+    (folder / "wine.md").write_text(WINE)
+    assert passages(made(folder)) == [
+        ("Wine", "The cellar key hangs behind the kitchen door. Ask Ada if it is gone. Red wine stands on the left.",
+         "notes/wine.md:6"),
+        ("Wine", "Riesling is kept at nine degrees.", "notes/wine.md:11"),
+        ("Wine", "Merlot is kept at sixteen degrees.", "notes/wine.md:12"),
+        ("Old bottles", "The oldest bottle is from 1961.", "notes/wine.md:21"),
+    ]
+
+
+def test_every_kind_of_file_says_its_place(folder):
+    rows = [{"text": f"Row {n} of {{}} has the word {n}wort."} for n in range(3)]
+
+    def text(kind: str) -> list[dict]:
+        return [{"text": row["text"].format(kind)} for row in rows]
+
+    (folder / "sub").mkdir()
+    (folder / "sub" / "a.txt").write_text("\n\nA plain text has no heading.\n")
+    (folder / "b.md.gz").write_bytes(gzip.compress(b"# Packed\n\nThis one is compressed.\n"))
+    (folder / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in text("c")))
+    (folder / "d.json").write_text(json.dumps(text("d")))
+    with open(folder / "e.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, ["text"])
+        writer.writeheader()
+        writer.writerows(text("e"))
+    pq.write_table(pa.Table.from_pylist(text("f")), folder / "f.parquet")
+    (folder / "ignored.py").write_text("text = 'not read'")
+    (folder / ".hidden.md").write_text("not read")
+    library = made(folder)
+    assert library.lookup("a") == ("a", "A plain text has no heading.", "notes/sub/a.txt:3")
+    assert library.lookup("packed") == ("Packed", "This one is compressed.", "notes/b.md.gz:3")
+    for kind, suffix in {"c": "jsonl", "d": "json", "e": "csv", "f": "parquet"}.items():
+        found = [passage for passage in passages(library) if passage.title == kind]
+        assert [passage.place for passage in found] == [f"notes/{kind}.{suffix}:{n}" for n in (1, 2, 3)]
+    assert library.passages == 14
+
+
+def test_passages_are_at_most_300_characters_cut_at_sentences_and_lose_nothing(folder):
+    sentences = [f"Sentence {n} is {'very ' * (n % 40)}long." for n in range(200)]
+    text = " ".join([*sentences, "x" * 1000, *["word"] * 200])
+    found = [passage for _, passage, _ in text_passages(text, "t")]
+    assert max(map(len, found)) <= 300 and "".join(found).replace(" ", "") == text.replace(" ", "")
+    assert all(passage.endswith(".") for passage in found[:20])
+    # As many sentences as fit: each passage with the next one's first sentence would be too long.
+    for one, other in zip(found[:20], found[1:20]):
+        assert len(one) + 1 + len(re.match(r".+?\.(?= |$)", other)[0]) > 300
+
+
+def test_control_characters_surrogates_special_tokens_and_megabytes_on_one_line(folder, capsys):
+    (folder / "a.txt").write_bytes(b"Tab\there, bell\a, escape\x1b[31m and zero\0 end here.\r\n")
+    (folder / "b.jsonl").write_text(json.dumps({"text": "Half a pair \ud83d is no character."}) + "\n")
+    (folder / "c.md").write_text("The token <|python_end|> and <|assistant_end|> are text.")
+    (folder / "d.txt").write_text("needle " + "hay" * 2_000_000 + " stack " * 500_000)
+    long_lines = ["# " + "head " * 100_000, "[" * 100_000, " " * 1_000_000, "-" * 100_000, "<!--" * 100_000]
+    (folder / "e.md").write_text("\n".join(long_lines))
+    (folder / os.fsdecode(b"f\xff.txt")).write_text("Its name is no UTF-8, which pyarrow does not open.")
+    began = time.monotonic()
+    library = made(folder)
+    assert time.monotonic() - began < 60
+    assert library.lookup("a").text == "Tab here, bell , escape [31m and zero end here."
+    assert library.search("half pair character").text == "Half a pair is no character."
+    assert library.search("token python_end").text == "The token <|python_end|> and <|assistant_end|> are text."
+    assert library.search("needle").text.startswith("needle")
+    assert "notes/f?.txt is not read" in capsys.readouterr().out
+    assert all(len(passage.text) <= 300 and len(passage.title) <= 200 for passage in passages(library))
+
+
+def test_python_objects_begin_with_the_sentence_that_their_documentation_begins_with():
+    library = Library(make_library("python"))
+    for name, thing in {"str.partition": str.partition, "functools.reduce": functools.reduce, "json.loads": json.loads,
+                        "statistics.median": statistics.median}.items():
+        found = library.lookup(name)
+        assert found.title == name and found.place == f"help({name})"
+        documented = " ".join(inspect.getdoc(thing).split())
+        assert documented.removeprefix("reduce(function, iterable[, initial]) -> value ").startswith(found.text)
+    assert library.passages > 2000 and changes(library) == ""
+
+
+# ---- Looking up
+
+def test_a_title_is_found_exactly_then_without_case_then_by_its_last_part_then_misspelled(folder):
+    titles = ["bytes.partition", "str.partition", "Str.Partition", "`fs.readFile(path[, options])`", "math.sqrt",
+              "math.cbrt", "Getting started", "日本語", "pathlib.Path.mkdir"]
+    (folder / "a.md").write_text("".join(f"# {title}\n\nThis is passage {n}.\n\n" for n, title in enumerate(titles)))
+    library = made(folder)
+
+    def number(title: str) -> int | None:
+        found = library.lookup(title)
+        return int(found.text.split()[-1][:-1]) if found else None
+
+    assert [number(title) for title in titles] == list(range(len(titles)))
+    for title, expected in {"STR.PARTITION": 1, "partition": 1, "readFile": 3, "fs.readfile()": 3, "Path.mkdir": 8,
+                            "str.partiton": 1, "getting  Started?": 6, "geting started": 6, "fs.raedFile": 3,
+                            "partitions of a str": 1, "every wine math.cbrt has": 5, "math": 4}.items():
+        assert number(title) == expected, title
+    # Made-up names are not those that look a little like them.
+    for title in ("math.cubert", "math.sqrtn2", "json.partition", "time.mkdir", "", ".",
+                  "?", "\0", "\ud800", "x" * 10**6, "'; DROP TABLE passages; --", "%", "*"):
+        assert number(title) is None, title
+
+
+def test_the_ranking_is_that_of_bm25_where_all_passages_have_all_words(folder):
+    """The formula, with words split here: k1 = 1.2, b = 0.75, SQLite's own inverse document frequency."""
+    texts = ["apple banana", "apple apple banana", "banana kiwi apple kiwi kiwi", "plum", "cherry date", "fig", "grape",
+             "lemon", "mango", "nut"]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    library = made(folder)
+    words = [["a", *stems(text)] for text in texts]  # the title is a word of each
+    mean = sum(map(len, words)) / len(words)
+
+    def bm25(passage: list[str]) -> float:
+        score = 0.0
+        for term in stems("apple banana"):
+            having = sum(term in other for other in words)
+            idf = math.log((len(words) - having + 0.5) / (having + 0.5))
+            count = passage.count(term)
+            score += idf * count * 2.2 / (count + 1.2 * (0.25 + 0.75 * len(passage) / mean))
+        return score
+
+    expression = " OR ".join(f'"{stem}"' for stem in stems("apple banana"))
+    rows = library.query(reader.RANKED, expression)
+    expected = sorted(((bm25(passage), text) for passage, text in zip(words, texts) if bm25(passage)), reverse=True)
+    assert [row[1] for row in rows] == [text for _, text in expected]
+    assert [row[3] for row in rows] == pytest.approx([score for score, _ in expected], rel=1e-6)
+
+
+def test_search_needs_enough_of_a_question_and_counts_rare_words(folder):
+    facts = {
+        "The cellar key hangs behind the kitchen door.": ["Where is the key of the cellar?", "CELLAR KEYS!"],
+        "Riesling is kept at nine degrees.": ["How cold should riesling be kept?", "riesling"],
+        "getElementById returns one node.": ["get element by id", "What does getElementById return?"],
+        "sort_by_value sorts mappings.": ["sorting by values", "sorted value"],
+        "She stopped running.": ["stop run", "stopping runs"],
+        "今日はいい天気です。": ["今日の天気", "いい天気"],
+        "Größe und Straße heißen so.": ["größe straße"],
+        "Привет, как дела?": ["как дела"],
+    }
+    (folder / "a.txt").write_text("\n\n".join(facts))
+    (folder / "b.txt").write_text("\n\n".join(f"The door of room {n} is kept shut, thank you." for n in range(50)))
+    library = made(folder)
+    for text, questions in facts.items():
+        for question in questions:
+            found = library.search(question)
+            assert found and found.text == text, (question, found)
+    for question in ("How do I bake a chocolate cake?", "What is the door of a submarine's reactor?", "巧克力蛋糕",
+                     "what is it about?", "", "?", "\0", "\ud800", "NEAR(a b)", '" OR "', "*", "-" * 10**6):
+        assert library.search(question) is None, question
+
+
+def test_all_words_win_over_one_rare_word_twice(folder):
+    (folder / "a.txt").write_text("Xylophone players love the xylophone.\n\nThe xylophone needs soft mallets today.\n\n"
+                                  + "\n\n".join(f"Soft mallets and bells, part {n}." for n in range(20)))
+    assert made(folder).search("xylophone mallets soft").text == "The xylophone needs soft mallets today."
+
+
+# ---- Making one
+
+def test_a_thousand_files_in_seconds(folder):
+    for n in range(1000):
+        (folder / f"{n}.md").write_text(f"# Number {n}\n\n" + f"Fact {n} of the file is number{n}. " * 20)
+    began = time.monotonic()
+    library = made(folder)
+    assert time.monotonic() - began < 20
+    assert library.passages >= 1000 and library.lookup("number 617").place == "notes/617.md:3"
+    assert library.search("fact number617").title == "Number 617"
+
+
+def test_a_library_of_changed_files_says_so(folder):
+    (folder / "a.md").write_text("First.")
+    place = make_library(str(folder))
+    assert place == library_path("notes") and changes(Library(place)) == ""
+    (folder / "ignored.py").write_text("is no text")
+    assert changes(Library(place)) == ""
+    (folder / "b.md").write_text("Second.")
+    said = changes(Library(place))
+    assert str(folder) in said and "scripts.library" in said and "\n" not in said
+    make_library(str(folder))
+    assert changes(Library(place)) == ""
+    os.utime(folder / "a.md", (1, 1))
+    assert changes(Library(place))
+    (folder / "a.md").unlink()
+    (folder / "b.md").unlink()
+    (folder / "ignored.py").unlink()
+    folder.rmdir()
+    assert changes(Library(place)) and Library(place).lookup("a").text == "First."
+
+
+def test_a_bad_source_is_one_line_and_a_bad_file_is_named(folder, capsys):
+    for source in ("", str(folder / "gone"), str(folder)):
+        failed = run_module("scripts.library", f"--source={source}")
+        assert failed.returncode == 1 and failed.stderr.count("\n") == 1, failed.stderr
+        assert "expected" in failed.stderr
+    (folder / "bad.json").write_text("{")
+    (folder / "other.jsonl").write_text('{"title": "no text"}\n')
+    (folder / "bad.parquet").write_bytes(b"PAR1 no")
+    (folder / "good.md").write_text("The only sentence.")
+    assert made(folder).passages == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and all("is not read" in line for line in lines)
+    with pytest.raises(UserError, match="--name"):
+        make_library(str(folder), name="python")
+
+
+def test_killed_in_mid_write_the_old_library_stays_and_the_next_writer_clears_up(folder):
+    (folder / "a.md").write_text("# Old\n\nThe old one.\n")
+    place = make_library(str(folder))
+    with open(folder / "a.md", "w") as file:
+        file.writelines(f"# Title {n}\n\nSentence {n} of a large file.\n\n" for n in range(300_000))
+    writer = subprocess.Popen([sys.executable, "-m", "scripts.library", f"--source={folder}"])
+    deadline = time.monotonic() + 60
+    while not any(path.stat().st_size > 100_000 for path in place.parent.glob(".notes.sqlite.tmp-*/*")):
+        assert time.monotonic() < deadline and writer.poll() is None
+        time.sleep(0.01)
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    assert Library(place).lookup("old").text == "The old one."
+    (folder / "a.md").write_text("# New\n\nThe new one.\n")
+    assert made(folder).lookup("new").text == "The new one."
+    assert not list(place.parent.glob(".notes.sqlite.tmp-*"))
+
+
+# ---- Opening one
+
+def test_no_library_a_damaged_one_and_a_newer_one_are_one_line_each(folder, tmp_path):
+    (folder / "a.md").write_text("\n\n".join(f"Sentence number {n} is here." for n in range(5000)))
+    whole = make_library(str(folder)).read_bytes()
+    path = tmp_path / "x.sqlite"
+    assert "no library" in refused(path) and "no library" in refused(tmp_path)
+    for damaged in (b"", b"no SQLite", whole[:1000], whole[:len(whole) // 2], b"\0" * len(whole)):
+        path.write_bytes(damaged)
+        assert "damaged" in refused(path)
+    sqlite3.connect(tmp_path / "other.sqlite").executescript("CREATE TABLE t(a); INSERT INTO t VALUES (1);")
+    assert "damaged" in refused(tmp_path / "other.sqlite")
+    path.write_bytes(whole)
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE manifest SET value = 2 WHERE key = 'format'")
+    assert "newer" in refused(path)
+
+
+def test_a_page_that_is_damaged_gives_nothing_or_an_answer_and_never_an_error(folder, tmp_path):
+    (folder / "a.md").write_text("\n\n".join(f"# Title {n}\n\nSentence number {n} is here." for n in range(3000)))
+    whole = bytearray(make_library(str(folder)).read_bytes())
+    path = tmp_path / "x.sqlite"
+    answers = set()
+    for start in range(0, len(whole), 4096 * 3):
+        noise = random.Random(start).randbytes(4096)
+        path.write_bytes(whole[:start] + noise + whole[start + 4096:])
+        try:
+            library = Library(path)
+        except UserError:
+            continue
+        answers.add(library.lookup("title 1234") is None)
+        answers.add(library.search("sentence number 1234") is None)
+    assert answers == {True, False}
+
+
+@pytest.mark.parametrize("without", ["fts5", "sqlite3"])
+def test_a_python_without_fts5_says_so_in_one_line(folder, monkeypatch, without):
+    (folder / "a.md").write_text("Text.")
+    place = make_library(str(folder))
+    connect = sqlite3.connect
+
+    class Connection(sqlite3.Connection):
+        def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
+            return super().execute(statement.replace("fts5", "fts_that_is_not_there"), *values)
+
+    if without == "sqlite3":
+        monkeypatch.setattr(reader, "sqlite3", None)
+    else:
+        monkeypatch.setattr(sqlite3, "connect", lambda *a, **b: connect(*a, **b, factory=Connection))
+    for action in (lambda: Library(place), lambda: make_library(str(folder))):
+        with pytest.raises(UserError, match="FTS5") as error:
+            action()
+        assert "\n" not in str(error.value)
+
+
+def test_a_query_is_bounded_in_time(folder, monkeypatch):
+    (folder / "a.txt").write_text("\n\n".join(f"One two three four five {n}." for n in range(30_000)))
+    library = made(folder)
+    monkeypatch.setattr(reader, "TIME_LIMIT", 0.0)
+    assert library.search("one two three four five") is None and library.lookup("nothing here") is None
+    monkeypatch.setattr(reader, "TIME_LIMIT", 60.0)
+    assert library.search("one two three four five")
+
+
+def test_many_threads_at_once_find_what_one_finds(folder):
+    (folder / "a.md").write_text("\n\n".join(f"# Title {n}\n\nSentence number {n} is here." for n in range(500)))
+    library = made(folder)
+    wrong = []
+
+    def ask(start: int) -> None:
+        for n in range(start, 500, 16):
+            text = f"Sentence number {n} is here."
+            if library.lookup(f"title {n}").text != text or library.search(f"sentence {n}").text != text:
+                wrong.append(n)
+
+    threads = [threading.Thread(target=ask, args=(start,)) for start in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_library_that_is_replaced_while_it_is_open_goes_on(folder):
+    (folder / "a.md").write_text("# Old\n\nThe old one.\n")
+    library = made(folder)
+    (folder / "a.md").write_text("# New\n\nThe new one.\n")
+    assert made(folder).lookup("new") and library.lookup("old").text == "The old one." and library.lookup("new") is None

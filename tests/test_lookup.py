@@ -1,0 +1,199 @@
+"""Looking up: what is copied is in the question and in what was found, held-out things stay so, judges are strict."""
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from nanochat.corpus.library import make_library
+from nanochat.corpus.pydoc import documentation
+from nanochat.data.conversation import Conversation, render
+from nanochat.data.task import reference
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.inference.library import Library
+from nanochat.runtime.errors import UserError
+from nanochat.tasks import make_task
+from nanochat.tasks.common import split_of
+from nanochat.tasks.lookup import what_is_asked
+from nanochat.tasks.pydoc import documented
+
+SPECS = ("lookup", "lookup:true", "lookup:unknown", "search", "search:true", "search:unknown")
+CALL = re.compile(r'(lookup|search)\(" ([^"]+)"\)')
+
+
+def exchanges(conversation: Conversation) -> list[tuple[str, str, str, str, str]]:
+    """(question, tool, what is asked for, what is found, answer) of each answer that calls a tool."""
+    found = []
+    messages = conversation["messages"]
+    for question, answer in zip(messages[::2], messages[1::2], strict=True):
+        if isinstance(answer["content"], list):
+            call, output, text = (part["text"] for part in answer["content"])
+            found.append((question["content"], *CALL.fullmatch(call).groups(), output, text))
+    return found
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_calls_and_answers_are_copies(spec: str, split: str):
+    """
+    A call copies one stretch of the question that begins after a blank, a quote or nothing; an answer, what is found.
+    By index: a loop over a sequence would end without a word at an IndexError.
+    """
+    task = make_task(spec, split)
+    for index in range(min(len(task), 3000)):
+        conversation = task[index]
+        for question, _, asked, found, answer in exchanges(conversation):
+            assert re.search(rf"(^|[\s\"`]){re.escape(asked)}($|[^\w])", question), (question, asked)
+            assert asked == asked.strip()
+            if found == "nothing":
+                assert answer == f"I do not know. I found nothing about {asked}."
+            else:
+                assert found.startswith(answer) and (answer == found or answer[-1] in ".!?。"), (found, answer)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_tokenizer_copies_the_same_tokens(spec: str):
+    """With bytes and all pairs of letters as tokens: what is asked for has the question's tokens, most of the time."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    tokenizer = Tokenizer([f"{a}{b}".encode() for a in " " + letters for b in letters])
+    same = Counter()
+    for conversation in make_task(spec, "test")[:150]:
+        for question, _, asked, *_ in exchanges(conversation):
+            ids = tokenizer.encode(f" {asked}")
+            among = tokenizer.encode(question)
+            same[any(among[i:i + len(ids)] == ids for i in range(len(among)))] += 1
+    assert same[True] > 0.8 * same.total(), same
+
+
+def test_training_never_shows_a_held_out_object():
+    held_out = [name for name in documented() if split_of(f"pydoc:{name}") == "test"]
+    dotted = {name for name in held_out if "." in name}
+    only_there = set(documented()[name] for name in held_out) - {
+        text for name, text in documented().items() if name not in held_out}
+    asked_for = set()
+    for spec in SPECS:
+        for conversation in make_task(spec, "train")[:5000]:
+            for question, tool, asked, found, _ in exchanges(conversation):
+                assert tool == "search" or split_of(f"pydoc:{asked}") == "train"
+                assert tool == "search" or not dotted & set(re.split(r"[\s?\"`()]+", question))
+                assert not any(found.startswith(text) for text in only_there), found
+                asked_for.add(asked)
+    assert len(asked_for) > 12_000
+
+
+def test_the_test_split_asks_about_every_held_out_object_and_tells_the_truth():
+    found = [exchanges(conversation)[-1] for conversation in make_task("lookup", "test")]
+    held_out = {name: text for name, text in documented().items() if split_of(f"pydoc:{name}") == "test"}
+    assert {asked for _, _, asked, _, _ in found} == set(held_out) and len(found) == len(held_out)
+    for _, tool, asked, text, _ in found:
+        assert tool == "lookup" and text.startswith(held_out[asked])
+        rest = text.removeprefix(held_out[asked])
+        assert len(text) <= 200 and rest.strip() in " ".join(documentation()[asked].split())
+    questions = [exchanges(conversation)[-1] for conversation in make_task("search", "test")]
+    assert len(questions) > 150 and {text for *_, text, _ in questions} <= {text for *_, text, _ in found}
+
+
+@pytest.mark.parametrize("tool", ["lookup", "search"])
+def test_true_results_can_be_earned(tool: str):
+    """For reinforcement learning all is asked about objects that are trained on, and found as the library has it."""
+    task = make_task(f"{tool}:true", "train")
+    for conversation in task[:1000]:
+        _, called, asked, found, _ = exchanges(conversation)[-1]
+        names = [name for name, text in documented().items() if found.startswith(text)]
+        assert called == tool and any(split_of(f"pydoc:{name}") == "train" for name in names), found
+        assert tool == "search" or asked in names
+
+
+def test_most_results_in_training_are_not_what_the_model_could_know():
+    kinds = Counter()
+    for conversation in make_task("lookup", "train")[:4000]:
+        _, _, asked, found, _ = exchanges(conversation)[-1]
+        true = found.startswith(documented().get(asked, "\0"))
+        kinds["nothing" if found == "nothing" else "true" if true else "of something else"] += 1
+    total = kinds.total()
+    assert 0.1 < kinds["nothing"] / total < 0.2
+    assert 0.2 < kinds["true"] / total < 0.35
+
+
+def test_small_talk_calls_nothing_and_is_held_out_by_its_words():
+    sides = []
+    for split in ("train", "test"):
+        task = make_task("lookup:talk", split)
+        asked = set()
+        for conversation in task:
+            answer = conversation["messages"][-1]["content"]
+            assert answer.startswith("I can look things up, calculate,")
+            asked.add(conversation["messages"][-2]["content"].lower().rstrip("?."))
+        sides.append(asked)
+        assert not task.evaluate(conversation, "I do not know.")
+    train, test = sides
+    assert len(train) > 500 and len(test) > 40 and not train & test
+
+
+def test_judges_are_strict():
+    task = make_task("lookup", "test")
+    for conversation in task:
+        right = reference(conversation)
+        assert task.evaluate(conversation, f" {right}\n")
+        other = reference(task[0 if right != reference(task[0]) else 1])
+        for wrong in (right.lower(), right[:-1], right + " Yes.", other, "nothing", right.replace(" ", "", 1),
+                      "I do not know. I found nothing about it."):
+            assert not task.evaluate(conversation, wrong), (right, wrong)
+    two = next(conversation for conversation in task if len(conversation["right"]) > 1)
+    first, both = two["right"][:2]
+    assert both.startswith(first) and task.evaluate(two, first) and task.evaluate(two, both)
+    assert not task.evaluate(two, both.removeprefix(first).strip())
+
+    task = make_task("lookup:unknown", "test")
+    for conversation in task:
+        assert task.evaluate(conversation, "I do not know. I found nothing about blerp.")  # a misspelled name
+        for wrong in ("I do not know.", "It is a list.", "I do not know. It is a list.", reference(task[0])[15:]):
+            assert not task.evaluate(conversation, wrong)
+
+
+def test_what_a_text_lets_one_ask():
+    cases = {
+        "Splits a path into head and tail, and returns both.": ("split", "a path into head and tail"),
+        "Return the arc cosine (measured in radians) of x.": ("return", "the arc cosine"),
+        "Get the name of the file.": ("", ""),  # one word that says something is too little to search for
+        "Ottoville is a village in Putnam County, Ohio.": ("", "a village in Putnam County"),
+        "Abort.": ("", ""),
+        "": ("", ""),
+    }
+    for text, expected in cases.items():
+        assert what_is_asked(text) == expected, text
+
+
+def test_most_training_conversations_fit_a_small_model():
+    tokenizer = Tokenizer([])  # bytes: a text of 4,096 tokens has about a third of these
+    for spec in SPECS:
+        lengths = sorted(len(render(tokenizer, conversation).ids) for conversation in make_task(spec, "train")[:2000])
+        assert len(lengths) == 2000 and lengths[1900] < 3 * 256, spec
+
+
+def test_passages_of_a_library_are_asked_about(tmp_path: Path):
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    recipe = "# Recipe number {0}\n\nMixes {0} eggs with sugar and flour. Bake it for {0} minutes."
+    text = "\n\n".join(recipe.format(i) for i in range(250))
+    (folder / "cakes.md").write_text(text + "\n\n# Recipe number 3\n\nThe same title again.\n")
+    file = make_library(str(folder))
+    library = Library(file)
+    for tool in ("lookup", "search"):
+        task = make_task(f"{tool}:{file}", "test")
+        assert len(task) == 200 and task[7] == make_task(f"{tool}:{file}", "test")[7]
+        correct = 0
+        for conversation in task:
+            _, called, asked, found, answer = exchanges(conversation)[-1]
+            passage = getattr(library, tool)(asked)
+            correct += passage is not None and task.evaluate(conversation, passage.text)
+            assert called == tool and task.evaluate(conversation, answer)
+        assert correct == 200 if tool == "lookup" else correct > 150
+        assert {tuple(conversation["right"]) for conversation in task} <= {
+            (f"Mixes {i} eggs with sugar and flour.",
+             f"Mixes {i} eggs with sugar and flour. Bake it for {i} minutes.") for i in range(250)
+        } | {("The same title again.",)}
+        with pytest.raises(UserError, match="nothing to train on"):
+            make_task(f"{tool}:{file}", "train")
+    with pytest.raises(UserError, match="no library"):
+        make_task("lookup:/nobody.sqlite", "test")
