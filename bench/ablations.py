@@ -66,7 +66,6 @@ CANDIDATES = {
     "value_embeddings": ("value_embeddings=True", "value_embeddings=False"),
     "smear": ("smear=True", "smear=False"),
     "initial_scales": ("embedding_std=0.8,fc_scale=0.4", "embedding_std=1.0,fc_scale=1.0"),
-    "normuon": ("--muon_variant=normuon", ""),
     "weight_decay": ("--weight_decay=0.2", ""),
     "warmdown": ("--warmdown_ratio=0.65", ""),
     "unembedding_lr_down": ("--unembedding_lr=0.002", ""),

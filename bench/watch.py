@@ -108,7 +108,7 @@ class Watch(TorchDispatchMode):
         shards = self.sharding.shards
         state = [s.master for s in shards]
         for optimizer in self.optimizers:
-            for moment in optimizer.state.values():
+            for moment in [*optimizer.state.values(), *optimizer.owned.values()]:
                 state += moment.values()
         alive = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
         purposes = {

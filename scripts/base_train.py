@@ -91,7 +91,6 @@ pipeline_stages = 1         # [1..] groups of ranks with layers of their own; mi
 embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
 unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
-muon_variant: Literal["muon", "normuon"] = "muon"  # normuon: rows of an update are evened out, see muon.py
 muon_momentum = 0.95        # [0..1] of Muon, after 300 steps
 final_muon_momentum = 0.95  # [0..1] at the end of the warmdown
 weight_decay = 0.0          # [0..] of Muon's matrices only; falls linearly to zero
@@ -190,7 +189,7 @@ if fp8:
 sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, pipeline_stages,
                     weights=lambda name: model.draw(name, seed))
 optimizers = setup_optimizers(model, sharding, unembedding_lr, embedding_lr, matrix_lr, weight_decay * decay_scale,
-                              muon_variant, lr_scale)
+                              lr_scale)
 if compiling:
     model.compile_blocks()
 pipeline.connect(model, sharding, micro_batches, device_batch_size)

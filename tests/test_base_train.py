@@ -114,7 +114,7 @@ def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, dtype, ar
     """2N = N + stop + resume + N: parameters, masters, moments, and every loss in the log."""
     half, whole = (4, 8) if not compiled else (2, 4)
     args = [f"--dtype={dtype}", f"--compile={compiled}", f"--num_iterations={whole}", f"--save_every={half}",
-            "--weight_decay=0.1", f"--arch={arch}", "--muon_variant=normuon"]
+            "--weight_decay=0.1", f"--arch={arch}"]
     straight = train("--model_tag=straight", *args)
     assert straight.returncode == 0, straight.stderr
     assert f"{dtype}, {'compiled' if compiled else 'eager'}" in straight.stdout, "there is no compiler"
@@ -135,7 +135,7 @@ def test_stopped_and_resumed_is_bit_for_bit_the_run_that_was_not(base, dtype, ar
 def test_a_chosen_batch_scales_the_rates_and_a_resumed_run_keeps_both(base):
     """--total_batch_size=-1 anew would choose from another horizon when a run goes on for longer, or for less."""
     args = ["--total_batch_size=-1", "--num_iterations=2", "--save_every=1", "--device_batch_size=64",
-            "--dtype=bfloat16", "--weight_decay=0.1", "--muon_variant=normuon", "--warmup_steps=40",
+            "--dtype=bfloat16", "--weight_decay=0.1", "--warmup_steps=40",
             "--final_muon_momentum=0.8", "--arch=classic"]
     straight = train("--model_tag=straight", *args)
     assert straight.returncode == 0, straight.stderr

@@ -143,8 +143,7 @@ def test_bfloat16_does_not_depend_on_the_cut(base):
 def test_two_ranks_stopped_and_resumed_are_the_run_that_was_not(base, stage, dtype):
     """2N = N + stop + resume + N, bit for bit: weights, masters, moments, losses."""
     straight, resumed = f"straight-{stage}-{dtype}", f"resumed-{stage}-{dtype}"
-    settings = dict(num_iterations=8, save_every=4, zero_stage=stage, dtype=dtype, arch=ALL_PIECES,
-                    muon_variant="normuon")
+    settings = dict(num_iterations=8, save_every=4, zero_stage=stage, dtype=dtype, arch=ALL_PIECES)
     train(2, straight, **settings)
     shutil.copytree(folder(base, straight) / "step_000004", folder(base, resumed) / "step_000004")
     shutil.copy(folder(base, straight) / "metrics.jsonl", folder(base, resumed))
@@ -159,7 +158,7 @@ def test_a_run_moves_between_ranks_and_stages(base):
     2 ranks on stage 2, then 4 on stage 3, then 3, among which four micro-batches do not divide, then 1: the losses
     stay within 1e-4 of the run that stayed.
     """
-    settings = dict(num_iterations=12, save_every=3, arch=ALL_PIECES, muon_variant="normuon")
+    settings = dict(num_iterations=12, save_every=3, arch=ALL_PIECES)
     train(2, "stayed", zero_stage=2, **settings)
     before, stage_before = "stayed", 2
     for world_size, stage, step in ((4, 3, 3), (3, 2, 6), (1, 1, 9)):

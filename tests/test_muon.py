@@ -1,5 +1,5 @@
 """
-Muon's variants, sharded, against each written out for whole matrices in float64; what they keep, on other ranks.
+Muon, sharded, against its rule written out for whole matrices in float64; what it keeps, on other ranks.
 
 Gradients are small integers, the same on every rank: their sums over ranks are exact, so that runs on any ranks and
 stages can be compared to the bit.
@@ -16,7 +16,6 @@ from nanochat.training.checkpoint import checkpoint_dir, find_checkpoint
 from nanochat.training.resharding import load_training_state
 from nanochat.training.saving import CheckpointWriter
 
-VARIANTS = ("muon", "normuon")
 TOKENIZER = learn_tokenizer(["a few words to learn merges from"], 270)
 LR, DECAY, MOMENTUM, STEPS, HALF, BAD = 0.02, 0.1, 0.9, 8, 4, 5
 # Two tall ones of one shape, a wide and a square one: fewer matrices than three ranks can share out evenly.
@@ -34,11 +33,11 @@ def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
 class Run:
     """A run that can be saved after a step, and loaded into another on other ranks or another stage."""
 
-    def __init__(self, stage: int, variant: str, shard_size: int = -1, units: list[dict] = SHAPES, dtype=torch.float32):
+    def __init__(self, stage: int, shard_size: int = -1, units: list[dict] = SHAPES, dtype=torch.float32):
         self.model = Model(units, seed=1)
         self.sharding = Sharding(self.model, list(self.model.parts), torch.device("cpu"), dtype, stage, shard_size)
         names = [name for name, _ in self.model.named_parameters()]
-        self.muon = DistMuon(self.sharding, names, LR, DECAY, MOMENTUM, variant)
+        self.muon = DistMuon(self.sharding, names, LR, DECAY, MOMENTUM)
         self.shapes = {name: p.shape for name, p in Model(units, seed=1).named_parameters()}
 
     def steps(self, first: int, last: int, bad: int = -1) -> dict[str, Tensor]:
@@ -61,7 +60,7 @@ class Run:
         self.sharding.all_gather_params()
 
 
-def plain(variant: str) -> dict[str, Tensor]:
+def plain() -> dict[str, Tensor]:
     """The same steps, whole matrices, float64; shares only Newton–Schulz with what it is compared to."""
     params = {name: p.detach().double() for name, p in Model(SHAPES, seed=1).named_parameters()}
     for name, p in params.items():
@@ -72,30 +71,28 @@ def plain(variant: str) -> dict[str, Tensor]:
             g = gradient(name, p.shape, step).double()
             momentum = MOMENTUM * momentum + (1 - MOMENTUM) * g
             looked_ahead = MOMENTUM * momentum + (1 - MOMENTUM) * g
-            update = orthogonalize(looked_ahead)
+            length = looked_ahead.norm(dim=1, keepdim=True)
+            update = orthogonalize(torch.where(length > 0, looked_ahead / length, 0.0))
             size = update.norm()
-            if variant == "normuon":
-                second = 0.95 * second + 0.05 * update.square().mean(1 if tall else 0)
-                root = second.sqrt()[:, None] if tall else second.sqrt()[None]
-                update = torch.where(root > 0, update / root, 0.0)
+            second = 0.9 * second + 0.1 * update.square().mean(1 if tall else 0)
+            root = second.sqrt()[:, None] if tall else second.sqrt()[None]
+            update = torch.where(root > 0, update / root, 0.0)
             update = update * size / update.norm()
             rate = LR * max(1, p.size(0) / p.size(1)) ** 0.5
             p -= rate * update + rate * DECAY * p * (update * p > 0)
     return params
 
 
-def every_variant(rank: int, world_size: int) -> dict:
-    """{(variant, stage, shard size): parameters at the end}, with a bad step; and saved in the middle."""
+def every_case(rank: int, world_size: int) -> dict:
+    """{(stage, shard size): parameters at the end}, with a bad step; and saved in the middle."""
     results = {}
-    for variant in VARIANTS:
-        for stage, shard_size in CASES if variant == "normuon" else CASES[:2]:  # the others keep nothing at the owner
-            run = Run(stage, variant, shard_size)
-            run.steps(0, HALF)
-            if variant == "normuon":
-                writer = run.writer(tag(world_size, stage, shard_size))
-                writer.save(HALF, {"config": {}, "tokenizer": TOKENIZER.fingerprint})
-                writer.wait()
-            results[variant, stage, shard_size] = run.steps(HALF, STEPS, BAD)
+    for stage, shard_size in CASES:
+        run = Run(stage, shard_size)
+        run.steps(0, HALF)
+        writer = run.writer(tag(world_size, stage, shard_size))
+        writer.save(HALF, {"config": {}, "tokenizer": TOKENIZER.fingerprint})
+        writer.wait()
+        results[stage, shard_size] = run.steps(HALF, STEPS, BAD)
     return results
 
 
@@ -104,38 +101,36 @@ def tag(ranks: int, stage: int, shard_size: int) -> str:
 
 
 def go_on(rank: int, world_size: int, tags: list[str]) -> dict:
-    """From the middle of the runs of every_variant: {(tag, stage, shard size): parameters at the end}."""
+    """From the middle of the runs of every_case: {(tag, stage, shard size): parameters at the end}."""
     results = {}
     for there, (stage, shard_size) in zip(tags, (*CASES[1:], CASES[0])):  # each on another stage
-        run = Run(stage, "normuon", shard_size)
+        run = Run(stage, shard_size)
         run.load(there)
         results[there, stage, shard_size] = run.steps(HALF, STEPS, BAD)
     return results
 
 
-def test_every_variant_equals_whole_matrices_in_float64_and_goes_on_elsewhere():
+def test_it_equals_whole_matrices_in_float64_and_goes_on_elsewhere():
     """One, two and three ranks, every stage, replicas: the same bits. Saved on each, loaded on the others: the same."""
-    of_ranks = {n: run_on_ranks(n, every_variant) for n in (1, 2, 3)}
-    for variant in VARIANTS:
-        alone = of_ranks[1][0][variant, 0, -1]
-        expected = plain(variant)
-        for name, tensor in alone.items():
-            # float32 against float64: Newton-Schulz multiplies rounding, most where singular values are small
-            torch.testing.assert_close(tensor.double(), expected[name], atol=5e-6, rtol=0, msg=f"{variant} {name}")
-        for n, ranks in of_ranks.items():
-            for whole in ranks:
-                for (which, stage, shard_size), params in whole.items():
-                    same = which != variant or all(torch.equal(t, alone[name]) for name, t in params.items())
-                    assert same, f"{variant}, {n} ranks, stage {stage}, shard_size {shard_size}"
+    of_ranks = {n: run_on_ranks(n, every_case) for n in (1, 2, 3)}
+    alone = of_ranks[1][0][0, -1]
+    expected = plain()
+    for name, tensor in alone.items():
+        # float32 against float64: Newton-Schulz multiplies rounding, most where singular values are small
+        torch.testing.assert_close(tensor.double(), expected[name], atol=5e-6, rtol=0, msg=name)
+    for n, ranks in of_ranks.items():
+        for whole in ranks:
+            for (stage, shard_size), params in whole.items():
+                same = all(torch.equal(t, alone[name]) for name, t in params.items())
+                assert same, f"{n} ranks, stage {stage}, shard_size {shard_size}"
     for saved_on, n in ((2, 3), (3, 1)):
         for whole in run_on_ranks(n, go_on, [tag(saved_on, *case) for case in CASES]):
             for key, params in whole.items():
-                alone = of_ranks[1][0]["normuon", 0, -1]
                 assert all(torch.equal(t, alone[name]) for name, t in params.items()), f"{key} on {n} ranks"
 
 
 def one_matrix(rank: int, world_size: int) -> tuple[int, dict[str, Tensor]]:
-    run = Run(2, "normuon", units=[{"tall": (5, 3)}], dtype=torch.bfloat16)
+    run = Run(2, units=[{"tall": (5, 3)}], dtype=torch.bfloat16)
     return len(run.muon.owned["second_moment"]), run.steps(0, 3)
 
 
@@ -145,3 +140,18 @@ def test_a_rank_that_owns_nothing_keeps_nothing_and_agrees():
     assert sorted(owned for owned, _ in ranks) == [0, 0, 1]
     for _, whole in ranks:
         assert torch.equal(whole["parts.0.tall"], ranks[0][1]["parts.0.tall"])
+
+
+def test_a_checkpoint_without_second_moments_loads(monkeypatch, tmp_path):
+    """Runs of plain Muon saved none: momentum and weights are loaded, second moments begin at zero."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    old, new = Run(0), Run(0)
+    whole = old.steps(0, HALF)
+    old.muon.owned = {}
+    writer = old.writer("plain")
+    writer.save(HALF, {"config": {}, "tokenizer": TOKENIZER.fingerprint})
+    writer.wait()
+    new.load("plain")
+    assert all(torch.equal(p, whole[name]) for name, p in new.model.named_parameters())
+    assert all(torch.equal(m, old.muon.state["momentum"][name]) for name, m in new.muon.state["momentum"].items())
+    assert not any(rows.any() for rows in new.muon.second_moments.values())

@@ -110,7 +110,7 @@ def test_two_pipelines_side_by_side_draw_the_curve_of_one_rank(base, zero_stage)
 
 def test_every_piece_works_in_a_pipeline(base):
     """Value embeddings, which each stage looks up for itself, and the smear, which the first stage has."""
-    pieces = dict(arch=ALL_PIECES, muon_variant="normuon")
+    pieces = dict(arch=ALL_PIECES)
     train(1, "pieces", **pieces)
     train(4, "pieces4", pipeline_stages=4, **pieces)
     assert far(numbers(base, "pieces"), numbers(base, "pieces4")) < 1e-5

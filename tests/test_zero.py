@@ -129,7 +129,8 @@ def stacked(steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def state_of(sharding, optimizers) -> list[Tensor]:
     tensors = [s.master for s in sharding.shards]
     for optimizer in optimizers:
-        tensors += [t for by_name in (*optimizer.state.values(), optimizer.counters) for t in by_name.values()]
+        for by_name in (*optimizer.state.values(), *optimizer.owned.values(), optimizer.counters):
+            tensors += by_name.values()
     return [t.clone() for t in tensors]
 
 
@@ -137,6 +138,7 @@ def plain_run(grad_clip: float = 0.0, skip: int = -1, dyadic: bool = False) -> t
     """The same steps on whole float32 tensors: torch's AdamW, and Muon's rule written out around Newton–Schulz."""
     params = dict(Model().named_parameters())
     momenta = {name: torch.zeros_like(params[name]) for name in NAMES["muon"]}
+    second_moments = dict.fromkeys(momenta, 0.0)
     adamw = torch.optim.AdamW([params[name] for name in NAMES["adamw"]], LR, (0.8, 0.95), 1e-10, DECAY)
     history, norms = [], []
     for step in range(STEPS):
@@ -151,7 +153,13 @@ def plain_run(grad_clip: float = 0.0, skip: int = -1, dyadic: bool = False) -> t
             for name, m in momenta.items():
                 p = params[name].data
                 m.lerp_(params[name].grad, 1 - MOMENTUM[step])
-                update = orthogonalize(params[name].grad.lerp(m, MOMENTUM[step]))
+                update = params[name].grad.lerp(m, MOMENTUM[step])
+                update = orthogonalize(update / update.norm(dim=1, keepdim=True))
+                along = 1 if p.size(0) >= p.size(1) else 0  # NorMuon: rows of a tall matrix, columns of a wide one
+                squares = update.square().sum(along, keepdim=True)
+                second_moments[name] = 0.9 * second_moments[name] + 0.1 * squares
+                evened = update / second_moments[name].sqrt()
+                update = evened * update.norm() / evened.norm()
                 scale = max(1, p.size(0) / p.size(1)) ** 0.5
                 p -= LR * scale * (update + DECAY * p * (update * p > 0))
         history.append({name: p.detach().clone() for name, p in params.items()})

@@ -5,10 +5,10 @@ Jordan et al. 2024, kellerjordan.github.io/posts/muon. Every matrix moves by a m
 one, so that directions with small gradients are learned, too.
 """
 from math import prod
-from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.optim.partition import ShardRange
@@ -26,9 +26,8 @@ POLAR_EXPRESS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-Variant = Literal["muon", "normuon"]
-SECOND_MOMENT_BETA = 0.95  # NorMuon's
-SMALLEST = 1e-20           # squared lengths count as at least this, so that nothing is divided by zero
+SECOND_MOMENT_BETA = 0.9  # nanochat's; NorMuon's paper has 0.95
+SMALLEST = 1e-20          # lengths and their squares count as at least this, so that nothing is divided by zero
 
 
 def orthogonalize(G: Tensor) -> Tensor:
@@ -209,7 +208,6 @@ class DistMuon:
         lr: float,
         weight_decay: float = 0.0,
         momentum: float = 0.95,
-        variant: Variant = "muon",
     ):
         shards = [shard for shard in sharding.shards if shard.name in names]
         self.param_groups = [{
@@ -220,8 +218,8 @@ class DistMuon:
         self.state = {"momentum": {shard.name: torch.zeros_like(shard.master) for shard in shards}}
         self.counters: dict[str, Tensor] = {}
         self.exchanges: dict[tuple[int, int], MatrixExchange] = {}
-        self.second_moments: dict[tuple[int, int], Tensor] = {}  # by shape: (owned matrices, longer side), for normuon
-        self.owned: dict[str, dict[str, Tensor]] = {}            # the same rows by name, as checkpoints have them
+        self.second_moments: dict[tuple[int, int], Tensor] = {}  # by shape: (owned matrices, longer side)
+        self.owned: dict[str, dict[str, Tensor]] = {"second_moment": {}}  # the same by name, as checkpoints have them
 
         ranges_of_shape: dict[tuple[int, int], dict[str, list[ShardRange]]] = {}
         for name, p in sharding.model.named_parameters():
@@ -236,10 +234,9 @@ class DistMuon:
                 loads[owners[name]] += work_of(shape)
             exchange = MatrixExchange(shape, ranges, owners, sharding)
             self.exchanges[shape] = exchange
-            if variant == "normuon":
-                rows = torch.zeros(len(exchange.owned), max(shape), device=sharding.device)
-                self.second_moments[shape] = rows
-                self.owned.setdefault("second_moment", {}).update(zip(exchange.owned, rows))
+            rows = torch.zeros(len(exchange.owned), max(shape), device=sharding.device)
+            self.second_moments[shape] = rows
+            self.owned["second_moment"].update(zip(exchange.owned, rows))
 
     @torch.no_grad()
     def step(self, stats: StepStats) -> None:
@@ -254,10 +251,10 @@ class DistMuon:
                 updates[s.name] = update.to(self.dtype)
             exchange.send(updates)
         for shape, exchange in self.exchanges.items():
-            update = orthogonalize(exchange.receive())  # (owned matrices, rows, cols)
-            if self.second_moments:
-                update = even_out(update, self.second_moments[shape], stats.ok)
-            exchange.send_back(update)
+            # MuonEq (Chang et al. 2026, arXiv:2603.28254): rows of one length, so that small ones count as well.
+            momentum = F.normalize(exchange.receive(), dim=-1, eps=SMALLEST)  # (owned matrices, rows, cols)
+            update = orthogonalize(momentum)
+            exchange.send_back(even_out(update, self.second_moments[shape], stats.ok))
         for shape, exchange in self.exchanges.items():
             updates = exchange.receive_back()
             lr = group["lr"] * shape_scale(*shape)

@@ -1,7 +1,7 @@
 """Which optimizer updates which parameters of a GPT."""
 from nanochat.model.gpt import GPT
 from nanochat.optim.adamw import DistAdamW
-from nanochat.optim.muon import DistMuon, Variant
+from nanochat.optim.muon import DistMuon
 from nanochat.optim.zero import Sharding
 
 TABLE_LR = 0.5    # of value tables, relative to the embedding's
@@ -15,7 +15,6 @@ def setup_optimizers(
     embedding_lr: float = 0.2,
     matrix_lr: float = 0.02,
     weight_decay: float = 0.0,
-    muon_variant: Variant = "muon",
     lr_scale: float = 1.0,
 ) -> tuple[DistAdamW, DistMuon]:
     """
@@ -37,5 +36,5 @@ def setup_optimizers(
         groups.append({"shards": shards, "lr": lr * lr_scale})
     adamw = DistAdamW(groups, sharding.device)
     matrices = [name for name, role in roles.items() if role == "matrix"]
-    muon = DistMuon(sharding, matrices, matrix_lr * lr_scale, weight_decay, variant=muon_variant)
+    muon = DistMuon(sharding, matrices, matrix_lr * lr_scale, weight_decay)
     return adamw, muon

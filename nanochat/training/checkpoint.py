@@ -35,7 +35,8 @@ from nanochat.training.records import MODEL_FILE, list_steps, newest_step, step_
 # The training stages, in the order of a run, and the script of each.
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
 STAGES = tuple(SCRIPTS)
-RETIRED_SETTINGS = {"softmax_share": 1.0, "reduce_dtype": "float32", "softcap": 15.0}  # how this version computes
+# How this version computes; checkpoints of older ones may name another value.
+RETIRED_SETTINGS = {"softmax_share": 1.0, "reduce_dtype": "float32", "softcap": 15.0, "muon_variant": "one for all"}
 
 
 def checkpoint_dir(source: str, model_tag: str) -> Path:
