@@ -124,7 +124,8 @@ if core_metric_every > 0:
     core_tasks = load_tasks(bundle_dir())
 
 # ---- Model: first its shapes, without memory, so that wrong settings are found at once
-model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, arch=arch)
+bos = tokenizer.get_bos_token_id()
+model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, arch=arch, bos=bos)
 with torch.device("meta"):
     model = GPT(model_config)
 parameters = sum(p.numel() for p in model.parameters())

@@ -67,8 +67,9 @@ both = pytest.mark.parametrize("arch", ["classic", ALL_PIECES])
 
 
 def random_prompts(*lengths: int) -> list[list[int]]:
+    """One token in twelve is the one that begins a document in models that keep documents apart."""
     rng = random.Random(0)
-    return [[rng.randrange(V) for _ in range(length)] for length in lengths]
+    return [[max(rng.randrange(-V // 12, V), 3) for _ in range(length)] for length in lengths]
 
 
 def uncached(model: GPT, prompt: list[int], count: int) -> list[int]:
@@ -113,7 +114,7 @@ def test_greedy_is_the_uncached_model_token_for_token(monkeypatch, arch, n_kv_he
     prompts = random_prompts(1, 17, 3, 40, 5, 2, 66, 9, 31, 12, 20)
     counts = [30, 7, 22, 30, 1, 15, 30, 30, 4, 28, 30]
     expected = [uncached(model, prompt, count) for prompt, count in zip(prompts, counts)]
-    assert len({token for tokens in expected for token in tokens}) > 40, "a model that repeats itself tests little"
+    assert len({token for tokens in expected for token in tokens}) > 30, "a model that repeats itself tests little"
 
     engine = Engine(model, TOKENIZER, max_batch=4)
     answers = [answer for prompt, count in zip(prompts[:-1], counts) for answer in engine.add(prompt, greedy(count))]
@@ -155,7 +156,8 @@ def test_bfloat16_stays_close_to_the_plain_model(arch):
             assert here[token] >= here.max() - 2**-6 * here.max().abs()
             different += here.argmax().item() != token
     assert different < 12, "near ties may fall either way, but most tokens are the same"
-    written = Prefix((cached.piece(0, 0, 80),), 80, rows[0][79])  # 30 that were read together, 50 one by one
+    begin = max(place for place in range(80) if rows[0][place] == 3)
+    written = Prefix((cached.piece(0, 0, 80),), 80, rows[0][79], begin)  # 30 that were read together, 50 one by one
     for end in range(81, 90):
         [prefix] = cached.extend([(written, rows[0][80:end])])
         token = cap(cached.logits(prefix.hidden[-1:]), 15.0).argmax().item()

@@ -24,7 +24,7 @@ from nanochat.runtime.compiling import switch
 from nanochat.runtime.errors import UserError
 
 ALONE = ["rope_theta=100", "qk_scale=1.5", "short_windows=True", "value_embeddings=True",
-         "smear=True"]  # each piece of the forward pass
+         "smear=True", "document_token=3"]  # each piece of the forward pass
 
 
 def in_float64(model: GPT) -> dict[str, torch.Tensor]:
@@ -66,9 +66,11 @@ def definition(model: GPT, weights: dict[str, torch.Tensor], tokens: torch.Tenso
         z = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * turn
         return torch.cat((z.real, z.imag), -1)
 
+    documents = (tokens == config.document_token).cumsum(1)  # the number of each token's document
     x = rms(weights["transformer.wte.weight"][tokens])
     if config.smear:
         parts = weights["transformer.wte.smear_scale"] * gate(x, "wte.smear")
+        parts = parts * (tokens != config.document_token)[..., None]
         x = torch.stack([x[:, t] + (parts[:, t] * x[:, t - 1] if t else 0) for t in range(T)], 1)
     for i in range(config.n_layer):
         def linear(x, name, i=i):
@@ -79,6 +81,7 @@ def definition(model: GPT, weights: dict[str, torch.Tensor], tokens: torch.Tenso
         seen = distance >= 0
         if config.short_windows and i not in (3, last):
             seen &= distance < 8  # a quarter of 32
+        seen = seen & (documents[:, :, None] == documents[:, None])
         for head in range(config.n_head):
             group = head // (config.n_head // config.n_kv_head)
             own = slice(group * D, (group + 1) * D)
@@ -105,6 +108,7 @@ def test_logits_loss_and_gradients_are_those_of_the_definition(n_kv_head, softca
     model = small_model(n_kv_head, softcap=softcap, arch=arch, n_layer=n_layer, n_embd=48)
     weights = in_float64(model)
     tokens = torch.randint(70, (3, 32), generator=torch.Generator().manual_seed(0))
+    tokens[0, [0, 6, 19]] = tokens[1, 30] = 3  # documents begin; there are none in the third row
     expected = definition(model, weights, tokens)
     torch.testing.assert_close(model(tokens).double(), expected, atol=2e-4, rtol=0)
     targets = tokens.roll(-1, 1)
@@ -120,7 +124,7 @@ def test_logits_loss_and_gradients_are_those_of_the_definition(n_kv_head, softca
         assert (p.grad - exact).norm() <= 1e-4 * exact.norm(), name
 
 
-def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, begins=None) -> torch.Tensor:
     """The definition, in float32, with every key head repeated: slow; the kernels are compared with it."""
     group = q.size(1) // k.size(1)
     k = k.repeat_interleave(group, dim=1).float()                           # (B, H, T, D)
@@ -128,6 +132,8 @@ def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, windo
     scores = q.float() @ k.mT / q.size(-1) ** 0.5                           # (B, H, T, T)
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
     unseen = ~seen.tril() | seen.tril(-window)
+    if begins is not None:
+        unseen = unseen | (torch.arange(len(seen)) < begins[:, None, :, None])
     return (scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v).to(q.dtype)
 
 
@@ -137,17 +143,22 @@ def queries_keys_values(heads: int, kv_heads: int, length: int) -> list[torch.Te
     return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
 
 
+@pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("blockwise", [True, False])
 @pytest.mark.parametrize("window", [1024, 100, 1])
 @pytest.mark.parametrize("heads,kv_heads,length", [(2, 2, 64), (4, 2, 300), (6, 1, 513), (1, 1, 1)])
-def test_attention_kernels_equal_the_reference(heads, kv_heads, length, window, blockwise, monkeypatch):
-    """Grouped queries, windows, and lengths below, above and not a multiple of the block; values and gradients."""
+def test_attention_kernels_equal_the_reference(heads, kv_heads, length, window, blockwise, apart, monkeypatch):
+    """
+    Grouped queries, windows, documents apart, and lengths below, above and not a multiple of the block; values and
+    gradients.
+    """
     if not blockwise:  # the way of longer rows
         monkeypatch.setattr("nanochat.model.attention.BLOCKWISE_MAX_LENGTH", 0)
     qkv = queries_keys_values(heads, kv_heads, length)
     upstream = torch.randn(2, heads, length, 16, generator=torch.Generator().manual_seed(0))
-    expected = reference_attention(*qkv, window)
-    got = attention(*qkv, window)
+    begins = torch.stack([torch.arange(length) // 70 * 70, torch.arange(length) // 290 * 290]) if apart else None
+    expected = reference_attention(*qkv, window, begins)
+    got = attention(*qkv, window, begins=begins)
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=0)
     for a, b in zip(torch.autograd.grad(got, qkv, upstream), torch.autograd.grad(expected, qkv, upstream)):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

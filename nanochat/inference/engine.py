@@ -104,7 +104,7 @@ class Engine:
         self.tools = tools
         self.max_per_owner = max_per_owner or max_batch
         self.context = model.config.sequence_len
-        self.prompt_cache = PromptCache(prompt_cache_bytes)
+        self.prompt_cache = PromptCache(prompt_cache_bytes, model.config.document_token)
         self.default_stop = default_stop(tokenizer)
         special = tokenizer.encode_special
         self.python_start, self.python_end = special("<|python_start|>"), special("<|python_end|>")

@@ -37,6 +37,7 @@ class Prefix(NamedTuple):
     pieces: tuple[Tensor, ...] = ()  # (n_layer, 2, H_kv, T, D) each: keys, values
     length: int = 0                  # tokens: the sum of the pieces' T
     last: int = -1                   # the last token; −1: none
+    begin: int = 0                   # where the last document among them begins
     hidden: Tensor | None = None     # (T, C), what the head reads, of the last piece; None: it was not computed here
 
 
@@ -67,6 +68,7 @@ class CachedModel:
         """Forget every sequence."""
         self.lengths: list[int] = []    # of each row: tokens that have been read
         self.last: list[int] = []       # of each row: the last of them, which the next one's embedding needs
+        self.begins: list[int] = []     # of each row: where its last document begins
         config = self.config
         self.kv = self.model.lm_head.weight.new_empty(config.n_layer, 2, 0, config.n_kv_head, 0, config.head_dim)
 
@@ -82,22 +84,30 @@ class CachedModel:
         """
         device = self.kv.device
         spans = []      # positions of each prompt's new tokens
-        ids, previous, positions = [], [], []
+        ids, previous, positions, begins = [], [], [], []
+        last_begins = []  # where the last document of each prompt begins
         for prefix, tokens in prompts:
             span = range(prefix.length, prefix.length + len(tokens))
             spans.append(span)
             ids += tokens
             previous += [prefix.last, *tokens[:-1]]
             positions += span
+            begin = prefix.begin
+            for position, token in zip(span, tokens):
+                if token == self.config.document_token:
+                    begin = position
+                begins.append(begin)
+            last_begins.append(begin)
         lengths = [len(span) for span in spans]
+        *columns, begins = torch.tensor([ids, previous, positions, begins], device=device)  # one copy to the device
 
         masks = {}      # for each window, one of each prompt and the key that it begins with
         for window in self.windows:
             masks[window] = []
-            for span in spans:
+            for span, its_begins in zip(spans, begins.split(lengths)):
                 # The first token of the span sees no key before this one: earlier ones are left out.
                 first = max(span.start + 1 - window, 0)
-                mask = as_mask(visible(span.start, span.stop, first, window, device))   # (tokens, keys)
+                mask = as_mask(visible(span.start, span.stop, first, window, device, its_begins))  # (tokens, keys)
                 masks[window].append((first, mask))
 
         new = []        # of each layer (2, H_kv, T, D)
@@ -115,12 +125,11 @@ class CachedModel:
                 outputs.append(attend_one(its_q, kv[:, :, first:], mask))
             return torch.cat(outputs)
 
-        columns = torch.tensor([ids, previous, positions], device=device)
         hidden = self.hidden(*columns, attend).split(lengths)   # (tokens, C) each
         pieces = torch.stack(new).split(lengths, dim=3)         # (n_layer, 2, H_kv, tokens, D) each
         extended = []
-        for (prefix, tokens), piece, span, its_hidden in zip(prompts, pieces, spans, hidden):
-            extended.append(Prefix((*prefix.pieces, piece), span.stop, tokens[-1], its_hidden))
+        for (prefix, tokens), piece, span, begin, its_hidden in zip(prompts, pieces, spans, last_begins, hidden):
+            extended.append(Prefix((*prefix.pieces, piece), span.stop, tokens[-1], begin, its_hidden))
         return extended
 
     # ---- Rows
@@ -133,6 +142,7 @@ class CachedModel:
         self.kv[:, :, row, :, : prefix.length] = torch.cat(prefix.pieces, dim=3)
         self.lengths.append(prefix.length)
         self.last.append(prefix.last)
+        self.begins.append(prefix.begin)
 
     @torch.inference_mode()
     def piece(self, row: int, start: int, end: int) -> Tensor:
@@ -144,10 +154,12 @@ class CachedModel:
         """Free a row; the last one moves into its place, so that rows 0 to n − 1 are always the ones in use."""
         length = self.lengths.pop()
         last = self.last.pop()
+        begin = self.begins.pop()
         end = len(self.lengths)
         if row != end:
             self.lengths[row] = length
             self.last[row] = last
+            self.begins[row] = begin
             self.kv[:, :, row, :, :length] = self.kv[:, :, end, :, :length]
         if not self.lengths:
             self.clear()
@@ -167,8 +179,11 @@ class CachedModel:
         # in bfloat16 are 2 to 10 times slower where the cache is not contiguous.
         if self.kv.dtype != torch.float32 or device.type != "cpu":
             longest = self.kv.size(4)
-        last, lengths = self.last, self.lengths
-        now, previous, positions = torch.tensor([tokens, last, lengths], device=device)     # one copy to the device
+        for row, token in enumerate(tokens):
+            if token == self.config.document_token:
+                self.begins[row] = self.lengths[row]
+        columns = [tokens, self.last, self.lengths, self.begins]
+        now, previous, positions, begins = torch.tensor(columns, device=device)  # one copy to the device
         all_rows = torch.arange(rows, device=device)
         keys = torch.arange(longest, device=device)     # (K,)
 
@@ -176,8 +191,9 @@ class CachedModel:
         # each row, so there is no smaller rectangle.
         masks = {}
         for window in self.windows:
-            seen = (keys <= positions[:, None]) & (keys > positions[:, None] - window)     # (rows, K)
-            masks[window] = as_mask(seen).repeat_interleave(heads, dim=0)[:, None]          # (rows * H_kv, 1, K)
+            first = torch.maximum(begins, positions + 1 - window)[:, None]
+            seen = (keys >= first) & (keys <= positions[:, None])                   # (rows, K)
+            masks[window] = as_mask(seen).repeat_interleave(heads, dim=0)[:, None]  # (rows * H_kv, 1, K)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kv = self.kv[layer, :, :rows]                       # (2, rows, H_kv, capacity, D)

@@ -18,10 +18,11 @@ PIECE = 128
 
 
 class PromptCache:
-    """Pieces of at most `limit` bytes together; the least recently used goes first."""
+    """Pieces of at most `limit` bytes together; the least recently used goes first. document_token: the model's."""
 
-    def __init__(self, limit: int):
+    def __init__(self, limit: int, document_token: int = -1):
         self.limit = limit
+        self.document_token = document_token
         self.size = 0   # bytes
         self.pieces: dict[tuple, Tensor] = {}   # by (owner, *tokens); the least recently used first
 
@@ -32,7 +33,11 @@ class PromptCache:
             piece = self.pieces.get((owner, *prompt[:end]))
             if piece is None:
                 break
-            prefix = Prefix((*prefix.pieces, piece), end, prompt[end - 1])
+            begin = prefix.begin
+            for position in range(prefix.length, end):
+                if prompt[position] == self.document_token:
+                    begin = position
+            prefix = Prefix((*prefix.pieces, piece), end, prompt[end - 1], begin)
             end += PIECE
         return prefix
 

@@ -18,31 +18,36 @@ def attention(
     v: Tensor,
     window: int,
     blocks=None,
+    begins: Tensor | None = None,
 ) -> Tensor:
     """
     softmax(q kᵀ / √D) v over the last `window` keys at or before each query, its own included.
 
     q: (B, H, T, D); k, v: (B, H_kv, T, D) with H a multiple of H_kv: consecutive query heads share a key head.
-    Returns (B, H, T, D) in q's dtype. blocks: what `window_blocks` gave for T and the window.
+    Returns (B, H, T, D) in q's dtype. blocks: what `window_blocks` gave for T and the window. begins: see
+    `document_begins`; no query sees a key before its document.
 
     On a CPU: blocks of queries, two plain matrix products each, measured faster than scaled_dot_product_attention. On a
-    GPU: that function, but FlexAttention for windows in compiled code, where it would compute all scores.
+    GPU: that function, but FlexAttention for windows in compiled code, where it would compute all scores. Documents are
+    apart in short rows, where computing all scores costs little.
     """
     length = q.size(2)
     group = q.size(1) // k.size(1)
     if q.device.type == "cpu" and length <= BLOCKWISE_MAX_LENGTH:
-        return blockwise_attention(q, k, v, window)
-    if blocks is not None and torch.compiler.is_compiling():
+        return blockwise_attention(q, k, v, window, begins)
+    if begins is None and blocks is not None and torch.compiler.is_compiling():
         from torch.nn.attention.flex_attention import flex_attention
 
         return flex_attention(q, k, v, block_mask=blocks, enable_gqa=group > 1)
     with kernels():
-        if window >= length:
+        if begins is None and window >= length:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
         # Few kernels take groups with a mask; on an A100 only the one that keeps all scores does.
         k = k.repeat_interleave(group, dim=1)  # (B, H, T, D)
         v = v.repeat_interleave(group, dim=1)
-        mask = visible(0, length, 0, window, q.device)
+        mask = visible(0, length, 0, window, q.device, begins)  # (T, T) or (B, T, T)
+        if begins is not None:
+            mask = mask[:, None]  # the same for every head
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
@@ -83,6 +88,7 @@ def blockwise_attention(
     k: Tensor,
     v: Tensor,
     window: int,
+    begins: Tensor | None = None,
 ) -> Tensor:
     """
     The same by blocks of queries, each against the keys between its first query's window and its own end only: nearly
@@ -92,7 +98,7 @@ def blockwise_attention(
     k = k.reshape(-1, T, D)                # (N, T, D), N = B · H_kv
     v = v.reshape(-1, T, D)
     q = q.reshape(len(k), -1, T, D)        # (N, G, T, D): the G query heads of each key head
-    return BlockwiseAttention.apply(q, k, v, window).view(B, H, T, D)
+    return BlockwiseAttention.apply(q, k, v, window, begins).view(B, H, T, D)
 
 
 def query_blocks(length: int, window: int) -> list[tuple[int, int, int]]:
@@ -114,14 +120,19 @@ class BlockwiseAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         window: int,
+        begins: Tensor | None,
     ) -> Tensor:
         N, G, T, D = q.shape
         out = torch.empty_like(q)
         kept = []
         for start, end, first in query_blocks(T, window):
-            unseen = ~visible(start, end, first, window, q.device)              # (rows, keys)
+            of_queries = None if begins is None else begins[:, start:end]
+            unseen = ~visible(start, end, first, window, q.device, of_queries)  # (rows, keys) or (B, rows, keys)
             bias = q.new_zeros(unseen.shape).masked_fill_(unseen, float("-inf"))
-            bias = bias.repeat(G, 1).expand(N, -1, -1)                          # (N, G · rows, keys)
+            if begins is None:
+                bias = bias.repeat(G, 1).expand(N, -1, -1)                      # (N, G · rows, keys)
+            else:
+                bias = bias.repeat(1, G, 1).repeat_interleave(N // len(begins), dim=0)
             rows = q[:, :, start:end].reshape(N, -1, D)                         # (N, G · rows, D)
             scores = torch.baddbmm(bias, rows, k[:, first:end].mT, alpha=D**-0.5)
             p = scores.softmax(-1)
@@ -150,7 +161,7 @@ class BlockwiseAttention(torch.autograd.Function):
             values_sum = grad_v[:, first:end]
             torch.baddbmm(keys_sum, grad_scores.mT, rows, out=keys_sum)
             torch.baddbmm(values_sum, p.mT, grad_rows, out=values_sum)
-        return grad_q, grad_k, grad_v, None
+        return grad_q, grad_k, grad_v, None, None
 
 
 def visible(
@@ -159,8 +170,21 @@ def visible(
     first: int,
     window: int,
     device: torch.device,
+    begins: Tensor | None = None,
 ) -> Tensor:
-    """(end − start, end − first) bool: which keys, from `first` on, each of the queries from `start` to `end` sees."""
+    """
+    (end − start, end − first) bool: which keys, from `first` on, each of the queries from `start` to `end` sees.
+    begins (…, end − start): the position where each query's document begins; (…, end − start, end − first) then.
+    """
     query = torch.arange(start, end, device=device)[:, None]
     key = torch.arange(first, end, device=device)
-    return (key <= query) & (key > query - window)
+    seen = (key <= query) & (key > query - window)
+    if begins is not None:
+        seen = seen & (key >= begins[..., None])
+    return seen
+
+
+def document_begins(tokens: Tensor, document_token: int) -> Tensor:
+    """tokens (B, T) → (B, T): the position of the last document_token at or before each, 0 where there is none."""
+    position = torch.arange(tokens.size(1), device=tokens.device)
+    return torch.where(tokens == document_token, position, 0).cummax(1).values

@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from nanochat.model.attention import document_begins
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.layers import Block, Embedding, Gate, Table, norm, rotary_angles
 from nanochat.model.loss import cap, softcapped_cross_entropy, token_losses
@@ -103,12 +104,15 @@ class GPT(nn.Module):
     def blocks(self, layers: range, tokens: Tensor, x: Tensor) -> Tensor:
         """The residual stream x (B, T, C) after the blocks of these layers. tokens: (B, T)."""
         cos, sin = rotary_angles(tokens.size(1), self.config.head_dim, self.config.rope_theta, tokens.device)
+        begins = None
+        if self.config.document_token >= 0:
+            begins = document_begins(tokens, self.config.document_token)
         for layer in layers:
             block = self.transformer.h[layer]
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, tokens, cos, sin, use_reentrant=False)
+                x = checkpoint(block, x, tokens, cos, sin, begins, use_reentrant=False)
             else:
-                x = block(x, tokens, cos, sin)
+                x = block(x, tokens, cos, sin, begins)
         return x
 
     def keep_layers(self, layers: range) -> None:

@@ -12,6 +12,7 @@ MAX_SOFTCAP = 64     # exp(softcap), summed over any vocabulary, stays far below
 VOCAB_MULTIPLE = 64  # columns of the logits are padded to it: whole tiles in the largest matrix product
 LAYER_WIDTH = 64     # of the one-number family: width per layer
 HEAD_DIM = 128
+SHORT_ROW = 512     # tokens: in rows up to it documents are apart
 ARCHITECTURES = {    # named sets of pieces
     "classic": {},
     "modern": dict(short_windows=True, value_embeddings=True, smear=True, embedding_std=0.8, fc_scale=0.4),
@@ -37,6 +38,7 @@ class GPTConfig:
     short_windows: bool = False     # three of four layers see a quarter of sequence_len, each fourth and the last all
     value_embeddings: bool = False  # alternate layers, the last one included, add a gated vector of the token to values
     smear: bool = False             # the embedding adds a gated part of the previous token's embedding
+    document_token: int = -1        # begins a document, whose tokens see none before it; −1: a row is one text
     embedding_std: float = 1.0      # at the start
     fc_scale: float = 1.0           # of c_fc at the start, relative to 1/√width
 
@@ -99,8 +101,15 @@ def config_from_depth(
     sequence_len: int,
     softcap: float | None = LOGIT_SOFTCAP,
     arch: str = "classic",
+    bos: int = -1,
 ) -> GPTConfig:
-    """The one-number family: width 64 per layer, rounded up to whole heads of 128; arch: as `architecture` takes it."""
+    """
+    The one-number family: width 64 per layer, rounded up to whole heads of 128; arch: as `architecture` takes it. bos:
+    the token that begins a document. In short rows of modern models it sees none before it (docs/ablations.md).
+    """
+    pieces = architecture(arch)
+    if arch.startswith("modern") and sequence_len <= SHORT_ROW:
+        pieces.setdefault("document_token", bos)
     n_head = math.ceil(depth * LAYER_WIDTH / HEAD_DIM)
     width = n_head * HEAD_DIM
-    return GPTConfig(sequence_len, vocab_size, depth, width, n_head, n_head, softcap, **architecture(arch))
+    return GPTConfig(sequence_len, vocab_size, depth, width, n_head, n_head, softcap, **pieces)

@@ -101,6 +101,7 @@ class Embedding(Table):
 
     def __init__(self, config: GPTConfig):
         super().__init__(config.padded_vocab_size, config.n_embd)
+        self.document_token = config.document_token
         self.smear = None
         if config.smear:
             self.smear = Gate(1, config.n_embd)
@@ -122,6 +123,8 @@ class Embedding(Table):
             x_previous = F.pad(x[..., :-1, :], (0, 0, 1, 0))  # shifted by one position
         else:
             x_previous = norm(super().forward(previous.clamp(min=0))) * (previous >= 0)[..., None]
+        if self.document_token >= 0:
+            x_previous = x_previous * (tokens != self.document_token)[..., None]
         return x + self.smear_scale * self.smear(x) * x_previous
 
 
@@ -214,10 +217,14 @@ class Block(nn.Module):
         tokens: Tensor,
         cos: Tensor,
         sin: Tensor,
+        begins: Tensor | None = None,
     ) -> Tensor:
-        """x: the residual stream (B, T, C); tokens: (B, T). Returns the residual stream after the block."""
+        """
+        x: the residual stream (B, T, C); tokens: (B, T); begins: see `document_begins`. Returns the residual stream
+        after the block.
+        """
         values = None if self.values is None else self.values(tokens)  # (B, T, H_kv · D)
-        return self.body(x, cos, sin, values, window_blocks(x.size(1), self.attn.window, x.device))
+        return self.body(x, cos, sin, values, window_blocks(x.size(1), self.attn.window, x.device), begins)
 
     def body(
         self,
@@ -226,12 +233,13 @@ class Block(nn.Module):
         sin: Tensor,
         values: Tensor | None,
         blocks,
+        begins: Tensor | None,
     ) -> Tensor:
         """The part that is compiled on a GPU: without lookups, whose gradients are sums in any order."""
         normed, q, k, v = self.attention_inputs(x, cos, sin)
         v = self.attn.add_value_embedding(normed, v, values)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))                    # (B, H, T, D)
-        y = attention(q, k, v, self.attn.window, blocks).transpose(1, 2)            # (B, T, H, D)
+        y = attention(q, k, v, self.attn.window, blocks, begins).transpose(1, 2)    # (B, T, H, D)
         return self.attention_output(x, y.reshape(x.shape))
 
     def attention_inputs(
