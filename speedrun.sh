@@ -48,7 +48,7 @@ else
 fi
 # ---- On GPUs. The recipe of 2026, explained in docs/gpus.md
 
-planned() { python -m scripts.plan --vocab_size=$vocab --depth="$depth" "${horizon[@]}" --gpus=$ranks --gpu="$gpu" "$@"; }
+planned() { python -m scripts.plan --vocab_size=$vocab --depth="$depth" --gpus=$ranks --gpu="$gpu" "$@"; }
 
 # As many rows at a time as the memory holds, up to 16 (no GPU has confirmed that more fit), and 256 over all ranks, which
 # a step of mid-training has.
@@ -82,7 +82,6 @@ gpu_recipe() {
     ranks=1
     while [ $((2 * ranks)) -le "$gpus" ]; do ranks=$((2 * ranks)); done  # a power of two, which divides every batch
     launch=(torchrun --standalone --nproc_per_node=$ranks --max-restarts=3 --shutdown-timeout=300 -m)
-    horizon=(--target_param_data_ratio=8 --total_batch_size=-1)
     [ -s "$answer" ] || choose_depth_and_rows  # kept, so that a resumed run has the same model
     read -r depth rows recompute < "$answer" || true
     if [ "$rows" -lt 1 ]; then
@@ -100,12 +99,10 @@ gpu_recipe() {
     tag=speedrun-d$depth
     keep=(--keep_last=2)
     [ -z "${recompute:-}" ] || keep+=(--activation_checkpointing)
-    rates=(--embedding_lr=0.3 --unembedding_lr=0.008)
-    model=(--depth="$depth" --max_seq_len=2048 --device_batch_size="$rows" "${horizon[@]}" "${rates[@]}" --weight_decay=0.2 --warmup_steps=40
-           --warmdown_ratio=0.65 --final_lr_frac=0.05 --muon_momentum=0.97 --final_muon_momentum=0.9 --save_every=1000 "${keep[@]}")
+    model=(--depth="$depth" --device_batch_size="$rows" --save_every=1000 "${keep[@]}")
     lookups="lookup, lookup:unknown[:2000], lookup:talk[:4000], search, search:unknown[:2000]"
-    mid=(--tasks="smoltalk, mmlu*3, gsm8k*4, words:$data*3, spellingbee[:20000], tinyworld:identity, tinyworld:turns, $lookups" "${rates[@]}"
-         --init_lr_frac=0.8 --warmdown_ratio=0.5 --device_batch_size="$rows" --total_batch_size=524288 --save_every=200 "${keep[@]}")
+    mid=(--tasks="smoltalk, mmlu*3, gsm8k*4, words:$data*3, spellingbee[:20000], tinyworld:identity, tinyworld:turns, $lookups"
+         --embedding_lr=0.3 --unembedding_lr=0.008 --init_lr_frac=0.8 --warmdown_ratio=0.5 --device_batch_size="$rows" --total_batch_size=524288 --save_every=200 "${keep[@]}")
     sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:$data[:600], tinyworld:identity" --init_lr_frac=0.02
          --device_batch_size=$few --save_every=200 "${keep[@]}")
     rl=(--task=gsm8k --device_batch_size=$few --save_every=20 "${keep[@]}")
@@ -119,7 +116,7 @@ gpu_recipe() {
 try_three_steps() (  # a subshell: the base folder is changed for it alone
     stage "depth $depth: three steps before the downloads"
     export NANOCHAT_BASE_DIR=$base/rehearsal
-    steps=("${model[@]/%--total_batch_size=-1/--total_batch_size=$((2 * rows * 2048 * ranks))}" --num_iterations=3)
+    steps=("${model[@]}" --total_batch_size=$((2 * rows * 2048 * ranks)) --num_iterations=3)
     python -m scripts.dataset --source=python
     once tokenizer-python --needs data/python/manifest.json --makes tokenizer/python -- \
         python -m scripts.tok_train --data=python --vocab_size=$vocab
@@ -158,7 +155,7 @@ cpu_recipe() {
     read -r depth < "$answer"
     tag=assistant-d$depth launch=(python -m)
     model=(--depth=$depth --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=500
-           --warmdown_ratio=0.6 --eval_every=100 --eval_tokens=32768 --save_every=100 --keep_last=2)
+           --eval_every=100 --eval_tokens=32768 --save_every=100 --keep_last=2)
     lookups="lookup[:22000], lookup:unknown[:1500], lookup:talk[:4500], search[:12000], search:unknown[:1500]"
     more_lookups="lookup[22000:26000], lookup:unknown[1500:2000], lookup:talk[4500:6000], search[12000:16000], search:unknown[1500:2000]"
     mid=(--tasks="tinyworld*2, tinyworld:turns, arithmetic[:5000], spellingbee[:6000], words:$data[:8000], run[:10000], $lookups"

@@ -12,7 +12,7 @@ gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 if [ "$gpus" -ge 1 ]; then
     DATA=${DATA:-fineweb-edu}
     launch=(torchrun --standalone --nproc_per_node="$gpus" --max-restarts=3 --shutdown-timeout=300 -m)
-    model=(--max_seq_len=2048 --total_batch_size=-1 --save_every=1000 --keep_last=1)
+    model=(--save_every=1000 --keep_last=1)
     if [ "$DATA" = fineweb-edu ]; then python -m scripts.dataset --source=fineweb-edu --num_shards="${SHARDS:-100}"; fi
 else
     DATA=${DATA:-tinyworld512}

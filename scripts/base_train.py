@@ -31,10 +31,12 @@ from nanochat.optim.schedule import (
     apply_schedule,
     choose_batch_size,
     choose_num_iterations,
+    choose_recipe,
+    decay_scale,
     is_due,
     lr_multiplier,
     momentum_at,
-    rate_scales,
+    rate_scale,
     warmdown_left,
 )
 from nanochat.optim.zero import Sharding
@@ -79,25 +81,26 @@ arch = "modern"             # pieces of the model: classic, modern, or one with 
 # ---- Horizon: the first of these that is positive
 num_iterations = -1         # [-1, 1..] optimizer steps
 target_flops = -1.0         # FLOPs of the whole run
-target_param_data_ratio = 10.5  # tokens per parameter of matrices and head
+target_param_data_ratio = 8.0  # tokens per parameter of matrices and head
 # ---- Batch
 device_batch_size = 16      # [1..] rows per rank and micro-step; halve it when memory runs out
-total_batch_size = 524288   # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen here, with the rates
+total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen here, with the rates
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
 shard_size = -1             # [-1, 1..] ranks that share one copy; groups of this size are replicas; -1: all ranks
 pipeline_stages = 1         # [1..] groups of ranks with layers of their own; micro-batches go from one to the next
-# ---- Optimizers
-embedding_lr = 0.2          # [0..] AdamW, for a model 768 wide
-unembedding_lr = 0.004      # [0..] AdamW, for a model 768 wide
+# ---- Optimizers: -1 is chosen by the number of steps, see Recipe in nanochat/optim/schedule.py
+embedding_lr = -1.0         # [-1, 0..] AdamW, for a model 768 wide
+unembedding_lr = -1.0       # [-1, 0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
-muon_momentum = 0.95        # [0..1] of Muon, after 300 steps
-final_muon_momentum = 0.95  # [0..1] at the end of the warmdown
-weight_decay = 0.0          # [0..] of Muon's matrices only; falls linearly to zero
+muon_momentum = -1.0        # [-1, 0..1] of Muon, after its rise
+final_muon_momentum = -1.0  # [-1, 0..1] at the end of the warmdown
+momentum_steps = -1         # [-1, 1..] steps in which momentum rises from 0.85
+weight_decay = -1.0         # [-1, 0..] of Muon's matrices only; falls to zero
 grad_clip = 0.0             # [-1, 0..] largest norm of the averaged gradient; 0 or -1: no limit
-warmup_steps = 0            # [0..] steps in which the learning rate rises, at most a tenth of the run
-warmdown_ratio = 0.4        # [0..1] share of the run, at its end, in which it falls
-final_lr_frac = 0.0         # [0..1] the last step's learning rate, as a share of the highest
+warmup_steps = -1           # [-1, 0..] steps in which the learning rate rises, at most a tenth of the run
+warmdown_ratio = -1.0       # [-1, 0..1] share of the run, at its end, in which it falls
+final_lr_frac = -1.0        # [-1, 0..1] the last step's learning rate, as a share of the highest
 # ---- Evaluation and logging
 eval_every = 250            # [-1..] steps between validations, also before the first step and after the last; -1: never
 eval_tokens = 10485760      # [1..] tokens of a validation, at most one pass over the split
@@ -162,11 +165,15 @@ micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, 
 # Micro-steps with rows, on average over the ranks: grad_accum_steps, or less where the ranks do not divide the batch
 filled_steps = total_batch_size / (micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks)
 num_iterations = choose_num_iterations(num_iterations, horizon, total_batch_size)
-lr_scale, decay_scale = 1.0, 1.0
+recipe = choose_recipe(config, num_iterations, meta and meta["config"])
+config |= recipe._asdict()  # what was chosen is what a checkpoint and the report say
+rate_factor, decay_factor = 1.0, 1.0
 if meta:  # a resumed run keeps the rates it had
-    lr_scale, decay_scale = meta.get("rate_scales", (1.0, 1.0))
+    rate_factor, decay_factor = meta.get("rate_scales", (1.0, 1.0))
 elif choose_batch:
-    lr_scale, decay_scale = rate_scales(total_batch_size, num_iterations * total_batch_size)
+    rate_factor = rate_scale(total_batch_size)
+if not meta and recipe.weight_decay and (choose_batch or weight_decay == -1):
+    decay_factor = decay_scale(rate_factor, num_iterations)
 total_flops = num_iterations * total_batch_size * flops_per_token
 peak = peak_flops(device, model_dtype)
 print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head} heads, "
@@ -176,8 +183,9 @@ print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_se
 if filled_steps < grad_accum_steps:
     empty = 1 - filled_steps / grad_accum_steps
     print0(f"warning: {pipeline.dp_ranks} rank(s) do not divide the batch: {empty:.0%} of their micro-steps are empty")
-if lr_scale != 1 or decay_scale != 1:
-    print0(f"rates: all x {lr_scale:.4g} for this batch; weight decay x {decay_scale:.4g} for batch and horizon")
+print0("recipe: " + ", ".join(f"{name} {value:g}" for name, value in recipe._asdict().items()))
+if rate_factor != 1 or decay_factor != 1:
+    print0(f"rates: all x {rate_factor:.4g} for this batch; weight decay x {decay_factor:.4g} for batch and horizon")
 print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {total_flops:.2e} FLOPs, "
        f"{duration(total_flops / (peak.flops * world_size))} at the peak of {peak.flops / 1e12:,.2f} TFLOP/s per rank "
        f"({peak.source})")
@@ -189,8 +197,8 @@ if fp8:
     use_fp8(model, device, device_batch_size * max_seq_len)
 sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, pipeline_stages,
                     weights=lambda name: model.draw(name, seed))
-optimizers = setup_optimizers(model, sharding, unembedding_lr, embedding_lr, matrix_lr, weight_decay * decay_scale,
-                              lr_scale)
+optimizers = setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.embedding_lr, matrix_lr,
+                              recipe.weight_decay * decay_factor, rate_factor)
 if compiling:
     model.compile_blocks()
 pipeline.connect(model, sharding, micro_batches, device_batch_size)
@@ -227,7 +235,7 @@ while True:
     # --- checkpoint of the parameters before this step, if one is due. `set_state` says what the saver saves if an
     # error, for example in an evaluation, ends the run before the next update
     saver.set_state(step, metrics, config=config, total_batch_size=total_batch_size, num_iterations=num_iterations,
-                    rate_scales=(lr_scale, decay_scale), data=data, data_state=data_state)
+                    rate_scales=(rate_factor, decay_factor), data=data, data_state=data_state)
     saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
     if stopping:
         break
@@ -289,9 +297,9 @@ while True:
     count = 1.0 if pipeline.is_last else 0.0  # only the last pipeline stage has a loss
     stats = sharding.reduce_and_clip(step_loss, count, grad_clip, stop=stop.asked, save=saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
-    lrm = lr_multiplier(step, num_iterations, warmdown_ratio, warmup_steps, final_lr_frac)
-    left = warmdown_left(step, num_iterations, warmdown_ratio)
-    momentum = momentum_at(step, left, muon_momentum, final_muon_momentum)
+    lrm = lr_multiplier(step, num_iterations, recipe.warmdown_ratio, recipe.warmup_steps, recipe.final_lr_frac)
+    left = warmdown_left(step, num_iterations, recipe.warmdown_ratio)
+    momentum = momentum_at(step, left, recipe.muon_momentum, recipe.final_muon_momentum, recipe.momentum_steps)
     apply_schedule(optimizers, step, num_iterations, lrm, momentum)
     saver.clear_state()  # from here to `set_state` an error saves nothing: the parameters are half updated
     for optimizer in optimizers:

@@ -3,7 +3,7 @@ A run before it is paid for: bytes that a rank holds and sends on each stage of 
 and cost; and the fastest layout that fits, with or without a pipeline. Formulas only: nothing is trained.
 
     python -m scripts.plan --depth=20 --gpus=8 --gpu=H100 --link=nvlink4
-    python -m scripts.plan --depth=32 --gpus=64 --total_batch_size=-1 --gpus_per_node=8 --link=nvlink4 --between=ndr
+    python -m scripts.plan --depth=32 --gpus=64 --gpus_per_node=8 --link=nvlink4 --between=ndr
 """
 import math
 from typing import Literal
@@ -25,14 +25,14 @@ depth = 20                  # [1..] layers
 vocab_size = 65536          # [1..] tokens
 max_seq_len = 2048          # [1..] tokens per row
 device_batch_size = 8       # [1..] rows per rank and micro-step
-total_batch_size = 524288   # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen, as base_train does
-target_param_data_ratio = 10.5  # [>0] tokens to train on, per parameter of matrices and head
+total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen, as base_train does
+target_param_data_ratio = 8.0  # [>0] tokens to train on, per parameter of matrices and head
 # ---- Machine
 gpus = 8                    # [1..] ranks
 gpus_per_node = 8           # [1..] of them on each host
 gpu = "H100"                # a name of the table in nanochat/runtime/flops.py; empty: the kind that is here
 memory_gib = 80.0           # [>0] of each
-mfu = 0.5                   # [0.0001..1] part of its bf16 peak that forward and backward passes are assumed to reach
+mfu = 0.48                  # [0.0001..1] part of its bf16 peak that forward and backward passes are assumed to reach
 link = "nvlink4"            # of each GPU to the others of its host: a name of the table in nanochat/plan/machines.py
 between = "ndr"             # of each GPU to other hosts
 price = 2.5                 # [0..] dollars per GPU and hour

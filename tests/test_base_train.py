@@ -99,6 +99,7 @@ def test_an_empty_base_folder_is_enough(base_folder):
         assert 0 < record["train/mfu"] <= 1 and 0 <= record["train/lrm"] <= 1
     meta = json.loads((folder / "step_000020" / "meta.json").read_text())
     assert (meta["config"]["depth"], meta["model_config"]["n_embd"], meta["data_state"]["epoch"]) == (2, 128, 0)
+    assert meta["config"]["warmdown_ratio"] == 0.6 and ", warmdown_ratio 0.6, " in result.stdout, "of a short run"
     evaluation = run_module("scripts.base_eval", "--eval_tokens=2048", "--core_metric_max_per_task=0")
     assert evaluation.returncode == 0, evaluation.stderr
     assert "held-out questions" in evaluation.stdout and "excess over the floor" in evaluation.stdout
@@ -325,7 +326,7 @@ def test_bad_input_is_one_clear_line(base):
     ]
     cases += [([f"--{name}={value}"], f"{name} takes {kind} in {allowed}") for name, value, kind, allowed in [
         ("core_metric_max_per_task", 0, "int", "[-1, 1..]"), ("num_iterations", 0, "int", "[-1, 1..]"),
-        ("warmdown_ratio", 2, "float", "[0..1]"), ("depth", 0, "int", "[1..]"),
+        ("warmdown_ratio", 2, "float", "[-1, 0..1]"), ("depth", 0, "int", "[1..]"),
     ]]
     for args, expected in cases:
         result = train("--num_iterations=1", *args)

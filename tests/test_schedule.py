@@ -8,10 +8,12 @@ from nanochat.optim.schedule import (
     apply_schedule,
     choose_batch_size,
     choose_num_iterations,
+    choose_recipe,
+    decay_scale,
     is_due,
     lr_multiplier,
     momentum_at,
-    rate_scales,
+    rate_scale,
     warmdown_left,
 )
 from nanochat.runtime.errors import UserError
@@ -31,11 +33,27 @@ def test_momentum_and_weight_decay():
     assert lefts == pytest.approx([1, 1, 0.5, 0, 0])
     steps = zip((0, 600, 800, 1000, 1100), lefts)
     assert [momentum_at(*at, 0.97, 0.9) for at in steps] == pytest.approx([0.85, 0.97, 0.935, 0.9, 0.9])
+    assert momentum_at(100, 1.0, 0.97, 0.9, 400) == pytest.approx(0.88)
     assert momentum_at(30, 0.5, 0.97, 0.9) == pytest.approx(0.862), "a short run falls only below where it has risen to"
     group = {"initial_lr": 2.0, "initial_weight_decay": 0.2, "momentum": 0.0}
-    for step, decay in ((0, 0.2), (5, 0.1), (11, 0)):
+    for step, decay in ((0, 0.2), (5, 0.1), (7.5, 0.1 * (1 - 0.5**0.5)), (11, 0)):  # a cosine
         apply_schedule([SimpleNamespace(param_groups=[group])], step, 10, 0.5, 0.9)
-        assert (group["lr"], group["weight_decay"], group["momentum"]) == (1, decay, 0.9)
+        assert (group["lr"], group["weight_decay"], group["momentum"]) == (1, pytest.approx(decay), 0.9)
+
+
+def test_settings_of_minus_one_follow_the_length_of_the_run_and_stay_when_it_is_resumed():
+    names = ("embedding_lr", "unembedding_lr", "muon_momentum", "final_muon_momentum", "momentum_steps",
+             "weight_decay", "warmup_steps", "warmdown_ratio", "final_lr_frac")
+    unset = dict.fromkeys(names, -1)
+    short = (0.2, 0.004, 0.95, 0.95, 300, 0, 0, 0.6, 0)
+    long = (0.3, 0.008, 0.97, 0.9, 400, 0.205, 40, 0.65, 0.05)
+    assert choose_recipe(unset, 999) == short and choose_recipe(unset, 1000) == long
+    chosen = choose_recipe(unset | {"warmup_steps": 0, "depth": 4}, 5000)
+    assert chosen == (*long[:6], 0, *long[7:]), "0 is a setting"
+    assert choose_recipe(unset | {"warmdown_ratio": 0.4}, 400, chosen._asdict()) == (*chosen[:7], 0.4, chosen[8])
+    old = dict(zip(names, short)) | {"warmdown_ratio": 0.4, "weight_decay": 0.2}
+    del old["momentum_steps"]  # older versions had no such setting
+    assert choose_recipe(unset, 5000, old) == (*short[:5], 0.2, 0, 0.4, 0)
 
 
 def test_a_warmup_in_steps_is_at_most_a_tenth_of_a_short_run():
@@ -43,12 +61,10 @@ def test_a_warmup_in_steps_is_at_most_a_tenth_of_a_short_run():
 
 
 def test_rates_follow_the_batch_and_decay_keeps_what_it_leaves_of_early_weights():
-    assert rate_scales(2**19, 1.2e9) == (1, 1), "the settings are for this point"
-    lr, decay = rate_scales(2**17, 2.4e9)
-    assert (lr, decay) == pytest.approx((1 / 2, 1 / 4))
-    for batch in (2**13, 2**17, 2**21):
-        lr, decay = rate_scales(batch, 2.4e9)
-        assert lr * decay * 2.4e9 / batch == pytest.approx(1.2e9 / 2**19), "rate times decay times steps"
+    reference = 1.2e9 / 2**19  # steps
+    assert rate_scale(2**19) == 1 and decay_scale(1, reference) == 1, "the settings are for this point"
+    assert [rate_scale(2**n) for n in (21, 17, 13)] == pytest.approx([2, 1 / 2, 1 / 2])
+    assert decay_scale(1 / 2, 8 * reference) == pytest.approx(1 / 4), "rate times decay times steps stay"
 
 
 def test_what_is_due_every_so_many_steps_is_due_at_the_end():

@@ -177,7 +177,8 @@ def test_what_is_run_on_gpus(tmp_path, gpus, hours, rows, recomputed, ranks, dep
     steps, before = rehearsed_steps(calls)
     same = re.sub(r" --makes \S+", "", trained["base_train"]).partition(" torchrun ")[2].replace("climbmix", "python")
     shape = same.replace("restarts=3", "restarts=0").replace("--resume=auto", "--overwrite")
-    assert steps.partition(" torchrun ")[2] == shape.replace("-1", str(2 * used * 2048 * ranks)) + " --num_iterations=3"
+    tokens = 2 * used * 2048 * ranks
+    assert steps.partition(" torchrun ")[2] == f"{shape} --total_batch_size={tokens} --num_iterations=3"
     assert "climbmix" not in "".join(before)
     _, (_, *rehearsed) = speedrun(tmp_path, "--rehearse")
     assert rehearsed_steps(rehearsed) == (steps, before), "the same, so that they are not done again"
@@ -215,7 +216,7 @@ def test_a_plan_shows_the_commands_for_gpus_that_are_not_here(base_folder):
     assert len(specs) > 30 and all(SPEC.fullmatch(spec)["name"] in TASKS for spec in specs)
     computing, windows = 12 * 24 * 1536**2 + 32768 * 1536, 6 * 2048 + 18 * 512
     steps = round(8 * computing / 2**20)
-    hours = (6 * computing + 12 * 1536 * windows) / (8 * 0.5 * 989e12) / 3600  # per token
+    hours = (6 * computing + 12 * 1536 * windows) / (8 * 0.48 * 989e12) / 3600  # per token
     assert f"{steps:,} steps of 1,048,576 tokens in 4 micro-step(s)" in shown.stdout
     assert f"{hours * steps * 2**20:.2f} hours if all communication hides" in shown.stdout
 

@@ -1,5 +1,6 @@
 """Learning rate, momentum, weight decay, horizon and batch size: pure functions of the step and the settings."""
 import math
+from typing import NamedTuple
 
 from nanochat.runtime.errors import UserError
 
@@ -10,6 +11,43 @@ REFERENCE_BATCH = 2**19
 REFERENCE_TOKENS = 1.2e9
 BATCH_EXPONENT = 0.383
 LONGEST_WARMUP = 0.1  # part of the run: a short one is not all warmup
+
+
+class Recipe(NamedTuple):
+    """Settings of pretraining that depend on how many steps it has."""
+
+    embedding_lr: float
+    unembedding_lr: float
+    muon_momentum: float
+    final_muon_momentum: float
+    momentum_steps: int
+    weight_decay: float
+    warmup_steps: int
+    warmdown_ratio: float
+    final_lr_frac: float
+
+
+# A long run has nanochat's recipe of 2026, for GPUs. Its decay of 0.28 there is for 0.88 billion tokens; at
+# REFERENCE_TOKENS 0.205 is as strong. A short run, of minutes on a CPU, is too short for it: with fewer than about
+# 1,000 steps the warmdown would begin before momentum has risen. Its values measured better there (docs/ablations.md).
+LONG = 1000  # steps
+SHORT_RUN = Recipe(
+    embedding_lr=0.2, unembedding_lr=0.004, muon_momentum=0.95, final_muon_momentum=0.95, momentum_steps=300,
+    weight_decay=0.0, warmup_steps=0, warmdown_ratio=0.6, final_lr_frac=0.0)
+LONG_RUN = Recipe(
+    embedding_lr=0.3, unembedding_lr=0.008, muon_momentum=0.97, final_muon_momentum=0.9, momentum_steps=400,
+    weight_decay=0.205, warmup_steps=40, warmdown_ratio=0.65, final_lr_frac=0.05)
+
+
+def choose_recipe(settings: dict, num_iterations: int, before: dict | None = None) -> Recipe:
+    """
+    The settings that are not -1; instead of those that are, the settings of the run that goes on (`before`), or what is
+    for this number of steps.
+    """
+    recipe = LONG_RUN if num_iterations >= LONG else SHORT_RUN
+    if before:  # older runs do not say momentum_steps: they had a short run's
+        recipe = SHORT_RUN._replace(**{name: before[name] for name in Recipe._fields if name in before})
+    return recipe._replace(**{name: settings[name] for name in Recipe._fields if settings[name] != -1})
 
 
 def warmdown_left(step: int, num_iterations: int, warmdown_ratio: float) -> float:
@@ -43,12 +81,13 @@ def momentum_at(
     left: float = 1.0,
     peak: float = 0.95,
     final: float = 0.95,
+    rise_steps: int = 300,
 ) -> float:
     """
-    Muon's: 0.85 rising to the peak over 300 steps, since early gradients turn too fast to be averaged for long; in the
+    Muon's: 0.85 rising to the peak over rise_steps, since early gradients turn too fast to be averaged for long; in the
     warmdown falling to `final`, since late steps are small beside the average. left: see warmdown_left.
     """
-    rise = 0.85 + (peak - 0.85) * min(step / 300, 1.0)
+    rise = 0.85 + (peak - 0.85) * min(step / rise_steps, 1.0)
     fall = final + (peak - final) * left
     return min(rise, fall)
 
@@ -60,27 +99,31 @@ def apply_schedule(
     lrm: float,
     momentum: float,
 ) -> None:
-    """Set every group's rates for this step from their initial ones; weight decay falls linearly to zero."""
+    """Set every group's rates for this step from their initial ones; weight decay falls to zero on a cosine."""
+    decay_left = (1 + math.cos(math.pi * min(step / num_iterations, 1.0))) / 2
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lrm
             if "momentum" in group:
                 group["momentum"] = momentum
             if "initial_weight_decay" in group:
-                group["weight_decay"] = group["initial_weight_decay"] * max(1 - step / num_iterations, 0.0)
+                group["weight_decay"] = group["initial_weight_decay"] * decay_left
 
 
-def rate_scales(batch: int, tokens: float) -> tuple[float, float]:
+def rate_scale(batch: int) -> float:
     """
-    The factors of learning rates and of weight decay for a batch and a horizon in tokens. Rates change as √batch, but
-    are never less than half: runs on small batches are short, and learn little at small rates. Decay times rate times
-    steps, which says how much of early weights is left, stays as at the reference: Wang & Aitchison 2024,
-    arXiv:2405.13698.
+    The factor of learning rates for a batch. They change as √batch, but are never less than half: runs on small batches
+    are short, and learn little at small rates.
     """
-    relative_batch = batch / REFERENCE_BATCH
-    lr = max(relative_batch**0.5, 0.5)
-    decay = relative_batch / lr * REFERENCE_TOKENS / tokens
-    return lr, decay
+    return max((batch / REFERENCE_BATCH) ** 0.5, 0.5)
+
+
+def decay_scale(lr_scale: float, num_iterations: int) -> float:
+    """
+    The factor of weight decay. Decay times rate times steps, which says how much of early weights is left, stays as at
+    the reference: Wang & Aitchison 2024, arXiv:2405.13698.
+    """
+    return REFERENCE_TOKENS / REFERENCE_BATCH / (lr_scale * num_iterations)
 
 
 def choose_batch_size(num_iterations: int, horizon: float, rows_unit: int) -> int:
