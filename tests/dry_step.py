@@ -85,7 +85,7 @@ def one_rank_of(ranks: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def gpu_attention(q: Tensor, k: Tensor, v: Tensor, window: int, blocks) -> Tensor:
+def gpu_attention(q: Tensor, k: Tensor, v: Tensor, window: int, blocks, begins=None) -> Tensor:
     """What cuDNN's attention allocates and keeps; to choose a kernel, the usual function would ask the device."""
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
 

@@ -24,7 +24,8 @@ from nanochat.runtime.compiling import switch
 from nanochat.runtime.errors import UserError
 
 ALONE = ["rope_theta=100", "qk_scale=1.5", "short_windows=True", "value_embeddings=True",
-         "smear=True", "document_token=3"]  # each piece of the forward pass
+         "smear=True", "document_token=3", "stream_scales=True", "subtract_middle=True",
+         "value_embeddings=True,smear=True,narrow_gates=True"]  # each piece of the forward pass
 
 
 def in_float64(model: GPT) -> dict[str, torch.Tensor]:
@@ -55,8 +56,10 @@ def definition(model: GPT, weights: dict[str, torch.Tensor], tokens: torch.Tenso
     def rms(x):
         return x / (x.pow(2).mean(-1, keepdim=True) + 1.1920929e-07).sqrt()
 
-    def gate(x, name):
-        return 2 / (1 + torch.exp(-x[..., :32] @ weights[f"transformer.{name}.weight"].T))
+    def gate(x, name, inputs, limit):
+        if not config.narrow_gates:
+            inputs, limit = 32, 2
+        return limit / (1 + torch.exp(-x[..., :inputs] @ weights[f"transformer.{name}.weight"].T))
 
     base, halves = config.rope_theta, torch.arange(D // 2, dtype=torch.float64)
     angle = torch.arange(T, dtype=torch.float64)[:, None] / base ** (halves * 2 / D)
@@ -69,10 +72,15 @@ def definition(model: GPT, weights: dict[str, torch.Tensor], tokens: torch.Tenso
     documents = (tokens == config.document_token).cumsum(1)  # the number of each token's document
     x = rms(weights["transformer.wte.weight"][tokens])
     if config.smear:
-        parts = weights["transformer.wte.smear_scale"] * gate(x, "wte.smear")
+        parts = weights["transformer.wte.smear_scale"] * gate(x, "wte.smear", 24, 1)
         parts = parts * (tokens != config.document_token)[..., None]
         x = torch.stack([x[:, t] + (parts[:, t] * x[:, t - 1] if t else 0) for t in range(T)], 1)
+    first = middle = x
     for i in range(config.n_layer):
+        if config.stream_scales:
+            name = f"transformer.h.{i}"
+            x = weights[f"{name}.residual_scale"] * x + weights[f"{name}.first_scale"] * first
+
         def linear(x, name, i=i):
             return x @ weights[f"transformer.h.{i}.{name}.weight"].T
 
@@ -90,10 +98,13 @@ def definition(model: GPT, weights: dict[str, torch.Tensor], tokens: torch.Tenso
             v = linear(h, "attn.c_v")[..., own]
             if config.value_embeddings and i % 2 == last % 2:
                 table = weights[f"transformer.h.{i}.values.weight"]
-                v = v + gate(h, f"h.{i}.attn.value_gate")[..., group, None] * table[tokens][..., own]
+                v = v + gate(h, f"h.{i}.attn.value_gate", 12, 3)[..., group, None] * table[tokens][..., own]
             heads.append((q @ k.mT / math.sqrt(D)).masked_fill(~seen, -torch.inf).softmax(-1) @ v)
         x = x + linear(torch.cat(heads, -1), "attn.c_proj")
         x = x + linear(linear(rms(x), "mlp.c_fc").clamp(min=0) ** 2, "mlp.c_proj")
+        middle = x if i == config.n_layer // 2 < last else middle
+    if config.subtract_middle:
+        x = x - weights[f"transformer.h.{last}.middle_scale"] * middle
     logits, softcap = rms(x) @ weights["lm_head.weight"].T, config.softcap
     return (softcap * torch.tanh(logits / softcap) if softcap else logits)[..., : config.vocab_size]
 
@@ -319,10 +330,11 @@ def test_every_weight_is_initialized_from_its_own_name(arch):
         model.init_weights(seed=7)
     shallow, deep = (dict(model.named_parameters()) for model in models)
     assert all(p.isfinite().all() for model in models for p in model.parameters())
-    random = [name for name, p in shallow.items() if p.any()]
+    random = [name for name, p in shallow.items() if p.any() and not name.endswith("_scale")]
     assert random and all(torch.equal(shallow[name], deep[name]) for name in random)
     assert not torch.equal(shallow["transformer.h.0.attn.c_q.weight"], shallow["transformer.h.1.attn.c_q.weight"])
-    assert all(not p.any() for name, p in shallow.items() if re.search("c_proj|smear|gate", name))
+    zeros = "c_proj|smear" if arch == ALL_PIECES else "c_proj|smear|gate"
+    assert all(not p.any() for name, p in shallow.items() if re.search(zeros, name))
     models[1].init_weights(seed=8)
     assert not any(torch.equal(shallow[name], deep[name]) for name in random), "another seed"
     tokens = torch.randint(100, (2, 16))
@@ -331,8 +343,22 @@ def test_every_weight_is_initialized_from_its_own_name(arch):
     expected = {"wte": 1, "h.1.mlp.c_fc": 128**-0.5, "h.1.attn.c_k": 128**-0.5}
     if arch == ALL_PIECES:
         expected |= {"wte": 0.8, "h.1.mlp.c_fc": 0.4 * 128**-0.5, "h.1.values": 128**-0.5}
+        names = [f"h.{i}.{name}" for name in ("residual_scale", "first_scale") for i in range(4)]
+        scales = [deep[f"transformer.{name}"].item() for name in names]
+        falling = [1.15, 1.15 - 0.1 / 3, 1.15 - 0.2 / 3, 1.05, 0.2, 0.15, 0.1, 0.05]
+        assert scales == pytest.approx(falling) and deep["transformer.h.3.middle_scale"].item() == pytest.approx(0.2)
+        gate = deep["transformer.h.3.attn.value_gate.weight"]
+        assert gate.shape == (1, 12) and 0 <= gate.min() < gate.max() <= 0.02
     for name, std in expected.items():
         assert shallow[f"transformer.{name}.weight"].std().item() == pytest.approx(std, rel=0.02), name
+
+
+def test_from_12_layers_on_modern_has_what_won_there():
+    small, large = (config_from_depth(depth, 100, 64, arch="modern,qk_scale=1") for depth in (11, 12))
+    assert not small.narrow_gates and small.streams == 1 and small.rope_theta == 1e4
+    assert large.narrow_gates and large.stream_scales and large.subtract_middle and large.rope_theta == 1e5
+    assert large.qk_scale == 1, "what is asked for"
+    assert config_from_depth(24, 100, 64).streams == 1, "classic is what was published"
 
 
 def test_an_architecture_is_a_name_and_changes():

@@ -131,7 +131,7 @@ def test_bfloat16_does_not_depend_on_the_cut(base):
     Within a few last bits of a loss (4.8e-7): sums of bfloat16 gradients are nearly exact in float32, and so is the
     norm that clips.
     """
-    settings = dict(num_iterations=12, dtype="bfloat16")
+    settings = dict(num_iterations=12, dtype="bfloat16", depth=3, arch=ALL_PIECES)
     train(1, "bf16", **settings)
     for world_size, stage in ((4, 2), (2, 3)):
         tag = f"bf16-{world_size}-{stage}"
@@ -158,7 +158,7 @@ def test_a_run_moves_between_ranks_and_stages(base):
     2 ranks on stage 2, then 4 on stage 3, then 3, among which four micro-batches do not divide, then 1: the losses
     stay within 1e-4 of the run that stayed.
     """
-    settings = dict(num_iterations=12, save_every=3, arch=ALL_PIECES)
+    settings = dict(num_iterations=12, save_every=3, depth=3, arch=ALL_PIECES)
     train(2, "stayed", zero_stage=2, **settings)
     before, stage_before = "stayed", 2
     for world_size, stage, step in ((4, 3, 3), (3, 2, 6), (1, 1, 9)):

@@ -30,11 +30,11 @@ def test_adamw_equals_torchs_over_many_steps():
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in ((5, 3), (7,), (1,))]
     ours, theirs = ([Parameter(t.clone()) for t in start] for _ in range(2))
-    rates = [{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.3}]
+    rates = [{"lr": 0.1}, {"lr": 0.1, "betas": (0.96, 0.95)}, {"lr": 0.3, "weight_decay": 0.2}]
     sharding = on_one_rank({str(i): p for i, p in enumerate(ours)})
-    settings = dict(betas=(0.8, 0.95), eps=1e-4, weight_decay=0.1)
-    optimizer = DistAdamW([{"shards": [s], **group} for s, group in zip(sharding.shards, rates)], **settings)
-    oracle = torch.optim.AdamW([{"params": [p], **group} for p, group in zip(theirs, rates)], **settings)
+    optimizer = DistAdamW([{"shards": [s], "eps": 1e-4, **group} for s, group in zip(sharding.shards, rates)])
+    groups = [{"params": [p], **group} for p, group in zip(theirs, rates)]
+    oracle = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-4, weight_decay=0)
     for step in range(20):
         for a, b in zip(ours, theirs):
             a.grad = torch.randn(a.shape, generator=generator) * 10.0 ** (-step % 5 - 2)
@@ -47,15 +47,29 @@ def test_adamw_equals_torchs_over_many_steps():
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
 
 
-def test_every_group_has_its_scaled_rate():
+@pytest.mark.parametrize("large", [False, True])
+def test_every_group_has_its_scaled_rate(large):
+    arch = "modern,stream_scales=True,subtract_middle=True,narrow_gates=True" if large else "modern"
     with torch.device("meta"):
-        model = GPT(config_from_depth(2, 64, 32, arch="modern"))
+        model = GPT(config_from_depth(2, 64, 32, arch=arch))
     model.to_empty(device="cpu").init_weights(0)
     sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, zero_stage=0)
     adamw, muon = setup_optimizers(model, sharding, 0.1, 0.2, 0.3, 0.4, lr_scale=0.25)
-    rates = [group["initial_lr"] for group in adamw.param_groups] + [muon.param_groups[0]["initial_lr"]]
-    width = (128 / 768) ** -0.5
-    assert rates == pytest.approx([0.25 * rate for rate in (0.1 * width, 0.2 * width, 0.1 * width, 0.02, 0.3)])
+    width, matrices = (128 / 768) ** -0.5, muon.param_groups[0]["initial_lr"]
+    rates = {shard.name.split(".", 1)[1]: group["initial_lr"] / 0.25 for group in adamw.param_groups
+             for shard in group["shards"]}
+    expected = {"weight": 0.1 * width, "wte.weight": 0.2 * width, "h.1.values.weight": 0.1 * width,
+                "h.1.attn.value_gate.weight": 0.02, "wte.smear.weight": 0.02, "wte.smear_scale": 0.02}
+    decays = {0}
+    if large:
+        expected |= {f"h.{i}.{name}": rate for i in range(2)
+                     for name, rate in (("residual_scale", 0.005), ("first_scale", 0.5))}
+        expected |= dict.fromkeys(["wte.smear.weight", "wte.smear_scale", "h.1.middle_scale"], 0.2)
+        decays = {0, 0.001, 0.01, 0.05}
+        betas = {(0.8, 0.95), (0.8, 0.96), (0.8, 0.995), (0.96, 0.95)}
+        assert {group["betas"] for group in adamw.param_groups} == betas
+    assert rates == pytest.approx(expected) and matrices == 0.25 * 0.3
+    assert {group["weight_decay"] for group in adamw.param_groups} == decays
     assert muon.param_groups[0]["initial_weight_decay"] == 0.4
 
 

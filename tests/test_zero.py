@@ -88,7 +88,7 @@ def sharded_run(
     sharding = Sharding(model, list(model.parts), device, dtype, stage, shard_size)
     group = {"shards": [s for s in sharding.shards if s.name in NAMES["adamw"]], "lr": LR}
     muon = DistMuon(sharding, NAMES["muon"], LR, DECAY)
-    optimizers = [DistAdamW([group], device, weight_decay=DECAY), muon]
+    optimizers = [DistAdamW([group | {"weight_decay": DECAY}], device), muon]
     whole, norms, applied, losses = [], [], [], []
     for step in range(STEPS):
         rows = row_gradients(step, dyadic)

@@ -218,9 +218,10 @@ class CachedModel:
         """
         cos, sin = (angle[positions] for angle in self.angles)
 
-        x = self.model.transformer.wte(tokens, previous)
+        x = first = middle = self.model.transformer.wte(tokens, previous)
         for layer, (block, products) in enumerate(zip(self.model.transformer.h, self.products)):
             qkv, attn_proj, mlp_fc, mlp_proj = products
+            x = block.begin(x, first)
             h = norm(x)
             values = None if block.values is None else block.values(tokens)
             q, k, v = block.attn.split_heads(qkv(h), cos, sin)                  # (N, H or H_kv, D)
@@ -228,6 +229,9 @@ class CachedModel:
             y = attend(layer, q, k, v).reshape(h.shape)                         # (N, C)
             x = attn_proj(y).add_(x)
             x = x.add_(mlp_proj(F.relu(mlp_fc(norm(x))).square_()))
+            x = block.end(x, middle)
+            if layer == self.config.n_layer // 2:
+                middle = x
         return norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.layers import Block, Embedding, Gate, Table, norm, rotary_angles
 from nanochat.model.loss import cap, softcapped_cross_entropy, token_losses
 
-Role = Literal["embedding", "head", "matrix", "table", "scalar"]
+Role = Literal["embedding", "head", "matrix", "table", "gate", "smear", "residual_scale", "first_scale"]
 Reduction = Literal["mean", "sum", "none"]
 
 
@@ -90,6 +90,14 @@ class GPT(nn.Module):
                 weights.uniform_(-bound, bound, generator=generator)
             case "c_fc":
                 weights.uniform_(-bound * config.fc_scale, bound * config.fc_scale, generator=generator)
+            case "value_gate" if config.narrow_gates:
+                weights.uniform_(0, 0.02, generator=generator)
+            case "residual_scale" | "first_scale" as piece:
+                start, fall = {"residual_scale": (1.15, 0.1), "first_scale": (0.2, 0.15)}[piece]
+                layer = int(name.split(".")[2])
+                weights.fill_(start - fall * layer / max(config.n_layer - 1, 1))
+            case "middle_scale":
+                weights.fill_(0.2)
             case "c_proj" | "smear" | "smear_scale" | "value_gate":
                 weights.zero_()
             case _:
@@ -98,11 +106,25 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """tokens (B, T) → the head's input, (B, T, C)."""
-        x = self.transformer.wte(tokens)
-        return norm(self.blocks(range(self.config.n_layer), tokens, x))
+        x, *_ = self.blocks(range(self.config.n_layer), tokens, self.transformer.wte(tokens))
+        return norm(x)
 
-    def blocks(self, layers: range, tokens: Tensor, x: Tensor) -> Tensor:
-        """The residual stream x (B, T, C) after the blocks of these layers. tokens: (B, T)."""
+    def blocks(
+        self,
+        layers: range,
+        tokens: Tensor,
+        x: Tensor,
+        first: Tensor | None = None,
+        middle: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """
+        The residual stream x (B, T, C) after the blocks of these layers, and with config.streams 3 what later blocks
+        read besides: the first block's input, and the stream after block n_layer // 2 (until then the input again).
+        tokens: (B, T).
+        """
+        several = self.config.streams > 1
+        if several and first is None:
+            first = middle = x
         cos, sin = rotary_angles(tokens.size(1), self.config.head_dim, self.config.rope_theta, tokens.device)
         begins = None
         if self.config.document_token >= 0:
@@ -110,10 +132,12 @@ class GPT(nn.Module):
         for layer in layers:
             block = self.transformer.h[layer]
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, tokens, cos, sin, begins, use_reentrant=False)
+                x = checkpoint(block, x, tokens, cos, sin, begins, first, middle, use_reentrant=False)
             else:
-                x = block(x, tokens, cos, sin, begins)
-        return x
+                x = block(x, tokens, cos, sin, begins, first, middle)
+            if several and layer == self.config.n_layer // 2:
+                middle = x
+        return (x, first, middle) if several else (x,)
 
     def keep_layers(self, layers: range) -> None:
         """Remove the other blocks, the embedding if the first block is not kept, the head if the last one is not."""
@@ -155,12 +179,14 @@ class GPT(nn.Module):
 
     def roles(self) -> dict[str, Role]:
         """The role of each parameter, by name: optimizers, FLOPs and the horizon depend on roles, not on names."""
-        kinds = {Embedding: "embedding", Table: "table", Head: "head", Gate: "scalar", nn.Linear: "matrix"}
+        kinds = {Embedding: "embedding", Table: "table", Head: "head", Gate: "gate", nn.Linear: "matrix"}
         roles: dict[str, Role] = {}
         for prefix, module in self.named_modules():
             for name, _ in module.named_parameters(recurse=False):
-                role = "scalar"
-                if name == "weight":
+                role = name
+                if prefix.endswith("smear") or name in ("smear_scale", "middle_scale"):
+                    role = "smear"
+                elif name == "weight":
                     # The first class that fits: Embedding is a Table, and fully_shard makes subclasses of all.
                     role = next(kinds[kind] for kind in kinds if isinstance(module, kind))
                 roles[f"{prefix}.{name}"] = role

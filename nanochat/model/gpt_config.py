@@ -1,6 +1,7 @@
 """
-Everything that determines the shapes of a model: its sizes, and its pieces. The classic architecture has none of the
-pieces; each can be added alone, and docs/ablations.md shows its effect.
+Everything that determines the shapes of a model: its sizes, and its pieces. The classic architecture, that of published
+checkpoints, has none of the pieces; each can be added alone. What modern models have depends on their depth: few layers
+have what won on a CPU (docs/ablations.md), many also what won elsewhere at depths of 12 to 24 (docs/gpus.md).
 """
 import math
 from dataclasses import MISSING, dataclass, fields
@@ -17,7 +18,10 @@ ARCHITECTURES = {    # named sets of pieces
     "classic": {},
     "modern": dict(short_windows=True, value_embeddings=True, smear=True, embedding_std=0.8, fc_scale=0.4),
 }
-# Pieces that lost their comparison (docs/ablations.md); older models name them.
+LARGE_DEPTH = 12     # layers, from which on modern models have these, too
+LARGE = dict(stream_scales=True, subtract_middle=True, narrow_gates=True, qk_scale=1.2, rope_theta=100_000.0)
+# Pieces that lost their comparison (docs/ablations.md); older models name them. The last two were others than
+# stream_scales and subtract_middle are: another place, other rates.
 RETIRED = ("bigrams", "head_gates", "residual_scales", "backout")
 
 
@@ -39,6 +43,9 @@ class GPTConfig:
     value_embeddings: bool = False  # alternate layers, the last one included, add a gated vector of the token to values
     smear: bool = False             # the embedding adds a gated part of the previous token's embedding
     document_token: int = -1        # begins a document, whose tokens see none before it; −1: a row is one text
+    narrow_gates: bool = False      # gates read 12 or 24 channels, are at most 3 for values and 1 for the smear
+    stream_scales: bool = False     # a block begins with a learned sum of its input and the first block's
+    subtract_middle: bool = False   # the last block ends with less of the stream after block n_layer/2, as learned
     embedding_std: float = 1.0      # at the start
     fc_scale: float = 1.0           # of c_fc at the start, relative to 1/√width
 
@@ -53,6 +60,11 @@ class GPTConfig:
     @property
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
+
+    @property
+    def streams(self) -> int:
+        """Tensors (B, T, C) that a block hands on: the residual stream; the first block's input, and the middle."""
+        return 3 if self.stream_scales or self.subtract_middle else 1
 
     def window(self, layer: int) -> int:
         """The largest number of keys that a query of this layer sees, its own included."""
@@ -72,9 +84,9 @@ def without_retired(fields: dict, where: object) -> dict:
     return {name: value for name, value in fields.items() if name not in RETIRED}
 
 
-def architecture(arch: str) -> dict:
+def architecture(arch: str, depth: int = 1) -> dict:
     """
-    The pieces of "classic" or "modern", or of one of them with changes: "modern,smear=False,rope_theta=1e4".
+    The pieces of "classic" or "modern" at this depth, or of one with changes: "modern,smear=False,rope_theta=1e4".
     UserError for unknown names and values.
     """
     name, *changes = arch.split(",")
@@ -82,6 +94,8 @@ def architecture(arch: str) -> dict:
         raise UserError(f"arch={arch!r}: expected {' or '.join(ARCHITECTURES)}, then changes such as ,smear=False")
     kinds = {f.name: type(f.default) for f in fields(GPTConfig) if f.default is not MISSING and f.name != "softcap"}
     pieces = dict(ARCHITECTURES[name])
+    if name == "modern" and depth >= LARGE_DEPTH:
+        pieces |= LARGE
     for change in changes:
         piece, _, value = change.strip().partition("=")
         try:
@@ -99,7 +113,6 @@ def config_from_depth(
     depth: int,
     vocab_size: int,
     sequence_len: int,
-    softcap: float | None = LOGIT_SOFTCAP,
     arch: str = "classic",
     bos: int = -1,
 ) -> GPTConfig:
@@ -107,9 +120,9 @@ def config_from_depth(
     The one-number family: width 64 per layer, rounded up to whole heads of 128; arch: as `architecture` takes it. bos:
     the token that begins a document. In short rows of modern models it sees none before it (docs/ablations.md).
     """
-    pieces = architecture(arch)
+    pieces = architecture(arch, depth)
     if arch.startswith("modern") and sequence_len <= SHORT_ROW:
         pieces.setdefault("document_token", bos)
     n_head = math.ceil(depth * LAYER_WIDTH / HEAD_DIM)
     width = n_head * HEAD_DIM
-    return GPTConfig(sequence_len, vocab_size, depth, width, n_head, n_head, softcap, **pieces)
+    return GPTConfig(sequence_len, vocab_size, depth, width, n_head, n_head, **pieces)

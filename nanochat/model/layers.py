@@ -9,7 +9,6 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.compiling import of_any_length
 
 NORM_EPS = 1.1920929e-07  # float32 machine epsilon, in every dtype
-GATE_INPUTS = 32          # channels that a gate reads
 
 
 def norm(x: Tensor) -> Tensor:
@@ -80,13 +79,14 @@ class SquaredReLU(torch.autograd.Function):
 
 
 class Gate(nn.Linear):
-    """Numbers in (0, 2), one for each output, from the first channels of x (…, C); they start at 1."""
+    """Numbers in (0, limit), one for each output, from the first channels of x (…, C); with weights of 0 half of it."""
 
-    def __init__(self, outputs: int, width: int):
-        super().__init__(min(GATE_INPUTS, width), outputs, bias=False)
+    def __init__(self, outputs: int, width: int, inputs: int = 32, limit: int = 2):
+        super().__init__(min(inputs, width), outputs, bias=False)
+        self.limit = limit
 
     def forward(self, x: Tensor) -> Tensor:
-        return 2 * torch.sigmoid(super().forward(x[..., : self.in_features]))
+        return self.limit * torch.sigmoid(super().forward(x[..., : self.in_features]))
 
 
 class Table(nn.Embedding):
@@ -104,7 +104,7 @@ class Embedding(Table):
         self.document_token = config.document_token
         self.smear = None
         if config.smear:
-            self.smear = Gate(1, config.n_embd)
+            self.smear = Gate(1, config.n_embd, 24, 1) if config.narrow_gates else Gate(1, config.n_embd)
             self.smear_scale = nn.Parameter(torch.empty(1))
 
     def forward(
@@ -143,7 +143,8 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.value_gate = None
         if config.value_embeddings and (config.n_layer - 1 - layer) % 2 == 0:
-            self.value_gate = Gate(config.n_kv_head, config.n_embd)
+            shape = (12, 3) if config.narrow_gates else ()
+            self.value_gate = Gate(config.n_kv_head, config.n_embd, *shape)
         self.linear = F.linear  # or a product in 8 bits, see fp8.py
 
     def project(
@@ -210,6 +211,14 @@ class Block(nn.Module):
         self.values = None
         if self.attn.value_gate:
             self.values = Table(config.padded_vocab_size, config.n_kv_head * config.head_dim)
+        # Factors of shape (1,): kernels read them on the device, and fully_shard takes no 0-dimensional ones.
+        self.residual_scale = None
+        if config.stream_scales:
+            self.residual_scale = nn.Parameter(torch.empty(1))
+            self.first_scale = nn.Parameter(torch.empty(1))
+        self.middle_scale = None
+        if config.subtract_middle and layer == config.n_layer - 1:
+            self.middle_scale = nn.Parameter(torch.empty(1))
 
     def forward(
         self,
@@ -218,13 +227,27 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         begins: Tensor | None = None,
+        first: Tensor | None = None,
+        middle: Tensor | None = None,
     ) -> Tensor:
         """
-        x: the residual stream (B, T, C); tokens: (B, T); begins: see `document_begins`. Returns the residual stream
-        after the block.
+        x: the residual stream (B, T, C); tokens: (B, T); begins: see `document_begins`; first, middle: see GPT.blocks.
+        Returns the residual stream after the block.
         """
         values = None if self.values is None else self.values(tokens)  # (B, T, H_kv · D)
-        return self.body(x, cos, sin, values, window_blocks(x.size(1), self.attn.window, x.device), begins)
+        blocks = window_blocks(x.size(1), self.attn.window, x.device)
+        return self.body(x, cos, sin, values, blocks, begins, first, middle)
+
+    def begin(self, x: Tensor, first: Tensor | None) -> Tensor:
+        """The residual stream that the block reads. nanochat, 2026; modded-nanogpt, 2024."""
+        if self.residual_scale is None:
+            return x
+        added = self.first_scale * first  # first: then block 0 sums its input's gradients as under fully_shard
+        return self.residual_scale * x + added
+
+    def end(self, x: Tensor, middle: Tensor | None) -> Tensor:
+        """The residual stream after the block; in the last one without the middle's part. modded-nanogpt, 2025."""
+        return x if self.middle_scale is None else x - self.middle_scale * middle
 
     def body(
         self,
@@ -234,13 +257,16 @@ class Block(nn.Module):
         values: Tensor | None,
         blocks,
         begins: Tensor | None,
+        first: Tensor | None = None,
+        middle: Tensor | None = None,
     ) -> Tensor:
         """The part that is compiled on a GPU: without lookups, whose gradients are sums in any order."""
+        x = self.begin(x, first)
         normed, q, k, v = self.attention_inputs(x, cos, sin)
         v = self.attn.add_value_embedding(normed, v, values)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))                    # (B, H, T, D)
         y = attention(q, k, v, self.attn.window, blocks, begins).transpose(1, 2)    # (B, T, H, D)
-        return self.attention_output(x, y.reshape(x.shape))
+        return self.end(self.attention_output(x, y.reshape(x.shape)), middle)
 
     def attention_inputs(
         self,

@@ -7,6 +7,8 @@ from torch import Tensor
 from nanochat.runtime.compiling import in_one_pass
 from nanochat.runtime.step_stats import StepStats
 
+DEFAULTS = {"betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}  # of a group
+
 
 def adamw_update(
     master: Tensor,
@@ -37,7 +39,7 @@ def bias_correction(beta: float, step: Tensor) -> Tensor:
 class DistAdamW:
     """
     AdamW on a rank's shards; it needs no communication, because its update is elementwise.
-    groups: [{"shards": [Shard, …], "lr": float}, …].
+    groups: [{"shards": [Shard, …], "lr": float}, …]; they may also have what is in DEFAULTS.
     """
 
     kind = "adamw"
@@ -46,14 +48,8 @@ class DistAdamW:
         self,
         groups: list[dict],
         device: torch.device | str = "cpu",
-        betas: tuple[float, float] = (0.8, 0.95),
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
     ):
-        self.param_groups = [{"initial_lr": group["lr"], **group} for group in groups]
-        self.betas = betas
-        self.eps = eps
-        self.weight_decay = weight_decay
+        self.param_groups = [{**DEFAULTS, "initial_lr": group["lr"], **group} for group in groups]
         shards = [shard for group in groups for shard in group["shards"]]
         self.state = {
             "exp_avg": {s.name: torch.zeros_like(s.master) for s in shards},
@@ -68,14 +64,14 @@ class DistAdamW:
         ok = stats.ok
         self.counters["steps"] += ok
         step = self.counters["steps"].clamp(min=1)
-        beta1, beta2 = self.betas
-        correction1 = bias_correction(beta1, step)
-        correction2 = bias_correction(beta2, step)
-        eps = ok.new_full((), self.eps)
         for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            correction1 = bias_correction(beta1, step)
+            correction2 = bias_correction(beta2, step)
             # With ok 0 every factor leaves its tensor as it is.
-            keep = 1 - group["lr"] * self.weight_decay * ok
+            keep = 1 - group["lr"] * group["weight_decay"] * ok
             rate = group["lr"] * ok / correction1
+            eps = ok.new_full((), group["eps"])
             for shard in group["shards"]:
                 in_one_pass(
                     adamw_update, shard.master, shard.grad,

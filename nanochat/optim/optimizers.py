@@ -5,7 +5,17 @@ from nanochat.optim.muon import DistMuon
 from nanochat.optim.zero import Sharding
 
 TABLE_LR = 0.5    # of value tables, relative to the embedding's
-SCALAR_LR = 0.02  # of scalars and gates: they are of the order of one
+SCALAR_LR = 0.02  # of gates and of the smear's scale: they are of the order of one
+# AdamW in large models, as nanochat has it, but for eps: as all blocks begin as the identity, and norms undo what a
+# stream is scaled by, the scales' first gradients are rounding errors, which an eps of 1e-10 would make whole steps.
+LARGE = {
+    "embedding": {"betas": (0.8, 0.995), "weight_decay": 0.001},
+    "table": {"betas": (0.8, 0.995), "weight_decay": 0.01},
+    "head": {"betas": (0.8, 0.96), "weight_decay": 0.01},
+    "smear": {"eps": 1e-5},
+    "residual_scale": {"eps": 1e-5, "weight_decay": 0.05},
+    "first_scale": {"eps": 1e-5, "betas": (0.96, 0.95)},
+}
 
 
 def setup_optimizers(
@@ -28,12 +38,18 @@ def setup_optimizers(
         "head": unembedding_lr * by_width,
         "embedding": embedding_lr * by_width,
         "table": TABLE_LR * embedding_lr * by_width,
-        "scalar": SCALAR_LR,
+        "gate": SCALAR_LR,
+        "smear": 0.2 if model.config.narrow_gates else SCALAR_LR,
+        "residual_scale": 0.005,
+        "first_scale": 0.5,
     }
     groups = []
     for role, lr in rates.items():
         shards = [shard for shard in sharding.shards if roles[shard.name] == role]
-        groups.append({"shards": shards, "lr": lr * lr_scale})
+        group = {"shards": shards, "lr": lr * lr_scale}
+        if model.config.stream_scales:
+            group |= LARGE.get(role, {})
+        groups.append(group)
     adamw = DistAdamW(groups, sharding.device)
     matrices = [name for name, role in roles.items() if role == "matrix"]
     muon = DistMuon(sharding, matrices, matrix_lr * lr_scale, weight_decay)

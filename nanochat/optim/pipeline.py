@@ -7,7 +7,7 @@ forward and one backward pass, so that stage s of P keeps the activations of at 
 while the first micro-batch comes and the last one goes, for (P − 1)/(m + P − 1) of the time with m micro-batches.
 
 Ranks [s · N/P, (s + 1) · N/P) are stage s: neighbours, since they send one another whole gradients, while rank r sends
-only the residual stream to rank r + N/P, and receives its gradient. All ranks of a pipeline read the same rows.
+only what GPT.blocks returns to rank r + N/P, and receives its gradient. All ranks of a pipeline read the same rows.
 """
 import math
 from collections.abc import Callable
@@ -134,19 +134,20 @@ class Pipeline:
             return
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # takes seconds to import
 
-        # Examples, without memory, of the tensors that the stage receives and sends: tokens, the residual stream.
+        # Examples, without memory, of the tensors that the stage receives and sends: tokens, streams.
         shape = (rows, self.config.sequence_len)
-        stream = torch.empty(*shape, self.config.n_embd, dtype=sharding.dtype, device="meta").requires_grad_()
+        streams = torch.empty(self.config.streams, *shape, self.config.n_embd, dtype=sharding.dtype, device="meta")
+        streams.requires_grad_()
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
             return model.lm_head(hidden, targets) / micro_batches
 
-        received = stream
+        received = streams
         if self.pipeline_stage == 0:
             received = torch.empty(shape, dtype=torch.int64, device="meta")  # tokens
         stage = PipelineStage(
             StageLayers(model, self.layers), self.pipeline_stage, self.pipeline_stages, sharding.device,
-            input_args=(received,), output_args=(stream,), group=sharding.pipeline_group,
+            input_args=(received,), output_args=(streams,), group=sharding.pipeline_group,
         )
         self.schedule = Schedule1F1B(stage, micro_batches, loss, scale_grads=False)
 
@@ -190,8 +191,8 @@ class Pipeline:
 
 class StageLayers(nn.Module):
     """
-    The layers of a stage: takes and returns the residual stream (B, T, C); the last stage returns the head's input. All
-    stages get the tokens, since some layers look up vectors of their own; the first stage begins with them.
+    The layers of a stage: takes and returns streams (config.streams, B, T, C); the last stage returns the head's input.
+    All stages get the tokens, since some layers look up vectors of their own; the first stage begins with them.
     """
 
     def __init__(self, model: GPT, layers: range):
@@ -199,10 +200,11 @@ class StageLayers(nn.Module):
         self.model = model
         self.layers = layers
 
-    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def forward(self, received: Tensor, tokens: Tensor) -> Tensor:
+        streams = received.unbind()
         if self.layers.start == 0:
-            x = self.model.transformer.wte(tokens)
-        x = self.model.blocks(self.layers, tokens, x)
+            streams = [self.model.transformer.wte(tokens)]
+        streams = self.model.blocks(self.layers, tokens, *streams)
         if self.layers.stop == self.model.config.n_layer:
-            x = norm(x)
-        return x
+            return norm(streams[0])
+        return torch.stack(streams)

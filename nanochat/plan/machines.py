@@ -178,7 +178,7 @@ def plan_step(
     within = sum(stage.within for stage in planned) / stages
     between = sum(stage.between for stage in planned) / stages
     hops = [0.0]    # seconds of a micro-batch's stream from each stage to the next; its gradient comes back as fast
-    size = tokens * config.n_embd * dtype.itemsize
+    size = tokens * config.n_embd * config.streams * dtype.itemsize
     for number in range(1, stages):
         both_ways = 2 * layout.micro_steps * size / stages
         link = cluster.between

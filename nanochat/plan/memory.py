@@ -118,8 +118,8 @@ def block_bytes(
     """
     Bytes that autograd saves in a block's forward pass. Per token, in elements of width C: the inputs of the two norms
     and their results, 4; inputs and output of attention; rotated queries and keys where it reads copies of them;
-    relu², 4; with value embeddings the rows looked up, and the values. Besides
-    the concatenated matrix of queries, keys and values. Eager norms on a CPU keep their inputs in float32.
+    relu², 4; with value embeddings the rows looked up, and the values; with scales the stream before them. Besides the
+    concatenated matrix of queries, keys and values. Eager norms on a CPU keep their inputs in float32.
     """
     b = dtype.itemsize
     T = config.sequence_len
@@ -131,6 +131,8 @@ def block_bytes(
     saved = tokens * (wide * 2 * C + b * 7 * C + FLOAT32 * (2 + heads)) + b * C * (C + 2 * kv_width)
     if shaped(config).transformer.h[layer].values is not None:
         saved += tokens * b * (kv_width + 2 * config.n_kv_head)
+    if config.stream_scales:
+        saved += tokens * b * C
     whole = tokens * (C + 2 * kv_width)  # queries, keys and values of each head
     blockwise = device_type == "cpu" and T <= BLOCKWISE_MAX_LENGTH
     if blockwise and config.n_kv_head > 1 or config.qk_scale != 1:
@@ -197,9 +199,9 @@ def moments(
     width = tokens * config.n_embd * b  # a residual stream
     head = FLOAT32 * V * config.n_embd  # the head's gradient
     state = state_bytes(zero_stage, ranks, dtype, stage.adamw, stage.muon)
-    # PyTorch's schedule has a buffer for the stream of each micro-batch, there and back.
+    # PyTorch's schedule has a buffer for the streams of each micro-batch, there and back.
     neighbours = 2 - first - last
-    kept = state.parameters + state.optimizer + width * micro_steps * neighbours
+    kept = state.parameters + state.optimizer + width * config.streams * micro_steps * neighbours
     share = 1 if zero_stage == 0 else ranks
     saving = b * (stage.adamw + stage.muon) + state.optimizer if device_type == "cpu" else 0
 
@@ -210,7 +212,7 @@ def moments(
     if first:
         ends += 2 * config.smear
     if not last:
-        ends += 1
+        ends += config.streams
     around = ends * width + FLOAT32 * config.sequence_len * config.head_dim
     saved = [around + (layer * width if checkpointing else sum(blocks[:layer])) for layer in range(L + 1)]
 
@@ -237,6 +239,7 @@ def moments(
         # Temporaries of a block's backward pass, or its gradients before they are summed. 26: measured on a CPU
         # (docs/memory.md); which tensors they are has not been looked into.
         temporary = (26 if device_type == "cpu" and compiled and b < FLOAT32 else 12) * width
+        temporary += (config.streams - 1) * width  # sums of gradients of the first block's input and of the middle
         if checkpointing:
             temporary += blocks[layer]
         unit = layer + first
