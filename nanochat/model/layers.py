@@ -81,8 +81,11 @@ class SquaredReLU(torch.autograd.Function):
 class Gate(nn.Linear):
     """Numbers in (0, limit), one for each output, from the first channels of x (…, C); with weights of 0 half of it."""
 
-    def __init__(self, outputs: int, width: int, inputs: int = 32, limit: int = 2):
-        super().__init__(min(inputs, width), outputs, bias=False)
+    def __init__(self, config: GPTConfig, outputs: int, inputs: int, limit: int):
+        if not config.narrow_gates:
+            inputs = 32
+            limit = 2
+        super().__init__(min(inputs, config.n_embd), outputs, bias=False)
         self.limit = limit
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,7 +107,7 @@ class Embedding(Table):
         self.document_token = config.document_token
         self.smear = None
         if config.smear:
-            self.smear = Gate(1, config.n_embd, 24, 1) if config.narrow_gates else Gate(1, config.n_embd)
+            self.smear = Gate(config, 1, inputs=24, limit=1)
             self.smear_scale = nn.Parameter(torch.empty(1))
 
     def forward(
@@ -143,8 +146,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.value_gate = None
         if config.value_embeddings and (config.n_layer - 1 - layer) % 2 == 0:
-            shape = (12, 3) if config.narrow_gates else ()
-            self.value_gate = Gate(config.n_kv_head, config.n_embd, *shape)
+            self.value_gate = Gate(config, config.n_kv_head, inputs=12, limit=3)
         self.linear = F.linear  # or a product in 8 bits, see fp8.py
 
     def project(
