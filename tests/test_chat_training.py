@@ -111,6 +111,11 @@ def test_a_stage_killed_on_two_ranks_goes_on_exactly(base, tmp_path, monkeypatch
     assert logs[0] == logs[1]
     norms = [record["train/grad_norm"] for record in logs[0] if "train/grad_norm" in record]
     assert sum(norm > 0.001 for norm in norms) > 5, norms
+    if stage == "rl":  # the rate falls to zero in ten steps, and goes with the root of the part that is trained on
+        rates = {record["step"]: record["train/lrm"] for record in logs[0] if "train/lrm" in record}
+        parts = {record["step"]: record["rl/trained_on"] for record in logs[0] if "rl/trained_on" in record}
+        assert rates == pytest.approx({step: (1 - step / 10) * part**0.5 for step, part in parts.items()})
+        assert len(set(parts.values())) > 2 and all(record.get("rl/cut", 1) == 1 for record in logs[0])
     section = base / "report" / "sections" / "sums" / "tiny" / f"{module.removeprefix('scripts.')}.json"
     assert section.exists(), "of this model, and of the data that its base model was trained on"
 
