@@ -90,6 +90,7 @@ model, tokenizer, sharding, optimizers = load_training(
     start, config, device, model_dtype, compiling, zero_stage, activation_checkpointing, rates, init_lr_frac
 )
 max_seq_len = row_length(max_seq_len, model)
+warmup_steps = 40 if model.config.stream_scales else 0  # AdamW begins anew: its first step would move a scale by 0.4
 
 # ---- Data: every rank packs all rows, so every rank knows where the run ends
 rows_per_step, rest = divmod(total_batch_size, max_seq_len)
@@ -161,7 +162,7 @@ while True:
 
     stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, stop.asked, saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
-    lrm = lr_multiplier(step, num_iterations, warmdown_ratio)
+    lrm = lr_multiplier(step, num_iterations, warmdown_ratio, warmup_steps)
     apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
     saver.clear_state()  # from here to `set_state` no parameters can be saved: they are half updated
     for optimizer in optimizers:
