@@ -191,7 +191,7 @@ def plan_step(
     hops.append(0.0)
 
     # 1F1B: the slowest stage is busy all the time, but while the first micro-batch comes and the last one goes. Where
-    # stages are uneven and links slow that is up to an eighth off: docs/step.html runs the schedule pass by pass.
+    # stages are uneven and links slow that is up to a fifth off: docs/step.html runs the schedule pass by pass.
     busy = []       # seconds of a stage for each micro-batch
     late = [0.0]    # until parameters have come to a stage, after its first micro-batch has
     after = []      # until gradients are summed, after the last stage has ended
