@@ -27,6 +27,7 @@ from nanochat.corpus.tinyworld import capital
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
+from nanochat.data.tokenizer import get_tokenizer
 from nanochat.inference.tools import NOTHING, open_tools
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import shuffled, single_turn, split_of, with_tool
@@ -708,7 +709,7 @@ class Lookup(Task):
     def conversation(self, index: int) -> Conversation:
         """One question in four comes after another one."""
         rng = StableRandom(f"{self.key}:{index}")
-        title, found = self.passages[index] if self.passages else ("", self.found)
+        title, found = self.asked(index, rng)
         follows = False
         before = []
         if not rng.below(4):
@@ -718,12 +719,39 @@ class Lookup(Task):
         last = draw_turn(rng, self.kind, self.split, title, found, follows)
         return last | {"messages": before + last["messages"]}
 
+    def asked(self, index: int, rng: StableRandom) -> tuple[str, str]:
+        """(title, what is found); what is empty is drawn."""
+        return self.passages[index] if self.passages else ("", self.found)
+
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """To the letter: the passage, or its first sentences; the sentence for small talk; a refusal, nothing else."""
         said = " ".join(answer.split())
         if self.found:  # how the unknown thing is spelled does not matter
             return bool(re.fullmatch(REFUSAL.format(".{,99}"), said))
         return said in conversation["right"]
+
+
+class Tokens(Lookup):
+    """
+    Names and passages are tokens of a data set's tokenizer in a row, each as often as any other: a token that is never
+    copied in training cannot be copied later.
+    """
+
+    def __init__(self, data: str, split: str) -> None:
+        super().__init__("lookup", "", "train")
+        self.name = f"Lookup of tokens ({data})"
+        self.key = f"tokens:{data}:{split}"
+        self.split = split
+        merges = [token.decode(errors="replace") for token in get_tokenizer(data).merges]
+        self.tokens = [token for token in merges if token.isprintable() and "\ufffd" not in token]
+
+    def asked(self, index: int, rng: StableRandom) -> tuple[str, str]:
+        name = self.draw(rng, 2 + rng.below(2))
+        name = re.sub(r"[^\w .-]", "", name)  # no quotation marks: it stands between them
+        return name or "x", capital(self.draw(rng, 4 + rng.below(12))) + "."
+
+    def draw(self, rng: StableRandom, count: int) -> str:
+        return "".join(rng.choice(self.tokens) for _ in range(count)).strip()
 
 
 def draw_turn(
