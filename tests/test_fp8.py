@@ -67,6 +67,8 @@ def test_a_model_multiplies_in_8_bits():
     fp8.use_fp8(model, torch.device("cpu"), tokens.numel())
     eight_bits = model(tokens, tokens).item()
     assert plain != eight_bits and eight_bits == pytest.approx(plain, rel=0.01)
+    with torch.no_grad():
+        assert model(tokens, tokens).item() == plain, "evaluations multiply in the model's own dtype"
 
 
 def test_where_there_is_no_such_product_one_line_says_so(monkeypatch):
