@@ -41,16 +41,14 @@ class Fp8Linear(torch.autograd.Function):
         x8, x_scale = scaled(x, torch.float8_e4m3fn)
         weight8, weight_scale = scaled(weight, torch.float8_e4m3fn)
         ctx.save_for_backward(x8, x_scale, weight8, weight_scale)
-        ctx.dtypes = x.dtype, weight.dtype
         return product(x8, x_scale, weight8, weight_scale, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x8, x_scale, weight8, weight_scale = ctx.saved_tensors
-        x_dtype, weight_dtype = ctx.dtypes
         grad8, grad_scale = scaled(grad, torch.float8_e5m2)
-        grad_x = product(grad8, grad_scale, weight8.T, weight_scale, x_dtype)          # (N, K)
-        grad_weight = product(grad8.T, grad_scale, x8.T, x_scale, weight_dtype)        # (M, K)
+        grad_x = product(grad8, grad_scale, weight8.T, weight_scale, grad.dtype)   # (N, K)
+        grad_weight = product(grad8.T, grad_scale, x8.T, x_scale, grad.dtype)      # (M, K)
         return grad_x, grad_weight
 
 
