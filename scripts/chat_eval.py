@@ -28,7 +28,7 @@ device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
 tasks = "tinyworld, arithmetic, spellingbee"  # whose held-out problems are solved; [:n]: its first n
 max_problems = -1           # [-1, 1..] of each task; -1: all
 batch_size = 32             # [1..] problems, or sequences, at a time on each rank; halve it when memory runs out
-max_new_tokens = 256        # [1..] tokens of an answer
+max_new_tokens = 512        # [1..] tokens of an answer
 configure(globals())
 
 *_, device = compute_init(device_type)

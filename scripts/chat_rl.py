@@ -52,7 +52,7 @@ num_epochs = 1              # [1..] how often each problem is practised
 num_iterations = -1         # [-1, 1..] optimizer steps; -1: as many as the epochs have
 examples_per_step = 16      # [1..] problems per optimizer step, over all ranks
 num_samples = 16            # [2..] samples of each problem; they are compared with each other
-max_new_tokens = 256        # [1..] tokens of a sample
+max_new_tokens = 512        # [1..] tokens of a sample
 # ---- Batch
 device_batch_size = 8       # [1..] samples per rank and micro-step; halve it when memory runs out
 sampling_batch_size = 64    # [1..] samples that a rank generates at a time
@@ -182,18 +182,20 @@ while True:
     sampled_tokens = sum(sum(rollout.sampled) for rollout in rollouts) / world_size
     stats = sharding.reduce_and_clip(step_loss, sampled_tokens, grad_clip, stop.asked, saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before
-    lrm = lr_multiplier(step, num_iterations, warmdown_ratio)
+    rewards = rollout_stats(rollouts)
+    # Neither optimizer heeds a gradient's scale: one of fewer answers is noisier, and gets a shorter step.
+    lrm = lr_multiplier(step, num_iterations, warmdown_ratio) * math.sqrt(rewards["rl/trained_on"])
     apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
     saver.clear_state()  # from here to `set_state` no parameters can be saved: they are half updated
     for optimizer in optimizers:
         optimizer.step(stats)
     sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
-    rewards = rollout_stats(rollouts)
     tokens = sum(len(rollout.ids) for rollout in trained_on)
     metrics.log_step(step, stats.values, lrm, tokens)  # with the time of sampling and training
     metrics.log(step, rewards)
     print0(f"step {step:05d}/{num_iterations:05d} | reward {rewards['rl/reward']:.3f} | "
-           f"{rewards['rl/tokens']:.1f} tokens an answer | {rewards['rl/trained_on']:.0%} trained on")
+           f"{rewards['rl/tokens']:.1f} tokens an answer | {rewards['rl/trained_on']:.0%} trained on, "
+           f"{rewards['rl/cut']:.0%} cut")
     if step == start.step:
         after_first_step(*sharding.groups())  # all have compiled: shorter timeouts from here
     step += 1

@@ -8,14 +8,20 @@ Supervised fine-tuning: conversations one by one, as they will be met in a chat.
 A row is one conversation, padded; only what the assistant writes is learned. The loss of a step is its sum over all
 target tokens divided by their number, however the conversations fall into micro-batches and onto ranks.
 """
-import math
 from typing import Literal
 
 from configurator import configure  # first: it checks the command line before torch is imported
 
 import torch
 
-from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order
+from nanochat.data.conversation_loader import (
+    RenderedConversations,
+    balance,
+    by_step,
+    conversation_loader,
+    micro_steps,
+    order,
+)
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import accuracy, evaluate_task
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
@@ -118,25 +124,32 @@ measured_tasks = make_tasks(measured, "test")
 
 # ---- Data: every rank knows all rows, so every rank knows where the run ends
 conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1)
-rows = [[index] for epoch in range(num_epochs) for index in order(len(conversations), seed, epoch)]
-num_iterations, grad_accum_steps, rows_per_micro_step = plan_steps(
-    len(rows), target_examples_per_step, num_iterations, device_batch_size, world_size
+in_order = [index for epoch in range(num_epochs) for index in order(len(conversations), seed, epoch)]
+num_iterations, rows_per_micro_step = plan_steps(
+    len(in_order), target_examples_per_step, num_iterations, device_batch_size, world_size
 )
+rows_at_once = rows_per_micro_step * world_size
+steps = []  # the rows of each: a conversation, or several where the model keeps them apart
+for of_step in by_step(in_order, target_examples_per_step):
+    if model.config.document_token >= 0:
+        steps.append(balance(conversations.lengths, of_step, rows_at_once, max_seq_len + 1))
+    else:
+        steps.append([[index] for index in of_step])
 data_state = {"origin": start.origin, "conversations": conversations.fingerprint, "seed": seed,
               "max_seq_len": max_seq_len, "rows_per_step": target_examples_per_step}
 require_same_data(start, data_state)
-print0(f"{num_iterations:,} steps of {target_examples_per_step} conversations = "
-       f"{grad_accum_steps} micro-step(s) x {world_size} rank(s) x {rows_per_micro_step}")
+print0(f"{num_iterations:,} steps of {target_examples_per_step} conversations, the first one "
+       f"{micro_steps(len(steps[0]), rows_at_once)} micro-step(s) x {world_size} rank(s) x {rows_per_micro_step} rows")
 held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, "held out")
 held_out_rows = [[index] for index in order(len(held_out), seed=0, epoch=0)][: eval_steps * target_examples_per_step]
-eval_rows_at_once = rows_per_micro_step * world_size
+held_out_steps = by_step(held_out_rows, rows_at_once)
 
 saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
 metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, target_examples_per_step * max_seq_len,
                   model.estimate_flops(), peak_flops(device, model_dtype), start.metrics_state)
 shape = dict(device_batch_size=rows_per_micro_step, max_seq_len=max_seq_len, rank=rank, world_size=world_size,
              device=device, pad=True)  # of training and validation
-loader = conversation_loader(conversations, rows, target_examples_per_step, start_step=start.step, **shape)
+loader = conversation_loader(conversations, steps, start_step=start.step, **shape)
 inputs, targets = next(loader)
 
 step = start.step
@@ -159,9 +172,9 @@ while True:
     if validate or measure_tasks:
         with metrics.paused(), metrics.stoppable():
             if validate:
-                validation = conversation_loader(held_out, held_out_rows, eval_rows_at_once, **shape)
-                steps = math.ceil(len(held_out_rows) / eval_rows_at_once)
-                metrics.log_validation(step, evaluate_bpb(model, validation, steps, tokenizer.token_bytes()))
+                validation = conversation_loader(held_out, held_out_steps, **shape)
+                bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
+                metrics.log_validation(step, bpb)
             if measure_tasks:
                 whole_model = sharding.gather_model()  # on stage 3 of ZeRO its parameters are gathered for this
                 scores = {}
@@ -182,6 +195,7 @@ while True:
     step_loss = torch.zeros((), device=device)
     step_targets = torch.zeros((), device=device)  # counted on the device: the host does not wait
     step_tokens = 0
+    grad_accum_steps = micro_steps(len(steps[step]), rows_at_once)
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
             loss = model(inputs, targets, reduction="sum")  # without a single target: zero, and so is its gradient

@@ -6,14 +6,20 @@ Mid-training: teach the base model what a conversation is, on a mixture of tasks
 
 Rows are packed with whole conversations; only what the assistant writes is learned.
 """
-import math
 from typing import Literal
 
 from configurator import configure  # first: it checks the command line before torch is imported
 
 import torch
 
-from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order, pack
+from nanochat.data.conversation_loader import (
+    RenderedConversations,
+    by_step,
+    conversation_loader,
+    micro_steps,
+    order,
+    pack,
+)
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.runtime.console import print0
@@ -92,26 +98,27 @@ if rest or not rows_per_step:
                     "a step takes whole rows")
 conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1)
 rows = pack(conversations.lengths.tolist(), order(len(conversations), seed, epoch=0), max_seq_len + 1)
-num_iterations, grad_accum_steps, rows_per_micro_step = plan_steps(
+num_iterations, rows_per_micro_step = plan_steps(
     len(rows), rows_per_step, num_iterations, device_batch_size, world_size
 )
+rows_at_once = rows_per_micro_step * world_size
 data_state = {"origin": start.origin, "conversations": conversations.fingerprint, "seed": seed,
               "max_seq_len": max_seq_len, "rows_per_step": rows_per_step}
 require_same_data(start, data_state)
 filled = len(conversations.ids) / (len(rows) * (max_seq_len + 1))
 print0(f"{len(rows):,} rows, {filled:.1%} filled; {num_iterations:,} steps of {rows_per_step} rows = "
-       f"{grad_accum_steps} micro-step(s) x {world_size} rank(s) x {rows_per_micro_step}")
+       f"{micro_steps(rows_per_step, rows_at_once)} micro-step(s) x {world_size} rank(s) x {rows_per_micro_step}")
 held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, "held out")
 held_out_rows = pack(held_out.lengths.tolist(), order(len(held_out), seed=0, epoch=0), max_seq_len + 1)
-held_out_rows = held_out_rows[: max(eval_tokens // max_seq_len, 1)]
-eval_rows_at_once = rows_per_micro_step * world_size
+held_out_steps = by_step(held_out_rows[: max(eval_tokens // max_seq_len, 1)], rows_at_once)
 
 saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
 metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, total_batch_size, model.estimate_flops(),
                   peak_flops(device, model_dtype), start.metrics_state)
 shape = dict(device_batch_size=rows_per_micro_step, max_seq_len=max_seq_len, rank=rank, world_size=world_size,
              device=device, pad=False)  # of training and validation
-loader = conversation_loader(conversations, rows, rows_per_step, start_step=start.step, **shape)
+steps = by_step(rows, rows_per_step)
+loader = conversation_loader(conversations, steps, start_step=start.step, **shape)
 inputs, targets = next(loader)
 
 step = start.step
@@ -131,9 +138,9 @@ while True:
     # --- evaluation of the same parameters
     if is_due(step, num_iterations, eval_every):
         with metrics.paused(), metrics.stoppable():
-            validation = conversation_loader(held_out, held_out_rows, eval_rows_at_once, **shape)
-            eval_steps = math.ceil(len(held_out_rows) / eval_rows_at_once)
-            metrics.log_validation(step, evaluate_bpb(model, validation, eval_steps, tokenizer.token_bytes()))
+            validation = conversation_loader(held_out, held_out_steps, **shape)
+            bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
+            metrics.log_validation(step, bpb)
     if metrics.stop_requested:  # in an evaluation, which all ranks have left
         continue
     if last_step:
@@ -143,6 +150,7 @@ while True:
     # gradients are sums, and reduce_and_clip divides them by the number of targets of all ranks and micro-steps.
     step_loss = torch.zeros((), device=device)
     step_targets = torch.zeros((), device=device)  # counted on the device: the host does not wait
+    grad_accum_steps = micro_steps(len(steps[step]), rows_at_once)
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
             loss = model(inputs, targets, reduction="sum")  # without a single target: zero, and so is its gradient

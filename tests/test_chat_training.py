@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from nanochat.data.conversation_loader import order
 from nanochat.data.task import Task
 from nanochat.eval.task_eval import seed_with
+from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
 from nanochat.tasks import make_task
@@ -111,6 +112,11 @@ def test_a_stage_killed_on_two_ranks_goes_on_exactly(base, tmp_path, monkeypatch
     assert logs[0] == logs[1]
     norms = [record["train/grad_norm"] for record in logs[0] if "train/grad_norm" in record]
     assert sum(norm > 0.001 for norm in norms) > 5, norms
+    if stage == "rl":  # the rate falls to zero in ten steps, and goes with the root of the part that is trained on
+        rates = {record["step"]: record["train/lrm"] for record in logs[0] if "train/lrm" in record}
+        parts = {record["step"]: record["rl/trained_on"] for record in logs[0] if "rl/trained_on" in record}
+        assert rates == pytest.approx({step: (1 - step / 10) * part**0.5 for step, part in parts.items()})
+        assert len(set(parts.values())) > 2
     section = base / "report" / "sections" / "sums" / "tiny" / f"{module.removeprefix('scripts.')}.json"
     assert section.exists(), "of this model, and of the data that its base model was trained on"
 
@@ -278,6 +284,7 @@ def test_a_step_of_rl_is_the_policy_gradient_over_all_samples(
         logits = 15 * torch.tanh(model.hidden(ids[:, :-1]) @ model.lm_head.weight[:350].T / 15)
         log_p = logits.log_softmax(-1)[0, range(len(r.ids) - 1), r.ids[1:]]
         loss -= advantage * log_p[torch.tensor(r.sampled[1:])].sum()
+        assert r.cut == (sum(r.sampled) == 6 and r.ids[-1] not in default_stop(tokenizer))
     loss = loss / sum(sum(r.sampled) for r in rollouts)
     loss.backward()
     norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))

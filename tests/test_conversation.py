@@ -2,7 +2,15 @@
 import pytest
 
 from nanochat.data.conversation import check_conversation, render, render_prompt
-from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order, pack
+from nanochat.data.conversation_loader import (
+    RenderedConversations,
+    balance,
+    by_step,
+    conversation_loader,
+    micro_steps,
+    order,
+    pack,
+)
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.errors import UserError
 
@@ -108,6 +116,17 @@ def test_packing_loses_no_token_and_fills_rows():
     assert rows[0][0] == order(2000, seed=3, epoch=0)[0], "the one that waited longest comes first"
 
 
+@pytest.mark.parametrize("unit", [1, 4, 100])
+def test_balanced_rows_have_each_conversation_once_and_hardly_any_padding(unit):
+    lengths = RenderedConversations(some(90), TOKENIZER, 129).lengths
+    rows = balance(lengths, list(range(90)), unit, 129)
+    assert sorted(i for row in rows for i in row) == list(range(90))
+    sums = [int(sum(lengths[i] for i in row)) for row in rows]
+    assert max(sums) <= 129 and (unit > 50 or sum(lengths) > 0.85 * 129 * (len(rows) - unit)), "no row to spare"
+    assert unit > 50 or max(sums) - min(sums) <= max(lengths), "the last one went to the shortest"
+    assert len(rows) % unit == 0 or len(rows) == 90
+
+
 @pytest.mark.parametrize("pad", [False, True])
 def test_the_rows_of_a_step_do_not_depend_on_ranks_or_micro_batches(pad):
     """Each conversation's targets once, in the same step, for 1, 2 and 3 ranks; rows that are missing are empty."""
@@ -117,13 +136,13 @@ def test_the_rows_of_a_step_do_not_depend_on_ranks_or_micro_batches(pad):
     def steps(device_batch_size: int, world_size: int, start_step: int = 0) -> list[list[str]]:
         """The targets of each row that has any, by step."""
         found, per_step = [], 7
-        micro_steps = -(-per_step // (device_batch_size * world_size))
         settings = {"device_batch_size": device_batch_size, "max_seq_len": 128, "pad": pad, "start_step": start_step}
-        loaders = [conversation_loader(rendered, rows, per_step, rank=rank, world_size=world_size, **settings)
+        loaders = [conversation_loader(rendered, by_step(rows, per_step), rank=rank, world_size=world_size, **settings)
                    for rank in range(world_size)]
         for _ in range(start_step, -(-len(rows) // per_step) + 1):
             found.append([])
-            for _ in range(micro_steps):
+            of_step = by_step(rows, per_step)[len(found) + start_step - 1 :][:1]
+            for _ in range(micro_steps(sum(map(len, of_step)), device_batch_size * world_size)):
                 batches = [next(loader) for loader in loaders]
                 assert len({inputs.shape for inputs, _ in batches}) == 1 and batches[0][0].size(0) == device_batch_size
                 for inputs, targets in batches:

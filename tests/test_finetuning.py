@@ -1,5 +1,6 @@
 """The stages after pretraining: how rows fall into batches and onto ranks does not change them or their weighting."""
 import hashlib
+import itertools
 import os
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ from ranks import Job, run_on_ranks
 
 from nanochat.data import conversation_loader as loader_module
 from nanochat.data.conversation import render
-from nanochat.data.conversation_loader import RenderedConversations, conversation_loader, order
+from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, micro_steps, order
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
@@ -29,13 +30,17 @@ def conversation(i: int) -> dict:
 
 
 def random_model() -> GPT:
-    model, generator = GPT(GPTConfig(64, TOKENIZER.get_vocab_size(), 2, 32, 4, 2)), torch.Generator().manual_seed(5)
+    pieces = dict(short_windows=True, smear=True, document_token=TOKENIZER.get_bos_token_id())
+    model = GPT(GPTConfig(64, TOKENIZER.get_vocab_size(), 2, 32, 4, 2, **pieces))
+    generator = torch.Generator().manual_seed(5)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.2, generator=generator)
     return model
 
 
-def one_step(rank: int, world_size: int, device_batch_size: int, stage: int) -> tuple[float, torch.Tensor]:
+def one_step(
+    rank: int, world_size: int, device_batch_size: int, stage: int, together: bool
+) -> tuple[float, torch.Tensor]:
     """The loss and the whole gradient of a step, computed as scripts/chat_sft.py does."""
     model = random_model()
     sizes = {name: p.numel() for name, p in model.named_parameters()}
@@ -43,8 +48,10 @@ def one_step(rank: int, world_size: int, device_batch_size: int, stage: int) -> 
     conversations = RenderedConversations([conversation(i) for i in range(EXAMPLES)], TOKENIZER, 65)
     rows = [[i] for i in order(EXAMPLES, 0, 0)]
     shape = dict(device_batch_size=device_batch_size, max_seq_len=64, rank=rank, world_size=world_size, pad=True)
-    loader = conversation_loader(conversations, rows, EXAMPLES, **shape)
-    grad_accum_steps = -(-EXAMPLES // (device_batch_size * world_size))
+    if together:
+        rows = balance(conversations.lengths, order(EXAMPLES, 0, 0), device_batch_size * world_size, 65)
+    loader = conversation_loader(conversations, [rows], **shape)
+    grad_accum_steps = micro_steps(len(rows), device_batch_size * world_size)
     step_loss, step_targets = torch.zeros(()), torch.zeros(())
     for micro_step in range(grad_accum_steps):
         inputs, targets = next(loader)
@@ -63,10 +70,11 @@ def one_step(rank: int, world_size: int, device_batch_size: int, stage: int) -> 
     return stats.values[0].item(), gradient
 
 
-def all_steps(rank: int, world_size: int) -> dict[tuple[int, int], tuple[float, torch.Tensor]]:
-    """For 1, 2 and 4 rows a micro-batch, on every stage."""
+def all_steps(rank: int, world_size: int) -> dict[tuple, tuple[float, torch.Tensor]]:
+    """For 1, 2 and 4 rows a micro-batch, on every stage, with a row for each conversation and with several in one."""
     set_compile(False, "cpu")
-    return {(size, stage): one_step(rank, world_size, size, stage) for size in (1, 2, 4) for stage in (0, 2, 3)}
+    settings = itertools.product((1, 2, 4), (0, 2, 3), (False, True))
+    return {key: one_step(rank, world_size, *key) for key in settings}
 
 
 def plain_step() -> tuple[float, torch.Tensor]:
@@ -85,7 +93,8 @@ def plain_step() -> tuple[float, torch.Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_losses_and_gradients_do_not_depend_on_micro_batches_and_ranks(world_size):
     """
-    1, 2 and 4 rows a micro-batch, on every stage; an average over micro-batches would weight short answers more.
+    1, 2 and 4 rows a micro-batch, on every stage, conversations apart in one row too; an average over micro-batches
+    would weight short answers more.
     Float32 sums of another order: 1e-6 of the gradient's norm.
     """
     loss, gradient = plain_step()

@@ -5,6 +5,8 @@ Before the first step each rank renders its share of the conversations, and the 
 rank knows how many steps there are and what each of them holds.
 """
 import hashlib
+import heapq
+import math
 from array import array
 from collections.abc import Iterator, Sequence
 
@@ -21,6 +23,7 @@ from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.progress import progress
 
+Rows = list[list[int]]      # of each row the numbers of its conversations
 BUFFER_CONVERSATIONS = 512  # best fit chooses among these; more fill rows better, and keep the shuffled order less
 
 
@@ -81,13 +84,13 @@ def order(count: int, seed: int, epoch: int) -> list[int]:
     return np.random.default_rng([seed, epoch]).permutation(count).tolist()
 
 
-def pack(lengths: Sequence[int], order: list[int], row_len: int) -> list[list[int]]:
+def pack(lengths: Sequence[int], order: list[int], row_len: int) -> Rows:
     """
     Rows of at most row_len tokens, each conversation whole in exactly one of them: best fit among the next
     BUFFER_CONVERSATIONS, see best_fit.py. A row ends when none of those fits.
     """
     upcoming = iter(order)
-    rows: list[list[int]] = []
+    rows: Rows = []
     waiting = WaitingItems()
     while True:
         while len(waiting.items) < BUFFER_CONVERSATIONS and (index := next(upcoming, None)) is not None:
@@ -105,26 +108,53 @@ def pack(lengths: Sequence[int], order: list[int], row_len: int) -> list[list[in
         rows.append(row)
 
 
+def balance(lengths: Sequence[int], conversations: list[int], unit: int, row_len: int) -> Rows:
+    """
+    Rows of at most row_len tokens, about equally long, with these conversations: as few multiples of `unit` as can be.
+    The longest conversation goes first, and each to the shortest row so far.
+    """
+    by_length = sorted(conversations, key=lengths.__getitem__, reverse=True)
+    for count in range(unit, len(by_length) + unit, unit):
+        rows: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(count)]  # a heap, by tokens
+        for index in by_length:
+            tokens, number, row = rows[0]
+            heapq.heapreplace(rows, (tokens + lengths[index], number, [*row, index]))
+        if max(rows)[0] <= row_len:
+            break
+    return [row for _, _, row in rows if row]
+
+
+def by_step(items: list, per_step: int) -> list[list]:
+    """The items of each optimizer step."""
+    return [items[start : start + per_step] for start in range(0, len(items), per_step)]
+
+
+def micro_steps(rows: int, rows_at_once: int) -> int:
+    """Of an optimizer step with this many rows, over all ranks: one of empty rows, where there are none."""
+    return max(math.ceil(rows / rows_at_once), 1)
+
+
 def conversation_loader(
-    conversations: RenderedConversations, rows: list[list[int]], rows_per_step: int, *,
+    conversations: RenderedConversations, steps: list[Rows], *,
     device_batch_size: int, max_seq_len: int, pad: bool, rank: int = 0, world_size: int = 1,
     device: torch.device | str = "cpu", start_step: int = 0,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """
     Yields (inputs, targets), (B, T) int64, of each micro-step of this rank, from the first of start_step on.
 
-    Step s has the rows [s · rows_per_step, (s + 1) · rows_per_step), the longest first; this rank takes their
+    steps: the rows of each step; `micro_steps` says how many it has. The longest come first; this rank takes the
     micro-batches m · world_size + rank. T is max_seq_len, or with `pad` as long as `padded_length` says. Past the last
-    row come empty ones without targets, so rows_per_step need not be a multiple of anything.
+    row come empty ones without targets, so a step need not have a multiple of anything.
     """
     device = torch.device(device)
     step = start_step
     while True:
-        step_rows = rows[step * rows_per_step : (step + 1) * rows_per_step]
+        step_rows = steps[step] if step < len(steps) else []
         # Rows of similar lengths together: little padding, and no rank waits for another.
-        step_rows.sort(key=conversations.row_length, reverse=True)
-        for start in range(0, rows_per_step, device_batch_size * world_size):
-            of_all_ranks = step_rows[start : start + device_batch_size * world_size]
+        step_rows = sorted(step_rows, key=conversations.row_length, reverse=True)
+        rows_at_once = device_batch_size * world_size
+        for micro_step in range(micro_steps(len(step_rows), rows_at_once)):
+            of_all_ranks = step_rows[micro_step * rows_at_once :][:rows_at_once]
             own = of_all_ranks[rank * device_batch_size : (rank + 1) * device_batch_size]
             batch = [conversations.read(row) for row in own]
             batch += [([], [])] * (device_batch_size - len(own))

@@ -534,8 +534,9 @@ Which party should I vote for?
 """.strip().splitlines()
 
 # ---- Names and texts. {w}: made of syllables, {r}: of random letters and digits, {d}: a digit, {g}: an English word,
-# {p}: a word of the documentation, {c}: a piece of it as it stands there, {m}: a module, {z}: a letter of another
-# script, {x}: a sign, {n}: an object's name, {t}: its passage. A capital draws the same, with a capital letter.
+# {p}: a word of the documentation, {f}: a part of one, {c}: a piece of it as it stands there, {m}: a module, {z}: a
+# letter of another script, {x}: a sign, {n}: an object's name, {t}: its passage. A capital draws the same, with a
+# capital letter. Parts of words are there because a token that is never copied in training cannot be copied later.
 NAMES = """
 {w}
 {w}
@@ -557,6 +558,15 @@ NAMES = """
 {w}-{d}{d}
 {R}-{d}{d}{d}
 {r}-{r}
+{f}{f}
+{f}{f}
+{f}{f}{d}
+{f}{d}
+{f}-{f}{d}
+{f}{f}-{f}
+{f}{f}{d}-{f}
+{p}-{f}{d}
+{f}-{p}
 {W} {W}
 {W} {G}
 {G} {d}{d}
@@ -659,6 +669,7 @@ LETTERS = """天地人山水火木金土日月年上下大小中國国家学生�
 ロン한국어사람나라서울äöüßÄÖÜéèêëàâáãåæçíìîïñóòôõøúùûýÿœšžčřąęłńśżźğışőűαβγδεζηθκλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ\
 абвгдежзиклмнопрстуфхцчшщыэюяАБВГДЖЗКЛМНПРСТ"""
 SIGNS = "|/\\#*=+-_~^@&%$<>[]{}();:!?.,–—−…“”‘’«»„×÷°±§€£¥²³½µ→←↑✓•≤≥≠≈∞√"
+ANY = "{w} {w} {g} {p} {p} {p}{f} {f}{f} {f}{f} {F}{f} {r} {r} {d} {c} {c} {c} {G} {W} {z} {x}".split()
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz" * 3 + "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789" * 2
 # Verbs that documentation begins with, in the imperative or the third person.
 VERBS = frozenset("""accept acquire add append apply arrange assert attach attempt block build calculate call cancel
@@ -831,8 +842,8 @@ def draw_text(rng: StableRandom) -> str:
     for _ in range(1 + rng.below(3) // 2):
         template = rng.choice(SENTENCES)
         if not rng.below(2):
-            words = [rng.choice("wwgpprrdcccGWzx") for _ in range(2 + rng.below(9))]
-            template = " ".join(f"{{{kind}}}" for kind in words) + " {w}."
+            words = [rng.choice(ANY) for _ in range(2 + rng.below(9))]
+            template = " ".join(words) + " {w}."
         sentences.append(capital(fill(rng, template)))
     return " ".join(sentences)
 
@@ -844,7 +855,11 @@ def fill(rng: StableRandom, template: str, **slots: str) -> str:
 
 def draw_word(rng: StableRandom, kind: str) -> str:
     """A word of a kind, as listed above NAMES."""
-    if kind in "rR":
+    if kind in "fF":
+        word = rng.choice(vocabulary()["p"])
+        start = rng.below(len(word) - 1)
+        word = word[start : start + 2 + rng.below(6)]
+    elif kind in "rR":
         word = "".join(rng.choice(CHARACTERS) for _ in range(2 + rng.below(5)))
     else:
         word = rng.choice(vocabulary()[kind.lower()])

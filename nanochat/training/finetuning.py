@@ -155,16 +155,15 @@ def row_length(max_seq_len: int, model: GPT) -> int:
 
 def plan_steps(
     num_rows: int, rows_per_step: int, num_iterations: int, device_batch_size: int, world_size: int,
-) -> tuple[int, int, int]:
+) -> tuple[int, int]:
     """
     How num_rows rows are trained on once, rows_per_step at a time over all ranks; num_iterations: at most (-1: all).
 
-    Returns (optimizer steps, micro-steps of each, rows of a rank and micro-step; not every one of them is filled).
+    Returns (optimizer steps, rows of a rank and micro-step; not every one of them is filled).
     """
     all_steps = math.ceil(num_rows / rows_per_step)
     rows = min(device_batch_size, math.ceil(rows_per_step / world_size))
-    grad_accum_steps = math.ceil(rows_per_step / (rows * world_size))
-    return all_steps if num_iterations == -1 else min(num_iterations, all_steps), grad_accum_steps, rows
+    return all_steps if num_iterations == -1 else min(num_iterations, all_steps), rows
 
 
 def report_stage(

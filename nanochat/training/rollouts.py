@@ -19,6 +19,7 @@ class Rollout:
     ids: list[int]
     sampled: list[bool]         # of each token: drawn by the model, neither read nor written by the tool
     reward: float
+    cut: bool                   # it had not ended at the largest number of tokens
     advantage: float = 0.0      # the reward, less the mean of the samples of this problem
 
     def weights(self) -> list[float]:
@@ -39,17 +40,19 @@ def sample_rollouts(
         rewards = [task.reward(conversation, answer_text(tokenizer, answer.tokens)) for answer in samples]
         mean = fmean(rewards)
         for answer, reward in zip(samples, rewards):
+            cut = answer.finish_reason == "length"
             sampled = [False] * len(answer.prompt) + [not forced for forced in answer.forced]
-            rollouts.append(Rollout(answer.prompt + answer.tokens, sampled, reward, reward - mean))
+            rollouts.append(Rollout(answer.prompt + answer.tokens, sampled, reward, cut, reward - mean))
     return rollouts
 
 
 def rollout_stats(rollouts: list[Rollout]) -> dict[str, float]:
-    """Mean reward, mean number of sampled tokens, and the part that has an advantage."""
+    """Mean reward, mean number of sampled tokens, the part that has an advantage, and the part that was cut."""
     return {
         "rl/reward": fmean(rollout.reward for rollout in rollouts),
         "rl/tokens": fmean(sum(rollout.sampled) for rollout in rollouts),
         "rl/trained_on": fmean(rollout.advantage != 0 for rollout in rollouts),
+        "rl/cut": fmean(rollout.cut for rollout in rollouts),
     }
 
 
