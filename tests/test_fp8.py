@@ -64,9 +64,12 @@ def test_a_model_multiplies_in_8_bits():
     model.lm_head.weight.data *= 100
     tokens = torch.arange(512).remainder(61).view(16, 32)
     plain = model(tokens, tokens).item()
+    evaluated = model(tokens, tokens, reduction="none")
     fp8.use_fp8(model, torch.device("cpu"), tokens.numel())
     eight_bits = model(tokens, tokens).item()
     assert plain != eight_bits and eight_bits == pytest.approx(plain, rel=0.01)
+    with torch.no_grad():
+        assert model(tokens, tokens, reduction="none").equal(evaluated), "evaluations multiply in the model's own dtype"
 
 
 def test_where_there_is_no_such_product_one_line_says_so(monkeypatch):

@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from conftest import make_sums
 
 from nanochat.corpus.library import make_library
 from nanochat.corpus.pydoc import documentation
@@ -197,3 +198,20 @@ def test_passages_of_a_library_are_asked_about(tmp_path: Path):
             make_task(f"{tool}:{file}", "train")
     with pytest.raises(UserError, match="no library"):
         make_task("lookup:/nobody.sqlite", "test")
+
+
+def test_tokens_of_a_tokenizer_are_all_copied(base_folder):
+    """Each token of it is in some passage, and what is asked, called and answered is to the letter the same."""
+    make_sums(base_folder, 200, "What is {i} plus {i}? The answer is {twice}. " * 3, vocab_size=350)
+    task = make_task("tokens:sums", "train")
+    texts = ""
+    for i in range(500):
+        question, answer = task[i]["messages"][-2:]
+        call, found, said = [part["text"] for part in answer["content"]]
+        name = call.removeprefix('lookup(" ').removesuffix('")')
+        assert name.lower() in question["content"].lower() and found.startswith(said)
+        texts += found
+    missing = [token for token in task.tokens if token.strip().lower() not in texts.lower()]
+    assert len(task.tokens) > 20 and not missing, missing
+    assert set(task[i]["messages"][-1]["content"][1]["text"] for i in range(50)) & {
+        make_task("tokens:sums", "test")[i]["messages"][-1]["content"][1]["text"] for i in range(50)} == set()

@@ -2,6 +2,7 @@
 Products of matrices in 8 bits, at twice the rate of bfloat16 on GPUs from Hopper on. Micikevicius et al. 2022,
 arXiv:2209.05433: activations and weights have 3 bits of mantissa (e4m3), gradients 2 bits and a larger range (e5m2).
 Each tensor is scaled so that its largest number is the largest of its format; sums are float32. Never run on a GPU.
+Passes without gradients (validation, CORE, samples) multiply in the model's own dtype, as whoever loads it will.
 """
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ def use_fp8(model: GPT, device: torch.device, tokens: int) -> None:
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
     """F.linear(x, weight) of 8-bit copies, forward and backward: x (…, K), weight (M, K) → (…, M) in x's dtype."""
+    if not torch.is_grad_enabled():
+        return x @ weight.T
     return Fp8Linear.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
 
@@ -38,16 +41,14 @@ class Fp8Linear(torch.autograd.Function):
         x8, x_scale = scaled(x, torch.float8_e4m3fn)
         weight8, weight_scale = scaled(weight, torch.float8_e4m3fn)
         ctx.save_for_backward(x8, x_scale, weight8, weight_scale)
-        ctx.dtypes = x.dtype, weight.dtype
         return product(x8, x_scale, weight8, weight_scale, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x8, x_scale, weight8, weight_scale = ctx.saved_tensors
-        x_dtype, weight_dtype = ctx.dtypes
         grad8, grad_scale = scaled(grad, torch.float8_e5m2)
-        grad_x = product(grad8, grad_scale, weight8.T, weight_scale, x_dtype)          # (N, K)
-        grad_weight = product(grad8.T, grad_scale, x8.T, x_scale, weight_dtype)        # (M, K)
+        grad_x = product(grad8, grad_scale, weight8.T, weight_scale, grad.dtype)   # (N, K)
+        grad_weight = product(grad8.T, grad_scale, x8.T, x_scale, grad.dtype)      # (M, K)
         return grad_x, grad_weight
 
 

@@ -18,7 +18,7 @@ from nanochat.tasks.custom_json import CustomJSON
 from nanochat.tasks.gsm8k import GSM8K
 from nanochat.tasks.hub import SmolTalk
 from nanochat.tasks.humaneval import HumanEval
-from nanochat.tasks.lookup import Lookup
+from nanochat.tasks.lookup import Lookup, Tokens
 from nanochat.tasks.multiple_choice import ARC, MMLU
 from nanochat.tasks.pydoc import Pydoc
 from nanochat.tasks.run import Run
@@ -41,6 +41,7 @@ TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...] | None]] = {
     "run": (Run, ("", "tool")),
     "lookup": (partial(Lookup, "lookup"), ("", "true", "unknown", "talk", "FILE")),
     "search": (partial(Lookup, "search"), ("", "true", "unknown", "FILE")),
+    "tokens": (Tokens, None),
     "json": (CustomJSON, None),
 }
 # Not downloaded, and neither a user's own data nor words of it.

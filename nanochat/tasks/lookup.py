@@ -27,6 +27,7 @@ from nanochat.corpus.tinyworld import capital
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
+from nanochat.data.tokenizer import get_tokenizer
 from nanochat.inference.tools import NOTHING, open_tools
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import shuffled, single_turn, split_of, with_tool
@@ -534,9 +535,8 @@ Which party should I vote for?
 """.strip().splitlines()
 
 # ---- Names and texts. {w}: made of syllables, {r}: of random letters and digits, {d}: a digit, {g}: an English word,
-# {p}: a word of the documentation, {f}: a part of one, {c}: a piece of it as it stands there, {m}: a module, {z}: a
-# letter of another script, {x}: a sign, {n}: an object's name, {t}: its passage. A capital draws the same, with a
-# capital letter. Parts of words are there because a token that is never copied in training cannot be copied later.
+# {p}: a word of the documentation, {c}: a piece of it as it stands there, {m}: a module, {z}: a letter of another
+# script, {x}: a sign, {n}: an object's name, {t}: its passage. A capital draws the same, with a capital letter.
 NAMES = """
 {w}
 {w}
@@ -558,15 +558,6 @@ NAMES = """
 {w}-{d}{d}
 {R}-{d}{d}{d}
 {r}-{r}
-{f}{f}
-{f}{f}
-{f}{f}{d}
-{f}{d}
-{f}-{f}{d}
-{f}{f}-{f}
-{f}{f}{d}-{f}
-{p}-{f}{d}
-{f}-{p}
 {W} {W}
 {W} {G}
 {G} {d}{d}
@@ -669,7 +660,6 @@ LETTERS = """天地人山水火木金土日月年上下大小中國国家学生�
 ロン한국어사람나라서울äöüßÄÖÜéèêëàâáãåæçíìîïñóòôõøúùûýÿœšžčřąęłńśżźğışőűαβγδεζηθκλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ\
 абвгдежзиклмнопрстуфхцчшщыэюяАБВГДЖЗКЛМНПРСТ"""
 SIGNS = "|/\\#*=+-_~^@&%$<>[]{}();:!?.,–—−…“”‘’«»„×÷°±§€£¥²³½µ→←↑✓•≤≥≠≈∞√"
-ANY = "{w} {w} {g} {p} {p} {p}{f} {f}{f} {f}{f} {F}{f} {r} {r} {d} {c} {c} {c} {G} {W} {z} {x}".split()
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz" * 3 + "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789" * 2
 # Verbs that documentation begins with, in the imperative or the third person.
 VERBS = frozenset("""accept acquire add append apply arrange assert attach attempt block build calculate call cancel
@@ -719,7 +709,7 @@ class Lookup(Task):
     def conversation(self, index: int) -> Conversation:
         """One question in four comes after another one."""
         rng = StableRandom(f"{self.key}:{index}")
-        title, found = self.passages[index] if self.passages else ("", self.found)
+        title, found = self.asked(index, rng)
         follows = False
         before = []
         if not rng.below(4):
@@ -729,12 +719,39 @@ class Lookup(Task):
         last = draw_turn(rng, self.kind, self.split, title, found, follows)
         return last | {"messages": before + last["messages"]}
 
+    def asked(self, index: int, rng: StableRandom) -> tuple[str, str]:
+        """(title, what is found); what is empty is drawn."""
+        return self.passages[index] if self.passages else ("", self.found)
+
     def evaluate(self, conversation: Conversation, answer: str) -> bool:
         """To the letter: the passage, or its first sentences; the sentence for small talk; a refusal, nothing else."""
         said = " ".join(answer.split())
         if self.found:  # how the unknown thing is spelled does not matter
             return bool(re.fullmatch(REFUSAL.format(".{,99}"), said))
         return said in conversation["right"]
+
+
+class Tokens(Lookup):
+    """
+    Names and passages are tokens of a data set's tokenizer in a row, each as often as any other: a token that is never
+    copied in training cannot be copied later.
+    """
+
+    def __init__(self, data: str, split: str) -> None:
+        super().__init__("lookup", "", "train")
+        self.name = f"Lookup of tokens ({data})"
+        self.key = f"tokens:{data}:{split}"
+        self.split = split
+        merges = [token.decode(errors="replace") for token in get_tokenizer(data).merges]
+        self.tokens = [token for token in merges if token.isprintable() and "\ufffd" not in token]
+
+    def asked(self, index: int, rng: StableRandom) -> tuple[str, str]:
+        name = self.draw(rng, 2 + rng.below(2))
+        name = re.sub(r"[^\w .-]", "", name)  # no quotation marks: it stands between them
+        return name or "x", capital(self.draw(rng, 4 + rng.below(12))) + "."
+
+    def draw(self, rng: StableRandom, count: int) -> str:
+        return "".join(rng.choice(self.tokens) for _ in range(count)).strip()
 
 
 def draw_turn(
@@ -842,8 +859,8 @@ def draw_text(rng: StableRandom) -> str:
     for _ in range(1 + rng.below(3) // 2):
         template = rng.choice(SENTENCES)
         if not rng.below(2):
-            words = [rng.choice(ANY) for _ in range(2 + rng.below(9))]
-            template = " ".join(words) + " {w}."
+            words = [rng.choice("wwgpprrdcccGWzx") for _ in range(2 + rng.below(9))]
+            template = " ".join(f"{{{kind}}}" for kind in words) + " {w}."
         sentences.append(capital(fill(rng, template)))
     return " ".join(sentences)
 
@@ -855,11 +872,7 @@ def fill(rng: StableRandom, template: str, **slots: str) -> str:
 
 def draw_word(rng: StableRandom, kind: str) -> str:
     """A word of a kind, as listed above NAMES."""
-    if kind in "fF":
-        word = rng.choice(vocabulary()["p"])
-        start = rng.below(len(word) - 1)
-        word = word[start : start + 2 + rng.below(6)]
-    elif kind in "rR":
+    if kind in "rR":
         word = "".join(rng.choice(CHARACTERS) for _ in range(2 + rng.below(5)))
     else:
         word = rng.choice(vocabulary()[kind.lower()])
