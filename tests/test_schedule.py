@@ -44,11 +44,12 @@ def test_momentum_and_weight_decay():
 def test_settings_of_minus_one_follow_the_length_of_the_run_and_stay_when_it_is_resumed():
     names = ("embedding_lr", "unembedding_lr", "muon_momentum", "final_muon_momentum", "momentum_steps",
              "weight_decay", "warmup_steps", "warmdown_ratio", "final_lr_frac")
-    unset = dict.fromkeys(names, -1)
+    unset = dict.fromkeys(names, -1) | {"depth": 12}
     short = (0.2, 0.004, 0.95, 0.95, 300, 0, 0, 0.6, 0)
     long = (0.3, 0.008, 0.97, 0.9, 400, 0.205, 40, 0.65, 0.05)
     assert choose_recipe(unset, 999) == short and choose_recipe(unset, 1000) == long
-    chosen = choose_recipe(unset | {"warmup_steps": 0, "depth": 4}, 5000)
+    assert choose_recipe(unset | {"depth": 11}, 5000) == short
+    chosen = choose_recipe(unset | {"warmup_steps": 0}, 5000)
     assert chosen == (*long[:6], 0, *long[7:]), "0 is a setting"
     assert choose_recipe(unset | {"warmdown_ratio": 0.4}, 400, chosen._asdict()) == (*chosen[:7], 0.4, chosen[8])
     old = dict(zip(names, short)) | {"warmdown_ratio": 0.4, "weight_decay": 0.2}

@@ -12,8 +12,9 @@ LOGIT_SOFTCAP = 15.0
 MAX_SOFTCAP = 64     # exp(softcap), summed over any vocabulary, stays far below float32's largest number
 VOCAB_MULTIPLE = 64  # columns of the logits are padded to it: whole tiles in the largest matrix product
 LAYER_WIDTH = 64     # of the one-number family: width per layer
-HEAD_DIM = 128
-SHORT_ROW = 512     # tokens: in rows up to it documents are apart
+HEAD_DIM = 128       # of classic and large models
+SMALL_HEAD_DIM = 64  # of small modern ones: four heads of 64 copy better than two of 128
+SHORT_ROW = 512      # tokens: in rows up to it documents are apart
 ARCHITECTURES = {    # named sets of pieces
     "classic": {},
     "modern": dict(short_windows=True, value_embeddings=True, smear=True, embedding_std=0.8, fc_scale=0.4),
@@ -117,12 +118,14 @@ def config_from_depth(
     bos: int = -1,
 ) -> GPTConfig:
     """
-    The one-number family: width 64 per layer, rounded up to whole heads of 128; arch: as `architecture` takes it. bos:
+    The one-number family: width 64 per layer, rounded up to a multiple of 128; arch: as `architecture` takes it. bos:
     the token that begins a document. In short rows of modern models it sees none before it (docs/ablations.md).
     """
     pieces = architecture(arch, depth)
     if arch.startswith("modern") and sequence_len <= SHORT_ROW:
         pieces.setdefault("document_token", bos)
-    n_head = math.ceil(depth * LAYER_WIDTH / HEAD_DIM)
-    width = n_head * HEAD_DIM
+    width = math.ceil(depth * LAYER_WIDTH / HEAD_DIM) * HEAD_DIM
+    n_head = width // HEAD_DIM
+    if arch.startswith("modern") and depth < LARGE_DEPTH:
+        n_head = width // SMALL_HEAD_DIM
     return GPTConfig(sequence_len, vocab_size, depth, width, n_head, n_head, **pieces)

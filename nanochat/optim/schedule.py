@@ -2,6 +2,7 @@
 import math
 from typing import NamedTuple
 
+from nanochat.model.gpt_config import LARGE_DEPTH
 from nanochat.runtime.errors import UserError
 
 # The batch grows with the tokens to train on as tokens^0.383, through half a million tokens for 1.2 billion
@@ -14,7 +15,7 @@ LONGEST_WARMUP = 0.1  # part of the run: a short one is not all warmup
 
 
 class Recipe(NamedTuple):
-    """Settings of pretraining that depend on how many steps it has; of a short run, if nothing else is said."""
+    """Settings of pretraining that depend on its steps and layers; of a short run, if nothing else is said."""
 
     embedding_lr: float = 0.2
     unembedding_lr: float = 0.004
@@ -27,9 +28,9 @@ class Recipe(NamedTuple):
     final_lr_frac: float = 0.0
 
 
-# A long run has nanochat's recipe of 2026, for GPUs. Its decay of 0.28 there is for 0.88 billion tokens; at
-# REFERENCE_TOKENS 0.205 is as strong. A short run keeps the values that the CPU's speedrun was tuned with: with fewer
-# than about 1,000 steps the warmdown would begin before momentum has risen. Nothing near the line was measured.
+# A long run of a large model has nanochat's recipe of 2026, for GPUs. Its decay of 0.28 is for 0.88 billion tokens; at
+# REFERENCE_TOKENS 0.205 is as strong. Others keep the values that the CPU's speedrun was tuned with: in fewer than
+# about 1,000 steps the warmdown would begin before momentum has risen, and with 4 layers the head's rate was too high.
 LONG = 1000  # steps
 LONG_RUN = Recipe(
     embedding_lr=0.3, unembedding_lr=0.008, muon_momentum=0.97, final_muon_momentum=0.9, momentum_steps=400,
@@ -39,9 +40,11 @@ LONG_RUN = Recipe(
 def choose_recipe(settings: dict, num_iterations: int, before: dict | None = None) -> Recipe:
     """
     The settings that are not -1; instead of those that are, the settings of the run that goes on (`before`), or what is
-    for this number of steps.
+    for this number of steps and layers.
     """
-    recipe = LONG_RUN if num_iterations >= LONG else Recipe()
+    recipe = Recipe()
+    if num_iterations >= LONG and settings["depth"] >= LARGE_DEPTH:
+        recipe = LONG_RUN
     if before:  # older runs do not say momentum_steps: they had a short run's
         recipe = Recipe(**{name: before[name] for name in Recipe._fields if name in before})
     return recipe._replace(**{name: settings[name] for name in Recipe._fields if settings[name] != -1})
