@@ -795,7 +795,10 @@ def ask(rng: StableRandom, ways: list[str], split: str, **slots: str) -> str:
     side = split
     if "n" in slots and rng.below(2):
         side = "train"  # the name is of the split
-    way = rng.choice([way for way in ways if split_of(way, 6) == side])
+    ways = [way for way in ways if split_of(way, 6) == side]
+    way = rng.choice(ways)
+    if "n" in slots and split == "train" and rng.below(2):  # ends as another one: the name can stand after anything
+        way = way.partition("{n}")[0] + "{n}" + rng.choice(ways).rpartition("{n}")[2]
     if not rng.below(4):
         way = way.lower()
     if not rng.below(4):
