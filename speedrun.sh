@@ -100,7 +100,7 @@ gpu_recipe() {
     keep=(--keep_last=2)
     [ -z "${recompute:-}" ] || keep+=(--activation_checkpointing)
     model=(--depth="$depth" --device_batch_size="$rows" --save_every=1000 "${keep[@]}")
-    lookups="lookup, lookup:unknown[:2000], lookup:talk[:4000], search, search:unknown[:2000]"
+    lookups="lookup, tokens:$data, lookup:unknown[:2000], lookup:talk[:4000], search, search:unknown[:2000]"
     mid=(--tasks="smoltalk, mmlu*3, gsm8k*4, words:$data*3, spellingbee[:20000], tinyworld:identity, tinyworld:turns, $lookups"
          --embedding_lr=0.3 --unembedding_lr=0.008 --init_lr_frac=0.8 --warmdown_ratio=0.5 --device_batch_size="$rows" --total_batch_size=524288 --save_every=200 "${keep[@]}")
     sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:$data[:600], tinyworld:identity" --init_lr_frac=0.02
@@ -156,15 +156,15 @@ cpu_recipe() {
     tag=assistant-d$depth launch=(python -m)
     model=(--depth=$depth --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=500
            --eval_every=100 --eval_tokens=32768 --save_every=100 --keep_last=2)
-    lookups="lookup[:22000], lookup:unknown[:1500], lookup:talk[:4500], search[:12000], search:unknown[:1500]"
-    more_lookups="lookup[22000:26000], lookup:unknown[1500:2000], lookup:talk[4500:6000], search[12000:16000], search:unknown[1500:2000]"
-    mid=(--tasks="tinyworld*2, tinyworld:turns, arithmetic[:5000], spellingbee[:6000], words:$data[:8000], run[:10000], $lookups"
+    lookups="lookup[:20000], tokens:$data[:8000], lookup:unknown[:2500], lookup:talk[:6000], search[:15000], search:unknown[:3000]"
+    more_lookups="lookup[20000:23000], tokens:$data[8000:9500], lookup:unknown[2500:3000], lookup:talk[6000:7500], search[15000:19000], search:unknown[3000:3800]"
+    mid=(--tasks="tinyworld*2, tinyworld:turns, tinyworld:identity, arithmetic[:5000], spellingbee[:9000], words:$data[:8000], run[:10000], $lookups"
          --device_batch_size=16 --total_batch_size=4096 --eval_every=200 --eval_tokens=32768 --save_every=100 --keep_last=2)
     sft=(--tasks="tinyworld[:2000], tinyworld:identity, arithmetic[5000:6500], spellingbee[9000:11000], words:$data[8000:9500], run[10000:14000], $more_lookups"
          --device_batch_size=16 --target_examples_per_step=64 --init_lr_frac=0.3 --eval_every=100 --eval_steps=5 --eval_metrics_every=-1
          --save_every=100 --keep_last=2)
-    rl=(--task="run[14000:]" --num_iterations=40 --init_lr_frac=0.15 --num_samples=8 --max_new_tokens=80 --device_batch_size=16
-        --eval_every=40 --eval_examples=1000 --eval_samples=1 --save_every=10 --keep_last=2)
+    rl=(--task="run[14000:]" --num_iterations=60 --init_lr_frac=0.3 --num_samples=8 --max_new_tokens=80 --device_batch_size=16
+        --eval_every=60 --eval_examples=1000 --eval_samples=1 --save_every=10 --keep_last=2)
     judged=(--tasks="tinyworld:facts, tinyworld:identity, arithmetic, spellingbee, words:$data, pydoc:known, pydoc, run, lookup, lookup:unknown, lookup:talk, search, search:unknown"
             --max_problems=600 --batch_size=64)
     core=0 eval_tokens=65536
