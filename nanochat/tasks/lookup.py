@@ -797,7 +797,7 @@ def ask(rng: StableRandom, ways: list[str], split: str, **slots: str) -> str:
         side = "train"  # the name is of the split
     ways = [way for way in ways if split_of(way, 6) == side]
     way = rng.choice(ways)
-    if "n" in slots and split == "train" and rng.below(2):  # ends as another one: the name can stand after anything
+    if "n" in slots and split == "train" and not rng.below(4):  # ends as another one: the name can stand after anything
         way = way.partition("{n}")[0] + "{n}" + rng.choice(ways).rpartition("{n}")[2]
     if not rng.below(4):
         way = way.lower()
