@@ -366,7 +366,9 @@ def test_an_architecture_is_a_name_and_changes():
     assert architecture("classic") == {} and modern["smear"] is True
     assert architecture("modern, smear=False,rope_theta=1e5") == modern | {"smear": False, "rope_theta": 100_000.0}
     assert architecture("classic,qk_scale=2") == {"qk_scale": 2.0}
-    for wrong, message in (("moden", "'moden'.*classic or modern"), ("classic,smear=1", "no 'smear=1'.*smear=bool")):
+    assert [config_from_depth(4, 100, 64, arch=arch).n_head for arch in ("modern", "modern,head_dim=64")] == [2, 4]
+    for wrong, message in (("moden", "'moden'.*classic or modern"), ("classic,smear=1", "no 'smear=1'.*smear=bool"),
+                           ("classic,head_dim=96", "divides the width, 256")):
         with pytest.raises(UserError, match=message):
             config_from_depth(4, 100, 64, arch=wrong)
 

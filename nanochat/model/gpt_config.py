@@ -12,9 +12,8 @@ LOGIT_SOFTCAP = 15.0
 MAX_SOFTCAP = 64     # exp(softcap), summed over any vocabulary, stays far below float32's largest number
 VOCAB_MULTIPLE = 64  # columns of the logits are padded to it: whole tiles in the largest matrix product
 LAYER_WIDTH = 64     # of the one-number family: width per layer
-HEAD_DIM = 128       # of classic and large models
-SMALL_HEAD_DIM = 64  # of small modern ones: four heads of 64 copy better than two of 128
-SHORT_ROW = 512      # tokens: in rows up to it documents are apart
+HEAD_DIM = 128
+SHORT_ROW = 512     # tokens: in rows up to it documents are apart
 ARCHITECTURES = {    # named sets of pieces
     "classic": {},
     "modern": dict(short_windows=True, value_embeddings=True, smear=True, embedding_std=0.8, fc_scale=0.4),
@@ -87,13 +86,14 @@ def without_retired(fields: dict, where: object) -> dict:
 
 def architecture(arch: str, depth: int = 1) -> dict:
     """
-    The pieces of "classic" or "modern" at this depth, or of one with changes: "modern,smear=False,rope_theta=1e4".
+    The pieces of "classic" or "modern" at this depth, or of one with changes: "modern,smear=False,head_dim=64".
     UserError for unknown names and values.
     """
     name, *changes = arch.split(",")
     if name not in ARCHITECTURES:
         raise UserError(f"arch={arch!r}: expected {' or '.join(ARCHITECTURES)}, then changes such as ,smear=False")
     kinds = {f.name: type(f.default) for f in fields(GPTConfig) if f.default is not MISSING and f.name != "softcap"}
+    kinds["head_dim"] = int
     pieces = dict(ARCHITECTURES[name])
     if name == "modern" and depth >= LARGE_DEPTH:
         pieces |= LARGE
@@ -125,7 +125,8 @@ def config_from_depth(
     if arch.startswith("modern") and sequence_len <= SHORT_ROW:
         pieces.setdefault("document_token", bos)
     width = math.ceil(depth * LAYER_WIDTH / HEAD_DIM) * HEAD_DIM
-    n_head = width // HEAD_DIM
-    if arch.startswith("modern") and depth < LARGE_DEPTH:
-        n_head = width // SMALL_HEAD_DIM
+    head_dim = pieces.pop("head_dim", HEAD_DIM)
+    if head_dim < 2 or head_dim % 2 or width % head_dim:
+        raise UserError(f"arch={arch!r}: expected an even head_dim that divides the width, {width}")
+    n_head = width // head_dim
     return GPTConfig(sequence_len, vocab_size, depth, width, n_head, n_head, **pieces)
