@@ -38,17 +38,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class RotatedNorm(torch.autograd.Function):
     """
-    norm(rotate(x)) for training. It is rounded once, and keeps only its result, as attention does. On a GPU each pass
-    is compiled into one kernel that reads and writes x's dtype; autograd's own backward pass would write float32 to
-    memory.
+    factor · norm(rotate(x)) for training. It is rounded once, and keeps only its result, as attention does. On a GPU
+    each pass is compiled into one kernel that reads and writes x's dtype; autograd's own backward pass would write
+    float32 to memory.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, factor: float) -> Tensor:
         wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)  # a rotation does not change it
+        scale = factor * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)  # a rotation does not change it
         y = (rotate(wide, cos, sin) * scale).type_as(x)
         ctx.save_for_backward(y, scale, cos, sin)
+        ctx.factor = factor
         return y
 
     @staticmethod
@@ -56,8 +57,8 @@ class RotatedNorm(torch.autograd.Function):
         y, scale, cos, sin = ctx.saved_tensors
         wide = y.float()
         grad = grad.float()
-        grad_rotated = scale * (grad - wide * (grad * wide).mean(-1, keepdim=True))
-        return rotate(grad_rotated, cos, -sin).type_as(y), None, None
+        along = (grad * wide).mean(-1, keepdim=True) / ctx.factor**2  # y has the factor, twice
+        return rotate(scale * (grad - wide * along), cos, -sin).type_as(y), None, None, None
 
 
 class SquaredReLU(torch.autograd.Function):
@@ -171,14 +172,14 @@ class CausalSelfAttention(nn.Module):
         heads = qkv.unflatten(-1, (-1, self.head_dim))                 # (…, H + 2 H_kv, D)
         if torch.is_grad_enabled():
             q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=-2)
-            q = RotatedNorm.apply(q, cos, sin)
-            k = RotatedNorm.apply(k, cos, sin)
+            q = RotatedNorm.apply(q, cos, sin, self.qk_scale)
+            k = RotatedNorm.apply(k, cos, sin, self.qk_scale)
         else:  # fewer operations: in decoding their number is the time
             qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=-2)
-            q, k = norm(rotate(qk, cos, sin)).split((self.n_head, self.n_kv_head), dim=-2)
-        if self.qk_scale != 1:
-            q = q * self.qk_scale
-            k = k * self.qk_scale
+            qk = norm(rotate(qk, cos, sin))
+            if self.qk_scale != 1:
+                qk = qk * self.qk_scale
+            q, k = qk.split((self.n_head, self.n_kv_head), dim=-2)
         return q, k, v
 
     def add_value_embedding(

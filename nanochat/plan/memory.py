@@ -131,11 +131,11 @@ def block_bytes(
     saved = tokens * (wide * 2 * C + b * 7 * C + FLOAT32 * (2 + heads)) + b * C * (C + 2 * kv_width)
     if shaped(config).transformer.h[layer].values is not None:
         saved += tokens * b * (kv_width + 2 * config.n_kv_head)
-    if config.stream_scales:
+    if config.stream_scales and (device_type == "cpu" or not compiled):
         saved += tokens * b * C
     whole = tokens * (C + 2 * kv_width)  # queries, keys and values of each head
     blockwise = device_type == "cpu" and T <= BLOCKWISE_MAX_LENGTH
-    if blockwise and config.n_kv_head > 1 or config.qk_scale != 1:
+    if blockwise and config.n_kv_head > 1:
         saved += b * tokens * (C + kv_width)
     if not blockwise:
         return saved + b * whole + tokens * FLOAT32 * config.n_head  # scaled_dot_product_attention
