@@ -92,12 +92,9 @@ class CachedModel:
             ids += tokens
             previous += [prefix.last, *tokens[:-1]]
             positions += span
-            begin = prefix.begin
-            for position, token in zip(span, tokens):
-                if token == self.config.document_token:
-                    begin = position
-                begins.append(begin)
-            last_begins.append(begin)
+            its_begins = begins_after(prefix, tokens, self.config.document_token)
+            begins += its_begins
+            last_begins.append(its_begins[-1])
         lengths = [len(span) for span in spans]
         *columns, begins = torch.tensor([ids, previous, positions, begins], device=device)  # one copy to the device
 
@@ -265,6 +262,17 @@ class CachedModel:
         n_layer, _, old_rows, heads, kept, D = old.shape
         self.kv = old.new_zeros(n_layer, 2, rows, heads, capacity, D)
         self.kv[:, :, :old_rows, :, :kept] = old
+
+
+def begins_after(prefix: Prefix, tokens: list[int], document_token: int) -> list[int]:
+    """For each of the tokens that follow a prefix the position where its document begins."""
+    begin = prefix.begin
+    begins = []
+    for position, token in enumerate(tokens, start=prefix.length):
+        if token == document_token:
+            begin = position
+        begins.append(begin)
+    return begins
 
 
 def as_mask(seen: Tensor) -> Tensor:

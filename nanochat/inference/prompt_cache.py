@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from nanochat.inference.kv_cache import Prefix
+from nanochat.inference.kv_cache import Prefix, begins_after
 
 # Tokens of a prompt that are read at once. Every prompt is cut at the multiples of it, so a piece that was kept of one
 # prompt is, to the bit, what reading it in another prompt would give.
@@ -33,11 +33,8 @@ class PromptCache:
             piece = self.pieces.get((owner, *prompt[:end]))
             if piece is None:
                 break
-            begin = prefix.begin
-            for position in range(prefix.length, end):
-                if prompt[position] == self.document_token:
-                    begin = position
-            prefix = Prefix((*prefix.pieces, piece), end, prompt[end - 1], begin)
+            begins = begins_after(prefix, prompt[prefix.length : end], self.document_token)
+            prefix = Prefix((*prefix.pieces, piece), end, prompt[end - 1], begins[-1])
             end += PIECE
         return prefix
 
