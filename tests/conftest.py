@@ -16,7 +16,7 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.compiling import set_compile
 
 __all__ = ["REPO", "run_module", "warm_python", "base_folder", "make_sums", "broken_bundle", "ALL_PIECES"]
-ALL_PIECES = ("classic,rope_theta=1e5,qk_scale=1.2,short_windows=True,value_embeddings=True,smear=True,"
+ALL_PIECES = ("classic,rope_theta=1e5,qk_scale=1.2,short_windows=True,value_embeddings=True,smear=True,key_offset=True,"
               "document_token=3,embedding_std=0.8,fc_scale=0.4,narrow_gates=True,stream_scales=True,"
               "subtract_middle=True")  # base_train's --arch
 LONG = ["test_many_ranks", "test_base_train", "test_chat_web", "test_doctor", "test_speedrun", "test_zero",

@@ -24,7 +24,7 @@ from nanochat.runtime.compiling import switch
 from nanochat.runtime.errors import UserError
 
 ALONE = ["rope_theta=100", "qk_scale=1.5", "short_windows=True", "value_embeddings=True",
-         "smear=True", "document_token=3", "stream_scales=True", "subtract_middle=True",
+         "smear=True", "key_offset=True", "document_token=3", "stream_scales=True", "subtract_middle=True",
          "value_embeddings=True,smear=True,narrow_gates=True"]  # each piece of the forward pass
 
 
@@ -95,6 +95,14 @@ def definition(model: GPT, weights: dict[str, torch.Tensor], tokens: torch.Tenso
             own = slice(group * D, (group + 1) * D)
             q = rms(rotated(linear(h, "attn.c_q")[..., head * D : (head + 1) * D])) * config.qk_scale
             k = rms(rotated(linear(h, "attn.c_k")[..., own])) * config.qk_scale
+            if config.key_offset and (i in (3, last) or not config.short_windows):
+                # channels D/4 to D/2 and 3D/4 to D: those of the token before
+                own_keys, k = k, k.clone()
+                for part in (slice(D // 4, D // 2), slice(D // 2 + D // 4, D)):
+                    k[:, 0, part] = 0
+                    for t in range(1, T):
+                        same = documents[:, t] == documents[:, t - 1]
+                        k[:, t, part] = own_keys[:, t - 1, part] * same[:, None]
             v = linear(h, "attn.c_v")[..., own]
             if config.value_embeddings and i % 2 == last % 2:
                 table = weights[f"transformer.h.{i}.values.weight"]

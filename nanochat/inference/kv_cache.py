@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.model.attention import visible
+from nanochat.model.attention import slow_channels, visible
 from nanochat.model.gpt import GPT
 from nanochat.model.layers import norm, rotary_angles
 
@@ -106,6 +106,9 @@ class CachedModel:
                 first = max(span.start + 1 - window, 0)
                 mask = as_mask(visible(span.start, span.stop, first, window, device, its_begins))  # (tokens, keys)
                 masks[window].append((first, mask))
+        follows = []    # of each prompt: which keys have a token before them in the document of each token
+        for span, its_begins in zip(spans, begins.split(lengths)):
+            follows.append(torch.arange(span.stop, device=device) > its_begins[:, None])
 
         new = []        # of each layer (2, H_kv, T, D)
 
@@ -114,12 +117,13 @@ class CachedModel:
             outputs = []
             queries = q.split(lengths)
             own = new[layer].split(lengths, dim=2)
-            for (prefix, _), its_q, its_kv, (first, mask) in zip(
-                prompts, queries, own, masks[self.config.window(layer)]
+            offset = follows if self.config.offsets_keys(layer) else [None] * len(prompts)
+            for (prefix, _), its_q, its_kv, (first, mask), its_follows in zip(
+                prompts, queries, own, masks[self.config.window(layer)], offset
             ):
                 earlier = [piece[layer] for piece in prefix.pieces]
                 kv = torch.cat([*earlier, its_kv], dim=2)       # (2, H_kv, length, D)
-                outputs.append(attend_one(its_q, kv[:, :, first:], mask))
+                outputs.append(attend_one(its_q, kv[:, :, first:], mask, its_follows))
             return torch.cat(outputs)
 
         hidden = self.hidden(*columns, attend).split(lengths)   # (tokens, C) each
@@ -191,6 +195,7 @@ class CachedModel:
             first = torch.maximum(begins, positions + 1 - window)[:, None]
             seen = (keys >= first) & (keys <= positions[:, None])                   # (rows, K)
             masks[window] = as_mask(seen).repeat_interleave(heads, dim=0)[:, None]  # (rows * H_kv, 1, K)
+        follows = (keys > begins[:, None]).repeat_interleave(heads, dim=0)[:, None]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kv = self.kv[layer, :, :rows]                       # (2, rows, H_kv, capacity, D)
@@ -198,7 +203,8 @@ class CachedModel:
             kv[1, all_rows, :, positions] = v
             k, v = kv[:, :, :, :longest].flatten(1, 2)          # (rows * H_kv, K, D) each
             grouped = q.reshape(rows * heads, -1, q.size(-1))   # (rows * H_kv, G, D)
-            return scaled_dot_product(grouped, k, v, masks[self.config.window(layer)]).view(q.shape)
+            offset = follows if self.config.offsets_keys(layer) else None
+            return scaled_dot_product(grouped, k, v, masks[self.config.window(layer)], offset).view(q.shape)
 
         logits = self.logits(self.hidden(now, previous, positions, attend))
         self.lengths = [length + 1 for length in self.lengths]
@@ -280,24 +286,36 @@ def as_mask(seen: Tensor) -> Tensor:
     return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)
 
 
-def attend_one(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
-    """One prompt: q (tokens, H, D), keys and values (2, H_kv, K, D), mask (tokens, K) → (tokens, H, D)."""
+def attend_one(q: Tensor, kv: Tensor, mask: Tensor, follows: Tensor | None) -> Tensor:
+    """
+    One prompt: q (tokens, H, D), keys and values (2, H_kv, K, D), mask and follows (tokens, K) → (tokens, H, D).
+    """
     keys, values = kv
     queries = q.transpose(0, 1)                                 # (H, tokens, D)
     # Query heads that share a key head are one long list of queries to it.
     grouped = queries.reshape(len(keys), -1, q.size(-1))        # (H_kv, G * tokens, D)
     group_size = len(queries) // len(keys)
-    y = scaled_dot_product(grouped, keys, values, mask.repeat(group_size, 1))
+    if follows is not None:
+        follows = follows.repeat(group_size, 1)
+    y = scaled_dot_product(grouped, keys, values, mask.repeat(group_size, 1), follows)
     return y.view(queries.shape).transpose(0, 1)
 
 
-def scaled_dot_product(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+def scaled_dot_product(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, follows: Tensor | None) -> Tensor:
     """
     q (N, Q, D) against keys and values (N, K, D) → (N, Q, D). N counts pairs of a sequence and a key head, Q the
     queries that look at these keys. mask: from `as_mask`, broadcast to (N, Q, K). Two plain products, like training's
     `blockwise_attention`; scores and softmax in float32.
+
+    follows: with `offset_keys`, which keys have a token before them, broadcast to (N, Q, K). The cache has every
+    token's own keys; the slow channels' part of the scores moves by one instead.
     """
-    scores = torch.bmm(q, keys.mT)                                                  # (N, Q, K)
+    if follows is None:
+        scores = torch.bmm(q, keys.mT)                                              # (N, Q, K)
+    else:
+        slow = slow_channels(q.size(-1), q.device)
+        before = F.pad(torch.bmm(q * slow, keys.mT)[..., :-1], (1, 0))
+        scores = torch.bmm(q * ~slow, keys.mT) + before * follows
     p = torch.add(mask, scores, alpha=q.size(-1) ** -0.5).softmax(-1)
     return torch.bmm(p.to(values.dtype), values)
 

@@ -16,10 +16,12 @@ HEAD_DIM = 128
 SHORT_ROW = 512     # tokens: in rows up to it documents are apart
 ARCHITECTURES = {    # named sets of pieces
     "classic": {},
-    "modern": dict(short_windows=True, value_embeddings=True, smear=True, embedding_std=0.8, fc_scale=0.4),
+    "modern": dict(short_windows=True, value_embeddings=True, smear=True, key_offset=True, embedding_std=0.8,
+                   fc_scale=0.4),
 }
-LARGE_DEPTH = 12     # layers, from which on modern models have these, too
-LARGE = dict(stream_scales=True, subtract_middle=True, narrow_gates=True, qk_scale=1.2, rope_theta=100_000.0)
+LARGE_DEPTH = 12     # layers, from which on modern models have these
+LARGE = dict(key_offset=False, stream_scales=True, subtract_middle=True, narrow_gates=True, qk_scale=1.2,
+             rope_theta=100_000.0)
 # Pieces that lost their comparison (docs/ablations.md); older models name them. The last two were others than
 # stream_scales and subtract_middle are: another place, other rates.
 RETIRED = ("bigrams", "head_gates", "residual_scales", "backout")
@@ -42,6 +44,7 @@ class GPTConfig:
     short_windows: bool = False     # three of four layers see a quarter of sequence_len, each fourth and the last all
     value_embeddings: bool = False  # alternate layers, the last one included, add a gated vector of the token to values
     smear: bool = False             # the embedding adds a gated part of the previous token's embedding
+    key_offset: bool = False        # half of each key is that of the token before, in layers that see all
     document_token: int = -1        # begins a document, whose tokens see none before it; −1: a row is one text
     narrow_gates: bool = False      # gates read 12 or 24 channels, are at most 3 for values and 1 for the smear
     stream_scales: bool = False     # a block begins with a learned sum of its input and the first block's
@@ -65,6 +68,9 @@ class GPTConfig:
     def streams(self) -> int:
         """Tensors (B, T, C) that a block hands on: the residual stream; the first block's input, and the middle."""
         return 3 if self.stream_scales or self.subtract_middle else 1
+
+    def offsets_keys(self, layer: int) -> bool:
+        return self.key_offset and self.window(layer) == self.sequence_len
 
     def window(self, layer: int) -> int:
         """The largest number of keys that a query of this layer sees, its own included."""

@@ -4,7 +4,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.model.attention import attention, window_blocks
+from nanochat.model.attention import attention, offset_keys, window_blocks
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.compiling import of_any_length
 
@@ -140,6 +140,7 @@ class CausalSelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.window = config.window(layer)
         self.qk_scale = config.qk_scale
+        self.key_offset = config.offsets_keys(layer)
         kv_width = config.n_kv_head * config.head_dim
         self.c_q = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.c_k = nn.Linear(config.n_embd, kv_width, bias=False)
@@ -268,6 +269,8 @@ class Block(nn.Module):
         normed, q, k, v = self.attention_inputs(x, cos, sin)
         v = self.attn.add_value_embedding(normed, v, values)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))                    # (B, H, T, D)
+        if self.attn.key_offset:
+            k = offset_keys(k, begins)
         y = attention(q, k, v, self.attn.window, blocks, begins).transpose(1, 2)    # (B, T, H, D)
         return self.end(self.attention_output(x, y.reshape(x.shape)), middle)
 
