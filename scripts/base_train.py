@@ -257,7 +257,7 @@ while True:
                 core, scores = evaluate_core(evaluated, tokenizer, core_tasks, core_metric_max_per_task,
                                              device_batch_size * max_seq_len)
                 name = core_name(core_metric_max_per_task)
-                metrics.log(step, {f"core/{name}": core} | {f"core/{score.label}": score.centered for score in scores})
+                metrics.log(step, {f"core/{name}": core} | {f"core/{label}": score for label, score in scores.items()})
                 print0(f"step {step:05d}/{num_iterations:05d} | {name} {core:.4f}")
             if show_samples:
                 with eagerly():

@@ -9,7 +9,7 @@ import torch
 
 import nanochat.runtime.flops
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.eval.loss_eval import document_nats, evaluate_bpb, greedy_completes, sample
+from nanochat.eval.loss_eval import evaluate_bpb, evaluate_documents, greedy_completes, sample
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
@@ -47,7 +47,7 @@ def nats_one_by_one(model, ids):
     return total
 
 
-def test_document_nats_and_bytes_are_those_of_each_document_alone_in_windows(model):
+def test_bits_per_byte_of_documents_are_those_of_each_alone_in_windows(model):
     """
     Batches, padding and order change nothing; a document of several rows is read to its end, each window after <|bos|>;
     multi-byte characters split over tokens count their true bytes; a document without text has none.
@@ -55,11 +55,11 @@ def test_document_nats_and_bytes_are_those_of_each_document_alone_in_windows(mod
     documents = [[BOS, *TOKENIZER.encode(text)] for text in [*TEXTS, "", "the cat 日本語 " * 25]]
     windows = [[[BOS, *ids[start : start + 24]] for start in range(1, len(ids), 24)] for ids in documents]
     assert sorted(map(len, windows))[-1] >= 4 and not windows[-2]
+    sizes = [len(TOKENIZER.decode_bytes(ids[1:])) for ids in documents]
+    nats = [sum(nats_one_by_one(model, row) for row in rows) for rows in windows]
     for tokens_per_forward in (1, 40, 1000):
-        results = document_nats(model, documents, TOKENIZER.token_bytes(), tokens_per_forward)
-        for ids, rows, (nats, count) in zip(documents, windows, results, strict=True):
-            assert count == len(TOKENIZER.decode_bytes(ids[1:]))
-            assert nats == pytest.approx(sum(nats_one_by_one(model, row) for row in rows), rel=1e-4)
+        found = evaluate_documents(model, documents, TOKENIZER.token_bytes(), tokens_per_forward)
+        assert found == pytest.approx(sum(nats) / math.log(2) / sum(sizes), rel=1e-4)
 
 
 def test_bits_per_byte_is_nats_over_bytes_without_special_tokens(model):

@@ -48,14 +48,6 @@ class Item(NamedTuple):
     before: str          # in language modelling the text before the ending
 
 
-class CoreScore(NamedTuple):
-    label: str
-    accuracy: float
-    baseline: float
-    centered: float
-    items: int          # items that were asked
-
-
 # ---- The bundle
 
 
@@ -153,9 +145,10 @@ def rows_of(task: CoreTask, items: list[Item], index: int, tokenizer: Tokenizer,
 @torch.no_grad()
 def evaluate_core(
     model, tokenizer: Tokenizer, tasks: list[CoreTask], max_per_task: int = -1, tokens_per_forward: int = 16384
-) -> tuple[float, list[CoreScore]]:
+) -> tuple[float, dict[str, float]]:
     """
-    CORE, and the scores of its tasks, on every rank; the same numbers for any number of ranks. COLLECTIVE.
+    CORE, and the centred accuracy of each task by its label, on every rank; the same numbers for any number of ranks.
+    COLLECTIVE.
 
     max_per_task: items of each task at most (-1: all). tokens_per_forward: rows times length, padding included; a row
     that is longer goes alone, and none is longer than the model's own.
@@ -178,7 +171,7 @@ def evaluate_core(
             groups = [rows_of(task, items, index, tokenizer, longest) for index in block]
             rows = list(itertools.chain.from_iterable(groups))
             with eagerly():  # shapes change from pass to pass
-                values = measure(model, rows, tokens_per_forward, greedily, together=True)
+                values = measure(model, rows, tokens_per_forward, greedily)
             for index, group in zip(block, groups):
                 of_item = values[: len(group)]
                 values = values[len(group) :]
@@ -190,12 +183,10 @@ def evaluate_core(
         counts.append([right, asked])
     sums = torch.tensor(counts, dtype=sum_dtype(device), device=device)
     all_reduce_sum(sums)
-    scores = []
+    scores = {}
     for task, (right, asked) in zip(tasks, sums.tolist()):
-        accuracy = right / asked
-        centered = (accuracy - task.baseline) / (1 - task.baseline)
-        scores.append(CoreScore(task.label, accuracy, task.baseline, centered, int(asked)))
-    return fmean(score.centered for score in scores), scores
+        scores[task.label] = (right / asked - task.baseline) / (1 - task.baseline)
+    return fmean(scores.values()), scores
 
 
 def core_name(max_per_task: int) -> str:

@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, without_retired
-from nanochat.runtime.collectives import first_problem, from_rank0, gather_objects
+from nanochat.runtime.collectives import from_rank0, gather_objects
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import base_dir, locked, previous, recover_folder, sha256
@@ -75,24 +74,15 @@ def read_meta(checkpoint: Path) -> dict:
 def problem_with(checkpoint: Path, training: bool = True) -> str | None:
     """
     The first problem of a checkpoint, naming the file; None when every file has its checksum of the manifest. Without
-    `training` the optimizers' files, which only a resumed run loads, are not read. The ranks of a node share the work.
-    COLLECTIVE.
+    `training` the optimizers' files, which only a resumed run loads, are not read.
     """
-    part, parts = 0, 1
-    if dist.is_initialized():
-        part, parts = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return first_problem(damaged_file(checkpoint, training, part, parts))
-
-
-def damaged_file(checkpoint: Path, training: bool, part: int, parts: int) -> str | None:
-    """The part of `problem_with` that this rank reads: every parts-th file, beginning with file `part`."""
     try:
         sums = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not there, not UTF-8, not JSON
         return "manifest.json is missing or damaged"
-    # Each rank of a node hashes its share of the files: hashing takes as long as reading them.
-    names = sorted(name for name in sums if training or not name.startswith("optimizer_rank_"))
-    for name in names[part::parts]:
+    for name in sorted(sums):
+        if name.startswith("optimizer_rank_") and not training:
+            continue
         try:
             if sha256(checkpoint / name) != sums[name]:
                 return f"{name} does not match its checksum"
@@ -111,7 +101,7 @@ def find_checkpoint(folder: Path, step: int | None = None, training: bool = True
         if step not in (None, candidate):
             continue
         path = step_dir(folder, candidate)
-        problem = problem_with(path, training)
+        problem = from_rank0(problem_with, path, training)  # hashing takes as long as reading: once for all ranks
         if problem is None:
             return path
         print0(f"warning: {path}: {problem}")

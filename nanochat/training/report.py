@@ -7,12 +7,11 @@ The report of a run: what every stage found, in one markdown file with plots.
 A stage writes its section as it ends (`write_section`): into report/sections/DATA for a data set and its tokenizer, and
 into report/sections/DATA/TAG for a model that was trained on it; `generate` puts the sections of one model together. A
 metrics file that cannot be read costs the report one line, never the report. A section names its checkpoint: where a
-newer one has replaced it, the section is marked, and left out of the summary.
+newer one has replaced it, the section is left out.
 """
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -58,14 +57,11 @@ def write_section(stage: str, title: str, body: str, results: dict[str, dict[str
     write_text(base_dir() / "report" / "sections" / (data or UNKNOWN) / model_tag / f"{stage}.json", text)
 
 
-def older_model(section: dict[str, Any]) -> str:
-    """In words, that a section is about a checkpoint which a newer one has replaced; "" where none has."""
+def is_current(section: dict[str, Any]) -> bool:
+    """Whether a section is not about a checkpoint which a newer one has replaced."""
     about = section.get("checkpoint")  # not in sections of earlier versions
     newest = newest_step(base_dir() / Path(about.split()[0]).parent) if about else None
-    if newest is None:
-        return ""
-    now = describe_checkpoint(newest)
-    return "" if now == about else f"of an older model, {about}; the newest is {now}"
+    return newest is None or describe_checkpoint(newest) == about
 
 
 def order(path: Path) -> tuple[int, str]:
@@ -95,12 +91,10 @@ def generate(model_tag: str = "") -> Path:
     tables, chapters = [], []
     for path in sorted([*model.parent.glob("*.json"), *model.glob("*.json")], key=order):
         section = json.loads(path.read_text(encoding="utf-8"))
+        if not is_current(section):  # its results are not this model's, and its log may be another run's by now
+            continue
         made = "; ".join(section["made"].values())
         chapters += [f"## {section['title']}", f"*{made}*", section["body"].strip()]
-        older = older_model(section)
-        if older:  # its results are not this model's, and its log may be another run's by now
-            chapters.append(f"**{older}: not in the summary**")
-            continue
         tables.append(section["results"])
         if section["metrics"]:
             chapters.append(plot_section(path.stem, base_dir() / section["metrics"], section["floor"], folder))
@@ -141,7 +135,7 @@ def settings_table(config: dict[str, Any]) -> str:
 
 def provenance() -> dict[str, str]:
     """Date, machine and commit of this moment."""
-    machine = [f"{cpu_model()}, {os.cpu_count()} cores"]
+    machine = [f"{platform.machine()}, {os.cpu_count()} cores"]
     torch = sys.modules.get("torch")  # a stage that has not imported it has used no GPU
     if torch and torch.cuda.is_available():
         machine.append(f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}")
@@ -150,15 +144,6 @@ def provenance() -> dict[str, str]:
         "Machine": ", ".join(machine),
         "Commit": commit(Path(__file__).resolve().parents[2]),
     }
-
-
-def cpu_model() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""  # not Linux
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1] if found else platform.machine()
 
 
 def commit(folder: Path) -> str:
