@@ -1,6 +1,5 @@
 """
-What this machine can do: how much memory and disk is free, which models fit, whether training steps run, and the
-commands that train one.
+What this machine can do: how much memory and disk is free, which models fit, and the command that trains one.
 
     python -m scripts.doctor
     python -m scripts.doctor --depth=4 --max_seq_len=512                  # one model
@@ -45,7 +44,6 @@ max_rows = 64               # [1..] largest device_batch_size to recommend
 batch_only = False          # print the recommended device_batch_size and nothing else; 0 where none fits
 time_only = False           # print the milliseconds of a training step of 16 rows here and nothing else
 memory_gib = -1.0           # [-1, >0] GiB of a GPU that is not here: 12, 24, 80, 141
-steps = True                # try training steps
 configure(globals())
 
 DEPTHS = (4, 8, 12, 16, 20, 24, 26, 32)
@@ -131,13 +129,6 @@ if not table:
 print(markdown_table(["depth", "parameters", "rows", "rows with activation checkpointing"], table))
 if not here:
     raise SystemExit(0)
-
-# ---- Whether it runs, last: it compiles
-if steps:
-    print("\n## Training steps", flush=True)
-    config, *how = model_settings(table[0][0])
-    milliseconds = try_steps(config, 1, *how, ranks=ranks)
-    print(f"OK: one row of depth {config.n_layer} on {ranks} rank(s) in {milliseconds:,.0f} ms")
 
 # ---- How to train
 print("\n## To train")

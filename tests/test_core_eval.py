@@ -26,7 +26,6 @@ from nanochat.eval.core_eval import evaluate_core, load_items, load_tasks, rows_
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.zero import Sharding
-from nanochat.runtime.errors import UserError
 
 WORDS = "red blue sun moon tree a the in of cold water is not".split()
 ENDS = ["red", "blue", "sun", "tree"]  # what continuations are made of, and what the model is made to say
@@ -231,41 +230,6 @@ def test_any_number_of_ranks_gives_the_same(bundle, world_size, stage):
     """45 items in blocks of 32: some ranks have fewer forward passes, or none, which on stage 3 would never end."""
     alone = core_on_a_rank(0, 1, bundle, -1)
     assert run_on_ranks(world_size, core_on_a_rank, bundle, stage) == [alone] * world_size
-
-
-# ---- Bundles that are not right
-
-
-def test_what_is_wrong_with_a_bundle_is_named(bundle, tmp_path):
-    def broken(change) -> str:
-        folder = tmp_path / "broken"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(bundle, folder)
-        change(folder)
-        with pytest.raises(UserError) as caught:
-            for task in load_tasks(folder):
-                load_items(task)
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
-
-    def edit(name: str, old: str, new: str):
-        """With nothing to replace, the new text is all of the file."""
-        def change(folder: Path) -> None:
-            content = (folder / name).read_text()
-            (folder / name).write_text(content.replace(old, new) if old else new)
-        return change
-
-    schema, choices = "eval_data/schema/schema.jsonl", "eval_data/multiple_choice/choices.jsonl"
-    faults = {
-        "schema.jsonl:1: no schema item (JSONDecodeError": edit(schema, "", '{"context_options": '),
-        "no schema item (IndexError": edit(schema, "", '{"context_options": ["a"], "continuation": "b", "gold": 1}'),
-        "choices.jsonl:1: no multiple_choice item (KeyError: 'query')": edit(choices, "query", "question"),
-        "schema.jsonl:1: no essay item (ValueError: the type is": edit("core.yaml", "type: schema", "type: essay"),
-        "is not a CORE bundle (KeyError: 'schema')": edit("eval_meta_data.csv", "schema,", "other,"),
-        "is not a CORE bundle (ParserError": edit("core.yaml", "", "icl_tasks: [}"),
-    }
-    for message, change in faults.items():
-        assert message in broken(change)
 
 
 # ---- Download

@@ -25,10 +25,9 @@ from nanochat.runtime.files import base_dir, write_text
 from nanochat.runtime.tables import cell, markdown_table
 from nanochat.training.records import describe_checkpoint, newest_step
 
-# Sections come in this order, then all others.
+# Sections come in this order.
 STAGES = ("data", "tokenizer", "base_train", "base_eval", "mid_train", "chat_sft", "chat_rl",
           "chat_eval_base", "chat_eval_mid", "chat_eval_sft", "chat_eval_rl")
-UNKNOWN = "unknown"  # in place of a data set's name
 
 
 # ---- Sections
@@ -54,7 +53,7 @@ def write_section(stage: str, title: str, body: str, results: dict[str, dict[str
     if checkpoint:
         section["checkpoint"] = describe_checkpoint(checkpoint)
     text = json.dumps(section, indent=1, default=float)  # numbers of numpy and torch as well
-    write_text(base_dir() / "report" / "sections" / (data or UNKNOWN) / model_tag / f"{stage}.json", text)
+    write_text(base_dir() / "report" / "sections" / (data or "unknown") / model_tag / f"{stage}.json", text)
 
 
 def is_current(section: dict[str, Any]) -> bool:
@@ -62,12 +61,6 @@ def is_current(section: dict[str, Any]) -> bool:
     about = section.get("checkpoint")  # not in sections of earlier versions
     newest = newest_step(base_dir() / Path(about.split()[0]).parent) if about else None
     return newest is None or describe_checkpoint(newest) == about
-
-
-def order(path: Path) -> tuple[int, str]:
-    """Sorts files of sections in the order of the stages; others come last, by name."""
-    stage = path.stem
-    return STAGES.index(stage) if stage in STAGES else len(STAGES), stage
 
 
 # ---- The report
@@ -88,18 +81,20 @@ def generate(model_tag: str = "") -> Path:
         hint = did_you_mean(model_tag, tags)
         raise UserError(f"no sections of model_tag={model_tag} in {folder}; there are those of {known}{hint}")
     model = chosen[-1]
+    files = {path.stem: path for path in [*model.parent.glob("*.json"), *model.glob("*.json")]}
     tables, chapters = [], []
-    for path in sorted([*model.parent.glob("*.json"), *model.glob("*.json")], key=order):
-        section = json.loads(path.read_text(encoding="utf-8"))
+    for stage in STAGES:
+        if stage not in files:
+            continue
+        section = json.loads(files[stage].read_text(encoding="utf-8"))
         if not is_current(section):  # its results are not this model's, and its log may be another run's by now
             continue
         made = "; ".join(section["made"].values())
         chapters += [f"## {section['title']}", f"*{made}*", section["body"].strip()]
         tables.append(section["results"])
         if section["metrics"]:
-            chapters.append(plot_section(path.stem, base_dir() / section["metrics"], section["floor"], folder))
-    trained = "" if model.parent.name == UNKNOWN else f" (trained on {model.parent.name})"
-    parts = ["# nanochat report", f"- Model: {model.name}{trained}", summary(tables), *chapters]
+            chapters.append(plot_section(stage, base_dir() / section["metrics"], section["floor"], folder))
+    parts = ["# nanochat report", f"- Model: {model.name} (trained on {model.parent.name})", summary(tables), *chapters]
     write_text(folder / "report.md", "\n\n".join(part for part in parts if part) + "\n")
     return folder / "report.md"
 
