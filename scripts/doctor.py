@@ -22,7 +22,7 @@ import torch
 
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.limits import memory_limits
-from nanochat.plan.memory import GIB, largest_rows, parameter_counts
+from nanochat.plan.memory import GIB, largest_rows
 from nanochat.plan.trial import rows_that_train, try_steps
 from nanochat.runtime.devices import choose_device_type, compute_dtype
 from nanochat.runtime.errors import UserError
@@ -120,13 +120,12 @@ print(f"\n## Largest device_batch_size by formula (powers of two up to {max_rows
       f"{model_dtype}, vocabulary {vocab_size:,}, {ranks} rank(s)")
 table = []
 for layers in DEPTHS if depth == -1 else (depth,):
-    parameters = sum(parameter_counts(model_settings(layers)[0]))
     rows = [rows_by_formula(layers, checkpointing) for checkpointing in (False, True)]
     if any(rows):
-        table.append([layers, f"{parameters:,}", *rows])
+        table.append([layers, *rows])
 if not table:
     raise UserError("nothing fits into memory; free some, or try a smaller --max_seq_len")
-print(markdown_table(["depth", "parameters", "rows", "rows with activation checkpointing"], table))
+print(markdown_table(["depth", "rows", "rows with activation checkpointing"], table))
 if not here:
     raise SystemExit(0)
 

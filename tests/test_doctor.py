@@ -164,7 +164,7 @@ def test_questions_about_a_gpu_that_is_not_here():
     one_rank = needed_bytes(config, 4, *ask)
     assert needed_bytes(config, 4, *ask, 8) < needed_bytes(config, 4, *ask, 8, zero_stage=1) < one_rank
     told = run_module("scripts.doctor", "--depth=12", "--memory_gib=24", "--arch=classic")
-    assert told.returncode == 0 and "| 12 | 135,266,304 | 32 | 64 |" in told.stdout
+    assert told.returncode == 0 and "| 12 | 32 | 64 |" in told.stdout
     none = run_module("scripts.doctor", "--depth=32", "--batch_only", "--memory_gib=6")
     assert (none.returncode, none.stdout) == (0, "0\n") and "not one row" in none.stderr
 

@@ -115,7 +115,7 @@ def test_steps_without_a_finite_loss_are_counted_and_do_not_reach_the_smoothed_l
     assert said.count("loss 2.0000") == 5 and "nan" not in said and "step 00004: skipped on every rank" in said
 
 
-def test_the_log_is_complete_and_later_records_win(tmp_path, capsys):
+def test_the_log_is_complete_after_a_kill(tmp_path, capsys):
     metrics = new_metrics(tmp_path)
     for step, loss in enumerate((4.0, 2.0)):
         metrics.log_step(step, stats(loss), 1.0)

@@ -137,17 +137,16 @@ def provenance() -> dict[str, str]:
     return {
         "Date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "Machine": ", ".join(machine),
-        "Commit": commit(Path(__file__).resolve().parents[2]),
+        "Commit": commit(),
     }
 
 
-def commit(folder: Path) -> str:
-    """The short hash of the commit a folder is at, with "-dirty" if files differ from it; "none" without one."""
-    if not (folder / ".git").exists():
-        return "none"  # also for a copy without history inside somebody else's repository
+def commit() -> str:
+    """The short hash of the commit of this code, with "-dirty" if files differ from it; "none" without one."""
     # No locks: a report must not get in the way of a commit.
-    git = ["git", "--no-optional-locks", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
+    git = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "none"
+        done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
     except OSError:
         return "none"  # git is not installed
+    return done.stdout.strip() or "none"
