@@ -27,15 +27,13 @@ from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, without_retired
 from nanochat.runtime.collectives import from_rank0, gather_objects
 from nanochat.runtime.console import print0
-from nanochat.runtime.errors import UserError, did_you_mean
+from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, locked, previous, recover_folder, sha256
 from nanochat.training.records import MODEL_FILE, list_steps, newest_step, step_dir
 
 # The training stages, in the order of a run, and the script of each.
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
 STAGES = tuple(SCRIPTS)
-# How this version computes; checkpoints of older ones may name another value.
-RETIRED_SETTINGS = {"softmax_share": 1.0, "reduce_dtype": "float32", "softcap": 15.0, "muon_variant": "one for all"}
 
 
 def checkpoint_dir(source: str, model_tag: str) -> Path:
@@ -105,12 +103,9 @@ def find_checkpoint(folder: Path, step: int | None = None, training: bool = True
         if problem is None:
             return path
         print0(f"warning: {path}: {problem}")
-    if steps:
-        have = ", ".join(map(str, steps))
-    else:
-        tags = from_rank0(list_tags, folder.parent)
-        have = "; ".join(["none", *(f"there is a model {tag}" for tag in tags)])
-        have += did_you_mean(folder.name, tags)
+    have = ", ".join(map(str, steps))
+    if not steps:
+        have = f"none; of other models: {', '.join(from_rank0(list_tags, folder.parent)) or 'none'}"
     of_step = "" if step is None else f" of step {step}"
     raise UserError(f"no valid checkpoint{of_step} in {folder} (steps there: {have})")
 
@@ -149,7 +144,7 @@ def latest_stage(model_tag: str | None = None) -> str:
     if not saved:
         name = f" {model_tag}" if model_tag else ""
         have = ", ".join(sorted(known)) or f"none; python -m {SCRIPTS['base']} makes one"
-        raise UserError(f"no model{name} in {base_dir()}: there is {have}{did_you_mean(model_tag or '', known)}")
+        raise UserError(f"no model{name} in {base_dir()}: there is {have}")
     return STAGES[max(saved)[1]]
 
 
@@ -250,7 +245,6 @@ def has_written(launchers: list[str], folder: Path) -> bool:
 
 def changed_settings(before: dict, now: dict) -> str:
     """A line for each setting that differs from the checkpoint's. Only without such lines is a resumed run exact."""
-    before, now = RETIRED_SETTINGS | before, now | RETIRED_SETTINGS
     text = ""
     for name, value in now.items():
         about_resuming = name in ("run", "overwrite", "resume", "resume_from_step")

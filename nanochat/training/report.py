@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.runtime.console import is_rank0
-from nanochat.runtime.errors import UserError, did_you_mean
+from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, write_text
 from nanochat.runtime.tables import cell, markdown_table
 from nanochat.training.records import describe_checkpoint, newest_step
@@ -78,8 +78,7 @@ def generate(model_tag: str = "") -> Path:
     chosen = [path.parent for path in of_models if model_tag in ("", path.parent.name)]
     if not chosen:
         known = ", ".join(sorted(tags)) or "none; a stage writes one as it ends"
-        hint = did_you_mean(model_tag, tags)
-        raise UserError(f"no sections of model_tag={model_tag} in {folder}; there are those of {known}{hint}")
+        raise UserError(f"no sections of model_tag={model_tag} in {folder}; there are those of {known}")
     model = chosen[-1]
     files = {path.stem: path for path in [*model.parent.glob("*.json"), *model.glob("*.json")]}
     tables, chapters = [], []
