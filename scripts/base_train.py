@@ -40,7 +40,7 @@ from nanochat.optim.schedule import (
     warmdown_left,
 )
 from nanochat.optim.zero import Sharding
-from nanochat.runtime.collectives import from_rank0, rank0_first
+from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step, compute_cleanup, hosts_may_change, set_up
@@ -117,8 +117,8 @@ config = configure(globals())
 # ---- Setup: the ranks join each other; rank 0 makes missing files (the embedded data, its tokenizer)
 require_wandb(run)
 rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
-rank0_first(ensure_dataset, data)
-tokenizer = rank0_first(ensure_tokenizer, data)
+from_rank0(ensure_dataset, data)
+tokenizer = from_rank0(ensure_tokenizer, data)
 token_bytes = tokenizer.token_bytes()
 core_tasks = []
 if core_metric_every > 0:

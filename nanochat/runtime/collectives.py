@@ -32,15 +32,6 @@ def collective_device() -> str:
 # ---- Objects
 
 
-def rank0_first(function: Callable[..., T], *args) -> T:
-    """Call on rank 0, then on the others, which find the data or the tokenizer that it made. COLLECTIVE."""
-    if is_rank0():
-        result = function(*args)
-    if dist.is_initialized():
-        dist.barrier()
-    return result if is_rank0() else function(*args)
-
-
 def from_rank0(function: Callable[..., T], *args) -> T:
     """
     The function's result on rank 0, on every rank: for decisions that must be the same. A UserError that it raises
