@@ -26,6 +26,7 @@ from nanochat.eval.core_eval import evaluate_core, load_items, load_tasks, rows_
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.zero import Sharding
+from nanochat.runtime.errors import UserError
 
 WORDS = "red blue sun moon tree a the in of cold water is not".split()
 ENDS = ["red", "blue", "sun", "tree"]  # what continuations are made of, and what the model is made to say
@@ -230,6 +231,18 @@ def test_any_number_of_ranks_gives_the_same(bundle, world_size, stage):
     """45 items in blocks of 32: some ranks have fewer forward passes, or none, which on stage 3 would never end."""
     alone = core_on_a_rank(0, 1, bundle, -1)
     assert run_on_ranks(world_size, core_on_a_rank, bundle, stage) == [alone] * world_size
+
+
+def test_what_is_wrong_with_a_bundle_that_somebody_has_put_there_is_named(bundle, tmp_path):
+    folder = tmp_path / "bundle"
+    with pytest.raises(UserError, match="is no CORE bundle: it has no core.yaml"):
+        load_tasks(folder)
+    shutil.copytree(bundle, folder)
+    task = next(task for task in load_tasks(folder) if task.kind == "schema")
+    for line, problem in (('{"context_options": ', "JSONDecodeError"), ('{"query": 1}', "KeyError: 'context_options'")):
+        task.path.write_text(line)
+        with pytest.raises(UserError, match=rf"{task.path.name}: a line is no schema item \({problem}"):
+            load_items(task)
 
 
 # ---- Download

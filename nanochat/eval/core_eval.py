@@ -77,7 +77,10 @@ def load_tasks(bundle: Path) -> list[CoreTask]:
 def load_items(task: CoreTask) -> list[Item]:
     """A task's items, in the order that every evaluator shuffles them to, so that the first few are a sample."""
     lines = task.path.read_bytes().splitlines()  # a str would also split at U+2028
-    items = [item_of(task, json.loads(line)) for line in lines]
+    try:
+        items = [item_of(task, json.loads(line)) for line in lines]
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{task.path}: a line is no {task.kind} item ({type(error).__name__}: {error})") from error
     random.Random(1337).shuffle(items)
     return items
 
