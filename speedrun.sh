@@ -43,8 +43,7 @@ if [ -n "$plan" ]; then  # GPUs that are not here: commands are shown, not run
 else
     stage "doctor"
     gpus=$(python -c 'import torch; print(torch.cuda.device_count())') || true
-    # Without a trial: real steps follow below, on GPUs before anything is downloaded.
-    python -m scripts.doctor --steps=False || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
+    python -m scripts.doctor || { echo "error: nothing can be trained on this machine; the doctor says why" >&2; exit 1; }
 fi
 # ---- On GPUs. The recipe of 2026, explained in docs/gpus.md
 

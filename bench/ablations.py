@@ -31,7 +31,7 @@ from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.data.dataloader import TokenizedShards
 from nanochat.data.dataset import fingerprint
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.eval.loss_eval import document_nats
+from nanochat.eval.loss_eval import evaluate_documents
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
@@ -129,9 +129,9 @@ def perform(runs: list[Run]) -> None:
             model, tokenizer, meta = load_checkpoint(step_dir(made, last), torch.device("cpu"))
         seconds = seconds[len(seconds) // 4 :]  # the first steps compile
         documents = first_documents(run.data, tokenizer, eval_tokens)
-        nats, size = map(sum, zip(*document_nats(model, documents, tokenizer.token_bytes(), 8 * max_seq_len)))
+        bpb = evaluate_documents(model, documents, tokenizer.token_bytes(), 8 * max_seq_len)
         ms = 1e3 * statistics.median(seconds) * total_batch_size / meta["total_batch_size"]
-        return {"name": run.name} | key | {"bpb": nats / math.log(2) / size, "ms": ms}
+        return {"name": run.name} | key | {"bpb": bpb, "ms": ms}
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; the same command goes on"))
     pool = ThreadPoolExecutor(at_once)

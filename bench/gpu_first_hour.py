@@ -103,9 +103,9 @@ def measure_steps() -> None:
         seconds.append(time.perf_counter() - began)
     step, tokens = statistics.median(seconds), device_batch_size * max_seq_len * micro_steps
     peak = peak_flops(device, dtype)
-    mfu = arguments[0].estimate_flops() * tokens / step / peak.flops
+    mfu = arguments[0].estimate_flops() * tokens / step / peak
     print(f"{1e3 * step:.1f} ms (median of {steps}; {1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f}), "
-          f"{tokens / step:,.0f} tok/s, MFU {mfu:.1%} ({peak.source}), peak memory {peak_memory():.2f} GiB")
+          f"{tokens / step:,.0f} tok/s, MFU {mfu:.1%}, peak memory {peak_memory():.2f} GiB")
 
 
 def profile_step() -> None:

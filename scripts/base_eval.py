@@ -1,7 +1,7 @@
 """
 Evaluate a base model: bits per byte of rows as in training, CORE and samples. On the embedded world also what nothing
-else can tell: how far the model is above the corpus's entropy on whole documents, topic by topic, and whether it
-answers questions in words it has never read.
+else can tell: how far the model is above the corpus's entropy on whole documents, and whether it answers questions in
+words it has never read.
 
     python -m scripts.base_eval                      # the only model there is
     python -m scripts.base_eval --model_tag=d20
@@ -15,7 +15,7 @@ from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.tinyworld import PROMPTS, held_out_questions, validation_documents
 from nanochat.data.dataloader import tokenizing_distributed_data_loader, validation_rows
 from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
-from nanochat.eval.loss_eval import document_nats, evaluate_bpb, greedy_completes, sample
+from nanochat.eval.loss_eval import evaluate_bpb, evaluate_documents, greedy_completes, sample
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import compute_cleanup, compute_init
 from nanochat.runtime.errors import UserError
@@ -32,7 +32,6 @@ data: str | None = None     # data set to measure on; None: the one it was train
 device_batch_size = 16      # [1..] rows per rank at a time; halve it when memory runs out
 eval_tokens = 10485760      # [1..] tokens of each split, at most one pass over validation
 core_metric_max_per_task = 500  # [-1..] items of each task of CORE, whose bundle is downloaded; -1: all, 0: no CORE
-sample_tokens = 32          # [1..] tokens of each sample
 configure(globals())
 
 rank, world_size, device = compute_init(device_type)
@@ -64,7 +63,6 @@ for split, title in (("train", "training"), ("val", "validation")):
     print0(f"{title}: {bpb:.4f} bits per byte")
 
 # --- CORE: tasks that any model of English can try, above guessing
-tables = []
 if core_metric_max_per_task and (reason := why_no_bundle()):
     print0(f"CORE is left out: {reason}")
 elif core_metric_max_per_task:
@@ -72,58 +70,38 @@ elif core_metric_max_per_task:
                                  device_batch_size * max_seq_len)
     core_title = core_name(core_metric_max_per_task)
     results[core_title] = core
-    rows = []
-    for score in scores:
-        results[f"{core_title}: {score.label}"] = score.centered
-        rows.append([score.label, f"{score.items:,}", f"{score.accuracy:.4f}", f"{score.baseline:.4f}",
-                     f"{score.centered:.4f}"])
-    tables.append(markdown_table(["CORE task", "items", "accuracy", "guessing", "centred"], rows))
-    print0(f"{tables[-1]}\n{core_title}: {core:.4f}")
+    for label, score in scores.items():
+        results[f"{core_title}: {label}"] = score
+        print0(f"  {label}: {score:.4f}")
+    print0(f"{core_title}: {core:.4f}")
 
 # --- the usual prompts, greedily
-made = validation_documents(data)  # None for data that are not the embedded world's
 rows = []
-if rank == 0:
-    for prompt, expected in PROMPTS.items():
-        text = sample(model, tokenizer, prompt, sample_tokens)
-        if expected and made is not None:
-            text += " ✓" if text.startswith(f" {expected}") else " ✗"
-        print0(f"  {prompt}{text}")
-        rows.append([prompt, cell(text)])
-tables.append(markdown_table(["prompt", "greedy completion"], rows, words=(0, 1)))
+for prompt in PROMPTS:
+    text = sample(model, tokenizer, prompt, max_tokens=32)
+    print0(f"  {prompt}{text}")
+    rows.append([prompt, cell(text)])
+samples = markdown_table(["prompt", "greedy completion"], rows, words=(0, 1))
 
-# --- the embedded world: excess over the entropy of each validation document, and held-out questions. Documents are
+# --- the embedded world: excess over the entropy of the validation documents, and held-out questions. Documents are
 # read whole, in windows after <|bos|>: no byte is left out where a loader would cut.
-if made is not None and rank == 0:
-    questions = held_out_questions()
+made = validation_documents(data)  # None for data that are not the embedded world's
+if made is not None:
     documents = tokenizer.encode([document.text for document in made], prepend=tokenizer.get_bos_token_id())
-    scored = document_nats(model, documents, token_bytes, device_batch_size * max_seq_len)
-    pairs = [(question.prompt, f" {question.answer}.") for question in questions]
+    bpb = evaluate_documents(model, documents, token_bytes, device_batch_size * max_seq_len)
+    floor = sum(document.bits for document in made) / sum(len(document.text.encode()) for document in made)
+    pairs = [(question.prompt, f" {question.answer}.") for question in held_out_questions()]
     answered = greedy_completes(model, tokenizer, pairs, device_batch_size * max_seq_len)
+    found = {
+        f"bits per byte of validation documents{elsewhere}": bpb,
+        "their floor": floor,
+        "excess over the floor": f"{bpb - floor:.4f} ({bpb / floor - 1:.1%})",
+        "held-out questions": f"{sum(answered) / len(answered):.1%}",
+    }
+    for what, value in found.items():
+        print0(f"{what}: {cell(value)}")
+    results |= found
 
-    rows = []
-    for topic in (*sorted({document.topic for document in made}), "all documents"):
-        bits = floor = size = 0
-        for document, (nats, count) in zip(made, scored):
-            if topic in (document.topic, "all documents"):
-                bits += nats / math.log(2)
-                floor += document.bits
-                size += count
-        right = [is_right for question, is_right in zip(questions, answered)
-                 if topic in (question.topic, "all documents")]
-        bpb = bits / size
-        floor = floor / size
-        answers = f"{sum(right)}/{len(right)}" if right else "-"
-        rows.append([topic, f"{bpb:.4f}", f"{floor:.4f}", f"{bpb - floor:.4f}", answers])
-    tables.append(markdown_table(["topic", "bits per byte", "floor", "excess", "held-out questions"], rows))
-    print0(tables[-1])
-    # of the last row: all documents
-    results[f"bits per byte of validation documents{elsewhere}"] = bpb
-    results["their floor"] = floor
-    results["excess over the floor"] = f"{bpb - floor:.4f} ({bpb / floor - 1:.1%})"
-    results["held-out questions"] = f"{sum(right) / len(right):.1%}"
-    print0(f"excess over the floor: {results['excess over the floor']} bits per byte")
-
-write_section("base_eval", "Base model: evaluation", "\n\n".join([f"Model: {name}.", *tables]), {"base": results},
+write_section("base_eval", "Base model: evaluation", f"Model: {name}.\n\n{samples}", {"base": results},
               data=trained_on, model_tag=checkpoint.parent.name, checkpoint=checkpoint)
 compute_cleanup()

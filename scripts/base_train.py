@@ -40,7 +40,7 @@ from nanochat.optim.schedule import (
     warmdown_left,
 )
 from nanochat.optim.zero import Sharding
-from nanochat.runtime.collectives import from_rank0, rank0_first
+from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step, compute_cleanup, hosts_may_change, set_up
@@ -117,8 +117,8 @@ config = configure(globals())
 # ---- Setup: the ranks join each other; rank 0 makes missing files (the embedded data, its tokenizer)
 require_wandb(run)
 rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
-rank0_first(ensure_dataset, data)
-tokenizer = rank0_first(ensure_tokenizer, data)
+from_rank0(ensure_dataset, data)
+tokenizer = from_rank0(ensure_tokenizer, data)
 token_bytes = tokenizer.token_bytes()
 core_tasks = []
 if core_metric_every > 0:
@@ -187,8 +187,7 @@ print0("recipe: " + ", ".join(f"{name} {value:g}" for name, value in recipe._asd
 if rate_factor != 1 or decay_factor != 1:
     print0(f"rates: all x {rate_factor:.4g} for this batch; weight decay x {decay_factor:.4g} for batch and horizon")
 print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {total_flops:.2e} FLOPs, "
-       f"{duration(total_flops / (peak.flops * world_size))} at the peak of {peak.flops / 1e12:,.2f} TFLOP/s per rank "
-       f"({peak.source})")
+       f"{duration(total_flops / (peak * world_size))} at the peak of {peak / 1e12:,.2f} TFLOP/s per rank")
 
 # ---- Weights: drawn in float32, the same on every rank, one unit (embedding, block, head) at a time. Each rank keeps
 # its part of a unit, as zero_stage says, before the next one is drawn: the whole model need not fit on a device
@@ -257,7 +256,7 @@ while True:
                 core, scores = evaluate_core(evaluated, tokenizer, core_tasks, core_metric_max_per_task,
                                              device_batch_size * max_seq_len)
                 name = core_name(core_metric_max_per_task)
-                metrics.log(step, {f"core/{name}": core} | {f"core/{score.label}": score.centered for score in scores})
+                metrics.log(step, {f"core/{name}": core} | {f"core/{label}": score for label, score in scores.items()})
                 print0(f"step {step:05d}/{num_iterations:05d} | {name} {core:.4f}")
             if show_samples:
                 with eagerly():

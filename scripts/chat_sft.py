@@ -33,6 +33,7 @@ from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_mixture, make_tasks, task_names, without_parts
 from nanochat.tasks.common import Mixture
+from nanochat.training.checkpoint import tasks_of
 from nanochat.training.finetuning import (
     choose_epochs_and_rate,
     find_start,
@@ -41,7 +42,6 @@ from nanochat.training.finetuning import (
     report_stage,
     require_same_data,
     row_length,
-    tasks_before,
 )
 from nanochat.training.metrics import Metrics, require_wandb
 from nanochat.training.saving import CheckpointWriter
@@ -108,7 +108,7 @@ model, tokenizer, sharding, optimizers = load_training(
 max_seq_len = row_length(max_seq_len, model)
 
 # ---- What was learned before: some of it again, or it is forgotten
-earlier = from_rank0(tasks_before, start.origin)
+earlier = from_rank0(tasks_of, source, start.checkpoints.name)
 if keep:
     if not earlier:
         raise UserError(f"keep={keep}: nothing says which tasks {start.origin} was trained on; name them in --tasks")

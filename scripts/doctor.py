@@ -1,6 +1,5 @@
 """
-What this machine can do: how much memory and disk is free, which models fit, whether training steps run, and the
-commands that train one.
+What this machine can do: how much memory and disk is free, which models fit, and the command that trains one.
 
     python -m scripts.doctor
     python -m scripts.doctor --depth=4 --max_seq_len=512                  # one model
@@ -23,7 +22,7 @@ import torch
 
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.limits import memory_limits
-from nanochat.plan.memory import GIB, largest_rows, parameter_counts
+from nanochat.plan.memory import GIB, largest_rows
 from nanochat.plan.trial import rows_that_train, try_steps
 from nanochat.runtime.devices import choose_device_type, compute_dtype
 from nanochat.runtime.errors import UserError
@@ -45,7 +44,6 @@ max_rows = 64               # [1..] largest device_batch_size to recommend
 batch_only = False          # print the recommended device_batch_size and nothing else; 0 where none fits
 time_only = False           # print the milliseconds of a training step of 16 rows here and nothing else
 memory_gib = -1.0           # [-1, >0] GiB of a GPU that is not here: 12, 24, 80, 141
-steps = True                # try training steps
 configure(globals())
 
 DEPTHS = (4, 8, 12, 16, 20, 24, 26, 32)
@@ -122,22 +120,14 @@ print(f"\n## Largest device_batch_size by formula (powers of two up to {max_rows
       f"{model_dtype}, vocabulary {vocab_size:,}, {ranks} rank(s)")
 table = []
 for layers in DEPTHS if depth == -1 else (depth,):
-    parameters = sum(parameter_counts(model_settings(layers)[0]))
     rows = [rows_by_formula(layers, checkpointing) for checkpointing in (False, True)]
     if any(rows):
-        table.append([layers, f"{parameters:,}", *rows])
+        table.append([layers, *rows])
 if not table:
     raise UserError("nothing fits into memory; free some, or try a smaller --max_seq_len")
-print(markdown_table(["depth", "parameters", "rows", "rows with activation checkpointing"], table))
+print(markdown_table(["depth", "rows", "rows with activation checkpointing"], table))
 if not here:
     raise SystemExit(0)
-
-# ---- Whether it runs, last: it compiles
-if steps:
-    print("\n## Training steps", flush=True)
-    config, *how = model_settings(table[0][0])
-    milliseconds = try_steps(config, 1, *how, ranks=ranks)
-    print(f"OK: one row of depth {config.n_layer} on {ranks} rank(s) in {milliseconds:,.0f} ms")
 
 # ---- How to train
 print("\n## To train")

@@ -49,8 +49,7 @@ dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of parameters and acti
 compile = True              # compile the blocks and the loss
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Model
-source: Literal["base"] = "base"  # stage of the model to begin with
-model_tag: str | None = None  # folder of its checkpoints, and of those made here; None: the only one there is
+model_tag: str | None = None  # of the base model, and of what is made here; None: the only one there is
 source_step: int | None = None  # step of the checkpoint to begin with; None: the newest valid one
 # ---- Data
 tasks = "tinyworld, arithmetic, spellingbee"  # the mixture; *k: k times over, [:n]: its first n
@@ -84,7 +83,7 @@ train_tasks = make_mixture(tasks, "train", seed)
 val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # held out: the same for every seed
 
 # ---- The base model, or an interrupted run of this script
-start = find_start("mid", source, model_tag, source_step, resume, overwrite)
+start = find_start("mid", "base", model_tag, source_step, resume, overwrite)
 rates = unembedding_lr, embedding_lr, matrix_lr
 model, tokenizer, sharding, optimizers = load_training(
     start, config, device, model_dtype, compiling, zero_stage, activation_checkpointing, rates, init_lr_frac

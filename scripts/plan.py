@@ -57,7 +57,7 @@ flops_per_token = model.estimate_flops()
 if total_batch_size == -1:
     total_batch_size = choose_batch_size(-1, target_tokens, device_batch_size * max_seq_len * gpus)
 micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, gpus)
-peak = datasheet_peak(gpu) if gpu else peak_flops(torch.device("cuda"), dtype).flops
+peak = datasheet_peak(gpu) if gpu else peak_flops(torch.device("cuda"), dtype)
 steps = max(round(target_tokens / total_batch_size), 1)
 hours = steps * total_batch_size * flops_per_token / (gpus * mfu * peak) / 3600
 if tell == "hours":
@@ -79,7 +79,7 @@ def table_row(layout: Layout) -> list:
     reached = total_batch_size * flops_per_token / (gpus * step.seconds * peak)
     hours = steps * step.seconds / 3600
     return [layout.zero_stage, layout.shards, layout.pipeline_stages, layout.rows, *gigabytes,
-            *seconds, f"{reached:.1%}", f"{hours:.2f}", f"{hours * gpus * price:,.0f}"]
+            *seconds, f"{reached:.1%}", f"{hours:.2f}"]
 
 
 # ZeRO's stages, each over a host and over all ranks; the last row is the fastest layout that fits.
@@ -93,17 +93,16 @@ if best:
 print(f"\nA rank, over {link} within a host and {between} between hosts:\n")
 print(markdown_table(
     ["stage", "shard_size", "pipeline", "rows", "needs, GB", "sends within a host, GB", "to others, GB", "waits, s",
-     "bubble, s", "step, s", "MFU", "hours", "cost, $"],
+     "bubble, s", "step, s", "MFU", "hours"],
     [table_row(layout) for layout in layouts]))
 if not best:
     print("\nnothing fits: take more GPUs or a smaller depth")
     raise SystemExit(0)
 layout, step = best
-options = [f"--zero_stage={layout.zero_stage}", f"--device_batch_size={layout.rows}"]
+options = [f"--zero_stage={layout.zero_stage}", f"--device_batch_size={layout.rows}",
+           f"--pipeline_stages={layout.pipeline_stages}"]
 if layout.zero_stage:
     options.append(f"--shard_size={layout.shards}")
-if layout.pipeline_stages > 1:
-    options.append(f"--pipeline_stages={layout.pipeline_stages}")
 if layout.checkpointing:
     options.append("--activation_checkpointing")
 print(f"\nthe fastest that fits into {memory_gib:g} GiB: {' '.join(options)}, {step.seconds:.3f} s a step")

@@ -87,7 +87,7 @@ def test_an_empty_base_folder_is_enough(base_folder):
     assert "no tokenizer for 'tinyworld' yet, training one" in result.stdout
     assert "The capital of France is" in result.stdout and "of measured" not in result.stderr
     assert "rates:" not in result.stdout, "a batch that is given leaves the rates as they are"
-    assert re.search("measured (float32|bfloat16) matmul", result.stdout), "MFU says what it is a share of"
+    assert re.search(r"at the peak of \S+ TFLOP/s per rank", result.stdout), "MFU says what it is a share of"
     folder = base_folder / "base_checkpoints" / "d2"
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "train/loss" in record]
@@ -354,7 +354,7 @@ def test_data_that_a_model_was_trained_on_are_not_replaced(base_folder):
     assert train("--num_iterations=2").returncode == 0
     make(str(texts), "sums")  # the same again
     (texts / "new.txt").write_text("One more document.")
-    with pytest.raises(UserError, match="data set 'sums' would change, and base d1 could not be resumed"):
+    with pytest.raises(UserError, match="data set 'sums' would change, and .*base_checkpoints.d1 could not be resumed"):
         make(str(texts), "sums")
     assert train("--num_iterations=3", "--resume=auto").returncode == 0
     shutil.rmtree(dataset_dir("sums"))

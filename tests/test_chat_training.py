@@ -135,9 +135,9 @@ def run_until_stopped(
     ("rl", "nanochat.inference.engine.Engine.step", 3)])  # of RL also the sampling
 def test_sigterm_in_an_evaluation_saves_at_once(base, stage, name, step):
     """On all ranks, though one of them got it; within 16 tokens of answers that have 64, and no step is taken."""
-    module, args = stage_arguments(base, stage, source="base", save_every=-1, overwrite=True, **{
-        "mid": {"eval_tokens": 2048, "device_batch_size": 1}, "sft": {"tasks": "spellingbee[:40]"},
-        "rl": {"max_new_tokens": 64, "sampling_batch_size": 4}}[stage])
+    module, args = stage_arguments(base, stage, save_every=-1, overwrite=True, **{
+        "mid": {"eval_tokens": 2048, "device_batch_size": 1}, "sft": {"source": "base", "tasks": "spellingbee[:40]"},
+        "rl": {"source": "base", "max_new_tokens": 64, "sampling_batch_size": 4}}[stage])
     (printed, *counts), (_, count) = run_on_ranks(2, run_until_stopped, module, args, name, step)
     assert 0 < max(*counts, count) <= 16, (counts, count)
     assert printed.splitlines()[-1] == f"stopped after step {step}; --resume=auto continues"
@@ -295,8 +295,7 @@ def test_a_step_of_rl_is_the_policy_gradient_over_all_samples(
 
 
 @pytest.mark.parametrize("module,settings,message", [
-    ("scripts.mid_train", {"model_tag": "nobody"}, "(steps there: none; there is a model tiny)"),
-    ("scripts.mid_train", {"source": "sft"}, "source=sft"),
+    ("scripts.mid_train", {"model_tag": "nobody"}, "(steps there: none; of other models: tiny)"),
     ("scripts.chat_sft", {"tasks": "json:{broken}"}, "broken.jsonl:2"),
     ("scripts.chat_sft", {"tasks": "gsm9k"}, "there is no task 'gsm9k'; known:"),
     ("scripts.chat_sft", {"source": "base", "max_seq_len": 999, "overwrite": True},

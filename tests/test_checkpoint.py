@@ -109,9 +109,8 @@ class Rank:
         for name, p in self.model.named_parameters():
             yield name, self.wholes[f"master.{name}"].to(self.dtype) if self.zero_stage == 3 else p.detach()
 
-    def load_whole(self, name, tensor):
-        assert self.zero_stage < 3 and tensor.dtype == self.dtype
-        self.model.get_parameter(name).data.copy_(tensor)
+    def wait_for_params(self):
+        assert self.zero_stage < 3
 
     def kept(self):
         """{name: (slice, tensor)} of masters and moments."""
@@ -286,7 +285,7 @@ def test_the_choice_of_a_model_is_never_guessed(capsys):
     for arguments, message in (
         (["base"], "2 models in .*: d1, d2; choose one with --model_tag"),
         (["base", "d1", 7], r"no valid checkpoint of step 7 in .* \(steps there: 1\)"),
-        (["base", "d22"], r"there: none; there is a model d1; there is a model d2; did you mean 'd2'\?\)$"),
+        (["base", "d22"], r"there: none; of other models: d1, d2\)$"),
         (["pretrain"], "source=pretrain is unknown"),
     ):
         with pytest.raises(UserError, match=message):
@@ -298,7 +297,7 @@ def test_the_choice_of_a_model_is_never_guessed(capsys):
 
 
 def test_what_an_older_version_had_besides_is_no_matter_where_it_was_off(base_folder):
-    """Its training goes on, and names a setting that changed the loss. A model with such a piece is refused."""
+    """Its training goes on. A model with such a piece is refused."""
     make_sums(base_folder)
     command = ("scripts.base_train", "--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2",
                "--total_batch_size=64", "--compile=False", "--eval_every=-1", "--sample_every=-1", "--model_tag=old")
@@ -317,13 +316,13 @@ def test_what_an_older_version_had_besides_is_no_matter_where_it_was_off(base_fo
     result = run_module(*again)
     refused = "the model was trained with bigrams, which this version no longer has; use the version that trained it"
     assert (result.returncode, result.stderr) == (1, f"error: {path}: {refused}\n")
-    write_meta(dict(softmax_share=0.25, reduce_dtype="float32", kv_group=1), bigrams=0, head_gates=False)
+    write_meta(dict(softmax_share=0.25), bigrams=0, head_gates=False)
     model, _, meta = load_checkpoint(find_model("base"), CPU)
     assert vars(model.config) == meta["model_config"] == new["model_config"]
     result = run_module(*again)
     assert result.returncode == 0, result.stderr
     told = re.findall(r"with another (.*)", result.stdout)
-    assert told == ["num_iterations: 1 before, 2 now", "softmax_share: 0.25 before, 1.0 now"]
+    assert told == ["num_iterations: 1 before, 2 now"]
     assert list_steps(path.parent) == [1, 2] and "bigrams" not in (step_dir(path.parent, 2) / "meta.json").read_text()
 
 

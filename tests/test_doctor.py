@@ -146,13 +146,12 @@ def test_a_process_that_dies_is_reported(tmp_path, monkeypatch):
         try_steps(config_from_depth(1, 64, 64), 1, torch.float32, "cpu", False)
 
 
-def test_a_whole_examination_trains_on_two_ranks_without_a_compiler(failing_compiler):
+def test_a_whole_examination_on_two_ranks(failing_compiler):
     result = run_module("scripts.doctor", "--depth=2", "--max_seq_len=64", "--ranks=2", "--arch=modern,smear=False",
                         env=failing_compiler)
     out = result.stdout
     assert result.returncode == 0, out + result.stderr
-    assert out.index("memory available: ") < out.index("## Largest device_batch_size") < out.index("## Training steps")
-    assert "OK: one row of depth 2 on 2 rank(s) in " in out
+    assert out.index("memory available: ") < out.index("## Largest device_batch_size")
     train = "torchrun --standalone --nproc_per_node=2 -m scripts.base_train --depth=2 --max_seq_len=64 "
     assert out.endswith(f"{train}--arch=modern,smear=False --device_batch_size=64\n")
 
@@ -165,7 +164,7 @@ def test_questions_about_a_gpu_that_is_not_here():
     one_rank = needed_bytes(config, 4, *ask)
     assert needed_bytes(config, 4, *ask, 8) < needed_bytes(config, 4, *ask, 8, zero_stage=1) < one_rank
     told = run_module("scripts.doctor", "--depth=12", "--memory_gib=24", "--arch=classic")
-    assert told.returncode == 0 and "| 12 | 135,266,304 | 32 | 64 |" in told.stdout
+    assert told.returncode == 0 and "| 12 | 32 | 64 |" in told.stdout
     none = run_module("scripts.doctor", "--depth=32", "--batch_only", "--memory_gib=6")
     assert (none.returncode, none.stdout) == (0, "0\n") and "not one row" in none.stderr
 

@@ -2,14 +2,12 @@
 import itertools
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-import nanochat.runtime.flops
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
-from nanochat.eval.loss_eval import document_nats, evaluate_bpb, greedy_completes, sample
+from nanochat.eval.loss_eval import evaluate_bpb, evaluate_documents, greedy_completes, sample
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
@@ -17,7 +15,7 @@ from nanochat.optim.zero import Sharding
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
-from nanochat.runtime.flops import Peak, measured_matmul_flops, peak_flops
+from nanochat.runtime.flops import peak_flops
 from nanochat.training.metrics import Metrics
 from nanochat.training.records import read_metrics
 
@@ -47,7 +45,7 @@ def nats_one_by_one(model, ids):
     return total
 
 
-def test_document_nats_and_bytes_are_those_of_each_document_alone_in_windows(model):
+def test_bits_per_byte_of_documents_are_those_of_each_alone_in_windows(model):
     """
     Batches, padding and order change nothing; a document of several rows is read to its end, each window after <|bos|>;
     multi-byte characters split over tokens count their true bytes; a document without text has none.
@@ -55,11 +53,11 @@ def test_document_nats_and_bytes_are_those_of_each_document_alone_in_windows(mod
     documents = [[BOS, *TOKENIZER.encode(text)] for text in [*TEXTS, "", "the cat 日本語 " * 25]]
     windows = [[[BOS, *ids[start : start + 24]] for start in range(1, len(ids), 24)] for ids in documents]
     assert sorted(map(len, windows))[-1] >= 4 and not windows[-2]
+    sizes = [len(TOKENIZER.decode_bytes(ids[1:])) for ids in documents]
+    nats = [sum(nats_one_by_one(model, row) for row in rows) for rows in windows]
     for tokens_per_forward in (1, 40, 1000):
-        results = document_nats(model, documents, TOKENIZER.token_bytes(), tokens_per_forward)
-        for ids, rows, (nats, count) in zip(documents, windows, results, strict=True):
-            assert count == len(TOKENIZER.decode_bytes(ids[1:]))
-            assert nats == pytest.approx(sum(nats_one_by_one(model, row) for row in rows), rel=1e-4)
+        found = evaluate_documents(model, documents, TOKENIZER.token_bytes(), tokens_per_forward)
+        assert found == pytest.approx(sum(nats) / math.log(2) / sum(sizes), rel=1e-4)
 
 
 def test_bits_per_byte_is_nats_over_bytes_without_special_tokens(model):
@@ -99,9 +97,10 @@ def stats(loss: float, ok: bool = True, stops: int = 0) -> torch.Tensor:
     return torch.tensor([loss if ok else float("nan"), 0.5, float(ok), float(stops), 0.0])  # no rank asks for a save
 
 
-def new_metrics(folder, start_step=0, peak=Peak(1e9, "datasheet"), state=None) -> Metrics:
+def new_metrics(folder, start_step=0, peak_flops=1e9, state=None) -> Metrics:
     """Of a run of four steps."""
-    return Metrics(folder, "", {}, start_step, 4, total_batch_size=1000, flops_per_token=10, peak=peak, state=state)
+    return Metrics(folder, "", {}, start_step, 4, total_batch_size=1000, flops_per_token=10, peak_flops=peak_flops,
+                   state=state)
 
 
 def test_steps_without_a_finite_loss_are_counted_and_do_not_reach_the_smoothed_loss(tmp_path, capsys):
@@ -116,7 +115,7 @@ def test_steps_without_a_finite_loss_are_counted_and_do_not_reach_the_smoothed_l
     assert said.count("loss 2.0000") == 5 and "nan" not in said and "step 00004: skipped on every rank" in said
 
 
-def test_the_log_is_complete_and_later_records_win(tmp_path, capsys):
+def test_the_log_is_complete_after_a_kill(tmp_path, capsys):
     metrics = new_metrics(tmp_path)
     for step, loss in enumerate((4.0, 2.0)):
         metrics.log_step(step, stats(loss), 1.0)
@@ -154,22 +153,11 @@ def test_a_run_that_goes_on_from_its_end_says_that_nothing_is_left(tmp_path, cap
 
 
 def test_mfu_says_what_it_is_a_share_of(monkeypatch):
-    peak = peak_flops(CPU, torch.float32)
-    assert 1e9 < peak.flops < 1e14 and peak.source.startswith("measured float32 matmul")
+    assert 1e9 < peak_flops(CPU, torch.float32) < 1e14
     for name, expected in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
                            ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GeForce RTX 4090", 165.2e12)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert peak_flops(torch.device("cuda"), torch.bfloat16) == (expected, f"{name} datasheet")
-
-
-@pytest.mark.parametrize("seconds, products", [(0.01, 6), (1.0, 2)])
-def test_a_slow_processor_is_measured_by_fewer_products(monkeypatch, seconds, products):
-    """By a clock that says how long each takes: five after the warm-up, or one where that takes a second."""
-    clock, calls = itertools.count(0, seconds), []
-    monkeypatch.setattr(nanochat.runtime.flops, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(nanochat.runtime.flops, "synchronize", calls.append)
-    assert measured_matmul_flops(CPU, torch.float32, size=8) == pytest.approx(2 * 8**3 / seconds)
-    assert len(calls) == 2 * products, "before and after each"
+        assert peak_flops(torch.device("cuda"), torch.bfloat16) == expected
 
 
 def test_auto_dtype_follows_the_hardware(monkeypatch):

@@ -140,18 +140,3 @@ def test_a_rank_that_owns_nothing_keeps_nothing_and_agrees():
     assert sorted(owned for owned, _ in ranks) == [0, 0, 1]
     for _, whole in ranks:
         assert torch.equal(whole["parts.0.tall"], ranks[0][1]["parts.0.tall"])
-
-
-def test_a_checkpoint_without_second_moments_loads(monkeypatch, tmp_path):
-    """Runs of plain Muon saved none: momentum and weights are loaded, second moments begin at zero."""
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    old, new = Run(0), Run(0)
-    whole = old.steps(0, HALF)
-    old.muon.owned = {}
-    writer = old.writer("plain")
-    writer.save(HALF, {"config": {}, "tokenizer": TOKENIZER.fingerprint})
-    writer.wait()
-    new.load("plain")
-    assert all(torch.equal(p, whole[name]) for name, p in new.model.named_parameters())
-    assert all(torch.equal(m, old.muon.state["momentum"][name]) for name, m in new.muon.state["momentum"].items())
-    assert not any(rows.any() for rows in new.muon.second_moments.values())

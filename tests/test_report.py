@@ -52,9 +52,9 @@ def images(path: Path) -> list[Path]:
     return [path.parent / link for link in re.findall(r"!\[[^]]*\]\(([^)]+)\)", path.read_text())]
 
 
-def test_sections_come_in_the_order_of_the_pipeline_and_others_by_name():
-    order = """data tokenizer base_train base_eval mid_train chat_sft chat_rl chat_eval_mid chat_eval_sft chat_eval_rl
-               ablation zoo""".split()
+def test_sections_come_in_the_order_of_the_pipeline():
+    order = """data tokenizer base_train base_eval mid_train chat_sft chat_rl chat_eval_mid chat_eval_sft
+               chat_eval_rl""".split()
     for stage in order[::-2] + order[::2]:
         write_section(stage, stage.upper(), f"Body of {stage}.")
     text = report.generate().read_text()
@@ -63,7 +63,7 @@ def test_sections_come_in_the_order_of_the_pipeline_and_others_by_name():
 
 
 def test_summary_table_joins_the_results_of_all_sections():
-    write_section("chat_eval", "Chat", "", {"sft": {"ARC": 0.123456, "GSM8K": 0.0}, "rl": {"ARC": "n/a"}})
+    write_section("chat_eval_sft", "Chat", "", {"sft": {"ARC": 0.123456, "GSM8K": 0.0}, "rl": {"ARC": "n/a"}})
     write_section("base_eval", "Eval", "", {"base": {"CORE | centered": 0.2, "bits per byte": np.float32(0.91237)}})
     base = {"parameters": 73_531_392, "bits per byte": 0.95, "tokens": 123456.7}
     write_section("base_train", "Train", "", {"base": base})
@@ -91,14 +91,14 @@ def test_a_report_is_about_one_model_and_its_data(base_folder):
         os.utime(base_folder / "report/sections" / (data or "unknown") / tag / "base_eval.json", (time, time))
     for asked, tag, data in (("", "guest", None), ("d4", "d4", "sea")):
         text = report.generate(asked).read_text()
-        assert f"- Model: {tag} (trained on {data})\n" in text if data else f"- Model: {tag}\n" in text
+        assert f"- Model: {tag} (trained on {data or 'unknown'})\n" in text
         assert re.findall(r"Of (\w+)\.", text) == ([data] if data else [])
         assert re.findall(r"(\w+) on (\w+)\.", text) == [(tag, str(data))]
-    with pytest.raises(UserError, match="no sections of model_tag=d44 in .*; there are those of .*guest; did you mean"):
+    with pytest.raises(UserError, match="no sections of model_tag=d44 in .*; there are those of .*guest"):
         report.generate("d44")
 
 
-def test_a_section_about_a_replaced_model_is_marked_and_not_summarized(base_folder):
+def test_a_section_about_a_replaced_model_is_left_out(base_folder):
     """After --overwrite of a stage: what was measured before it."""
     def left(weights: str) -> Path:
         checkpoint = base_folder / "sft_checkpoints" / "d4" / "step_000008"
@@ -112,13 +112,12 @@ def test_a_section_about_a_replaced_model_is_marked_and_not_summarized(base_fold
     write_section("chat_eval_sft", "Scores", "93%", {"sft": {"ARC": 0.93}}, log, checkpoint=sft)
     path = report.generate()
     assert table_after(path.read_text(), "## Summary") == [["", "sft"], ["minutes", "1"], ["ARC", "0.93"]]
-    assert "older" not in path.read_text() and len(images(path)) == 1
+    assert len(images(path)) == 1
     write_section("chat_sft", "Sft", "", {"sft": {"minutes": 2.0}}, checkpoint=left("b"))
     path = report.generate()
     assert table_after(path.read_text(), "## Summary") == [["", "sft"], ["minutes", "2"]]
     assert images(path) == [], "the log may be of a later run"
-    words = "of an older model, sft_checkpoints/d4/step_000008 (aaaaaaaaaaaaaaaa)"
-    assert words in path.read_text().split("## Scores\n")[1]
+    assert headings(path.read_text()) == ["Summary", "Sft"]
 
 
 def test_figure_is_a_png_beside_the_report_and_survives_moving_the_base_folder(base_folder, tmp_path, monkeypatch):
@@ -148,14 +147,9 @@ def test_panels_draw_the_records(tmp_path):
     assert reward.lines[0].get_ydata().tolist() == [0, 0.25, 0.5, 0.75, 1]
 
 
-@pytest.mark.parametrize("content, told", [
-    (None, "FileNotFoundError: "),
-    (b'{"train/loss": 1}' + b"\n", "KeyError: 'step'"),
-])
-def test_metrics_that_cannot_be_read_are_one_line(base_folder, content, told):
-    path = short_run(base_folder / "run" / "metrics.jsonl")
-    path.unlink() if content is None else path.write_bytes(content)
+def test_metrics_that_cannot_be_read_are_one_line(base_folder):
+    path = base_folder / "run" / "metrics.jsonl"
     write_section("base_train", "Train", "A body.", metrics=path)
     written = report.generate()
     assert images(written) == [] and "A body." in written.read_text()
-    assert f"*No plot of {path}: {told}" in written.read_text()
+    assert "*No plot: [Errno 2] No such file" in written.read_text()

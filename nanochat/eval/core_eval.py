@@ -25,7 +25,7 @@ from nanochat.eval.loss_eval import measure, row_of
 from nanochat.runtime.collectives import all_reduce_sum, rank_and_size
 from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.devices import sum_dtype
-from nanochat.runtime.errors import UserError, first_line
+from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
 from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
@@ -48,14 +48,6 @@ class Item(NamedTuple):
     before: str          # in language modelling the text before the ending
 
 
-class CoreScore(NamedTuple):
-    label: str
-    accuracy: float
-    baseline: float
-    centered: float
-    items: int          # items that were asked
-
-
 # ---- The bundle
 
 
@@ -64,34 +56,31 @@ def bundle_dir() -> Path:
 
 
 def load_tasks(bundle: Path) -> list[CoreTask]:
-    """The tasks of a bundle. UserError when a part of it is missing or of another format."""
+    """The tasks of a bundle. UserError for a folder that is none."""
     import yaml  # training without CORE works without this package
 
-    try:
-        entries = yaml.safe_load((bundle / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
-        with open(bundle / "eval_meta_data.csv", encoding="utf-8", newline="") as file:
-            percent = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
-        tasks = []
-        for entry in entries:
-            label = entry["label"]
-            path = bundle / "eval_data" / entry["dataset_uri"]
-            delimiter = entry.get("continuation_delimiter", " ")
-            shots = entry["num_fewshot"][0]
-            tasks.append(CoreTask(label, entry["icl_task_type"], shots, delimiter, percent[label] / 100, path))
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise UserError(f"{bundle} is not a CORE bundle ({type(error).__name__}: {first_line(error)}); "
-                        "remove it to download it anew") from error
+    if not (bundle / "core.yaml").exists():
+        raise UserError(f"{bundle} is no CORE bundle: it has no core.yaml; remove it to download it anew")
+    entries = yaml.safe_load((bundle / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
+    with open(bundle / "eval_meta_data.csv", encoding="utf-8", newline="") as file:
+        percent = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
+    tasks = []
+    for entry in entries:
+        label = entry["label"]
+        path = bundle / "eval_data" / entry["dataset_uri"]
+        delimiter = entry.get("continuation_delimiter", " ")
+        shots = entry["num_fewshot"][0]
+        tasks.append(CoreTask(label, entry["icl_task_type"], shots, delimiter, percent[label] / 100, path))
     return tasks
 
 
 def load_items(task: CoreTask) -> list[Item]:
     """A task's items, in the order that every evaluator shuffles them to, so that the first few are a sample."""
-    items = []
-    for number, line in enumerate(task.path.read_bytes().splitlines(), start=1):  # a str would also split at U+2028
-        try:
-            items.append(item_of(task, json.loads(line)))
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise UserError(f"{task.path}:{number}: no {task.kind} item ({type(error).__name__}: {error})") from error
+    lines = task.path.read_bytes().splitlines()  # a str would also split at U+2028
+    try:
+        items = [item_of(task, json.loads(line)) for line in lines]
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{task.path}: a line is no {task.kind} item ({type(error).__name__}: {error})") from error
     random.Random(1337).shuffle(items)
     return items
 
@@ -103,11 +92,8 @@ def item_of(task: CoreTask, fields: dict) -> Item:
         return Item([before + fields["continuation"]], 0, before)
     if task.kind == "schema":
         variants = [context + task.delimiter + fields["continuation"] for context in fields["context_options"]]
-    elif task.kind == "multiple_choice":
-        variants = [fields["query"] + task.delimiter + choice for choice in fields["choices"]]
     else:
-        raise ValueError("the type is unknown")
-    variants[fields["gold"]]  # IndexError where there is no such one
+        variants = [fields["query"] + task.delimiter + choice for choice in fields["choices"]]
     return Item(variants, fields["gold"], "")
 
 
@@ -153,9 +139,10 @@ def rows_of(task: CoreTask, items: list[Item], index: int, tokenizer: Tokenizer,
 @torch.no_grad()
 def evaluate_core(
     model, tokenizer: Tokenizer, tasks: list[CoreTask], max_per_task: int = -1, tokens_per_forward: int = 16384
-) -> tuple[float, list[CoreScore]]:
+) -> tuple[float, dict[str, float]]:
     """
-    CORE, and the scores of its tasks, on every rank; the same numbers for any number of ranks. COLLECTIVE.
+    CORE, and the centred accuracy of each task by its label, on every rank; the same numbers for any number of ranks.
+    COLLECTIVE.
 
     max_per_task: items of each task at most (-1: all). tokens_per_forward: rows times length, padding included; a row
     that is longer goes alone, and none is longer than the model's own.
@@ -178,7 +165,7 @@ def evaluate_core(
             groups = [rows_of(task, items, index, tokenizer, longest) for index in block]
             rows = list(itertools.chain.from_iterable(groups))
             with eagerly():  # shapes change from pass to pass
-                values = measure(model, rows, tokens_per_forward, greedily, together=True)
+                values = measure(model, rows, tokens_per_forward, greedily)
             for index, group in zip(block, groups):
                 of_item = values[: len(group)]
                 values = values[len(group) :]
@@ -190,12 +177,10 @@ def evaluate_core(
         counts.append([right, asked])
     sums = torch.tensor(counts, dtype=sum_dtype(device), device=device)
     all_reduce_sum(sums)
-    scores = []
+    scores = {}
     for task, (right, asked) in zip(tasks, sums.tolist()):
-        accuracy = right / asked
-        centered = (accuracy - task.baseline) / (1 - task.baseline)
-        scores.append(CoreScore(task.label, accuracy, task.baseline, centered, int(asked)))
-    return fmean(score.centered for score in scores), scores
+        scores[task.label] = (right / asked - task.baseline) / (1 - task.baseline)
+    return fmean(scores.values()), scores
 
 
 def core_name(max_per_task: int) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanochat.data.padding import Row, padded_batch
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.runtime.collectives import all_reduce_sum
+from nanochat.runtime.collectives import all_reduce_sum, rank_and_size
 from nanochat.runtime.devices import sum_dtype
 from nanochat.runtime.progress import progress
 from nanochat.runtime.stopping import until_stopped
@@ -29,50 +29,38 @@ def evaluate_bpb(model, batches: Iterable, steps: int, token_bytes: np.ndarray) 
     batches = iter(batches)
     for _ in until_stopped(progress(range(steps), "bits per byte", "batches")):
         inputs, targets, *_ = next(batches)
-        nats, target_bytes = counted_nats(model, inputs, targets, bytes_of)
-        total[0] += nats.sum()
-        total[1] += target_bytes.sum()
+        total += counted_nats(model, inputs, targets, bytes_of)
     all_reduce_sum(total)
     nats, count = total.tolist()
     return nats / math.log(2) / count
 
 
-def counted_nats(model, inputs: Tensor, targets: Tensor, bytes_of: Tensor) -> tuple[Tensor, Tensor]:
-    """Nats and bytes of each row, (B,), over targets that stand for at least one byte of text."""
+def counted_nats(model, inputs: Tensor, targets: Tensor, bytes_of: Tensor) -> Tensor:
+    """(2,): nats and bytes, over targets that stand for at least one byte of text."""
     target_bytes = bytes_of[targets.clamp(min=0)] * (targets >= 0)
     losses = model(inputs, targets, reduction="none") * (target_bytes > 0)  # (B, T)
-    exact = sum_dtype(inputs.device)
-    return losses.sum(1, dtype=exact), target_bytes.sum(1, dtype=exact)
+    return torch.stack([losses.sum(dtype=sum_dtype(inputs.device)), target_bytes.sum()])
 
 
-@torch.no_grad()
-def document_nats(
+def evaluate_documents(
     model,
     documents: list[list[int]],
     token_bytes: np.ndarray,
     tokens_per_forward: int,
-) -> list[list[float]]:
+) -> float:
     """
-    [nats, bytes] of each whole document, alone, in windows: a row is <|bos|> and the next sequence_len tokens,
-    so that every token is a target exactly once. documents: token ids that begin with <|bos|>; special tokens count
-    nothing, and neither does the end of the document.
+    Bits per byte of whole documents, in windows: a row is <|bos|> and the next sequence_len tokens, so that every token
+    is a target exactly once. documents: token ids that begin with <|bos|>, the same on every rank. COLLECTIVE.
     """
     device = next(model.parameters()).device
     length = model.config.sequence_len
-    bytes_of = torch.from_numpy(token_bytes).to(device)
-    owners = []  # the document that each row is from
     rows = []
-    for number, (bos, *tokens) in enumerate(documents):
+    for bos, *tokens in documents:
         for start in range(0, len(tokens), length):
-            owners.append(number)
             rows.append(row_of([bos, *tokens[start : start + length]], 1))
-    totals = torch.zeros(len(documents), 2, dtype=torch.float64)  # nats, bytes
-    for indices in progress(batches_by_length(rows, tokens_per_forward), "bits per byte", "batches"):
-        inputs, targets = padded(rows, indices, device)
-        nats, counts = counted_nats(model, inputs, targets, bytes_of)
-        of_documents = torch.tensor([owners[index] for index in indices])
-        totals.index_add_(0, of_documents, torch.stack([nats, counts], dim=1).cpu().double())
-    return totals.tolist()
+    rank, world_size = rank_and_size()
+    batches = batches_by_length(rows, tokens_per_forward)[rank::world_size]
+    return evaluate_bpb(model, (padded(rows, indices, device) for indices in batches), len(batches), token_bytes)
 
 
 @torch.no_grad()
@@ -85,7 +73,7 @@ def greedy_completes(
     """
     Whether greedy decoding of each prompt gives exactly its completion. One forward pass per batch: the tokens are
     those of greedy decoding if and only if each is the most likely one after the expected ones before it. What does
-    not fit into a row of the model is not completed.
+    not fit into a row of the model is not completed. COLLECTIVE.
     """
     longest = model.config.sequence_len + 1
     bos = tokenizer.get_bos_token_id()
@@ -93,7 +81,6 @@ def greedy_completes(
     texts = tokenizer.encode([prompt + completion for prompt, completion in pairs], prepend=bos)
     rows = []
     for prompt, whole in zip(prompts, texts):
-        assert whole[: len(prompt)] == prompt, "a token spans prompt and completion"
         rows.append(row_of(whole, len(prompt)))
     wrong = measure(model, rows, tokens_per_forward, greedily=True)
     return [count == 0 and len(tokens) <= longest for count, (tokens, _) in zip(wrong, rows)]
@@ -104,15 +91,14 @@ def measure(
     rows: list[Row],
     tokens_per_forward: int,
     greedily: bool,
-    together: bool = False,
 ) -> list[float]:
     """
     The value of each row: the mean loss of its targets, in nats; or, greedily, how many of them are not the most likely
-    token. together: COLLECTIVE, each rank with rows of its own, because sharded parameters make every forward pass so.
+    token. COLLECTIVE, each rank with rows of its own, because sharded parameters make every forward pass so.
     """
     device = next(model.parameters()).device
     batches = batches_by_length(rows, tokens_per_forward)
-    if together and dist.is_initialized():
+    if dist.is_initialized():
         passes = torch.tensor(len(batches), device=device)
         dist.all_reduce(passes, dist.ReduceOp.MAX)
         batches += [[]] * (int(passes) - len(batches))  # without rows of its own a rank takes part in others' passes

@@ -152,11 +152,7 @@ def accumulation_steps(
     if total_batch_size < 1:
         raise UserError(f"total_batch_size={total_batch_size} must be at least 1, or -1 to have it chosen")
     unit = device_batch_size * max_seq_len * world_size
-    if uneven:
-        divides = total_batch_size % (device_batch_size * max_seq_len) == 0
-    else:
-        divides = total_batch_size % unit == 0
-    if divides:
+    if total_batch_size % (unit // world_size if uneven else unit) == 0:
         return math.ceil(total_batch_size / unit)
 
     below = total_batch_size // unit * unit

@@ -452,11 +452,6 @@ class Sharding:
             dist.broadcast(whole, source, group=self.pipeline_group)
         return whole
 
-    def load_whole(self, name: str, tensor: Tensor) -> None:
-        """Copy a whole parameter in place (stages 0 to 2); in float32 that is its master as well."""
-        self.wait_for_params()
-        self.model.get_parameter(name).data.copy_(tensor)
-
     def gather_model(self) -> nn.Module:
         """
         A model with whole parameters, which each rank may run without the others. On stages 0 to 2 it is the model

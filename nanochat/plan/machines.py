@@ -221,10 +221,8 @@ def shard_sizes(cluster: Cluster, pipeline_stages: int = 1) -> list[int]:
     """Ranks that may share a copy of a pipeline stage: those of 1, 2, 4, … hosts, and all of the stage."""
     ranks = cluster.ranks // pipeline_stages
     hosts = math.ceil(ranks / cluster.per_host)
-    if hosts == 1:
-        return [ranks]
     sizes = [cluster.per_host << i for i in range(hosts.bit_length()) if hosts % 2**i == 0]
-    return sorted({*sizes, ranks})
+    return sorted({min(size, ranks) for size in [*sizes, ranks]})
 
 
 def pipelines(config: GPTConfig, cluster: Cluster) -> list[int]:

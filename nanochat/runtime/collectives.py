@@ -32,15 +32,6 @@ def collective_device() -> str:
 # ---- Objects
 
 
-def rank0_first(function: Callable[..., T], *args) -> T:
-    """Call on rank 0, then on the others, which find the data or the tokenizer that it made. COLLECTIVE."""
-    if is_rank0():
-        result = function(*args)
-    if dist.is_initialized():
-        dist.barrier()
-    return result if is_rank0() else function(*args)
-
-
 def from_rank0(function: Callable[..., T], *args) -> T:
     """
     The function's result on rank 0, on every rank: for decisions that must be the same. A UserError that it raises
@@ -121,21 +112,5 @@ class SumOfChunks:
 
 
 def concatenate_parts(part: np.ndarray) -> np.ndarray:
-    """
-    The arrays of all ranks end to end, in the order of ranks, on every rank; a rank's may be empty. They travel one
-    after the other, so that a GPU holds only one of them. COLLECTIVE.
-    """
-    if not dist.is_initialized():
-        return part
-    sizes = gather_objects(len(part))
-    whole = np.empty(sum(sizes), part.dtype)
-    for rank, own in enumerate(np.split(whole, np.cumsum(sizes)[:-1])):  # views of each rank's range
-        if rank == dist.get_rank():
-            own[:] = part
-        if len(own) == 0:
-            continue
-        content = torch.from_numpy(own.view(np.uint8))
-        sent = content.to(collective_device())  # on a CPU it is the content itself
-        dist.broadcast(sent, src=rank)
-        content.copy_(sent)
-    return whole
+    """The arrays of all ranks end to end, in the order of ranks, on every rank; a rank's may be empty. COLLECTIVE."""
+    return np.concatenate(gather_objects(part))

@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-# Answers of file systems that do not sync folders, such as some network file systems: there a rename is all one can do.
-REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPERM, errno.EBADF)
+DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 
 
 def base_dir() -> Path:
@@ -40,7 +39,8 @@ def sync(path: Path) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno not in REFUSED or not path.is_dir():
+        # Some network file systems do not sync folders: there a rename is all one can do.
+        if error.errno in DISK_ERRORS or not path.is_dir():
             raise
 
 

@@ -1,7 +1,6 @@
 """FLOP/s that a device can reach, for the share of them that a run makes use of (MFU)."""
 import re
 import time
-from typing import NamedTuple
 
 import torch
 
@@ -12,7 +11,7 @@ from nanochat.runtime.errors import UserError
 PEAK_BF16 = {
     "GB200": 2.5e15, "B200": 2.25e15, "H200": 989e12, "GH200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
     "H100": 989e12, "A100": 312e12, "A40": 149.7e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12,
-    "MI325X": 1307e12, "MI300X": 1307e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
+    "MI300X": 1307e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
 }
 
 
@@ -23,39 +22,30 @@ def datasheet_peak(gpu: str) -> float:
     return PEAK_BF16[gpu]
 
 
-class Peak(NamedTuple):
-    """What a device can reach at best, as far as that is known."""
-
-    flops: float    # FLOP/s of one device
-    source: str     # where the figure is from
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """
-    A GPU in the table counts as its datasheet's bf16 peak; everything else as the best of up to five 2048³ matrix
-    products in `dtype`, measured now: then MFU reads as the share of that rate.
+    FLOP/s of one device at best. A GPU in the table counts as its datasheet's bf16 peak; everything else as the best of
+    two 2048³ matrix products in `dtype`, measured now: then MFU reads as the share of that rate.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         for part, peak in PEAK_BF16.items():
             if re.search(rf"\b{part}\b", name):  # whole words: an RTX A4000 is no A40
-                return Peak(peak, f"{name} datasheet")
-    peak = measured_matmul_flops(device, dtype)
-    return Peak(peak, f"measured {str(dtype).removeprefix('torch.')} matmul, {peak / 1e9:,.0f} GFLOP/s")
+                return peak
+    return measured_matmul_flops(device, dtype)
 
 
-def measured_matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 2048) -> float:
+def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """
-    FLOP/s of A @ B, both size x size: the best of five after a warm-up, or of as many as begin within 0.3 s, at least
-    one: a slow processor takes half a second for each, and a run waits for them.
+    FLOP/s of A @ B, both 2048 x 2048: the best of two after a warm-up. A slow processor takes half a second for each,
+    and a run waits for them.
     """
-    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    a, b = torch.randn(2, 2048, 2048, device=device).to(dtype)
     seconds = []
-    began = time.perf_counter()
-    while len(seconds) < 2 or len(seconds) < 6 and time.perf_counter() - began < 0.3:
+    for _ in range(3):
         synchronize(device)
         start = time.perf_counter()
         a @ b
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds[1:])
+    return 2 * 2048**3 / min(seconds[1:])

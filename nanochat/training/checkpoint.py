@@ -20,23 +20,20 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, without_retired
-from nanochat.runtime.collectives import first_problem, from_rank0, gather_objects
+from nanochat.runtime.collectives import from_rank0, gather_objects
 from nanochat.runtime.console import print0
-from nanochat.runtime.errors import UserError, did_you_mean
+from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, locked, previous, recover_folder, sha256
 from nanochat.training.records import MODEL_FILE, list_steps, newest_step, step_dir
 
 # The training stages, in the order of a run, and the script of each.
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
 STAGES = tuple(SCRIPTS)
-# How this version computes; checkpoints of older ones may name another value.
-RETIRED_SETTINGS = {"softmax_share": 1.0, "reduce_dtype": "float32", "softcap": 15.0, "muon_variant": "one for all"}
 
 
 def checkpoint_dir(source: str, model_tag: str) -> Path:
@@ -75,24 +72,15 @@ def read_meta(checkpoint: Path) -> dict:
 def problem_with(checkpoint: Path, training: bool = True) -> str | None:
     """
     The first problem of a checkpoint, naming the file; None when every file has its checksum of the manifest. Without
-    `training` the optimizers' files, which only a resumed run loads, are not read. The ranks of a node share the work.
-    COLLECTIVE.
+    `training` the optimizers' files, which only a resumed run loads, are not read.
     """
-    part, parts = 0, 1
-    if dist.is_initialized():
-        part, parts = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return first_problem(damaged_file(checkpoint, training, part, parts))
-
-
-def damaged_file(checkpoint: Path, training: bool, part: int, parts: int) -> str | None:
-    """The part of `problem_with` that this rank reads: every parts-th file, beginning with file `part`."""
     try:
         sums = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not there, not UTF-8, not JSON
         return "manifest.json is missing or damaged"
-    # Each rank of a node hashes its share of the files: hashing takes as long as reading them.
-    names = sorted(name for name in sums if training or not name.startswith("optimizer_rank_"))
-    for name in names[part::parts]:
+    for name in sorted(sums):
+        if name.startswith("optimizer_rank_") and not training:
+            continue
         try:
             if sha256(checkpoint / name) != sums[name]:
                 return f"{name} does not match its checksum"
@@ -111,16 +99,13 @@ def find_checkpoint(folder: Path, step: int | None = None, training: bool = True
         if step not in (None, candidate):
             continue
         path = step_dir(folder, candidate)
-        problem = problem_with(path, training)
+        problem = from_rank0(problem_with, path, training)  # hashing takes as long as reading: once for all ranks
         if problem is None:
             return path
         print0(f"warning: {path}: {problem}")
-    if steps:
-        have = ", ".join(map(str, steps))
-    else:
-        tags = from_rank0(list_tags, folder.parent)
-        have = "; ".join(["none", *(f"there is a model {tag}" for tag in tags)])
-        have += did_you_mean(folder.name, tags)
+    have = ", ".join(map(str, steps))
+    if not steps:
+        have = f"none; of other models: {', '.join(from_rank0(list_tags, folder.parent)) or 'none'}"
     of_step = "" if step is None else f" of step {step}"
     raise UserError(f"no valid checkpoint{of_step} in {folder} (steps there: {have})")
 
@@ -159,7 +144,7 @@ def latest_stage(model_tag: str | None = None) -> str:
     if not saved:
         name = f" {model_tag}" if model_tag else ""
         have = ", ".join(sorted(known)) or f"none; python -m {SCRIPTS['base']} makes one"
-        raise UserError(f"no model{name} in {base_dir()}: there is {have}{did_you_mean(model_tag or '', known)}")
+        raise UserError(f"no model{name} in {base_dir()}: there is {have}")
     return STAGES[max(saved)[1]]
 
 
@@ -260,7 +245,6 @@ def has_written(launchers: list[str], folder: Path) -> bool:
 
 def changed_settings(before: dict, now: dict) -> str:
     """A line for each setting that differs from the checkpoint's. Only without such lines is a resumed run exact."""
-    before, now = RETIRED_SETTINGS | before, now | RETIRED_SETTINGS
     text = ""
     for name, value in now.items():
         about_resuming = name in ("run", "overwrite", "resume", "resume_from_step")

@@ -13,7 +13,6 @@ from nanochat.optim.zero import Sharding
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.files import base_dir
 from nanochat.training.checkpoint import (
     changed_settings,
     checkpoint_dir,
@@ -122,14 +121,6 @@ def require_same_data(start: Start, data_state: dict) -> None:
         if before != value:
             raise UserError(f"cannot continue exactly: {key} was {before} when the checkpoint was saved "
                             f"and is {value} now; --overwrite starts anew")
-
-
-def tasks_before(origin: str) -> str:
-    """The tasks that a checkpoint was trained on, by the name that `describe_checkpoint` gives it; "" if unknown."""
-    try:
-        return read_meta(base_dir() / origin.split()[0])["config"].get("tasks", "")
-    except (OSError, ValueError, KeyError):  # gone, or imported
-        return ""
 
 
 def choose_epochs_and_rate(conversations: int, num_epochs: int, init_lr_frac: float) -> tuple[int, float]:

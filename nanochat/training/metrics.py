@@ -15,7 +15,6 @@ from nanochat.runtime.collectives import rank_and_size
 from nanochat.runtime.console import is_rank0, print0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import write_text
-from nanochat.runtime.flops import Peak
 from nanochat.runtime.stopping import Stopped, vote
 from nanochat.training.checkpoint import newest_saved
 from nanochat.training.records import duration, read_metrics
@@ -50,10 +49,10 @@ class Metrics:
     """
 
     def __init__(self, folder: Path, run: str, config: dict, start_step: int, num_iterations: int,
-                 total_batch_size: int, flops_per_token: int, peak: Peak, state: dict | None = None):
+                 total_batch_size: int, flops_per_token: int, peak_flops: float, state: dict | None = None):
         self.path = folder / "metrics.jsonl"
         self.num_iterations, self.total_batch_size = num_iterations, total_batch_size
-        self.peak_flops = peak.flops * rank_and_size()[1]
+        self.peak_flops = peak_flops * rank_and_size()[1]
         self.flops_per_token = flops_per_token
         self.state = state or {"ema": 0.0, "ema_steps": 0, "elapsed": 0.0, "min_val_bpb": None, "skipped": 0}
         self.stop_requested = self.save_requested = False

@@ -1,4 +1,5 @@
 """What runs leave behind, read again. Without torch, which a report does not need."""
+import contextlib
 import json
 from pathlib import Path
 
@@ -8,20 +9,12 @@ MODEL_FILE = "model.safetensors"
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """
-    The records of a metrics.jsonl in order of steps. After a resume steps repeat: the later record of a step and kind
-    supersedes the earlier. A last line that a kill cut short is left out.
-    """
-    records: dict[tuple[int, str], dict] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # cut short by a kill; the resumed run wrote that step again on a line of its own
-        names = [name for name in record if name != "step"]
-        kind = names[0].partition("/")[0] if names else ""
-        records[record["step"], kind] = record
-    return [records[key] for key in sorted(records)]
+    """The records of a metrics.jsonl in order of steps. A line that a kill cut short is left out."""
+    records = []
+    for line in dict.fromkeys(path.read_text(encoding="utf-8").splitlines()):  # once each, after a full disk
+        with contextlib.suppress(json.JSONDecodeError):  # the resumed run wrote that step again on a line of its own
+            records.append(json.loads(line))
+    return records
 
 
 # ---- Checkpoints
@@ -50,13 +43,9 @@ def describe_checkpoint(checkpoint: Path) -> str:
 
 
 def models_trained_with(fingerprint: str) -> str:
-    """The models whose checkpoints name the data set of a fingerprint: "base d4, sft d4", or ""."""
-    models = set()
-    for meta in base_dir().glob("*_checkpoints/*/step_*/meta.json"):
-        if fingerprint in meta.read_text():
-            stage, tag = meta.parts[-4].removesuffix("_checkpoints"), meta.parts[-3]
-            models.add(f"{stage} {tag}")
-    return ", ".join(sorted(models))
+    """The folders of the models whose checkpoints name the data set of a fingerprint; "" for none."""
+    metas = base_dir().glob("*_checkpoints/*/step_*/meta.json")
+    return ", ".join(sorted({str(meta.parent.parent) for meta in metas if fingerprint in meta.read_text()}))
 
 
 def duration(seconds: float) -> str:

@@ -7,12 +7,11 @@ The report of a run: what every stage found, in one markdown file with plots.
 A stage writes its section as it ends (`write_section`): into report/sections/DATA for a data set and its tokenizer, and
 into report/sections/DATA/TAG for a model that was trained on it; `generate` puts the sections of one model together. A
 metrics file that cannot be read costs the report one line, never the report. A section names its checkpoint: where a
-newer one has replaced it, the section is marked, and left out of the summary.
+newer one has replaced it, the section is left out.
 """
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -21,15 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.runtime.console import is_rank0
-from nanochat.runtime.errors import UserError, did_you_mean
+from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, write_text
 from nanochat.runtime.tables import cell, markdown_table
 from nanochat.training.records import describe_checkpoint, newest_step
 
-# Sections come in this order, then all others.
+# Sections come in this order.
 STAGES = ("data", "tokenizer", "base_train", "base_eval", "mid_train", "chat_sft", "chat_rl",
           "chat_eval_base", "chat_eval_mid", "chat_eval_sft", "chat_eval_rl")
-UNKNOWN = "unknown"  # in place of a data set's name
 
 
 # ---- Sections
@@ -55,23 +53,14 @@ def write_section(stage: str, title: str, body: str, results: dict[str, dict[str
     if checkpoint:
         section["checkpoint"] = describe_checkpoint(checkpoint)
     text = json.dumps(section, indent=1, default=float)  # numbers of numpy and torch as well
-    write_text(base_dir() / "report" / "sections" / (data or UNKNOWN) / model_tag / f"{stage}.json", text)
+    write_text(base_dir() / "report" / "sections" / (data or "unknown") / model_tag / f"{stage}.json", text)
 
 
-def older_model(section: dict[str, Any]) -> str:
-    """In words, that a section is about a checkpoint which a newer one has replaced; "" where none has."""
+def is_current(section: dict[str, Any]) -> bool:
+    """Whether a section is not about a checkpoint which a newer one has replaced."""
     about = section.get("checkpoint")  # not in sections of earlier versions
     newest = newest_step(base_dir() / Path(about.split()[0]).parent) if about else None
-    if newest is None:
-        return ""
-    now = describe_checkpoint(newest)
-    return "" if now == about else f"of an older model, {about}; the newest is {now}"
-
-
-def order(path: Path) -> tuple[int, str]:
-    """Sorts files of sections in the order of the stages; others come last, by name."""
-    stage = path.stem
-    return STAGES.index(stage) if stage in STAGES else len(STAGES), stage
+    return newest is None or describe_checkpoint(newest) == about
 
 
 # ---- The report
@@ -89,23 +78,22 @@ def generate(model_tag: str = "") -> Path:
     chosen = [path.parent for path in of_models if model_tag in ("", path.parent.name)]
     if not chosen:
         known = ", ".join(sorted(tags)) or "none; a stage writes one as it ends"
-        hint = did_you_mean(model_tag, tags)
-        raise UserError(f"no sections of model_tag={model_tag} in {folder}; there are those of {known}{hint}")
+        raise UserError(f"no sections of model_tag={model_tag} in {folder}; there are those of {known}")
     model = chosen[-1]
+    files = {path.stem: path for path in [*model.parent.glob("*.json"), *model.glob("*.json")]}
     tables, chapters = [], []
-    for path in sorted([*model.parent.glob("*.json"), *model.glob("*.json")], key=order):
-        section = json.loads(path.read_text(encoding="utf-8"))
+    for stage in STAGES:
+        if stage not in files:
+            continue
+        section = json.loads(files[stage].read_text(encoding="utf-8"))
+        if not is_current(section):  # its results are not this model's, and its log may be another run's by now
+            continue
         made = "; ".join(section["made"].values())
         chapters += [f"## {section['title']}", f"*{made}*", section["body"].strip()]
-        older = older_model(section)
-        if older:  # its results are not this model's, and its log may be another run's by now
-            chapters.append(f"**{older}: not in the summary**")
-            continue
         tables.append(section["results"])
         if section["metrics"]:
-            chapters.append(plot_section(path.stem, base_dir() / section["metrics"], section["floor"], folder))
-    trained = "" if model.parent.name == UNKNOWN else f" (trained on {model.parent.name})"
-    parts = ["# nanochat report", f"- Model: {model.name}{trained}", summary(tables), *chapters]
+            chapters.append(plot_section(stage, base_dir() / section["metrics"], section["floor"], folder))
+    parts = ["# nanochat report", f"- Model: {model.name} (trained on {model.parent.name})", summary(tables), *chapters]
     write_text(folder / "report.md", "\n\n".join(part for part in parts if part) + "\n")
     return folder / "report.md"
 
@@ -141,33 +129,23 @@ def settings_table(config: dict[str, Any]) -> str:
 
 def provenance() -> dict[str, str]:
     """Date, machine and commit of this moment."""
-    machine = [f"{cpu_model()}, {os.cpu_count()} cores"]
+    machine = [f"{platform.machine()}, {os.cpu_count()} cores"]
     torch = sys.modules.get("torch")  # a stage that has not imported it has used no GPU
     if torch and torch.cuda.is_available():
         machine.append(f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}")
     return {
         "Date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "Machine": ", ".join(machine),
-        "Commit": commit(Path(__file__).resolve().parents[2]),
+        "Commit": commit(),
     }
 
 
-def cpu_model() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""  # not Linux
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1] if found else platform.machine()
-
-
-def commit(folder: Path) -> str:
-    """The short hash of the commit a folder is at, with "-dirty" if files differ from it; "none" without one."""
-    if not (folder / ".git").exists():
-        return "none"  # also for a copy without history inside somebody else's repository
+def commit() -> str:
+    """The short hash of the commit of this code, with "-dirty" if files differ from it; "none" without one."""
     # No locks: a report must not get in the way of a commit.
-    git = ["git", "--no-optional-locks", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
+    git = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "none"
+        done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
     except OSError:
         return "none"  # git is not installed
+    return done.stdout.strip() or "none"

@@ -64,8 +64,9 @@ def load_training_state(checkpoint: Path, sharding: Sharding, optimizers) -> Non
         if problem := first_problem(next(mismatches(weights, saved, sharding, kept), None)):
             raise UserError(f"{checkpoint} does not fit this run: {problem}")
         if sharding.zero_stage < 3:  # a rank has all weights; on stage 3 its shards, which are the masters
-            for name, _ in sharding.model.named_parameters():
-                sharding.load_whole(name, weights.get_tensor(name))
+            sharding.wait_for_params()
+            for name, p in sharding.model.named_parameters():
+                p.copy_(weights.get_tensor(name))  # in float32 that is its master as well
         elif not sharding.separate_masters:
             for s in sharding.shards:
                 s.master.copy_(weights.get_tensor(s.name).flatten()[s.start : s.end])
@@ -110,7 +111,5 @@ def mismatches(
     # Masters and moments, float32 in every run: all elements that this rank keeps must be in some file.
     for name, (start, end, _) in kept.items():
         found = sum(high - low for low, high, _ in overlaps(saved.get(name, []), start, end))
-        # Runs of plain Muon saved no second moments: theirs begin at zero, as in a new run.
-        began_without = name not in saved and name.startswith("muon.second_moment.")
-        if found < end - start and not began_without:
+        if found < end - start:
             yield f"{name} is not whole in its optimizer files (other optimizers?)"
