@@ -622,7 +622,7 @@ def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
         answer = server.ask("Once", "upon", MARKER, **ask)
         assert answer.choices[0].message.parts == to_parts(TOKENIZER, expected.tokens)
         assert answer.usage.prompt_tokens == len(text)
-        names = "chat.example.org:80", "CHAT.example.org", "localhost", "127.0.0.1:80", "[::1]:80"
+        names = "chat.example.org:80", "CHAT.example.org", "localhost", "127.0.0.1:80"
         for name in (*names, "localhost.evil.example", "evil.example:80"):
             response = server.http.get("/v1/models", headers={"Host": name})
             assert response.status_code == (200 if name in names else 421)

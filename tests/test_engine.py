@@ -579,14 +579,6 @@ def test_a_prompt_longer_than_the_context_is_an_error_or_truncated():
     assert engine.generate([prompt[:96]], GREEDY, truncate=True)[0].prompt == prompt[:96], "what fits is left alone"
 
 
-@pytest.mark.parametrize("prompt, message", [([5, V], f"5 to {V};.*0 to {V - 1}"), ([-1], "-1")])
-def test_bad_prompts_are_refused_when_they_come(prompt, message):
-    engine = Engine(random_model(), TOKENIZER)
-    with pytest.raises(UserError, match=message):
-        engine.add(prompt)
-    assert not engine.busy and engine.step() == []
-
-
 def test_a_newcomer_finds_a_place_where_one_owner_may_not_have_all():
     """Of three places two are the most for an owner: his third answer waits, another owner's begins at once."""
     engine = Engine(random_model(), TOKENIZER, max_batch=3, max_per_owner=2)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nanochat.corpus.own_files import KIND, KINDS, file_texts, files_below
 from nanochat.corpus.pydoc import documentation, first_paragraph, first_sentence
-from nanochat.inference.library import FORMAT, Passage, connect, key_of, last_part, library_path, stems
+from nanochat.inference.library import Passage, connect, key_of, last_part, library_path, stems
 from nanochat.inference.tools import Tools, open_tools
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError, first_line
@@ -72,7 +72,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
     place = library_path(name or source)
     with locked(place.with_name(f".{place.name}.lock")):
         recover_folder(place)  # what a killed process left
-        manifest = {"format": FORMAT, "source": source, "fingerprint": fingerprint(source)}
+        manifest = {"source": source, "fingerprint": fingerprint(source)}
         with write_aside(place) as aside:
             database = connect(aside.as_uri())
             database.create_function("key_of", 1, key_of)

@@ -142,10 +142,6 @@ class Engine:
         keeps its first token (<|bos|>) and its end, so that max_tokens, or half of the context, become free.
         """
         prompt = list(prompt)
-        vocab_size = self.model.config.vocab_size
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            tokens = f"tokens from {min(prompt)} to {max(prompt)}"
-            raise UserError(f"the prompt has {tokens}; this model knows 0 to {vocab_size - 1}")
         if len(prompt) <= self.context:
             return prompt
         if not truncate:

@@ -136,7 +136,7 @@ class Api:
         """What a body asks for, and its model. ApiError for what cannot be answered."""
         asked = kind.parse(body, self.defaults)
         model = self.find(asked.model)
-        prompts = asked.encode(model.tokenizer, model.chats)
+        prompts, echo_from = asked.encode(model.tokenizer, model.chats)
         size = len(prompts) * asked.n
         if size > model.max_choices:
             words = f"{size:,} answers at once; this server takes at most {model.max_choices}"
@@ -149,7 +149,6 @@ class Api:
         grammar = asked.grammar(model.tokenizer)
         tools = asked.calculates and model.chats and grammar is None
         sampling = asked.sampling(model.tokenizer, self.max_new_tokens, tools)
-        echo_from = asked.echo_from(prompts)
         request = Request(prompts, sampling, grammar, asked.n, asked.stop, client, echo_from)
         return asked, model, request
 
