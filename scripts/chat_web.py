@@ -54,7 +54,7 @@ top_k = 50                  # [0..] likewise: only the k most probable tokens; 0
 library: str | None = None  # name or file of a library for models to look into; None: that of Python, if it is there
 configure(globals())
 
-LOOPBACK = "127.0.0.1", "::1", "localhost"
+LOOPBACK = "127.0.0.1", "localhost"
 api_key = os.environ.get("NANOCHAT_API_KEY", "")    # a setting would show in the list of processes
 
 
@@ -68,8 +68,7 @@ if not sources or len(set(sources)) < len(sources):
 
 # The port first: whether it is free is known at once, a model takes longer to load. Connections wait until then.
 try:
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.create_server((host, port), family=family)
+    listener = socket.create_server((host, port))
     # For its connections as well. asyncio does so only for sockets that name their protocol; without it the second part
     # of each response, the body, waits 40 ms for the client to acknowledge the first.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -109,10 +108,9 @@ for stage in sources:
 
 hosts = names_in(allowed_hosts.lower())
 if hosts or host in LOOPBACK:   # else every name is answered
-    hosts += ["localhost", "127.0.0.1", "[::1]", host.lower()]
+    hosts += [*LOOPBACK, host.lower()]
 app = create_app(models, max_new_tokens, {"temperature": temperature, "top_k": top_k}, api_key, hosts)
-shown_host = f"[{host}]" if ":" in host else host
-url = f"http://{shown_host}:{listener.getsockname()[1]}"
+url = f"http://{host}:{listener.getsockname()[1]}"
 print0(f"{url} serves {', '.join(model.id for model in models)}; Ctrl-C ends it")
 Server(app, models).run(sockets=[listener])
 for model in models:

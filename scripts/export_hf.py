@@ -13,7 +13,7 @@ from typing import Literal
 from configurator import configure
 
 from nanochat.hf.card import model_card
-from nanochat.hf.model import FOLDER, export
+from nanochat.hf.model import export
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import recover_folder, write_folder_aside
 from nanochat.training.checkpoint import find_model, read_meta
@@ -24,19 +24,14 @@ model_tag: str | None = None  # folder of its checkpoints; None: the only one th
 step: int | None = None     # [0..] of the checkpoint; None: the newest valid one
 # ---- The folder
 output = ""                 # where it goes
-overwrite = False           # replace an exported folder that is there
 configure(globals())
 
 if not output:
     raise UserError("say where the folder is to be, such as --output=my-model")
 folder = Path(output).expanduser().resolve()
 recover_folder(folder)  # what a killed export left
-there = list(folder.glob("*"))
-others = sorted(path.name for path in there if not FOLDER.fullmatch(path.name))
-if others or folder.is_file():  # never removed
-    raise UserError(f"{folder} is no exported model alone: it has {', '.join(others[:3])}; choose another --output")
-if there and not overwrite:
-    raise UserError(f"{folder} is there; choose another --output, or --overwrite")
+if folder.exists():  # never removed
+    raise UserError(f"{folder} is there; choose another --output, or remove it")
 
 checkpoint = find_model(source, model_tag, step)
 meta = read_meta(checkpoint)

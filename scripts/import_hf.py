@@ -7,7 +7,6 @@ nanochat checkpoint of the classic layout (model_NNNNNN.pt, meta_NNNNNN.json, to
 
 Nothing in those files is run. A model that would not be the same one here is refused.
 """
-import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -16,17 +15,14 @@ from configurator import configure
 from nanochat.hf import classic
 from nanochat.hf import model as hf
 from nanochat.runtime.errors import UserError
-from nanochat.training.checkpoint import checkpoint_dir, list_steps, step_dir
+from nanochat.training.checkpoint import checkpoint_dir, list_steps
 from nanochat.training.saving import save_weights
 
 # ---- From
 input = ""                  # the folder
-tokenizer = ""              # its tokenizer.pkl or tokenizer.json, where that lies elsewhere
-step: int | None = None     # [0..] of a classic folder's checkpoints; None: the newest
 # ---- To
 source: Literal["base", "mid", "sft", "rl"] = "base"  # stage the model is at: the next one can begin with it
 model_tag: str | None = None  # folder of its checkpoints; None: named like the input
-overwrite = False           # remove the checkpoints that are there
 config = configure(globals())
 
 if not input:
@@ -34,21 +30,16 @@ if not input:
 folder = Path(input).expanduser().resolve()
 if not folder.is_dir():
     raise UserError(f"there is no folder {folder}")
-tokenizer_path = Path(tokenizer).expanduser().resolve() if tokenizer else None
 checkpoints = checkpoint_dir(source, model_tag or folder.name)
-before = list_steps(checkpoints)
-if before and not overwrite:
-    raise UserError(f"{checkpoints} has checkpoints; choose another --model_tag, or --overwrite")
+if list_steps(checkpoints):
+    raise UserError(f"{checkpoints} has checkpoints; choose another --model_tag, or remove them")
 
 if classic.list_models(folder):
-    there = classic.read_folder(folder, tokenizer_path, step)
+    there = classic.read_folder(folder)
 else:
-    there = hf.read_folder(folder, tokenizer_path)
+    there = hf.read_folder(folder)
 weights = hf.fit(there, folder)
 saved = save_weights(checkpoints, there.step, weights, there.tokenizer, there.config, {"config": config})
-for old in before:
-    if step_dir(checkpoints, old) != saved:
-        shutil.rmtree(step_dir(checkpoints, old))
 parameters = sum(tensor.numel() for tensor in weights.values())
 print(f"imported {parameters:,} parameters, vocabulary padded: {saved}")
 print(f"talk to it: python -m scripts.chat_cli --source={source} --model_tag={checkpoints.name}")

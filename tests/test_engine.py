@@ -221,7 +221,7 @@ def test_the_cache_grows_rarely_shrinks_and_is_dropped(monkeypatch, arch):
     [answer] = engine.generate([[1]], greedy(1000))
     assert len(answer.tokens) == 96, "the last token is written with the whole context read"
     assert len(growths) < 16 and max(growths) == 96 == growths[-1], growths
-    assert engine.model.kv.numel() == 0 and engine.model.lengths == []
+    assert engine.model.kv.numel() == 0 and engine.model.rows == []
 
     long, short = random_prompts(80, 3)
     engine.add(long, greedy(2))
@@ -579,14 +579,6 @@ def test_a_prompt_longer_than_the_context_is_an_error_or_truncated():
     assert engine.generate([prompt[:96]], GREEDY, truncate=True)[0].prompt == prompt[:96], "what fits is left alone"
 
 
-@pytest.mark.parametrize("prompt, message", [([], "empty"), ([5, V], f"5 to {V};.*0 to {V - 1}"), ([-1], "-1")])
-def test_bad_prompts_are_refused_when_they_come(prompt, message):
-    engine = Engine(random_model(), TOKENIZER)
-    with pytest.raises(UserError, match=message):
-        engine.add(prompt)
-    assert not engine.busy and engine.step() == []
-
-
 def test_a_newcomer_finds_a_place_where_one_owner_may_not_have_all():
     """Of three places two are the most for an owner: his third answer waits, another owner's begins at once."""
     engine = Engine(random_model(), TOKENIZER, max_batch=3, max_per_owner=2)
@@ -634,7 +626,7 @@ def test_a_prompt_that_cannot_be_read_costs_nobody_else_anything(monkeypatch):
         assert answer.tokens == uncached(model, answer.prompt, 30)
     with pytest.raises(MemoryError, match="no room"):
         engine.generate(prompts, GREEDY)
-    assert not engine.busy and engine.model.lengths == []
+    assert not engine.busy and engine.model.rows == []
 
 
 # ---- The tool

@@ -158,7 +158,7 @@ def test_saved_and_loaded_it_is_the_same(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "new" / "folder")
     loaded = Tokenizer.load(tmp_path / "new" / "folder")
     assert loaded.fingerprint == tokenizer.fingerprint and loaded.merges == tokenizer.merges
-    assert loaded.get_vocab_size() == tokenizer.get_vocab_size() and loaded.special_tokens == SPECIAL_TOKENS
+    assert loaded.get_vocab_size() == tokenizer.get_vocab_size()
     assert loaded.encode(NASTY) == tokenizer.encode(NASTY)
     assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == [FILE_NAME]
 

@@ -169,8 +169,8 @@ def visit(browser, server):
 
 
 def running(server: str) -> float:
-    with urllib.request.urlopen(f"{server}/metrics") as response:
-        return float(re.search(r"^nanochat_running\{.*\} (\S+)$", response.read().decode(), re.MULTILINE)[1])
+    with urllib.request.urlopen(f"{server}/health") as response:
+        return json.load(response)["running"]
 
 
 def wait_until(condition, page) -> None:

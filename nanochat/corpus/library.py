@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nanochat.corpus.own_files import KIND, KINDS, file_texts, files_below
 from nanochat.corpus.pydoc import documentation, first_paragraph, first_sentence
-from nanochat.inference.library import FORMAT, Library, Passage, connect, key_of, last_part, library_path, stems
+from nanochat.inference.library import Passage, connect, key_of, last_part, library_path, stems
 from nanochat.inference.tools import Tools, open_tools
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError, first_line
@@ -72,7 +72,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
     place = library_path(name or source)
     with locked(place.with_name(f".{place.name}.lock")):
         recover_folder(place)  # what a killed process left
-        manifest = {"format": FORMAT, "source": source, "fingerprint": fingerprint(source)}
+        manifest = {"source": source, "fingerprint": fingerprint(source)}
         with write_aside(place) as aside:
             database = connect(aside.as_uri())
             database.create_function("key_of", 1, key_of)
@@ -87,19 +87,14 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
     return place
 
 
-def changes(library: Library) -> str:
-    """A line for a library whose source has changed since; "" where it has not."""
-    source = library.manifest["source"]
-    if library.manifest["fingerprint"] == fingerprint(source):
-        return ""
-    return f"{source} has changed since {library.path} was made: python -m scripts.library --source={source}"
-
-
 def open_library(file: str | None) -> Tools:
-    """The tools with a library, as `open_tools`; a line where it is not that of the files as they are now."""
+    """The tools with a library, as `open_tools`; a line where its source has changed since."""
     tools = open_tools(file)
-    if tools.library and (changed := changes(tools.library)):
-        print0(f"warning: {changed}")
+    if tools.library:
+        source = tools.library.manifest["source"]
+        if tools.library.manifest["fingerprint"] != fingerprint(source):
+            again = f"python -m scripts.library --source={source}"
+            print0(f"warning: {source} has changed since {tools.library.path} was made: {again}")
     return tools
 
 
@@ -112,8 +107,7 @@ def fingerprint(source: str) -> str:
 
 
 def files_of(source: Path) -> list[Path]:
-    files = [source] if source.is_file() else files_below(source)
-    return [file for file in files if KIND.search(file.name)]
+    return [file for file in files_below(source) if KIND.search(file.name)]
 
 
 # ---- Passages

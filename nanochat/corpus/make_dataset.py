@@ -30,8 +30,7 @@ HUB = {
     "climbmix": ("karpathy/climbmix-400b-shuffle", 6542),
 }
 DOWNLOADS = 4   # files at a time
-# Documents dropped as duplicates, as empty, by num_shards; characters that were replaced.
-COUNTED = ("duplicates", "empty", "left_out", "invalid")
+COUNTED = ("duplicates", "invalid")     # documents that were dropped; characters that were replaced
 NAMED = (*OFFLINE, *REMOTE)
 SOURCES = "tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file of your own"
 
@@ -142,12 +141,8 @@ def write_manifest(folder: Path, name: str, settings: dict, shards: list[dict], 
 
 def default_name(source: str) -> str:
     """The data set's name where none was given: the source's own, without folders and suffixes."""
-    if source in NAMED:
-        return source
-    if source.startswith("hf:"):
-        return Path(source.split(":")[1]).name
-    path = Path(source).expanduser().resolve()
-    return path.name if path.is_dir() else KIND.sub("", path.name)
+    path = source.split(":")[1] if source.startswith("hf:") else source
+    return KIND.sub("", Path(path).name)
 
 
 def check_name(name: str, source: str) -> None:

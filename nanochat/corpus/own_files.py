@@ -30,7 +30,7 @@ def own_documents(path: Path, field: str, tally: Counter, encoding: str) -> Iter
 
     encoding: of text files that are not UTF-8. Characters that cannot be read are replaced by U+FFFD, and counted.
     """
-    there = [path] if path.is_file() else list(files_below(path))
+    there = list(files_below(path))
     files = [file for file in there if KIND.search(file.name)]
     others = [str(file.relative_to(path)) for file in there if file not in files]
     if not files:
@@ -50,7 +50,9 @@ def own_documents(path: Path, field: str, tally: Counter, encoding: str) -> Iter
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """All files below a folder that are not hidden, in a fixed order."""
+    """All files below a folder that are not hidden, in a fixed order; a file is its own."""
+    if folder.is_file():
+        yield folder
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if path.is_file() and not hidden:

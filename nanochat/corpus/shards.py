@@ -41,7 +41,7 @@ def build(folder: Path, documents: Iterable[tuple[str, str]], seed: int, shard_b
 
     shard_bytes: text per training shard, roughly; the shards are made equally large.
     max_shards: training shards to write at most, -1 for all; the first N do not depend on how many follow.
-    tally: counts empty documents, duplicates and left_out ones into it.
+    tally: counts duplicates into it.
     what: the source's name, for errors.
     Returns the manifest's entry of each shard. Raises UserError where there is too little text for two shards.
     """
@@ -54,7 +54,7 @@ def build(folder: Path, documents: Iterable[tuple[str, str]], seed: int, shard_b
             " one to train on and one to validate on"
         )
     held_out = choose_held_out(sizes, total if max_shards < 0 else min(total, max_shards * shard_bytes), shard_bytes)
-    paths = write_shards(folder, buckets, held_out, int(sizes[~held_out].sum()), shard_bytes, max_shards, tally)
+    paths = write_shards(folder, buckets, held_out, int(sizes[~held_out].sum()), shard_bytes, max_shards)
     for bucket in buckets:
         bucket.unlink()
     return [describe(path, sha256(path)) for path in paths]
@@ -68,7 +68,6 @@ def spool(buckets: list[Path], documents: Iterable[tuple[str, str]], seed: int, 
         files = [stack.enter_context(open(bucket, "wb")) for bucket in buckets]
         for text, kin in documents:
             if not text.strip():
-                tally["empty"] += 1
                 continue
             data = text.encode(errors="replace")  # half a surrogate pair, which JSON can hold, becomes "?"
             key = content_key(seed, data)
@@ -107,7 +106,7 @@ def choose_held_out(sizes: np.ndarray, total: int, shard_bytes: int) -> np.ndarr
 
 
 def write_shards(folder: Path, buckets: list[Path], held_out: np.ndarray, train_bytes: int, shard_bytes: int,
-                 max_shards: int, tally: Counter) -> list[Path]:
+                 max_shards: int) -> list[Path]:
     """Second pass: the records in the order of their keys, into equally large training shards and one of validation."""
     number = max(1, round(train_bytes / shard_bytes))
     number_to_write = number if max_shards < 0 else min(number, max_shards)
@@ -115,9 +114,7 @@ def write_shards(folder: Path, buckets: list[Path], held_out: np.ndarray, train_
     for slot, text in (record for bucket in buckets for record in read_bucket(bucket)):
         if held_out[slot]:
             val.append(text)
-        elif len(paths) == number_to_write:
-            tally["left_out"] += 1
-        else:
+        elif len(paths) < number_to_write:
             train.append(text)
             size += len(text)
             # The last of all takes what rounding leaves; with a limit, the last one ends like the others.

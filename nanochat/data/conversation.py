@@ -32,8 +32,7 @@ class Rendered(NamedTuple):
 
 def check_conversation(conversation: Conversation, where: str = "conversation") -> None:
     """UserError, beginning with `where`, for anything but turns as described above."""
-    problem = problem_with(conversation)
-    if problem:
+    if problem := problem_with(conversation):
         raise UserError(f"{where}: {problem}")
 
 

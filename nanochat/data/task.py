@@ -7,7 +7,7 @@ A task: a sequence of conversations with a judge. The tasks themselves are in na
 """
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from nanochat.data.conversation import Conversation
 
@@ -30,7 +30,11 @@ class Task(Sequence):
         Whether the answer is right. Generative: the text that the assistant wrote, without calls of tools and their
         output. Categorical: the letter chosen.
         """
-        return answer == reference(conversation)
+        return self.result(answer) == self.result(reference(conversation))
+
+    def result(self, answer: str) -> Any:
+        """What of an answer is judged."""
+        return answer
 
     def reward(self, conversation: Conversation, answer: str) -> float:
         """What reinforcement learning gives for the answer."""

@@ -49,21 +49,19 @@ FILE_NAME = "tokenizer_nanochat.json"        # not tokenizer.json: that name pro
 class Tokenizer:
     """An immutable vocabulary, ready to encode. `encoding` is the tiktoken encoder of the ordinary tokens."""
 
-    def __init__(self, merges: Sequence[bytes], pattern: str = SPLIT_PATTERN,
-                 special_tokens: Sequence[str] = SPECIAL_TOKENS) -> None:
+    def __init__(self, merges: Sequence[bytes], pattern: str = SPLIT_PATTERN) -> None:
         """merges: the bytes of the tokens after the 256 single bytes, in rank order."""
         self.merges = tuple(merges)
         self.pattern = pattern
-        self.special_tokens = tuple(special_tokens)
         self.raw_tokens = [bytes([byte]) for byte in range(256)] + list(merges)  # id -> bytes, without the specials
-        self._special_ids = {name: len(self.raw_tokens) + i for i, name in enumerate(self.special_tokens)}
+        self._special_ids = {name: len(self.raw_tokens) + i for i, name in enumerate(SPECIAL_TOKENS)}
         self.encoding = tiktoken.Encoding(
             "nanochat", pat_str=pattern, special_tokens=self._special_ids,
             mergeable_ranks={token: rank for rank, token in enumerate(self.raw_tokens)})
 
     def content(self) -> dict[str, object]:
         """Everything that decides how a text is encoded, as plain data."""
-        return {"pattern": self.pattern, "special_tokens": list(self.special_tokens),
+        return {"pattern": self.pattern, "special_tokens": list(SPECIAL_TOKENS),
                 "merges": [base64.b64encode(token).decode("ascii") for token in self.merges]}
 
     @functools.cached_property
@@ -84,7 +82,7 @@ class Tokenizer:
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
             merges = [base64.b64decode(token, validate=True) for token in document["merges"]]
-            tokenizer = cls(merges, document["pattern"], document["special_tokens"])
+            tokenizer = cls(merges, document["pattern"])
             if tokenizer.fingerprint == document["fingerprint"]:
                 return tokenizer
         except (OSError, ValueError, KeyError, TypeError):  # missing, not UTF-8, JSON or base64, not what was written
@@ -126,7 +124,7 @@ class Tokenizer:
 
     def get_vocab_size(self) -> int:
         """Number of ids, special tokens included."""
-        return len(self.raw_tokens) + len(self.special_tokens)
+        return len(self.raw_tokens) + len(SPECIAL_TOKENS)
 
     def token_bytes(self) -> np.ndarray:
         """
@@ -134,7 +132,7 @@ class Tokenizer:
 
         Counted on the raw bytes: half an emoji decodes to U+FFFD, which would always count as three.
         """
-        return np.array([len(token) for token in self.raw_tokens] + [0] * len(self.special_tokens), dtype=np.int32)
+        return np.array([len(token) for token in self.raw_tokens] + [0] * len(SPECIAL_TOKENS), dtype=np.int32)
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -14,37 +14,30 @@ from torch import Tensor
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.hf.model import Imported, read_json, to_config
-from nanochat.hf.tokenizer import from_hf, from_ranks
+from nanochat.hf.tokenizer import from_ranks
 from nanochat.runtime.errors import UserError, first_line
 
 
 def list_models(folder: Path) -> dict[int, Path]:
-    """The model files of a folder by their step, rising."""
+    """The model files of a folder by their step."""
     found = {}
     for path in folder.glob("model_*.pt"):
         if match := re.fullmatch(r"model_(\d+)\.pt", path.name):
             found[int(match[1])] = path
-    return dict(sorted(found.items()))  # by number: 1000000 is newer than 999999
+    return found
 
 
-def read_folder(folder: Path, tokenizer_path: Path | None = None, step: int | None = None) -> Imported:
-    """
-    The checkpoint of a step, None for the newest. tokenizer_path: a tokenizer.pkl or tokenizer.json that lies
-    elsewhere. UserError for anything that would not be the same model here.
-    """
+def read_folder(folder: Path) -> Imported:
+    """The newest checkpoint. UserError for anything that would not be the same model here."""
     models = list_models(folder)
-    if step is None:
-        step = max(models)
-    if step not in models:
-        raise UserError(f"there is no model of step {step} in {folder} (steps there: {', '.join(map(str, models))})")
+    step = max(models)  # by number: 1000000 is newer than 999999
     path = models[step].with_name(models[step].name.replace("model_", "meta_", 1)).with_suffix(".json")
     # Such files do not say the softcap and the rotary base: GPTConfig's defaults are the classic layout's.
     config = to_config(read_json(path).get("model_config", {}), path)
-    found = tokenizer_path or folder / "tokenizer.pkl"
-    if not found.is_file():
-        raise UserError(f"there is no {found}; say where it is with --tokenizer=PATH")
-    tokenizer = from_hf(found) if found.suffix == ".json" else read_tokenizer(found)
-    return Imported(config, read_weights(models[step]), tokenizer, step)
+    tokenizer = folder / "tokenizer.pkl"
+    if not tokenizer.is_file():
+        raise UserError(f"there is no {tokenizer}; copy the model's tokenizer there")
+    return Imported(config, read_weights(models[step]), read_tokenizer(tokenizer), step)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -28,11 +28,6 @@ from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import MODEL_FILE
 from nanochat.training.saving import write_tensors
 
-FOLDER = re.compile(  # every file of an exported folder, also of earlier versions
-    r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|padding\.nanochat|config\.json|"
-    r"generation_config\.json|tokenizer\.json|tokenizer_config\.json|chat_template\.jinja|README\.md|"
-    r"(modeling_nanochat|nanochat_\w+)\.py"
-)
 MODELING = Path(__file__).with_name("modeling_nanochat.py")
 OUR_IMPORT = re.compile(r"^from nanochat\.(\w+)\.(\w+) import", re.MULTILINE)
 MODERN = "nanochat_modern"
@@ -166,7 +161,7 @@ def write_json(path: Path, content: dict) -> None:
 
 # ---- Import
 
-def read_folder(folder: Path, tokenizer_path: Path | None = None) -> Imported:
+def read_folder(folder: Path) -> Imported:
     """A folder of `export` or a NanoChatForCausalLM. UserError for what would not be the same model here."""
     path = folder / "config.json"
     there = read_json(path)
@@ -199,8 +194,7 @@ def read_folder(folder: Path, tokenizer_path: Path | None = None) -> Imported:
             raise UserError(f"{file} is damaged: {error}") from error
         for name, tensor in tensors.items():
             weights[ours.get(name, name)] = tensor  # `fit` refuses unknown names
-    tokenizer = from_hf(tokenizer_path or folder / "tokenizer.json")
-    return Imported(config, weights, tokenizer, there.get(STEP, 0))
+    return Imported(config, weights, from_hf(folder / "tokenizer.json"), there.get(STEP, 0))
 
 
 def read_json(path: Path) -> dict:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from nanochat.data.tokenizer import Tokenizer
+from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 # Special tokens after which the text belongs to a part of this type.
 STARTS = {"<|python_start|>": "python", "<|python_end|>": "text",
@@ -23,7 +23,7 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.type = "text"
-        self.starts = {tokenizer.encode_special(name): STARTS.get(name) for name in tokenizer.special_tokens}
+        self.starts = {tokenizer.encode_special(name): STARTS.get(name) for name in SPECIAL_TOKENS}
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token: int) -> list[Delta]:

@@ -142,12 +142,6 @@ class Engine:
         keeps its first token (<|bos|>) and its end, so that max_tokens, or half of the context, become free.
         """
         prompt = list(prompt)
-        vocab_size = self.model.config.vocab_size
-        if not prompt:
-            raise UserError("an empty prompt; expected at least <|bos|>")
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            tokens = f"tokens from {min(prompt)} to {max(prompt)}"
-            raise UserError(f"the prompt has {tokens}; this model knows 0 to {vocab_size - 1}")
         if len(prompt) <= self.context:
             return prompt
         if not truncate:
@@ -371,7 +365,7 @@ class Engine:
     def _free(self, row: int) -> None:
         """Drop the answer in a row. The prompt cache keeps a copy; the last row moves here, as in `CachedModel`."""
         answer = self.running[row]
-        tokens = (answer.prompt + answer.tokens)[: self.model.lengths[row]]  # those that the model has read
+        tokens = (answer.prompt + answer.tokens)[: self.model.rows[row].length]  # those that the model has read
         self.prompt_cache.keep(tokens, answer.owner, partial(self.model.piece, row))
         self.model.remove(row)
         self.running[row] = self.running[-1]

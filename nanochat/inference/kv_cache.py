@@ -66,9 +66,7 @@ class CachedModel:
 
     def clear(self) -> None:
         """Forget every sequence."""
-        self.lengths: list[int] = []    # of each row: tokens that have been read
-        self.last: list[int] = []       # of each row: the last of them, which the next one's embedding needs
-        self.begins: list[int] = []     # of each row: where its last document begins
+        self.rows: list[Prefix] = []    # what has been read of each row, without its tensors
         config = self.config
         self.kv = self.model.lm_head.weight.new_empty(config.n_layer, 2, 0, config.n_kv_head, 0, config.head_dim)
 
@@ -138,12 +136,10 @@ class CachedModel:
     @torch.inference_mode()
     def insert(self, prefix: Prefix) -> None:
         """Add a row that continues a prefix."""
-        row = len(self.lengths)
+        row = len(self.rows)
         self.reserve(row + 1, prefix.length)
         self.kv[:, :, row, :, : prefix.length] = torch.cat(prefix.pieces, dim=3)
-        self.lengths.append(prefix.length)
-        self.last.append(prefix.last)
-        self.begins.append(prefix.begin)
+        self.rows.append(prefix._replace(pieces=(), hidden=None))
 
     @torch.inference_mode()
     def piece(self, row: int, start: int, end: int) -> Tensor:
@@ -153,19 +149,15 @@ class CachedModel:
     @torch.inference_mode()
     def remove(self, row: int) -> None:
         """Free a row; the last one moves into its place, so that rows 0 to n − 1 are always the ones in use."""
-        length = self.lengths.pop()
-        last = self.last.pop()
-        begin = self.begins.pop()
-        end = len(self.lengths)
+        moved = self.rows.pop()
+        end = len(self.rows)
         if row != end:
-            self.lengths[row] = length
-            self.last[row] = last
-            self.begins[row] = begin
-            self.kv[:, :, row, :, :length] = self.kv[:, :, end, :, :length]
-        if not self.lengths:
+            self.rows[row] = moved
+            self.kv[:, :, row, :, : moved.length] = self.kv[:, :, end, :, : moved.length]
+        if not self.rows:
             self.clear()
             return
-        capacity = self.rounded(1.25 * max(self.lengths))
+        capacity = self.rounded(1.25 * max(prefix.length for prefix in self.rows))
         if self.kv.size(4) > 2 * capacity:  # a long sequence has left: nobody should go on computing with its positions
             self.resize(self.kv.size(2), capacity)
 
@@ -174,17 +166,18 @@ class CachedModel:
         """Read one more token in every row; returns the raw logits after it, (rows, vocab_size) in float32."""
         rows, device = len(tokens), self.kv.device
         heads = self.config.n_kv_head
-        longest = max(self.lengths) + 1
+        extended, columns = [], []
+        for prefix, token in zip(self.rows, tokens):
+            begin = prefix.length if token == self.config.document_token else prefix.begin
+            extended.append(Prefix(length=prefix.length + 1, last=token, begin=begin))
+            columns.append((token, prefix.last, prefix.length, begin))
+        longest = max(prefix.length for prefix in extended)
         self.reserve(rows, longest)
         # Nobody needs the positions beyond the longest row. They are left out in float32 on a CPU alone: its products
         # in bfloat16 are 2 to 10 times slower where the cache is not contiguous.
         if self.kv.dtype != torch.float32 or device.type != "cpu":
             longest = self.kv.size(4)
-        for row, token in enumerate(tokens):
-            if token == self.config.document_token:
-                self.begins[row] = self.lengths[row]
-        columns = [tokens, self.last, self.lengths, self.begins]
-        now, previous, positions, begins = torch.tensor(columns, device=device)  # one copy to the device
+        now, previous, positions, begins = torch.tensor(columns, device=device).T  # one copy to the device
         all_rows = torch.arange(rows, device=device)
         keys = torch.arange(longest, device=device)     # (K,)
 
@@ -207,8 +200,7 @@ class CachedModel:
             return scaled_dot_product(grouped, k, v, masks[self.config.window(layer)], offset).view(q.shape)
 
         logits = self.logits(self.hidden(now, previous, positions, attend))
-        self.lengths = [length + 1 for length in self.lengths]
-        self.last = list(tokens)
+        self.rows = extended
         return logits
 
     # ---- Both

@@ -23,7 +23,6 @@ try:
 except ImportError:  # a Python that was built without it
     sqlite3 = None
 
-FORMAT = 1
 COMMAND = "python -m scripts.library --source=…"
 TERMS = 5          # stems of a question that passages are chosen by, the rarest: frequent ones take most of the time
 CANDIDATES = 20    # passages that BM25 puts first, compared closely
@@ -74,8 +73,6 @@ class Library:
         try:
             self.manifest = dict(self.connection.execute("SELECT key, value FROM manifest"))
             self.passages = int(self.manifest["passages"])
-            if int(self.manifest["format"]) > FORMAT:
-                raise UserError(f"{path} was made by a newer version of this program: make it again, {COMMAND}")
         except (sqlite3.Error, LookupError, ValueError) as error:
             raise UserError(f"{path} is no library, or damaged ({error}): make it again, {COMMAND}") from error
         self.connection.set_progress_handler(lambda: time.monotonic() > self.deadline, 10_000)

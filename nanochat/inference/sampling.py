@@ -1,27 +1,51 @@
 """Drawing tokens: what a request may ask for, and one draw for every row of a batch at once."""
+import copy
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanochat.model.loss import cap
+from nanochat.runtime.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 COLDEST = 1e-5  # temperatures below it are greedy
 
 
-class Grammar(Protocol):
-    """The tokens that may come next in one answer. A stop token is allowed exactly when the answer may end."""
-    allowed: Tensor     # (V,) bool, on the CPU; at least one is true
+class Grammar:
+    """
+    What one answer may still become. allowed: (V,) bool, the tokens that may come next; a token that ends the answer is
+    among them exactly when what was written is complete.
+    """
 
-    def start(self) -> Self:
-        """A copy for an answer of its own."""
+    def __init__(self, matcher: "LLMatcher", vocab_size: int):
+        """UserError if the grammar is wrong or not supported."""
+        self.matcher, self.vocab_size = matcher, vocab_size
+        self.allowed = self._allowed()
+
+    def start(self) -> "Grammar":
+        """A copy, for one more answer."""
+        other = copy.copy(self)
+        other.matcher = self.matcher.deep_copy()
+        return other
 
     def advance(self, token: int) -> None:
-        """The answer got this token, an allowed one. UserError when it is too hard to say what may follow."""
+        """The answer has one token more, an allowed one. UserError when it takes too long to find the next ones."""
+        self.matcher.consume_token(token)
+        self.allowed = self._allowed()
+
+    def _allowed(self) -> Tensor:
+        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+        if self.matcher.is_error():
+            raise UserError(f"the form of the answer: {first_line(ValueError(self.matcher.get_error()))}")
+        return torch.from_numpy(np.unpackbits(bits, count=self.vocab_size, bitorder="little").view(bool))
 
 
 @dataclass(frozen=True)

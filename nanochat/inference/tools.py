@@ -9,7 +9,6 @@ Where nothing is found, "nothing" comes back, so that the model can say so. A pa
 encoded as text, and at most RESULT_TOKENS of it are read, whole sentences if possible.
 """
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from nanochat.data.tokenizer import Tokenizer
@@ -19,6 +18,7 @@ from nanochat.inference.library import Library, Passage, library_path
 NOTHING = "nothing"
 MOST_CALLS = 3      # of a library in one answer: a model that repeats itself would never end
 RESULT_TOKENS = 64  # a model with a context of 256 has to keep room for the question and the answer
+QUERIES = ("lookup", "search")  # methods of a library that can be called
 CALL = re.compile(r"\s*(\w+)\(\s*(['\"])(.*)\2\s*\)\s*", re.DOTALL)
 SENTENCE_END = re.compile(r"(?<=[.!?]) |(?<=[。！？])")
 
@@ -28,15 +28,13 @@ class Tools:
 
     def __init__(self, library: Library | None = None) -> None:
         self.library = library
-        self.queries: dict[str, Callable[[str], Passage | None]] = {}  # by the name that a call has
-        if library:
-            self.queries = {"lookup": library.lookup, "search": library.search}
 
     def find(self, expression: str) -> Passage | None:
         """The passage that a call finds."""
         call = CALL.fullmatch(expression)
-        query = self.queries.get(call[1]) if call else None
-        return query(call[3].strip()) if query else None
+        if call is None or self.library is None or call[1] not in QUERIES:
+            return None
+        return getattr(self.library, call[1])(call[3].strip())
 
     def result(self, expression: str, tokenizer: Tokenizer, calls: int) -> str | None:
         """

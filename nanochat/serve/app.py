@@ -1,5 +1,5 @@
 """
-The chat server as a web application: the page, OpenAI's interface, health and metrics.
+The chat server as a web application: the page, OpenAI's interface and health.
 
 The life of a request: `Gate` lets it in (gate.py), `Api.answer` has it read and checked (requests.py, responses.py),
 gives it to a worker (worker.py) and turns the chunks that come back into JSON or into server-sent events (replies.py).
@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -42,14 +41,13 @@ def create_app(
     routes = [
         Route("/", page),
         Route("/health", api.health),
-        Route("/metrics", api.metrics),
         Route("/v1/models", api.list_models),
         Route("/v1/models/{id}", api.one_model),
         Route("/v1/chat/completions", partial(api.answer, ChatRequest, ChatReply), methods=["POST"]),
         Route("/v1/completions", partial(api.answer, CompletionRequest, Reply), methods=["POST"]),
         Route("/v1/responses", partial(api.answer, ResponsesRequest, ResponsesReply), methods=["POST"]),
     ]
-    gate = Middleware(Gate, responses=api.responses, api_key=api_key, hosts=hosts)
+    gate = Middleware(Gate, api_key=api_key, hosts=hosts)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -76,32 +74,26 @@ async def page(http: HttpRequest) -> Response:
 
 
 class Api:
-    """The endpoints that speak of models, and the metrics that Prometheus reads."""
+    """The endpoints that speak of models."""
 
     def __init__(self, models: list[ServedModel], max_new_tokens: int, defaults: Json):
         self.models = {model.id: model for model in models}
         self.max_new_tokens, self.defaults = max_new_tokens, defaults
-        self.registry = CollectorRegistry()
-        self.responses = Counter(
-            "nanochat_requests", "Responses by path and status", ["path", "status"], registry=self.registry)
-        each = {"labelnames": ["model"], "registry": self.registry}
-        self.tokens = Counter("nanochat_tokens", "Tokens written", **each)
-        running = Gauge("nanochat_running", "Answers being written", **each)
-        waiting = Gauge("nanochat_queue_length", "Answers that wait for a place", **each)
-        for model in models:
-            self.tokens.labels(model.id)  # 0 before the first one
-            running.labels(model.id).set_function(lambda model=model: model.running)
-            waiting.labels(model.id).set_function(lambda model=model: model.waiting)
-
-    async def metrics(self, http: HttpRequest) -> Response:
-        return Response(generate_latest(self.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def health(self, http: HttpRequest) -> Response:
-        """200 while every model can answer. The state of each worker: loading, ready or dead."""
-        states = {model.id: [worker.state for worker in model.workers] for model in self.models.values()}
-        if all("ready" in its_states for its_states in states.values()):
-            return JSONResponse({"status": "ok", "models": states})
-        return JSONResponse({"status": "unavailable", "models": states}, 503)
+        """
+        200 while every model can answer. The state of each worker: loading, ready or dead; and how many answers are
+        being written, and wait for a place.
+        """
+        models = self.models.values()
+        states = {model.id: [worker.state for worker in model.workers] for model in models}
+        ready = all("ready" in its_states for its_states in states.values())
+        body = {
+            "status": "ok" if ready else "unavailable",
+            "running": sum(model.running for model in models), "waiting": sum(model.waiting for model in models),
+            "models": states,
+        }
+        return JSONResponse(body, 200 if ready else 503)
 
     async def list_models(self, http: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self.describe(model) for model in self.models.values()]})
@@ -131,7 +123,7 @@ class Api:
         reply = make_reply(asked, model, request)
         pending = model.submit(request)
         pending.watcher = asyncio.create_task(cancel_at_the_end(http, pending))
-        chunks = self.chunks(model, pending)
+        chunks = pending.chunks()
         if not asked.stream:
             async for several in chunks:
                 reply.add(several)
@@ -144,7 +136,7 @@ class Api:
         """What a body asks for, and its model. ApiError for what cannot be answered."""
         asked = kind.parse(body, self.defaults)
         model = self.find(asked.model)
-        prompts = asked.encode(model.tokenizer, model.chats)
+        prompts, echo_from = asked.encode(model.tokenizer, model.chats)
         size = len(prompts) * asked.n
         if size > model.max_choices:
             words = f"{size:,} answers at once; this server takes at most {model.max_choices}"
@@ -157,14 +149,8 @@ class Api:
         grammar = asked.grammar(model.tokenizer)
         tools = asked.calculates and model.chats and grammar is None
         sampling = asked.sampling(model.tokenizer, self.max_new_tokens, tools)
-        echo_from = asked.echo_from(prompts)
         request = Request(prompts, sampling, grammar, asked.n, asked.stop, client, echo_from)
         return asked, model, request
-
-    async def chunks(self, model: ServedModel, pending: Pending) -> Chunks:
-        async for several in pending.chunks():
-            self.tokens.labels(model.id).inc(sum(chunk.tokens for chunk in several))
-            yield several
 
 
 async def joined(first: list[Chunk], later: Chunks) -> Chunks:

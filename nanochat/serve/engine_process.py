@@ -193,11 +193,10 @@ class EngineProcess:
     def compile(self, request: Request) -> None:
         """In the grammars' thread: tokens wait for no grammar, grammars for each other."""
         try:
-            grammar = compile_grammar(request.grammar, self.engine.tokenizer)
+            done = partial(self.add, request, compile_grammar(request.grammar, self.engine.tokenizer))
         except Exception as error:
-            self.inbox.put(partial(self.fail, request, error))
-        else:
-            self.inbox.put(partial(self.add, request, grammar))
+            done = partial(self.fail, request, error)
+        self.inbox.put(done)
 
     def add(self, request: Request, grammar: Grammar | None = None) -> None:
         if grammar:

@@ -3,7 +3,6 @@ import hmac
 import re
 from collections.abc import Collection
 
-from prometheus_client import Counter
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -15,7 +14,7 @@ from nanochat.runtime.console import log_error
 from nanochat.serve.protocol import ApiError
 
 MAX_BODY_BYTES = 2**20
-OPEN_PATHS = "/", "/health", "/metrics"     # everybody may read them
+OPEN_PATHS = "/", "/health"     # everybody may read them
 SAFE = (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"), (b"cache-control", b"no-store")
 
 
@@ -45,39 +44,36 @@ async def show_error(http: HttpRequest, error: HTTPException) -> Response:
 
 class Gate:
     """
-    Around everything: only clients who may ask get in, responses are counted, and an unforeseen error is answered; the
-    log says where it happened, without words of users. Requests that reach no endpoint count as "other".
+    Around everything: only clients who may ask get in, and an unforeseen error is answered; the log says where it
+    happened, without words of users.
     """
 
-    def __init__(self, app: ASGIApp, responses: Counter, api_key: str, hosts: Collection[str]):
-        self.app, self.responses = app, responses
-        self.api_key, self.hosts = api_key, hosts
+    def __init__(self, app: ASGIApp, api_key: str, hosts: Collection[str]):
+        self.app, self.api_key, self.hosts = app, api_key, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         started = False
 
-        async def send_counted(message: Message) -> None:
+        async def send_safely(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                path = scope["path"] if "endpoint" in scope else "other"
-                self.responses.labels(path, str(message["status"])).inc()
                 message["headers"] = [*message["headers"], *SAFE]
             await send(message)
 
         http = HttpRequest(scope, receive)
         try:
             self.check(scope["path"], http.headers)
-            await self.app(scope, receive, send_counted)
+            await self.app(scope, receive, send_safely)
         except Exception as error:
             if not isinstance(error, ApiError):
                 log_error("a request failed", error)
                 error = ApiError(500, "something went wrong inside the server")
             if not started:
                 response = await show_error(http, error)
-                await response(scope, receive, send_counted)
+                await response(scope, receive, send_safely)
 
     def check(self, path: str, headers: Headers) -> None:
         """

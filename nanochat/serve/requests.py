@@ -125,10 +125,6 @@ class BaseRequest(BaseModel):
                 raise ApiError(400, words, "unsupported_parameter", name[:80])
         return asked
 
-    def echo_from(self, prompts: list[list[int]]) -> list[int]:
-        """For each prompt, from which token on it is repeated; []: no prompt is."""
-        return []
-
     def grammar(self, tokenizer: Tokenizer) -> str | None:
         """A grammar's expression for the answer; None: any text."""
         return None
@@ -211,15 +207,18 @@ class ConversationRequest(BaseRequest):
     def turns(self) -> list[Json]:
         return [message.turn() for message in self.messages]
 
-    def encode(self, tokenizer: Tokenizer, chats: bool) -> list[list[int]]:
-        """The prompt. chats: False for a base model, for which messages are one text to continue."""
+    def encode(self, tokenizer: Tokenizer, chats: bool) -> tuple[list[list[int]], list[int]]:
+        """
+        The prompts, and for each the token from which on it is repeated; []: none is. chats: False for a base model,
+        for which messages are one text to continue.
+        """
         turns = self.turns()
         if self.functions:
             turns.insert(0, {"role": "system", "content": describe(self.functions)})
         conversation = {"messages": turns}
         if chats:
-            return [render_prompt(tokenizer, conversation, continue_last=True)]
-        return [render_text(tokenizer, conversation)]
+            return [render_prompt(tokenizer, conversation, continue_last=True)], []
+        return [render_text(tokenizer, conversation)], []
 
 
 class ChatRequest(ConversationRequest):
@@ -252,17 +251,14 @@ class CompletionRequest(BaseRequest):
         reads = not self.max_tokens or self.echo and self.logprobs is not None
         return {"logprobs": self.logprobs, "prompt_logprobs": (self.logprobs or 0) if reads else None}
 
-    def encode(self, tokenizer: Tokenizer, chats: bool) -> list[list[int]]:
+    def encode(self, tokenizer: Tokenizer, chats: bool) -> tuple[list[list[int]], list[int]]:
         bos = tokenizer.get_bos_token_id()
-        prompts = []
+        prompts, echo_from = [], []
         for prompt in self.prompt:
             tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             check_tokens(tokens, tokenizer, "prompt")
-            prompts.append(tokens if tokens[:1] == [bos] else [bos, *tokens])
-        return prompts
-
-    def echo_from(self, prompts: list[list[int]]) -> list[int]:
-        """The first token of each prompt that the client has sent."""
-        if not self.echo:
-            return []
-        return [int(tokens != sent) for tokens, sent in zip(prompts, self.prompt)]
+            added = [] if tokens[:1] == [bos] else [bos]    # is not repeated
+            prompts.append(added + tokens)
+            if self.echo:
+                echo_from.append(len(added))
+        return prompts, echo_from

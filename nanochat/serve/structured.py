@@ -12,18 +12,16 @@ import json
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
-import torch
 from pydantic import BaseModel, BeforeValidator, Field
-from torch import Tensor
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import default_stop
-from nanochat.runtime.errors import UserError, first_line
+from nanochat.inference.sampling import Grammar
+from nanochat.runtime.errors import UserError
 from nanochat.serve.protocol import Json
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
 MAX_INTEGER = 2**53 - 1
 VALUES = {"const", "enum", "default", "examples"}   # keywords of a JSON schema that have no other schemas in them
@@ -95,35 +93,6 @@ def close(root: Json) -> None:
 
 
 # ---- Grammars, in the engine's process
-
-
-class Grammar:
-    """
-    What one answer may still become. allowed: (V,) bool, the tokens that may come next; a token that ends the answer is
-    among them exactly when what was written is complete.
-    """
-
-    def __init__(self, matcher: "LLMatcher", vocab_size: int):
-        """UserError if the grammar is wrong or not supported."""
-        self.matcher, self.vocab_size = matcher, vocab_size
-        self.allowed = self._allowed()
-
-    def start(self) -> "Grammar":
-        """A copy, for one more answer."""
-        other = copy.copy(self)
-        other.matcher = self.matcher.deep_copy()
-        return other
-
-    def advance(self, token: int) -> None:
-        """The answer has one token more, an allowed one. UserError when it takes too long to find the next ones."""
-        self.matcher.consume_token(token)
-        self.allowed = self._allowed()
-
-    def _allowed(self) -> Tensor:
-        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
-        if self.matcher.is_error():
-            raise UserError(f"the form of the answer: {first_line(ValueError(self.matcher.get_error()))}")
-        return torch.from_numpy(np.unpackbits(bits, count=self.vocab_size, bitorder="little").view(bool))
 
 
 def compile_grammar(expression: str, tokenizer: Tokenizer) -> Grammar:

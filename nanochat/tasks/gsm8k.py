@@ -2,7 +2,6 @@
 import re
 
 from nanochat.data.conversation import Conversation
-from nanochat.data.task import reference
 from nanochat.tasks.common import as_parts, single_turn
 from nanochat.tasks.hub import HubTask
 
@@ -19,8 +18,10 @@ class GSM8K(HubTask):
         """question; answer: prose with <<expression=result>> before each computed number, and "#### number" last."""
         return single_turn(row["question"], answer_parts(row["answer"]))
 
-    def evaluate(self, conversation: Conversation, answer: str) -> bool:
-        return final_number(answer) == final_number(reference(conversation))
+    def result(self, answer: str) -> float | None:
+        """The number after the last "####"; commas and a dollar sign do not matter. None where there is none."""
+        found = [sign + digits for sign, digits in FINAL.findall(answer) if digits]
+        return float(found[-1].replace(",", "")) if found else None
 
 
 def answer_parts(answer: str) -> list[dict]:
@@ -43,9 +44,3 @@ def answer_parts(answer: str) -> list[dict]:
             text = ""
     parts.append(("text", text + answer[end:]))
     return as_parts(parts)
-
-
-def final_number(answer: str) -> float | None:
-    """The number after the last "####"; commas and a dollar sign do not matter. None where there is none."""
-    found = [sign + digits for sign, digits in FINAL.findall(answer) if digits]
-    return float(found[-1].replace(",", "")) if found else None
