@@ -12,6 +12,7 @@ newer one has replaced it, the section is left out.
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -129,7 +130,7 @@ def settings_table(config: dict[str, Any]) -> str:
 
 def provenance() -> dict[str, str]:
     """Date, machine and commit of this moment."""
-    machine = [f"{platform.machine()}, {os.cpu_count()} cores"]
+    machine = [f"{cpu_model()}, {os.cpu_count()} cores"]
     torch = sys.modules.get("torch")  # a stage that has not imported it has used no GPU
     if torch and torch.cuda.is_available():
         machine.append(f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}")
@@ -138,6 +139,15 @@ def provenance() -> dict[str, str]:
         "Machine": ", ".join(machine),
         "Commit": commit(),
     }
+
+
+def cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""  # not Linux
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1] if found else platform.machine()
 
 
 def commit() -> str:
