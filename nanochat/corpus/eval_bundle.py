@@ -38,14 +38,12 @@ def make_bundle() -> str | None:
 
 
 def download(folder: Path) -> None:
-    """Make the part of the archive that holds core.yaml the folder. zipfile keeps every member inside of it."""
+    """Make the archive's folder the bundle. zipfile keeps every member inside of it."""
     with write_aside(folder) as aside:
         archive = aside.with_name("eval_bundle.zip")  # in a temporary folder that is removed
         with urllib.request.urlopen(URL, timeout=TIMEOUT) as response, open(archive, "wb") as file:
             shutil.copyfileobj(response, file)
         with zipfile.ZipFile(archive) as file:
-            file.extractall(aside.with_name("all"))
-        roots = [path.parent for path in aside.parent.rglob("core.yaml")]
-        if not roots:
+            file.extractall(aside.parent)  # its folder has the name of ours, eval_bundle
+        if not (aside / "core.yaml").is_file():
             raise ValueError("the archive has no core.yaml")
-        min(roots, key=lambda path: len(path.parts)).rename(aside)
