@@ -156,7 +156,7 @@ cpu_recipe() {
     # Four heads of 64 learn to copy sooner than two of 128; on text alone they were worse (docs/ablations.md).
     model=(--depth=$depth --arch=modern,head_dim=64 --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=500
            --eval_every=100 --eval_tokens=32768 --save_every=100 --keep_last=2)
-    lookups="lookup[:20000], tokens:$data[:8000], lookup:unknown[:2500], lookup:talk[:6000], search[:15000], search:unknown[:3000]"
+    lookups="lookup[:18000], tokens:$data[:8000], lookup:unknown[:2500], lookup:talk[:6000], search[:15000], search:unknown[:3000]"
     more_lookups="lookup[20000:23000], tokens:$data[8000:9500], lookup:unknown[2500:3000], lookup:talk[6000:7500], search[15000:19000], search:unknown[3000:3800]"
     mid=(--tasks="tinyworld*2, tinyworld:turns, tinyworld:identity, arithmetic[:5000], spellingbee[:9000], words:$data[:8000], run[:10000], $lookups"
          --device_batch_size=16 --total_batch_size=4096 --eval_every=500 --eval_tokens=32768 --save_every=100 --keep_last=2)
