@@ -65,6 +65,7 @@ CANDIDATES = {
     "short_windows": ("short_windows=True", "short_windows=False"),
     "value_embeddings": ("value_embeddings=True", "value_embeddings=False"),
     "smear": ("smear=True", "smear=False"),
+    "key_offset": ("key_offset=True", "key_offset=False"),
     "initial_scales": ("embedding_std=0.8,fc_scale=0.4", "embedding_std=1.0,fc_scale=1.0"),
     "weight_decay": ("--weight_decay=0.2", ""),
     "warmdown": ("--warmdown_ratio=0.65", ""),
