@@ -118,8 +118,9 @@ def block_bytes(
     """
     Bytes that autograd saves in a block's forward pass. Per token, in elements of width C: the inputs of the two norms
     and their results, 4; inputs and output of attention; rotated queries and keys where it reads copies of them;
-    relu², 4; with value embeddings the rows looked up, and the values; with scales the stream before them. Besides the
-    concatenated matrix of queries, keys and values. Eager norms on a CPU keep their inputs in float32.
+    relu², 4; with value embeddings the rows looked up, and the values; with scales the stream before them, which code
+    compiled for a GPU scales again instead. Besides the concatenated matrix of queries, keys and values. Eager norms on
+    a CPU keep their inputs in float32.
     """
     b = dtype.itemsize
     T = config.sequence_len
@@ -236,10 +237,14 @@ def moments(
         found["loss"] = moment(len(units), saved[L], head + 2 * width + of_loss)
         found["backward, head"] = moment(len(units), saved[L], 2 * head + 3 * width)  # the same gradients, scaled
     for layer in reversed(range(L)):
-        # Temporaries of a block's backward pass, or its gradients before they are summed. 26: measured on a CPU
-        # (docs/memory.md); which tensors they are has not been looked into.
-        temporary = (26 if device_type == "cpu" and compiled and b < FLOAT32 else 12) * width
-        temporary += (config.streams - 1) * width  # sums of gradients of the first block's input and of the middle
+        # Temporaries of a block's backward pass, or its gradients before they are summed. 10: at most, counted in the
+        # code that is compiled for an H100. 26: measured on a CPU (docs/memory.md); which tensors is not known.
+        if compiled and device_type != "cpu":
+            widths = 10
+        else:
+            widths = 26 if compiled and b < FLOAT32 else 12
+            widths += config.streams - 1  # sums of gradients of the first block's input and of the middle
+        temporary = widths * width
         if checkpointing:
             temporary += blocks[layer]
         unit = layer + first
