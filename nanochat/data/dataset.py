@@ -37,7 +37,7 @@ def load_manifest(name: str) -> dict:
         advice = f"make it: {how_to_make(name)}{did_you_mean(name, names)}"
         raise UserError(f"no data set {name!r} in {folder.parent}; {advice}")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(path.read_bytes())
         sizes = {folder / shard["file"]: shard["bytes"] for shard in manifest["shards"]}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged; make the data set again: {how_to_make(name)}") from error

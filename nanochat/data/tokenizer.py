@@ -80,7 +80,7 @@ class Tokenizer:
         """Read what `save` wrote. UserError when it is missing or damaged."""
         path = Path(folder) / FILE_NAME
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = json.loads(path.read_bytes())
             merges = [base64.b64decode(token, validate=True) for token in document["merges"]]
             tokenizer = cls(merges, document["pattern"])
             if tokenizer.fingerprint == document["fingerprint"]:

@@ -61,7 +61,7 @@ def load_tasks(bundle: Path) -> list[CoreTask]:
 
     if not (bundle / "core.yaml").exists():
         raise UserError(f"{bundle} is no CORE bundle: it has no core.yaml; remove it to download it anew")
-    entries = yaml.safe_load((bundle / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
+    entries = yaml.safe_load((bundle / "core.yaml").read_bytes())["icl_tasks"]
     with open(bundle / "eval_meta_data.csv", encoding="utf-8", newline="") as file:
         percent = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
     tasks = []

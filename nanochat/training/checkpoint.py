@@ -62,7 +62,7 @@ def has_training_state(checkpoint: Path) -> bool:
 
 
 def read_meta(checkpoint: Path) -> dict:
-    meta = json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
+    meta = json.loads((checkpoint / "meta.json").read_bytes())
     return meta | {"model_config": without_retired(meta["model_config"], checkpoint)}
 
 
@@ -75,7 +75,7 @@ def problem_with(checkpoint: Path, training: bool = True) -> str | None:
     `training` the optimizers' files, which only a resumed run loads, are not read.
     """
     try:
-        sums = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+        sums = json.loads((checkpoint / "manifest.json").read_bytes())
     except (OSError, ValueError):  # not there, not UTF-8, not JSON
         return "manifest.json is missing or damaged"
     for name in sorted(sums):

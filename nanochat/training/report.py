@@ -86,7 +86,7 @@ def generate(model_tag: str = "") -> Path:
     for stage in STAGES:
         if stage not in files:
             continue
-        section = json.loads(files[stage].read_text(encoding="utf-8"))
+        section = json.loads(files[stage].read_bytes())
         if not is_current(section):  # its results are not this model's, and its log may be another run's by now
             continue
         made = "; ".join(section["made"].values())

@@ -338,7 +338,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 def complete(aside: Path, sums: list[dict[str, str]], tokenizer: Tokenizer, meta: str) -> None:
     """Add to the weights in a folder what makes it a checkpoint. sums: SHA-256 of the files that each rank wrote."""
-    (aside / "meta.json").write_text(meta, encoding="utf-8")
+    (aside / "meta.json").write_text(meta)
     tokenizer.save(aside)
     known: dict[str, str] = {}
     for of_rank in sums:
@@ -347,4 +347,4 @@ def complete(aside: Path, sums: list[dict[str, str]], tokenizer: Tokenizer, meta
         if file.name not in known:
             known[file.name] = sha256(file)
     manifest = json.dumps(known, indent=1, sort_keys=True)
-    (aside / "manifest.json").write_text(manifest, encoding="utf-8")
+    (aside / "manifest.json").write_text(manifest)
