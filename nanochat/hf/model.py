@@ -234,13 +234,10 @@ def fit(there: Imported, where: Path) -> dict[str, Tensor]:
     if config.vocab_size != tokens:
         raise UserError(f"{where}: the model has {config.vocab_size:,} tokens, its tokenizer {tokens:,}")
     shapes = parameter_shapes(config)
-    unknown = sorted(there.weights.keys() - shapes.keys())
-    if unknown:
-        raise UserError(f"{where} has weights that this program's models of {config.n_layer} layers do not have: "
-                        f"{', '.join(unknown[:6])}; it cannot be imported")
-    missing = sorted(shapes.keys() - there.weights.keys())
-    if missing:
-        raise UserError(f"{where} lacks weights of a model of {config.n_layer} layers: {', '.join(missing[:6])}")
+    others = sorted(there.weights.keys() ^ shapes.keys())
+    if others:
+        raise UserError(f"{where} lacks weights of this program's models of {config.n_layer} layers, or has others: "
+                        f"{', '.join(others[:6])}; it cannot be imported")
     dtype = torch.float32
     if all(tensor.dtype == torch.bfloat16 for tensor in there.weights.values()):
         dtype = torch.bfloat16
