@@ -1,6 +1,6 @@
 """
 Formulas for the memory of a training run, in bytes per rank. docs/zero.md compares `state_bytes` with measurements,
-docs/memory.md `step_bytes`.
+docs/memory.md `moments`.
 
 Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7; here with gradients accumulated in float32 and with Muon,
 which has one moment where AdamW has two. `ranks` share one copy of the sharded states (one shard group, no replicas).
@@ -240,15 +240,6 @@ def moments(
     return kept + saving, found
 
 
-def step_bytes(*args, pipeline_stages: int = 1, **settings) -> float:
-    """Bytes at the fullest of `moments`, which has the same arguments, in the pipeline stage that has it."""
-    fullest = 0.0
-    for number in range(pipeline_stages):
-        kept, found = moments(*args, pipeline=(number, pipeline_stages), **settings)
-        fullest = max(fullest, kept + max(found.values()))
-    return fullest
-
-
 # ---- A process on a device: the step, the process itself, and the waste of allocators
 
 # Measured (docs/memory.md): bytes that allocators take for each byte of a tensor. In glibc's heap the many temporaries
@@ -263,10 +254,15 @@ NCCL = 0.5 * GIB
 
 
 def needed_bytes(
-    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, ranks: int = 1, **settings
+    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, ranks: int = 1,
+    pipeline_stages: int = 1, **settings
 ) -> float:
-    """Bytes that training needs on a rank, margins included. settings: as in `step_bytes`."""
-    step = step_bytes(config, rows, dtype, device_type, compiled, ranks=ranks, **settings)
+    """Bytes that training needs on a rank, margins included. settings: as in `moments`."""
+    step = 0.0  # at the fullest moment, in the pipeline stage that has it
+    for number in range(pipeline_stages):
+        kept, found = moments(config, rows, dtype, device_type, compiled, ranks=ranks,
+                              pipeline=(number, pipeline_stages), **settings)
+        step = max(step, kept + max(found.values()))
     if device_type != "cpu":
         process = GPU_PROCESS + NCCL if ranks > 1 else GPU_PROCESS
         return process + WASTE * step
