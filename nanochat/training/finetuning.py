@@ -62,7 +62,7 @@ def find_start(
         begin = find_checkpoint(source_dir, source_step, training=False)
         print0(f"starting from {begin}")
         return Start(checkpoints, begin, from_rank0(describe_checkpoint, begin), read_meta(begin), False, 0, None)
-    # For `require_same_data` to compare: the checkpoint that the run would begin with now. Where it is gone, and after a
+    # Compared by `require_same_data`: the checkpoint that the run would begin with now. Where it is gone, and after a
     # restart by torchrun, which has no reason to stop if the source was trained on: the one it began with.
     meta = read_meta(interrupted)
     if wrote(launchers(), meta) or not from_rank0(list_steps, source_dir):
