@@ -17,21 +17,14 @@ from nanochat.corpus import sources
 from nanochat.corpus.download import fetch_shard
 from nanochat.corpus.own_files import KIND, own_documents
 from nanochat.corpus.shards import build
-from nanochat.data.dataset import OFFLINE, REMOTE, dataset_dir, fingerprint, load_manifest, shard_texts
+from nanochat.data.dataset import NAMED, OFFLINE, REMOTE, dataset_dir, fingerprint, load_manifest, shard_texts
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import locked, recover_folder, write_folder_aside, write_text
 from nanochat.runtime.progress import progress
 from nanochat.training.records import models_trained_with
 
-# Finished, shuffled shard sets on the Hugging Face hub: repository and index of the last shard, which is validation.
-# They are kept as they come, so that their checksums can be verified; they are not deduplicated here.
-HUB = {
-    "fineweb-edu": ("karpathy/fineweb-edu-100b-shuffle", 1822),
-    "climbmix": ("karpathy/climbmix-400b-shuffle", 6542),
-}
 DOWNLOADS = 4   # files at a time
 COUNTED = ("duplicates", "invalid")     # documents that were dropped; characters that were replaced
-NAMED = (*OFFLINE, *REMOTE)
 SOURCES = "tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file of your own"
 
 
@@ -106,7 +99,7 @@ def make_from_text(name: str, settings: dict) -> dict:
 
 def make_from_hub(name: str, source: str, num_shards: int) -> dict:
     """Fetch finished shards into place one by one; the manifest follows when all of them are verified."""
-    repository, last = HUB[source]
+    repository, last = REMOTE[source]
     number = last if num_shards < 0 else min(num_shards, last)
     files = [f"shard_{index:05d}.parquet" for index in [*range(number), last]]
     folder = dataset_dir(name)

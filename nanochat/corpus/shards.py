@@ -159,7 +159,7 @@ def describe(path: Path, checksum: str) -> dict:
                 rows += batch.num_rows
                 text_bytes += pc.sum(pc.binary_length(batch.column(0))).as_py() or 0
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"not a whole parquet file: {first_line(error)}") from error
+        raise ValueError(f"not a whole parquet file: {first_line(error)}") from None
     if not text_bytes:
         raise ValueError("it holds no text")
     size = path.stat().st_size
