@@ -59,9 +59,8 @@ def make_from_text(name: str, settings: dict) -> dict:
     source = settings["source"]
     seed = settings["seed"]
     shard_bytes = max(1, int(settings["shard_mb"] * 1e6))
-    enough = -1  # bytes of text; a tenth is held out at most
-    if settings["num_shards"] > 0:
-        enough = int(1.1 * settings["num_shards"] * shard_bytes)
+    max_shards = settings["num_shards"] if settings["num_shards"] > 0 else sys.maxsize
+    enough = int(1.1 * max_shards * shard_bytes)  # bytes of text; a tenth is held out at most
     tally: Counter = Counter()
     fixed = source in OFFLINE  # the same settings give the same text
     if source == "tinyworld":
@@ -86,7 +85,7 @@ def make_from_text(name: str, settings: dict) -> dict:
     if source == "tinyworld":
         documents = list(documents)  # read again below
     with write_folder_aside(dataset_dir(name)) as aside:
-        shards = build(aside, documents, seed, shard_bytes, settings["num_shards"], tally, source)
+        shards = build(aside, documents, seed, shard_bytes, max_shards, tally, source)
         if there and there["shards"] != shards and (models := models_trained_with(fingerprint(name))):
             raise UserError(f"data set {name!r} would change, and {models} could not be resumed without it; "
                             f"choose another name with --name=…, or delete {dataset_dir(name)}")
