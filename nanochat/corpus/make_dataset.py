@@ -35,9 +35,10 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
     data set that is there is kept or replaced as a whole; of two processes one works, the other waits.
     """
     if source not in NAMED and not source.startswith("hf:"):
-        if not source or not Path(source).expanduser().exists():
+        path = Path(source).expanduser().resolve()  # absolute: it names the same data from anywhere
+        if not source or not path.exists():
             raise UserError(f"no source {source!r}, and no such path; expected {SOURCES}{did_you_mean(source, NAMED)}")
-        source = str(Path(source).expanduser().resolve())  # absolute: it names the same data from anywhere
+        source = str(path)
     name = name or default_name(source)
     check_name(name, source)
     folder = dataset_dir(name)

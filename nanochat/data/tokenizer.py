@@ -73,12 +73,12 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write the one file of this tokenizer into a folder, whole or not at all."""
         document = {"format": 1, "fingerprint": self.fingerprint} | self.content()
-        write_text(Path(folder) / FILE_NAME, json.dumps(document, indent=0) + "\n")
+        write_text(folder / FILE_NAME, json.dumps(document, indent=0) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
         """Read what `save` wrote. UserError when it is missing or damaged."""
-        path = Path(folder) / FILE_NAME
+        path = folder / FILE_NAME
         try:
             document = json.loads(path.read_bytes())
             merges = [base64.b64decode(token, validate=True) for token in document["merges"]]

@@ -138,7 +138,7 @@ def provenance() -> str:
 
 def cpu_model() -> str:
     try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""  # not Linux
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
