@@ -152,19 +152,16 @@ def parse(text: str, kind: Any) -> Any:
     """The text as a value of a type, or as a single value (a choice, None). ValueError or KeyError if it is none."""
     if kind is bool:
         return WORDS[text.lower()]
-    if kind is int:
-        number = float(text)  # so that 1e6 is one
-        if not number.is_integer():
+    if kind in (int, float):
+        number = float(text)  # also of an int, so that 1e6 is one
+        if not math.isfinite(number) or number != kind(number):  # JSON cannot hold it; it is no integer
             raise ValueError
-        return int(number)
-    if kind is float:
-        number = float(text)
-        if not math.isfinite(number):  # JSON cannot hold it
-            raise ValueError
-        return number
-    if kind is not str and text != str(kind):
-        raise ValueError
-    return text if kind is str else kind
+        return kind(number)
+    if kind is str:
+        return text
+    if text == str(kind):
+        return kind
+    raise ValueError
 
 
 def within(value: int | float, text: str) -> bool:

@@ -16,7 +16,7 @@ from bench.harness import DOCS, show
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.schedule import choose_batch_size
 from nanochat.plan.machines import LINKS, Cluster, Layout, bytes_on_a_rank, fastest_layout
-from nanochat.plan.memory import GIB, parameter_counts, shaped
+from nanochat.plan.memory import GIB, shaped, split_into_stages
 from nanochat.runtime.files import write_aside
 from nanochat.runtime.flops import datasheet_peak
 from nanochat.runtime.tables import markdown_table
@@ -65,7 +65,7 @@ def scale(depth: int) -> tuple[str, dict[int, float]]:
         times = [f"{1e3 * seconds:,.1f}" for seconds in (step.compute, step.update, step.exposed, step.bubble)]
         rows.append([gpus, layout.zero_stage, layout.shards, layout.pipeline_stages, its_rows, *times,
                      f"{reached[gpus]:.0%}", f"{largest}: {lost[largest] / step.seconds:.0%}"])
-    size = sum(parameter_counts(config)) / 1e9
+    size = sum(split_into_stages(config)[0].units) / 1e9
     head = f"**Depth {depth}**, {size:.1f} billion parameters, {batch:,} tokens in a step"
     columns = ["GPUs", "stage", "shard_size", "pipeline", "rows", "computes, ms", "Muon, ms", "waits, ms", "bubble, ms",
                "MFU", "what costs most, of the step"]
@@ -85,7 +85,7 @@ def largest_models() -> str:
             return bytes_on_a_rank(config_of(depth), cluster_of(layout.shards), layout, torch.bfloat16) > MEMORY
 
         depth = bisect.bisect_left(range(1, 512), True, key=too_large)
-        rows.append([gpus, depth, f"{sum(parameter_counts(config_of(depth))) / 1e9:,.1f}"])
+        rows.append([gpus, depth, f"{sum(split_into_stages(config_of(depth))[0].units) / 1e9:,.1f}"])
     return markdown_table(["GPUs", "largest depth", "billion parameters"], rows)
 
 

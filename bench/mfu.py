@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.harness import show
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.memory import parameter_counts
+from nanochat.plan.memory import split_into_stages
 from nanochat.plan.trial import set_up_training
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.flops import measured_matmul_flops
@@ -73,7 +73,7 @@ for event in profiler.key_averages(group_by_input_shape=True):
         spent["attention"] += event.self_cpu_time_total
 
 # ---- The table. FLOPs as MFU counts them; the head has as many parameters as the embedding, which counts nothing
-matrices, head = parameter_counts(config)[1], config.padded_vocab_size * config.n_embd
+matrices, head = split_into_stages(config)[0].muon, config.padded_vocab_size * config.n_embd
 attention = 12 * depth * config.n_embd * max_seq_len
 per_token = {"the linear layers": 6 * matrices, "the head": 6 * head, "attention": attention}
 counted = model.estimate_flops() * inputs.numel()

@@ -15,7 +15,7 @@ from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.zero import Sharding
-from nanochat.plan.memory import parameter_counts, state_bytes
+from nanochat.plan.memory import split_into_stages, state_bytes
 from nanochat.plan.traffic import collectives
 from nanochat.runtime.collectives import gather_objects
 
@@ -171,7 +171,8 @@ def measure(watch: Watch) -> dict:
 def measure_all(rank: int, ranks: int, config: GPTConfig, dtype: str) -> list[dict]:
     """Each stage; of memory the fullest rank's, of traffic the mean over ranks, with the formulas'."""
     results = []
-    adamw, muon = parameter_counts(config)
+    (model,) = split_into_stages(config)
+    adamw, muon = model.adamw, model.muon
     counts = adamw + muon, muon, config.padded_vocab_size * config.n_embd
     for stage in STAGES:
         forget_the_past()

@@ -87,7 +87,7 @@ samples = markdown_table(["prompt", "greedy completion"], rows, words=(0, 1))
 # read whole, in windows after <|bos|>: no byte is left out where a loader would cut.
 made = validation_documents(data)  # None for data that are not the embedded world's
 if made is not None:
-    documents = tokenizer.encode([document.text for document in made], prepend=tokenizer.get_bos_token_id())
+    documents = tokenizer.encode([document.text for document in made], prepend="<|bos|>")
     bpb = evaluate_documents(model, documents, token_bytes, device_batch_size * max_seq_len)
     floor = sum(document.bits for document in made) / sum(len(document.text.encode()) for document in made)
     pairs = [(question.prompt, f" {question.answer}.") for question in held_out_questions()]

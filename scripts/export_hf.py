@@ -15,7 +15,7 @@ from configurator import configure
 from nanochat.hf.card import model_card
 from nanochat.hf.model import export
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.files import recover_folder, write_folder_aside
+from nanochat.runtime.files import recover_folder, write_folder_aside, write_text
 from nanochat.training.checkpoint import find_model, read_meta
 
 # ---- Model
@@ -38,6 +38,6 @@ meta = read_meta(checkpoint)
 print(f"exporting {checkpoint}")
 with write_folder_aside(folder) as aside:
     parameters = export(checkpoint, meta, aside)
-    (aside / "README.md").write_text(model_card(source, checkpoint.parent.name, meta, parameters), encoding="utf-8")
+    write_text(aside / "README.md", model_card(source, checkpoint.parent.name, meta, parameters))
 size = sum(path.stat().st_size for path in folder.iterdir())
 print(f"wrote {folder}: {parameters:,} parameters, {size / 1e6:,.1f} MB; its README.md says how to use it")

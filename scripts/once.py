@@ -42,7 +42,7 @@ def unfinished(path: Path) -> bool:
     newest = newest_step(path)
     if newest is None:
         return False
-    meta = json.loads((newest / "meta.json").read_text(encoding="utf-8"))
+    meta = json.loads((newest / "meta.json").read_bytes())
     return meta["step"] < meta.get("num_iterations", 0)
 
 
@@ -61,7 +61,7 @@ def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> N
     """Run the command unless its record says that this is done. UserError when a result is missing."""
     path = base_dir() / "once" / f"{name}.json"
     record = {"command": command, "needs": digests(needs), "makes": digests(makes)}
-    if path.is_file() and json.loads(path.read_text(encoding="utf-8")) == record:
+    if path.is_file() and json.loads(path.read_bytes()) == record:
         print(f"done before: {', '.join(makes)}", flush=True)
         return
     code = run(command)

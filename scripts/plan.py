@@ -15,7 +15,7 @@ import torch
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.optim.schedule import accumulation_steps, choose_batch_size
 from nanochat.plan.machines import LINKS, Cluster, Layout, bytes_on_a_rank, fastest_layout, plan_step
-from nanochat.plan.memory import GIB, parameter_counts, shaped
+from nanochat.plan.memory import GIB, shaped, split_into_stages
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import datasheet_peak, peak_flops
 from nanochat.runtime.tables import markdown_table
@@ -51,7 +51,7 @@ config = config_from_depth(depth, vocab_size, max_seq_len, arch="modern")
 model = shaped(config)
 dtype = torch.bfloat16
 cluster = Cluster(gpus, min(gpus, gpus_per_node), LINKS[link], LINKS[between])
-parameters = sum(parameter_counts(config))
+parameters = sum(split_into_stages(config)[0].units)
 target_tokens = target_param_data_ratio * model.count_parameters("matrix", "head")
 flops_per_token = model.estimate_flops()
 if total_batch_size == -1:
@@ -99,10 +99,6 @@ if not best:
     print("\nnothing fits: take more GPUs or a smaller depth")
     raise SystemExit(0)
 layout, step = best
-options = [f"--zero_stage={layout.zero_stage}", f"--device_batch_size={layout.rows}",
-           f"--pipeline_stages={layout.pipeline_stages}"]
-if layout.zero_stage:
-    options.append(f"--shard_size={layout.shards}")
-if layout.checkpointing:
-    options.append("--activation_checkpointing")
-print(f"\nthe fastest that fits into {memory_gib:g} GiB: {' '.join(options)}, {step.seconds:.3f} s a step")
+options = (f"--zero_stage={layout.zero_stage} --device_batch_size={layout.rows} --shard_size={layout.shards} "
+           f"--pipeline_stages={layout.pipeline_stages} --activation_checkpointing={layout.checkpointing}")
+print(f"\nthe fastest that fits into {memory_gib:g} GiB: {options}, {step.seconds:.3f} s a step")

@@ -2,7 +2,7 @@
 Train the tokenizer of a data source.
 
     python -m scripts.tok_train                                    # the embedded corpus, in seconds
-    python -m scripts.tok_train --data=fineweb-edu --vocab_size=2**15
+    python -m scripts.tok_train --data=fineweb-edu --vocab_size=32768
     python -m scripts.tok_train --vocab_size=6144 --tasks="pydoc, run"    # for what it will be asked about later, too
 
 It is kept in NANOCHAT_BASE_DIR/tokenizer/<data>; every stage that uses the data finds it there.

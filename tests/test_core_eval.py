@@ -147,7 +147,7 @@ def oracle(model: GPT, tokenizer: Tokenizer, bundle: Path, label: str, max_items
         return -log_p(model, tokens)[range(-count, 0), tokens[-count:]].mean().item()
 
     def encode(*parts: str) -> list[int]:
-        return tokenizer.encode("".join(parts), prepend=bos)
+        return tokenizer.encode("".join(parts), prepend="<|bos|>")
 
     for index, item in enumerate(items):
         drawn = random.Random(1234 + index).sample([i for i in range(len(items)) if i != index], num_examples)

@@ -117,7 +117,7 @@ def use_endpoint(monkeypatch, url: str) -> None:
 def hub(server, base_folder, monkeypatch):
     """A shard set whose last shard is number 9."""
     use_endpoint(monkeypatch, server.url)
-    monkeypatch.setitem(make_dataset.HUB, "climbmix", (REPOSITORY, 9))
+    monkeypatch.setitem(make_dataset.REMOTE, "climbmix", (REPOSITORY, 9))
     server.texts = {}
     for i in range(10):
         server.bodies[shard(i)], server.texts[i] = parquet_bytes(f"shard {i}")
@@ -232,7 +232,7 @@ def test_a_killed_download_goes_on(hub):
     """SIGKILL in the middle of a file: no data set is there; the next run asks only for what was not complete."""
     hub.bodies[shard(0)], texts = parquet_bytes("large", rows=10_000)
     hub.faults = {shard(0): ["slow"]}
-    code = f"from nanochat.corpus import make_dataset; make_dataset.HUB['climbmix'] = ({REPOSITORY!r}, 9);"
+    code = f"from nanochat.corpus import make_dataset; make_dataset.REMOTE['climbmix'] = ({REPOSITORY!r}, 9);"
     code += "make_dataset.make('climbmix', num_shards=1)"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.DEVNULL,
                                stderr=subprocess.DEVNULL)

@@ -484,8 +484,8 @@ HF_FAULTS = {
         edit_json("config.json", final_logit_softcapping=300.0),
     "has rope_parameters={'rope_type': 'yarn'": edit_json("config.json", rope_parameters=YARN),
     "has model_type='llama'; only a model with 'nanochat' can be": edit_json("config.json", model_type="llama"),
-    "models of 2 layers do not have: model.layers.2.": edit_json("config.json", num_hidden_layers=2),
-    "lacks weights of a model of 4 layers: transformer.h.3.": edit_json("config.json", num_hidden_layers=4),
+    "models of 2 layers, or has others: model.layers.2.": edit_json("config.json", num_hidden_layers=2),
+    "models of 4 layers, or has others: transformer.h.3.": edit_json("config.json", num_hidden_layers=4),
     "the model has 499 tokens, its tokenizer 500": edit_json("config.json", vocab_size=499),
     "lm_head.weight is (512, 63), expected (512, 64)": edit_weights(**{"lm_head.weight": torch.ones(500, 63)}),
     "model.safetensors is damaged": lambda folder: os.truncate(folder / "model.safetensors", 1000),
@@ -498,7 +498,7 @@ MODERN_FAULTS = {
     "config.json: the model was trained with bigrams, which": edit_pieces(bigrams=5),
 }
 CLASSIC_FAULTS = {
-    "do not have: resid_lambdas, value_embeds.1.weight, x0_lambdas;": of_a_variant,
+    "or has others: resid_lambdas, value_embeds.1.weight, x0_lambdas;": of_a_variant,
     "model_000650.pt cannot be read": write("model_000650.pt", b"no"),
     "meta_000650.json: GPTConfig.__init__() missing 5 required": with_config(n_embd=64),
     "there is no": remove("tokenizer.pkl"),

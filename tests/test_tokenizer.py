@@ -113,7 +113,7 @@ def test_prepend_and_batches(tokenizer):
     bos = tokenizer.get_bos_token_id()
     assert tokenizer.encode(texts) == plain
     assert tokenizer.encode(texts, prepend="<|bos|>") == [[bos, *ids] for ids in plain]
-    assert tokenizer.encode("a b", prepend=0) == [0, *tokenizer.encode("a b")]
+    assert tokenizer.encode("a b", prepend="<|user_start|>") == [bos + 1, *tokenizer.encode("a b")]
     assert tokenizer.encode([]) == []
 
 

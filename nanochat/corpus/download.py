@@ -33,9 +33,8 @@ def fetch_shard(repository: str, file: str, folder: Path) -> dict:
         except Exception as error:  # of httpx, of the hub's library, of xet
             if isinstance(error, OSError) and error.errno:
                 raise  # the disk's, not the network's
-            status = getattr(getattr(error, "response", None), "status_code", 0)
-            # A refusal will not change; FileNotFoundError is raised after the library's own tries to reach the hub.
-            if attempt == TRIES or 400 <= status < 500 or isinstance(error, FileNotFoundError):
+            # FileNotFoundError is raised after the library's own tries to reach the hub.
+            if attempt == TRIES or isinstance(error, FileNotFoundError):
                 while error.__cause__ is not None:  # libraries nest an error of the network
                     error = error.__cause__
                 raise UserError(f"{file} of {repository}: {type(error).__name__}: {first_line(error)};"
@@ -50,8 +49,8 @@ def check_shard(path: Path, etag: str | None) -> dict:
         if re.fullmatch("[0-9a-f]{64}", etag or "") and checksum != etag:
             raise ValueError(f"wrong checksum: expected {etag}, got {checksum}")
         entry = describe(path, checksum)
-    except ValueError as error:
+    except ValueError:
         path.unlink()
-        raise ValueError(str(error)) from None  # without the error of the parquet reader
+        raise
     sync(path)
     return entry

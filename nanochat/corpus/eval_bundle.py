@@ -5,7 +5,7 @@ import zipfile
 from pathlib import Path
 
 from nanochat.eval.core_eval import bundle_dir
-from nanochat.runtime.collectives import from_rank0, gather_objects
+from nanochat.runtime.collectives import first_problem, from_rank0
 from nanochat.runtime.files import base_dir, locked, recover_folder, write_aside
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
@@ -19,7 +19,7 @@ def why_no_bundle() -> str | None:
     """
     problem = from_rank0(make_bundle)
     if problem is None:  # else the others would fail as slowly as rank 0
-        problem = next(filter(None, gather_objects(make_bundle())), None)
+        problem = first_problem(make_bundle())
     return problem
 
 

@@ -17,21 +17,14 @@ from nanochat.corpus import sources
 from nanochat.corpus.download import fetch_shard
 from nanochat.corpus.own_files import KIND, own_documents
 from nanochat.corpus.shards import build
-from nanochat.data.dataset import OFFLINE, REMOTE, dataset_dir, fingerprint, load_manifest, shard_texts
+from nanochat.data.dataset import NAMED, OFFLINE, REMOTE, dataset_dir, fingerprint, load_manifest, shard_texts
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import locked, recover_folder, write_folder_aside, write_text
 from nanochat.runtime.progress import progress
 from nanochat.training.records import models_trained_with
 
-# Finished, shuffled shard sets on the Hugging Face hub: repository and index of the last shard, which is validation.
-# They are kept as they come, so that their checksums can be verified; they are not deduplicated here.
-HUB = {
-    "fineweb-edu": ("karpathy/fineweb-edu-100b-shuffle", 1822),
-    "climbmix": ("karpathy/climbmix-400b-shuffle", 6542),
-}
 DOWNLOADS = 4   # files at a time
 COUNTED = ("duplicates", "invalid")     # documents that were dropped; characters that were replaced
-NAMED = (*OFFLINE, *REMOTE)
 SOURCES = "tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file of your own"
 
 
@@ -42,9 +35,10 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
     data set that is there is kept or replaced as a whole; of two processes one works, the other waits.
     """
     if source not in NAMED and not source.startswith("hf:"):
-        if not source or not Path(source).expanduser().exists():
+        path = Path(source).expanduser().resolve()  # absolute: it names the same data from anywhere
+        if not source or not path.exists():
             raise UserError(f"no source {source!r}, and no such path; expected {SOURCES}{did_you_mean(source, NAMED)}")
-        source = str(Path(source).expanduser().resolve())  # absolute: it names the same data from anywhere
+        source = str(path)
     name = name or default_name(source)
     check_name(name, source)
     folder = dataset_dir(name)
@@ -66,9 +60,8 @@ def make_from_text(name: str, settings: dict) -> dict:
     source = settings["source"]
     seed = settings["seed"]
     shard_bytes = max(1, int(settings["shard_mb"] * 1e6))
-    enough = -1  # bytes of text; a tenth is held out at most
-    if settings["num_shards"] > 0:
-        enough = int(1.1 * settings["num_shards"] * shard_bytes)
+    max_shards = settings["num_shards"] if settings["num_shards"] > 0 else sys.maxsize
+    enough = int(1.1 * max_shards * shard_bytes)  # bytes of text; a tenth is held out at most
     tally: Counter = Counter()
     fixed = source in OFFLINE  # the same settings give the same text
     if source == "tinyworld":
@@ -93,7 +86,7 @@ def make_from_text(name: str, settings: dict) -> dict:
     if source == "tinyworld":
         documents = list(documents)  # read again below
     with write_folder_aside(dataset_dir(name)) as aside:
-        shards = build(aside, documents, seed, shard_bytes, settings["num_shards"], tally, source)
+        shards = build(aside, documents, seed, shard_bytes, max_shards, tally, source)
         if there and there["shards"] != shards and (models := models_trained_with(fingerprint(name))):
             raise UserError(f"data set {name!r} would change, and {models} could not be resumed without it; "
                             f"choose another name with --name=…, or delete {dataset_dir(name)}")
@@ -106,7 +99,7 @@ def make_from_text(name: str, settings: dict) -> dict:
 
 def make_from_hub(name: str, source: str, num_shards: int) -> dict:
     """Fetch finished shards into place one by one; the manifest follows when all of them are verified."""
-    repository, last = HUB[source]
+    repository, last = REMOTE[source]
     number = last if num_shards < 0 else min(num_shards, last)
     files = [f"shard_{index:05d}.parquet" for index in [*range(number), last]]
     folder = dataset_dir(name)

@@ -40,7 +40,7 @@ def build(folder: Path, documents: Iterable[tuple[str, str]], seed: int, shard_b
     Write (text, kin) documents as `shard_00000.parquet`, … into an empty folder; the last shard is validation.
 
     shard_bytes: text per training shard, roughly; the shards are made equally large.
-    max_shards: training shards to write at most, -1 for all; the first N do not depend on how many follow.
+    max_shards: training shards to write at most; the first N do not depend on how many follow.
     tally: counts duplicates into it.
     what: the source's name, for errors.
     Returns the manifest's entry of each shard. Raises UserError where there is too little text for two shards.
@@ -53,7 +53,7 @@ def build(folder: Path, documents: Iterable[tuple[str, str]], seed: int, shard_b
             f"too little text in {what}: {total} bytes; there must be at least two different documents,"
             " one to train on and one to validate on"
         )
-    held_out = choose_held_out(sizes, total if max_shards < 0 else min(total, max_shards * shard_bytes), shard_bytes)
+    held_out = choose_held_out(sizes, min(total, max_shards * shard_bytes), shard_bytes)
     paths = write_shards(folder, buckets, held_out, int(sizes[~held_out].sum()), shard_bytes, max_shards)
     for bucket in buckets:
         bucket.unlink()
@@ -109,7 +109,7 @@ def write_shards(folder: Path, buckets: list[Path], held_out: np.ndarray, train_
                  max_shards: int) -> list[Path]:
     """Second pass: the records in the order of their keys, into equally large training shards and one of validation."""
     number = max(1, round(train_bytes / shard_bytes))
-    number_to_write = number if max_shards < 0 else min(number, max_shards)
+    number_to_write = min(number, max_shards)
     paths, val, train, size = [], [], [], 0
     for slot, text in (record for bucket in buckets for record in read_bucket(bucket)):
         if held_out[slot]:
@@ -159,7 +159,7 @@ def describe(path: Path, checksum: str) -> dict:
                 rows += batch.num_rows
                 text_bytes += pc.sum(pc.binary_length(batch.column(0))).as_py() or 0
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"not a whole parquet file: {first_line(error)}") from error
+        raise ValueError(f"not a whole parquet file: {first_line(error)}") from None
     if not text_bytes:
         raise ValueError("it holds no text")
     size = path.stat().st_size

@@ -11,6 +11,7 @@ split between training and validation; mostly a document is its own kin.
 """
 import io
 import itertools
+import sys
 import sysconfig
 import tokenize
 from collections.abc import Iterator
@@ -26,9 +27,9 @@ SHUFFLE_BUFFER = 10_000        # rows of a hub data set that are mixed before nu
 Documents = Iterator[tuple[str, str]]
 
 
-def tinyworld_documents(seed: int, text_bytes: int = -1) -> Documents:
-    """Documents 0, 1, … of the embedded corpus until they add up to text_bytes (-1: TINYWORLD_BYTES)."""
-    left = TINYWORLD_BYTES if text_bytes < 0 else text_bytes
+def tinyworld_documents(seed: int, text_bytes: int) -> Documents:
+    """Documents 0, 1, … of the embedded corpus until they add up to text_bytes (without limit: TINYWORLD_BYTES)."""
+    left = TINYWORLD_BYTES if text_bytes > sys.maxsize else text_bytes
     for index in itertools.count():
         if left <= 0:
             return
@@ -57,7 +58,7 @@ def python_documents() -> Documents:
 def hf_documents(name: str, config: str, field: str, seed: int, text_bytes: int) -> Documents:
     """
     The rows of a Hugging Face data set's train split (or of its only one), streamed; name may be a local folder.
-    text_bytes: stop after that much text, -1 for all of it. The rows are mixed by a bounded shuffle buffer.
+    text_bytes: stop after that much text. The rows are mixed by a bounded shuffle buffer.
     """
     try:
         import datasets
@@ -71,7 +72,7 @@ def hf_documents(name: str, config: str, field: str, seed: int, text_bytes: int)
             text = text_of(row, field, f"hf:{name}, row {number}")
             left -= len(text)  # characters: near enough, and it must not cost an encoding
             yield text, text
-            if text_bytes >= 0 and left <= 0:
+            if left <= 0:
                 return
     except UserError:
         raise

@@ -39,10 +39,6 @@ class TokenizedShards:
         self.background = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self.load = functools.lru_cache(OPEN_SHARDS)(self.open)
 
-    def prefetch(self, shard: int) -> None:
-        """Start to tokenize a shard in the background. An error shows when the shard is loaded."""
-        self.background.submit(self.load, shard)
-
     def open(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
         """
         (tokens,) uint16 or uint32, and (documents + 1,) offsets into them: document i is [offsets[i], offsets[i + 1]).
@@ -112,8 +108,8 @@ class RowPlanner:
         order = self.permutation(len(self.shards.entries)).tolist()
         self.shard = order[self.shard_position]
         _, offsets = self.shards.load(self.shard)
-        if self.shard_position + 1 < len(order):
-            self.shards.prefetch(order[self.shard_position + 1])
+        if self.shard_position + 1 < len(order):  # is tokenized meanwhile; an error shows when it is loaded
+            self.shards.background.submit(self.shards.load, order[self.shard_position + 1])
         documents = self.permutation(len(offsets) - 1, self.shard)
         # Python's integers: lists are faster than arrays where one number is read at a time.
         self.starts = (offsets[:-1][documents] + 1).tolist()

@@ -20,7 +20,13 @@ from nanochat.runtime.errors import UserError, did_you_mean, first_line
 from nanochat.runtime.files import base_dir
 
 OFFLINE = ("tinyworld", "python")        # sources that every machine has
-REMOTE = ("fineweb-edu", "climbmix")     # sources that are downloaded as finished shards
+# Finished, shuffled shard sets on the Hugging Face hub: repository and index of the last shard, which is validation.
+# They are kept as they come, so that their checksums can be verified; they are not deduplicated here.
+REMOTE = {
+    "fineweb-edu": ("karpathy/fineweb-edu-100b-shuffle", 1822),
+    "climbmix": ("karpathy/climbmix-400b-shuffle", 6542),
+}
+NAMED = (*OFFLINE, *REMOTE)
 
 
 def dataset_dir(name: str) -> Path:
@@ -33,11 +39,11 @@ def load_manifest(name: str) -> dict:
     folder = dataset_dir(name)
     path = folder / "manifest.json"
     if not path.exists():
-        names = [*OFFLINE, *REMOTE, *(path.parent.name for path in folder.parent.glob("[!.]*/manifest.json"))]
+        names = [*NAMED, *(path.parent.name for path in folder.parent.glob("[!.]*/manifest.json"))]
         advice = f"make it: {how_to_make(name)}{did_you_mean(name, names)}"
         raise UserError(f"no data set {name!r} in {folder.parent}; {advice}")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(path.read_bytes())
         sizes = {folder / shard["file"]: shard["bytes"] for shard in manifest["shards"]}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged; make the data set again: {how_to_make(name)}") from error
@@ -50,7 +56,7 @@ def load_manifest(name: str) -> dict:
 
 def how_to_make(name: str) -> str:
     """The command that makes a data set."""
-    source = name if name in (*OFFLINE, *REMOTE) else "…"
+    source = name if name in NAMED else "…"
     command = f"python -m scripts.dataset --source={source} --name={name}"
     if name in REMOTE:
         command += " --num_shards=8"  # all are hundreds of GB

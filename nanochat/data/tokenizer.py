@@ -73,14 +73,14 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write the one file of this tokenizer into a folder, whole or not at all."""
         document = {"format": 1, "fingerprint": self.fingerprint} | self.content()
-        write_text(Path(folder) / FILE_NAME, json.dumps(document, indent=0) + "\n")
+        write_text(folder / FILE_NAME, json.dumps(document, indent=0) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
         """Read what `save` wrote. UserError when it is missing or damaged."""
-        path = Path(folder) / FILE_NAME
+        path = folder / FILE_NAME
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = json.loads(path.read_bytes())
             merges = [base64.b64decode(token, validate=True) for token in document["merges"]]
             tokenizer = cls(merges, document["pattern"])
             if tokenizer.fingerprint == document["fingerprint"]:
@@ -89,19 +89,19 @@ class Tokenizer:
             pass
         raise UserError(f"{path} is missing or damaged: train it again: python -m scripts.tok_train --data=…")
 
-    def encode(self, text: str | list[str], prepend: str | int | None = None) -> list[int] | list[list[int]]:
+    def encode(self, text: str | list[str], prepend: str | None = None) -> list[int] | list[list[int]]:
         """
         The ids of a text, or a list of them for a list of texts, which is faster: in threads without the GIL.
 
-        prepend: a special token, by name or id, before every text. No text raises an error; unpaired surrogates,
-        which have no bytes, become U+FFFD.
+        prepend: a special token before every text. No text raises an error; unpaired surrogates, which have no bytes,
+        become U+FFFD.
         """
         if isinstance(text, str):
             rows = [self.encoding.encode_ordinary(text)]
         else:
             rows = self.encoding.encode_ordinary_batch(text)
         if prepend is not None:
-            first = self._special_ids.get(prepend, prepend)
+            first = self.encode_special(prepend)
             for row in rows:
                 row.insert(0, first)
         return rows[0] if isinstance(text, str) else rows

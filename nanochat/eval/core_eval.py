@@ -61,7 +61,7 @@ def load_tasks(bundle: Path) -> list[CoreTask]:
 
     if not (bundle / "core.yaml").exists():
         raise UserError(f"{bundle} is no CORE bundle: it has no core.yaml; remove it to download it anew")
-    entries = yaml.safe_load((bundle / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
+    entries = yaml.safe_load((bundle / "core.yaml").read_bytes())["icl_tasks"]
     with open(bundle / "eval_meta_data.csv", encoding="utf-8", newline="") as file:
         percent = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
     tasks = []
@@ -115,7 +115,7 @@ def prompts_of(task: CoreTask, items: list[Item], index: int) -> list[str]:
 
 def rows_of(task: CoreTask, items: list[Item], index: int, tokenizer: Tokenizer, longest: int) -> list[Row]:
     """The rows of an item's variants, cut behind <|bos|> to `longest` tokens. One token at least counts."""
-    encoded = tokenizer.encode(prompts_of(task, items, index), prepend=tokenizer.get_bos_token_id())
+    encoded = tokenizer.encode(prompts_of(task, items, index), prepend="<|bos|>")
     if task.kind == "schema":
         shared = len(os.path.commonprefix([tokens[::-1] for tokens in encoded]))  # of lists, in spite of its name
         starts = [len(tokens) - shared for tokens in encoded]

@@ -76,9 +76,8 @@ def greedy_completes(
     not fit into a row of the model is not completed. COLLECTIVE.
     """
     longest = model.config.sequence_len + 1
-    bos = tokenizer.get_bos_token_id()
-    prompts = tokenizer.encode([prompt for prompt, _ in pairs], prepend=bos)
-    texts = tokenizer.encode([prompt + completion for prompt, completion in pairs], prepend=bos)
+    prompts = tokenizer.encode([prompt for prompt, _ in pairs], prepend="<|bos|>")
+    texts = tokenizer.encode([prompt + completion for prompt, completion in pairs], prepend="<|bos|>")
     rows = []
     for prompt, whole in zip(prompts, texts):
         rows.append(row_of(whole, len(prompt)))
@@ -159,7 +158,7 @@ def sample(model, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> str:
     forward passes: ranks that gather each unit together must make equally many, also if their roundings differ.
     """
     bos = tokenizer.get_bos_token_id()
-    out = list(model.generate(tokenizer.encode(prompt, prepend=bos), max_tokens))
+    out = list(model.generate(tokenizer.encode(prompt, prepend="<|bos|>"), max_tokens))
     if bos in out:
         out = out[: out.index(bos)]
     return tokenizer.decode(out)

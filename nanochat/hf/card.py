@@ -9,40 +9,6 @@ STAGE_NAMES = {
     "sft": "a chat model after fine-tuning",
     "rl": "a chat model after reinforcement learning",
 }
-CARD = """\
----
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- nanochat
----
-
-# {tag}, {source}
-
-Step {step:,} of {stage}{trained}. {parameters:,} parameters: {config.n_layer} layers of width {config.n_embd}, \
-{config.n_head} heads, {config.n_kv_head} key heads, {config.vocab_size:,} tokens; rows of up to \
-{config.sequence_len:,} tokens.
-
-## Use
-
-```python
-from transformers import pipeline
-
-write = pipeline("text-generation", model="this folder"{trust})
-print(write({prompt}, max_new_tokens=64))
-```
-
-{code}With transformers 5 or newer. `<|bos|>` comes in front of every text and conversation by itself.
-
-## Special tokens in a text
-
-`apply_chat_template` never lets what a message says become a special token: `<|user_end|>` in it is encoded as the \
-text it is, as in training. For that the template puts the noncharacters U+FDD0 U+FDD1 between `<` and `|`, and the \
-tokenizer removes them; a text that has this pair, or U+FDD0 U+FDD2, loses it.
-
-`tokenizer(text)` does find special tokens in a text. What others wrote is safe with \
-`tokenizer(text, split_special_tokens=True)`.
-"""
 CODE = """\
 transformers has no class for this architecture. The folder brings the code of the model, which \
 `trust_remote_code=True` runs, as in `AutoModelForCausalLM.from_pretrained("this folder", trust_remote_code=True)`; \
@@ -72,6 +38,37 @@ def model_card(source: str, model_tag: str, meta: dict, parameters: int) -> str:
     if source == "base":
         prompt = '"The opposite of deep is"'
         tool = ""
-    return CARD.format(
-        tag=model_tag, stage=STAGE_NAMES[source], step=meta["step"], source=source, config=config,
-        parameters=parameters, trust=trust, code=code, trained=trained, prompt=prompt) + tool
+    return f"""\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- nanochat
+---
+
+# {model_tag}, {source}
+
+Step {meta["step"]:,} of {STAGE_NAMES[source]}{trained}. {parameters:,} parameters: {config.n_layer} layers of \
+width {config.n_embd}, {config.n_head} heads, {config.n_kv_head} key heads, {config.vocab_size:,} tokens; rows of up \
+to {config.sequence_len:,} tokens.
+
+## Use
+
+```python
+from transformers import pipeline
+
+write = pipeline("text-generation", model="this folder"{trust})
+print(write({prompt}, max_new_tokens=64))
+```
+
+{code}With transformers 5 or newer. `<|bos|>` comes in front of every text and conversation by itself.
+
+## Special tokens in a text
+
+`apply_chat_template` never lets what a message says become a special token: `<|user_end|>` in it is encoded as the \
+text it is, as in training. For that the template puts the noncharacters U+FDD0 U+FDD1 between `<` and `|`, and the \
+tokenizer removes them; a text that has this pair, or U+FDD0 U+FDD2, loses it.
+
+`tokenizer(text)` does find special tokens in a text. What others wrote is safe with \
+`tokenizer(text, split_special_tokens=True)`.
+{tool}"""

@@ -6,7 +6,6 @@ pickle that may hold one class only, read as an inert record.
 """
 import io
 import pickle
-import re
 from pathlib import Path
 
 import torch
@@ -18,26 +17,22 @@ from nanochat.hf.tokenizer import from_ranks
 from nanochat.runtime.errors import UserError, first_line
 
 
-def list_models(folder: Path) -> dict[int, Path]:
-    """The model files of a folder by their step."""
-    found = {}
-    for path in folder.glob("model_*.pt"):
-        if match := re.fullmatch(r"model_(\d+)\.pt", path.name):
-            found[int(match[1])] = path
-    return found
+def list_models(folder: Path) -> list[int]:
+    """The steps of the model files in a folder."""
+    numbers = [path.stem.removeprefix("model_") for path in folder.glob("model_*.pt")]
+    return [int(number) for number in numbers if number.isdecimal()]
 
 
 def read_folder(folder: Path) -> Imported:
     """The newest checkpoint. UserError for anything that would not be the same model here."""
-    models = list_models(folder)
-    step = max(models)  # by number: 1000000 is newer than 999999
-    path = models[step].with_name(models[step].name.replace("model_", "meta_", 1)).with_suffix(".json")
+    step = max(list_models(folder))  # by number: 1000000 is newer than 999999
+    path = folder / f"meta_{step:06d}.json"
     # Such files do not say the softcap and the rotary base: GPTConfig's defaults are the classic layout's.
     config = to_config(read_json(path).get("model_config", {}), path)
     tokenizer = folder / "tokenizer.pkl"
     if not tokenizer.is_file():
         raise UserError(f"there is no {tokenizer}; copy the model's tokenizer there")
-    return Imported(config, read_weights(models[step]), read_tokenizer(tokenizer), step)
+    return Imported(config, read_weights(folder / f"model_{step:06d}.pt"), read_tokenizer(tokenizer), step)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.hf.tokenizer import from_hf, write_tokenizer
+from nanochat.hf.tokenizer import from_hf, write_json, write_tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, without_retired
 from nanochat.model.layers import NORM_EPS
@@ -155,10 +155,6 @@ def write_code(folder: Path) -> None:
         (folder / f"{name}.py").write_text(OUR_IMPORT.sub(r"from .nanochat_\2 import", text), encoding="utf-8")
 
 
-def write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
 # ---- Import
 
 def read_folder(folder: Path) -> Imported:
@@ -200,7 +196,7 @@ def read_folder(folder: Path) -> Imported:
 def read_json(path: Path) -> dict:
     """The object in a JSON file. UserError when there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:  # not there, not UTF-8, not JSON
         raise UserError(f"{path} cannot be read: {error}; expected a folder that scripts.export_hf wrote, "
                         "or a published nanochat checkpoint") from error
@@ -238,13 +234,10 @@ def fit(there: Imported, where: Path) -> dict[str, Tensor]:
     if config.vocab_size != tokens:
         raise UserError(f"{where}: the model has {config.vocab_size:,} tokens, its tokenizer {tokens:,}")
     shapes = parameter_shapes(config)
-    unknown = sorted(there.weights.keys() - shapes.keys())
-    if unknown:
-        raise UserError(f"{where} has weights that this program's models of {config.n_layer} layers do not have: "
-                        f"{', '.join(unknown[:6])}; it cannot be imported")
-    missing = sorted(shapes.keys() - there.weights.keys())
-    if missing:
-        raise UserError(f"{where} lacks weights of a model of {config.n_layer} layers: {', '.join(missing[:6])}")
+    others = sorted(there.weights.keys() ^ shapes.keys())
+    if others:
+        raise UserError(f"{where} lacks weights of this program's models of {config.n_layer} layers, or has others: "
+                        f"{', '.join(others[:6])}; it cannot be imported")
     dtype = torch.float32
     if all(tensor.dtype == torch.bfloat16 for tensor in there.weights.values()):
         dtype = torch.bfloat16

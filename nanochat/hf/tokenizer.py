@@ -43,9 +43,13 @@ def write_tokenizer(tokenizer: Tokenizer, sequence_len: int, folder: Path) -> No
         "eos_token": "<|assistant_end|>",
         "pad_token": "<|bos|>",
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", settings)
     template = CHAT_TEMPLATE.read_text(encoding="utf-8").replace("GUARD", GUARD).replace("SEAM", SEAM)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def to_hf(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
@@ -95,9 +99,9 @@ def from_hf(path: Path) -> Tokenizer:
     """The tokenizer of a tokenizer.json. UserError for one that is not byte-level or works in another way than ours."""
     letters = byte_alphabet()
     try:
-        text = path.read_text(encoding="utf-8")
-        there = tokenizers.Tokenizer.from_str(text)
-        document = json.loads(text)
+        content = path.read_bytes()
+        there = tokenizers.Tokenizer.from_buffer(content)
+        document = json.loads(content)
         specials = {added["content"]: added["id"] for added in document["added_tokens"]}
         ranks = {}
         for token, rank in document["model"]["vocab"].items():

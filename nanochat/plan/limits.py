@@ -14,9 +14,9 @@ def memory_limits() -> dict[str, float]:
         if line.startswith("0::/"):  # control groups of version 2
             own = CGROUPS / line.removeprefix("0::/")
             for folder in (own, *own.parents):  # the groups around a process's own count as well
-                left = left_in_group(folder)
-                if left is not None:
-                    limits[f"cgroup {folder}"] = left
+                limit = read(folder / "memory.max").strip()
+                if limit.isdecimal():  # not "max", and there is such a file
+                    limits[f"cgroup {folder}"] = int(limit) - used_in_group(folder)
     soft, _hard = resource.getrlimit(resource.RLIMIT_DATA)
     if soft != resource.RLIM_INFINITY:
         limits["RLIMIT_DATA"] = soft
@@ -31,14 +31,10 @@ def available_memory() -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def left_in_group(folder: Path) -> float | None:
-    """Bytes left under a control group's limit, if it has one. Cached files do not count: they are given up first."""
-    limit = read(folder / "memory.max").strip()
-    if not limit.isdecimal():  # "max", or no such file
-        return None
+def used_in_group(folder: Path) -> int:
+    """Bytes that a control group uses. Cached files do not count: they are given up first."""
     stat = dict(line.split() for line in read(folder / "memory.stat").splitlines())
-    used = int(read(folder / "memory.current")) - int(stat.get("inactive_file", 0))
-    return int(limit) - max(used, 0)
+    return max(int(read(folder / "memory.current")) - int(stat.get("inactive_file", 0)), 0)
 
 
 def read(path: Path) -> str:

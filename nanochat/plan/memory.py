@@ -1,6 +1,6 @@
 """
 Formulas for the memory of a training run, in bytes per rank. docs/zero.md compares `state_bytes` with measurements,
-docs/memory.md `step_bytes`.
+docs/memory.md `moments`.
 
 Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7; here with gradients accumulated in float32 and with Muon,
 which has one moment where AdamW has two. `ranks` share one copy of the sharded states (one shard group, no replicas).
@@ -54,16 +54,6 @@ def state_bytes(zero_stage: int, ranks: int, dtype: torch.dtype, adamw: int, muo
 # ---- A training step, moment by moment
 
 
-class StepBytes(NamedTuple):
-    """Bytes of the tensors that a rank holds on its device at a moment of a training step."""
-
-    kept: float         # parameters, masters and moments; buffers of a pipeline
-    gradients: float    # summed so far, on their way between ranks, and stage 3's gathered parameters
-    activations: float  # saved by the forward pass, still needed by the backward pass
-    temporary: float    # of the loss, of a block's backward pass, or of the optimizers
-    saving: float       # on a CPU: the copies of a checkpoint being written while training goes on
-
-
 @cache
 def shaped(config: GPTConfig) -> GPT:
     """A model without memory."""
@@ -104,12 +94,6 @@ def split_into_stages(config: GPTConfig, pipeline_stages: int = 1) -> tuple[Pipe
         largest = max(p.numel() for p in parameters)
         stages.append(PipelineStage(layers, counts, largest, sum(counts) - muon, muon, flops, products))
     return tuple(stages)
-
-
-def parameter_counts(config: GPTConfig) -> tuple[int, int]:
-    """(AdamW's, Muon's) parameters."""
-    (model,) = split_into_stages(config)
-    return model.adamw, model.muon
 
 
 def block_bytes(
@@ -179,10 +163,13 @@ def moments(
     config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool = True,
     checkpointing: bool = False, zero_stage: int = 2, ranks: int = 1, micro_steps: int = 2,
     pipeline: tuple[int, int] = (0, 1),
-) -> dict[str, StepBytes]:
+) -> tuple[float, dict[str, float]]:
     """
-    The moments of the last micro-step and of the update at which memory can be fullest, in their order. rows: of
-    config.sequence_len tokens, per rank and micro-step. pipeline: (number of the rank's stage, stages).
+    Bytes of the tensors that a rank holds on its device: from step to step (parameters, masters and moments; buffers of
+    a pipeline; on a CPU the copies of a checkpoint being written), and besides, at the moments of the last micro-step
+    and of the update at which memory can be fullest, in their order: gradients, what the forward pass has saved, and
+    temporaries. rows: of config.sequence_len tokens, per rank and micro-step. pipeline: (number of the rank's stage,
+    stages).
 
     Derived from the code, tensor by tensor, and within 2% of the tensors' bytes (tests/test_doctor.py,
     tests/test_gpu_dry_run.py). The allocator's waste and the process itself come on top (`needed_bytes`).
@@ -217,13 +204,13 @@ def moments(
     around = ends * width + FLOAT32 * config.sequence_len * config.head_dim
     saved = [around + (layer * width if checkpointing else sum(blocks[:layer])) for layer in range(L + 1)]
 
-    def moment(done: int, activations: float, temporary: float) -> StepBytes:
+    def moment(done: int, activations: float, temporary: float) -> float:
         if stages == 1:
             gradients = gradient_bytes(units, done, zero_stage, ranks, b, micro_steps > 1)
         else:  # activations of the micro-batches whose backward passes are still to come
             gradients = FLOAT32 * sum(units)
             activations += (min(stages - number, micro_steps) - 1) * saved[L]
-        return StepBytes(kept, gradients, activations, temporary, saving)
+        return gradients + activations + temporary
 
     found = {}
     if last:
@@ -254,16 +241,8 @@ def moments(
     shard = min(stage.largest, max(units) / share)
     updates = 3.7 if share > 1 else 2.7
     temporary = max(updates * b * stage.muon / share, 2 * FLOAT32 * shard)
-    found["update"] = StepBytes(kept, FLOAT32 * (stage.adamw + stage.muon) / share, 0, temporary, saving)
-    return found
-
-
-def step_bytes(*args, pipeline_stages: int = 1, **settings) -> StepBytes:
-    """The fullest of `moments`, which has the same arguments, in the pipeline stage that has it."""
-    found = []
-    for number in range(pipeline_stages):
-        found += moments(*args, pipeline=(number, pipeline_stages), **settings).values()
-    return max(found, key=sum)
+    found["update"] = FLOAT32 * (stage.adamw + stage.muon) / share + temporary
+    return kept + saving, found
 
 
 # ---- A process on a device: the step, the process itself, and the waste of allocators
@@ -280,10 +259,15 @@ NCCL = 0.5 * GIB
 
 
 def needed_bytes(
-    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, ranks: int = 1, **settings
+    config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, ranks: int = 1,
+    pipeline_stages: int = 1, **settings
 ) -> float:
-    """Bytes that training needs on a rank, margins included. settings: as in `step_bytes`."""
-    step = sum(step_bytes(config, rows, dtype, device_type, compiled, ranks=ranks, **settings))
+    """Bytes that training needs on a rank, margins included. settings: as in `moments`."""
+    step = 0.0  # at the fullest moment, in the pipeline stage that has it
+    for number in range(pipeline_stages):
+        kept, found = moments(config, rows, dtype, device_type, compiled, ranks=ranks,
+                              pipeline=(number, pipeline_stages), **settings)
+        step = max(step, kept + max(found.values()))
     if device_type != "cpu":
         process = GPU_PROCESS + NCCL if ranks > 1 else GPU_PROCESS
         return process + WASTE * step

@@ -71,7 +71,7 @@ def set_compile(wanted: bool, device_type: str) -> bool:
         # again. Its key covers what these functions do, as long as they call only torch operations.
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
         try:
-            compiled(probe)(torch.zeros(64, device=device_type))
+            compiled(torch.exp)(torch.zeros(64, device=device_type))
         except Exception as error:  # of any kind: eager code does not need a compiler
             switch.on = False
             why = first_line(error)
@@ -80,11 +80,6 @@ def set_compile(wanted: bool, device_type: str) -> bool:
                                 f"python3-dev), or --compile=False at half the speed: {why}") from None
             print0(f"not compiling: {why}")
     return switch.on
-
-
-def probe(x: torch.Tensor) -> torch.Tensor:
-    """Something to compile."""
-    return x.exp() + 1
 
 
 def eagerly():

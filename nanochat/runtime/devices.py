@@ -90,7 +90,5 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 def synchronize(device: torch.device) -> None:
     """Wait for the device to finish what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()

@@ -65,7 +65,7 @@ class Reply:
 
     def content(self, written: Written) -> Json:
         """What a whole response says of a choice."""
-        return {"text": "".join(part["text"] for part in written.parts)}
+        return self.news(written, written.parts)
 
     def describe(self, placed: Sequence[PlacedLogprob]) -> Json:
         """Log-probabilities of all tokens."""

@@ -28,7 +28,7 @@ from nanochat.model.gpt_config import GPTConfig, without_retired
 from nanochat.runtime.collectives import from_rank0, gather_objects
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.files import base_dir, locked, previous, recover_folder, sha256
+from nanochat.runtime.files import base_dir, locked, recover_folder, sha256
 from nanochat.training.records import MODEL_FILE, list_steps, newest_step, step_dir
 
 # The training stages, in the order of a run, and the script of each.
@@ -62,7 +62,7 @@ def has_training_state(checkpoint: Path) -> bool:
 
 
 def read_meta(checkpoint: Path) -> dict:
-    meta = json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))
+    meta = json.loads((checkpoint / "meta.json").read_bytes())
     return meta | {"model_config": without_retired(meta["model_config"], checkpoint)}
 
 
@@ -75,7 +75,7 @@ def problem_with(checkpoint: Path, training: bool = True) -> str | None:
     `training` the optimizers' files, which only a resumed run loads, are not read.
     """
     try:
-        sums = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+        sums = json.loads((checkpoint / "manifest.json").read_bytes())
     except (OSError, ValueError):  # not there, not UTF-8, not JSON
         return "manifest.json is missing or damaged"
     for name in sorted(sums):
@@ -182,7 +182,7 @@ def load_checkpoint(checkpoint: Path, device: torch.device) -> tuple[GPT, Tokeni
 def choose_start(folder: Path, resume: str, overwrite: bool, resume_from_step: int = -1) -> Path | None:
     """
     The checkpoint a run continues from, or None to start anew. UserError, unless `overwrite` is set, when checkpoints
-    are in the way: those of another run, or those newer than resume_from_step. Nothing is removed here.
+    are in the way: those of another run, or those newer than resume_from_step. No checkpoint is removed here.
 
     torchrun starts ranks again after a failure, and when hosts come or go. Such ranks continue from the newest
     checkpoint that the same torchrun's ranks have written, and ignore the settings about resuming; without one they
@@ -277,9 +277,12 @@ def claim(folder: Path) -> TextIO:
 
 
 def recover_steps(folder: Path) -> None:
-    """Put back the step that a run was replacing when it was killed. UserError while another run writes there."""
+    """
+    Put back the step that a run was replacing when it was killed, and remove what killed saves left. UserError while
+    another run writes there.
+    """
     if not folder.exists() and not lock_path(folder).exists():
         return  # a run that will be refused leaves nothing
     with claim(folder):
-        for old in folder.glob(previous(folder / "step_*").name):
-            recover_folder(folder / old.name.split(".")[1])
+        for left in folder.glob(".step_*"):
+            recover_folder(folder / left.name.split(".")[1])

@@ -62,8 +62,13 @@ def find_start(
         begin = find_checkpoint(source_dir, source_step, training=False)
         print0(f"starting from {begin}")
         return Start(checkpoints, begin, from_rank0(describe_checkpoint, begin), read_meta(begin), False, 0, None)
+    # Compared by `require_same_data`: the checkpoint that the run would begin with now. Where it is gone, and after a
+    # restart by torchrun, which has no reason to stop if the source was trained on: the one it began with.
     meta = read_meta(interrupted)
-    origin = origin_of_resumed(meta, source_dir, source_step)
+    if wrote(launchers(), meta) or not from_rank0(list_steps, source_dir):
+        origin = meta["data_state"]["origin"]
+    else:
+        origin = from_rank0(describe_checkpoint, find_checkpoint(source_dir, source_step, training=False))
     return Start(checkpoints, interrupted, origin, meta, True, meta["step"], meta["metrics_state"])
 
 
@@ -98,16 +103,6 @@ def load_training(
         load_training_state(start.begin, sharding, optimizers)
         print0(f"resuming from {start.begin}{changed_settings(start.meta['config'], config)}")
     return model, tokenizer, sharding, optimizers
-
-
-def origin_of_resumed(meta: dict, source: Path, step: int | None) -> str:
-    """
-    The checkpoint that the run would begin with now, for `require_same_data` to compare. Where it is gone, and after a
-    restart by torchrun, which has no reason to stop if the source was trained on: the one it began with. COLLECTIVE.
-    """
-    if wrote(launchers(), meta) or not from_rank0(list_steps, source):
-        return meta["data_state"]["origin"]
-    return from_rank0(describe_checkpoint, find_checkpoint(source, step, training=False))
 
 
 def require_same_data(start: Start, data_state: dict) -> None:

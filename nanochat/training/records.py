@@ -38,7 +38,7 @@ def newest_step(folder: Path) -> Path | None:
 
 def describe_checkpoint(checkpoint: Path) -> str:
     """Name of a checkpoint and sum of its weights: "sft_checkpoints/d4/step_000100 (0123456789abcdef)"."""
-    sums = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+    sums = json.loads((checkpoint / "manifest.json").read_bytes())
     return f"{'/'.join(checkpoint.parts[-3:])} ({sums[MODEL_FILE][:16]})"
 
 

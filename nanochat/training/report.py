@@ -86,11 +86,10 @@ def generate(model_tag: str = "") -> Path:
     for stage in STAGES:
         if stage not in files:
             continue
-        section = json.loads(files[stage].read_text(encoding="utf-8"))
+        section = json.loads(files[stage].read_bytes())
         if not is_current(section):  # its results are not this model's, and its log may be another run's by now
             continue
-        made = "; ".join(section["made"].values())
-        chapters += [f"## {section['title']}", f"*{made}*", section["body"].strip()]
+        chapters += [f"## {section['title']}", f"*{section['made']}*", section["body"].strip()]
         tables.append(section["results"])
         if section["metrics"]:
             chapters.append(plot_section(stage, base_dir() / section["metrics"], section["floor"], folder))
@@ -128,22 +127,18 @@ def settings_table(config: dict[str, Any]) -> str:
 
 # ---- Where and with what
 
-def provenance() -> dict[str, str]:
+def provenance() -> str:
     """Date, machine and commit of this moment."""
-    machine = [f"{cpu_model()}, {os.cpu_count()} cores"]
+    machine = f"{cpu_model()}, {os.cpu_count()} cores"
     torch = sys.modules.get("torch")  # a stage that has not imported it has used no GPU
     if torch and torch.cuda.is_available():
-        machine.append(f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}")
-    return {
-        "Date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        "Machine": ", ".join(machine),
-        "Commit": commit(),
-    }
+        machine += f", {torch.cuda.device_count()} × {torch.cuda.get_device_name()}"
+    return f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}; {machine}; {commit()}"
 
 
 def cpu_model() -> str:
     try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""  # not Linux
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)

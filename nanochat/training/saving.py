@@ -36,7 +36,7 @@ from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import set_timeout
 from nanochat.runtime.errors import UserError, one_line
 from nanochat.runtime.exits import last_acts
-from nanochat.runtime.files import recover_folder, sha256, sync, write_folder_aside
+from nanochat.runtime.files import sha256, sync, write_folder_aside
 from nanochat.training.checkpoint import (
     MODEL_FILE,
     claim,
@@ -86,12 +86,10 @@ class CheckpointWriter:
 
     def take_folder(self, start_step: int, overwrite: bool) -> list[int]:
         """
-        Rank 0: claim the folder, and remove from it what killed saves left and what the run may overwrite. Returns
-        `by_time` as it was at start_step.
+        Rank 0: claim the folder, and remove from it what the run may overwrite. Returns `by_time` as it was at
+        start_step.
         """
         self.lock = claim(self.folder)
-        for left in self.folder.glob(".step_*"):
-            recover_folder(self.folder / left.name.split(".")[1])
         if overwrite:
             for step in list_steps(self.folder):
                 if step > start_step or start_step == 0:
@@ -338,7 +336,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 def complete(aside: Path, sums: list[dict[str, str]], tokenizer: Tokenizer, meta: str) -> None:
     """Add to the weights in a folder what makes it a checkpoint. sums: SHA-256 of the files that each rank wrote."""
-    (aside / "meta.json").write_text(meta, encoding="utf-8")
+    (aside / "meta.json").write_text(meta)
     tokenizer.save(aside)
     known: dict[str, str] = {}
     for of_rank in sums:
@@ -347,4 +345,4 @@ def complete(aside: Path, sums: list[dict[str, str]], tokenizer: Tokenizer, meta
         if file.name not in known:
             known[file.name] = sha256(file)
     manifest = json.dumps(known, indent=1, sort_keys=True)
-    (aside / "manifest.json").write_text(manifest, encoding="utf-8")
+    (aside / "manifest.json").write_text(manifest)
