@@ -156,15 +156,15 @@ cpu_recipe() {
     # Four heads of 64 learn to copy sooner than two of 128; on text alone they were worse (docs/ablations.md).
     model=(--depth=$depth --arch=modern,head_dim=64 --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=500
            --eval_every=100 --eval_tokens=32768 --save_every=100 --keep_last=2)
-    lookups="lookup[:20000], tokens:$data[:8000], lookup:unknown[:2500], lookup:talk[:6000], search[:12000], search:unknown[:3000]"
+    lookups="lookup[:20000], tokens:$data[:8000], lookup:unknown[:2500], lookup:talk[:6000], search[:10000], search:unknown[:3000]"
     more_lookups="lookup[20000:23000], tokens:$data[8000:9500], lookup:unknown[2500:3000], lookup:talk[6000:7500], search[15000:19000], search:unknown[3000:3800]"
-    mid=(--tasks="tinyworld*2, tinyworld:turns, arithmetic[:5000], spellingbee[:8000], words:$data[:7000], run[:10000], $lookups"
+    mid=(--tasks="tinyworld*2, tinyworld:turns, arithmetic[:5000], spellingbee[:8000], words:$data[:7000], run[:13000], $lookups"
          --device_batch_size=16 --total_batch_size=4096 --eval_every=500 --eval_tokens=32768 --save_every=100 --keep_last=2)
-    sft=(--tasks="tinyworld[:2000], tinyworld:identity, arithmetic[5000:6500], spellingbee[9000:11000], words:$data[8000:9500], run[10000:14000], $more_lookups"
+    sft=(--tasks="tinyworld[:2000], tinyworld:identity, arithmetic[5000:6500], spellingbee[9000:11000], words:$data[8000:9500], run[13000:18000], $more_lookups"
          --device_batch_size=16 --target_examples_per_step=64 --init_lr_frac=0.3 --eval_every=100 --eval_steps=5 --eval_metrics_every=-1
          --save_every=100 --keep_last=2)
-    rl=(--task="run[14000:]" --num_iterations=80 --init_lr_frac=0.3 --num_samples=8 --max_new_tokens=80 --device_batch_size=16
-        --eval_every=80 --eval_examples=1000 --eval_samples=1 --save_every=10 --keep_last=2)
+    rl=(--task="run[18000:]" --num_iterations=60 --init_lr_frac=0.3 --num_samples=8 --max_new_tokens=80 --device_batch_size=16
+        --eval_every=60 --eval_examples=1000 --eval_samples=1 --save_every=10 --keep_last=2)
     judged=(--tasks="tinyworld:facts, tinyworld:identity, arithmetic, spellingbee, words:$data, pydoc:known, pydoc, run, lookup, lookup:unknown, lookup:talk, search, search:unknown"
             --max_problems=400 --batch_size=64)
     core=0 eval_tokens=65536
