@@ -24,7 +24,7 @@ from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_t
 from nanochat.eval.loss_eval import evaluate_bpb, sample
 from nanochat.model.fp8 import use_fp8
 from nanochat.model.gpt import GPT
-from nanochat.model.gpt_config import config_from_depth
+from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.pipeline import Pipeline
 from nanochat.optim.schedule import (
@@ -145,6 +145,10 @@ if meta and meta["tokenizer"] != tokenizer.fingerprint:
     put_back = f"cp {checkpoint / FILE_NAME} {tokenizer_dir(data)}"
     raise UserError(f"{checkpoint} was trained with another tokenizer than the one of data {data!r}; "
                     f"put back its own, {put_back}, or choose another --model_tag")
+if meta:  # pieces without parameters show nowhere else; a default may have changed since
+    if differing := dict(vars(GPTConfig(**meta["model_config"])).items() - vars(model_config).items()):
+        raise UserError(f"{checkpoint} does not fit this run: its model has {differing}; "
+                        "say so with --depth and --arch=modern,…, or choose another --model_tag")
 
 # ---- Horizon: tokens to train on, unless num_iterations says how many steps
 horizon = target_param_data_ratio * matmul_parameters

@@ -9,7 +9,7 @@ What has been read is in one of two places. A `Prefix` is the beginning of a pro
 any number of answers may continue it, and the prompt cache keeps its pieces. `insert` copies it into a row of the cache
 proper, where one answer grows by a token a step:
 
-    kv  (n_layer, 2, rows, H_kv, capacity, D)       row r holds lengths[r] tokens, from position 0 on
+    kv  (n_layer, 2, rows, H_kv, capacity, D)       row r holds rows[r].length tokens, from position 0 on
 
 Rows have different lengths, and masks hide what a row has not reached. There are no holes between rows: when a row is
 removed, the last one moves into its place. The cache grows by large steps, so that little is copied, shrinks when long
@@ -104,9 +104,6 @@ class CachedModel:
                 first = max(span.start + 1 - window, 0)
                 mask = as_mask(visible(span.start, span.stop, first, window, device, its_begins))  # (tokens, keys)
                 masks[window].append((first, mask))
-        follows = []    # of each prompt: which keys have a token before them in the document of each token
-        for span, its_begins in zip(spans, begins.split(lengths)):
-            follows.append(torch.arange(span.stop, device=device) > its_begins[:, None])
 
         new = []        # of each layer (2, H_kv, T, D)
 
@@ -115,13 +112,15 @@ class CachedModel:
             outputs = []
             queries = q.split(lengths)
             own = new[layer].split(lengths, dim=2)
-            offset = follows if self.config.offsets_keys(layer) else [None] * len(prompts)
-            for (prefix, _), its_q, its_kv, (first, mask), its_follows in zip(
-                prompts, queries, own, masks[self.config.window(layer)], offset
+            for (prefix, _), its_q, its_kv, (first, mask), its_begins in zip(
+                prompts, queries, own, masks[self.config.window(layer)], begins.split(lengths)
             ):
                 earlier = [piece[layer] for piece in prefix.pieces]
                 kv = torch.cat([*earlier, its_kv], dim=2)       # (2, H_kv, length, D)
-                outputs.append(attend_one(its_q, kv[:, :, first:], mask, its_follows))
+                follows = None
+                if self.config.offsets_keys(layer):     # then first is 0
+                    follows = torch.arange(kv.size(2), device=device) > its_begins[:, None]  # (tokens, length)
+                outputs.append(attend_one(its_q, kv[:, :, first:], mask, follows))
             return torch.cat(outputs)
 
         hidden = self.hidden(*columns, attend).split(lengths)   # (tokens, C) each

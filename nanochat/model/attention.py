@@ -176,8 +176,7 @@ def offset_keys(k: Tensor, begins: Tensor | None) -> Tensor:
     """
     before = F.pad(k[:, :, :-1], (0, 0, 1, 0))
     if begins is not None:
-        follows = begins < torch.arange(k.size(2), device=k.device)  # (B, T)
-        before = before * follows[:, None, :, None]
+        before = before * (begins < torch.arange(k.size(2), device=k.device))[:, None, :, None]
     return torch.where(slow_channels(k.size(3), k.device), before, k)
 
 

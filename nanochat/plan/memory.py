@@ -123,6 +123,7 @@ def block_bytes(
     if blockwise and config.n_kv_head > 1:
         saved += b * tokens * (C + kv_width)
     if not blockwise:
+        saved += b * tokens * kv_width * config.offsets_keys(layer)
         return saved + b * whole + tokens * FLOAT32 * config.n_head  # scaled_dot_product_attention
     blocks = query_blocks(T, config.window(layer))
     scores = sum((end - start) * (end - first) for start, end, first in blocks)

@@ -24,7 +24,7 @@ def plot_section(stage: str, metrics: Path, floor: float | None, folder: Path) -
     """Draw a run's metrics into <stage>.png. Returns markdown that shows it, or says why there is none."""
     try:
         figure = metrics_figure(read_metrics(metrics), floor)
-    except OSError as error:
+    except Exception as error:  # no file, or a damaged one: it costs a line, not the report
         return f"*No plot: {error}*"
     with write_aside(folder / f"{stage}.png") as aside:
         figure.savefig(aside, format="png", dpi=140)

@@ -137,11 +137,8 @@ def provenance() -> str:
 
 
 def cpu_model() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""  # not Linux
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    cpus = Path("/proc/cpuinfo")  # of Linux alone
+    found = re.search(r"model name\s*: (.+)", cpus.read_text()) if cpus.exists() else None
     return found[1] if found else platform.machine()
 
 
