@@ -318,7 +318,7 @@ def test_bad_input_is_one_clear_line(base):
         (["--data=untokenized"], "no tokenizer for data 'untokenized'"),
         (["--model_tag=there"], "has checkpoints; continue with --resume=auto"),
         (["--model_tag=there", "--depth=2", "--resume=auto"], "does not fit this run"),
-        (["--model_tag=there", "--arch=modern,key_offset=False", "--resume=auto"], "its model has {'key_offset': True}"),
+        (["--model_tag=there", "--arch=modern,key_offset=False", "--resume=auto"], "model has {'key_offset': True}"),
         (["--resume_from_step=5"], "no valid checkpoint of step 5"),
         (["--num_iterations=-1", "--target_param_data_ratio=-1"], "no horizon"),
         (["--num_iterations=-1", "--target_flops=1e3"], "the horizon is less than one step"),
