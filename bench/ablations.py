@@ -66,6 +66,12 @@ CANDIDATES = {
     "value_embeddings": ("value_embeddings=True", "value_embeddings=False"),
     "smear": ("smear=True", "smear=False"),
     "key_offset": ("key_offset=True", "key_offset=False"),
+    "document_apart": ("", "document_token=-1"),
+    "stream_scales": ("stream_scales=True", ""),  # from here on what large models have, as nanochat has it
+    "subtract_middle": ("subtract_middle=True", ""),
+    "narrow_gates": ("narrow_gates=True", ""),
+    "qk_scale": ("qk_scale=1.2", ""),
+    "rope_theta": ("rope_theta=100000", ""),
     "initial_scales": ("embedding_std=0.8,fc_scale=0.4", "embedding_std=1.0,fc_scale=1.0"),
     "weight_decay": ("--weight_decay=0.2", ""),
     "warmdown": ("--warmdown_ratio=0.65", ""),

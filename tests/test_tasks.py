@@ -19,8 +19,9 @@ from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.corpus.tinyworld import COMPUTED, WORDS, facts
 from nanochat.data.conversation import check_conversation
 from nanochat.data.task import Task, reference
-from nanochat.data.tokenizer import get_tokenizer
+from nanochat.data.tokenizer import Tokenizer, get_tokenizer
 from nanochat.inference.calculator import calculate
+from nanochat.inference.tools import Tools
 from nanochat.runtime.errors import UserError
 from nanochat.tasks import Mixture, example_questions, make_mixture, make_task
 from nanochat.tasks import tinyworld as world
@@ -274,8 +275,10 @@ def check_spelling(conversation: dict) -> tuple[str, int]:
     """Kind, and count (0 where none is asked for), of a conversation whose answer is right."""
     question, answer = asked(conversation), conversation["messages"][-1]["content"]
     if "word" in conversation:
-        word = conversation["word"]
-        assert answer == "-".join(re.search(rf"\b{word}\b", question)[0]) + "."
+        word = re.search(rf'[ "]{conversation["word"]}\b', question)[0].lstrip('"')  # as its tokens are there
+        letters = "-".join(word.strip())
+        assert parts_of(conversation) == [("python", f'spell("{word}")'), ("python_output", letters), ("text", f"{letters}.")]
+        assert Tools().result(f'spell("{word}")', Tokenizer([]), calls=0) == letters
         return "spell", 0
     word = re.search('"([a-z]+)"', question)[1]
     letter = re.search(r" ([a-z])(?:'s)?[ ?.]", question.replace(" a re", ""))[1]

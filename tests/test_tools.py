@@ -37,6 +37,8 @@ class Shelf:
 @pytest.mark.parametrize("expression, result", [
     ("12 * (3 + 4)", "84"),
     ("'strawberry'.count('r')", "3"),
+    ("spell(' strawberry')", "s-t-r-a-w-b-e-r-r-y"),
+    ("spell('')", ""),
     ("lookup('str.partition')", PARTITION),
     (' search( "str.partition" ) ', PARTITION),
     ("lookup('str.rpartition')", "nothing"),

@@ -32,7 +32,7 @@ def own_documents(path: Path, field: str, tally: Counter, encoding: str) -> Iter
     """
     there = list(files_below(path))
     files = [file for file in there if KIND.search(file.name)]
-    others = [str(file.relative_to(path)) for file in there if file not in files]
+    others = [str(file.relative_to(path)) for file in there if not KIND.search(file.name)]
     if not files:
         raise UserError(f"no documents in {path}: expected {KINDS}")
     if others:

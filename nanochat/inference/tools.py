@@ -2,6 +2,7 @@
 The assistant's tools: what may stand between <|python_start|> and <|python_end|>, and what comes back.
 
     12 * (3 + 4)                    84, by the calculator
+    spell('sugar')                  s-u-g-a-r: a model reads tokens, and cannot see the letters of one
     lookup('str.partition')         the passage of that title in a library
     search('split three parts')     the best passage about these words
 
@@ -16,7 +17,7 @@ from nanochat.inference.calculator import calculate
 from nanochat.inference.library import Library, Passage, library_path
 
 NOTHING = "nothing"
-MOST_CALLS = 3      # of a library in one answer: a model that repeats itself would never end
+MOST_CALLS = 3      # of one answer that find something: a model that repeats itself would never end
 RESULT_TOKENS = 64  # a model with a context of 256 has to keep room for the question and the answer
 QUERIES = ("lookup", "search")  # methods of a library that can be called
 CALL = re.compile(r"\s*(\w+)\(\s*(['\"])(.*)\2\s*\)\s*", re.DOTALL)
@@ -39,10 +40,13 @@ class Tools:
     def result(self, expression: str, tokenizer: Tokenizer, calls: int) -> str | None:
         """
         What comes back; None for a text that is no call and cannot be computed: the model goes on by itself.
-        calls: how often this answer has called a library before.
+        calls: how often this answer has made a call before.
         """
-        if not is_call(expression):
+        call = CALL.fullmatch(expression)
+        if call is None:
             return calculate(expression)
+        if call[1] == "spell":
+            return shortened("-".join(call[3].strip()), tokenizer)
         passage = self.find(expression) if calls < MOST_CALLS else None
         return shortened(passage.text, tokenizer) if passage else NOTHING
 

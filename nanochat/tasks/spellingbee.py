@@ -1,7 +1,7 @@
 """
 Spelling words and counting their letters: needs no download, and words of the test split are never trained on.
 
-    spellingbee:spell    How do you spell "kamot"?                            k-a-m-o-t.
+    spellingbee:spell    How do you spell "kamot"?                            spell("kamot") gives the answer: k-a-m-o-t.
     spellingbee:tool     How many o's are in "kamot"?                         the tool computes "kamot".count("o")
     spellingbee:hand     How many o's are in "kamot"? Go letter by letter.    k-a-m-o:1-t. The letter o occurs 1 time.
     spellingbee          the three in turn
@@ -87,7 +87,10 @@ class SpellingBee(Task):
         rng = StableRandom(f"spellingbee:{kind}:{word}")
         if kind == "spell":
             question = SPELL[(rng.below(len(SPELL)) + self.kinds[:place].count(kind)) % len(SPELL)]
-            return single_turn(question.format(w=word), f"{'-'.join(word)}.") | {"word": word}
+            letters = "-".join(word)
+            asked = word if '"' in question else f" {word}"  # the question's tokens: without quotation marks a blank
+            return single_turn(question.format(w=word), with_tool(f'spell("{asked}")', letters, f"{letters}.")) | {
+                "word": word}
         # Letters that the word has are worth more than those it has not: three times as frequent.
         letters = string.ascii_lowercase
         if rng.below(4):
