@@ -277,8 +277,9 @@ def check_spelling(conversation: dict) -> tuple[str, int]:
     if "word" in conversation:
         word = re.search(rf'[ "]{conversation["word"]}\b', question)[0].lstrip('"')  # as its tokens are there
         letters = "-".join(word.strip())
-        assert parts_of(conversation) == [("python", f'spell("{word}")'), ("python_output", letters), ("text", f"{letters}.")]
-        assert Tools().result(f'spell("{word}")', Tokenizer([]), calls=0) == letters
+        call = f'spell("{word}")'
+        assert parts_of(conversation) == [("python", call), ("python_output", letters), ("text", f"{letters}.")]
+        assert Tools().result(call, Tokenizer([]), calls=0) == letters
         return "spell", 0
     word = re.search('"([a-z]+)"', question)[1]
     letter = re.search(r" ([a-z])(?:'s)?[ ?.]", question.replace(" a re", ""))[1]

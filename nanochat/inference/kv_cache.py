@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.model.attention import slow_channels, visible
+from nanochat.model.attention import visible
 from nanochat.model.gpt import GPT
 from nanochat.model.layers import norm, rotary_angles
 
@@ -290,6 +290,11 @@ def attend_one(q: Tensor, kv: Tensor, mask: Tensor, follows: Tensor | None) -> T
         follows = follows.repeat(group_size, 1)
     y = scaled_dot_product(grouped, keys, values, mask.repeat(group_size, 1), follows)
     return y.view(queries.shape).transpose(0, 1)
+
+
+def slow_channels(head_dim: int, device: torch.device) -> Tensor:
+    """(D,) bool: the channels of a head that `offset_keys` moves."""
+    return torch.arange(head_dim, device=device) % (head_dim // 2) >= head_dim // 4
 
 
 def scaled_dot_product(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, follows: Tensor | None) -> Tensor:

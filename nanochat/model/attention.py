@@ -164,20 +164,18 @@ class BlockwiseAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None, None
 
 
-def slow_channels(head_dim: int, device: torch.device) -> Tensor:
-    """(D,) bool: the half of a head's channels that `rotate` turns least from token to token."""
-    return torch.arange(head_dim, device=device) % (head_dim // 2) >= head_dim // 4
-
-
 def offset_keys(k: Tensor, begins: Tensor | None) -> Tensor:
     """
-    Keys (B, H, T, D) with the slow channels of the token before, zeros where a document begins. Then one layer can find
+    Keys (B, H, T, D) with the slow channels, the half of a head's that `rotate` turns least, of the token before; zeros
+    where a document begins. Then one layer can find
     what followed a token the last time. Partial key offset: modded-nanogpt, 2025.
     """
-    before = F.pad(k[:, :, :-1], (0, 0, 1, 0))
+    fast, slow = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # (B, H, T, 2, D/4): `rotate` pairs the 2
+    before = F.pad(slow[:, :, :-1], (0, 0, 0, 0, 1, 0))
     if begins is not None:
-        before = before * (begins < torch.arange(k.size(2), device=k.device))[:, None, :, None]
-    return torch.where(slow_channels(k.size(3), k.device), before, k)
+        follows = begins < torch.arange(k.size(2), device=k.device)  # (B, T)
+        before = before * follows[:, None, :, None, None]
+    return torch.stack((fast, before), dim=-2).flatten(-3)
 
 
 def visible(

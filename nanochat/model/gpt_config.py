@@ -132,7 +132,7 @@ def config_from_depth(
         pieces.setdefault("document_token", bos)
     width = math.ceil(depth * LAYER_WIDTH / HEAD_DIM) * HEAD_DIM
     head_dim = pieces.pop("head_dim", HEAD_DIM)
-    if head_dim < 2 or head_dim % 2 or width % head_dim:
-        raise UserError(f"arch={arch!r}: expected an even head_dim that divides the width, {width}")
+    if head_dim < 4 or head_dim % 4 or width % head_dim:
+        raise UserError(f"arch={arch!r}: expected a head_dim that 4 divides and that divides the width, {width}")
     n_head = width // head_dim
     return GPTConfig(sequence_len, vocab_size, depth, width, n_head, n_head, **pieces)

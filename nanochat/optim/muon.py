@@ -62,7 +62,7 @@ def even_out(update: Tensor, second_moment: Tensor, ok: Tensor) -> Tensor:
     """
     # Orthogonalized, the rows of a wide matrix have one length already, and so have the columns of a tall one.
     dim = -1 if update.size(-2) >= update.size(-1) else -2
-    squares = torch.linalg.vector_norm(update, dim=dim, dtype=torch.float32).square()
+    squares = update.square().sum(dim, dtype=torch.float32)  # on a CPU vector_norm takes eight times as long by columns
     average = second_moment.lerp_(squares, (1 - SECOND_MOMENT_BETA) * ok)
     factors = average.clamp(min=SMALLEST).rsqrt()
     old_norm = squares.sum(-1, keepdim=True)                     # squared

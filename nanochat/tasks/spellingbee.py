@@ -1,7 +1,7 @@
 """
 Spelling words and counting their letters: needs no download, and words of the test split are never trained on.
 
-    spellingbee:spell    How do you spell "kamot"?                            spell("kamot") gives the answer: k-a-m-o-t.
+    spellingbee:spell    How do you spell "kamot"?                            spell("kamot") gives it: k-a-m-o-t.
     spellingbee:tool     How many o's are in "kamot"?                         the tool computes "kamot".count("o")
     spellingbee:hand     How many o's are in "kamot"? Go letter by letter.    k-a-m-o:1-t. The letter o occurs 1 time.
     spellingbee          the three in turn
