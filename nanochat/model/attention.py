@@ -167,8 +167,8 @@ class BlockwiseAttention(torch.autograd.Function):
 def offset_keys(k: Tensor, begins: Tensor | None) -> Tensor:
     """
     Keys (B, H, T, D) with the slow channels, the half of a head's that `rotate` turns least, of the token before; zeros
-    where a document begins. Then one layer can find
-    what followed a token the last time. Partial key offset: modded-nanogpt, 2025.
+    where a document begins. Then one layer can find what followed a token the last time. Partial key offset:
+    modded-nanogpt, 2025.
     """
     fast, slow = k.unflatten(-1, (2, 2, -1)).unbind(-2)  # (B, H, T, 2, D/4): `rotate` pairs the 2
     before = F.pad(slow[:, :, :-1], (0, 0, 0, 0, 1, 0))
