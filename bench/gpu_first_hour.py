@@ -54,7 +54,7 @@ def run_all() -> None:
         doctor, slow = ["-m", "scripts.doctor", *cpu, "--depth=2", "--max_seq_len=64"], 3
         engine = ["-m", "bench.engine", "--vocab_size=512", "--new_tokens=8", "--repeats=1", "--batch_size=2"]
     parts = [
-        ("Kernels beside their references, memory", 120, doctor),
+        ("What fits into memory", 120, doctor),
         ("Compiled steps, depth 20", 90, [*hour, "--part=steps", *large]),
         ("Where a step's time goes, depth 20", 60, [*hour, "--part=profile", *large]),
         ("Decoding", 60, engine),

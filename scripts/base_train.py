@@ -89,7 +89,7 @@ total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all rank
 zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
 shard_size = -1             # [-1, 1..] ranks that share one copy; groups of this size are replicas; -1: all ranks
 pipeline_stages = 1         # [1..] groups of ranks with layers of their own; micro-batches go from one to the next
-# ---- Optimizers: -1 is chosen by the number of steps, see Recipe in nanochat/optim/schedule.py
+# ---- Optimizers: -1 is chosen by steps and layers, see Recipe in nanochat/optim/schedule.py
 embedding_lr = -1.0         # [-1, 0..] AdamW, for a model 768 wide
 unembedding_lr = -1.0       # [-1, 0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
@@ -233,7 +233,7 @@ stop = StopRequest()
 while True:
     metrics.raise_if_diverged(step)
     last_step = step >= num_iterations
-    stopping = metrics.stop_requested  # read by all ranks from the last step's sum: one got SIGTERM, SIGINT, SIGHUP
+    stopping = metrics.stop_requested  # the same on all ranks: some rank got SIGTERM, SIGINT or SIGHUP
 
     # --- checkpoint of the parameters before this step, if one is due. `set_state` says what the saver saves if an
     # error, for example in an evaluation, ends the run before the next update

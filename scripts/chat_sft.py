@@ -5,8 +5,9 @@ Supervised fine-tuning: conversations one by one, as they will be met in a chat.
     python -m scripts.chat_sft --tasks=json:/path/to/mine.jsonl --keep=1    # your own, and as many of those before
     torchrun --nproc_per_node=8 -m scripts.chat_sft --tasks="arc:ARC-Easy, gsm8k, smoltalk[:10000], spellingbee[:300]"
 
-A row is one conversation, padded; only what the assistant writes is learned. The loss of a step is its sum over all
-target tokens divided by their number, however the conversations fall into micro-batches and onto ranks.
+A row is one conversation, padded, or several where the model keeps documents apart; only what the assistant writes is
+learned. The loss of a step is its sum over all target tokens divided by their number, however the conversations fall
+into micro-batches and onto ranks.
 """
 from typing import Literal
 

@@ -90,17 +90,18 @@ def call(expression: str) -> list[int]:
 
 
 def test_an_answer_calls_three_times_and_goes_on():
-    """The fourth call gets nothing, arithmetic is not counted, and a passage's special tokens are text."""
+    """Calls after the third get nothing, arithmetic is not counted, and a passage's special tokens are text."""
     prompt = [TOKENIZER.get_bos_token_id()]
     end = SPECIAL("<|assistant_end|>")
     script = call("lookup('trap')") + call("1 + 1")
-    for _ in range(MOST_CALLS):
+    for _ in range(MOST_CALLS - 1):
         script += call("lookup('str.partition')")
+    script += call("lookup('str.partition')") + call("spell('sum')")
     script += [*TOKENIZER.encode("Done."), end]
     engine = engine_that_writes(script)
     (answer,) = engine.generate([prompt], SamplingParams(max_tokens=900, temperature=0))
     outputs = [part["text"] for part in to_parts(TOKENIZER, answer.tokens) if part["type"] == "python_output"]
-    assert outputs == [Shelf.passages["trap"], "2", PARTITION, PARTITION, "nothing"]
+    assert outputs == [Shelf.passages["trap"], "2", PARTITION, PARTITION, "nothing", "nothing"]
     assert answer.tokens.count(end) == 1 and answer.finish_reason == "stop"
     assert answer.tokens.count(TOKENIZER.get_bos_token_id()) == 0
 

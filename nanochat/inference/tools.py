@@ -17,7 +17,7 @@ from nanochat.inference.calculator import calculate
 from nanochat.inference.library import Library, Passage, library_path
 
 NOTHING = "nothing"
-MOST_CALLS = 3      # of one answer that find something: a model that repeats itself would never end
+MOST_CALLS = 3      # of one answer: a model that repeats itself would never end
 RESULT_TOKENS = 64  # a model with a context of 256 has to keep room for the question and the answer
 QUERIES = ("lookup", "search")  # methods of a library that can be called
 CALL = re.compile(r"\s*(\w+)\(\s*(['\"])(.*)\2\s*\)\s*", re.DOTALL)
@@ -40,14 +40,16 @@ class Tools:
     def result(self, expression: str, tokenizer: Tokenizer, calls: int) -> str | None:
         """
         What comes back; None for a text that is no call and cannot be computed: the model goes on by itself.
-        calls: how often this answer has made a call before.
+        calls: how many calls this answer has made before; arithmetic is none.
         """
-        call = CALL.fullmatch(expression)
-        if call is None:
+        if not is_call(expression):
             return calculate(expression)
-        if call[1] == "spell":
-            return shortened("-".join(call[3].strip()), tokenizer)
-        passage = self.find(expression) if calls < MOST_CALLS else None
+        if calls >= MOST_CALLS:
+            return NOTHING
+        name, _, text = CALL.fullmatch(expression).groups()
+        if name == "spell":
+            return shortened("-".join(text.strip()), tokenizer)
+        passage = self.find(expression)
         return shortened(passage.text, tokenizer) if passage else NOTHING
 
 

@@ -28,7 +28,7 @@ def attention(
     `document_begins`; no query sees a key before its document.
 
     On a CPU: blocks of queries, two plain matrix products each, measured faster than scaled_dot_product_attention. On a
-    GPU: that function, but FlexAttention for windows in compiled code, where it would compute all scores. Documents are
+    GPU: that function, which computes all scores; for windows in compiled code FlexAttention instead. Documents are
     apart in short rows, where computing all scores costs little.
     """
     length = q.size(2)
@@ -166,7 +166,7 @@ class BlockwiseAttention(torch.autograd.Function):
 
 def offset_keys(k: Tensor, begins: Tensor | None) -> Tensor:
     """
-    Keys (B, H, T, D) with the slow channels, the half of a head's that `rotate` turns least, of the token before; zeros
+    Keys (B, H, T, D) whose slow channels (the half that `rotate` turns least) come from the token before, or are zeros
     where a document begins. Then one layer can find what followed a token the last time. Partial key offset:
     modded-nanogpt, 2025.
     """

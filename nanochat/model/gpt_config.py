@@ -1,7 +1,7 @@
 """
 Everything that determines the shapes of a model: its sizes, and its pieces. The classic architecture, that of published
-checkpoints, has none of the pieces; each can be added alone. What modern models have depends on their depth: few layers
-have what won on a CPU (docs/ablations.md), many also what won elsewhere at depths of 12 to 24 (docs/gpus.md).
+checkpoints, has none of the pieces; each can be added alone. The pieces of modern models depend on depth: small models
+have what won on a CPU (docs/ablations.md), large ones what won elsewhere at depths of 12 to 24 (docs/gpus.md).
 """
 import math
 from dataclasses import MISSING, dataclass, fields
@@ -19,11 +19,11 @@ ARCHITECTURES = {    # named sets of pieces
     "modern": dict(short_windows=True, value_embeddings=True, smear=True, key_offset=True, embedding_std=0.8,
                    fc_scale=0.4),
 }
-LARGE_DEPTH = 12     # layers, from which on modern models have these
+LARGE_DEPTH = 12     # modern models of this depth or more have LARGE
 LARGE = dict(key_offset=False, stream_scales=True, subtract_middle=True, narrow_gates=True, qk_scale=1.2,
              rope_theta=100_000.0)
-# Pieces that lost their comparison (docs/ablations.md); older models name them. The last two were others than
-# stream_scales and subtract_middle are: another place, other rates.
+# Pieces that lost their comparison (docs/ablations.md); older models name them. The last two differ from
+# stream_scales and subtract_middle in place and rates.
 RETIRED = ("bigrams", "head_gates", "residual_scales", "backout")
 
 
@@ -125,7 +125,7 @@ def config_from_depth(
 ) -> GPTConfig:
     """
     The one-number family: width 64 per layer, rounded up to a multiple of 128; arch: as `architecture` takes it. bos:
-    the token that begins a document. In short rows of modern models it sees none before it (docs/ablations.md).
+    the token that begins a document. In short rows of modern models documents are apart (docs/ablations.md).
     """
     pieces = architecture(arch, depth)
     if arch.startswith("modern") and sequence_len <= SHORT_ROW:

@@ -262,7 +262,7 @@ class Block(nn.Module):
         first: Tensor | None = None,
         middle: Tensor | None = None,
     ) -> Tensor:
-        """The part that is compiled on a GPU: without lookups, whose gradients are sums in any order."""
+        """Compiled on a GPU. Lookups stay outside: their gradients are summed in any order."""
         x = self.begin(x, first)
         normed, q, k, v = self.attention_inputs(x, cos, sin)
         v = self.attn.add_value_embedding(normed, v, values)

@@ -2,8 +2,8 @@
 Softcapped cross-entropy of a language model's head: forward and backward in one pass over the logits.
 
 The logits are the largest tensor of a step (tokens x vocabulary). Here they exist one chunk of rows at a time:
-product with the head, softcap, loss and its gradient in one fused kernel, and both products of the backward pass
-while the chunk is still in the cache. Kept for the backward pass are tensors of the inputs' sizes, not the logits.
+product with the head; softcap, sums and gradient in one fused kernel; both products of the backward pass, on a CPU
+while the chunk is still in its cache. Kept for the backward pass are tensors of the inputs' sizes, not the logits.
 """
 from collections.abc import Iterator
 

@@ -266,7 +266,7 @@ class Sharding:
             if self.device.type == "cpu" and self.shard_count > 1:
                 unit.set_custom_reduce_scatter(GlooReduceScatter())
         self.model._set_unshard_async_op(self.device.type == "cpu")
-        # Now, or it takes the first module that runs for the whole model: in CORE that is the embedding.
+        # Now: otherwise the first module that runs becomes the root, and in CORE that is the embedding.
         self.model._get_fsdp_state()._lazy_init()
         for name, p in self.model.named_parameters():
             shape = tuple(p.shape)
@@ -414,7 +414,7 @@ class Sharding:
             shard.grad = None
         for bucket in self.buckets:
             if self.shard_count > 1:
-                own = bucket.master.to(self.dtype, copy=True)  # in float32 the master is part of what is written to
+                own = bucket.master.to(self.dtype, copy=True)  # in float32 the master is a view of the output
                 work = all_gather_single(bucket.flat, own, self.shard_group, async_op=True)
                 bucket.pending.append((work, own))
             elif self.separate_masters:
