@@ -169,10 +169,9 @@ while True:
         of_all_ranks = trained_on[micro_step * rows_per_micro_step :][:rows_per_micro_step]
         of_this_rank = of_all_ranks[rank * device_batch_size :][:device_batch_size]
         rows = [(rollout.ids, rollout.weights()) for rollout in of_this_rank]
-        rows += [([], [])] * (device_batch_size - len(rows))  # every rank takes part, if with empty rows
         longest = len(of_all_ranks[0].ids) if of_all_ranks else 0
         length = padded_length(longest, model.config.sequence_len, device)
-        inputs, targets, weights = padded_batch(rows, length, device)  # (device_batch_size, length) each
+        inputs, targets, weights = padded_batch(rows, device_batch_size, length, device)
         with sharding.accumulate(last=micro_step == micro_steps - 1):
             loss = model(inputs, targets, reduction="sum", weights=weights)
             loss.backward()
