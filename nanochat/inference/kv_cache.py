@@ -292,11 +292,6 @@ def attend_one(q: Tensor, kv: Tensor, mask: Tensor, follows: Tensor | None) -> T
     return y.view(queries.shape).transpose(0, 1)
 
 
-def slow_channels(head_dim: int, device: torch.device) -> Tensor:
-    """(D,) bool: the channels of a head that `offset_keys` moves."""
-    return torch.arange(head_dim, device=device) % (head_dim // 2) >= head_dim // 4
-
-
 def scaled_dot_product(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, follows: Tensor | None) -> Tensor:
     """
     q (N, Q, D) against keys and values (N, K, D) → (N, Q, D). N counts pairs of a sequence and a key head, Q the
@@ -306,13 +301,14 @@ def scaled_dot_product(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, fo
     follows: with `offset_keys`, which keys have a token before them, broadcast to (N, Q, K). The cache has every
     token's own keys; the slow channels' part of the scores moves by one instead.
     """
+    D = q.size(-1)
     if follows is None:
         scores = torch.bmm(q, keys.mT)                                              # (N, Q, K)
     else:
-        slow = slow_channels(q.size(-1), q.device)
+        slow = torch.arange(D, device=q.device) % (D // 2) >= D // 4                # (D,): as `offset_keys`
         before = F.pad(torch.bmm(q * slow, keys.mT)[..., :-1], (1, 0))
         scores = torch.bmm(q * ~slow, keys.mT) + before * follows
-    p = torch.add(mask, scores, alpha=q.size(-1) ** -0.5).softmax(-1)
+    p = torch.add(mask, scores, alpha=D**-0.5).softmax(-1)
     return torch.bmm(p.to(values.dtype), values)
 
 
