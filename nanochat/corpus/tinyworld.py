@@ -1,7 +1,7 @@
 """
 The embedded corpus: a small consistent world told in varied English, generated, with a known entropy.
 
-    document(seed=1, index=0)            # a text; a pure function of (seed, index), with nothing to download
+    generate(seed=1, index=0).text       # a pure function of (seed, index), with nothing to download
     generate(seed=1, index=0).bits       # -log2 p(text): the fewest bits that any model needs for it on average
 
 Every choice is uniform over n equally likely alternatives, and every text has exactly one derivation (a test parses
@@ -242,11 +242,6 @@ def generate(seed: int, index: int) -> Document:
     else:
         text = " ".join(fact_sentence(topic, rng) for _ in range(count))
     return Document(text, topic, rng.bits - math.log2(most + 1 - count))  # lengths that are still possible
-
-
-def document(seed: int, index: int) -> str:
-    """The text of document `index` of corpus `seed`."""
-    return generate(seed, index).text
 
 
 # ---- The entropy of a data set --------------------------------------------------------------------------------------
