@@ -85,7 +85,6 @@ class Fact(NamedTuple):
 
 
 class Question(NamedTuple):
-    topic: str
     prompt: str  # a document may begin so; a space and the answer must follow, then "."
     answer: str
 
@@ -158,7 +157,7 @@ def make_fact(topic: str, noun: str, templates: tuple[str, ...], row: Sequence[s
 def held_out_questions() -> tuple[Question, ...]:
     """Questions that occur in no document, though fact and phrasing of each occur apart."""
     held = [fact for fact in facts() if fact.held_out]
-    return tuple(Question(fact.topic, as_prompt(fact.held_out, fact.answer), fact.answer) for fact in held)
+    return tuple(Question(as_prompt(fact.held_out, fact.answer), fact.answer) for fact in held)
 
 
 @cache
