@@ -102,5 +102,5 @@ if floor is not None:
     results |= found
 
 write_section("base_eval", "Base model: evaluation", f"Model: {name}.\n\n{samples}", {"base": results},
-              data=trained_on, model_tag=checkpoint.parent.name, checkpoint=checkpoint)
+              data=trained_on, checkpoint=checkpoint)
 compute_cleanup()

@@ -323,7 +323,6 @@ elif rank == 0:
     results = {"parameters": f"{parameters:,}", "tokens trained on": f"{num_iterations * total_batch_size:,}"}
     results |= metrics.results()
     write_section("base_train", "Base model: pretraining", settings_table(config), {"base": results}, metrics.path,
-                  floor=entropy_floor(data), data=data, model_tag=checkpoints.name,
-                  checkpoint=step_dir(checkpoints, step))
+                  floor=entropy_floor(data), data=data, checkpoint=step_dir(checkpoints, step))
     say_how_to_talk(checkpoints)
 compute_cleanup(stop)
