@@ -63,14 +63,14 @@ class Setting:
         return any(within(value, text.strip()) for text in self.ranges[1:-1].split(","))
 
 
-def configure(script_globals: dict[str, Any], argv: list[str] | None = None) -> dict[str, Any]:
+def configure(script_globals: dict[str, Any]) -> dict[str, Any]:
     """
-    Apply the command line (default: `sys.argv[1:]`) to a script's settings and write them into its globals.
+    Apply the command line to a script's settings and write them into its globals.
 
     Returns every setting in source order, as a dict that JSON can hold. Exits with 0 after --help, and with 2 after
     one line on stderr when the command line does not fit. Installs the one-line error hook.
     """
-    config = settings_of(script_globals["__file__"], sys.argv[1:] if argv is None else argv)
+    config = settings_of(script_globals["__file__"], sys.argv[1:])
     install_one_line_errors(config)
     script_globals.update(config)
     return config

@@ -12,7 +12,7 @@ from typing import Literal
 from configurator import configure
 
 from nanochat.corpus.eval_bundle import why_no_bundle
-from nanochat.corpus.tinyworld import PROMPTS, held_out_questions, validation_documents
+from nanochat.corpus.tinyworld import PROMPTS, entropy_floor, held_out_questions, validation_documents
 from nanochat.data.dataloader import tokenizing_distributed_data_loader, validation_rows
 from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.eval.loss_eval import evaluate_bpb, evaluate_documents, greedy_completes, sample
@@ -85,11 +85,10 @@ samples = markdown_table(["prompt", "greedy completion"], rows, words=(0, 1))
 
 # --- the embedded world: excess over the entropy of the validation documents, and held-out questions. Documents are
 # read whole, in windows after <|bos|>: no byte is left out where a loader would cut.
-made = validation_documents(data)  # None for data that are not the embedded world's
-if made is not None:
-    documents = tokenizer.encode([document.text for document in made], prepend="<|bos|>")
+floor = entropy_floor(data)  # None for data that are not the embedded world's
+if floor is not None:
+    documents = tokenizer.encode([document.text for document in validation_documents(data)], prepend="<|bos|>")
     bpb = evaluate_documents(model, documents, token_bytes, device_batch_size * max_seq_len)
-    floor = sum(document.bits for document in made) / sum(len(document.text.encode()) for document in made)
     pairs = [(question.prompt, f" {question.answer}.") for question in held_out_questions()]
     answered = greedy_completes(model, tokenizer, pairs, device_batch_size * max_seq_len)
     found = {
@@ -103,5 +102,5 @@ if made is not None:
     results |= found
 
 write_section("base_eval", "Base model: evaluation", f"Model: {name}.\n\n{samples}", {"base": results},
-              data=trained_on, model_tag=checkpoint.parent.name, checkpoint=checkpoint)
+              data=trained_on, checkpoint=checkpoint)
 compute_cleanup()

@@ -23,7 +23,7 @@ from nanochat.data.tokenizer import FILE_NAME, tokenizer_dir
 from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
 from nanochat.eval.loss_eval import evaluate_bpb, sample
 from nanochat.model.fp8 import use_fp8
-from nanochat.model.gpt import GPT
+from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.pipeline import Pipeline
@@ -129,8 +129,7 @@ if core_metric_every > 0:
 # ---- Model: first its shapes, without memory, so that wrong settings are found at once
 bos = tokenizer.get_bos_token_id()
 model_config = config_from_depth(depth, tokenizer.get_vocab_size(), max_seq_len, arch=arch, bos=bos)
-with torch.device("meta"):
-    model = GPT(model_config)
+model = model_without_memory(model_config)
 parameters = sum(p.numel() for p in model.parameters())
 matmul_parameters = model.count_parameters("matrix", "head")  # the others are looked up, not multiplied
 flops_per_token = model.estimate_flops()
@@ -323,7 +322,6 @@ elif rank == 0:
     results = {"parameters": f"{parameters:,}", "tokens trained on": f"{num_iterations * total_batch_size:,}"}
     results |= metrics.results()
     write_section("base_train", "Base model: pretraining", settings_table(config), {"base": results}, metrics.path,
-                  floor=entropy_floor(data), data=data, model_tag=checkpoints.name,
-                  checkpoint=step_dir(checkpoints, step))
+                  floor=entropy_floor(data), data=data, checkpoint=step_dir(checkpoints, step))
     say_how_to_talk(checkpoints)
 compute_cleanup(stop)

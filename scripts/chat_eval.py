@@ -57,5 +57,5 @@ print0(f"{mean:42} {results[mean]:6.3f}")
 body = f"Model: step {meta['step']} of {checkpoint.parent.name}.\n\n"
 body += markdown_table(["task", "problems", "right", "guessing"], rows)
 write_section(f"chat_eval_{source}", f"Chat evaluation: {source}", body, {source: results},
-              data=meta.get("data"), model_tag=checkpoint.parent.name, checkpoint=checkpoint)
+              data=meta.get("data"), checkpoint=checkpoint)
 compute_cleanup()

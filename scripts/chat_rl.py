@@ -16,7 +16,7 @@ from configurator import configure  # first: it checks the command line before t
 
 import torch
 
-from nanochat.data.conversation_loader import order
+from nanochat.data.conversation_loader import micro_steps, order
 from nanochat.data.padding import padded_batch, padded_length
 from nanochat.eval.task_eval import evaluate_task, pass_at, seed_with
 from nanochat.inference.sampling import SamplingParams
@@ -160,20 +160,19 @@ while True:
     trained_on = [rollout for rollout in rollouts if rollout.advantage != 0]
     # Shared out anew, the longest first: little padding, and no rank waits for another
     trained_on.sort(key=lambda rollout: len(rollout.ids), reverse=True)
-    micro_steps = max(math.ceil(len(trained_on) / rows_per_micro_step), 1)  # a pass of empty rows, if there are none
+    grad_accum_steps = micro_steps(len(trained_on), rows_per_micro_step)  # a pass of empty rows, if there are none
 
     # --- one optimizer step, as in base_train: -sum of advantage * log p over the sampled tokens of all ranks, which
     # reduce_and_clip divides by their number
     step_loss = torch.zeros((), device=device)
-    for micro_step in range(micro_steps):
+    for micro_step in range(grad_accum_steps):
         of_all_ranks = trained_on[micro_step * rows_per_micro_step :][:rows_per_micro_step]
         of_this_rank = of_all_ranks[rank * device_batch_size :][:device_batch_size]
         rows = [(rollout.ids, rollout.weights()) for rollout in of_this_rank]
-        rows += [([], [])] * (device_batch_size - len(rows))  # every rank takes part, if with empty rows
         longest = len(of_all_ranks[0].ids) if of_all_ranks else 0
         length = padded_length(longest, model.config.sequence_len, device)
-        inputs, targets, weights = padded_batch(rows, length, device)  # (device_batch_size, length) each
-        with sharding.accumulate(last=micro_step == micro_steps - 1):
+        inputs, targets, weights = padded_batch(rows, device_batch_size, length, device)
+        with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
             loss = model(inputs, targets, reduction="sum", weights=weights)
             loss.backward()
         step_loss += loss.detach()

@@ -1,5 +1,4 @@
 """The report is read back as a reader sees it: tables cell by cell, links followed, figures by the points they draw."""
-import functools
 import json
 import os
 import re
@@ -11,11 +10,23 @@ import numpy as np
 import pytest
 
 from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import base_dir
 from nanochat.training import plots, report
 from nanochat.training.records import read_metrics
 
-write_section = functools.partial(report.write_section, data="world", model_tag="d4")
 SETTLED = 100.0  # tokens per second after the first step
+
+
+def left_checkpoint(tag: str = "d4", weights: str = "a") -> Path:
+    checkpoint = base_dir() / "sft_checkpoints" / tag / "step_000008"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "manifest.json").write_text(json.dumps({"model.safetensors": weights * 64}))
+    return checkpoint
+
+
+def write_section(*section, checkpoint: Path | None = None, **settings) -> None:
+    """A section about a model on the data set "world", by default d4."""
+    report.write_section(*section, data="world", checkpoint=checkpoint or left_checkpoint(), **settings)
 
 
 def train_record(step: int, loss: float, dt: float = 0.5, **other: object) -> dict:
@@ -86,7 +97,7 @@ def test_a_report_is_about_one_model_and_its_data(base_folder):
     for time, (data, tag) in enumerate([("sea", "d4"), ("land", "d8"), (None, "guest")]):
         if data:
             report.write_section("tokenizer", "Tokenizer", f"Of {data}.", data=data)
-        report.write_section("base_eval", "Eval", f"{tag} on {data}.", data=data, model_tag=tag)
+        report.write_section("base_eval", "Eval", f"{tag} on {data}.", data=data, checkpoint=left_checkpoint(tag))
         # Each older than the next, whatever the clock's resolution.
         os.utime(base_folder / "report/sections" / (data or "unknown") / tag / "base_eval.json", (time, time))
     for asked, tag, data in (("", "guest", None), ("d4", "d4", "sea")):
@@ -100,20 +111,13 @@ def test_a_report_is_about_one_model_and_its_data(base_folder):
 
 def test_a_section_about_a_replaced_model_is_left_out(base_folder):
     """After --overwrite of a stage: what was measured before it."""
-    def left(weights: str) -> Path:
-        checkpoint = base_folder / "sft_checkpoints" / "d4" / "step_000008"
-        checkpoint.mkdir(parents=True, exist_ok=True)
-        (checkpoint / "manifest.json").write_text(json.dumps({"model.safetensors": weights * 64}))
-        return checkpoint
-
-    sft = left("a")
     log = short_run(base_folder / "sft_checkpoints" / "d4" / "metrics.jsonl")
-    write_section("chat_sft", "Sft", "", {"sft": {"minutes": 1.0}}, checkpoint=sft)
-    write_section("chat_eval_sft", "Scores", "93%", {"sft": {"ARC": 0.93}}, log, checkpoint=sft)
+    write_section("chat_sft", "Sft", "", {"sft": {"minutes": 1.0}})
+    write_section("chat_eval_sft", "Scores", "93%", {"sft": {"ARC": 0.93}}, log)
     path = report.generate()
     assert table_after(path.read_text(), "## Summary") == [["", "sft"], ["minutes", "1"], ["ARC", "0.93"]]
     assert len(images(path)) == 1
-    write_section("chat_sft", "Sft", "", {"sft": {"minutes": 2.0}}, checkpoint=left("b"))
+    write_section("chat_sft", "Sft", "", {"sft": {"minutes": 2.0}}, checkpoint=left_checkpoint(weights="b"))
     path = report.generate()
     assert table_after(path.read_text(), "## Summary") == [["", "sft"], ["minutes", "2"]]
     assert images(path) == [], "the log may be of a later run"

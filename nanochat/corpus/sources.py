@@ -33,7 +33,7 @@ def tinyworld_documents(seed: int, text_bytes: int) -> Documents:
     for index in itertools.count():
         if left <= 0:
             return
-        text = tinyworld.document(seed, index)
+        text = tinyworld.generate(seed, index).text
         left -= len(text.encode())
         yield text, text
 

@@ -1,7 +1,7 @@
 """
 The embedded corpus: a small consistent world told in varied English, generated, with a known entropy.
 
-    document(seed=1, index=0)            # a text; a pure function of (seed, index), with nothing to download
+    generate(seed=1, index=0).text       # a pure function of (seed, index), with nothing to download
     generate(seed=1, index=0).bits       # -log2 p(text): the fewest bits that any model needs for it on average
 
 Every choice is uniform over n equally likely alternatives, and every text has exactly one derivation (a test parses
@@ -85,7 +85,6 @@ class Fact(NamedTuple):
 
 
 class Question(NamedTuple):
-    topic: str
     prompt: str  # a document may begin so; a space and the answer must follow, then "."
     answer: str
 
@@ -158,7 +157,7 @@ def make_fact(topic: str, noun: str, templates: tuple[str, ...], row: Sequence[s
 def held_out_questions() -> tuple[Question, ...]:
     """Questions that occur in no document, though fact and phrasing of each occur apart."""
     held = [fact for fact in facts() if fact.held_out]
-    return tuple(Question(fact.topic, as_prompt(fact.held_out, fact.answer), fact.answer) for fact in held)
+    return tuple(Question(as_prompt(fact.held_out, fact.answer), fact.answer) for fact in held)
 
 
 @cache
@@ -242,11 +241,6 @@ def generate(seed: int, index: int) -> Document:
     else:
         text = " ".join(fact_sentence(topic, rng) for _ in range(count))
     return Document(text, topic, rng.bits - math.log2(most + 1 - count))  # lengths that are still possible
-
-
-def document(seed: int, index: int) -> str:
-    """The text of document `index` of corpus `seed`."""
-    return generate(seed, index).text
 
 
 # ---- The entropy of a data set --------------------------------------------------------------------------------------

@@ -157,11 +157,10 @@ def conversation_loader(
             of_all_ranks = step_rows[micro_step * rows_at_once :][:rows_at_once]
             own = of_all_ranks[rank * device_batch_size : (rank + 1) * device_batch_size]
             batch = [conversations.read(row) for row in own]
-            batch += [([], [])] * (device_batch_size - len(own))
             length = max_seq_len
             if pad:
                 longest = max(map(conversations.row_length, of_all_ranks), default=0)
                 length = padded_length(longest, max_seq_len, device)  # the same on all ranks
-            inputs, targets, _ = padded_batch(batch, length, device)
+            inputs, targets, _ = padded_batch(batch, device_batch_size, length, device)
             yield inputs, targets
         step += 1

@@ -11,13 +11,16 @@ CPU_MULTIPLE = 8      # a CPU compiles for all lengths: rows are padded to a mul
 Row = tuple[list[int], list[float]]  # tokens, and the weight of each of them as a target
 
 
-def padded_batch(rows: Sequence[Row], length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def padded_batch(
+    rows: Sequence[Row], batch_size: int, length: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
     """
-    (inputs, targets, weights), each (B, length), of rows of at most length + 1 tokens; int64, int64, float32. Targets
-    are one position ahead, −1 where the weight is zero. An empty row has no targets.
+    (inputs, targets, weights), each (batch_size, length), of rows of at most length + 1 tokens; int64, int64, float32.
+    Targets are one position ahead, −1 where the weight is zero. Without enough rows the last ones are empty: every rank
+    takes part in a step, if with nothing but such rows.
     """
-    tokens = torch.zeros(len(rows), length + 1, dtype=torch.int64)
-    weights = torch.zeros(len(rows), length + 1)
+    tokens = torch.zeros(batch_size, length + 1, dtype=torch.int64)
+    weights = torch.zeros(batch_size, length + 1)
     for i, (ids, row_weights) in enumerate(rows):
         tokens[i, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
         weights[i, : len(ids)] = torch.tensor(row_weights)

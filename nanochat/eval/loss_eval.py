@@ -148,7 +148,7 @@ def padded(rows: list[Row], indices: list[int], device: torch.device) -> tuple[T
     """
     chosen = [rows[index] for index in indices] or [row_of([0, 0], 1)]
     length = max(len(tokens) for tokens, _ in chosen) - 1
-    inputs, targets, _ = padded_batch(chosen, length, device)
+    inputs, targets, _ = padded_batch(chosen, len(chosen), length, device)
     return inputs, targets
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.hf.tokenizer import from_hf, write_json, write_tokenizer
-from nanochat.model.gpt import GPT
+from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import GPTConfig, without_retired
 from nanochat.model.layers import NORM_EPS
 from nanochat.runtime.errors import UserError
@@ -220,8 +220,7 @@ def to_config(fields: dict, where: Path) -> GPTConfig:
 
 def parameter_shapes(config: GPTConfig) -> dict[str, torch.Size]:
     """Name and shape of every parameter of such a model."""
-    with torch.device("meta"):
-        return {name: p.shape for name, p in GPT(config).named_parameters()}
+    return {name: p.shape for name, p in model_without_memory(config).named_parameters()}
 
 
 def fit(there: Imported, where: Path) -> dict[str, Tensor]:

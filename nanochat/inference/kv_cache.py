@@ -301,14 +301,14 @@ def scaled_dot_product(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, fo
     follows: with `offset_keys`, which keys have a token before them, broadcast to (N, Q, K). The cache has every
     token's own keys; the slow channels' part of the scores moves by one instead.
     """
+    D = q.size(-1)
     if follows is None:
         scores = torch.bmm(q, keys.mT)                                              # (N, Q, K)
     else:
-        half = q.size(-1) // 2
-        slow = torch.arange(q.size(-1), device=q.device) % half >= half // 2
+        slow = torch.arange(D, device=q.device) % (D // 2) >= D // 4                # (D,): as `offset_keys`
         before = F.pad(torch.bmm(q * slow, keys.mT)[..., :-1], (1, 0))
         scores = torch.bmm(q * ~slow, keys.mT) + before * follows
-    p = torch.add(mask, scores, alpha=q.size(-1) ** -0.5).softmax(-1)
+    p = torch.add(mask, scores, alpha=D**-0.5).softmax(-1)
     return torch.bmm(p.to(values.dtype), values)
 
 

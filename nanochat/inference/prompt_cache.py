@@ -20,7 +20,7 @@ PIECE = 128
 class PromptCache:
     """Pieces of at most `limit` bytes together; the least recently used goes first. document_token: the model's."""
 
-    def __init__(self, limit: int, document_token: int = -1):
+    def __init__(self, limit: int, document_token: int):
         self.limit = limit
         self.document_token = document_token
         self.size = 0   # bytes

@@ -218,3 +218,9 @@ class GPT(nn.Module):
             next_id = logits.argmax(-1, keepdim=True)
             ids = torch.cat((ids, next_id), dim=1)
             yield next_id.item()  # the caller wants the token now: a sync per token is the point
+
+
+def model_without_memory(config: GPTConfig) -> GPT:
+    """A model on the device "meta": parameters have shapes, but no memory for random weights that would be replaced."""
+    with torch.device("meta"):
+        return GPT(config)

@@ -228,9 +228,9 @@ class Block(nn.Module):
         tokens: Tensor,
         cos: Tensor,
         sin: Tensor,
-        begins: Tensor | None = None,
-        first: Tensor | None = None,
-        middle: Tensor | None = None,
+        begins: Tensor | None,
+        first: Tensor | None,
+        middle: Tensor | None,
     ) -> Tensor:
         """
         x: the residual stream (B, T, C); tokens: (B, T); begins: see `document_begins`; first, middle: see GPT.blocks.
@@ -259,8 +259,8 @@ class Block(nn.Module):
         values: Tensor | None,
         blocks,
         begins: Tensor | None,
-        first: Tensor | None = None,
-        middle: Tensor | None = None,
+        first: Tensor | None,
+        middle: Tensor | None,
     ) -> Tensor:
         """Compiled on a GPU. Lookups stay outside: their gradients are summed in any order."""
         x = self.begin(x, first)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from nanochat.model.gpt import GPT
+from nanochat.model.gpt import GPT, model_without_memory
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.layers import norm
 from nanochat.optim.partition import partition
@@ -159,8 +159,7 @@ class Pipeline:
         if self.pipeline_stages == 1:
             return model
         sharding.wait_for_params()
-        with torch.device("meta"):
-            whole = GPT(self.config)
+        whole = model_without_memory(self.config)
 
         def fill(names: list[str], weights: Callable[[str], Tensor]) -> None:
             tensors = {name: weights(name) for name in names}

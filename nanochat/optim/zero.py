@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
-from nanochat.model.gpt import GPT
+from nanochat.model.gpt import model_without_memory
 from nanochat.optim.partition import Shard, ShardRange, equal_ranges, partition, row_ranges
 from nanochat.runtime.collectives import all_gather_single, gather_objects, rank_and_size, reduce_scatter, require_same
 from nanochat.runtime.compiling import in_one_pass
@@ -460,8 +460,7 @@ class Sharding:
         if self.zero_stage < 3:
             self.wait_for_params()
             return self.model
-        with torch.device("meta"):
-            model = GPT(self.model.config)
+        model = model_without_memory(self.model.config)
         model.load_state_dict(dict(self.whole_tensors()), assign=True)
         return model
 

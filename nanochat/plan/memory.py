@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from nanochat.model.attention import BLOCKWISE_MAX_LENGTH, query_blocks
-from nanochat.model.gpt import GPT
+from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.loss import chunk_rows
 from nanochat.optim.pipeline import stage_layers
@@ -53,12 +53,7 @@ def state_bytes(zero_stage: int, ranks: int, dtype: torch.dtype, adamw: int, muo
 
 # ---- A training step, moment by moment
 
-
-@cache
-def shaped(config: GPTConfig) -> GPT:
-    """A model without memory."""
-    with torch.device("meta"):
-        return GPT(config)
+shaped = cache(model_without_memory)  # one for each config: it is looked at only
 
 
 class PipelineStage(NamedTuple):

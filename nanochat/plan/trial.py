@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanochat.model.gpt import GPT
+from nanochat.model.gpt import GPT, model_without_memory
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.zero import Sharding
@@ -42,8 +42,7 @@ def set_up_training(
     config: GPTConfig, dtype: torch.dtype, device: torch.device, zero_stage: int = 2, compiled: bool = False
 ) -> tuple[GPT, Sharding, tuple]:
     """(model, sharding, optimizers); `device` may be "meta"."""
-    with torch.device("meta"):
-        model = GPT(config)
+    model = model_without_memory(config)
     weights = None if device.type == "meta" else partial(model.draw, seed=0)
     sharding = Sharding(model, model.units(), device, dtype, zero_stage, weights=weights)
     if compiled:

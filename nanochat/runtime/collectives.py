@@ -50,11 +50,11 @@ def from_rank0(function: Callable[..., T], *args) -> T:
     return result[0]
 
 
-def gather_objects(value: T) -> list[T]:
-    """The value of each rank, in the order of ranks, on every rank. COLLECTIVE."""
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value of each rank, in the order of ranks, on every rank. group: of all ranks. COLLECTIVE."""
     values = [value] * rank_and_size()[1]
     if len(values) > 1:
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group)
     return values
 
 

@@ -7,7 +7,7 @@ import torch
 from nanochat.runtime.errors import UserError, first_line
 
 
-def choose_device_type(device_type: str = "") -> str:
+def choose_device_type(device_type: str) -> str:
     """
     The device type that was asked for; for "" the first of cuda, mps and cpu that this machine has. UserError when it
     is not available, and when this node has GPUs that torch cannot use (most often because the driver is old): falling

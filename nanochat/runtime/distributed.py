@@ -50,7 +50,7 @@ def set_up(device_type: str, dtype: str, compile: bool) -> tuple[int, int, torch
     return rank, world_size, device, model_dtype, compiling
 
 
-def compute_init(device_type: str = "") -> tuple[int, int, torch.device]:
+def compute_init(device_type: str) -> tuple[int, int, torch.device]:
     """
     (rank, world_size, device) of this process; joins the process group under torchrun.
 

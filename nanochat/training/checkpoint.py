@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.model.gpt import GPT
+from nanochat.model.gpt import GPT, model_without_memory
 from nanochat.model.gpt_config import GPTConfig, without_retired
 from nanochat.runtime.collectives import from_rank0, gather_objects
 from nanochat.runtime.console import print0
@@ -169,8 +169,7 @@ def load_checkpoint(checkpoint: Path, device: torch.device) -> tuple[GPT, Tokeni
     meta, tokenizer = read_meta(checkpoint), Tokenizer.load(checkpoint)
     if tokenizer.fingerprint != meta["tokenizer"]:
         raise UserError(f"{checkpoint}: the tokenizer there is not the one the model was trained with")
-    with torch.device("meta"):  # no memory for random weights that would be replaced at once
-        model = GPT(GPTConfig(**meta["model_config"]))
+    model = model_without_memory(GPTConfig(**meta["model_config"]))
     if device.type != "meta":
         model.load_state_dict(load_file(checkpoint / MODEL_FILE, device=str(device)), assign=True)
     return model, tokenizer, meta

@@ -159,6 +159,5 @@ def report_stage(
     """After the last step: write a stage's section of the report (`note`, then settings), say how to try its model."""
     column = start.checkpoints.parent.name.removesuffix("_checkpoints")
     write_section(script, title, note + settings_table(config), {column: results}, metrics.path,
-                  data=start.meta.get("data"),
-                  model_tag=start.checkpoints.name, checkpoint=step_dir(start.checkpoints, step))
+                  data=start.meta.get("data"), checkpoint=step_dir(start.checkpoints, step))
     say_how_to_talk(start.checkpoints)

@@ -35,7 +35,7 @@ STAGES = ("data", "tokenizer", "base_train", "base_eval", "mid_train", "chat_sft
 
 def write_section(stage: str, title: str, body: str, results: dict[str, dict[str, float | str]] | None = None,
                   metrics: Path | None = None, floor: float | None = None, *,
-                  data: str | None, model_tag: str = "", checkpoint: Path | None = None) -> None:
+                  data: str | None, checkpoint: Path | None = None) -> None:
     """
     Keep a stage's section for the report, in place of an earlier one of that stage. Rank 0 only.
 
@@ -43,7 +43,7 @@ def write_section(stage: str, title: str, body: str, results: dict[str, dict[str
     results: for the summary table, {column: {row: value}}; a column is the model that was measured, such as "base".
     metrics: the run's metrics.jsonl, to plot.   floor: entropy of the corpus in bits per byte, drawn beside validation.
     data: the data set it is about, or that its model was trained on; None where that is unknown (an imported model).
-    checkpoint: of the model that it is about.
+    checkpoint: of the model that it is about; None for a data set and its tokenizer.
     """
     if not is_rank0():
         return
@@ -51,8 +51,10 @@ def write_section(stage: str, title: str, body: str, results: dict[str, dict[str
                "made": provenance(), "checkpoint": None}
     if metrics:
         section["metrics"] = os.path.relpath(metrics, base_dir())  # so that the base folder may move
+    model_tag = ""
     if checkpoint:
         section["checkpoint"] = describe_checkpoint(checkpoint)
+        model_tag = checkpoint.parent.name
     text = json.dumps(section, indent=1, default=float)  # numbers of numpy and torch as well
     write_text(base_dir() / "report" / "sections" / (data or "unknown") / model_tag / f"{stage}.json", text)
 

@@ -20,7 +20,7 @@ class Rollout:
     sampled: list[bool]         # of each token: drawn by the model, neither read nor written by the tool
     reward: float
     cut: bool                   # it had not ended at the largest number of tokens
-    advantage: float = 0.0      # the reward, less the mean of the samples of this problem
+    advantage: float            # the reward, less the mean of the samples of this problem
 
     def weights(self) -> list[float]:
         """The weight of each token in the policy's loss."""

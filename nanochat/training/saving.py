@@ -31,7 +31,7 @@ from torch import Tensor
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.optim.zero import Sharding
-from nanochat.runtime.collectives import from_rank0, rank_and_size
+from nanochat.runtime.collectives import from_rank0, gather_objects, rank_and_size
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import set_timeout
 from nanochat.runtime.errors import UserError, one_line
@@ -221,10 +221,7 @@ class CheckpointWriter:
             result = error
         except Exception:  # of any class, which another rank may not be able to rebuild
             result = RuntimeError(traceback.format_exc())
-        results = [result]
-        if self.group is not None:
-            results = [None] * self.sharding.world_size
-            dist.all_gather_object(results, result, group=self.group)
+        results = gather_objects(result, self.group)
         for result in results:
             if isinstance(result, Exception):
                 raise result
