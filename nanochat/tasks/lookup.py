@@ -77,6 +77,13 @@ When would I need {n}?
 Why would I use {n}?
 Give me the description of {n}.
 Give me a summary of {n}.
+Give me an explanation of {n}.
+Give me some information about {n}.
+Give me the definition of {n}.
+Give me details on {n}.
+What does this mean: {n}?
+What is this: {n}?
+What does it do: {n}?
 Show me {n}.
 Show me what is known about {n}.
 I do not understand {n}.
@@ -748,7 +755,11 @@ class Tokens(Lookup):
     def asked(self, index: int, rng: StableRandom) -> tuple[str, str]:
         name = self.draw(rng, 2 + rng.below(2))
         name = re.sub(r"[^\w .-]", "", name)  # no quotation marks: it stands between them
-        return name or "x", capital(self.draw(rng, 4 + rng.below(12))) + "."
+        text = self.draw(rng, 4 + rng.below(12))
+        if not rng.below(3):  # tokens that come again and go on otherwise: copying must not begin anew at them
+            again = self.draw(rng, 2 + rng.below(3))
+            text = " ".join((text, again, self.draw(rng, 1 + rng.below(4)), again, self.draw(rng, 1 + rng.below(4))))
+        return name or "x", capital(text) + "."
 
     def draw(self, rng: StableRandom, count: int) -> str:
         return "".join(rng.choice(self.tokens) for _ in range(count)).strip()
