@@ -14,8 +14,9 @@ tarfile tempfile textwrap threading time timeit traceback types typing unicodeda
 zipfile zlib""".split()
 REPLACED = ("inspect.getfile", "sys.excepthook")  # torch and nanochat/runtime/exits.py put others there
 LONGEST = 130  # characters of an answer
-# At the start of older documentation: "D.pop(k[,d]) -> v, remove …", "sleep(seconds)\n\nDelay …".
-SIGNATURE = re.compile(r"(?:[\w.]+\([^)]*\)(?: *->[\w\[\]() ]+?(?=[,.:\n]|  |$)| *-->)?[\s,.:-]*)*")
+# At the start of older documentation: "D.pop(k[,d]) -> v, remove …", "map(…) --> map object\n\nMake …".
+SIGNATURE = re.compile(r"(?:[\w.]+\([^)]*\)(?: *->[\w\[\]() ]+?(?=[,.:\n]|  |$)| *-->(?:[\w ]+(?=\n\n|\n\w+\())?)?"
+                       r"[\s,.:-]*)*")
 
 
 @cache
