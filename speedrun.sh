@@ -100,7 +100,7 @@ gpu_recipe() {
     [ -z "${recompute:-}" ] || keep+=(--activation_checkpointing)
     model=(--depth="$depth" --device_batch_size="$rows" --save_every=1000 "${keep[@]}")
     lookups="lookup, tokens:$data, lookup:unknown[:2000], lookup:talk[:4000], search, search:unknown[:2000]"
-    mid=(--tasks="smoltalk, mmlu*3, gsm8k*4, words:$data*3, spellingbee[:20000], tinyworld:identity, tinyworld:turns, $lookups"
+    mid=(--tasks="smoltalk, mmlu*3, gsm8k*4, words:$data*3, spellingbee[:20000], tinyworld:identity, after:lookup+tinyworld:identity[:1000], after:lookup+gsm8k[:2000], $lookups"
          --embedding_lr=0.3 --unembedding_lr=0.008 --init_lr_frac=0.8 --warmdown_ratio=0.5 --device_batch_size="$rows" --total_batch_size=524288 --save_every=200 "${keep[@]}")
     sft=(--tasks="arc:ARC-Easy, arc:ARC-Challenge, gsm8k, smoltalk[:10000], words:$data[:600], tinyworld:identity" --init_lr_frac=0.02
          --device_batch_size=$few --save_every=200 "${keep[@]}")
@@ -156,11 +156,14 @@ cpu_recipe() {
     # Four heads of 64 learn to copy sooner than two of 128; on text alone they were worse (docs/ablations.md).
     model=(--depth=$depth --arch=modern,head_dim=64 --max_seq_len=256 --device_batch_size=16 --total_batch_size=4096 --num_iterations=500
            --eval_every=100 --eval_tokens=32768 --save_every=100 --keep_last=2)
-    lookups="lookup[:20000], tokens:$data[:8000], lookup:unknown[:2500], lookup:talk[:6000], search[:10000], search:unknown[:3000]"
+    # What to do is in a question, not in the ones before it: without these arithmetic after a lookup was 44% right.
+    turns="after:lookup+arithmetic[:1200], after:search+spellingbee[:1200], after:lookup+tinyworld[:1000], after:lookup+tinyworld:identity[:400], after:arithmetic+lookup[:700], after:tinyworld+search[:500]"
+    more_turns="after:lookup+arithmetic[5000:5400], after:search+spellingbee[8000:8300], after:lookup+tinyworld[1000:1300], after:lookup+tinyworld:identity[:200]"
+    lookups="lookup[:18500], tokens:$data[:8000], lookup:unknown[:2500], lookup:talk[:6000], search[:10000], search:unknown[:3000]"
     more_lookups="lookup[20000:23000], tokens:$data[8000:9500], lookup:unknown[2500:3000], lookup:talk[6000:7500], search[15000:19000], search:unknown[3000:3800]"
-    mid=(--tasks="tinyworld*2, tinyworld:turns, arithmetic[:5000], spellingbee[:8000], words:$data[:7000], run[:13000], $lookups"
+    mid=(--tasks="tinyworld*2, $turns, arithmetic[:5000], spellingbee[:8000], words:$data[:7000], run[:13000], $lookups"
          --device_batch_size=16 --total_batch_size=4096 --eval_every=500 --eval_tokens=32768 --save_every=100 --keep_last=2)
-    sft=(--tasks="tinyworld[:2000], tinyworld:identity, arithmetic[5000:6500], spellingbee:hand[8000:12000], words:$data[8000:8500], run[13000:18000], $more_lookups"
+    sft=(--tasks="tinyworld[:2000], $more_turns, tinyworld:identity, arithmetic[5000:6500], spellingbee:hand[8000:12000], words:$data[8000:8500], run[13000:18000], $more_lookups"
          --device_batch_size=16 --target_examples_per_step=64 --init_lr_frac=0.3 --eval_every=100 --eval_steps=5 --eval_metrics_every=-1
          --save_every=100 --keep_last=2)
     rl=(--task="run[18000:]" --num_iterations=60 --init_lr_frac=0.3 --num_samples=8 --max_new_tokens=80 --device_batch_size=16

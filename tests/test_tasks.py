@@ -30,7 +30,7 @@ from nanochat.tasks.gsm8k import answer_parts
 
 EMBEDDED = ("arithmetic", "arithmetic:easy", "arithmetic:medium", "arithmetic:hard", "spellingbee", "spellingbee:spell",
             "spellingbee:tool", "spellingbee:hand", "tinyworld", "tinyworld:facts", "tinyworld:identity",
-            "tinyworld:turns", "pydoc", "pydoc:known", "run", "run:tool", "lookup", "lookup:unknown",
+            "after:lookup+tinyworld:identity", "pydoc", "pydoc:known", "run", "run:tool", "lookup", "lookup:unknown",
             "lookup:talk", "search", "search:unknown")
 
 
@@ -550,6 +550,25 @@ def test_a_bad_line_is_named_by_file_and_line(tmp_path, line: str, problem: str)
 
 
 # ---- Specs, and data that is not there ------------------------------------------------------------------------------
+
+def test_a_task_after_another_is_asked_and_judged_as_it_is_alone():
+    """One turn of the other task, without its system message, which may only stand first; then its own conversation."""
+    alone, after = make_task("tinyworld", "test"), make_task("after:arithmetic+tinyworld[:400]", "test")
+    assert len(after) == 400 and after.name == "TinyWorld after Arithmetic" and len(after[:3]) == 3
+    systems = 0
+    for index, conversation in enumerate(after):
+        check_conversation(conversation)
+        first, reply, *rest = conversation["messages"]
+        own = alone[index]["messages"]
+        systems += own[0]["role"] == "system"
+        assert rest == own[own[0]["role"] == "system":]
+        assert [first, reply] == make_task("arithmetic", "test")[index]["messages"][-2:]
+        assert after.evaluate(conversation, reference(conversation))
+        assert not after.evaluate(conversation, reference({"messages": [first, reply]}))
+    assert systems > 5
+    with pytest.raises(UserError, match="task '' is not NAME"):
+        make_task("after:lookup", "train")
+
 
 def test_specs_say_which_task_which_part_and_how_often(tmp_path):
     assert len(make_task("arithmetic:hard[:30]", "train")) == 30

@@ -5,6 +5,7 @@ Tasks by name, and mixtures of them.
     make_mixture("smoltalk[:10000], gsm8k*2, arithmetic, json:/path/to.jsonl", "train", seed=0)
 
 A spec is NAME or NAME:ARGUMENT; [start:stop] after it takes a part, and in a mixture *K after that makes K passes.
+"after:lookup+arithmetic" are the conversations of arithmetic, each after a question and answer of lookup.
 """
 import re
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from functools import partial
 from nanochat.data.task import Task
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.tasks.arithmetic import Arithmetic
-from nanochat.tasks.common import Mixture
+from nanochat.tasks.common import After, Mixture
 from nanochat.tasks.custom_json import CustomJSON
 from nanochat.tasks.gsm8k import GSM8K
 from nanochat.tasks.hub import SmolTalk
@@ -24,6 +25,13 @@ from nanochat.tasks.pydoc import Pydoc
 from nanochat.tasks.run import Run
 from nanochat.tasks.spellingbee import generated_words, real_words
 from nanochat.tasks.tinyworld import TinyWorld
+
+
+def after(argument: str, split: str) -> Task:
+    """The task after:EARLIER+TASK."""
+    earlier, _, task = argument.partition("+")
+    return After(make_task(earlier, split), make_task(task, split))
+
 
 # Name -> what makes the task from (argument, split), and the arguments that it takes, the default first;
 # FILE: any besides; None: any, and one is needed.
@@ -36,13 +44,14 @@ TASKS: dict[str, tuple[Callable[[str, str], Task], tuple[str, ...] | None]] = {
     "arithmetic": (Arithmetic, ("", "easy", "medium", "hard", "quick")),
     "spellingbee": (generated_words, ("", "spell", "tool", "hand")),
     "words": (real_words, None),
-    "tinyworld": (TinyWorld, ("", "facts", "identity", "turns")),
+    "tinyworld": (TinyWorld, ("", "facts", "identity")),
     "pydoc": (Pydoc, ("", "known")),
     "run": (Run, ("", "tool")),
     "lookup": (partial(Lookup, "lookup"), ("", "true", "unknown", "talk", "FILE")),
     "search": (partial(Lookup, "search"), ("", "true", "unknown", "FILE")),
     "tokens": (Tokens, None),
     "json": (CustomJSON, None),
+    "after": (after, None),
 }
 # Not downloaded, and neither a user's own data nor words of it.
 GENERATED = ("arithmetic", "lookup", "pydoc", "run", "search", "spellingbee", "tinyworld")

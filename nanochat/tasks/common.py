@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from nanochat.data.conversation import Conversation
-from nanochat.data.task import Task
+from nanochat.data.task import Slice, Task
 
 
 class Mixture(Task):
@@ -30,6 +30,20 @@ class Mixture(Task):
         position = int(self.order[index])
         number = bisect.bisect_right(self.starts, position) - 1
         return self.tasks[number][position - self.starts[number]]
+
+
+class After(Slice):
+    """A task whose conversations come after an answer of another: what to do is in a question, not in those before."""
+
+    def __init__(self, earlier: Task, task: Task) -> None:
+        super().__init__(task, range(len(task)))
+        self.earlier = earlier
+        self.name = f"{task.name} after {earlier.name}"
+
+    def conversation(self, index: int) -> Conversation:
+        before = self.earlier[index % len(self.earlier)]["messages"][-2:]
+        last = super().conversation(index)
+        return last | {"messages": before + [message for message in last["messages"] if message["role"] != "system"]}
 
 
 def shuffled(count: int, key: str) -> np.ndarray:

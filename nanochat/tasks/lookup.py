@@ -758,7 +758,7 @@ class Tokens(Lookup):
         text = self.draw(rng, 4 + rng.below(12))
         if not rng.below(3):  # tokens that come again and go on otherwise: copying must not begin anew at them
             again = self.draw(rng, 2 + rng.below(3))
-            text = " ".join((text, again, self.draw(rng, 1 + rng.below(4)), again, self.draw(rng, 1 + rng.below(4))))
+            text = f"{text} {again} {self.draw(rng, 1 + rng.below(4))} {again} {self.draw(rng, 1 + rng.below(4))}"
         return name or "x", capital(text) + "."
 
     def draw(self, rng: StableRandom, count: int) -> str:

@@ -4,7 +4,6 @@ Questions about the embedded world, and who the model is: needs no download.
     tinyworld:facts       "Tell me the capital of France." - "The capital of France is Paris."
     tinyworld:identity    "Who are you?" - "I am nanochat, a small language model."
     tinyworld             both
-    tinyworld:turns       two or three questions in turn, the last about the model: "Thank you. Who made you?"
 
 A fact is held out together with a phrasing. Every fact is asked in many ways. Of the ways that occur in no document of
 the corpus, HELD_OUT for each fact are only in the test split, with the phrasing that the corpus itself holds out. A
@@ -24,11 +23,9 @@ from nanochat.tasks.common import paragraphs, shuffled, single_turn, split_of, s
 
 HELD_OUT = 2            # phrasings of each fact
 TWO_TURNS = {"train": 3_000, "test": 300}  # conversations of tinyworld, and of tinyworld:facts
-TURNS = {"train": 1_000, "test": 300}      # of tinyworld:turns
 GREETINGS = ("", "Hello! ", "Hi! ", "Hey! ", "Good morning! ", "Hello, nanochat. ")
 ENDINGS = ("", " Please answer.", " I am curious.")
 SYSTEM = ("You are nanochat, a small language model.", "You are a helpful assistant.", "Answer in one short sentence.")
-LINKS = ("", "Thank you. ", "I see. ", "All right. ", "One more question: ")  # to a question about the model
 FOLLOW_UP = ("What about {s}?", "And what about {s}?", "And {s}?")
 
 
@@ -378,18 +375,14 @@ class TinyWorld(Task):
     def __init__(self, argument: str, split: str) -> None:
         self.name = f"TinyWorld {argument}".rstrip()
         self.key = f"tinyworld:{argument}:{split}"
-        self.turns = argument == "turns"
         self.singles = list(items(split))
-        self.about = [item for item in items(split) if not item.right and not GREETING.match(item.question)]
         if argument == "facts":
             self.singles = [item for item in self.singles if item.right]
         elif argument == "identity":
             self.singles = [item for item in self.singles if not item.right]
         self.second = []
         count = len(self.singles)
-        if self.turns:
-            count = TURNS[split]
-        elif argument != "identity":
+        if argument != "identity":
             self.second = follow_ups(split)
             count += TWO_TURNS[split]
         self.order = shuffled(count, self.key)
@@ -400,11 +393,7 @@ class TinyWorld(Task):
     def conversation(self, index: int) -> Conversation:
         number = int(self.order[index])
         rng = StableRandom(f"{self.key}:{number}")
-        if self.turns:
-            turns = [rng.choice(rng.choice((self.singles, self.about))) for _ in range(1 + rng.below(2))]
-            last = rng.choice(self.about)
-            turns.append(last._replace(question=rng.choice(LINKS) + last.question))
-        elif number < len(self.singles):
+        if number < len(self.singles):
             turns = [self.singles[number]]
         elif rng.below(2):  # any two questions
             turns = [rng.choice(self.singles), rng.choice(self.singles)]
