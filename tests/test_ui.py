@@ -479,7 +479,7 @@ def test_a_phone_in_the_dark(visit):
 
 
 ANSWER = r"""# Sorting
-Two *usual* ways, ***merge*** sort and __quicksort__ (snake_case_name, 2 * 3 * 4, ~~never~~ \*); see
+Two *usual* ways, ***merge*** sort and __quicksort__ (snake_case_name, .__next__(), 2 * 3 * 4, ~~never~~ \*); see
 [its page](https://example.org/sort_(a)) or https://example.org/a_b. Not [this](javascript:alert(1)).
 
 | Way | Best | Memory |
@@ -522,7 +522,7 @@ def test_markdown_and_formulas_are_shown_as_they_are_meant(visit):
     first, costs, formula, last = me.answers.locator("> p").all()
     assert me.answers.locator("h3").inner_text() == "Sorting"
     assert first.inner_text().split("\n") == [
-        "Two usual ways, merge sort and quicksort (snake_case_name, 2 * 3 * 4, never *); see",
+        "Two usual ways, merge sort and quicksort (snake_case_name, .__next__(), 2 * 3 * 4, never *); see",
         "its page or https://example.org/a_b. Not [this](javascript:alert(1))."]
     styled = [first.locator(tag).all_inner_texts() for tag in ("em", "strong", "s")]
     assert styled == [["usual", "merge"], ["merge", "quicksort"], ["never"]]
