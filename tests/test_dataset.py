@@ -18,7 +18,7 @@ import pytest
 import zstandard
 from conftest import REPO, run_module
 
-from nanochat.corpus import sources
+from nanochat.corpus import sources, tinyworld
 from nanochat.corpus.make_dataset import ensure_dataset, make
 from nanochat.data import dataset
 from nanochat.runtime.errors import UserError
@@ -30,7 +30,10 @@ LANGUAGES = ["Grüße aus Köln, schöne Straße.", "Привет, как дел
 @pytest.fixture(autouse=True)
 def small_tinyworld(monkeypatch):
     monkeypatch.setattr(sources, "TINYWORLD_BYTES", 200_000)
-    monkeypatch.setattr(sources.tinyworld, "document", lambda seed, index: f"Document {index} of world {seed}. " * 9)
+    def generate(seed: int, index: int) -> tinyworld.Document:
+        return tinyworld.Document(f"Document {index} of world {seed}. " * 9, topic="", bits=0.0)
+
+    monkeypatch.setattr(tinyworld, "generate", generate)
 
 
 @pytest.fixture
