@@ -30,6 +30,7 @@ LANGUAGES = ["Grüße aus Köln, schöne Straße.", "Привет, как дел
 @pytest.fixture(autouse=True)
 def small_tinyworld(monkeypatch):
     monkeypatch.setattr(sources, "TINYWORLD_BYTES", 200_000)
+
     def generate(seed: int, index: int) -> tinyworld.Document:
         return tinyworld.Document(f"Document {index} of world {seed}. " * 9, topic="", bits=0.0)
 

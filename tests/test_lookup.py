@@ -156,6 +156,7 @@ def test_judges_are_strict():
     task = make_task("lookup:unknown", "test")
     for conversation in task:
         assert task.evaluate(conversation, "I do not know. I found nothing about blerp.")  # a misspelled name
+        assert not task.evaluate(conversation, "I do not know. I found nothing aboutblerp.")
         for wrong in ("I do not know.", "It is a list.", "I do not know. It is a list.", reference(task[0])[15:]):
             assert not task.evaluate(conversation, wrong)
 

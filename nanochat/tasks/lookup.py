@@ -734,7 +734,7 @@ class Lookup(Task):
         """To the letter: the passage, or its first sentences; the sentence for small talk; a refusal, nothing else."""
         said = " ".join(answer.split())
         if self.found:  # how the unknown thing is spelled does not matter
-            return bool(re.fullmatch(REFUSAL.format(".{,99}"), said))
+            return bool(re.fullmatch(REFUSAL.format(" .{,99}"), said))
         return said in conversation["right"]
 
 
