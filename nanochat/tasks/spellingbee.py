@@ -43,6 +43,7 @@ LONGEST = 8  # letters
 
 SPELL = """
 Spell "{w}".
+Spell {w}.
 How do you spell "{w}"?
 Spell the word {w}.
 How is {w} spelled?
