@@ -3,8 +3,9 @@
 # NANOCHAT_NO_VENV=1: nothing is made, the Python on the PATH is used as it is (a container that has everything).
 # A torch that already works in .venv is never replaced. Without a GPU, torch's CPU wheels are asked for first: the
 # default ones bring gigabytes of CUDA. With one, its driver says which of CUDA's; CUDA_VISIBLE_DEVICES= hides GPUs.
-# OpenMP threads that wait should not spin for long: beside any other busy process that costs a third of the speed.
-export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"
+# How long OpenMP threads that wait spin, in rounds. Too short costs a sixth of the speed; the default, 300,000, costs nine
+# tenths of it beside another busy process, this a quarter (docs/LOG.md, 25 November).
+export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
 # torch 2.13 takes kernels from its cache that it compiled for another instruction set, and computes wrong numbers or crashes.
 [ -z "${ATEN_CPU_CAPABILITY:-}" ] || export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/torchinductor-$(id -un)-$ATEN_CPU_CAPABILITY}"
 # Under nohup a lost connection stops nothing; torchrun would act on the signal all the same.

@@ -159,8 +159,8 @@ cpu_recipe() {
     # What to do is in a question, not in the ones before it: without these arithmetic after a lookup was 44% right.
     turns="after:lookup+arithmetic[:1200], after:search+spellingbee[:1200], after:lookup+tinyworld[:1000], after:lookup+tinyworld:identity[:400], after:arithmetic+lookup[:700], after:tinyworld+search[:500]"
     more_turns="after:lookup+arithmetic[5000:5400], after:search+spellingbee[8000:8300], after:lookup+tinyworld[1000:1300], after:lookup+tinyworld:identity[:200]"
-    lookups="lookup[:14000], tokens:$data[:7000], lookup:unknown[:2500], lookup:talk[:5000], search[:9000], search:unknown[:3000]"
-    more_lookups="lookup[20000:22500], tokens:$data[8000:9500], lookup:unknown[2500:3000], lookup:talk[6000:7500], search[15000:18500], search:unknown[3000:3800]"
+    lookups="lookup[:16000], tokens:$data[:8000], lookup:unknown[:2500], lookup:talk[:6000], search[:10000], search:unknown[:3000]"
+    more_lookups="lookup[20000:23000], tokens:$data[8000:9500], lookup:unknown[2500:3000], lookup:talk[6000:7500], search[15000:19000], search:unknown[3000:3800]"
     mid=(--tasks="tinyworld, tinyworld[:13000], $turns, arithmetic[:5000], spellingbee[:6000], spellingbee:hand[:6000], words:$data[:5000], run[:13000], $lookups"
          --device_batch_size=16 --total_batch_size=4096 --eval_every=500 --eval_tokens=32768 --save_every=100 --keep_last=2)
     sft=(--tasks="tinyworld[:2000], $more_turns, tinyworld:identity, arithmetic[5000:6500], spellingbee:hand[8000:10500], words:$data[8000:8500], run[13000:18000], $more_lookups"
