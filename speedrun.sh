@@ -127,11 +127,11 @@ try_three_steps() (  # a subshell: the base folder is changed for it alone
 # ---- On a CPU: the embedded world, and Python's own documentation. Nothing to download, and a model small enough for
 # minutes on two cores
 
-# All stages together take about as long as 2,900 training steps of the base model, and three minutes more.
+# All stages together take about as long as 3,600 steps as the doctor times them, and three minutes more.
 estimate() {
     local ms
     ms=$(python -m scripts.doctor --time_only --depth=$depth --max_seq_len=256 --vocab_size=$vocab)
-    minutes=$((3 + ms * 2900 / 60000))
+    minutes=$((3 + ms * 3600 / 60000))
 }
 
 choose_cpu_depth() {
