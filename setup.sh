@@ -3,8 +3,8 @@
 # NANOCHAT_NO_VENV=1: nothing is made, the Python on the PATH is used as it is (a container that has everything).
 # A torch that already works in .venv is never replaced. Without a GPU, torch's CPU wheels are asked for first: the
 # default ones bring gigabytes of CUDA. With one, its driver says which of CUDA's; CUDA_VISIBLE_DEVICES= hides GPUs.
-# How long OpenMP threads that wait spin, in rounds. Too short costs a sixth of the speed; the default, 300,000, costs nine
-# tenths of it beside another busy process, this a quarter (docs/LOG.md, 25 November).
+# How many rounds a waiting OpenMP thread spins. 1,000 cost a seventh of the speed on an idle machine. Beside another busy
+# process 10,000 cost a quarter of the speed at 1,000, the default of 300,000 up to nine tenths (docs/LOG.md, 25 November).
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
 # torch 2.13 takes kernels from its cache that it compiled for another instruction set, and computes wrong numbers or crashes.
 [ -z "${ATEN_CPU_CAPABILITY:-}" ] || export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/torchinductor-$(id -un)-$ATEN_CPU_CAPABILITY}"
