@@ -190,7 +190,7 @@ print0("recipe: " + ", ".join(f"{name} {value:g}" for name, value in recipe._asd
 if rate_factor != 1 or decay_factor != 1:
     print0(f"rates: all x {rate_factor:.4g} for this batch; weight decay x {decay_factor:.4g} for batch and horizon")
 print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {total_flops:.2e} FLOPs, "
-       f"{duration(total_flops / (peak * world_size))} at the peak of {peak / 1e12:,.2f} TFLOP/s per rank")
+       f"at least {duration(total_flops / (peak * world_size))}, at the peak of {peak / 1e12:,.2f} TFLOP/s per rank")
 
 # ---- Weights: drawn in float32, the same on every rank, one unit (embedding, block, head) at a time. Each rank keeps
 # its part of a unit, as zero_stage says, before the next one is drawn: the whole model need not fit on a device
