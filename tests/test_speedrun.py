@@ -234,10 +234,10 @@ def test_a_slow_machine_trains_a_smaller_model_unless_asked_for_all(tmp_path):
         return depth, out
 
     depth, out = chosen(tmp_path / "fast", 400)
-    assert depth == "4" and "about 22 minutes" in out and "smaller" not in out
+    assert depth == "4" and "about 27 minutes" in out and "smaller" not in out
     depth, out = chosen(tmp_path / "slow", 2500)
-    assert depth == "2" and "about 123 minutes" in out
-    assert "a smaller model instead, in about 43 minutes; bash speedrun.sh --full trains the larger one" in out
+    assert depth == "2" and "about 153 minutes" in out
+    assert "a smaller model instead, in about 52 minutes; bash speedrun.sh --full trains the larger one" in out
     assert chosen(tmp_path / "slow", 450)[0] == "2", "now as fast: this run goes on as it began"
     assert chosen(tmp_path / "slow", 3000, "--full")[0] == "4"
     assert chosen(tmp_path / "slow", 3000)[0] == "4", "what was asked for last goes on"
