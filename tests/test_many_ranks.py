@@ -332,28 +332,38 @@ def cpu_seconds(pid: int) -> float:
 
 
 WAITS = """
-import hashlib, os, sys, time, torch.distributed as dist
+import hashlib, os, signal, sys, time, torch.distributed as dist
 from nanochat.runtime import stopping
 stopping.STUCK_AFTER = 1
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 stopping.StopRequest()
+others = []
+signal.signal(signal.SIGUSR1, lambda *_: others.append(1))
 print(os.getpid(), flush=True)
-hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if sys.argv[1] == "stuck" else time.sleep(3)
+while "usr1" in sys.argv[1] and not others:
+    time.sleep(0.01)
+print("heard", flush=True)
+hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9) if "stuck" in sys.argv[1] else time.sleep(3)
 """
 
 
-@pytest.mark.parametrize("how, status", [("stuck", 1), ("alive", 0)])
+@pytest.mark.parametrize("how, status", [("stuck", 1), ("alive", 0), ("usr1, alive", 0), ("usr1, stuck", 1)])
 def test_a_signal_ends_a_rank_that_waits_for_ever(how, status):
     """
     Inside native code, as in a collective on a GPU whose other rank is dead, Python's handler never runs. A rank that
-    gets to its handler is left alone.
+    gets to its handler is left alone, and so is one that got a signal of somebody else's, which asks for no end; after
+    that the next SIGTERM still counts.
     """
     process = subprocess.Popen([warm_python(), "-c", WAITS, how], cwd=REPO, text=True, stdout=subprocess.PIPE)
     pid = int(process.stdout.readline())
+    if "usr1" in how:
+        process.send_signal(signal.SIGUSR1)
+        assert process.stdout.readline() == "heard\n"
     began = cpu_seconds(pid)
-    while how == "stuck" and cpu_seconds(pid) < began + 0.2:  # then it is inside the native code
+    while "stuck" in how and cpu_seconds(pid) < began + 0.2:  # then it is inside the native code
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
+    if how != "usr1, alive":
+        process.send_signal(signal.SIGTERM)
     try:
         assert process.wait(timeout=300) == status
     finally:

@@ -50,7 +50,8 @@ def evaluate_task(
         for of_problem in samples:
             answers.append([answer_text(tokenizer, answer.tokens) for answer in of_problem])
     correct = []
-    for conversation, of_problem in until_stopped(zip(conversations, answers)):
+    # A vote waits for the slowest rank, and a program of HumanEval may take seconds: several problems between votes.
+    for conversation, of_problem in until_stopped(zip(conversations, answers), every=8):
         correct.append([task.evaluate(conversation, answer) for answer in of_problem])
     of_ranks = gather_objects(correct)
     return [of_ranks[index % world_size][index // world_size] for index in range(count)]  # in the task's order

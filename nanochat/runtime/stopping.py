@@ -33,7 +33,8 @@ class StopRequest:
     def __init__(self):
         self.asked = False
         self.interrupted = False  # by Ctrl-C, without torchrun
-        self.handlers_before = {}  # by signal: its handler without this class
+        self.handlers_before = {}  # by signal that asks: its handler without this class
+        self.wakeup_before = -1    # what Python writes the number of each signal to, without this class
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self.handlers_before[number] = signal.signal(number, self.ask)
@@ -42,12 +43,17 @@ class StopRequest:
         if dist.is_initialized():
             reader, writer = os.pipe()
             os.set_blocking(writer, False)
-            signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # written to at once, even in a collective
+            # Written to at once, even in a collective.
+            self.wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
             threading.Thread(target=self.watch, args=(reader,), daemon=True, name="signals").start()
 
     def watch(self, reader: int) -> None:
-        """The thread: ends a process that is still waiting when the time is over."""
-        os.read(reader, 1)
+        """
+        The thread: ends a process that is still waiting when the time is over. The descriptor gets the number of every
+        signal with a Python handler; those of libraries (SIGCHLD, SIGUSR1, SIGALRM) ask for nothing.
+        """
+        while os.read(reader, 1)[0] not in self.handlers_before:
+            pass
         time.sleep(STUCK_AFTER)
         if not self.asked:
             os.write(2, f"stuck for {STUCK_AFTER} s after a signal, most likely waiting for a dead rank\n".encode())
@@ -55,7 +61,7 @@ class StopRequest:
 
     def forget(self) -> None:
         """In a forked child: a signal to it must not stop this process, whose pipe it would write to."""
-        signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(self.wakeup_before)
         for number, handler in self.handlers_before.items():
             signal.signal(number, handler)
 
