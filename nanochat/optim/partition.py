@@ -9,6 +9,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from nanochat.runtime.errors import UserError
+
 
 class ShardRange(NamedTuple):
     """Elements [start, end) of a flattened parameter, kept and updated by `rank` of the shard group."""
@@ -73,9 +75,16 @@ def cut(
 def partition(model: nn.Module, units: list[nn.Module]) -> list[tuple[nn.Module, dict[str, Parameter]]]:
     """
     (unit, its parameters by name) in the order of the forward pass; units without parameters are left out. Every
-    parameter must belong to exactly one unit: a shared one would be summed and updated twice.
+    parameter must belong to exactly one unit. UserError for what sharding cannot do: a tied parameter would be summed
+    and updated twice, a frozen one would still decay.
     """
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Parameter, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if p in names:
+            raise UserError(f"{name} and {names[p]} are tied: sharding needs a parameter of its own for each name")
+        if not p.requires_grad:
+            raise UserError(f"{name} is frozen (requires_grad=False): sharding trains every parameter it is given")
+        names[p] = name
     parts = []
     for unit in units:
         params = {names[p]: p for p in unit.parameters()}

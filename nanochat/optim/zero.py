@@ -124,7 +124,8 @@ class Sharding:
     leave out units in a micro-step: their gradients are zero. On stage 3 every rank must run all units, in this order.
     shard_size: ranks of a shard group, -1 for all. pipeline_stages: groups of neighbouring ranks, each with layers of
     its own; see nanochat.optim.pipeline.
-    UserError for ranks that start from different weights, and for a shard_size that does not divide them. COLLECTIVE.
+    UserError for ranks that start from different weights, for a shard_size that does not divide them, and for frozen or
+    tied parameters. COLLECTIVE.
 
     There is no zero_grad. A parameter's gradient is freed when it is sent (`Bucket.take_gradients`), or in
     `reduce_and_clip` where nothing is sent and on stage 3; a shard's gradient is freed in `all_gather_params`.
@@ -371,7 +372,12 @@ class Sharding:
         mean over equally many targets. Where they have unequally many, back-propagate sums and count the targets.
         grad_clip: largest norm of the averaged gradient, 0 for no limit.
         stop, save: whether this rank asks all to end the run, to save a checkpoint.
+        UserError where no backward pass was the last one of `accumulate` since the step before.
         """
+        if not self.last:
+            raise UserError("reduce_and_clip without a last micro-step: run each backward pass within "
+                            "accumulate(last=...), the last one of a step with last=True")
+        self.last = False
         self.collect_gradients()
         # Where clipping depends on the norm, it is summed in float64: in float32 its last digits, and so the run, would
         # depend on how the gradient is cut.
