@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -609,3 +610,35 @@ def test_killed_at_any_moment_of_saving_the_same_step_a_valid_checkpoint_remains
         path = choose_start(folder, "auto", False)
         assert path.name == "step_000001" and problem_with(path) is None
         Rank(seed=3).load(path)
+
+
+def read_by_rank(rank: int, world_size: int, checkpoint: Path) -> tuple[list[str], list[str | None]]:
+    """The files that this rank hashes, and what it is told while some file or other is damaged."""
+    hashed, told = [], []
+    patch = pytest.MonkeyPatch()
+    patch.setattr("nanochat.training.checkpoint.sha256", lambda path: hashed.append(path.name) or sha256(path))
+    assert problem_with(checkpoint) is None
+    patch.undo()
+    for name in ("model.safetensors", "optimizer_rank_00002.safetensors", "meta.json", "manifest.json"):
+        torch.distributed.barrier()
+        if rank == 0:
+            flip(checkpoint / name)
+        torch.distributed.barrier()
+        told.append(problem_with(checkpoint))
+        torch.distributed.barrier()
+        if rank == 0:
+            flip(checkpoint / name)
+    return hashed, told
+
+
+def test_ranks_share_the_reading_of_a_checkpoint_and_all_know_what_one_finds(folder):
+    """Rank 0 alone would hash 14 bytes a parameter while the others wait in a collective, which has a time limit."""
+    checkpoint = save_all(folder, 10, ranks(3, stage=2))
+    outcomes = run_on_ranks(3, read_by_rank, checkpoint)
+    assert sorted(sum((hashed for hashed, _ in outcomes), [])) == sorted(json.loads(
+        (checkpoint / "manifest.json").read_text()))
+    assert all(any("safetensors" in name for name in hashed) for hashed, _ in outcomes)
+    changed = "{} does not match its checksum"
+    said = [changed.format("model.safetensors"), changed.format("optimizer_rank_00002.safetensors"),
+            changed.format("meta.json"), "manifest.json is missing or damaged"]
+    assert [told for _, told in outcomes] == [said] * 3

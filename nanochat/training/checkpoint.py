@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT, model_without_memory
 from nanochat.model.gpt_config import GPTConfig, without_retired
-from nanochat.runtime.collectives import from_rank0, gather_objects
+from nanochat.runtime.collectives import first_problem, from_rank0, gather_objects, rank_and_size
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, locked, recover_folder, sha256
@@ -72,15 +72,21 @@ def read_meta(checkpoint: Path) -> dict:
 def problem_with(checkpoint: Path, training: bool = True) -> str | None:
     """
     The first problem of a checkpoint, naming the file; None when every file has its checksum of the manifest. Without
-    `training` the optimizers' files, which only a resumed run loads, are not read.
+    `training` the optimizers' files, which only a resumed run loads, are not read. Each rank reads its share of the
+    files: hashing takes as long as reading. COLLECTIVE.
     """
+    rank, world_size = rank_and_size()
+    return first_problem(problem_in_share(checkpoint, training, rank, world_size))
+
+
+def problem_in_share(checkpoint: Path, training: bool, rank: int, world_size: int) -> str | None:
+    """`problem_with` those files that this rank reads; every rank reads the manifest."""
     try:
         sums = json.loads((checkpoint / "manifest.json").read_bytes())
     except (OSError, ValueError):  # not there, not UTF-8, not JSON
         return "manifest.json is missing or damaged"
-    for name in sorted(sums):
-        if name.startswith("optimizer_rank_") and not training:
-            continue
+    names = [name for name in sorted(sums) if training or not name.startswith("optimizer_rank_")]
+    for name in names[rank::world_size]:
         try:
             if sha256(checkpoint / name) != sums[name]:
                 return f"{name} does not match its checksum"
@@ -99,7 +105,7 @@ def find_checkpoint(folder: Path, step: int | None = None, training: bool = True
         if step not in (None, candidate):
             continue
         path = step_dir(folder, candidate)
-        problem = from_rank0(problem_with, path, training)  # hashing takes as long as reading: once for all ranks
+        problem = problem_with(path, training)
         if problem is None:
             return path
         print0(f"warning: {path}: {problem}")

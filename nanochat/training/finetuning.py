@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
@@ -28,9 +27,9 @@ from nanochat.training.checkpoint import (
     wrote,
 )
 from nanochat.training.metrics import Metrics
-from nanochat.training.records import MODEL_FILE, describe_checkpoint
+from nanochat.training.records import describe_checkpoint
 from nanochat.training.report import settings_table, write_section
-from nanochat.training.resharding import load_training_state
+from nanochat.training.resharding import load_training_state, stored_weights
 
 # Fine-tuning on a user's few conversations. Measured with models of depth 4; a rate of 0.1 taught next to nothing.
 FEW = 3_000       # rows
@@ -93,8 +92,7 @@ def load_training(
     model, tokenizer, _ = load_checkpoint(start.begin, torch.device("meta"))
     # The weights come unit by unit, in the dtype they were saved in: no rank holds more than one whole unit beside its
     # shards.
-    with safe_open(start.begin / MODEL_FILE, framework="pt") as stored:
-        sharding = Sharding(model, model.units(), device, dtype, zero_stage, weights=stored.get_tensor)
+    sharding = Sharding(model, model.units(), device, dtype, zero_stage, weights=stored_weights(start.begin))
     model.activation_checkpointing = activation_checkpointing
     optimizers = setup_optimizers(model, sharding, *rates, lr_scale=lr_scale)
     if compiling:

@@ -3,7 +3,7 @@ Pieces of flattened tensors, from the files of the ranks that saved them to the 
 a checkpoint of N ranks is loaded on M, and a checkpoint of one ZeRO stage on another.
 """
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +24,14 @@ class Piece(NamedTuple):
     start: int
     end: int
     source: Tensor | safe_open
+
+
+def stored_weights(checkpoint: Path) -> Callable[[str], Tensor]:
+    """
+    For Sharding: the whole weights of a parameter by its name, from a verified checkpoint, in the dtype they were saved
+    in. They are read from the mapped file when they are used.
+    """
+    return safe_open(checkpoint / MODEL_FILE, framework="pt").get_tensor
 
 
 def kept_state(sharding: Sharding, optimizers) -> dict[str, Piece]:
