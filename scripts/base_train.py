@@ -8,6 +8,7 @@ Pretrain a base model.
 The outer loop is one optimizer step, the inner loop accumulates the gradient of total_batch_size tokens in micro-steps.
 """
 import math
+from functools import partial
 from typing import Literal
 
 from configurator import configure  # first: it checks the command line before torch is imported
@@ -58,7 +59,7 @@ from nanochat.training.checkpoint import (
 from nanochat.training.metrics import Metrics, require_wandb
 from nanochat.training.records import duration
 from nanochat.training.report import settings_table, write_section
-from nanochat.training.resharding import load_training_state
+from nanochat.training.resharding import load_training_state, stored_weights
 from nanochat.training.saving import CheckpointWriter
 
 # ---- Run
@@ -158,11 +159,9 @@ if num_iterations < 1 and horizon <= 0:
 
 # ---- Batch. In a pipeline one micro-step has several micro-batches in flight; otherwise it is one micro-batch
 choose_batch = total_batch_size == -1
-if choose_batch and meta:
-    total_batch_size = meta["total_batch_size"]
-elif choose_batch:
-    tokens_per_micro_step = device_batch_size * max_seq_len * world_size
-    total_batch_size = choose_batch_size(num_iterations, horizon, tokens_per_micro_step)
+chosen_batch = choose_batch_size(num_iterations, horizon, device_batch_size * max_seq_len * world_size)
+if choose_batch:
+    total_batch_size = meta["total_batch_size"] if meta else chosen_batch
 uneven = meta is not None or hosts_may_change()  # then ranks may be without rows in the last micro-step
 micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len, uneven)
 # Micro-steps with rows, on average over the ranks: grad_accum_steps, or less where the ranks do not divide the batch
@@ -170,7 +169,7 @@ filled_steps = total_batch_size / (micro_batches * device_batch_size * max_seq_l
 num_iterations = choose_num_iterations(num_iterations, horizon, total_batch_size)
 recipe = choose_recipe(config, num_iterations, meta and meta["config"])
 config |= recipe._asdict()  # what was chosen is what a checkpoint and the report say
-rate_factor, decay_factor = 1.0, 1.0
+rate_factor, decay_factor = 1.0, 1.0  # a batch that is given leaves the rates as they are set
 if meta:  # a resumed run keeps the rates it had
     rate_factor, decay_factor = meta.get("rate_scales", (1.0, 1.0))
 elif choose_batch:
@@ -189,16 +188,21 @@ if filled_steps < grad_accum_steps:
 print0("recipe: " + ", ".join(f"{name} {value:g}" for name, value in recipe._asdict().items()))
 if rate_factor != 1 or decay_factor != 1:
     print0(f"rates: all x {rate_factor:.4g} for this batch; weight decay x {decay_factor:.4g} for batch and horizon")
+if not meta and total_batch_size == chosen_batch and rate_factor != rate_scale(chosen_batch):
+    print0("rates: as set, as the batch is given; --total_batch_size=-1 chooses the same one, with all rates x "
+           f"{rate_scale(chosen_batch):.4g}")
 print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {total_flops:.2e} FLOPs, "
        f"at least {duration(total_flops / (peak * world_size))}, at the peak of {peak / 1e12:,.2f} TFLOP/s per rank")
 
-# ---- Weights: drawn in float32, the same on every rank, one unit (embedding, block, head) at a time. Each rank keeps
-# its part of a unit, as zero_stage says, before the next one is drawn: the whole model need not fit on a device
+# ---- Weights: drawn in float32, or the checkpoint's; the same on every rank, one unit (embedding, block, head) at a
+# time. Each rank keeps its part of a unit, as zero_stage says, before the next one comes: the whole model need not fit
+# on a device
+weights = stored_weights(checkpoint) if checkpoint else partial(model.draw, seed=seed)
 model.activation_checkpointing = activation_checkpointing
 if fp8:
     use_fp8(model, device, device_batch_size * max_seq_len)
-sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, pipeline_stages,
-                    weights=lambda name: model.draw(name, seed))
+sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, pipeline_stages, weights)
+del weights  # with the checkpoint's file
 optimizers = setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.embedding_lr, matrix_lr,
                               recipe.weight_decay * decay_factor, rate_factor)
 if compiling:

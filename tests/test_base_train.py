@@ -156,7 +156,9 @@ def test_a_chosen_batch_scales_the_rates_and_a_resumed_run_keeps_both(base):
     meta = json.loads((folder / "straight" / "step_000002" / "meta.json").read_text())
     given = train("--model_tag=given", *args, f"--total_batch_size={meta['total_batch_size']}", "--matrix_lr=0.01",
                   "--embedding_lr=0.1", "--unembedding_lr=0.002", f"--weight_decay={0.1 * meta['rate_scales'][1]}")
-    assert given.returncode == 0 and "rates:" not in given.stdout, given.stderr
+    assert given.returncode == 0, given.stderr
+    assert re.findall("rates: .*", given.stdout) == [
+        "rates: as set, as the batch is given; --total_batch_size=-1 chooses the same one, with all rates x 0.5"]
     assert_same_run(base, "straight", "given", 2)
 
 
@@ -227,6 +229,10 @@ def test_what_an_evaluation_ends_goes_on_bit_for_bit(base, dtype):
     assert_same_run(base, "straight", "failed", 10)
 
 
+NO_DRAW = """
+from nanochat.model.gpt import GPT
+del GPT.draw
+"""
 WAITING_UPDATE = """
 import time
 from nanochat.optim import muon
@@ -264,6 +270,15 @@ def start_with(change, *args, python=sys.executable, **environment):
     return start(*args, command=[python, "-c", change + RUN], **environment)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_resumed_run_draws_no_weights(base, stage):
+    """They are the checkpoint's; drawing takes ten seconds for a billion, on every rank."""
+    assert train("--num_iterations=1", f"--zero_stage={stage}").returncode == 0
+    resumed = start_with(NO_DRAW, "--num_iterations=2", "--resume=auto", f"--zero_stage={stage}", python=warm_python())
+    printed, errors = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0 and "step 00001/" in printed, errors
+
+
 def test_an_exception_in_the_middle_of_an_update_saves_nothing(base):
     """AdamW has taken the step, Muon has not: such weights are those of no step."""
     broken = start_with(BROKEN_UPDATE, "--num_iterations=6", "--save_every=3", python=warm_python())
@@ -291,7 +306,10 @@ def test_ctrl_c_twice_in_an_evaluation_saves_what_is_done(base):
 
 
 def test_going_back_to_an_older_step_needs_a_word_and_other_settings_are_named(base):
-    """Newer checkpoints are never dropped in silence, nor mistaken for the newer branch."""
+    """
+    Newer checkpoints are never dropped in silence, nor mistaken for the newer branch. Another horizon says how the
+    learning rate jumps; one that the checkpoint is past is refused, and the report stays as it was.
+    """
     args = ["--num_iterations=9", "--save_every=3", "--model_tag=branch"]
     assert train(*args).returncode == 0
     refused = train(*args, "--resume_from_step=3")
@@ -302,6 +320,14 @@ def test_going_back_to_an_older_step_needs_a_word_and_other_settings_are_named(b
     folder = base / "base_checkpoints" / "branch"
     assert sorted(path.name for path in folder.glob("step_*")) == ["step_000003", "step_000005"]
     assert losses(base, "branch").keys() == set(range(5)), "the log is that of the branch that is left"
+    assert "the learning rate goes on at 0.67, it was 1.00\n" in back.stdout
+    longer = train("--num_iterations=9", "--model_tag=branch", "--resume=auto", "--matrix_lr=0.01")
+    assert "the learning rate goes on at 0.74, it was 0.33\n" in longer.stdout, longer.stderr
+    report = {path: path.read_bytes() for path in (base / "report").rglob("*.json")}
+    shorter = train("--num_iterations=7", "--model_tag=branch", "--resume=auto", "--matrix_lr=0.01")
+    assert shorter.returncode == 1, shorter.stdout
+    assert "this run would have 7 steps, but the checkpoint is at step 9: --num_iterations=9 takes" in shorter.stderr
+    assert report and {path: path.read_bytes() for path in (base / "report").rglob("*.json")} == report
 
 
 def test_bad_input_is_one_clear_line(base):

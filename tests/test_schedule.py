@@ -91,6 +91,7 @@ def test_steps_from_the_horizon():
 
 def test_batch_size_grows_with_the_horizon_and_is_always_valid():
     assert choose_batch_size(-1, 1.2e9, 2048) == 2**19
-    assert choose_batch_size(-1, 1.2e9 * 2 ** (2 / 0.383), 2048) == 2**21
+    beyond = [choose_batch_size(-1, 1.2e9 * 2 ** (n / 0.383), unit) for n, unit in ((1, 64), (2, 64), (2, 2**21))]
+    assert beyond == [2**20, 2**20, 2**21], "at most 2^20, unless every rank has a micro-batch already"
     assert choose_batch_size(-1, 1e3, 4096 * 3) == 4096 * 3
     assert choose_batch_size(round(1.2e9 / 2**19), -5.0, 2048) == 2**19, "the same point reached by steps"

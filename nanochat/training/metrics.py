@@ -45,7 +45,8 @@ class Metrics:
     (`stop_requested`), that it is time for a checkpoint (`save_requested`), and how many steps in a row were skipped
     because a loss or gradient was not finite (`bad_steps`). Only rank 0 prints and writes.
 
-    total_batch_size: tokens per step over all ranks. state: `Metrics.state` of a checkpoint, to go on from.
+    total_batch_size: tokens per step over all ranks. state: `Metrics.state` of a checkpoint, to go on from. UserError for
+    a checkpoint beyond the run's end: its results would be those of no run.
     """
 
     def __init__(self, folder: Path, run: str, config: dict, start_step: int, num_iterations: int,
@@ -63,7 +64,11 @@ class Metrics:
         self.session_seconds = 0.0    # without its first step
         self.wandb = None
         self.unwritten = ""  # records that the disk has refused so far
-        if start_step >= num_iterations:
+        if start_step > num_iterations:
+            raise UserError(f"this run would have {num_iterations} steps, but the checkpoint is at step {start_step}: "
+                            f"--num_iterations={start_step} takes it as finished; --overwrite without --resume starts "
+                            "anew")
+        if start_step == num_iterations:
             print0(f"nothing is left to train: the checkpoint is at step {start_step} of {num_iterations}")
         if is_rank0():
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,6 +114,10 @@ class Metrics:
         and to save. tokens: of all ranks, where they differ from step to step.
         """
         self.flush()
+        steps_before, lrm_before = self.state.get("schedule", (self.num_iterations, lrm))
+        if steps_before != self.num_iterations and abs(lrm - lrm_before) >= 0.005:
+            print0(f"with another num_iterations the learning rate goes on at {lrm:.2f}, it was {lrm_before:.2f}")
+        self.state["schedule"] = self.num_iterations, lrm
         now = time.perf_counter()
         copied = None
         if values.is_cuda:
