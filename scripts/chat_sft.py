@@ -27,6 +27,7 @@ from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import accuracy, evaluate_task
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.runtime.collectives import from_rank0
+from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
@@ -174,7 +175,8 @@ while True:
         with metrics.paused(), metrics.stoppable():
             if validate:
                 validation = conversation_loader(held_out, held_out_steps, **shape)
-                bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
+                with eagerly():  # a GPU would compile all lengths again, for passes without gradients
+                    bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
                 metrics.log_validation(step, bpb)
             if measure_tasks:
                 whole_model = sharding.gather_model()  # on stage 3 of ZeRO its parameters are gathered for this

@@ -17,10 +17,12 @@ from safetensors.torch import load_file
 
 from nanochat.data.conversation_loader import order
 from nanochat.data.task import Task
+from nanochat.eval import loss_eval
 from nanochat.eval.task_eval import seed_with
 from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
+from nanochat.runtime import compiling, distributed
 from nanochat.tasks import make_task
 from nanochat.training.checkpoint import find_model, load_checkpoint
 from nanochat.training.records import read_metrics
@@ -52,6 +54,18 @@ def reward_lengths() -> None:
         return len(answer) % 2
 
     Task.reward = reward
+
+
+def as_if_compiled() -> None:
+    """Every rank believes that it compiles, and each validation says so."""
+    def validate(*args, evaluate=loss_eval.evaluate_bpb) -> float:
+        print("validation is", "compiled" if compiling.switch.on else "eager")
+        return evaluate(*args)
+
+    distributed.set_compile = lambda *_: vars(compiling.switch).update(on=True) is None
+    compiling.with_compiler = lambda function, dynamic=False: function
+    GPT.compile_blocks = lambda model: None
+    loss_eval.evaluate_bpb = validate
 
 
 def arguments(settings: dict) -> list[str]:
@@ -86,6 +100,13 @@ def stage_arguments(base: Path, stage: str, **settings) -> tuple[str, list[str]]
     chats = base / "chats.jsonl"
     own = {key: value.format(chats=chats) if isinstance(value, str) else value for key, value in own.items()}
     return module, arguments(own | {"num_iterations": 10, "save_every": 2} | settings)
+
+
+def test_validation_of_conversations_of_any_length_compiles_nothing(base, monkeypatch):
+    monkeypatch.setenv("CHANGE", f"{__name__}.{as_if_compiled.__name__}")
+    module, args = stage_arguments(base, "sft", source="base", num_iterations=1, eval_metrics_every=-1)
+    [printed] = run_on_ranks(1, run_script, module, args)
+    assert printed.count("validation is eager") == 2 and "1 rank(s) on cpu, float32, compiled" in printed, printed
 
 
 @pytest.mark.parametrize("stage", ["mid", "sft", "rl"])

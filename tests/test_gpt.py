@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from conftest import ALL_PIECES
 from torch.utils.flop_counter import FlopCounterMode
 
+from nanochat.data.padding import padded_length
 from nanochat.model.attention import attention, window_blocks
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import MAX_SOFTCAP, GPTConfig, architecture, config_from_depth
@@ -20,7 +21,7 @@ from nanochat.model.loss import (
     token_losses,
 )
 from nanochat.optim.zero import Sharding
-from nanochat.runtime.compiling import switch
+from nanochat.runtime.compiling import eagerly, switch
 from nanochat.runtime.errors import UserError
 
 ALONE = ["rope_theta=100", "qk_scale=1.5", "short_windows=True", "value_embeddings=True",
@@ -292,6 +293,39 @@ def test_all_blocks_lengths_and_numbers_of_targets_share_compiled_code_on_a_cpu(
         for case, loss in zip(cases, expected):
             assert model(*case[:2], "none").sum().item() == pytest.approx(loss)
             assert counter.frame_count == 6, "before and after once more, without gradients"
+
+
+def test_fine_tuning_compiles_few_graphs_on_a_gpu(monkeypatch):
+    """
+    The GPU's path on CPU tensors: every kind of block (window or not, value table or not, and the last) once for each
+    of three lengths, also the first block. Validation, of any lengths, compiles nothing, and makes no lists of blocks.
+    """
+    from torch._dynamo.testing import CompileCounter
+
+    pieces = architecture("modern", depth=12)
+    model, counter = GPT(GPTConfig(2048, 70, n_layer=6, n_embd=32, n_head=4, n_kv_head=4, **pieces)), CompileCounter()
+    model.init_weights(0)
+    monkeypatch.setattr("torch.compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr("torch._dynamo.config.recompile_limit", 64)
+    monkeypatch.setattr("nanochat.model.attention.BLOCKWISE_MAX_LENGTH", 0)
+    monkeypatch.setattr("nanochat.runtime.compiling.with_compiler", lambda function, dynamic=False: function)
+    for block in model.own_blocks():
+        block.compile_body(torch.device("cuda"))
+    monkeypatch.setattr(switch, "on", True)
+    lengths = {padded_length(longest, 2048, torch.device("cuda")) for longest in range(1, 2050)}
+    for length in sorted(lengths):
+        model(torch.zeros(1, length, dtype=torch.int64)).sum().backward()
+    kinds = {(b.attn.window < 2048, b.values is None, b.middle_scale is None) for b in model.own_blocks()}
+    assert lengths == {256, 1024, 2048} and len(kinds) == 4
+    assert counter.frame_count == len(lengths) * len(kinds)
+    listed = []
+    monkeypatch.setattr("nanochat.model.layers.window_blocks", lambda *shape: listed.append(shape))
+    with torch.no_grad():
+        with eagerly():
+            model(torch.zeros(1, 1100, dtype=torch.int64))
+        assert counter.frame_count == 12 and listed == []
+        model(torch.zeros(1, 8, dtype=torch.int64))
+    assert counter.frame_count > 12 and len(listed) == 6, "the switch is back"
 
 
 def test_the_largest_softcap_is_finite_and_a_larger_one_is_refused():

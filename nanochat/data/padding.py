@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-SHORTEST_PADDED = 64  # a GPU compiles each length once: rows are padded to this times a power of two
-CPU_MULTIPLE = 8      # a CPU compiles for all lengths: rows are padded to a multiple of this
+GPU_LENGTHS = (256, 1024)  # a GPU compiles every kind of block for each length: rows have one of these, or all tokens
+CPU_MULTIPLE = 8           # a CPU compiles for all lengths: rows are padded to a multiple of this
 
 Row = tuple[list[int], list[float]]  # tokens, and the weight of each of them as a target
 
@@ -38,7 +38,5 @@ def padded_length(longest: int, max_seq_len: int, device: torch.device) -> int:
     if device.type == "cpu":
         length = math.ceil(needed / CPU_MULTIPLE) * CPU_MULTIPLE
     else:
-        length = SHORTEST_PADDED
-        while length < needed:
-            length *= 2
+        length = next((length for length in GPU_LENGTHS if length >= needed), max_seq_len)
     return min(length, max_seq_len)

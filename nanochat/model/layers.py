@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nanochat.model.attention import attention, offset_keys, window_blocks
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.runtime.compiling import of_any_length
+from nanochat.runtime.compiling import of_any_length, switch
 
 NORM_EPS = 1.1920929e-07  # float32 machine epsilon, in every dtype
 
@@ -237,7 +237,11 @@ class Block(nn.Module):
         Returns the residual stream after the block.
         """
         values = None if self.values is None else self.values(tokens)  # (B, T, H_kv · D)
-        blocks = window_blocks(x.size(1), self.attn.window, x.device)
+        blocks = None
+        if switch.on:  # eager attention has no use for it
+            blocks = window_blocks(x.size(1), self.attn.window, x.device)
+        if first is x:  # block 0's: compiled code would take one tensor given twice for another kind of block
+            first = x.view_as(x)
         return self.body(x, cos, sin, values, blocks, begins, first, middle)
 
     def begin(self, x: Tensor, first: Tensor | None) -> Tensor:

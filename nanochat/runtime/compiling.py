@@ -5,7 +5,7 @@ model by `GPT.compile_blocks`. Until `set_compile` (or `set_up`) asks for it, al
 import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import torch
@@ -82,6 +82,15 @@ def set_compile(wanted: bool, device_type: str) -> bool:
     return switch.on
 
 
-def eagerly():
-    """Context for code whose shapes change from call to call (sampling, single documents)."""
-    return torch.compiler.set_stance("force_eager") if switch.on else contextlib.nullcontext()
+@contextlib.contextmanager
+def eagerly() -> Iterator[None]:
+    """Around code whose shapes change from call to call (sampling, single documents): as if compilation were off."""
+    if not switch.on:
+        yield
+        return
+    switch.on = False
+    try:
+        with torch.compiler.set_stance("force_eager"):  # for what is compiled already
+            yield
+    finally:
+        switch.on = True
