@@ -30,8 +30,16 @@ import torch
 import torch.distributed as dist
 
 REPO = Path(__file__).parent.parent
-if str(REPO) not in sys.path:  # ranks import this file first, so they find what the tests find
+# What the tests find is this repo's, whatever checkout the environment has installed and wherever they are run. Python
+# 3.11's forkserver gets no path from us but by the environment, and so do programs that are started.
+if sys.path[0] != str(REPO):
     sys.path.insert(0, str(REPO))
+inherited = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+if inherited[:1] != [str(REPO)]:
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO), *inherited])
+# In ranks, torchruns and the server of scripts as well: all import this file.
+found = importlib.import_module("nanochat").__file__
+assert Path(found).is_relative_to(REPO), f"the tests of {REPO} would test {found}"
 
 # Ranks and scripts are forked from a server that has imported what takes seconds. It starts with the first call and
 # ends with this process.

@@ -1,6 +1,9 @@
 """The layout: what may import what. Read from the source, so that an import inside a function counts as well."""
 import ast
 import functools
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from conftest import REPO
@@ -96,3 +99,28 @@ def test_every_package_is_installed():
     packages = {".".join(path.relative_to(REPO).parent.parts) for path in REPO.glob("nanochat/**/*.py")} | {"scripts"}
     files = {path.name for path in REPO.glob("nanochat/*/*.*") if path.suffix not in (".py", ".pyc")}
     assert all(f'"{name}"' in listed for name in packages | files)
+
+
+ELSEWHERE = """
+import subprocess, sys
+sys.path.insert(0, sys.argv[1])
+import ranks, test_house, warm_python
+ranks.context.set_forkserver_preload(["torch", "nanochat"])
+print(*ranks.run_on_ranks(1, test_house.where))
+for python in (warm_python.warm_python(), sys.executable):
+    subprocess.run([python, "-c", "import nanochat; print(nanochat.__file__)"], check=True)
+"""
+
+
+def where(rank: int, world_size: int) -> str:
+    return sys.modules["nanochat"].__file__
+
+
+def test_the_code_that_is_tested_lies_beside_the_tests(tmp_path):
+    """Another checkout is installed, and the tests are run from elsewhere: in ranks, warm scripts and new processes."""
+    other = tmp_path / "other" / "nanochat"
+    other.mkdir(parents=True)
+    (other / "__init__.py").touch()
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE, str(REPO / "tests")], cwd=tmp_path, text=True,
+                          env=os.environ | {"PYTHONPATH": str(other.parent)}, capture_output=True)
+    assert done.stdout.splitlines() == [str(REPO / "nanochat" / "__init__.py")] * 3, done.stderr

@@ -65,7 +65,8 @@ def started() -> tuple[Path, *tuple[object, ...]]:
     program.with_name("torchrun").symlink_to(program)
     server = context.Process(target=serve, args=(str(address), ready), daemon=True)
     server.start()
-    assert ready.wait(300)
+    while not ready.wait(0.1):
+        assert server.is_alive(), "the server of scripts has ended"
     return program, folder, server
 
 
