@@ -65,7 +65,7 @@ def run(tmp_path, monkeypatch):
 def test_every_wall_that_this_machine_allows_is_there(run):
     """The tests below skip what is not guarded; here the system itself says what could be."""
     allowed = shutil.which("unshare") and not subprocess.run(
-        "unshare --user --map-root-user --pid --fork --net --ipc --mount true".split(), capture_output=True
+        "unshare --user --map-root-user --pid --fork --net --ipc --mount-proc true".split(), capture_output=True
     ).returncode
     assert run("").unprotected == () if allowed else {"network", "processes"} <= set(run("").unprotected)
 
@@ -90,6 +90,7 @@ def test_the_search_for_what_is_left_finds_something():
     ("import os; os.mkdir('a'); os.chmod('a', 0); os.symlink('/', 'b')", "", ""),
     ("import threading; threading.Timer(0.1, print, ['later']).start()", "later\n", ""),
     ("import subprocess; print(subprocess.check_output(['echo', 'hi']).decode())", "hi\n\n", ""),
+    ("import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\nopen('x', 'w'); os.chmod('.', 0)", "", ""),
 ])
 def test_right_programs(run, code, stdout, stderr):
     result = run(code)
@@ -146,6 +147,9 @@ WRITES = {
     "an existing file": "open(PATH + '/file', 'w').write('spoilt')",
     "by a link": "os.symlink(PATH + '/file', 'link'); open('link', 'w').write('spoilt')",
     "by another process": "import subprocess; subprocess.run(['rm', PATH + '/file'], check=True)",
+    "its mode": "os.chmod(PATH + '/file', 0o4755)",
+    "its times": "os.utime(PATH + '/file', (1, 1))",
+    "its attributes": "os.setxattr(PATH + '/file', 'user.x', b'1')",
 }
 
 
@@ -157,12 +161,13 @@ def test_writing_outside_its_folder(run, tmp_path, how):
     (place / "file").write_text("as it was")
 
     def state() -> list:
-        return [(path.name, path.stat().st_mode, path.is_file() and path.read_text())
-                for path in sorted(place.iterdir())]
+        found = [(path, path.stat()) for path in sorted(place.iterdir())]
+        return [(path.name, stat.st_mode, stat.st_mtime, LINUX and os.listxattr(path), path.read_text())
+                for path, stat in found]
 
     before, code = state(), f"import os\nPATH = {str(place)!r}\n{WRITES[how]}"
     result = run(code)
-    if "files" in result.unprotected:
+    if ("modes" if how.startswith("its") else "files") in result.unprotected:
         pytest.skip("this machine allows no walls around files")
     assert not result.ok and state() == before
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
@@ -250,6 +255,39 @@ def test_no_network(run):
             server.accept()
         subprocess.run([sys.executable, "-c", code], check=True)
         server.accept()[0].close()
+
+
+def test_a_folder_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, capsys):
+    """The program is judged all the same. While it runs, the place of its folder goes to another user."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(run_python, "import os\nwhile os.stat('..').st_mode & 0o222: pass\nprint('done')", 100)
+        while not (left := list(tmp_path.iterdir())) and not result.done():
+            time.sleep(0.01)
+        if os.geteuid() == 0:
+            os.chown(tmp_path, 12345, 12345)  # root's own would still be root's in its namespace
+        tmp_path.chmod(0o555)
+        result = result.result()
+    tmp_path.chmod(0o755)
+    assert result.ok and result.stdout == "done\n"
+    if not left[0].exists():
+        pytest.skip("without namespaces root removes everything")
+    warning = f"warning: the folder {left[0]} of a program could not be removed: PermissionError"
+    assert warning in capsys.readouterr().out
+
+
+@linux_only
+def test_other_processes_are_out_of_sight(run):
+    """The program sees itself and init; a plain one sees us."""
+    code = "import glob\nprint([open(name, errors='replace').read() for name in glob.glob('/proc/[0-9]*/cmdline')])"
+    mark = f"mark{next(numbers)}"
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)", mark]) as other:
+        result = run(code)
+        plain = subprocess.check_output([sys.executable, "-c", code], text=True)
+        other.kill()
+    if "sight" in result.unprotected:
+        pytest.skip("this machine allows no /proc of its own")
+    assert mark in plain and mark not in result.stdout and result.stdout.count("execution.py") == 2
 
 
 def test_other_processes_are_out_of_reach(run):
@@ -353,7 +391,8 @@ def test_where_namespaces_are_not_allowed(tmp_path):
     assert done.returncode == 0, done.stderr
     results = [Result(*json.loads(line)) for line in done.stdout.splitlines()]
     landlock = ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
-    assert all(result.unprotected == ["network", "processes"] + ["files"] * (not landlock) for result in results)
+    unprotected = ["network", "sight", "processes", "modes"] + ["files"] * (not landlock)
+    assert all(result.unprotected == unprotected for result in results)
     assert [result.ok for result in results] == [True, True, False, False, not landlock, True]
     assert results[2].error == results[3].error == "timeout" and results[5].stdout == "x\n"
     assert (tmp_path / "file").read_text() == "as it was" or not landlock

@@ -15,15 +15,18 @@ This keeps apart what a model writes by mistake. It is no sandbox against an att
 - It may use devices (a GPU), and anything that listens on a socket in the file system (Docker, a desktop).
 - Until its time is over it may use all cores, MAX_PROCESSES times `memory_bytes`, and the disk below its folder. A
   mistake in the kernel can give it everything.
-- Where the kernel has Landlock (Linux 5.13) it writes nowhere but in its folder, though it may change modes and times.
+- Where the kernel has Landlock (Linux 5.13) it writes nowhere but in its folder.
 - All else holds on Linux where namespaces are allowed; in most containers they are not. `Result.unprotected` lists what
   could not be guarded:
 
       "network"      the program may use the network
+      "sight"        the program sees all processes of this machine and their command lines (in /proc)
       "processes"    a process that leaves the program's process group again and again, fast, can stay behind (on macOS
                      one that leaves it once). Before Linux 6.12 the program may end other processes of this user; for
                      root it runs under an unused user id, if that id may read Python's library
       "files"        the program writes wherever this user may
+      "modes"        the program may change modes, times and attributes of all files that this user owns (root: nearly
+                     all there are), unless it runs under an unused user id
       "memory"       there is no memory limit (macOS)
 """
 import ast
@@ -44,10 +47,14 @@ POLL_S = 0.002                 # between two checks whether the program has ende
 LINUX = sys.platform == "linux"
 LIBC = ctypes.CDLL(None)
 NAMESPACES = 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000  # IPC, users, processes, network: linux/sched.h
+MOUNTS = 0x20000       # one more namespace
+BIND = 0x1000          # linux/mount.h
+PROC_FLAGS = 0b1111    # read-only; no setuid programs, no devices, nothing to execute
 PDEATHSIG = 1          # linux/prctl.h
 CHILD_SUBREAPER = 36
 NO_NEW_PRIVS = 38
-LANDLOCK = 444  # a system call; its number is the same on every architecture
+MOUNT_SETATTR = 442  # system calls; their numbers are the same on every architecture
+LANDLOCK = 444
 SIGKILL = 9     # the module `signal` would take a tenth of the start
 
 
@@ -58,7 +65,7 @@ class Result(NamedTuple):
     stdout: str
     stderr: str
     error: str | None             # "timeout", "too much output", "exit code 1: AssertionError", "signal 11"
-    unprotected: tuple[str, ...]  # of "network", "processes", "files", "memory": what is not guarded on this machine
+    unprotected: tuple[str, ...]  # what is not guarded on this machine: the names above
 
 
 def run_python(
@@ -68,10 +75,12 @@ def run_python(
     Run a program to its end, at most `timeout` seconds. From any thread, many at a time.
 
     memory_bytes: address space of each of its processes. max_output_bytes: of stdout and of stderr; more ends it.
-    RuntimeError where the supervisor fails.
+    RuntimeError where the supervisor fails. A folder that it cannot remove is a warning.
     """
-    import subprocess  # these two here: the supervisor, which starts anew for every program, does without
+    import subprocess  # these here: the supervisor, which starts anew for every program, does without
     import tempfile
+
+    from nanochat.runtime.console import print0
 
     command = [sys.executable, "-I", "-S", "-X", "utf8", os.path.abspath(__file__)]
     command += map(str, (timeout, memory_bytes, max_output_bytes, tempfile.gettempdir()))
@@ -88,6 +97,8 @@ def run_python(
         return Result(False, "", "", "killed", ("processes",))
     if supervisor.returncode or not report:
         raise RuntimeError(f"the supervisor of a program failed: {complaint.decode(errors='replace')}")
+    if complaint:
+        print0("warning:", complaint.decode(errors="replace").strip())
     limit, status, stdout, stderr, unprotected = ast.literal_eval(report.decode())
     error = limit or reason(status, stderr)
     return Result(error is None, stdout, stderr, error, tuple(unprotected))
@@ -121,13 +132,18 @@ def supervise() -> None:
     if init > 0:
         os.waitpid(init, 0)
         kill_all(init)
-        remove(folder)
+        try:
+            remove(folder)
+        except Exception as error:  # whatever a program has left: it is judged all the same
+            print(f"the folder {folder} of a program could not be removed: {error!r}", file=sys.stderr, flush=True)
         os._exit(0)
     os.setsid()
     if LINUX:
         LIBC.prctl(PDEATHSIG, SIGKILL, 0, 0, 0)
         LIBC.prctl(NO_NEW_PRIVS, 1, 0, 0, 0)
         write("/proc/self/oom_score_adj", "1000")  # when the machine's memory runs out, this goes first
+        if "modes" not in unprotected:
+            unprotected += remount(folder)
         if not landlock(folder):
             unprotected.append("files")
     out, out_end = os.pipe()
@@ -193,25 +209,32 @@ def processes() -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder and everything in it. Here, not by `rm`: after init's end its namespace takes no new process."""
+    """
+    Remove a folder and everything in it. Here, not by `rm`: after init's end its namespace takes no new process.
+    Each folder in it is moved beside it before it is emptied, so no nesting is too deep and no path too long.
+    """
+    folders = [folder]
     os.chmod(folder, 0o700)  # the program may have changed it
-    for entry in list(os.scandir(folder)):
-        if entry.is_dir(follow_symlinks=False):
-            remove(entry.path)
-        else:
-            os.unlink(entry.path)
-    os.rmdir(folder)
+    for path in folders:  # grows meanwhile
+        for entry in list(os.scandir(path)):
+            if entry.is_dir(follow_symlinks=False):
+                os.chmod(entry.path, 0o700)
+                folders.append(f"{folder}-{len(folders)}")
+                os.rename(entry.path, folders[-1])
+            else:
+                os.unlink(entry.path)
+        os.rmdir(path)
 
 
 # ---- Walls ----------------------------------------------------------------------------------------------------------
 
 def isolate() -> tuple[list[str], int]:
     """
-    Put what this process forks from now on into namespaces of its own: no network, no sight of other processes.
+    Put what this process forks from now on into namespaces of its own: no network, no other processes to reach.
     Returns what could not be guarded, and the limit on processes that leaves MAX_PROCESSES to the program.
     """
     if not LINUX:
-        return ["network", "processes", "files", "memory"], -1
+        return ["network", "sight", "processes", "files", "modes", "memory"], -1
     LIBC.prctl(CHILD_SUBREAPER, 1, 0, 0, 0)
     user = os.geteuid()
     group = os.getegid()
@@ -221,7 +244,7 @@ def isolate() -> tuple[list[str], int]:
             os.setresuid(2**30 + os.getpid(), user, user)
     if LIBC.unshare(NAMESPACES) != 0:
         others = sum(threads for *_, threads, owner in processes() if owner == user == os.getuid())
-        return ["network", "processes"], others + supervisor_and_init + MAX_PROCESSES
+        return ["network", "sight", "processes", "modes"], others + supervisor_and_init + MAX_PROCESSES
     write("/proc/self/setgroups", "deny")
     write("/proc/self/uid_map", f"65534 {user} 1")  # not 0 inside, or programs that it starts would have root's rights
     write("/proc/self/gid_map", f"65534 {group} 1")
@@ -232,6 +255,26 @@ def write(path: str, text: str) -> None:
     """Write to one of the kernel's files, where allowed."""
     with contextlib.suppress(OSError), open(path, "w") as file:
         file.write(text)
+
+
+def remount(folder: str) -> list[str]:
+    """
+    For this process and its children, in namespaces of their own: all file systems but `folder` are read-only, and
+    /proc has these processes alone. Returns what of it could not be guarded.
+    """
+    inside = folder.encode()
+    read_only = (ctypes.c_uint64 * 4)(1, 0)  # struct mount_attr: to set, to clear
+    writable = (ctypes.c_uint64 * 4)(0, 1)
+    recursive = 0x8000
+    is_read_only = (
+        LIBC.unshare(MOUNTS) == 0
+        and LIBC.mount(inside, inside, None, BIND, None) == 0
+        and LIBC.syscall(MOUNT_SETATTR, -1, b"/", recursive, read_only, 32) == 0
+        and LIBC.syscall(MOUNT_SETATTR, -1, inside, 0, writable, 32) == 0)
+    unprotected = [] if is_read_only else ["modes"]
+    if LIBC.mount(b"proc", b"/proc", b"proc", PROC_FLAGS, None) != 0:  # where a container hides a part of /proc
+        unprotected.append("sight")
+    return unprotected
 
 
 def landlock(folder: str) -> bool:
