@@ -62,6 +62,10 @@ def listed(**properties) -> dict:
 
 
 POINT = listed(x={"type": "integer"})
+TIME = {"type": "string", "format": "date-time"}
+KEYWORDS = ("type const enum default examples title description properties required additionalProperties "
+            "patternProperties items prefixItems allOf anyOf oneOf not if then else $ref $defs definitions format "
+            "pattern minimum maximum dependentSchemas").split()
 
 
 @pytest.mark.parametrize("schema, fits, does_not", [
@@ -70,15 +74,26 @@ POINT = listed(x={"type": "integer"})
         "at": {"x": 1, "y": 2}, "list": []}),
     (POINT, {"x": 1 - 2**53}, {"x": 2**53}), (listed(x={"type": "integer", "minimum": 2}), {"x": 2**53 - 1}, {"x": 1}),
     (listed(properties={"const": {"items": {}}}), {"properties": {"items": {}}}, {"properties": {"items": {}}, "y": 1}),
+    *((listed(**{name: POINT}), {name: {"x": 1}}, {name: {"x": 1, "y": 2}}) for name in KEYWORDS),
+    (listed(**{"$ref": POINT, "anyOf": POINT}), {"$ref": {"x": 1}, "anyOf": {"x": 1}}, {"$ref": {"x": 1}, "y": 1}),
+    ({"$defs": {"enum": POINT}, "patternProperties": {"default": {"$ref": "#/$defs/enum"}}}, {"default": {"x": 1}},
+     {"default": {"x": 1, "y": 2}}),
+    (listed(default={"const": {"type": "integer"}}), {"default": {"type": "integer"}}, {"default": {"type": 5}}),
+    ({"type": ["integer", "null"]}, 2**53 - 1, 2**53), ({"type": ["null", "integer"]}, None, -2**53),
+    ({"type": ["integer", "number"]}, 2**60, "x"), ({"type": ["string", "integer"]}, "x" * 99, 2**53),
+    (TIME, "2026-01-02T03:04:05.123456Z", "2026-01-02T03:04:05.1234567Z"),
+    (TIME, "2026-01-02T03:04:05+01:00", "2026-01-02T03:04:05.1234567+01:00"),
+    ({"type": ["string", "null"], "format": "time"}, "03:04:05.1-09:30", "03:04:05.1111111-09:30"),
+    ({"type": "string", "format": "duration"}, "P1Y2M3DT4H5M999999999S", "PT1111111111S"),
     # Put together from several, which would exclude each other's properties: these stay open.
     ({"$defs": {"P": POINT}, "allOf": [{"$ref": "#/$defs/P"}, listed(y=POINT)]}, {"x": 1, "y": {"x": 1}}, {"x": 1}),
 ])
 def test_no_key_is_invented_and_no_number_endless(schema, fits, does_not):
-    """Judged by the grammar, byte by byte, in the order of the schema."""
+    """Judged by the grammar, token by token, in the order of the schema."""
     for value, expected in ((fits, True), (does_not, False)):
         grammar = compile_grammar(json_grammar(schema), TOKENIZER)
         accepted = True
-        for token in json.dumps(value, separators=(",", ":")).encode():
+        for token in TOKENIZER.encode(json.dumps(value, separators=(",", ":"))):
             accepted = accepted and bool(grammar.allowed[token])
             if accepted:
                 grammar.advance(token)

@@ -4,7 +4,8 @@ makes a grammar of it, which says after every token which ones may come next; th
 
 JSON is written without blanks between its tokens: a model that may write blanks may write nothing else until
 max_tokens. For the same reason an object has only the properties that its schema lists, unless additionalProperties
-says otherwise, and an integer without limits is one that a float64 holds exactly.
+says otherwise, an integer without limits is one that a float64 holds exactly, a time has at most six digits after the
+point, and each number of a duration at most nine.
 """
 import copy
 import functools
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_INTEGER = 2**53 - 1
-VALUES = {"const", "enum", "default", "examples"}   # keywords of a JSON schema that have no other schemas in them
+# Keywords of a JSON schema that have other schemas in them, as far as llguidance takes them.
+MAPS = {"properties", "patternProperties", "$defs", "definitions"}     # by name, which may be that of any keyword
+PARTS = {"items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf"}  # one or a list
+POINT = r"^[^.]*(\.\d{1,6}([Zz+-].*)?)?$"
+FINITE = {"date-time": POINT, "time": POINT, "duration": r"^(\D+\d{1,9})*\D$"}    # format: a pattern besides
 CONDITIONS = {"allOf", "anyOf", "oneOf", "properties", "$ref"}  # two of them describe the same object
 
 MAX_GRAMMAR_BYTES = 2**16
@@ -71,23 +76,33 @@ def json_grammar(schema: Json) -> str:
 
 def close(root: Json) -> None:
     """
-    Objects that list their properties, and say nothing of others, have no others; integers get limits. Where a schema
-    puts objects together from several parts, each of which would exclude the others' properties, objects stay open.
+    Objects that list their properties, and say nothing of others, have no others; integers, times and durations get
+    limits. Where a schema puts objects together from several parts, each of which would exclude the others' properties,
+    objects stay open.
     """
     schemas = [root]
     is_combined = False
     for schema in schemas:  # grows meanwhile
-        for keyword in schema.keys() - VALUES:
-            value = schema[keyword]
-            inner = value if isinstance(value, list) else [value]
+        for keyword, value in schema.items():
+            inner = []
+            if keyword in PARTS:
+                inner = value if isinstance(value, list) else [value]
+            elif keyword in MAPS and isinstance(value, dict):
+                inner = value.values()
             schemas += [one for one in inner if isinstance(one, dict)]
         all_of = schema.get("allOf")
         if isinstance(all_of, list) and len(all_of) > 1 or len(schema.keys() & CONDITIONS) > 1:
             is_combined = True
     for schema in schemas:
-        if schema.get("type") == "integer" and not schema.keys() & {"const", "enum"}:
+        types = schema.get("type")
+        if not isinstance(types, list):
+            types = [types]
+        if "integer" in types and "number" not in types and not schema.keys() & {"const", "enum"}:
             schema.setdefault("minimum", -MAX_INTEGER)
             schema.setdefault("maximum", MAX_INTEGER)
+        for format, pattern in FINITE.items():
+            if schema.get("format") == format:
+                schema.setdefault("pattern", pattern)
         if "properties" in schema and not is_combined:
             schema.setdefault("additionalProperties", False)
 
