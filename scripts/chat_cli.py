@@ -13,7 +13,7 @@ from typing import Literal
 from configurator import configure
 
 from nanochat.corpus.library import open_library
-from nanochat.data.conversation import render_prompt, render_text
+from nanochat.data.conversation import recent, render_prompt, render_text
 from nanochat.inference.detokenizer import Delta, parts_of
 from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import SamplingParams
@@ -58,13 +58,11 @@ room = min(max_new_tokens, engine.context // 4)  # tokens that an answer should 
 
 def answer(messages: list[dict]) -> None:
     """Print the answer to the last message and append it. The oldest turns go where the context is too short."""
-    engine.fit(render(tokenizer, {"messages": messages[-1:]}), sampling)  # may raise: before turns are lost
-    dropped = 0
-    while len(prompt := render(tokenizer, {"messages": messages})) + room > engine.context and len(messages) > 1:
-        del messages[:2]  # what the user said, and the answer
-        dropped += 1
-    if dropped:
+    kept = recent(messages, lambda some: len(render(tokenizer, {"messages": some})), engine.context - room)
+    prompt = engine.fit(render(tokenizer, {"messages": kept}), sampling)  # may raise: before turns are lost
+    if dropped := (len(messages) - len(kept)) // 2:
         print(f"({dropped} of the oldest turns forgotten: the context has {engine.context} tokens)")
+    messages[:] = kept
     deltas: list[Delta] = []
     type = "text"
     try:

@@ -346,8 +346,11 @@ def test_the_usage_says_what_was_read_before(server):
 
 @pytest.mark.parametrize("words, settings", [
     ("temperature: .*greater than or equal to 0", {"temperature": -1}), ("max_tokens: .*integer", {"max_tokens": "3"}),
-    ("stop: .*at most 16", {"stop": list("abcdefghijklmnopq")}), ("logit_bias", {"logit_bias": {"268": 1}}),
-    ("functions is not supported", {"extra_body": {"functions": [{"name": "f"}]}}),
+    ("stop: .*at most 32", {"stop": ["x"] * 33}), ("logit_bias", {"logit_bias": {"268": 1}}),
+    *((f"{next(iter(asked))} is not supported", {"extra_body": asked}) for asked in (
+        {"functions": [{"name": "f"}]}, {"best_of": 2}, {"modalities": ["text", "audio"]}, {"top_logprobs_x": 1},
+        {"suffix": "x", "prompt": "x"}, {"truncation": "auto", "prompt": "x"})),
+    ("truncation", {"extra_body": {"truncation": "newest"}}),
     (r"messages.1.role: .*'system', 'developer', 'user'",
      {"messages": [*chat("?"), {"role": "function", "content": "1", "name": "f"}]}),
     ("messages: .*at least 1", {"messages": []}), ("content must be a text or a list", {"messages": chat(None)}),
@@ -358,13 +361,69 @@ def test_the_usage_says_what_was_read_before(server):
     ("prompt.*: Input should be a valid string", {"prompt": 5}),
 ])
 def test_what_is_wrong_with_a_request_is_said(server, words, settings):
-    ask = server.client.completions.create if "prompt" in settings else functools.partial(server.ask, MARKER)
+    is_completion = "prompt" in settings or "prompt" in settings.get("extra_body", {})
+    ask = functools.partial(server.client.completions.create, prompt="?") if is_completion else functools.partial(
+        server.ask, MARKER)
     with pytest.raises(openai.BadRequestError, match=words) as caught:
         ask(**{"model": "tiny-sft", "max_tokens": 3} | settings)
     field = next(iter(settings.get("extra_body", settings)))
     assert set(caught.value.body) == ERROR and caught.value.param.startswith(field)
     assert (caught.value.code == "context_length_exceeded") == ("maximum context length" in words)
     assert (caught.value.code == "unsupported_parameter") == (" is not" in words)
+
+
+HINTS = [
+    {"modalities": ["text"], "verbosity": "low", "reasoning_effort": "none", "prediction": {"type": "content"}},
+    {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}, "keep_alive": -1},
+    {"reasoning": {"effort": "low"}, "cache_prompt": True, "prompt_cache_retention": "24h", "max_tool_calls": 3},
+    {"repeat_penalty": 1.0, "typical_p": 1, "min_p": 0.0, "truncation": "disabled", "best_of": 1},
+    {"truncation": "auto"}, {"stop": [f"</never {i}>" for i in range(20)]},
+    {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+]
+
+
+@pytest.mark.parametrize("hints", HINTS, ids=lambda hints: next(iter(hints)))
+def test_hints_change_no_answer(server, hints):
+    plain = {"model": "tiny-sft", "messages": chat(MARKER), "temperature": 0, "max_tokens": 20}
+    whole, hinted = (server.http.post(CHAT, json=plain | more) for more in ({}, hints))
+    assert hinted.status_code == 200, hinted.text
+    for name in ("choices", "usage"):
+        assert hinted.json()[name] == whole.json()[name]
+
+
+def test_more_that_clients_send_of_themselves(server):
+    """A limit of -1 is the server's; best_of is n where it is no choice; a refusal is what the assistant said."""
+    unlimited = server.http.post(CHAT, json={"model": "tiny-rl", "messages": chat("?"), "max_tokens": -1})
+    assert unlimited.json()["usage"]["completion_tokens"] > 20
+    create = functools.partial(server.client.completions.create, model="tiny-sft", prompt="x", max_tokens=3)
+    assert len(create(n=2, best_of=2).choices) == 2
+    said = [server.ask(messages=[*chat("?"), {"role": "assistant"} | answer, *chat("And?")], max_tokens=3)
+            for answer in ({"content": "No."}, {"refusal": "No.", "content": None},
+                           {"content": [{"type": "refusal", "refusal": "No."}]})]
+    assert len({answer.usage.prompt_tokens for answer in said}) == 1
+    assert len({answer.choices[0].message.content for answer in said}) == 1
+
+
+def test_truncation_leaves_out_the_oldest_turns(server):
+    """As few as leave room for an answer, which is then as to the shorter conversation; what is left out is said."""
+    system = [{"role": "system", "content": "Be brief."}]
+    turns = chat(*("x" * 300, "y" * 300) * 3, "?")
+    plain = {"model": "tiny-sft", "temperature": 0, "max_tokens": 300}
+    post = functools.partial(server.http.post, CHAT)
+    cut = post(json=plain | {"messages": system + turns, "truncation": "auto"}).json()
+    same = post(json=plain | {"messages": system + turns[2:]}).json()
+    assert cut["choices"] == same["choices"] and cut["usage"]["prompt_tokens"] == same["usage"]["prompt_tokens"]
+    assert cut["forgotten"] == 2 and "forgotten" not in same
+    for longest, status in (("z" * 2030, 200), ("z" * 2050, 400)):  # the last question stays, with room or without
+        asked = plain | {"messages": [*system, *turns[:-1], *chat(longest)], "truncation": "auto"}
+        answer = post(json=asked)
+        assert answer.status_code == status
+        if status == 200:
+            assert answer.json()["forgotten"] == 6 and answer.json()["choices"][0]["finish_reason"] == "length"
+        else:
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+    [first, *_] = server.ask(messages=turns, max_tokens=300, stream=True, extra_body={"truncation": "auto"})
+    assert first.forgotten == 2
 
 
 def test_keys_and_models_that_are_unknown(server):

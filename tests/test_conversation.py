@@ -1,7 +1,7 @@
 """Conversations: what is accepted, the tokens they become, which of them are trained, and the rows they fill."""
 import pytest
 
-from nanochat.data.conversation import check_conversation, render, render_prompt
+from nanochat.data.conversation import check_conversation, recent, render, render_prompt
 from nanochat.data.conversation_loader import (
     RenderedConversations,
     balance,
@@ -103,6 +103,30 @@ def some(count: int) -> list[dict]:
             for i in range(count)]
     too_long = {"messages": [said("user", "?" * 500), said("assistant", "!")]}
     return [*made, too_long, {"messages": [said("user", "alone")]}]
+
+
+def test_recent_messages_are_as_many_as_fit():
+    """Against trying every question in turn; a system message and the last question stay, tools go with their turn."""
+    def roles(text: str) -> list[dict]:
+        names = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
+        return [{"role": names[letter], "content": str(i)} for i, letter in enumerate(text)]
+
+    for text in ("u", "s", "su", "suauau", "auauauaua", "dsuuaaauaa", "a", "saaa", "uaua" * 20):
+        messages = roles(text)
+        measured: list[int] = []
+        for limit in range(len(messages) + 2):
+            def size(some: list[dict], measured: list[int] = measured) -> int:
+                measured.append(len(some))
+                return len(some)
+
+            head = len(text) - len(text.lstrip("sd")) if text.strip("sd") else 0
+            starts = [head] + [i for i in range(head + 1, len(text)) if text[i] == "u"]
+            tried = [messages[:head] + messages[start:] for start in starts]
+            expected = next((some for some in tried if len(some) <= limit), tried[-1])
+            assert recent(messages, size, limit) == expected, (text, limit)
+        measured.clear()
+        recent(messages, size, 1)
+        assert sum(measured) <= 2 * len(messages), "a long conversation is not measured once a turn"
 
 
 def test_packing_loses_no_token_and_fills_rows():

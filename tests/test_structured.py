@@ -304,6 +304,53 @@ def test_responses(server):
             create(**{"input": "?"} | wrong)
 
 
+def test_only_allowed_tools_are_called(server):
+    """Others are neither described nor called, in both interfaces' spelling."""
+    other = {"type": "function", "function": {"name": "now"}}
+    ask = {"model": "tiny-sft", "messages": chat("?"), "max_tokens": 200, "temperature": 1}
+    names = [{"type": "function", "function": {"name": "now"}}]
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": names}}
+    some = server.client.chat.completions.create(**ask, tools=[WEATHER, other], tool_choice=allowed, n=4)
+    alone = server.client.chat.completions.create(**ask, tools=[other], tool_choice="required")
+    assert {choice.message.tool_calls[0].function.name for choice in some.choices} == {"now"}
+    assert some.usage.prompt_tokens == alone.usage.prompt_tokens
+    tools = [{"type": "function"} | tool["function"] for tool in (WEATHER, other)]
+    flat = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}
+    [call] = server.client.responses.create(model="tiny-sft", input="?", tools=tools, tool_choice=flat).output
+    assert call.name == "now"
+    none = allowed | {"allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "x"}}]}}
+    with pytest.raises(openai.BadRequestError, match="function that tools does not have"):
+        server.client.chat.completions.create(**ask, tools=[WEATHER], tool_choice=none)
+
+
+def test_hints_change_no_response(server):
+    """Items of reasoning are skipped, and truncation and log-probabilities are what chat has."""
+    create = functools.partial(server.client.responses.create, model="tiny-sft", max_output_tokens=20, temperature=0)
+    plain = create(input="Hi")
+    for hints in ({"reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"]},
+                  {"text": {"verbosity": "low"}}, {"text": {"format": {"type": "text"}, "verbosity": "high"}},
+                  {"max_tool_calls": 1, "truncation": "auto", "prompt_cache_retention": "24h"},
+                  {"input": [{"type": "reasoning", "id": "rs_1", "summary": []}, *chat("Hi")]}):
+        hinted = create(**{"input": "Hi"} | hints)
+        assert (hinted.output_text, hinted.usage) == (plain.output_text, plain.usage), hints
+        assert hinted.output[0].content[0].logprobs == []
+        assert hinted.truncation == hints.get("truncation", "disabled")
+    items = chat(*("x" * 300, "y" * 300) * 4, "?")
+    cut, same = create(input=items, truncation="auto"), create(input=items[2:])
+    assert (cut.output_text, cut.usage.input_tokens) == (same.output_text, same.usage.input_tokens)
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        create(input=items)
+
+    expected = server.ask("Hi", max_tokens=20, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    settings = {"input": "Hi", "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+    [part] = create(**settings).output[0].content
+    assert [one.model_dump() for one in part.logprobs] == [one.model_dump() for one in expected] and len(expected) == 20
+    events = list(create(**settings, stream=True))
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    assert [one.logprob for one in done.logprobs] == [one.logprob for one in expected]
+    assert any(event.logprobs for event in events if event.type == "response.output_text.delta")
+
+
 @pytest.mark.parametrize("words, settings", [
     ("uniqueItems", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}}),
     ("json_object", {"response_format": {"type": "xml"}}), ("tool_choice", {"tool_choice": "required"}),

@@ -267,7 +267,8 @@ def test_settings_reach_the_request_and_stay(visit):
     me.page.keyboard.press("Escape")
     me.limit(Temperature=0.25, **{"Top-k": 1, "Top-p": 0.5}, Seed=7, Max_tokens=5, System_prompt="Be brief.\nBe kind.")
     sampling = {"temperature": 0.25, "top_k": 1, "top_p": 0.5, "seed": 7, "max_tokens": 5}
-    asked = {"model": "alphabet-sft", "stream": True, "stream_options": {"include_usage": True}, **sampling}
+    asked = {"model": "alphabet-sft", "stream": True, "stream_options": {"include_usage": True}, "truncation": "auto"}
+    asked |= sampling
     for questions in (["Hello"], ["Hello", "Hello"]):
         me.ask("Hello")
         messages = me.asked[-1].pop("messages")
@@ -400,7 +401,7 @@ def test_a_passage_unfolds_with_its_place(visit):
 
 
 def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
-    """A key that is wanted; all places taken; a stream that breaks; a conversation that is too long."""
+    """A key that is wanted; all places taken; a stream that breaks."""
     me = visit(key="")
     me.expected = ["401", "429", "400"]  # what the browser itself says about such answers
     error = me.page.locator(".error:visible")
@@ -433,24 +434,6 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     expect(me.answers.last).to_have_text(ALPHABET[:100].strip())
     me.rest()
 
-    me.say("x" * (CONTEXT - 300))  # fits with what was said before, but not with a whole answer
-    error.wait_for()
-    assert "fills the model's context" in error.inner_text()
-    me.say("y" * 1500)
-    expect(error.last).to_have_text(re.compile(r"maximum context length is 4096 tokens.*forget the oldest"))
-    assert "Please reduce" not in error.last.inner_text(), "what helps is said once"
-    error.last.get_by_role("button", name="Edit").click()
-    expect(me.page.get_by_label("Edit message")).to_have_value("y" * 1500)
-    me.page.keyboard.press("Escape")
-    me.button("Forget the oldest and retry").click()
-    expect(me.page.locator(".forgotten")).to_have_count(2)
-    expect(error.last).to_have_text(re.compile("forget the oldest"))
-    assert [message["content"][0] for message in me.asked[-1]["messages"] if message["role"] == "user"] == ["x", "y"]
-    me.button("Forget the oldest and retry").click()
-    expect(me.answers.last).to_have_text(ALPHABET[:100].strip())
-    assert [message["content"][0] for message in me.asked[-1]["messages"]] == ["y"]
-    assert me.page.locator(".forgotten").count() == 3
-
     me.button("New chat").click()
     failure = 'data: {"error": {"message": "the model could not answer this request"}}\n\n'
     me.reply({"content": "half an"}, end=failure)
@@ -458,6 +441,60 @@ def test_what_goes_wrong_is_said_and_can_be_repeated(visit, server):
     error.wait_for()
     assert me.answers.inner_text() == "half an"
     assert error.inner_text().startswith("The model could not answer this request.")
+
+
+def test_the_oldest_turns_leave_by_themselves(visit):
+    """
+    The model reads as many turns as leave an answer room, and the page says so once; a question that is too long alone
+    is an error, which the next question replaces.
+    """
+    me = visit()
+    me.expected = ["400"]  # what the browser itself says about such an answer
+    me.limit(Max_tokens=100, System_prompt="Be brief.")
+    error, forgotten = me.page.locator(".error:visible"), me.page.locator(".forgotten")
+
+    def read() -> str:
+        """The beginnings of the questions that the last request has."""
+        return "".join(message["content"][0] for message in me.asked[-1]["messages"] if message["role"] == "user")
+
+    sizes = {"a": 10, "b": 600, "c": CONTEXT - 1000, "d": 300, "e": 1500, "f": 10}
+    expected = [("a", 0), ("ab", 0), ("abc", 0), ("abcd", 2), ("cde", 3), ("def", 3)]
+    for (name, size), (questions, count) in zip(sizes.items(), expected):
+        me.ask(name * size)
+        expect(me.answers.last).to_have_text(ALPHABET[:100].strip())
+        assert (read(), forgotten.count(), error.count()) == (questions, count, 0)
+        assert me.asked[-1]["messages"][0]["role"] == "system" and me.asked[-1]["truncation"] == "auto"
+    below = me.page.locator(".turn").evaluate_all("(all) => all.map((one) => getComputedStyle(one, '::after').content)")
+    assert [words for words in below if "no longer reads" in words] == ['"The model no longer reads what is above"']
+    me.page.reload()
+    assert forgotten.count() == 3
+
+    me.ask("x" * CONTEXT)
+    expect(error).to_have_text(re.compile(r"maximum context length is 4096 tokens.*Shorten the message, or the system"))
+    assert "Please reduce" not in error.inner_text(), "what helps is said once"
+    assert error.get_by_role("button").all_inner_texts() == ["Edit"] and forgotten.count() == 3
+    error.get_by_role("button").click()
+    expect(me.page.get_by_label("Edit message")).to_have_value("x" * CONTEXT)
+    me.page.keyboard.press("Escape")
+    me.ask("short")
+    assert error.count() == 0 and [text[0] for text in me.questions()] == [*"abcdefs"] and read() == "defs"
+    me.button("Undo").click()
+    assert [text[0] for text in me.questions()] == [*"abcdefx"]
+
+    refused = {"status": 413, "json": {"error": {"message": "the body is too long"}}}
+    me.page.route(CHAT, lambda route: route.fulfill(**refused) if len(me.asked) % 2 else route.continue_())
+    me.expected.append("413")
+    before = len(me.asked)
+    me.asked += [{}] * (before % 2)  # the next one is refused
+    me.ask("y")
+    assert forgotten.count() == 5 and read() == "fy" and error.count() == 0
+
+
+def test_a_passage_without_its_call_is_shown(visit):
+    me = visit()
+    me.reply({"part": {"type": "python_output", "text": "a text", "source": {"title": "T", "place": "p"}}})
+    me.ask("?")
+    assert me.answers.inner_text() == "= a text" and me.page.locator(".cursor").count() == 0
 
 
 def test_a_phone_in_the_dark(visit):

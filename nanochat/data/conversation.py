@@ -9,6 +9,8 @@ Conversations and their tokens: how a dialogue is laid out for the model, and wh
 User and assistant take turns, the user first; a system message may come before them and joins the first user turn.
 Clients of a server may send messages in any order: see `turns_of`.
 """
+import bisect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nanochat.data.tokenizer import Tokenizer
@@ -124,6 +126,20 @@ def turns_of(messages: list[dict]) -> list[dict]:
             content = joined(turns.pop()["content"], content)
         turns.append({"role": role, "content": content})
     return turns
+
+
+def recent(messages: list[dict], size: Callable[[list[dict]], int], limit: int) -> list[dict]:
+    """
+    Messages without the oldest turns: as few are left out as it takes for a size of at most `limit`. System messages at
+    the beginning stay, and so does the last question with what follows it, however long they are.
+    """
+    first = next((i for i, message in enumerate(messages) if message["role"] in ("user", "assistant")), 0)
+    starts = [first] + [i for i in range(first + 1, len(messages)) if messages[i]["role"] == "user"]
+
+    # By halves: the text of a long conversation is measured twice, not once a turn.
+    enough = bisect.bisect_left(
+        starts, -limit, hi=len(starts) - 1, key=lambda start: -size(messages[:first] + messages[start:]))
+    return messages[:first] + messages[starts[enough] :]
 
 
 def joined(first: str | list[dict], second: str | list[dict]) -> str | list[dict]:

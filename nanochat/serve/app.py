@@ -136,7 +136,7 @@ class Api:
         """What a body asks for, and its model. ApiError for what cannot be answered."""
         asked = kind.parse(body, self.defaults)
         model = self.find(asked.model)
-        prompts, echo_from = asked.encode(model.tokenizer, model.chats)
+        prompts, echo_from = asked.encode(model.tokenizer, model.chats, model.context)
         size = len(prompts) * asked.n
         if size > model.max_choices:
             words = f"{size:,} answers at once; this server takes at most {model.max_choices}"

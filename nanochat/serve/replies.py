@@ -37,6 +37,8 @@ class Reply:
         self.asked, self.tokenizer, self.tools = asked, model.tokenizer, model.tools
         self.id = uuid.uuid4().hex
         self.head = {"id": self.id, "created": int(time.time()), "model": asked.model}
+        if asked._forgotten:
+            self.head["forgotten"] = asked._forgotten
         self.prompt_tokens = sum(map(len, request.prompts))
         self.completion_tokens, self.cached_tokens = 0, 0
         self.written = [Written(index) for index in range(request.size)]

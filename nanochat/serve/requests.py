@@ -11,6 +11,9 @@ Extensions:
                           parts as `content`) goes before `content`, so a message that was received can be sent back.
     delta.parts           in a stream, [{"index": k, "type": ..., "text": ...}]: the next bit of part k, which OpenAI's
                           Python client appends there (its JavaScript client does not). Text is in `content` as well
+    truncation            "auto": the oldest turns of a conversation are left out where they leave an answer no room, a
+                          quarter of the context. System messages and the last question stay
+    forgotten             of a chat's answer or chunk: how many messages were left out, if any
     context_length, max_tokens, temperature, top_k, examples, chat   of a model in the list of models. examples:
                           questions to suggest; chat false: a base model, which continues the messages as one text
 
@@ -27,23 +30,34 @@ The Responses interface stores nothing: every request brings its whole conversat
 
 Differences: max_tokens above the server's limit is the limit, and the end of the context ends an answer as well, both
 with finish_reason "length"; so does the server's time limit. usage counts every token that was written, also the
-calculator's and the end token. A parameter that would change the answer and is not supported is an error.
+calculator's and the end token. max_tokens -1 is llama.cpp's: as many as may be. A hint on how to think, or what to
+keep, is ignored; a parameter that would change the answer and is not supported is an error.
 """
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+)
 from pydantic_core import from_json
 
-from nanochat.data.conversation import render_prompt, render_text
+from nanochat.data.conversation import recent, render_prompt, render_text
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import SamplingParams
 from nanochat.serve.protocol import ApiError, Json
 from nanochat.serve.structured import AnyResponseFormat, ResponseFormat
 from nanochat.serve.tools import (
+    AllowedTools,
     Function,
-    FunctionName,
     ToolCall,
     ToolChoice,
     Tools,
@@ -51,12 +65,18 @@ from nanochat.serve.tools import (
     describe,
 )
 
-# Parameters that do not change an answer: they say who asks, how it is billed or kept. Any other that is not supported
-# is refused, unless its value asks for nothing: null, false, 0, "" or an empty list.
+# Parameters that change no answer here: they say who asks, how it is billed or kept, or are hints for what this server
+# does not do. Any other that is not supported is refused, unless its value asks for nothing: null, false, 0, "", [].
 IGNORED = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "cache_prompt", "keep_alive", "prediction", "parallel_tool_calls", "max_tool_calls", "verbosity", "text",
+    "reasoning_effort", "reasoning", "chat_template_kwargs",
 }
-NEUTRAL = {"repetition_penalty": 1, "truncation": "disabled"}     # values that ask for nothing, too
+# Values that ask for nothing, too.
+NEUTRAL = {"repetition_penalty": 1, "repeat_penalty": 1, "typical_p": 1, "truncation": "disabled",
+           "modalities": ["text"]}
+NO_LIMIT = 10**9
+MAX_STOPS = 32
 # Fields that SamplingParams has under the same name, with the same meaning.
 SAME = {"temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"}
 
@@ -86,7 +106,7 @@ class BaseRequest(BaseModel):
     functions: ClassVar[Sequence[Function]] = ()    # the caller's own that may be called
     logprobs_asked: ClassVar[dict[str, int | None]] = {}    # settings of SamplingParams
     model: str
-    max_tokens: int = Field(10**9, ge=1)    # at most the server's limit
+    max_tokens: int = Field(NO_LIMIT, ge=1)     # at most the server's limit
     temperature: float = Field(ge=0)
     top_k: int = Field(ge=-1)
     top_p: float = Field(1.0, ge=0, le=1)
@@ -96,9 +116,11 @@ class BaseRequest(BaseModel):
     seed: int | None = None
     n: int = Field(1, ge=1)
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16), BeforeValidator(as_list)] = []
+        list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=MAX_STOPS),
+        BeforeValidator(as_list)] = []
     stream: bool = False
     stream_options: dict[str, bool | None] = {}
+    _forgotten: int = 0             # messages that `encode` has left out
 
     @classmethod
     def parse(cls, body: bytes, defaults: Json) -> Self:
@@ -113,14 +135,17 @@ class BaseRequest(BaseModel):
         for newer in ("max_completion_tokens", "max_output_tokens"):
             if newer in fields:
                 fields["max_tokens"] = fields.pop(newer)
+        if fields.get("max_tokens") == -1:
+            fields["max_tokens"] = NO_LIMIT
         try:
             asked = cls.model_validate(defaults | fields)
         except ValidationError as errors:
             error = errors.errors(include_url=False, include_input=False, include_context=False)[0]
             where = ".".join(map(str, error["loc"]))
             raise ApiError(400, f"{where}: {error['msg']}", param=where) from None
+        neutral = NEUTRAL | {"best_of": asked.n}
         for name, value in asked.model_extra.items():
-            if value and name not in IGNORED and value != NEUTRAL.get(name):
+            if value and name not in IGNORED and value != neutral.get(name):
                 words = f"{name:.80} is not supported by this server; leave it out"
                 raise ApiError(400, words, "unsupported_parameter", name[:80])
         return asked
@@ -150,12 +175,12 @@ def as_parts(content: Any) -> Any:
 
 def chat_type(type: Any) -> Any:
     """The Responses interface has other names for texts."""
-    return "text" if type in ("input_text", "output_text") else type
+    return "text" if type in ("input_text", "output_text", "refusal") else type
 
 
 class MessagePart(BaseModel):
     type: Annotated[Literal["text", "python", "python_output"], BeforeValidator(chat_type)]
-    text: str
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
 Parts = Annotated[list[MessagePart], FailFast(), BeforeValidator(as_parts)]  # not an error for each of half a million
@@ -165,18 +190,20 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Parts = []
     parts: Parts = []
+    refusal: Parts = []
     tool_calls: list[ToolCall] | None = None
 
     def turn(self) -> Json:
         """As nanochat.data.conversation has it. A function's call and result are parts of the assistant's turn."""
-        if not (self.content or self.parts or self.tool_calls):
+        content = self.content or self.refusal
+        if not (content or self.parts or self.tool_calls):
             raise ApiError(400, "content must be a text or a list of parts", param="messages")
-        text = "".join(part.text for part in self.content)
+        text = "".join(part.text for part in content)
         if self.role == "tool":
             return {"role": "assistant", "content": [{"type": "python_output", "text": text}]}
         if self.role != "assistant":
             return {"role": self.role, "content": text}
-        parts = [part.model_dump() for part in self.parts or self.content]
+        parts = [part.model_dump() for part in self.parts or content]
         if self.tool_calls and parts and parts[-1]["type"] == "python":
             parts = parts[:-1]  # a message of this server: its last part is the call
         calls = [call.function.part() for call in self.tool_calls or []]
@@ -188,37 +215,43 @@ class ConversationRequest(BaseRequest):
     calculates: ClassVar[bool] = True
     tools: Tools = []
     tool_choice: ToolChoice = "auto"
+    truncation: Literal["auto", "disabled"] = "disabled"
 
     @property
     def functions(self) -> list[Function]:
-        if isinstance(self.tool_choice, FunctionName):
-            return [function for function in self.tools if function.name == self.tool_choice.name]
+        if isinstance(self.tool_choice, AllowedTools):
+            allowed = [tool.name for tool in self.tool_choice.tools]
+            return [function for function in self.tools if function.name in allowed]
         return [] if self.tool_choice == "none" else self.tools
 
     def grammar(self, tokenizer: Tokenizer) -> str | None:
-        if self.tool_choice not in ("none", "auto") and not self.functions:
+        mode = self.tool_choice.mode if isinstance(self.tool_choice, AllowedTools) else self.tool_choice
+        if mode == "required" and not self.functions:
             raise ApiError(400, "tool_choice asks for a function that tools does not have", param="tool_choice")
         text = self.format.grammar()
-        if not self.functions or self.tool_choice == "auto" and text is None:
+        if not self.functions or mode == "auto" and text is None:
             return text
         call = call_grammar(self.functions, tokenizer)
-        return f"{call} | {text}" if self.tool_choice == "auto" else call
+        return f"{call} | {text}" if mode == "auto" else call
 
     def turns(self) -> list[Json]:
         return [message.turn() for message in self.messages]
 
-    def encode(self, tokenizer: Tokenizer, chats: bool) -> tuple[list[list[int]], list[int]]:
+    def encode(self, tokenizer: Tokenizer, chats: bool, context: int) -> tuple[list[list[int]], list[int]]:
         """
         The prompts, and for each the token from which on it is repeated; []: none is. chats: False for a base model,
-        for which messages are one text to continue.
+        for which messages are one text to continue. context: in tokens.
         """
         turns = self.turns()
         if self.functions:
             turns.insert(0, {"role": "system", "content": describe(self.functions)})
-        conversation = {"messages": turns}
-        if chats:
-            return [render_prompt(tokenizer, conversation, continue_last=True)], []
-        return [render_text(tokenizer, conversation)], []
+        render = partial(render_prompt, continue_last=True) if chats else render_text
+        if self.truncation == "auto":
+            room = min(self.max_tokens, context // 4)
+            kept = recent(turns, lambda some: len(render(tokenizer, {"messages": some})), context - room)
+            self._forgotten = len(turns) - len(kept)
+            turns = kept
+        return [render(tokenizer, {"messages": turns})], []
 
 
 class ChatRequest(ConversationRequest):
@@ -251,7 +284,7 @@ class CompletionRequest(BaseRequest):
         reads = not self.max_tokens or self.echo and self.logprobs is not None
         return {"logprobs": self.logprobs, "prompt_logprobs": (self.logprobs or 0) if reads else None}
 
-    def encode(self, tokenizer: Tokenizer, chats: bool) -> tuple[list[list[int]], list[int]]:
+    def encode(self, tokenizer: Tokenizer, chats: bool, context: int) -> tuple[list[list[int]], list[int]]:
         bos = tokenizer.get_bos_token_id()
         prompts, echo_from = [], []
         for prompt in self.prompt:

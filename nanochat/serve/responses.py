@@ -26,7 +26,12 @@ def as_message(item: Any) -> Any:
 
 
 def as_items(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+    """A text is one message. Reasoning, which clients send back as they had it from another model, is none."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        return value
+    return [item for item in value if not (isinstance(item, dict) and item.get("type") == "reasoning")]
 
 
 Items = Annotated[
@@ -39,6 +44,13 @@ class ResponsesRequest(ConversationRequest):
     instructions: str = ""
     n: Literal[1] = 1
     format: ResponseFormat = Field(ResponseFormat(), validation_alias=AliasPath("text", "format"))
+    include: list[str] = []
+    top_logprobs: int = Field(0, ge=0, le=20)
+
+    @property
+    def logprobs_asked(self) -> dict[str, int | None]:
+        wanted = self.top_logprobs or "message.output_text.logprobs" in self.include
+        return {"logprobs": self.top_logprobs if wanted else None}
 
     def turns(self) -> list[Json]:
         turns = super().turns()
@@ -58,7 +70,7 @@ class ResponsesReply(ChatReply):
             "id": self.id, "object": "response", "created_at": self.head["created"], "status": status,
             "model": self.asked.model, "output": list(output), "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "usage": usage,
+            "truncation": self.asked.truncation, "usage": usage,
         }
 
     def message(self, status: str, *content: Json) -> Json:
@@ -70,7 +82,7 @@ class ResponsesReply(ChatReply):
         status = "incomplete" if written.finish_reason == "length" else "completed"
         output = []
         if written.text():
-            output.append(self.message(status, text_part(written.text())))
+            output.append(self.message(status, text_part(written.text(), self.describe(written.logprobs)["content"])))
         if written.call:
             function = written.call["function"]
             output.append({
@@ -91,12 +103,13 @@ class ResponsesReply(ChatReply):
             async for several in chunks:
                 for choice in self.add(several):
                     text = choice["delta"].get("content")
+                    logprobs = choice["logprobs"]["content"] if choice["logprobs"] else []
                     if text and not begun:
                         begun = True
                         yield event("response.output_item.added", output_index=0, item=self.message("in_progress"))
                         yield event("response.content_part.added", **place, part=text_part(""))
                     if text:
-                        yield event("response.output_text.delta", **place, delta=text, logprobs=[])
+                        yield event("response.output_text.delta", **place, delta=text, logprobs=logprobs)
         except ApiError as error:
             reported = error.body()["error"]
             yield event("error", code=reported["code"], message=reported["message"], param=reported["param"])
@@ -104,8 +117,8 @@ class ResponsesReply(ChatReply):
         response = self.whole()
         for index, item in enumerate(response["output"]):
             if item["type"] == "message":
-                text = item["content"][0]["text"]
-                yield event("response.output_text.done", **place, text=text, logprobs=[])
+                part = item["content"][0]
+                yield event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
             else:
                 begun_item = item | {"arguments": "", "status": "in_progress"}
                 yield event("response.output_item.added", output_index=index, item=begun_item)
@@ -116,5 +129,5 @@ class ResponsesReply(ChatReply):
         yield event(f"response.{response['status']}", response=response)
 
 
-def text_part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def text_part(text: str, logprobs: Sequence[Json] = ()) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}

@@ -14,7 +14,7 @@ function's parameters, by a grammar (structured.py).
 import json
 import re
 import uuid
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
@@ -36,7 +36,23 @@ class Function(FunctionName):
 
 
 Tools = Annotated[list[Annotated[Function, BeforeValidator(flat)]], Field(max_length=128)]
-ToolChoice = Literal["none", "auto", "required"] | Annotated[FunctionName, BeforeValidator(flat)]
+
+
+class AllowedTools(BaseModel):
+    mode: Literal["auto", "required"]
+    tools: list[Annotated[FunctionName, BeforeValidator(flat)]]
+
+
+def as_allowed(choice: Any) -> Any:
+    """A function that is named is the only one that is allowed, and must be called."""
+    match flat(choice):
+        case {"type": "function", **function}:
+            return {"mode": "required", "tools": [function]}
+        case other:
+            return other
+
+
+ToolChoice = Literal["none", "auto", "required"] | Annotated[AllowedTools, BeforeValidator(as_allowed)]
 
 
 class FunctionCall(BaseModel):
