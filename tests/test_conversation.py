@@ -111,7 +111,7 @@ def test_recent_messages_are_as_many_as_fit():
         names = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
         return [{"role": names[letter], "content": str(i)} for i, letter in enumerate(text)]
 
-    for text in ("u", "s", "su", "suauau", "auauauaua", "dsuuaaauaa", "a", "saaa", "uaua" * 20):
+    for text in ("u", "s", "su", "suauau", "auauauaua", "dsuuaaauaa", "a", "saaa", "ua" * 200, "s" * 200 + "ua" * 200):
         messages = roles(text)
         measured: list[int] = []
         for limit in range(len(messages) + 2):
@@ -124,9 +124,10 @@ def test_recent_messages_are_as_many_as_fit():
             tried = [messages[:head] + messages[start:] for start in starts]
             expected = next((some for some in tried if len(some) <= limit), tried[-1])
             assert recent(messages, size, limit) == expected, (text, limit)
-        measured.clear()
-        recent(messages, size, 1)
-        assert sum(measured) <= 2 * len(messages), "a long conversation is not measured once a turn"
+        for limit in (1, 9):
+            measured.clear()
+            recent(messages, size, limit)
+            assert sum(measured) <= 2 * len(messages) + 50, "a long conversation is not measured once a turn"
 
 
 def test_packing_loses_no_token_and_fills_rows():

@@ -136,10 +136,13 @@ def recent(messages: list[dict], size: Callable[[list[dict]], int], limit: int) 
     first = next((i for i, message in enumerate(messages) if message["role"] in ("user", "assistant")), 0)
     starts = [first] + [i for i in range(first + 1, len(messages)) if messages[i]["role"] == "user"]
 
-    # By halves: the text of a long conversation is measured twice, not once a turn.
-    enough = bisect.bisect_left(
-        starts, -limit, hi=len(starts) - 1, key=lambda start: -size(messages[:first] + messages[start:]))
-    return messages[:first] + messages[starts[enough] :]
+    def rest(turn: int) -> list[dict]:
+        return messages[:first] + messages[starts[turn] :]
+
+    last = len(starts) - 1
+    if size(rest(last)) > limit:  # what always stays is measured again in every step below: it must be short
+        return rest(last)
+    return rest(bisect.bisect_left(range(last), -limit, key=lambda turn: -size(rest(turn))))
 
 
 def joined(first: str | list[dict], second: str | list[dict]) -> str | list[dict]:
