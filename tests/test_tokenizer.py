@@ -17,15 +17,20 @@ import tiktoken._educational
 
 import nanochat.data.dataset
 from nanochat.corpus import learn_tokenizer as learning
+from nanochat.corpus import tinyworld
 from nanochat.corpus.learn_tokenizer import TRAINING_PATTERN, learn_tokenizer, train_tokenizer
+from nanochat.corpus.pydoc import documentation
 from nanochat.data.conversation import plain_text
 from nanochat.data.tokenizer import FILE_NAME, SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer, get_tokenizer, tokenizer_dir
+from nanochat.hf.tokenizer import from_hf, to_hf
 from nanochat.runtime.errors import UserError
 from nanochat.tasks import make_mixture
 
 NASTY = ["", " ", "\n", "\r\n\r\n", "a\r\nb\r\n", "\0", "a\0b", "\u0301", "e\u0301\u0327", "👩‍👩‍👧‍👦🏳️‍🌈", "你好，世界",
          "Ünïcödé", "ſ's K's I'LL don't 'tis", "  indented\n\t\ttabs  \n", "x" * 300, " " * 700 + "y", "\n" * 700,
          "=" * 300 + "\n" * 9, "1234567 3.14 ٣٤٥ ½", "\u00a0\u3000\u2028\u0085", "\ufeff\ufffd\uffff", "\U0010ffff"]
+
+OLD_PATTERN = SPLIT_PATTERN.replace(r"\p{L}[\p{L}\p{M}]*", r"\p{L}+")  # of files that were made until November 2026
 
 
 def corpus() -> list[str]:
@@ -150,6 +155,33 @@ def test_the_vocabulary_is_as_large_as_asked_or_as_the_text_allows(tokenizer):
     few = learn_tokenizer(["abcabc xyz"], 65536)
     assert few.merges == (b"ab", b"abc") or few.merges == (b"bc", b"abc")
     assert learn_tokenizer([], 265).get_vocab_size() == 265 and learn_tokenizer(["aaaa"], 265).merges == ()
+
+
+def test_words_of_scripts_that_write_vowels_as_marks_are_whole():
+    """In the encoder, in its training and in the exported file; English and emoji are cut as before."""
+    words = ("हिन्दी विकिपीडिया தமிழ் விக்கிப்பீடியா မြန်မာဘာသာ अनुच्छेद مَرْحَبًا בְּרֵאשִׁית ภาษาไทยที่ "
+             "Tie\u0302\u0301ng e\u0301te\u0301").split()
+    expected = [words[0], *(f" {word}" for word in words[1:])]
+    text = " ".join(words)
+    for pattern in (SPLIT_PATTERN, TRAINING_PATTERN):
+        assert regex.findall(pattern, text) == expected
+    tokenizer = learn_tokenizer([text] * 3, 2000)
+    assert [tokenizer.decode([token]) for token in tokenizer.encode(text)] == expected
+    assert to_hf(tokenizer).encode(text, add_special_tokens=False).ids == tokenizer.encode(text)
+    assert len(regex.findall(OLD_PATTERN, words[0])) == 4
+    english = "".join(tinyworld.generate(42, i).text for i in range(200)) + "".join(documentation().values())
+    english += " I ❤️ it, ❤️love 1️⃣ 🏳️‍🌈"
+    assert regex.findall(SPLIT_PATTERN, english) == regex.findall(OLD_PATTERN, english)
+    assert max(map(len, regex.findall(TRAINING_PATTERN, "ẹ\u0301" * 999 + "=" * 999))) <= 66
+
+
+def test_a_tokenizer_keeps_the_pattern_of_its_own_file(tmp_path):
+    before = Tokenizer([b"ab"], OLD_PATTERN)
+    before.save(tmp_path)
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.pattern == OLD_PATTERN and loaded.fingerprint == before.fingerprint != Tokenizer([b"ab"]).fingerprint
+    to_hf(loaded).save(str(tmp_path / "tokenizer.json"))
+    assert from_hf(tmp_path / "tokenizer.json").pattern == OLD_PATTERN
 
 
 # ---- Kept as a file

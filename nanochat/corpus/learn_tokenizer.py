@@ -17,7 +17,7 @@ from nanochat.runtime.progress import progress
 
 # In training a run of more than 64 letters or signs (base64, DNA, a line of dashes) is cut as well: learning costs
 # length times number of merges for such a piece, minutes for a single megabyte, and it teaches nothing.
-TRAINING_PATTERN = SPLIT_PATTERN.replace(r"\p{L}+", r"\p{L}{1,64}").replace(r"\p{N}]+", r"\p{N}]{1,64}")
+TRAINING_PATTERN = SPLIT_PATTERN.replace(r"\p{M}]*", r"\p{M}]{0,63}").replace(r"\p{N}]+", r"\p{N}]{1,64}")
 
 EMBEDDED_VOCAB_SIZE = 8192  # of a tokenizer that is made because none is there
 MAX_CHARS = 2_000_000_000   # read at most

@@ -35,7 +35,8 @@ SPECIAL_TOKENS = (
 SPLIT_PATTERN = "|".join((
     "(?:" + "|".join((
         r"'(?i:[sdmt]|ll|ve|re)",            # the ends of I'm, you're, we'll
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",         # a word, with the one blank or sign before it
+        r"[^\r\n\p{L}\p{N}]?\p{L}[\p{L}\p{M}]*",  # a word, with the one blank or sign before it; many scripts write
+                                             # vowels as marks, but marks that follow no letter (of emoji) are signs
         r"\p{N}{1,2}",                       # digits by twos: numbers of few tokens, and only 100 of them to learn
         r" ?[^\s\p{L}\p{N}]+[\r\n]*",        # punctuation, with the line ends after it
         r"\s{0,255}[\r\n]",                  # blank lines

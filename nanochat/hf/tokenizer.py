@@ -23,7 +23,7 @@ CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")  # has the names
 # What an imported tokenizer is tried on: texts for which encoders of this kind are known to differ.
 PROBES = (
     "", " ", "  a", "\r\n\r\n x\n", "\t\t\n  \n", "I'm YOU'LL we've 'ſ", "x1234567890 3.14",
-    "a_b.c(d);\n\n\tif __x__:", "naïve café, e\u0301", "日本語のテキスト。", "العربية ١٢٣", "🙂👩‍👩‍👧‍👦🏴",
+    "a_b.c(d);\n\n\tif __x__:", "naïve café, e\u0301 हिन्दी", "日本語のテキスト。", "العربية ١٢٣", "🙂👩‍👩‍👧‍👦🏴",
     "\u00a0\u2003\u200b\ufeff", "\x00\x01\x7f", "½²Ⅷ௧", "=" * 70, " " * 300 + "a",
 )
 
