@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from nanochat.runtime.console import escape_unprintable
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.exits import install_one_line_errors
 
@@ -77,8 +78,9 @@ def configure(script_globals: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(path: str, argv: list[str]) -> dict[str, Any]:
-    """The dict that `configure` returns; it changes nothing yet, and exits as `configure` does."""
+    """The dict that `configure` returns; it changes no setting yet, and exits as `configure` does."""
     settings, docstring = read_settings(path)
+    escape_unprintable()
     if "--help" in argv or "-h" in argv:
         print(help_text(settings, docstring))
         raise SystemExit(0)

@@ -190,3 +190,18 @@ def test_as_a_process_errors_are_one_line_with_codes_2_and_1(tmp_path):
         done = subprocess.run([sys.executable, str(path), argument], env=os.environ | {"PYTHONPATH": str(ROOT)},
                               capture_output=True, text=True, timeout=300)
         assert (done.returncode, done.stdout, done.stderr) == (code, "", line)
+
+
+def test_what_a_terminal_or_log_cannot_show_is_escaped_and_ends_no_run(tmp_path):
+    """Also --help, which holds such a character; importing the library alone changes nothing."""
+    path = tmp_path / "printing.py"
+    path.write_text('"""Prints …"""\nfrom configurator import configure\nk = 1\nconfigure(globals())\nprint("日é")\n')
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
+
+    def output(*command: str) -> bytes:
+        return subprocess.run([sys.executable, *command], env=environment, capture_output=True, timeout=60).stdout
+
+    assert output(str(path)) == b"\\u65e5\xe9\n"
+    assert output(str(path), "--help").startswith(b"Prints \\u2026\n")
+    library = "import nanochat.runtime.console, configurator, sys; print(sys.stdout.errors)"
+    assert output("-c", library) == b"strict\n"

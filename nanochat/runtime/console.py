@@ -1,5 +1,7 @@
 """What a process prints. Ranks that share a terminal print once; imports no torch."""
+import contextlib
 import errno
+import io
 import os
 import sys
 import traceback
@@ -23,6 +25,13 @@ def print0(*values: object) -> None:
             discard_output()
         elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
+
+
+def escape_unprintable() -> None:
+    """Characters that the encoding of stdout does not have are printed as escapes: none may end a run. For scripts."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with contextlib.suppress(OSError):  # it is set, but the place in a file that has become a pipe is not known
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def discard_output() -> None:
