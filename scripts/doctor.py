@@ -25,6 +25,7 @@ from nanochat.plan.limits import memory_limits
 from nanochat.plan.memory import GIB, largest_rows
 from nanochat.plan.trial import rows_that_train, try_steps
 from nanochat.runtime.devices import choose_device_type, compute_dtype
+from nanochat.runtime.distributed import unknown_host
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
 from nanochat.runtime.tables import markdown_table
@@ -106,6 +107,8 @@ if here:
           f"{torch.get_num_threads()} of {os.cpu_count()} cores; device {device.type}, dtype {model_dtype}")
     if not has_compiler:
         print("no C++ compiler: training is eager and slower; install g++")
+    if problem := unknown_host():
+        print(problem)
 print("\n## Memory and disk")
 for name, left in limits().items():
     print(f"{name}: {left / GIB:,.1f} GiB free for each of {ranks} rank(s)")

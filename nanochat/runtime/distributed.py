@@ -90,6 +90,17 @@ def join(backend: str, rank: int, world_size: int) -> None:
     heartbeat.start(f"rank {rank} on {socket.gethostname()}", hosts, ending, node, watching)
 
 
+def unknown_host() -> str:
+    """A line if this machine's own name has no address, which torchrun looks for without an end; else ""."""
+    host = socket.gethostname()
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return (f"{host!r}, the name of this machine, has no address ({error}), and torchrun would wait for one: "
+                f"start it with --local-addr=127.0.0.1, or add the line `127.0.1.1 {host}` to /etc/hosts")
+    return ""
+
+
 def require_shared_folder() -> None:
     """UserError on every rank unless all hosts see the base folder of rank 0. COLLECTIVE."""
     def make_mark() -> str:
