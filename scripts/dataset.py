@@ -3,7 +3,7 @@ Make a data set: text in shuffled shards, the last of them for validation, and a
 
     python -m scripts.dataset                                      # the embedded corpus, offline
     python -m scripts.dataset --source=python                      # this machine's standard library, offline
-    python -m scripts.dataset --source=~/books                     # .txt .md .jsonl .json .csv .parquet (.gz .zst)
+    python -m scripts.dataset --source=~/books                     # .txt .md .rst .jsonl .json .csv .tsv .parquet
     python -m scripts.dataset --source=fineweb-edu --num_shards=8  # downloads; run again to go on or to add more
     python -m scripts.dataset --source=hf:roneneldan/TinyStories --num_shards=20
 
@@ -19,6 +19,7 @@ source = "tinyworld"   # tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONF
 name = ""              # of the data set; default: that of the source, the folder or the file
 field = "text"         # of .jsonl, .json, .csv, .parquet and hf: rows, where the text is
 encoding = "utf-8"     # of text files that are not UTF-8, such as gb18030
+delimiter = ""         # between the fields of .csv: one character, or tab; default: what the first line has
 # ---- Size
 num_shards = -1        # [-1, 1..] training shards at most, besides validation; -1 = all (on the hub, 100 MB each!)
 shard_mb = 8.0         # [0.001..1000] megabytes of text per training shard (downloads come as they are)

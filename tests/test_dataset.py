@@ -1,8 +1,10 @@
 """Text in, shards out. The oracles are pyarrow, hashlib and sets of the texts that went in."""
+import bz2
 import csv
 import gzip
 import hashlib
 import json
+import lzma
 import os
 import shutil
 import signal
@@ -133,10 +135,11 @@ def test_shuffle_depends_on_the_seed_and_on_nothing_else(inputs, base):
 
 # ---- Sources
 
-PACK = {"gz": gzip.compress, "zst": zstandard.compress, "": bytes}
+PACK = {"gz": gzip.compress, "zst": zstandard.compress, "bz2": bz2.compress, "xz": lzma.compress, "": bytes}
 
 
-@pytest.mark.parametrize("kind", ["txt", "md.zst", "txt.gz", "jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize("kind", ["txt", "md.zst", "txt.gz", "rst.xz", "markdown.bz2", "jsonl", "jsonl.gz",
+                                  "ndjson.zst", "parquet"])
 def test_every_kind_of_file_gives_the_same_documents(inputs, kind):
     documents = texts(20) + LANGUAGES
     pack = PACK[kind.partition(".")[2]]
@@ -199,11 +202,47 @@ def test_text_in_another_encoding_stops_and_is_read_in_the_one_that_is_named(inp
         make(str(inputs), encoding="gb9999")
 
 
-def test_a_few_bad_bytes_are_replaced_and_counted(inputs):
-    (inputs / "a.txt").write_bytes(b"\n".join(text.encode() for text in texts(900)) + b"caf\xe9" * 10)
+def test_a_few_bad_bytes_among_valid_ones_are_replaced_and_counted_unless_an_encoding_is_named(inputs, capsys):
+    damaged = "\n".join(texts(900) + LANGUAGES * 3).encode() + b"caf\xe9" * 10
+    (inputs / "a.txt").write_bytes(damaged)
     (inputs / "b.jsonl").write_bytes(b'{"text": "half \\ud800 pair"}\n{"text": "whole \\ud83d\\ude00"}')
-    assert make(str(inputs), encoding="cp1252")["invalid"] == 10, "damaged UTF-8 is UTF-8"
+    assert make(str(inputs))["invalid"] == 10
+    assert "1 files are damaged UTF-8, whose unreadable characters became U+FFFD: " in capsys.readouterr().out
     assert {"half ? pair", "whole 😀"} <= set(all_rows("in"))
+    assert make(str(inputs), encoding="latin-1")["invalid"] == 0
+    assert damaged.decode("latin-1")[-40:] in "".join(all_rows("in"))
+    with pytest.raises(UserError, match="a.txt is not cp932: [0-9,]+ of its [0-9,]+ characters cannot be read; "):
+        make(str(inputs), encoding="cp932")
+
+
+TALK = "".join(f"日本の漢字とかな、カタカナ{i}。" for i in range(20))
+DUTCH = "".join(f"Wie {i} keer niet weg is, is gezien. " for i in range(3000)) + "Één reünie"
+LATE = "".join(f"{i} " for i in range(180_000)) + " naïve café"  # after the first mebibyte
+
+
+@pytest.mark.parametrize(("encoding", "text"), [
+    ("latin-1", DUTCH), ("iso-2022-jp", f"plain ASCII\n{TALK}"), ("hz", "plain\n你好，世界\n"),
+    ("iso2022_kr", "한국어 문장\n"), ("euc_jp", TALK), ("cp1252", LATE)], ids=range(6))
+def test_the_encoding_that_is_named_reads_what_is_not_utf8_and_leaves_what_is(inputs, encoding, text):
+    """Latin-1 that is nearly ASCII, 7-bit encodings that are valid UTF-8, and letters after the first mebibyte."""
+    (inputs / "a.txt").write_bytes(text.encode(encoding))
+    (inputs / "log.txt").write_bytes(b"\x1b[31mred\x1b(B plain, a~b, x =~{2}\n" * 20)
+    (inputs / "utf8.md").write_text(f"{LANGUAGES}")
+    with pytest.raises(UserError, match=r"a\.txt is not utf-8: .*(--encoding=|repair it)") as refused:
+        make(str(inputs))
+    assert "\n" not in str(refused.value) and not files_of("in")
+    assert make(str(inputs), encoding=encoding)["invalid"] == 0
+    (inputs / "log.txt").unlink()
+    make(str(inputs), encoding=encoding)
+    rows = all_rows("in")
+    assert f"{LANGUAGES}" in rows
+    assert Counter("".join(rows)) == Counter(text) + Counter(f"{LANGUAGES}")
+
+
+def test_ascii_with_escapes_that_is_named_so_stays_as_it_is(inputs):
+    (inputs / "a.txt").write_bytes(TALK.encode("iso-2022-jp"))
+    make(str(inputs), encoding="ascii")
+    assert "\x1b$B" in "".join(all_rows("in"))
 
 
 def test_a_byte_order_mark_and_empty_documents_are_dropped(inputs):
@@ -273,12 +312,14 @@ PARQUET = PARQUET.getvalue().to_pybytes()
 @pytest.mark.parametrize(("file", "content", "problem"), [
     ("a.csv", b"id,body\n1,x\n", "a.csv, line 2: no field 'text'; there is: id, body; choose with --field"),
     ("a.csv", b"id,text\n1,x\n2,Hello, she said\n", "a.csv, line 3: not as many fields as the 2 that the first"),
+    ("a.csv", b'text,id\n"x",1\n"y" z,2\n', "a.csv, line 3: ',' expected after .* --delimiter=… names"),
+    ("a.txt.xz", lzma.compress(os.urandom(9000).hex().encode())[:5000], "cannot read .*a.txt.xz"),
     ("a.json", b"[1, 2]", "a.json, entry 1: no field 'text'; there is: int"),
     ("a.json", b'{"text": "x"}\n{"text"', "a.json, line 2: not JSON"),
     ("a.jsonl", b'{"text": "a"}\n\n{"body": "b", "id": 1}\n', "line 3: no field 'text'; there is: body, id"),
     ("a.jsonl.gz", gzip.compress(os.urandom(9000).hex().encode())[:5000], "cannot read .*a.jsonl.gz"),
     ("a.parquet", PARQUET, "a.parquet: no field 'text'; there is: number, body"),
-    ("a.pdf", b"%PDF", r"no documents in .*in: expected .*\.csv \.parquet \(or \.gz/\.zst of them\)$"),
+    ("a.pdf", b"%PDF", r"no documents in .*in: expected .*\.tsv \.parquet \(or \.gz/.* of them\)$"),
 ], ids=lambda part: part if isinstance(part, str) else "")
 def test_damaged_input_is_one_line_with_its_place_and_leaves_nothing(inputs, base, file, content, problem):
     (inputs / file).write_bytes(content)
@@ -293,14 +334,101 @@ def test_damaged_pages_of_a_parquet_file(inputs):
         make(str(inputs), field="body")
 
 
-def test_files_of_other_kinds_are_named_and_hidden_ones_are_passed_over(inputs, capsys):
+def test_what_is_not_read_is_said_with_a_count_and_a_name(inputs, capsys):
     (inputs / "deep" / ".git").mkdir(parents=True)
     (inputs / "deep" / ".git" / "secret.txt").write_text("secret")
     write_jsonl(inputs / "deep" / "a.jsonl", texts(9))
     (inputs / "book.pdf").write_bytes(b"%PDF")
+    (inputs / os.fsdecode(b"caf\xe9.pdf")).write_bytes(b"%PDF")
+    (inputs / "gone.txt").symlink_to("nowhere.txt")
+    (inputs / "settings.json").write_text('{"theme": "dark"}')
+    (inputs / "tsconfig.json").write_text('{\n  // with comments\n  "strict": true}')
+    (inputs / "list.csv").write_text("name,size\na,1\n")
     make(str(inputs))
     assert sorted(all_rows("in")) == texts(9)
-    assert "1 files are not read (expected .txt .md .jsonl" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "2 files are not read (expected .txt .md .rst .jsonl" in out and "book.pdf, caf?.pdf" in out
+    assert "1 files are hidden, and not read: .git\n" in out
+    assert f"1 files cannot be opened: {inputs}/gone.txt\n" in out
+    assert "3 files are not read, since they hold no such text: " in out
+    for problem in ("settings.json, entry 1: no field 'text'; there is: theme", "tsconfig.json, line 1: not JSON",
+                    "list.csv, line 2: no field 'text'; there is: name, size"):
+        assert problem in out
+    (inputs / "deep" / "a.jsonl").unlink()
+    with pytest.raises(UserError, match="list.csv, line 2: no field 'text'"):
+        make(str(inputs))
+
+
+def test_linked_folders_are_read_once_and_names_need_not_be_utf8(inputs, tmp_path):
+    store = tmp_path / "store"
+    (store / "sub").mkdir(parents=True)
+    distinct = texts(8)
+    for i, folder in enumerate([inputs, inputs, store, store, store / "sub", store / "sub"]):
+        (folder / os.fsdecode(b"caf\xe9 %d.txt" % i)).write_text(distinct[i])
+    pq.write_table(pa.table({"text": distinct[6:]}), tmp_path / "a.parquet")
+    (tmp_path / "a.parquet").rename(inputs / os.fsdecode(b"\xe9.parquet"))
+    for i, target in enumerate([store, store, store / "sub", inputs]):  # two ways to one folder, and a circle
+        (inputs / f"link{i}").symlink_to(target)
+    (store / "back").symlink_to(inputs)
+    assert make(str(inputs))["duplicates"] == 0
+    assert sorted(all_rows("in")) == distinct
+
+
+# ---- Texts in one file
+
+@pytest.mark.parametrize(("end", "longest"), [
+    ("\n<|endoftext|>\n", 1), ("\r\n</s> \r\n", 1), ("\n<|end_of_text|>\n\n", 9000)])
+def test_separators_between_stories_end_documents(inputs, capsys, end, longest):
+    stories = [f"Story {i}.\n\nIt says <|endoftext|> in a line, </s> too.\n"
+               + "".join(f"And {i} {k} more.\n" for k in range(longest if i % 99 == 98 else i % 9)) for i in range(400)]
+    (inputs / "a.txt").write_bytes((end.join(stories) + end.rstrip()).encode())
+    (inputs / "b.txt").write_text("Another one")
+    make(str(inputs))
+    rows = [row.strip() for row in all_rows("in")]
+    assert Counter("\n".join(rows).split()) == Counter("".join(stories).split()) + Counter("Another one".split())
+    if longest == 1:
+        assert sorted(rows) == sorted([*(story.strip() for story in stories), "Another one"])
+    else:  # long ones are cut besides
+        assert len(rows) > 401 and not any(row.count("Story") > 1 for row in rows)
+    assert f"1 files are divided at lines of {end.strip()}: {inputs}/a.txt (400)\n" in capsys.readouterr().out
+
+
+def test_of_a_few_texts_in_different_languages_none_is_held_out_whole(inputs):
+    alphabets = [[chr(start + i) for i in range(20)] for start in range(0x4e00, 0x4e00 + 25 * 20, 20)]
+    for number, letters in enumerate(alphabets):
+        paragraphs = ["".join(letters[(i * k) % 20] for k in range(60)) for i in range(1, 60)]
+        (inputs / f"{number}.txt").write_text("\n\n".join(paragraphs))
+    make(str(inputs))
+    train, val = ("".join(rows_of(path)) for path in files_of("in"))
+    assert all(set(letters) & set(train) for letters in alphabets), "some are validated on and never trained on"
+    assert len(val) > 0.05 * len(train)
+
+
+# ---- CSV as people have it
+
+@pytest.mark.parametrize(("name", "content", "settings"), [
+    ("a.tsv", "id\ttext\n1\t{0}\n2\t{1}\n", {}),
+    ("a.csv", 'text\tlabel\n"{0}\t1\n{1}"\t0\n', {}),
+    ("a.csv", 'text\tlabel\n"{0}" he said\t1\n{1}\t0\n', {}),
+    ("a.csv", '"name, given, family";text\nAda;{0}\nBob;{1}\n', {}),
+    ("a.csv", "id,a;b;c;d,text\n1,2,{0}\n1,2,{1}\n", {}),
+    ("a.csv", "sep=;\r\ntext;id\r\n{0};1\r\n{1};2\r\n", {}),
+    ("a.csv", "id|text\n1|{0}\n2|{1}\n", {}),
+    ("a.csv", "id:text\n1:{0}\n2:{1}\n", {"delimiter": ":"}),
+    ("a.csv", "text\tid,no\n{0}\t1\n{1}\t2\n", {"delimiter": "tab"}),
+    ("a.csv", 'text,id\n"He said \\"{0}\\", C:\\new",1\n"{1}",2\n', {}),
+], ids=range(10))
+def test_csv_of_other_programs_keeps_its_rows(inputs, name, content, settings):
+    """The oracle is the text that was written, whose marks may not join two rows."""
+    pair = ["first words of one", "and those of another"]
+    (inputs / name).write_text(content.format(*pair), newline="")
+    write_jsonl(inputs / "b.jsonl", texts(3))
+    make(str(inputs), **settings)
+    rows = [row for row in all_rows("in") if row not in texts(3)]
+    assert len(rows) == 2 and all(sum(part in row for row in rows) == 1 for part in pair)
+    assert not any("\n" in row or "\t" in row for row in rows)
+    if "said" in content and "\\" in content:
+        assert f'He said "{pair[0]}", C:\\new' in rows
 
 
 def test_unknown_sources():

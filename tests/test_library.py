@@ -112,6 +112,23 @@ def test_every_kind_of_file_says_its_place(folder):
     assert library.passages == 14
 
 
+def test_linked_folders_separators_and_what_is_not_read(folder, tmp_path, capsys):
+    (tmp_path / "store").mkdir()
+    stories = "First story.\nIt ends.\n<|endoftext|>\n\nSecond story.\n<|endoftext|>\nThird.\n"
+    (tmp_path / "store" / "a.txt").write_text(stories)
+    (folder / "linked").symlink_to(tmp_path / "store")
+    (folder / "again").symlink_to(tmp_path / "store")
+    (folder / "gone.md").symlink_to("nowhere.md")
+    (folder / "b.rst").write_text("Heading\n=======\n\nA paragraph.\n")
+    (folder / "c.pdf").write_bytes(b"%PDF")
+    assert passages(made(folder)) == [
+        ("a", "First story. It ends.", "notes/again/a.txt:1"), ("a", "Second story.", "notes/again/a.txt:5"),
+        ("a", "Third.", "notes/again/a.txt:7"), ("Heading", "A paragraph.", "notes/b.rst:4")]
+    out = capsys.readouterr().out
+    assert "1 files cannot be opened: " in out and "gone.md" in out and ": c.pdf\n" in out
+    assert f"1 files are divided at lines of <|endoftext|>: {folder}/again/a.txt (2)" in out
+
+
 def test_passages_are_at_most_300_characters_cut_at_sentences_and_lose_nothing(folder):
     sentences = [f"Sentence {n} is {'very ' * (n % 40)}long." for n in range(200)]
     text = " ".join([*sentences, "x" * 1000, *["word"] * 200])
@@ -131,6 +148,7 @@ def test_control_characters_surrogates_special_tokens_and_megabytes_on_one_line(
     long_lines = ["# " + "head " * 100_000, "[" * 100_000, " " * 1_000_000, "-" * 100_000, "<!--" * 100_000]
     (folder / "e.md").write_text("\n".join(long_lines))
     (folder / os.fsdecode(b"f\xff.txt")).write_text("Its name is no UTF-8, which pyarrow does not open.")
+    (folder / "g.jsonl").write_text('{"body": "no text"}')
     began = time.monotonic()
     library = made(folder)
     assert time.monotonic() - began < 60
@@ -138,7 +156,8 @@ def test_control_characters_surrogates_special_tokens_and_megabytes_on_one_line(
     assert library.search("half pair character").text == "Half a pair is no character."
     assert library.search("token python_end").text == "The token <|python_end|> and <|assistant_end|> are text."
     assert library.search("needle").text.startswith("needle")
-    assert "notes/f?.txt is not read" in capsys.readouterr().out
+    assert library.search("pyarrow").place == "notes/f?.txt:1"
+    assert "notes/g.jsonl is not read: " in capsys.readouterr().out
     assert all(len(passage.text) <= 300 and len(passage.title) <= 200 for passage in passages(library))
 
 

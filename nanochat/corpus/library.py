@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from nanochat.corpus.own_files import KIND, KINDS, file_texts, files_below
+from nanochat.corpus.own_files import KIND, KINDS, TEXTS, Notes, file_texts, own_files, say
 from nanochat.corpus.pydoc import documentation, first_paragraph, first_sentence
 from nanochat.inference.library import Passage, connect, key_of, last_part, library_path, stems
 from nanochat.inference.tools import Tools, open_tools
@@ -53,7 +53,8 @@ CREATE INDEX names ON passages(last, key);
 """
 
 
-def make_library(source: str, name: str = "", field: str = "text", encoding: str = "utf-8") -> Path:
+def make_library(source: str, name: str = "", field: str = "text", encoding: str = "utf-8",
+                 delimiter: str = "") -> Path:
     """
     Make the library of a folder or file, or of "python", and return its place. The settings are those of the command,
     scripts/library.py. A library that is there is replaced as a whole.
@@ -66,7 +67,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
             raise UserError(f"no source {source!r}, and no such path; expected python, or a folder or file of your own")
         source = str(path)
         name = name or KIND.sub("", path.name)
-        passages = file_passages(path, field, encoding)
+        passages = file_passages(path, encoding, field=field, delimiter=delimiter)
         if name == "python":
             raise UserError(f"library 'python' is that of Python; choose another name for {source!r} with --name=…")
     place = library_path(name or source)
@@ -102,29 +103,30 @@ def fingerprint(source: str) -> str:
     """Changes with the files that a library is made of: their names, sizes and times."""
     if source == "python":
         return platform.python_version()
-    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files_of(Path(source))]
+    files = own_files(Path(source), Notes(list))
+    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(states).encode()).hexdigest()
-
-
-def files_of(source: Path) -> list[Path]:
-    return [file for file in files_below(source) if KIND.search(file.name)]
 
 
 # ---- Passages
 
-def file_passages(source: Path, field: str, encoding: str) -> Iterator[Passage]:
-    """The passages of all files; one that cannot be read is printed."""
-    for file in files_of(source):
+def file_passages(source: Path, encoding: str, **rows: str) -> Iterator[Passage]:
+    """The passages of all files; what is not read is printed."""
+    notes = Notes(list)
+    for file in own_files(source, notes):
         name = CONTROL.sub("?", str(file.relative_to(source.parent)))
         stem = KIND.sub("", Path(name).name)
-        has_lines = KIND.search(file.name)[1].lower() in ("txt", "md")
+        has_lines = KIND.search(file.name)[1].lower() in TEXTS
+        lines = 0  # before this text of the file
         try:
-            for row, text in enumerate(file_texts(file, field, encoding, WHOLE), start=1):
+            for row, text in enumerate(file_texts(file, encoding, WHOLE, notes, **rows), start=1):
                 for title, passage, line in text_passages(text, stem):
-                    number = line if has_lines else row
+                    number = lines + line if has_lines else row
                     yield Passage(title, passage, f"{name}:{number}")
+                lines += text.count("\n") + 1  # the line that separates it from the next
         except Exception as error:  # parsers raise all kinds
             print(f"{name} is not read: {first_line(error)}")
+    say(notes)
 
 
 def text_passages(text: str, title: str) -> Iterator[tuple[str, str, int]]:

@@ -29,7 +29,7 @@ SOURCES = "tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a fold
 
 
 def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, field: str = "text",
-         encoding: str = "utf-8", shard_mb: float = 8.0) -> dict:
+         encoding: str = "utf-8", delimiter: str = "", shard_mb: float = 8.0) -> dict:
     """
     Make or complete a data set and return its manifest. The settings are those of the command, scripts/dataset.py. A
     data set that is there is kept or replaced as a whole; of two processes one works, the other waits.
@@ -48,7 +48,7 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
         if source in REMOTE:
             return make_from_hub(name, source, num_shards)
         settings = {"source": source, "num_shards": num_shards, "seed": seed, "field": field,
-                    "encoding": encoding, "shard_mb": shard_mb}
+                    "encoding": encoding, "delimiter": delimiter, "shard_mb": shard_mb}
         return make_from_text(name, settings)
 
 
@@ -74,7 +74,8 @@ def make_from_text(name: str, settings: dict) -> dict:
         documents = sources.hf_documents(hub_name, config, settings["field"], seed, enough)
         fixed = not Path(hub_name).exists()
     else:
-        documents = own_documents(Path(source), settings["field"], tally, settings["encoding"])
+        form = {key: settings[key] for key in ("encoding", "field", "delimiter")}
+        documents = own_documents(Path(source), tally, **form)
     there = None
     with contextlib.suppress(UserError):  # not there, or not whole
         there = load_manifest(name)

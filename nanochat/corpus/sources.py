@@ -14,11 +14,12 @@ import itertools
 import sys
 import sysconfig
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from nanochat.corpus import tinyworld
-from nanochat.corpus.own_files import PIECE, files_below, pieces, text_of
+from nanochat.corpus.own_files import PIECE, Notes, files_below, pieces, text_of
 from nanochat.runtime.errors import UserError, first_line
 
 TINYWORLD_BYTES = 24_000_000   # text in all: about 75,000 documents, a few seconds to make
@@ -42,14 +43,14 @@ def python_documents() -> Documents:
     """The standard library's sources (all pieces of a file are kin), and the language reference by topic."""
     from pydoc_data.topics import topics
 
-    for path in files_below(Path(sysconfig.get_path("stdlib"))):
+    for path in files_below(Path(sysconfig.get_path("stdlib")), Notes(list)):
         if path.suffix == ".py" and not {"site-packages", "dist-packages", "pydoc_data"} & set(path.parts):
             try:
                 with tokenize.open(path) as file:  # in the encoding that the source declares
                     source = file.read()
             except (SyntaxError, UnicodeDecodeError):  # tests of the interpreter declare nonsense
                 continue
-            for piece in pieces(io.StringIO(source), PIECE):
+            for piece in pieces(io.StringIO(source), PIECE, Counter()):
                 yield piece, source
     for page in topics.values():
         yield page, page
