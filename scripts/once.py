@@ -17,7 +17,7 @@ from pathlib import Path
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.exits import install_one_line_errors
 from nanochat.runtime.files import base_dir, sha256, write_text
-from nanochat.training.records import newest_step
+from nanochat.training.records import newest_step, unfinished
 
 LOG = "metrics.jsonl"  # beside checkpoints: a resumed run writes its last lines anew
 
@@ -35,15 +35,6 @@ def digest(path: Path) -> str | None:
 
 def digests(paths: list[str]) -> dict[str, str | None]:
     return {path: digest(base_dir() / path) for path in paths}
-
-
-def unfinished(path: Path) -> bool:
-    """Whether the newest checkpoint in a folder is of a run that has not reached its end."""
-    newest = newest_step(path)
-    if newest is None:
-        return False
-    meta = json.loads((newest / "meta.json").read_bytes())
-    return meta["step"] < meta.get("num_iterations", 0)
 
 
 def run(command: list[str]) -> int:
@@ -71,7 +62,8 @@ def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> N
     for result in makes:
         if record["makes"][result] is None:
             raise UserError(f"{name} has ended without making {result} in {base_dir()}")
-        if unfinished(base_dir() / result):  # SIGTERM: it has saved, and ended well
+        newest = newest_step(base_dir() / result)
+        if newest and unfinished(newest):  # under torchrun a run that was stopped ends with 0
             raise UserError(f"{name} was stopped before its end; the same command goes on")
     for need in needs:
         if record["needs"][need] is None:  # the command has fetched it

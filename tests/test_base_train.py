@@ -203,7 +203,7 @@ def test_a_second_run_in_the_same_folder_ends_at_once_and_the_first_goes_on(base
             assert re.match(rf"error: .*/one is in use by another run \({holder}--model_tag", second.stderr)
         first.send_signal(signal.SIGTERM)
         printed, errors = first.communicate(timeout=300)
-        assert first.returncode == 0 and "stopped after step" in printed and "warning" not in printed, printed + errors
+        assert first.returncode == 143 and "stopped after step" in printed and "warning" not in printed, printed + errors
     finally:
         first.kill()
         first.communicate()
@@ -211,6 +211,30 @@ def test_a_second_run_in_the_same_folder_ends_at_once_and_the_first_goes_on(base
     resumed = train("--model_tag=one", f"--num_iterations={step + 1}", "--resume=auto")
     assert resumed.returncode == 0, resumed.stderr
     assert f"step {step:05d}/" in resumed.stdout and f"step {step - 1:05d}/" not in resumed.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_nothing_is_built_on_a_stopped_run_unless_its_step_is_named(base, number):
+    """It ends with the code of its signal; the next stages refuse its model, and what talks or measures says so."""
+    command = [warm_python(), "-m", "scripts.base_train", *arguments("--num_iterations=1000000", "--model_tag=half")]
+    run = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True,
+                           preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
+    assert any(line.startswith("step 00003/") for line in run.stdout)
+    run.send_signal(number)
+    printed, _ = run.communicate(timeout=300)
+    assert run.returncode == 128 + number, printed
+    [saved] = (base / "base_checkpoints" / "half").glob("step_*")
+    step = int(saved.name.removeprefix("step_"))
+    place = f"{saved} is step {step} of 1000000: its run was stopped, or is still going on"
+    stages = {"mid_train": ["--total_batch_size=32"], "chat_sft": ["--source=base"], "chat_rl": ["--source=base"]}
+    for script, settings in stages.items():
+        refused = run_module(f"scripts.{script}", *settings, "--compile=False")
+        assert refused.returncode == 1 and refused.stderr == (
+            f"error: {place}; finish it with --resume=auto, or start from this step with --source_step={step}\n")
+    asked = run_module("scripts.chat_eval", "--source=base", "--tasks=arithmetic[:1]", "--max_new_tokens=1")
+    assert asked.returncode == 0 and f"note: {place}\n" in asked.stdout, asked.stderr
+    named = run_module("scripts.mid_train", "--total_batch_size=32", "--compile=False", f"--source_step={step}")
+    assert f"starting from {saved}\n" in named.stdout, named.stderr
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -32,7 +32,7 @@ class StopRequest:
 
     def __init__(self):
         self.asked = False
-        self.interrupted = False  # by Ctrl-C, without torchrun
+        self.exit_code = 0
         self.handlers_before = {}  # by signal that asks: its handler without this class
         self.wakeup_before = -1    # what Python writes the number of each signal to, without this class
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -70,11 +70,12 @@ class StopRequest:
         again = self.asked
         self.asked = True  # before anything is printed: the next signal may come meanwhile
         hint = ""
-        if number == signal.SIGINT and "RANK" not in os.environ:
-            self.interrupted = True
-            hint = "; Ctrl-C again ends at once"
-            if again:
-                raise KeyboardInterrupt
+        if "RANK" not in os.environ:  # not under torchrun, which would start a run with an exit code again
+            self.exit_code = self.exit_code or 128 + number
+            if number == signal.SIGINT:
+                hint = "; Ctrl-C again ends at once"
+                if again:
+                    raise KeyboardInterrupt
         if not again and is_rank0():
             name = signal.Signals(number).name
             try:  # os.write: print is not safe in a signal handler
@@ -84,12 +85,12 @@ class StopRequest:
 
     def end(self, step: int) -> NoReturn:
         """
-        End a run that was stopped, once it is saved. After Ctrl-C its exit code is that of an interrupted command, so
-        that what follows it in a script does not begin; under torchrun, which would start it again, 0. COLLECTIVE.
+        End a run that was stopped, once it is saved. Its exit code is that of a command that the signal ended (130 for
+        Ctrl-C, 143 for SIGTERM), so that what follows it in a script does not begin; under torchrun 0. COLLECTIVE.
         """
         print0(f"stopped after step {step}; --resume=auto continues")
         compute_cleanup(self)
-        raise SystemExit(128 + signal.SIGINT if self.interrupted else 0)
+        raise SystemExit(self.exit_code)
 
 
 class Stopped(Exception):

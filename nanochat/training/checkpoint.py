@@ -29,7 +29,7 @@ from nanochat.runtime.collectives import first_problem, from_rank0, gather_objec
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir, locked, recover_folder, sha256
-from nanochat.training.records import MODEL_FILE, list_steps, newest_step, step_dir
+from nanochat.training.records import MODEL_FILE, list_steps, newest_step, step_dir, unfinished
 
 # The training stages, in the order of a run, and the script of each.
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft", "rl": "scripts.chat_rl"}
@@ -130,8 +130,14 @@ def model_dir(source: str, model_tag: str | None) -> Path:
 
 
 def find_model(source: str, model_tag: str | None = None, step: int | None = None) -> Path:
-    """`find_checkpoint` among those of a training stage, verified for inference. COLLECTIVE."""
-    return find_checkpoint(model_dir(source, model_tag), step, training=False)
+    """
+    `find_checkpoint` among those of a training stage, verified for inference. A line says if the newest one is not of
+    the run's end. COLLECTIVE.
+    """
+    checkpoint = find_checkpoint(model_dir(source, model_tag), step, training=False)
+    if step is None and (place := unfinished(checkpoint)):
+        print0(f"note: {checkpoint} is {place}: its run was stopped, or is still going on")
+    return checkpoint
 
 
 def latest_stage(model_tag: str | None = None) -> str:

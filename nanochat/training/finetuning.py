@@ -27,7 +27,7 @@ from nanochat.training.checkpoint import (
     wrote,
 )
 from nanochat.training.metrics import Metrics
-from nanochat.training.records import describe_checkpoint
+from nanochat.training.records import describe_checkpoint, unfinished
 from nanochat.training.report import settings_table, write_section
 from nanochat.training.resharding import load_training_state, stored_weights
 
@@ -53,12 +53,18 @@ class Start(NamedTuple):
 def find_start(
     stage: str, source: str, model_tag: str | None, source_step: int | None, resume: str, overwrite: bool,
 ) -> Start:
-    """Where a run of a training stage ("mid", "sft", "rl") begins, as the settings of its script say. COLLECTIVE."""
+    """
+    Where a run of a training stage ("mid", "sft", "rl") begins, as the settings of its script say. UserError where the
+    stage before has not reached its end, unless source_step names the step. COLLECTIVE.
+    """
     source_dir = model_dir(source, model_tag)
     checkpoints = checkpoint_dir(stage, source_dir.name)
     interrupted = choose_start(checkpoints, resume, overwrite)
     if interrupted is None:
         begin = find_checkpoint(source_dir, source_step, training=False)
+        if source_step is None and (place := unfinished(begin)):
+            raise UserError(f"{begin} is {place}: its run was stopped, or is still going on; finish it with "
+                            f"--resume=auto, or start from this step with --source_step={read_meta(begin)['step']}")
         print0(f"starting from {begin}")
         return Start(checkpoints, begin, from_rank0(describe_checkpoint, begin), read_meta(begin), False, 0, None)
     # Compared by `require_same_data`: the checkpoint that the run would begin with now. Where it is gone, and after a

@@ -36,6 +36,13 @@ def newest_step(folder: Path) -> Path | None:
     return step_dir(folder, steps[-1]) if steps else None
 
 
+def unfinished(checkpoint: Path) -> str:
+    """ "step 9 of 300" for a checkpoint of a run that has not reached its end, as one that was stopped; else ""."""
+    meta = json.loads((checkpoint / "meta.json").read_bytes())
+    steps = meta.get("num_iterations", 0)  # an import has none
+    return f"step {meta['step']} of {steps}" if meta["step"] < steps else ""
+
+
 def describe_checkpoint(checkpoint: Path) -> str:
     """Name of a checkpoint and sum of its weights: "sft_checkpoints/d4/step_000100 (0123456789abcdef)"."""
     sums = json.loads((checkpoint / "manifest.json").read_bytes())
