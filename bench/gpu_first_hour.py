@@ -23,6 +23,7 @@ from bench.harness import DOCS
 from nanochat.model.fp8 import use_fp8
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.trial import set_up_training, train_step
+from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.devices import synchronize
 from nanochat.runtime.distributed import compute_cleanup, set_up
 from nanochat.runtime.files import base_dir, write_text
@@ -131,7 +132,8 @@ def profile_step() -> None:
 if part == "all":
     run_all()
 else:
-    rank, ranks, device, dtype, compiling = set_up(device_type, "auto", True)
+    rank, ranks, device, dtype = set_up(device_type, "auto")
+    compiling = set_compile(True, device.type)
     config = config_from_depth(depth, vocab_size, max_seq_len, arch=arch)
     {"steps": measure_steps, "profile": profile_step}[part]()
     compute_cleanup()

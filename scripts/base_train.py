@@ -1,9 +1,8 @@
 r"""
 Pretrain a base model.
 
-    python -m scripts.base_train --depth=4 --max_seq_len=512 --device_batch_size=1 --total_batch_size=512 \
-        --num_iterations=20
-    torchrun --nproc_per_node=8 -m scripts.base_train --depth=20
+    python -m scripts.base_train --depth=4                          # this machine, one process
+    torchrun --nproc_per_node=8 -m scripts.base_train --depth=20    # one node, eight GPUs
 
 The outer loop is one optimizer step, the inner loop accumulates the gradient of total_batch_size tokens in micro-steps.
 """
@@ -42,7 +41,7 @@ from nanochat.optim.schedule import (
 )
 from nanochat.optim.zero import Sharding
 from nanochat.runtime.collectives import from_rank0
-from nanochat.runtime.compiling import eagerly
+from nanochat.runtime.compiling import eagerly, set_compile
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step, compute_cleanup, hosts_may_change, set_up
 from nanochat.runtime.errors import UserError
@@ -75,16 +74,16 @@ fp8 = False                 # the blocks' products in 8 bits, on H100 and newer;
 activation_checkpointing = False  # recompute each block in the backward pass: less memory, a third more work
 # ---- Data
 data = "tinyworld"          # name of a data set made by scripts.dataset
-max_seq_len = 2048          # [1..] tokens per row
+max_seq_len = -1            # [-1, 1..] tokens per row; -1: 2,048 on a CUDA GPU, else 512
 # ---- Model
-depth = 20                  # [1..] layers; the width (64 per layer) and the heads follow from it
+depth = -1                  # [-1, 1..] layers; width (64 per layer) and heads follow; -1: 20 on a CUDA GPU, else 4
 arch = "modern"             # pieces of the model: classic, modern, or one with changes: modern,smear=False
 # ---- Horizon: the first of these that is positive
 num_iterations = -1         # [-1, 1..] optimizer steps
 target_flops = -1.0         # FLOPs of the whole run
 target_param_data_ratio = 8.0  # tokens per parameter of matrices and head
 # ---- Batch
-device_batch_size = 16      # [1..] rows per rank and micro-step; halve it when memory runs out
+device_batch_size = -1      # [-1, 1..] rows per rank and micro-step; -1: up to 16 on a CUDA GPU, else up to 8
 total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: chosen here, with the rates
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
@@ -104,7 +103,7 @@ warmdown_ratio = -1.0       # [-1, 0..1] share of the run, at its end, in which 
 final_lr_frac = -1.0        # [-1, 0..1] the last step's learning rate, as a share of the highest
 # ---- Evaluation and logging
 eval_every = 250            # [-1..] steps between validations, also before the first step and after the last; -1: never
-eval_tokens = 10485760      # [1..] tokens of a validation, at most one pass over the split
+eval_tokens = -1            # [-1, 1..] of a validation, at most one pass; -1: 10,485,760 on a CUDA GPU, else 65,536
 core_metric_every = -1      # [-1..] steps between CORE evaluations, also after the last step; -1: never
 core_metric_max_per_task = 500  # [-1, 1..] items of each task of CORE; -1: all
 sample_every = 2000         # [-1..] steps between samples, also after the last step; -1: never
@@ -114,10 +113,11 @@ keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())
+LONGEST = 30 * 24 * 3600    # seconds on a CPU that are taken for a mistake, unless the steps are given
 
 # ---- Setup: the ranks join each other; rank 0 makes missing files (the embedded data, its tokenizer)
 require_wandb(run)
-rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
+rank, world_size, device, model_dtype = set_up(device_type, dtype)
 from_rank0(ensure_dataset, data)
 tokenizer = from_rank0(ensure_tokenizer, data)
 token_bytes = tokenizer.token_bytes()
@@ -126,6 +126,16 @@ if core_metric_every > 0:
     if reason := why_no_bundle():
         raise UserError(f"core_metric_every={core_metric_every}, but there is {reason}")
     core_tasks = load_tasks(bundle_dir())
+
+# ---- Sizes that were left to the device
+large = device.type == "cuda"
+if depth == -1:
+    depth = 20 if large else 4
+if max_seq_len == -1:
+    max_seq_len = 2048 if large else 512
+if eval_tokens == -1:
+    eval_tokens = 10_485_760 if large else 65_536
+config |= {"depth": depth, "max_seq_len": max_seq_len, "eval_tokens": eval_tokens}
 
 # ---- Model: first its shapes, without memory, so that wrong settings are found at once
 bos = tokenizer.get_bos_token_id()
@@ -159,9 +169,15 @@ if num_iterations < 1 and horizon <= 0:
 
 # ---- Batch. In a pipeline one micro-step has several micro-batches in flight; otherwise it is one micro-batch
 choose_batch = total_batch_size == -1
-chosen_batch = choose_batch_size(num_iterations, horizon, device_batch_size * max_seq_len * world_size)
+rows_at_once = device_batch_size * world_size
+if device_batch_size == -1:  # the same for 1 to 16 ranks, so that they draw the same curve
+    rows_at_once = math.lcm(16, world_size)
+chosen_batch = choose_batch_size(num_iterations, horizon, rows_at_once * max_seq_len)
 if choose_batch:
     total_batch_size = meta["total_batch_size"] if meta else chosen_batch
+if device_batch_size == -1:
+    device_batch_size = math.gcd(total_batch_size // (max_seq_len * world_size), 16 if large else 8)
+    config["device_batch_size"] = device_batch_size
 uneven = meta is not None or hosts_may_change()  # then ranks may be without rows in the last micro-step
 micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len, uneven)
 # Micro-steps with rows, on average over the ranks: grad_accum_steps, or less where the ranks do not divide the batch
@@ -191,8 +207,14 @@ if rate_factor != 1 or decay_factor != 1:
 if not meta and total_batch_size == chosen_batch and rate_factor != rate_scale(chosen_batch):
     print0("rates: as set, as the batch is given; --total_batch_size=-1 chooses the same one, with all rates x "
            f"{rate_scale(chosen_batch):.4g}")
+seconds = total_flops / (peak * world_size)
+rate = f"{peak / 1e12:,.2f} TFLOP/s" if peak > 1e11 else f"{peak / 1e9:,.2f} GFLOP/s"
 print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {total_flops:.2e} FLOPs, "
-       f"at least {duration(total_flops / (peak * world_size))}, at the peak of {peak / 1e12:,.2f} TFLOP/s per rank")
+       f"at least {duration(seconds)}, at the peak of {rate} per rank")
+if device.type == "cpu" and seconds > LONGEST and not meta and config["num_iterations"] == -1:
+    raise UserError(f"depth={depth} would train for {duration(seconds)} here, or longer; python -m scripts.doctor says "
+                    "what fits, and without --depth a model is chosen that suits a CPU; --num_iterations=… trains it "
+                    "all the same")
 
 # ---- Weights: drawn in float32, or the checkpoint's; the same on every rank, one unit (embedding, block, head) at a
 # time. Each rank keeps its part of a unit, as zero_stage says, before the next one comes: the whole model need not fit
@@ -205,7 +227,7 @@ sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard
 del weights  # with the checkpoint's file
 optimizers = setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.embedding_lr, matrix_lr,
                               recipe.weight_decay * decay_factor, rate_factor)
-if compiling:
+if set_compile(compile, device.type):
     model.compile_blocks()
 pipeline.connect(model, sharding, micro_batches, device_batch_size)
 

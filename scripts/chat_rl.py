@@ -22,6 +22,7 @@ from nanochat.eval.task_eval import evaluate_task, pass_at, seed_with
 from nanochat.inference.sampling import SamplingParams
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.runtime.collectives import gather_objects
+from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
@@ -77,7 +78,7 @@ config = configure(globals())
 
 # ---- Setup
 require_wandb(run)
-rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
+rank, world_size, device, model_dtype = set_up(device_type, dtype)
 problems = make_task(task, "train")
 held_out = make_task(without_parts(task), "test")
 if problems.eval_type != "generative":
@@ -87,7 +88,7 @@ if problems.eval_type != "generative":
 start = find_start("rl", source, model_tag, source_step, resume, overwrite)
 rates = unembedding_lr, embedding_lr, matrix_lr
 model, tokenizer, sharding, optimizers = load_training(
-    start, config, device, model_dtype, compiling, zero_stage, activation_checkpointing, rates, init_lr_frac
+    start, config, device, model_dtype, zero_stage, activation_checkpointing, rates, init_lr_frac
 )
 
 # ---- Problems: which ones each step takes
@@ -113,6 +114,8 @@ def rollouts_of(step: int) -> list[Rollout]:
 
 
 right_before = start.meta.get("before") if start.resumed else None  # held-out samples right at the run's beginning
+if set_compile(compile, device.type):  # last, when all settings have been looked at
+    model.compile_blocks()
 saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
 metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, 0, model.estimate_flops(),
                   peak_flops(device, model_dtype), start.metrics_state)

@@ -27,7 +27,7 @@ from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import accuracy, evaluate_task
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.runtime.collectives import from_rank0
-from nanochat.runtime.compiling import eagerly
+from nanochat.runtime.compiling import eagerly, set_compile
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
@@ -92,7 +92,7 @@ config = configure(globals())
 
 # ---- Setup
 require_wandb(run)
-rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
+rank, world_size, device, model_dtype = set_up(device_type, dtype)
 train_tasks = make_mixture(tasks, "train", seed)
 val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # held out: the same for every seed
 measured = without_parts(tasks)
@@ -105,7 +105,7 @@ print0(f"{len(train_tasks):,} conversations, {num_epochs} x, beginning with {ini
 start = find_start("sft", source, model_tag, source_step, resume, overwrite)
 rates = unembedding_lr, embedding_lr, matrix_lr
 model, tokenizer, sharding, optimizers = load_training(
-    start, config, device, model_dtype, compiling, zero_stage, activation_checkpointing, rates, init_lr_frac
+    start, config, device, model_dtype, zero_stage, activation_checkpointing, rates, init_lr_frac
 )
 max_seq_len = row_length(max_seq_len, model)
 
@@ -146,6 +146,8 @@ held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, "held ou
 held_out_rows = [[index] for index in order(len(held_out), seed=0, epoch=0)][: eval_steps * target_examples_per_step]
 held_out_steps = by_step(held_out_rows, rows_at_once)
 
+if set_compile(compile, device.type):  # last, when all settings have been looked at
+    model.compile_blocks()
 saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
 metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, target_examples_per_step * max_seq_len,
                   model.estimate_flops(), peak_flops(device, model_dtype), start.metrics_state)

@@ -22,6 +22,7 @@ from nanochat.data.conversation_loader import (
 )
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
+from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
@@ -57,7 +58,7 @@ max_seq_len = -1            # [-1, 1..] tokens per row; -1: those of the model
 num_iterations = -1         # [-1, 1..] optimizer steps; -1: the mixture once through
 # ---- Batch
 device_batch_size = 16      # [1..] rows per rank and micro-step; halve it when memory runs out
-total_batch_size = 524288   # [1..] tokens per optimizer step, over all ranks
+total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all ranks; -1: as in pretraining, at most 2^19
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
 # ---- Optimizers
@@ -78,7 +79,7 @@ config = configure(globals())
 
 # ---- Setup
 require_wandb(run)
-rank, world_size, device, model_dtype, compiling = set_up(device_type, dtype, compile)
+rank, world_size, device, model_dtype = set_up(device_type, dtype)
 train_tasks = make_mixture(tasks, "train", seed)
 val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # held out: the same for every seed
 
@@ -86,12 +87,15 @@ val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # held out: the 
 start = find_start("mid", "base", model_tag, source_step, resume, overwrite)
 rates = unembedding_lr, embedding_lr, matrix_lr
 model, tokenizer, sharding, optimizers = load_training(
-    start, config, device, model_dtype, compiling, zero_stage, activation_checkpointing, rates, init_lr_frac
+    start, config, device, model_dtype, zero_stage, activation_checkpointing, rates, init_lr_frac
 )
 max_seq_len = row_length(max_seq_len, model)
 warmup_steps = 40 if model.config.stream_scales else 0  # AdamW begins anew: its first step would move a scale by 0.4
 
 # ---- Data: every rank packs all rows, so every rank knows where the run ends
+if total_batch_size == -1:
+    total_batch_size = min(start.meta.get("total_batch_size", 2**19), 2**19)
+    config["total_batch_size"] = total_batch_size
 rows_per_step, rest = divmod(total_batch_size, max_seq_len)
 if rest or not rows_per_step:
     raise UserError(f"total_batch_size={total_batch_size} must be a multiple of max_seq_len={max_seq_len}: "
@@ -112,6 +116,8 @@ held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, "held ou
 held_out_rows = pack(held_out.lengths.tolist(), order(len(held_out), seed=0, epoch=0), max_seq_len + 1)
 held_out_steps = by_step(held_out_rows[: max(eval_tokens // max_seq_len, 1)], rows_at_once)
 
+if set_compile(compile, device.type):  # last, when all settings have been looked at
+    model.compile_blocks()
 saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
 metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, total_batch_size, model.estimate_flops(),
                   peak_flops(device, model_dtype), start.metrics_state)
@@ -129,8 +135,8 @@ while True:
     stopping = metrics.stop_requested  # all ranks have read the same sum: some rank was sent SIGTERM, SIGINT or SIGHUP
 
     # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
-    saver.set_state(step, metrics, config=config, num_iterations=num_iterations, data=start.meta.get("data"),
-                    data_state=data_state)
+    saver.set_state(step, metrics, config=config, total_batch_size=total_batch_size, num_iterations=num_iterations,
+                    data=start.meta.get("data"), data_state=data_state)
     saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
     if stopping:
         break

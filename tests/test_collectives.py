@@ -81,7 +81,7 @@ def reduce_scatter_within_groups(rank: int, world_size: int) -> None:
 def all_compute_in_one_dtype(rank: int, world_size: int) -> None:
     """Where bfloat16 is fast on the processor of one host only, too."""
     distributed.compute_dtype = lambda *_: torch.bfloat16 if rank else torch.float32
-    assert distributed.set_up("cpu", "auto", compile=False)[3] == torch.float32
+    assert distributed.set_up("cpu", "auto")[3] == torch.float32
 
 
 def all_share_a_folder(rank: int, world_size: int) -> None:

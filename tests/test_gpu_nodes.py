@@ -162,7 +162,7 @@ from nanochat.training.metrics import peak_memory
 torch.ones(2**28)  # 1 GiB
 assert 1.05 < peak_memory() < 2, peak_memory()
 os.environ["NANOCHAT_DETERMINISTIC"] = "1"
-print(*distributed.set_up("cpu", "float32", False)[:2])
+print(*distributed.set_up("cpu", "float32")[:2])
 assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cuda.cudnn_sdp_enabled()
 assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 """

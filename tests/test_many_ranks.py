@@ -126,6 +126,17 @@ def test_one_two_and_four_ranks_draw_the_same_curve_on_every_stage(base):
         assert difference(losses(base, tag), one) < 1e-5, tag
 
 
+@pytest.mark.skipif(TINY["device_type"] == "cuda", reason="sizes of a CPU")
+def test_sizes_that_are_left_to_the_device_do_not_depend_on_the_ranks(base):
+    """Two steps of as few tokens as are chosen, 16 rows of 512: each rank takes as many rows as it can, up to 8."""
+    settings = dict(max_seq_len=-1, device_batch_size=-1, total_batch_size=-1, num_iterations=2)
+    for world_size, rows, micro_steps in ((1, 8, 2), (4, 4, 1)):
+        printed = train(world_size, f"chosen-{world_size}", **settings)
+        shares = f"{rows} rows x 512 x {world_size} rank(s) x {micro_steps} micro-step(s)"
+        assert f"batch: 8,192 tokens = {shares}\n" in printed
+    assert difference(losses(base, "chosen-1"), losses(base, "chosen-4")) < 1e-5
+
+
 def test_bfloat16_does_not_depend_on_the_cut(base):
     """
     Within a few last bits of a loss (4.8e-7): sums of bfloat16 gradients are nearly exact in float32, and so is the

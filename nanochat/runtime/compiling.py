@@ -1,6 +1,6 @@
 """
 torch.compile where it pays, in one place: hot functions are called as `compiled(function)(...)`, blocks of the
-model by `GPT.compile_blocks`. Until `set_compile` (or `set_up`) asks for it, all of it is plain eager code.
+model by `GPT.compile_blocks`. Until `set_compile` asks for it, all of it is plain eager code.
 """
 import contextlib
 import functools
@@ -79,6 +79,8 @@ def set_compile(wanted: bool, device_type: str) -> bool:
                 raise UserError("compiling fails; it takes a C compiler and Python's headers (sudo apt install gcc "
                                 f"python3-dev), or --compile=False at half the speed: {why}") from None
             print0(f"not compiling: {why}")
+        else:
+            print0("compiling, which takes a minute or so the first time")
     return switch.on
 
 

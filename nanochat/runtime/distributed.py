@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from nanochat.runtime import heartbeat
 from nanochat.runtime.collectives import first_problem, from_rank0, gather_objects
-from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.console import is_rank0, print0
 from nanochat.runtime.devices import be_deterministic, choose_device_type, compute_dtype, prepare_device
 from nanochat.runtime.errors import UserError
@@ -32,10 +31,11 @@ def environment_number(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
-def set_up(device_type: str, dtype: str, compile: bool) -> tuple[int, int, torch.device, torch.dtype, bool]:
+def set_up(device_type: str, dtype: str) -> tuple[int, int, torch.device, torch.dtype]:
     """
     How a training script begins: join the other ranks, choose what to compute on, and say so. Returns rank, world_size,
-    device, dtype of parameters and activations, and whether code is compiled. COLLECTIVE.
+    device, dtype of parameters and activations. COLLECTIVE. Whether code is compiled is settled by `set_compile`, which
+    takes seconds: after settings and files have been looked at.
     """
     if os.environ.get("NANOCHAT_DETERMINISTIC") == "1":
         be_deterministic()
@@ -43,11 +43,8 @@ def set_up(device_type: str, dtype: str, compile: bool) -> tuple[int, int, torch
     if environment_number("GROUP_WORLD_SIZE", 1) > 1:
         require_shared_folder()
     model_dtype = from_rank0(compute_dtype, dtype, device)  # hosts may have other processors
-    compiling = set_compile(compile, device.type)
-    name = str(model_dtype).removeprefix("torch.")
-    how = "compiled (the first time that takes a minute or so)" if compiling else "eager"
-    print0(f"{world_size} rank(s) on {device.type}, {name}, {how}")
-    return rank, world_size, device, model_dtype, compiling
+    print0(f"{world_size} rank(s) on {device.type}, {str(model_dtype).removeprefix('torch.')}")
+    return rank, world_size, device, model_dtype
 
 
 def compute_init(device_type: str) -> tuple[int, int, torch.device]:

@@ -82,7 +82,6 @@ def load_training(
     config: dict,
     device: torch.device,
     dtype: torch.dtype,
-    compiling: bool,
     zero_stage: int,
     activation_checkpointing: bool,
     rates: tuple[float, float, float],
@@ -101,8 +100,6 @@ def load_training(
     sharding = Sharding(model, model.units(), device, dtype, zero_stage, weights=stored_weights(start.begin))
     model.activation_checkpointing = activation_checkpointing
     optimizers = setup_optimizers(model, sharding, *rates, lr_scale=lr_scale)
-    if compiling:
-        model.compile_blocks()
     if start.resumed:
         load_training_state(start.begin, sharding, optimizers)
         print0(f"resuming from {start.begin}{changed_settings(start.meta['config'], config)}")

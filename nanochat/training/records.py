@@ -56,9 +56,12 @@ def models_trained_with(fingerprint: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In a unit that suits: "40s", "3.5m", "12.0h"."""
+    """In a unit that suits: "40s", "3.5m", "12.0h", "9.5 days", "10.9 years"."""
     if seconds < 90:
         return f"{seconds:.0f}s"
     if seconds < 5400:
         return f"{seconds / 60:.1f}m"
-    return f"{seconds / 3600:.1f}h"
+    if seconds < 2 * 86400:
+        return f"{seconds / 3600:.1f}h"
+    days = seconds / 86400
+    return f"{days:.1f} days" if days < 730 else f"{days / 365.25:.1f} years"
