@@ -14,10 +14,8 @@ and choices: `int | None`, `Literal["a", "b"]`.
     -p value      short for --p=value, where a setting's name is one letter
     --help        the docstring and every setting
 
-Source and values are parsed (`ast`, `tokenize`), never executed.
-
-The command line of the running script is checked as this module is imported: a script that imports it before torch
-answers a mistyped setting, and --help, at once.
+Source and values are parsed (`ast`, `tokenize`), never executed. Scripts import torch and everything else below the
+call: a mistyped setting, and --help, are answered before.
 """
 import argparse
 import ast
@@ -71,15 +69,8 @@ def configure(script_globals: dict[str, Any]) -> dict[str, Any]:
     Returns every setting in source order, as a dict that JSON can hold. Exits with 0 after --help, and with 2 after
     one line on stderr when the command line does not fit. Installs the one-line error hook.
     """
-    config = settings_of(script_globals["__file__"], sys.argv[1:])
-    install_one_line_errors(config)
-    script_globals.update(config)
-    return config
-
-
-def settings_of(path: str, argv: list[str]) -> dict[str, Any]:
-    """The dict that `configure` returns; it changes no setting yet, and exits as `configure` does."""
-    settings, docstring = read_settings(path)
+    settings, docstring = read_settings(script_globals["__file__"])
+    argv = sys.argv[1:]
     escape_unprintable()
     if "--help" in argv or "-h" in argv:
         print(help_text(settings, docstring))
@@ -89,7 +80,10 @@ def settings_of(path: str, argv: list[str]) -> dict[str, Any]:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    return {name: overrides.get(name, setting.default) for name, setting in settings.items()}
+    config = {name: overrides.get(name, setting.default) for name, setting in settings.items()}
+    install_one_line_errors(config)
+    script_globals.update(config)
+    return config
 
 
 # ---- The script: which settings there are
@@ -229,8 +223,3 @@ def help_text(settings: dict[str, Setting], docstring: str) -> str:
         allowed = f"[{', '.join(choices)}] " if choices else ""
         lines.append(f"  {assignments[name]:<{width}}  {allowed}{setting.comment}".rstrip())
     return "\n".join(lines).strip()
-
-
-with contextlib.suppress(AttributeError, OSError, ValueError, SyntaxError):  # the program is no script of settings
-    config = settings_of(sys.modules["__main__"].__file__, sys.argv[1:])
-    install_one_line_errors(config)

@@ -11,14 +11,13 @@ import subprocess
 import time
 from pathlib import Path
 
-from configurator import read_arguments, read_settings
-
 import pytest
 from conftest import REPO, make_sums, run_module, warm_python
 from ranks import run_on_ranks
 
 from bench.naive import VARIANTS, distances
 from bench.scaling_fit import fit, read_series
+from configurator import read_arguments, read_settings
 from nanochat.runtime.errors import UserError
 
 PAGES = sorted([*REPO.glob("README*.md"), *REPO.glob("docs/*.md"), REPO / "tests" / "README.md"])
