@@ -180,8 +180,9 @@ if device_batch_size == -1:
     config["device_batch_size"] = device_batch_size
 uneven = meta is not None or hosts_may_change()  # then ranks may be without rows in the last micro-step
 micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len, uneven)
-# Micro-steps with rows, on average over the ranks: grad_accum_steps, or less where the ranks do not divide the batch
-filled_steps = total_batch_size / (micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks)
+# Share of the ranks' micro-batches that have rows: 1, or less where the ranks do not divide the batch
+step_places = grad_accum_steps * micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks
+filled = total_batch_size / step_places
 num_iterations = choose_num_iterations(num_iterations, horizon, total_batch_size)
 recipe = choose_recipe(config, num_iterations, meta and meta["config"])
 config |= recipe._asdict()  # what was chosen is what a checkpoint and the report say
@@ -198,9 +199,9 @@ print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head
        f"vocabulary {model_config.vocab_size:,}, {parameters:,} parameters")
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.dp_ranks} rank(s) "
        f"x {micro_batches * grad_accum_steps} micro-step(s){pipeline.describe()}")
-if filled_steps < grad_accum_steps:
-    empty = 1 - filled_steps / grad_accum_steps
-    print0(f"warning: {pipeline.dp_ranks} rank(s) do not divide the batch: {empty:.0%} of their micro-steps are empty")
+if filled < 1:
+    print0(f"warning: {pipeline.dp_ranks} rank(s) do not divide the batch: "
+           f"{1 - filled:.0%} of their micro-steps are empty")
 print0("recipe: " + ", ".join(f"{name} {value:g}" for name, value in recipe._asdict().items()))
 if rate_factor != 1 or decay_factor != 1:
     print0(f"rates: all x {rate_factor:.4g} for this batch; weight decay x {decay_factor:.4g} for batch and horizon")
@@ -316,13 +317,13 @@ while True:
                 loss = pipeline.step(inputs, targets)  # forward and backward passes of all micro-batches, in turns
             else:
                 loss = model(inputs, targets)  # mean over this micro-batch
-                (loss / filled_steps).backward()
-        step_loss += loss.detach() / filled_steps
+                (loss / grad_accum_steps).backward()
+        step_loss += loss.detach() / grad_accum_steps
         inputs, targets, data_state = next(train_loader)  # read by a thread; the host does not wait for the copy
 
     # reduce_and_clip divides loss and gradients by the sum of the counts. In fine-tuning the count is the number of
-    # targets; here it is 1 for each rank with a loss.
-    count = 1.0 if pipeline.is_last else 0.0  # only the last pipeline stage has a loss
+    # targets; here it is 1 for each rank with a loss, or less if some of its micro-batches are empty.
+    count = filled if pipeline.is_last else 0.0  # only the last pipeline stage has a loss
     stats = sharding.reduce_and_clip(step_loss, count, grad_clip, stop=stop.asked, save=saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
     lrm = lr_multiplier(step, num_iterations, recipe.warmdown_ratio, recipe.warmup_steps, recipe.final_lr_frac)

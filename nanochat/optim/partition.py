@@ -92,3 +92,13 @@ def partition(model: nn.Module, units: list[nn.Module]) -> list[tuple[nn.Module,
             parts.append((unit, params))
     assert sum(len(params) for _, params in parts) == len(names), "every parameter belongs to exactly one unit"
     return parts
+
+
+def place_in_pipeline(rank: int, world_size: int, pipeline_stages: int) -> tuple[int, int, int]:
+    """
+    (pipeline stage of a rank, its number among the stage's ranks, how many those are): the ranks of a stage are
+    neighbours and share a gradient; ranks of one number on all stages are one pipeline.
+    """
+    dp_ranks = world_size // pipeline_stages
+    pipeline_stage, dp_rank = divmod(rank, dp_ranks)
+    return pipeline_stage, dp_rank, dp_ranks

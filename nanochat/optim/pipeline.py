@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nanochat.model.gpt import GPT, model_without_memory
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.layers import norm
-from nanochat.optim.partition import partition
+from nanochat.optim.partition import partition, place_in_pipeline
 from nanochat.optim.schedule import accumulation_steps
 from nanochat.optim.zero import Sharding
 from nanochat.runtime.errors import UserError
@@ -88,8 +88,8 @@ class Pipeline:
         self.config = config
         self.pipeline_stages = pipeline_stages
         self.layers_of_stages = stage_layers(config, pipeline_stages)
-        self.dp_ranks = world_size // pipeline_stages  # pipelines that work side by side, on different rows
-        self.pipeline_stage, self.dp_rank = divmod(rank, self.dp_ranks)
+        # dp_ranks: pipelines that work side by side, on different rows
+        self.pipeline_stage, self.dp_rank, self.dp_ranks = place_in_pipeline(rank, world_size, pipeline_stages)
         self.layers = self.layers_of_stages[self.pipeline_stage]
         self.is_last = self.pipeline_stage == pipeline_stages - 1
 

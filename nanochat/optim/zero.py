@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 
 from nanochat.model.gpt import model_without_memory
-from nanochat.optim.partition import Shard, ShardRange, equal_ranges, partition, row_ranges
+from nanochat.optim.partition import Shard, ShardRange, equal_ranges, partition, place_in_pipeline, row_ranges
 from nanochat.runtime.collectives import all_gather_single, gather_objects, rank_and_size, reduce_scatter, require_same
 from nanochat.runtime.compiling import in_one_pass
 from nanochat.runtime.devices import sum_dtype
@@ -153,8 +153,7 @@ class Sharding:
         # --- Which ranks share what: a rank is (pipeline_stage, replica, shard_rank)
         self.rank, self.world_size = rank_and_size()
         self.pipeline_stages = pipeline_stages
-        self.dp_ranks = self.world_size // pipeline_stages  # data-parallel ranks: they share a gradient
-        self.pipeline_stage = self.rank // self.dp_ranks
+        self.pipeline_stage, dp_rank, self.dp_ranks = place_in_pipeline(self.rank, self.world_size, pipeline_stages)
         if zero_stage == 0:
             self.shard_count = 1
         else:
@@ -162,7 +161,7 @@ class Sharding:
         if self.dp_ranks % self.shard_count:
             raise UserError(f"shard_size={shard_size} does not divide the {self.dp_ranks} ranks; -1 is all ranks")
         self.replicas = self.dp_ranks // self.shard_count
-        self.replica, self.shard_rank = divmod(self.rank % self.dp_ranks, self.shard_count)
+        self.replica, self.shard_rank = divmod(dp_rank, self.shard_count)
         self.mesh = self.shard_group = self.replica_group = self.pipeline_group = None
         if dist.is_initialized():
             shape = (pipeline_stages, self.replicas, self.shard_count)
