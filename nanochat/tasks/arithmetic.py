@@ -22,7 +22,7 @@ from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task
 from nanochat.inference.calculator import calculate
-from nanochat.tasks.common import Distinct, last_number, paragraphs, single_turn, split_of, with_tool
+from nanochat.tasks.common import Distinct, last_number, paragraphs, read_texts, single_turn, split_of, with_tool
 
 SIZES = {"train": 20_000, "test": 2_000}
 LEVELS = ("easy", "medium", "hard")
@@ -30,106 +30,10 @@ DIGITS = {"easy": 3, "medium": 3, "hard": 4, "quick": 3}  # of a drawn number at
 # Told in the embedded corpus: these cannot be held out.
 KNOWN = {row[0] for row in COMPUTED["additions"] + COMPUTED["subtractions"]}
 
-# Each shape of an expression, and ways to ask for it besides GENERIC. {a} to {d} are drawn; {q} = a*b can be divided,
-# {t} = a*b + c is more than a*b; {e} is the expression, {A} and {B} are names, {f} is a food.
+# Ways to ask for any expression {e}. arithmetic.toml has the shapes of expressions, and ways to ask for one of them.
 GENERIC = ("What is {e}?", "Compute {e}.", "{e} = ?", "How much is {e}?", "Calculate {e}.", "{e}")
-EASY = paragraphs("""
-{a} + {b}
-What is {a} plus {b}?
-Add {a} and {b}.
-What is the sum of {a} and {b}?
-How much is {a} plus {b}?
-
-{a} - {b}
-What is {a} minus {b}?
-Subtract {b} from {a}.
-Take {b} away from {a}.
-How much is {a} minus {b}?
-
-{a} * {b}
-What is {a} times {b}?
-Multiply {a} by {b}.
-What is the product of {a} and {b}?
-How much is {a} times {b}?
-
-{q} / {b}
-What is {q} divided by {b}?
-Divide {q} by {b}.
-How often does {b} go into {q}?
-How much is {q} divided by {b}?
-""")
-MEDIUM = paragraphs("""
-{a} + {b} + {c}
-Add {a}, {b} and {c}.
-What is the sum of {a}, {b} and {c}?
-
-{a} + {b} - {c}
-Add {a} and {b}, then subtract {c}.
-What is {a} plus {b} minus {c}?
-
-{a} - {b} - {c}
-Subtract {b} and {c} from {a}.
-Take {b} away from {a}, then take {c} away.
-
-{a} * {b} + {c}
-Multiply {a} by {b}, then add {c}.
-Add {c} to the product of {a} and {b}.
-
-{t} - {a} * {b}
-Subtract the product of {a} and {b} from {t}.
-What is {t} minus {a} times {b}?
-
-({a} + {b}) * {c}
-Add {a} and {b}, then multiply by {c}.
-Multiply the sum of {a} and {b} by {c}.
-
-({a} - {b}) * {c}
-Subtract {b} from {a}, then multiply by {c}.
-Multiply the difference of {a} and {b} by {c}.
-
-{q} / {b} + {c}
-Divide {q} by {b}, then add {c}.
-Add {c} to {q} divided by {b}.
-""")
-HARD = paragraphs("""
-{a} + {b} * {c}
-{A} has {a} {f} and buys {b} boxes with {c} {f} each. How many {f} does {A} have now?
-There are {a} {f} on the table and {c} {f} in each of {b} bags. How many {f} are there?
-
-{a} + {a} + {b}
-{A} has {a} {f}. {B} has {b} more. How many {f} do they have together?
-On Monday {A} finds {a} {f}, on Tuesday {b} more than on Monday. How many {f} does {A} find on both days?
-
-{a} * {b} - {c}
-There are {a} {f} in each of {b} baskets. {A} eats {c} of them. How many {f} are left?
-{A} buys {b} boxes of {a} {f} and gives {c} to {B}. How many {f} does {A} keep?
-
-({a} + {b}) * {c}
-Every day {A} picks {a} {f} and {B} picks {b}. How many {f} do they have after {c} days?
-A box holds {a} {f} and {b} nuts. How many things are in {c} boxes?
-
-{t} - {a} * {b}
-{A} buys {a} {f} for {b} coins each and pays with {t} coins. How many coins does {A} get back?
-{A} has {t} {f} and fills {a} boxes with {b} {f} each. How many {f} are left over?
-
-{q} / {b} + {c}
-{b} friends share {q} {f}. {A}, one of them, already had {c}. How many {f} does {A} have now?
-{A} puts {q} {f} into {b} bags, as many into each, then {c} more into one. How many {f} are in that bag?
-
-{a} - {b} + {c}
-{A} has {a} {f}, gives {b} to {B} and buys {c} new ones. How many {f} does {A} have then?
-There are {a} people on a train. {b} get off and {c} get on. How many people are on the train now?
-
-{a} * {b} + {c} * {d}
-Add the product of {c} and {d} to the product of {a} and {b}.
-
-({a} + {b}) * ({c} + {d})
-Multiply the sum of {a} and {b} by the sum of {c} and {d}.
-
-({a} - {b}) * {c} + {d}
-Subtract {b} from {a}, multiply by {c}, then add {d}.
-""")
-SHAPES = {"easy": EASY, "medium": MEDIUM, "hard": HARD, "quick": MEDIUM}
+SHAPES = {level: paragraphs(text) for level, text in read_texts("arithmetic").items()}
+SHAPES["quick"] = SHAPES["medium"]
 
 
 class Problem(NamedTuple):

@@ -4,7 +4,9 @@ import hashlib
 import itertools
 import random
 import re
+import tomllib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -80,6 +82,11 @@ class Distinct:
                 self.texts.add(item[0])
                 self.items.append(item)
         return self.items[index]
+
+
+def read_texts(task: str) -> dict[str, str]:
+    """What tasks/TASK.toml holds: the sentences, templates and words of a task, by name."""
+    return tomllib.loads(Path(__file__).with_name(f"{task}.toml").read_text(encoding="utf-8"))
 
 
 def paragraphs(text: str) -> dict[str, list[str]]:
