@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from bench.harness import DOCS, show
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
-from nanochat.optim.schedule import choose_batch_size
+from nanochat.optim.recipe import choose_batch_size
 from nanochat.plan.machines import LINKS, Cluster, Layout, bytes_on_a_rank, fastest_layout
 from nanochat.plan.memory import GIB, shaped, split_into_stages
 from nanochat.runtime.files import write_aside

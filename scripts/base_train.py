@@ -3,8 +3,6 @@ Pretrain a base model.
 
     python -m scripts.base_train --depth=4                          # this machine, one process
     torchrun --nproc_per_node=8 -m scripts.base_train --depth=20    # one node, eight GPUs
-
-The outer loop is one optimizer step, the inner loop accumulates the gradient of total_batch_size tokens in micro-steps.
 """
 import math
 from functools import partial
@@ -27,18 +25,8 @@ from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.pipeline import Pipeline
-from nanochat.optim.schedule import (
-    apply_schedule,
-    choose_batch_size,
-    choose_num_iterations,
-    choose_recipe,
-    decay_scale,
-    is_due,
-    lr_multiplier,
-    momentum_at,
-    rate_scale,
-    warmdown_left,
-)
+from nanochat.optim.recipe import choose
+from nanochat.optim.schedule import is_due
 from nanochat.optim.zero import Sharding
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.compiling import eagerly, set_compile
@@ -89,7 +77,7 @@ total_batch_size = -1       # [-1, 1..] tokens per optimizer step, over all rank
 zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
 shard_size = -1             # [-1, 1..] ranks that share one copy; groups of this size are replicas; -1: all ranks
 pipeline_stages = 1         # [1..] groups of ranks with layers of their own; micro-batches go from one to the next
-# ---- Optimizers: -1 is chosen by steps and layers, see Recipe in nanochat/optim/schedule.py
+# ---- Optimizers: -1 is chosen by steps and layers, see Recipe in nanochat/optim/recipe.py
 embedding_lr = -1.0         # [-1, 0..] AdamW, for a model 768 wide
 unembedding_lr = -1.0       # [-1, 0..] AdamW, for a model 768 wide
 matrix_lr = 0.02            # [0..] Muon
@@ -144,6 +132,8 @@ model = model_without_memory(model_config)
 parameters = sum(p.numel() for p in model.parameters())
 matmul_parameters = model.count_parameters("matrix", "head")  # the others are looked up, not multiplied
 flops_per_token = model.estimate_flops()
+print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head} heads, "
+       f"vocabulary {model_config.vocab_size:,}, {parameters:,} parameters")
 pipeline = Pipeline(model_config, pipeline_stages, zero_stage, rank, world_size)
 model.keep_layers(pipeline.layers)  # removes those of other pipeline stages
 
@@ -160,54 +150,30 @@ if meta:  # pieces without parameters show nowhere else; a default may have chan
         raise UserError(f"{checkpoint} does not fit this run: its model has {differing}; "
                         "say so with --depth and --arch=modern,…, or choose another --model_tag")
 
-# ---- Horizon: tokens to train on, unless num_iterations says how many steps
-horizon = target_param_data_ratio * matmul_parameters
-if target_flops > 0:
-    horizon = target_flops / flops_per_token
-if num_iterations < 1 and horizon <= 0:
-    raise UserError("no horizon: set num_iterations, target_flops or target_param_data_ratio")
-
-# ---- Batch. In a pipeline one micro-step has several micro-batches in flight; otherwise it is one micro-batch
-choose_batch = total_batch_size == -1
+# ---- What the run decides once: horizon, batch, recipe, rates
 rows_at_once = device_batch_size * world_size
 if device_batch_size == -1:  # the same for 1 to 16 ranks, so that they draw the same curve
     rows_at_once = math.lcm(16, world_size)
-chosen_batch = choose_batch_size(num_iterations, horizon, rows_at_once * max_seq_len)
-if choose_batch:
-    total_batch_size = meta["total_batch_size"] if meta else chosen_batch
+chosen = choose(config, matmul_parameters, flops_per_token, rows_at_once * max_seq_len, meta)
+total_batch_size, num_iterations, recipe = chosen[:3]
 if device_batch_size == -1:
     device_batch_size = math.gcd(total_batch_size // (max_seq_len * world_size), 16 if large else 8)
     config["device_batch_size"] = device_batch_size
+config |= recipe._asdict()  # what was chosen is what a checkpoint and the report say
+
+# ---- Micro-steps. In a pipeline one micro-step has several micro-batches in flight; otherwise it is one micro-batch
 uneven = meta is not None or hosts_may_change()  # then ranks may be without rows in the last micro-step
 micro_batches, grad_accum_steps = pipeline.accumulation_steps(total_batch_size, device_batch_size, max_seq_len, uneven)
 # Share of the ranks' micro-batches that have rows: 1, or less where the ranks do not divide the batch
 step_places = grad_accum_steps * micro_batches * device_batch_size * max_seq_len * pipeline.dp_ranks
 filled = total_batch_size / step_places
-num_iterations = choose_num_iterations(num_iterations, horizon, total_batch_size)
-recipe = choose_recipe(config, num_iterations, meta and meta["config"])
-config |= recipe._asdict()  # what was chosen is what a checkpoint and the report say
-rate_factor, decay_factor = 1.0, 1.0  # a batch that is given leaves the rates as they are set
-if meta:  # a resumed run keeps the rates it had
-    rate_factor, decay_factor = meta.get("rate_scales", (1.0, 1.0))
-elif choose_batch:
-    rate_factor = rate_scale(total_batch_size)
-if not meta and recipe.weight_decay and (choose_batch or weight_decay == -1):
-    decay_factor = decay_scale(rate_factor, num_iterations)
 total_flops = num_iterations * total_batch_size * flops_per_token
 peak = peak_flops(device, model_dtype)
-print0(f"model: depth {depth}, width {model_config.n_embd}, {model_config.n_head} heads, "
-       f"vocabulary {model_config.vocab_size:,}, {parameters:,} parameters")
 print0(f"batch: {total_batch_size:,} tokens = {device_batch_size} rows x {max_seq_len} x {pipeline.dp_ranks} rank(s) "
        f"x {micro_batches * grad_accum_steps} micro-step(s){pipeline.describe()}")
 if filled < 1:
     print0(f"warning: {pipeline.dp_ranks} rank(s) do not divide the batch: "
            f"{1 - filled:.0%} of their micro-steps are empty")
-print0("recipe: " + ", ".join(f"{name} {value:g}" for name, value in recipe._asdict().items()))
-if rate_factor != 1 or decay_factor != 1:
-    print0(f"rates: all x {rate_factor:.4g} for this batch; weight decay x {decay_factor:.4g} for batch and horizon")
-if not meta and total_batch_size == chosen_batch and rate_factor != rate_scale(chosen_batch):
-    print0("rates: as set, as the batch is given; --total_batch_size=-1 chooses the same one, with all rates x "
-           f"{rate_scale(chosen_batch):.4g}")
 seconds = total_flops / (peak * world_size)
 rate = f"{peak / 1e12:,.2f} TFLOP/s" if peak > 1e11 else f"{peak / 1e9:,.2f} GFLOP/s"
 print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {total_flops:.2e} FLOPs, "
@@ -227,7 +193,7 @@ if fp8:
 sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard_size, pipeline_stages, weights)
 del weights  # with the checkpoint's file
 optimizers = setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.embedding_lr, matrix_lr,
-                              recipe.weight_decay * decay_factor, rate_factor)
+                              recipe.weight_decay * chosen.decay_factor, chosen.rate_factor)
 if set_compile(compile, device.type):
     model.compile_blocks()
 pipeline.connect(model, sharding, micro_batches, device_batch_size)
@@ -264,7 +230,7 @@ while True:
     # --- checkpoint of the parameters before this step, if one is due. `set_state` says what the saver saves if an
     # error, for example in an evaluation, ends the run before the next update
     saver.set_state(step, metrics, config=config, total_batch_size=total_batch_size, num_iterations=num_iterations,
-                    rate_scales=(rate_factor, decay_factor), data=data, data_state=data_state)
+                    rate_scales=chosen[3:], data=data, data_state=data_state)
     saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
     if stopping:
         break
@@ -326,10 +292,7 @@ while True:
     count = filled if pipeline.is_last else 0.0  # only the last pipeline stage has a loss
     stats = sharding.reduce_and_clip(step_loss, count, grad_clip, stop=stop.asked, save=saver.time_is_up())
     metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
-    lrm = lr_multiplier(step, num_iterations, recipe.warmdown_ratio, recipe.warmup_steps, recipe.final_lr_frac)
-    left = warmdown_left(step, num_iterations, recipe.warmdown_ratio)
-    momentum = momentum_at(step, left, recipe.muon_momentum, recipe.final_muon_momentum, recipe.momentum_steps)
-    apply_schedule(optimizers, step, num_iterations, lrm, momentum)
+    lrm = chosen.apply(optimizers, step)  # learning rates, momentum and weight decay of this step
     saver.clear_state()  # from here to `set_state` an error saves nothing: the parameters are half updated
     for optimizer in optimizers:
         optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite

@@ -13,7 +13,8 @@ from configurator import configure
 import torch
 
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.optim.schedule import accumulation_steps, choose_batch_size
+from nanochat.optim.recipe import choose_batch_size
+from nanochat.optim.schedule import accumulation_steps
 from nanochat.plan.machines import LINKS, Cluster, Layout, bytes_on_a_rank, fastest_layout, plan_step
 from nanochat.plan.memory import GIB, shaped, split_into_stages
 from nanochat.runtime.errors import UserError

@@ -3,17 +3,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from nanochat.optim.recipe import choose_batch_size, choose_num_iterations, choose_recipe, decay_scale, rate_scale
 from nanochat.optim.schedule import (
     accumulation_steps,
     apply_schedule,
-    choose_batch_size,
-    choose_num_iterations,
-    choose_recipe,
-    decay_scale,
     is_due,
     lr_multiplier,
     momentum_at,
-    rate_scale,
     warmdown_left,
 )
 from nanochat.runtime.errors import UserError

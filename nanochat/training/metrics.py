@@ -45,8 +45,8 @@ class Metrics:
     (`stop_requested`), that it is time for a checkpoint (`save_requested`), and how many steps in a row were skipped
     because a loss or gradient was not finite (`bad_steps`). Only rank 0 prints and writes.
 
-    total_batch_size: tokens per step over all ranks. state: `Metrics.state` of a checkpoint, to go on from. UserError for
-    a checkpoint beyond the run's end: its results would be those of no run.
+    total_batch_size: tokens per step over all ranks. state: `Metrics.state` of a checkpoint, to go on from. UserError
+    for a checkpoint beyond the run's end: its results would be those of no run.
     """
 
     def __init__(self, folder: Path, run: str, config: dict, start_step: int, num_iterations: int,

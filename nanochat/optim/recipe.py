@@ -1,0 +1,162 @@
+"""
+What a run of pretraining decides once, before its first step: horizon, batch, recipe, rates. Its checkpoints keep it, so
+that a resumed run goes on as it began.
+"""
+import math
+from typing import NamedTuple
+
+from nanochat.model.gpt_config import LARGE_DEPTH
+from nanochat.optim.schedule import apply_schedule, lr_multiplier, momentum_at, warmdown_left
+from nanochat.runtime.console import print0
+from nanochat.runtime.errors import UserError
+
+# The batch grows with the tokens to train on as tokens^0.383, through half a million tokens for 1.2 billion
+# (a depth-12 model on ten tokens per parameter). Exponent: Bergsma et al. 2025, arXiv:2505.13738. The rates of the
+# scripts are for that point.
+REFERENCE_BATCH = 2**19
+REFERENCE_TOKENS = 1.2e9
+BATCH_EXPONENT = 0.383
+# The largest batch that is known to pay: with 2^21, which the rule gives from depth 32 on, a model of depth 34 needed
+# four to six times the tokens of one of depth 24 for the same loss (nanochat, pull request 851).
+LARGEST_BATCH = 2**20
+
+
+class Recipe(NamedTuple):
+    """Settings of pretraining that depend on its steps and layers; of a short run, if nothing else is said."""
+
+    embedding_lr: float = 0.2
+    unembedding_lr: float = 0.004
+    muon_momentum: float = 0.95
+    final_muon_momentum: float = 0.95
+    momentum_steps: int = 300
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    warmdown_ratio: float = 0.6
+    final_lr_frac: float = 0.0
+
+
+# A long run of a large model has nanochat's recipe of 2026, for GPUs. Its decay of 0.28 is for 0.88 billion tokens; at
+# REFERENCE_TOKENS 0.205 is as strong. Others keep the values that the CPU's speedrun was tuned with: in fewer than
+# about 1,000 steps the warmdown would begin before momentum has risen, and with 4 layers the head's rate was too high.
+LONG = 1000  # steps
+LONG_RUN = Recipe(
+    embedding_lr=0.3, unembedding_lr=0.008, muon_momentum=0.97, final_muon_momentum=0.9, momentum_steps=400,
+    weight_decay=0.205, warmup_steps=40, warmdown_ratio=0.65, final_lr_frac=0.05)
+
+
+def choose_recipe(settings: dict, num_iterations: int, before: dict | None = None) -> Recipe:
+    """
+    The settings that are not -1; instead of those that are, the settings of the run that goes on (`before`), or what is
+    for this number of steps and layers.
+    """
+    recipe = Recipe()
+    if num_iterations >= LONG and settings["depth"] >= LARGE_DEPTH:
+        recipe = LONG_RUN
+    if before:  # older runs do not say momentum_steps: they had a short run's
+        recipe = Recipe(**{name: before[name] for name in Recipe._fields if name in before})
+    return recipe._replace(**{name: settings[name] for name in Recipe._fields if settings[name] != -1})
+
+
+class Chosen(NamedTuple):
+    """The decisions of a run."""
+
+    total_batch_size: int   # tokens of an optimizer step, over all ranks
+    num_iterations: int     # optimizer steps
+    recipe: Recipe
+    rate_factor: float      # of all learning rates
+    decay_factor: float     # of Muon's weight decay
+
+    def apply(self, optimizers, step: int) -> float:
+        """Set learning rates, momentum and weight decay of a step. Returns the multiplier of the learning rates."""
+        r = self.recipe
+        lrm = lr_multiplier(step, self.num_iterations, r.warmdown_ratio, r.warmup_steps, r.final_lr_frac)
+        left = warmdown_left(step, self.num_iterations, r.warmdown_ratio)
+        momentum = momentum_at(step, left, r.muon_momentum, r.final_muon_momentum, r.momentum_steps)
+        apply_schedule(optimizers, step, self.num_iterations, lrm, momentum)
+        return lrm
+
+
+def choose(
+    settings: dict, matmul_parameters: int, flops_per_token: int, tokens_at_once: int, meta: dict | None
+) -> Chosen:
+    """
+    The decisions of a run with these settings of scripts/base_train.py, and prints those that are not settings.
+
+    tokens_at_once: of a micro-step of all ranks; a batch that is chosen is a multiple of it.
+    meta: of the checkpoint that the run goes on from. What it decided stays, unless a setting says otherwise.
+    """
+    # 1. Horizon: tokens to train on, unless num_iterations says how many steps. Eight tokens a parameter is less than
+    #    the twenty of Hoffmann et al. 2022, arXiv:2203.15556: nanochat found 8 to 12 best with Muon, counted like here
+    #    over matrices and head. Not measured here on a GPU.
+    horizon = settings["target_param_data_ratio"] * matmul_parameters
+    if settings["target_flops"] > 0:
+        horizon = settings["target_flops"] / flops_per_token
+    if settings["num_iterations"] < 1 and horizon <= 0:
+        raise UserError("no horizon: set num_iterations, target_flops or target_param_data_ratio")
+
+    # 2. Batch: by the rule above. One that is given stays.
+    by_rule = choose_batch_size(settings["num_iterations"], horizon, tokens_at_once)
+    is_chosen = settings["total_batch_size"] == -1
+    total_batch_size = settings["total_batch_size"]
+    if is_chosen:
+        total_batch_size = meta["total_batch_size"] if meta else by_rule
+
+    # 3. Steps: horizon and batch give their number, their number the recipe.
+    num_iterations = choose_num_iterations(settings["num_iterations"], horizon, total_batch_size)
+    recipe = choose_recipe(settings, num_iterations, meta and meta["config"])
+    print0("recipe: " + ", ".join(f"{name} {value:g}" for name, value in recipe._asdict().items()))
+
+    # 4. Rates: they change with a batch that was chosen, decay with batch and horizon. A batch that is given leaves the
+    #    rates as they are set.
+    rate_factor, decay_factor = 1.0, 1.0
+    if meta:
+        rate_factor, decay_factor = meta["rate_scales"]
+    elif is_chosen:
+        rate_factor = rate_scale(total_batch_size)
+    if not meta and recipe.weight_decay and (is_chosen or settings["weight_decay"] == -1):
+        decay_factor = decay_scale(rate_factor, num_iterations)
+    if rate_factor != 1 or decay_factor != 1:
+        print0(f"rates: all x {rate_factor:.4g} for this batch; weight decay x {decay_factor:.4g} for batch and horizon")
+    if not meta and total_batch_size == by_rule and rate_factor != rate_scale(by_rule):
+        print0("rates: as set, as the batch is given; --total_batch_size=-1 chooses the same one, with all rates x "
+               f"{rate_scale(by_rule):.4g}")
+    return Chosen(total_batch_size, num_iterations, recipe, rate_factor, decay_factor)
+
+
+def rate_scale(batch: int) -> float:
+    """
+    The factor of learning rates for a batch. They change as √batch, but are never less than half: runs on small batches
+    are short, and learn little at small rates.
+    """
+    return max((batch / REFERENCE_BATCH) ** 0.5, 0.5)
+
+
+def decay_scale(lr_scale: float, num_iterations: int) -> float:
+    """
+    The factor of weight decay. Decay times rate times steps, which says how much of early weights is left, stays as at
+    the reference: Wang & Aitchison 2024, arXiv:2405.13698.
+    """
+    return REFERENCE_TOKENS / REFERENCE_BATCH / (lr_scale * num_iterations)
+
+
+def choose_batch_size(num_iterations: int, horizon: float, rows_unit: int) -> int:
+    """
+    Tokens per optimizer step for a horizon in steps, or if that is not positive in tokens: the power of two nearest to
+    the rule above, at most LARGEST_BATCH, but at least one micro-batch on every rank (rows_unit tokens) and a multiple
+    of it.
+    """
+    if num_iterations > 0:  # tokens = steps · batch: solve batch = ref · (steps · batch / ref_tokens)^e for batch
+        batch = (REFERENCE_BATCH * (num_iterations / REFERENCE_TOKENS) ** BATCH_EXPONENT) ** (1 / (1 - BATCH_EXPONENT))
+    else:
+        batch = REFERENCE_BATCH * (horizon / REFERENCE_TOKENS) ** BATCH_EXPONENT
+    batch = min(2 ** round(math.log2(batch)), LARGEST_BATCH)
+    return max(round(batch / rows_unit), 1) * rows_unit
+
+
+def choose_num_iterations(num_iterations: int, horizon: float, total_batch_size: int) -> int:
+    """Optimizer steps of the run: num_iterations if positive, else from a horizon in tokens."""
+    steps = num_iterations if num_iterations > 0 else round(horizon / total_batch_size)
+    if steps < 1:
+        raise UserError(f"the horizon is less than one step of total_batch_size={total_batch_size} tokens; "
+                        "lower that or set num_iterations")
+    return steps
