@@ -1,16 +1,15 @@
 """
-Candidates for the architecture and the optimizer, each trained in pairs with its baseline: the tables of
-docs/ablations.md. A series that was stopped goes on where it was: a run that has a result is not run again.
+Candidates for the architecture and the optimizer, each trained in pairs with its baseline. The tables of
+docs/ablations.md are put together by hand from what this prints. A series that was stopped goes on where it was: a run
+that has a result is not run again.
 
     python -m bench.ablations --series=added --data=python,man     # each candidate alone added to classic
     python -m bench.ablations --series=removed --only=smear        # taken from modern; `more`: added to modern
     python -m bench.ablations --series=sets --jobs=1               # one run at a time: then ms of a step mean something
-    python -m bench.ablations --series=added --write               # and the table into the page
 """
 import json
 import math
 import os
-import shlex
 import signal
 import statistics
 import subprocess
@@ -25,7 +24,7 @@ from configurator import configure
 import numpy as np
 import torch
 
-from bench.harness import DOCS, show
+from bench.harness import DOCS
 from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.data.dataloader import TokenizedShards
@@ -56,7 +55,6 @@ tokens = 614_400            # [1..] of each run
 eval_tokens = 100_000       # [1..] of the first validation documents
 # ---- How
 jobs = 2                    # [0..] runs at a time, which share the cores; 0: only the table of what has a result
-write = False               # put the table into docs/ablations.md
 configure(globals())
 
 # name: (what adds it to classic, what takes it from modern; empty: modern does not have it). A word is a setting of
@@ -242,5 +240,4 @@ for name in pairs:
 note = (f"Depth {depth}, {tokens:,} tokens, {seeds} seed(s), {data}; baseline `{base}`. Mean ± standard error of the "
         "paired difference.")
 table = markdown_table(["candidate", "bits per byte", "ms of a step, × baseline"], lines)
-settings = [argument for argument in sys.argv[1:] if not argument.startswith(("--write", "--jobs"))]
-show(f"{table}\n\n{note}", "ablations.md", f"bench.ablations {shlex.join(settings)}", write)
+print(f"\n{table}\n\n{note}")

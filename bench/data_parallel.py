@@ -5,12 +5,13 @@ Data parallelism in ten lines, and the ways in which it goes wrong: the table of
 """
 from configurator import configure
 
-from bench.harness import on_ranks, show
+from bench.harness import PageBlock, on_ranks
 from bench.naive import OPTIMIZERS, VARIANTS, distances
 from nanochat.runtime.tables import markdown_table
 
 write = False               # put the table into docs/data_parallel.md
 configure(globals())
+block = PageBlock("data_parallel.md", "bench.data_parallel", write)
 
 results = [on_ranks(4, distances, kind) for kind in OPTIMIZERS]
 lines = []
@@ -19,4 +20,4 @@ for variant, name in VARIANTS.items():
     lines.append([name, *(f"{number:.1e}" if 0 < number < 1e-3 else f"{number:.3g}" for number in numbers)])
 columns = [f"{kind}: {what}" for kind in OPTIMIZERS for what in ("off", "ranks apart")]
 table = markdown_table(["what is done with the gradients", *columns], lines)
-show(table, "data_parallel.md", "bench.data_parallel", write)
+block.show(table)

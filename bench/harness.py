@@ -17,20 +17,33 @@ DOCS = Path(__file__).parent.parent / "docs"
 END = "<!-- end of what it made -->"
 
 
-def show(text: str, page: str, command: str, write: bool) -> None:
+class PageBlock:
     """
-    Print the tables; with write put them into docs/<page>, too, between `<!-- made by: python -m <command> --write -->`
-    and the end mark that follows it, which must be there.
+    A page's text between `<!-- made by: python -m <command> --write -->` and the end mark that follows it. It is found
+    when it is made, before the work whose result it will show: a missing mark must not cost hours. Without write there
+    is no need for one.
     """
-    print(f"\n{text}")
-    if not write:
-        return
-    path = DOCS / page
-    content = path.read_text(encoding="utf-8")
-    mark = f"<!-- made by: python -m {command} --write -->"
-    start = content.index(mark) + len(mark)
-    end = content.index(END, start)
-    write_text(path, f"{content[:start]}\n\n{text}\n\n{content[end:]}")
+
+    def __init__(self, page: str, command: str, write: bool):
+        self.path = DOCS / page
+        self.mark = f"<!-- made by: python -m {command} --write -->"
+        self.write = write
+        if write:
+            self.find()
+
+    def find(self) -> tuple[str, str, str]:
+        """The page before the text, the text, and the page after it."""
+        before, mark, rest = self.path.read_text(encoding="utf-8").partition(self.mark)
+        text, end, after = rest.partition(END)
+        assert mark and end, f"docs/{self.path.name} has no {self.mark} followed by {END}"
+        return before + mark, text.strip(), end + after
+
+    def show(self, text: str) -> None:
+        """Print the text; with write put it into the page, too."""
+        print(f"\n{text}")
+        if self.write:
+            before, _, after = self.find()
+            write_text(self.path, f"{before}\n\n{text}\n\n{after}")
 
 
 def on_ranks(ranks: int, function: Callable, *args: Any) -> Any:

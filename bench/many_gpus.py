@@ -12,7 +12,7 @@ from configurator import configure
 import torch
 from matplotlib.figure import Figure
 
-from bench.harness import DOCS, show
+from bench.harness import DOCS, PageBlock
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.optim.recipe import choose_batch_size
 from nanochat.plan.machines import LINKS, Cluster, Layout, bytes_on_a_rank, fastest_layout
@@ -21,11 +21,13 @@ from nanochat.runtime.files import write_aside
 from nanochat.runtime.flops import datasheet_peak
 from nanochat.runtime.tables import markdown_table
 
+most_gpus = 8192            # [8..] at which the tables end
 write = False               # put tables and picture into docs
 configure(globals())
+block = PageBlock("many_gpus.md", "bench.many_gpus", write)
 
 DEPTHS = (24, 32, 48, 96)
-SIZES = [8 << i for i in range(11)]
+SIZES = [size for i in range(11) if (size := 8 << i) <= most_gpus]
 PER_HOST = 8
 MEMORY = 80 * GIB
 MFU = 0.5                   # of the passes alone
@@ -103,7 +105,7 @@ axes.yaxis.set_major_formatter("{x:.0%}")
 axes.grid(color="#e6e9ed")
 axes.legend(frameon=False, fontsize=9)
 
-show("\n\n".join([*parts, largest_models()]), "many_gpus.md", "bench.many_gpus", write)
+block.show("\n\n".join([*parts, largest_models()]))
 path = DOCS / "images" / "many_gpus.png" if write else Path("many_gpus.png")
 with write_aside(path) as aside:
     figure.savefig(aside, format="png", dpi=90)

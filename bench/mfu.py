@@ -11,7 +11,7 @@ from configurator import configure
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.harness import show
+from bench.harness import PageBlock
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import split_into_stages
 from nanochat.plan.trial import set_up_training
@@ -26,6 +26,7 @@ device_batch_size = 8       # [1..] rows; one micro-step
 steps = 5                   # [1..] timed, after two that are not; then as many under the profiler
 write = False               # put the table into docs/memory.md
 configure(globals())
+block = PageBlock("memory.md", "bench.mfu", write)
 
 device = torch.device("cpu")  # the profiler's names below are those of CPU kernels
 compiling = set_compile(True, device.type)
@@ -83,8 +84,9 @@ parts += [("all between: norms, rotation, softmax, loss, copies", (1 - sum(spent
 lines = [[name, f"{flops / counted:.0%}", f"{1e3 * seconds:.0f}", f"{seconds / step_time:.0%}",
           *([f"{flops / seconds / 1e9:,.0f}", f"{flops / seconds / rate:.0%}"] if flops else ["", ""])]
          for name, seconds, flops in parts]
-show(f"{markdown_table(['part', 'FLOPs counted', 'ms', 'of the step', 'GFLOP/s', 'of the GEMM rate'], lines)}\n\n"
+block.show(
+    f"{markdown_table(['part', 'FLOPs counted', 'ms', 'of the step', 'GFLOP/s', 'of the GEMM rate'], lines)}\n\n"
      f"Depth {depth}, vocabulary {vocab_size:,}, {device_batch_size} rows of {max_seq_len} tokens: "
      f"{inputs.numel() / step_time:,.0f} tok/s in float32, {'compiled' if compiling else 'not compiled'}, "
      f"{torch.get_num_threads()} thread(s), GEMM rate {rate / 1e9:,.0f} GFLOP/s. The parts of forward and backward "
-     "pass are their shares under the profiler; the last figure is the MFU.", "memory.md", "bench.mfu", write)
+     "pass are their shares under the profiler; the last figure is the MFU.")

@@ -10,7 +10,7 @@ from configurator import configure
 import numpy as np
 from matplotlib.figure import Figure
 
-from bench.harness import DOCS, show
+from bench.harness import DOCS, PageBlock
 from bench.scaling_fit import fit, read_series
 from nanochat.runtime.files import base_dir, write_aside
 from nanochat.runtime.tables import markdown_table
@@ -18,6 +18,7 @@ from nanochat.runtime.tables import markdown_table
 series = "isoflop"          # the tags of the runs begin with it
 write = False               # put table and picture into docs/ablations.md and docs/images
 configure(globals())
+block = PageBlock("ablations.md", f"bench.scaling --series={series}", write)
 
 runs = read_series(series)  # sorted by budget and depth
 depths = sorted({run.depth for run in runs})
@@ -68,7 +69,7 @@ for group in by_budget.values():
         ratio = f"{run.tokens / run.parameters:.3g}"
         lines.append([f"{run.flops:.2e}", run.depth, f"{run.parameters:,}", f"{run.tokens:,}", ratio, score])
 columns = ["FLOPs", "depth", "parameters", "tokens", "tokens per parameter", "bits per byte"]
-show(markdown_table(columns, lines) + notes, "ablations.md", f"bench.scaling --series={series}", write)
+block.show(markdown_table(columns, lines) + notes)
 paths = [base_dir() / "scaling" / f"{series}.png"]
 if write:
     paths.append(DOCS / "images" / "scaling.png")

@@ -9,7 +9,7 @@ from typing import Literal
 
 from configurator import configure
 
-from bench.harness import on_ranks, show
+from bench.harness import PageBlock, on_ranks
 from bench.watch import KEPT, measure_all
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.tables import markdown_table
@@ -18,6 +18,7 @@ ranks = "2,8"               # numbers of ranks
 dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of parameters and activations
 write = False               # put the table into docs/zero.md
 configure(globals())
+block = PageBlock("zero.md", "bench.zero", write)
 
 # With a vocabulary of 12 times the width every unit is as large as every other; few tokens: only parameters matter.
 CONFIG = GPTConfig(sequence_len=32, vocab_size=12 * 128, n_layer=12, n_embd=128, n_head=2, n_kv_head=2)
@@ -34,6 +35,6 @@ for count in map(int, ranks.split(",")):
         lines.append([r["stage"], count, *kept, *map(beside, r["sent"], r["expected sent"])])
 lines.sort()
 columns = ["stage", "ranks", *KEPT, "sent, 1 micro-step", "sent, 4 micro-steps"]
-show(f"{markdown_table(columns, lines)}\n\nMB per rank, measured / formula: between two micro-steps of {dtype} on the "
-     f"fullest rank, and sent in one optimizer step. {CONFIG.n_layer + 2} units of {12 * 128 * 128:,} parameters.",
-     "zero.md", "bench.zero", write)
+block.show(
+    f"{markdown_table(columns, lines)}\n\nMB per rank, measured / formula: between two micro-steps of {dtype} on the "
+    f"fullest rank, and sent in one optimizer step. {CONFIG.n_layer + 2} units of {12 * 128 * 128:,} parameters.")

@@ -64,7 +64,7 @@ activation_checkpointing = False  # recompute each block in the backward pass: l
 data = "tinyworld"          # name of a data set made by scripts.dataset
 max_seq_len = -1            # [-1, 1..] tokens per row; -1: 2,048 on a CUDA GPU, else 512
 # ---- Model
-depth = -1                  # [-1, 1..] layers; width (64 per layer) and heads follow; -1: 20 on a CUDA GPU, else 4
+depth = -1                  # [-1, 1..] layers; they set the width, about 64 each; -1: 20 on a CUDA GPU, else 4
 arch = "modern"             # pieces of the model: classic, modern, or one with changes: modern,smear=False
 # ---- Horizon: the first of these that is positive
 num_iterations = -1         # [-1, 1..] optimizer steps

@@ -78,12 +78,11 @@ def table_row(layout: Layout) -> list:
     gigabytes = [f"{n / 1e9:.2f}" for n in (needed, step.within, step.between)]
     seconds = [f"{n:.3f}" for n in (step.exposed, step.bubble, step.seconds)]
     reached = total_batch_size * flops_per_token / (gpus * step.seconds * peak)
-    hours = steps * step.seconds / 3600
     return [layout.zero_stage, layout.shards, layout.pipeline_stages, layout.rows, *gigabytes,
-            *seconds, f"{reached:.1%}", f"{hours:.2f}"]
+            *seconds, f"{reached:.1%}", f"{steps * step.seconds / 3600:.2f}"]
 
 
-# ZeRO's stages, each over a host and over all ranks; the last row is the fastest layout that fits.
+# ZeRO's stages, each over a host and over all ranks; then the fastest layout that fits, if it is not among them.
 layouts = [Layout(0, 1, device_batch_size, micro_steps)]
 for zero_stage in (1, 2, 3):
     for shards in sorted({cluster.per_host, gpus}):
@@ -95,7 +94,7 @@ print(f"\nA rank, over {link} within a host and {between} between hosts:\n")
 print(markdown_table(
     ["stage", "shard_size", "pipeline", "rows", "needs, GB", "sends within a host, GB", "to others, GB", "waits, s",
      "bubble, s", "step, s", "MFU", "hours"],
-    [table_row(layout) for layout in layouts]))
+    [table_row(layout) for layout in dict.fromkeys(layouts)]))
 if not best:
     print("\nnothing fits: take more GPUs or a smaller depth")
     raise SystemExit(0)

@@ -161,6 +161,9 @@ def test_the_command():
     assert [row[:3] for row in stages_of_zero] == [["0", "1", "1"], *sharded]
     assert float(best[9]) == min(float(row[9]) for row in rows) and int(best[2]) > 1
     assert f"fits into 80 GiB: --zero_stage={best[0]} --device_batch_size={best[3]} --" in shown.stdout
+    usual = run_module("scripts.plan", "--depth=32", "--gpus=64")  # the fastest is one of ZeRO's: it comes once
+    rows = [line for line in usual.stdout.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == len(set(rows)) == 7
     nothing = run_module("scripts.plan", "--depth=48", "--gpus=1", "--device_batch_size=1")
     assert nothing.stdout.splitlines()[-1] == "nothing fits: take more GPUs or a smaller depth"
     assert run_module("scripts.plan", "--depth=24", "--tell=hours").stdout == "3\n"

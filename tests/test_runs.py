@@ -1,4 +1,5 @@
 """runs/ and the tour: what a page mentions exists; the launchers launch; the best depth of a budget is found."""
+import ast
 import functools
 import json
 import math
@@ -11,20 +12,33 @@ import subprocess
 import time
 from pathlib import Path
 
+import page_formulas
 import pytest
 from conftest import REPO, make_sums, run_module, warm_python
 from ranks import run_on_ranks
 
+from bench.harness import PageBlock
 from bench.naive import VARIANTS, distances
 from bench.scaling_fit import fit, read_series
 from configurator import read_arguments, read_settings
 from nanochat.runtime.errors import UserError
 
-PAGES = sorted([*REPO.glob("README*.md"), *REPO.glob("docs/*.md"), REPO / "tests" / "README.md"])
+PAGES = sorted([*REPO.glob("README*.md"), *REPO.glob("docs/*.md"), REPO / "docs/step.html", REPO / "tests/README.md"])
 SCRIPTS = sorted([*REPO.glob("runs/*"), *REPO.glob("*.sh"), *REPO.glob("tests/*.sh")])
 
 
 # ---- What a page claims
+
+# A module that left the tree, and the commit that has it; the second form is the command that goes there.
+MADE_AT = (r"(?:at|add \.\./then) ([0-9a-f]{7})(?: and before)?"
+           r"(?: by\s+`| && cd \.\./then && )python -m ([\w.]+)[^`\n]*`?")
+OURS = ("*.py", "nanochat/**/*.py", "scripts/*.py", "bench/*.py", "tests/*.py")
+
+
+def text_of(page: Path) -> str:
+    """A page of Markdown; of HTML the comment at its head."""
+    text = page.read_text(encoding="utf-8")
+    return text if page.suffix == ".md" else text.partition("-->")[0]
 
 @functools.cache
 def settings_of(module: str) -> dict | None:
@@ -38,16 +52,40 @@ def settings_of(module: str) -> dict | None:
 
 @functools.cache
 def all_source() -> str:
-    folders = ("*.py", "nanochat/**/*.py", "scripts/*.py", "bench/*.py", "tests/*.py")
-    files = [*(path for folder in folders for path in REPO.glob(folder)), *SCRIPTS, REPO / "pyproject.toml"]
+    files = [*(path for folder in OURS for path in REPO.glob(folder)), *SCRIPTS, REPO / "pyproject.toml"]
     files.remove(Path(__file__))  # it has names in it that must not be found
     return "\n".join(path.read_text(encoding="utf-8") for path in files)
+
+
+@functools.cache
+def names_in(path: Path) -> set[str]:
+    """Every name that the code of a Python file has; comments and strings do not count. Of another file its words."""
+    source = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return set(re.findall(r"\w+", source))
+    parts = ("name", "id", "attr", "arg", "asname")
+    return {getattr(node, part, None) for node in ast.walk(ast.parse(source)) for part in parts} - {None}
+
+
+@functools.cache
+def members() -> dict[str, set[str]]:
+    """{class of ours: names of what its objects have}, bases of ours included."""
+    found, bases = {}, {}
+    for path in (path for folder in OURS for path in REPO.glob(folder)):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found[node.name] = {getattr(part, "name", "") for part in node.body}
+                found[node.name] |= {part.target.id for part in node.body if isinstance(part, ast.AnnAssign)}
+                found[node.name] |= {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)
+                                     and isinstance(part.ctx, ast.Store) and getattr(part.value, "id", "") == "self"}
+                bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
+    return {name: own.union(*(found.get(base, ()) for base in bases[name])) for name, own in found.items()}
 
 
 def problems(text: str, folder: Path) -> list[str]:
     """What a page of Markdown in that folder mentions and the repo does not have."""
     found = []
-    text = re.sub(r"[Mm]ade at [0-9a-f]{7} by\s+`[^`]*`", "", text)  # a module that left: that commit has it
+    text = re.sub(MADE_AT, "", text)
     for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if "://" not in link and not (folder / link).exists():
             found.append(f"link {link}")
@@ -68,11 +106,17 @@ def problems(text: str, folder: Path) -> list[str]:
     for name in re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)(?:\(\))?`", text):
         if not re.search(rf"\b{name}\b", all_source()):
             found.append(f"name {name}")
-    for names, path in re.findall(r"((?:`[\w.]+`(?:, | and |, and )?)+)\s+in\s+`([\w/]+\.py)`", text):
-        source = (REPO / path).read_text(encoding="utf-8") if (REPO / path).exists() else ""
+    listed = r"((?:`[\w.]+`(?: \([^)`]*\))?(?:, | and |, and )?)+)"
+    placed = re.findall(listed + r"\s+in\s+`([\w/]+\.py)`", text)
+    placed += [(names, path) for path, names in re.findall(r"`([\w/]+\.py)`: " + listed, text)]
+    for names, path in placed:
+        has = names_in(REPO / path) if (REPO / path).exists() else set()
         for name in re.findall(r"`([\w.]+)`", names):
-            if not all(re.search(rf"\b{part}\b", source) for part in name.split(".")):
+            if not has.issuperset(name.split(".")):
                 found.append(f"{name} in {path}")
+    for name, member in re.findall(r"`([A-Z]\w*)\.(\w+)(?:\(\))?`", text):
+        if member not in members().get(name, {member}):
+            found.append(f"{name}.{member}")
     return found
 
 
@@ -86,7 +130,7 @@ def problems_of_command(words: list[str]) -> list[str]:
         if wanted and not missing and not any(wanted in f"{file}{file.read_text()}" for file in files):
             missing.append(f"tests -k {wanted}")
         return missing
-    if not module.startswith(("scripts.", "nanochat.", "bench.")) or module == "scripts.":
+    if not module.startswith(("scripts.", "nanochat.", "bench.", "tests.")) or module == "scripts.":
         return []
     if not (REPO / f"{module.replace('.', '/')}.py").exists():
         return [] if "…" in module else [f"module {module}"]
@@ -106,7 +150,57 @@ def problems_of_command(words: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 def test_what_a_page_mentions_exists(page):
-    assert problems(page.read_text(encoding="utf-8"), page.parent) == []
+    assert problems(text_of(page), page.parent) == []
+
+
+def test_a_program_that_left_is_in_the_commit_that_the_page_names():
+    def git(*words: str) -> subprocess.CompletedProcess:
+        return subprocess.run(["git", *words], cwd=REPO, capture_output=True, text=True)
+
+    if git("rev-parse", "--is-shallow-repository").stdout != "false\n":
+        pytest.skip("the history is not here")
+    named = {(commit, module) for page in PAGES for commit, module in re.findall(MADE_AT, text_of(page))}
+    assert len(named) > 9
+    missing = [f"{commit}: {module}" for commit, module in named
+               if git("cat-file", "-e", f"{commit}:{module.replace('.', '/')}.py").returncode]
+    assert missing == []
+
+
+def test_text_that_a_formula_makes_is_what_it_makes(tmp_path):
+    for block, text in page_formulas.blocks().values():
+        assert block.find()[1] == text, f"docs/{block.path.name}: {block.mark}"
+    # Of bench.many_gpus a part: the largest models take half a minute.
+    command = [warm_python(), "-m", "bench.many_gpus", "--most_gpus=32"]  # its picture comes into this folder
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    lines = PageBlock("many_gpus.md", "bench.many_gpus", write=False).find()[1].splitlines()
+    printed = result.stdout.strip().splitlines()
+    assert len(printed) > 30 and [line for line in printed if line not in lines] == []
+
+
+WRITING = sorted(path.stem for path in REPO.glob("bench/*.py") if "\nwrite = False" in path.read_text(encoding="utf-8"))
+ENDS_WHEN_FOUND = """
+import runpy, sys
+from bench.harness import PageBlock
+find = PageBlock.find
+def end(block):
+    find(block)
+    sys.exit(7)
+PageBlock.find = end
+sys.argv = ["-m", "--write"]
+runpy.run_module("bench.{}", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("module", WRITING)
+def test_a_measurement_finds_its_place_in_the_page_before_the_work(module):
+    """Otherwise a missing mark would cost the measurement."""
+    command = [warm_python(), "-c", ENDS_WHEN_FOUND.format(module)]
+    result = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert result.returncode == 7, result.stderr
+    source = (REPO / "bench" / f"{module}.py").read_text(encoding="utf-8")
+    assert "configure(globals())\nblock = PageBlock(" in source
 
 
 def test_every_page_is_in_the_index():

@@ -1,6 +1,6 @@
 """
 The collectives of an optimizer step on each stage of ZeRO, and the bytes that ranks send. docs/zero.md compares them
-with measurements at a network interface; docs/many_hosts.md between hosts.
+with what passes PyTorch's dispatcher, docs/many_hosts.md with what a network interface sends.
 """
 from typing import Literal, NamedTuple
 

@@ -1,0 +1,131 @@
+"""
+What formulas alone say on the pages, each between marks. test_runs.py compares the pages with it.
+
+    python -m tests.page_formulas                  # prints all of it
+    python -m tests.page_formulas links --write    # puts a block into its page; without a name all
+"""
+import math
+import sys
+
+import torch
+
+from bench.harness import PageBlock
+from nanochat.model.gpt_config import config_from_depth
+from nanochat.plan.machines import LINKS, Cluster, Layout, plan_step
+from nanochat.plan.memory import GIB, largest_rows, shaped, split_into_stages, state_bytes
+from nanochat.plan.traffic import collectives
+from nanochat.runtime.flops import datasheet_peak
+from nanochat.runtime.tables import markdown_table
+
+BF16 = torch.bfloat16
+LENGTH = 2048  # tokens of a row
+RATE = datasheet_peak("H100") / 2
+CONFIGS = {arch: config_from_depth(20, 65536, LENGTH, arch=arch) for arch in ("classic", "modern")}
+
+
+def links() -> str:
+    """
+    A row's backward pass is two thirds of its FLOPs. Meanwhile stage 2 sends gradients, 4 bytes of each parameter, and
+    stage 3 gathers 2 bytes besides. The 2 bytes that stage 3 gathers during a forward pass take fewer rows.
+    """
+    lines = []
+    for name, link in LINKS.items():
+        line = [f"`{name}`"]
+        for stage in (1, 2, 3):
+            step = plan_step(CONFIGS["modern"], Cluster(8, 8, link, link), Layout(stage, 8, 8, 4), RATE, BF16, 2**19)
+            line.append(f"{1e3 * step.within / link.bandwidth:,.0f}")
+        for config in CONFIGS.values():
+            (model,) = split_into_stages(config)
+            seconds = sum(model.units) * 7 / 8 / link.bandwidth  # to send a byte of each parameter
+            backward = LENGTH * model.flops / RATE * 2 / 3
+            line += [math.ceil(n * seconds / backward) for n in (4, 6)]
+        lines.append(line)
+    return markdown_table(["link", "sends, ms: stage 1", "stage 2", "stage 3", "rows, classic: stage 2", "stage 3",
+                           "rows, modern: stage 2", "stage 3"], lines)
+
+
+def hosts() -> str:
+    lines = []
+    cluster = Cluster(8, 4, LINKS["nvlink4"], LINKS["ndr"])
+    for stage in (1, 2, 3):
+        line = []
+        for shards in (8, 4):
+            groups = {"shards": (shards, 1), "replicas": (8 // shards, shards)}
+            within = between = 0.0
+            for c in collectives(stage, shards, 8 // shards, 4, BF16, 1, 0, 0):
+                sent = cluster.sent(*groups[c.among], c)
+                within += c.times * sent[0]
+                between += c.times * sent[1]
+            line += [sum(state_bytes(stage, shards, BF16, 1, 0)), within, between]
+        lines.append([stage, *(f"{n:.2f}" for n in line)])
+    return markdown_table(["stage", "all 8 ranks: keeps", "sends within", "between", "shard_size=4: keeps",
+                           "sends within", "between"], lines)
+
+
+def ranks_64() -> str:
+    lines = []
+    for stage, paper in enumerate((16, 4 + 12 / 64, 2 + 14 / 64, 16 / 64)):  # arXiv:1910.02054, figure 1
+        ours = [sum(state_bytes(stage, 64, d, *n)) for d in (BF16, torch.float32) for n in ((1, 0), (0, 1))]
+        cells = [f"{n:.4g}" for n in (*ours, paper)]
+        lines.append([stage, *cells, f"{7.5 * paper:.1f}", f"{7.5 * ours[0]:.1f}"])
+    return markdown_table(["stage", "bfloat16: AdamW", "Muon", "float32: AdamW", "Muon", "paper",
+                           "7.5 billion, GB: paper", "here, AdamW"], lines)
+
+
+def mfu() -> str:
+    lines = []
+    for name, config in {**CONFIGS, "depth 4 of the table": config_from_depth(4, 8192, 512)}.items():
+        model = shaped(config)
+        flops = model.estimate_flops()
+        numbers = [model.count_parameters(*roles) for roles in (("embedding",), ("embedding", "table"))]
+        without = 6 * model.count_parameters("matrix", "head")
+        lines.append([name, *(f"{1 + 6 * n / flops:.2f}" for n in numbers), f"{without / flops:.2f}"])
+    return markdown_table(["MFU comes out … times as high", "embedding counted", "all tables counted",
+                           "attention left out"], lines)
+
+
+def streams() -> str:
+    lines = []
+    for arch, config in CONFIGS.items():
+        (model,) = split_into_stages(config)
+        size = sum(model.units)
+        stream = 16 * LENGTH * config.n_embd * config.streams * BF16.itemsize
+        sent = sum(c.bytes for c in collectives(3, 8, 1, 1, BF16, size, 0, model.units[-1]))
+        lines.append([arch, f"{size / 1e9:.2f}", config.streams, f"{stream / 1e6:.0f}", f"{sent / 1e9:.1f}"])
+    return markdown_table(["depth 20", "billion parameters", "streams", "pipeline: MB there, and as many back",
+                           "stage 3: GB, × (N − 1)/N"], lines)
+
+
+def fits() -> str:
+    configs = {depth: config_from_depth(depth, 32768, LENGTH, arch="modern") for depth in (12, 16, 20, 24)}
+    lines = []
+    for size in (12, 24, 80, 141):
+        line = [f"{size} GB"]
+        for config in configs.values():
+            rows, more = (largest_rows(size * GIB, 64, config, BF16, "cuda", True, checkpointing=twice) or "none"
+                          for twice in (False, True))
+            line.append(f"{rows} ({more})")
+        lines.append(line)
+    sizes = {depth: sum(split_into_stages(config)[0].units) / 1e6 for depth, config in configs.items()}
+    columns = [f"depth {depth} ({size:,.0f} M parameters)" for depth, size in sizes.items()]
+    return markdown_table(["GPU memory", *columns], lines)
+
+
+FORMULAS = {"machines.md": (links, hosts), "zero.md": (ranks_64,), "memory.md": (mfu, fits), "pipeline.md": (streams,)}
+
+
+def blocks(write: bool = False) -> dict[str, tuple[PageBlock, str]]:
+    """By name: each block, and the text that belongs there."""
+    found = {}
+    for page, formulas in FORMULAS.items():
+        for formula in formulas:
+            name = formula.__name__
+            found[name] = PageBlock(page, f"tests.page_formulas {name}", write), formula()
+    return found
+
+
+if __name__ == "__main__":
+    names = {word for word in sys.argv[1:] if word != "--write"}
+    for name, (block, text) in blocks("--write" in sys.argv).items():
+        if not names or name in names:
+            block.show(text)
