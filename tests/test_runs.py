@@ -21,6 +21,7 @@ from bench.harness import PageBlock
 from bench.naive import VARIANTS, distances
 from bench.scaling_fit import fit, read_series
 from configurator import read_arguments, read_settings
+from nanochat.corpus.make_dataset import OFFLINE
 from nanochat.runtime.errors import UserError
 
 PAGES = sorted([*REPO.glob("README*.md"), *REPO.glob("docs/*.md"), REPO / "docs/step.html", REPO / "tests/README.md"])
@@ -92,6 +93,12 @@ def problems(text: str, folder: Path) -> list[str]:
     joined = re.sub(r"\\\n\s*", " ", text)
     for command in re.findall(r"(?:python3?|torchrun\b[^`\n|]*?) -m ([^`\n|;&]+)", joined):
         found += problems_of_command(shlex.split(re.split(" #| -->", command)[0]))
+    for block in re.finditer(r"```bash\n(.*?)```", text, re.DOTALL):
+        for words in re.finditer(r"--data=([\w,-]+)", block[1]):
+            before = text[: block.start(1) + words.start()]
+            for name in words[1].split(","):
+                if name not in OFFLINE and not re.search(rf"--(source|name)={name}\b", before):
+                    found.append(f"data set {name}, which nothing before makes")
     for script in re.findall(r"bash ([\w/.-]+\.sh)", joined):
         if not (REPO / script).exists():
             found.append(f"script {script}")
