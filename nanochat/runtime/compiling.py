@@ -15,7 +15,7 @@ from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError, first_line
 
 ONE_PASS = 2**16       # elements that are worth a call of compiled code
-RECOMPILE_LIMIT = 64  # torch's is 8; kinds of blocks, lengths of conversations and their last chunks are more
+RECOMPILE_LIMIT = 64  # torch's is 8; kinds of blocks times lengths of conversations are more
 
 switch = SimpleNamespace(on=False)  # of this process
 
