@@ -6,25 +6,41 @@
 #     bash speedrun.sh --chat --folder=~/notes    # there the assistant looks things up in your own files
 #     bash speedrun.sh --full         # the whole recipe also on a CPU that takes more than half an hour for it
 #     bash speedrun.sh --rehearse     # every stage with a tiny model for two steps, on GPUs after three steps of the real one
-#     bash speedrun.sh --plan=8,H100,80    # only says what it would run on 8 H100 of 80 GB, in how many hours, at what cost
+#     bash speedrun.sh --plan=8,H100,80    # only says what it would run on 8 H100 of 80 GB, in how many hours, at what cost;
+#                                          # PRICE=3 before it: dollars per GPU and hour
 #
 # Run it again after anything went wrong: finished stages whose files are whole are skipped, and training goes on from its
 # newest checkpoint.
 set -euo pipefail
-cd "$(dirname "$0")"
 chat=no rehearse=no full=no plan="" gpu="" memory="" folder=""
 words=""    # tasks that the tokenizer reads, too
 shard_mb=8
 for argument in "$@"; do
     case $argument in
         --chat) chat=yes ;;
-        --folder=?*) folder=${argument#*=} ;;
+        -h | --help) sed -n '2,/^set /{/^#/!d; s/^# \{0,1\}//; p;}' "$0"; exit 0 ;;
+        --folder=?*)
+            folder=${argument#*=} folder=${folder/#\~/$HOME}
+            case $folder in /*) ;; *) folder=$PWD/$folder ;; esac  # from where it was typed
+            [ -e "$folder" ] || { echo "error: no folder $folder; expected one with .txt, .md, … files" >&2; exit 2; } ;;
         --rehearse) rehearse=yes ;;
         --full) full=yes ;;
-        --plan=[1-9],?*,[1-9]* | --plan=[1-9][0-9],?*,[1-9]*) plan=${argument#*=} ;;
-        *) echo "error: $argument is unknown; expected --chat, --folder=…, --full, --rehearse or --plan=8,H100,80" >&2; exit 2 ;;
+        --plan*)
+            # 8,H100,80; also 8xH100, 8,h100 and the like, where a GPU of that name has one size of memory only
+            if [[ $argument =~ ^--plan=([1-9][0-9]?)[,x]([^,]+)(,([1-9][0-9]*))?$ ]]; then
+                gpu=${BASH_REMATCH[2]} memory=${BASH_REMATCH[4]}
+                case $memory$(tr a-z A-Z <<< "$gpu") in
+                    H100*) memory=80 ;; H200) memory=141 ;; GH200) memory=96 ;; B200) memory=180 ;; MI300X) memory=192 ;;
+                    A10 | A10G | L4 | *3090 | *4090) memory=24 ;; *5090) memory=32 ;; A40 | L40S) memory=48 ;;
+                esac
+                plan=${BASH_REMATCH[1]},$gpu,$memory
+            fi
+            [[ $plan == *,*,[1-9]* ]] || {
+                echo "error: $argument: expected --plan=8,H100,80: how many GPUs, which, and of how many GB" >&2; exit 2; } ;;
+        *) echo "error: $argument is unknown; expected --chat, --folder=…, --full, --rehearse, --plan=8,H100,80 or --help" >&2; exit 2 ;;
     esac
 done
+cd "$(dirname "$0")"
 . ./setup.sh "$(! nvidia-smi >/dev/null 2>&1 || echo hub)"  # the larger tasks come from the hub
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
 [ $rehearse = no ] || NANOCHAT_BASE_DIR=$NANOCHAT_BASE_DIR/rehearsal
@@ -67,7 +83,26 @@ choose_depth_and_rows() {
         if [ "${rows% *}" -ne 0 ]; then break; fi
     done
     mkdir -p "${answer%/*}"
+    room=$(($(df -Pk "$NANOCHAT_BASE_DIR" | awk 'END { print $4 }') / 1048576))
+    if [ -z "$plan" ] && [ $rehearse = no ] && [ "$room" -lt "$(disk)" ]; then
+        echo "error: depth $depth wants $(disk) GiB of disk, and $room are free in $NANOCHAT_BASE_DIR; free some there," \
+            "or set NANOCHAT_BASE_DIR to a folder of a larger one" >&2
+        exit 1
+    fi
     echo "$depth $rows" > "$answer"
+}
+
+# GiB: text and its tokens; of each of four stages two checkpoints of 14 bytes a parameter, and one being written.
+disk() { echo $((depth > 20 ? 200 : depth > 16 ? 130 : depth > 12 ? 80 : 45)); }
+
+# What is paid for: all GPUs, also those beyond a power of two that stand idle, and the stages after pretraining.
+total() {
+    awk -v hours="$hours" -v ranks=$ranks -v gpus="$gpus" -v price="${PRICE:-2.5}" -v disk="$(disk)" -v shards=$shards 'BEGIN {
+        low = hours + 8 / ranks; high = hours + 16 / ranks
+        printf "in all about %.0f to %.0f hours and $%.0f to $%.0f for %d GPUs at $%g per GPU and hour, of which pretraining takes %s hours; ",
+            low, high, low * gpus * price, high * gpus * price, gpus, price, hours
+        if (ranks < gpus) printf "%d of them stand idle, so rent %d; ", gpus - ranks, ranks
+        printf "disk: %d GiB; downloads: %.0f GB of text, and the tasks\n", disk, shards * 0.09 }'
 }
 
 gpu_recipe() {
@@ -88,12 +123,16 @@ gpu_recipe() {
         echo "error: depth $depth does not fit into this GPU's memory; set a smaller depth in speedrun.sh" >&2
         exit 1
     fi
-    planned --device_batch_size="$rows" --tell=summary
-    echo "estimates of pretraining; not in them: mid-training and fine-tuning on half a billion tokens, downloads, compiling," \
-        "evaluations and reinforcement learning, on eight GPUs another hour or two"
-
+    summary=$(planned --device_batch_size="$rows" --price="${PRICE:-2.5}" --tell=summary)
+    echo "$summary"
     # Shards of about 250 million characters, 4.7 a token: a tenth more than one pass.
     shards=$((depth > 20 ? 125 : depth > 16 ? 75 : depth > 12 ? 40 : 20))
+    if [[ $summary == *" MFU: "* ]]; then
+        hours=${summary##* MFU: } hours=${hours%% hours*}
+        echo "estimates of pretraining; mid-training and fine-tuning on half a billion tokens, downloads, compiling," \
+            "evaluations and reinforcement learning take another hour or two on eight H100, longer on fewer or slower ones"
+        total
+    fi
     few=$((rows < 4 ? rows : 4))  # conversations at a time, and problems of reinforcement learning
     tag=speedrun-d$depth
     keep=(--keep_last=2)

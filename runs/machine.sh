@@ -4,6 +4,11 @@
 #     model     settings of base_train that fit this machine
 #     train     one run of a series, which goes on where it was stopped and is not done again
 set -euo pipefail
+case ${1:-} in
+    "") ;;
+    -h | --help) sed -n '2,/^\. /{/^#/!d; s/^# \{0,1\}//; p;}' "$0"; exit 0 ;;
+    *) echo "error: $1 is unknown: settings are variables before the command, such as DEPTHS=\"2 4\"; --help" >&2; exit 2 ;;
+esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . ./setup.sh
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"

@@ -14,6 +14,7 @@
 #
 # With several network interfaces, NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME says which one the ranks talk over.
 set -euo pipefail
+case ${1:---help} in -h | --help) sed -n '2,/^set /{/^#/!d; s/^# \{0,1\}//; p;}' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/.."
 [ -n "${NANOCHAT_NO_VENV:-}" ] || [ ! -d .venv ] || PATH="$PWD/.venv/bin:$PATH"
 : "${NNODES:?set it to the number of machines}" "${MASTER_ADDR:?set it to the address of the first machine}"

@@ -114,9 +114,14 @@ for name, left in limits().items():
     print(f"{name}: {left / GIB:,.1f} GiB free for each of {ranks} rank(s)")
 if here:
     base_dir().mkdir(parents=True, exist_ok=True)
-    # Shards and their tokens; of each of four stages two checkpoints and one being written, up to 14 bytes a parameter.
-    print(f"{base_dir()}: {shutil.disk_usage(base_dir()).free / GIB:,.1f} GiB free; speedrun.sh wants 1 GiB on a CPU, "
-          "on GPUs 130 for depth 20, 200 for depth 24")
+    free = shutil.disk_usage(base_dir()).free / GIB
+    there = sum(path.stat().st_size for path in base_dir().rglob("*") if path.is_file()) / GIB
+    wanted = 1 if device.type == "cpu" else 45
+    print(f"{base_dir()}: {free:,.1f} GiB free, {there:,.1f} taken; speedrun.sh wants 1 GiB on a CPU, on "
+          "GPUs 45 for depth 12 up to 200 for depth 24")
+    if free + there < wanted:
+        raise UserError(f"{base_dir()} has {free:,.1f} GiB free, and training takes {wanted}; free some there, or set "
+                        "NANOCHAT_BASE_DIR to a folder of a larger disk")
 
 # ---- What fits
 print(f"\n## Largest device_batch_size by formula (powers of two up to {max_rows}) at max_seq_len={max_seq_len}, "

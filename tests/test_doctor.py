@@ -1,14 +1,17 @@
 """What the doctor says, held to what happens: tensors counted as they come and go, and training under a real limit."""
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ALL_PIECES, REPO, make_sums, run_module
 from dry_step import LiveBytes
+from ranks import run_as_main
 
 import nanochat.model.layers
 import nanochat.model.loss
@@ -155,6 +158,19 @@ def test_a_whole_examination_on_two_ranks(failing_compiler):
     assert out.index("memory available: ") < out.index("## Largest device_batch_size")
     train = "torchrun --standalone --nproc_per_node=2 -m scripts.base_train --depth=2 --max_seq_len=64 "
     assert out.endswith(f"{train}--arch=modern,smear=False --device_batch_size=64\n")
+
+
+def test_a_disk_without_room_is_no_machine_to_train_on(base_folder, monkeypatch):
+    """3 MB free; where half of a GiB was taken by an earlier run, the other half is enough."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # `configure` sets another
+    base_folder.mkdir()
+    for free, taken, fits in ((3e6, 0, False), (0.6 * GIB, GIB // 2, True), (0.4 * GIB, GIB // 2, False)):
+        with open(base_folder / "shard", "wb") as file:
+            file.truncate(taken)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        expected = (SystemExit, None) if fits else (UserError, "GiB free, and training takes 1; ")
+        with pytest.raises(expected[0], match=expected[1]):
+            run_as_main("scripts.doctor", ["--device_type=cpu"])
 
 
 def test_questions_about_a_gpu_that_is_not_here():

@@ -130,12 +130,16 @@ def bash(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProce
     return subprocess.run(["bash", *arguments], **settings)
 
 
-def stand_in(folder: Path, answers: dict[str, object]) -> None:
+def stand_in(folder: Path, answers: dict[str, object], free_gib: int = 200) -> None:
     """
     speedrun.sh in a folder whose Python gives these answers to command lines (patterns of the shell), and writes down
-    all others in `calls`.
+    all others in `calls`; its disk has so much room.
     """
     copy_scripts(folder)
+    disk = folder / ".venv" / "bin" / "df"
+    disk.parent.mkdir(parents=True, exist_ok=True)
+    disk.write_text(f"#!/bin/sh\necho Filesystem 1024-blocks Used Available\necho disk 0 0 {free_gib * 2**20}\n")
+    disk.chmod(0o755)
     cases = "".join(f"    {pattern}) echo {answer} ;;\n" for pattern, answer in answers.items())
     write_python(folder, f'case "$*" in\n{cases}    *) echo "$@" >> calls ;;\nesac\n')
 
@@ -191,6 +195,56 @@ def rehearsed_steps(calls: list[str]) -> tuple[str, list[str]]:
     """The command of the three steps before the downloads, and all commands up to it."""
     (place,) = (i for i, line in enumerate(calls) if "--num_iterations=3" in line)
     return calls[place], calls[: place + 1]
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_made(tmp_path):
+    """For a depth that is chosen now: a run that goes on has taken its part already."""
+    answers = {"*device_count*": 8, "*--tell=hours": 1, "*--batch_only*": 16}
+    base = tmp_path / "base"
+    stand_in(tmp_path, answers, free_gib=199)
+    done = bash(tmp_path, "speedrun.sh", NANOCHAT_BASE_DIR=str(base))
+    assert done.returncode == 1 and f"depth 24 wants 200 GiB of disk, and 199 are free in {base};" in done.stderr
+    assert "scripts.dataset" not in (tmp_path / "calls").read_text()
+    stand_in(tmp_path, answers)
+    assert bash(tmp_path, "speedrun.sh", NANOCHAT_BASE_DIR=str(base)).returncode == 0
+    stand_in(tmp_path, answers, free_gib=20)
+    assert bash(tmp_path, "speedrun.sh", NANOCHAT_BASE_DIR=str(base)).returncode == 0
+
+
+@pytest.mark.parametrize("argument, code, words", [
+    ("--help", 0, "--plan=8,H100,80    # only says"), ("-h", 0, "--rehearse     # every stage"),
+    ("--folder=/not/there", 2, "error: no folder /not/there"), ("--folder=tests-of-none", 2, "/tests-of-none"),
+    ("--plan", 2, "error: --plan: expected --plan=8,H100,80"), ("--plan=8,A100", 2, "of how many GB"),
+    ("--chatt", 2, "--chatt is unknown")])
+def test_an_argument_is_answered_before_anything_is_made(tmp_path, argument, code, words):
+    """A stand-in for Python would write down that it was called."""
+    stand_in(tmp_path, {})
+    (tmp_path / "calls").unlink(missing_ok=True)
+    done = bash(tmp_path, "speedrun.sh", argument)
+    assert done.returncode == code and words in (done.stderr if code else done.stdout), done
+    assert not (tmp_path / "calls").exists()
+    if code == 0:
+        assert "set -euo" not in done.stdout and "#!/" not in done.stdout
+
+
+@pytest.mark.parametrize("script", ["miniseries.sh", "scaling_laws.sh", "multi_node.sh"])
+def test_scripts_of_series_print_their_help_and_refuse_what_they_would_ignore(script):
+    shown = bash(REPO, f"runs/{script}", "--help", **no_venv())
+    assert shown.returncode == 0 and f"bash runs/{script}" in shown.stdout and "set -euo" not in shown.stdout
+    if script != "multi_node.sh":
+        refused = bash(REPO, f"runs/{script}", "--depth=3", **no_venv())
+        assert refused.returncode == 2 and "--depth=3 is unknown" in refused.stderr
+
+
+def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for():
+    """Of six GPUs four compute and six are paid for, also in the stages after pretraining."""
+    plans = [bash(REPO, "speedrun.sh", f"--plan={plan}", PRICE="3", **no_venv()).stdout
+             for plan in ("8,H100,80", "8xH100", "8,h100", "6,H100,80")]
+    plain, *spelled, six = [plan.replace("h100", "H100") for plan in plans]
+    assert spelled == [plain] * 2 and "=== report" in plain
+    assert "3 to 4 hours and $73 to $97 for 8 GPUs at $3 " in plain and "of them stand idle" not in plain
+    assert "6 to 8 hours and $109 to $145 for 6 GPUs at $3 " in six and "2 of them stand idle, so rent 4; " in six
+    assert "disk: 200 GiB; downloads: 11 GB of text" in six
 
 
 def test_nothing_is_downloaded_where_three_steps_fail(tmp_path):

@@ -16,10 +16,11 @@ PEAK_BF16 = {
 
 
 def datasheet_peak(gpu: str) -> float:
-    """Dense bf16 FLOP/s of a GPU by its name in the table. UserError for any other name."""
-    if gpu not in PEAK_BF16:
-        raise UserError(f"gpu={gpu} is not in the table; expected one of {', '.join(PEAK_BF16)}")
-    return PEAK_BF16[gpu]
+    """Dense bf16 FLOP/s of a GPU by its name in the table, in any case. UserError for any other name."""
+    for name, peak in PEAK_BF16.items():
+        if name.lower() == gpu.lower():
+            return peak
+    raise UserError(f"gpu={gpu} is not in the table; expected one of {', '.join(PEAK_BF16)}")
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
