@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -59,32 +59,58 @@ def sent_in(name: str, args: tuple, rank: int, ranks: int) -> float:
             return (ranks - 1) * args[0].nbytes
         case "alltoall_base_":  # (output, input, group, output sizes, input sizes, …): all but the part for itself
             tensor, sizes = args[1], args[4]
-            return tensor.nbytes - (sizes[rank] * tensor.element_size() if sizes else tensor.nbytes / ranks)
-        case "barrier":
+            own = sizes[rank] * tensor.stride(0) * tensor.element_size() if sizes else tensor.nbytes / ranks
+            return tensor.nbytes - own
+        case "send":  # (tensors, group, …)
+            return sum(tensor.nbytes for tensor in args[0])
+        case "recv_" | "barrier":
             return 0.0
     raise NotImplementedError(f"bytes that a rank sends in {name}")
 
 
-class Watch(TorchDispatchMode):
+class Sent(TorchDispatchMode):
     """
     While it is on, counts the bytes that this rank sends in every collective, as docs/data_parallel.md has them. All of
     PyTorch's collectives pass here, FSDP's too; those without a formula are refused.
     """
 
-    def __init__(self, rank: int, ranks: int, config: GPTConfig, stage: int, dtype: str):
+    def __init__(self, rank: int, ranks: int):
         super().__init__()
-        self.model = GPT(config)
-        self.model.init_weights(seed=0)
-        self.ranks = ranks
         self.rank = rank
+        self.ranks = ranks
         self.sent = 0.0  # bytes
-        self.sharding = Sharding(self.model, self.model.units(), torch.device("cpu"), getattr(torch, dtype), stage)
-        self.optimizers = setup_optimizers(self.model, self.sharding)
 
     def __torch_dispatch__(self, func: Callable, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             self.sent += sent_in(func._schema.name.removeprefix("c10d::"), args, self.rank, self.ranks)
         return func(*args, **(kwargs or {}))
+
+
+class Kept(torch.autograd.graph.saved_tensors_hooks):
+    """While it is on, notes what autograd keeps for the backward pass."""
+
+    def __init__(self):
+        super().__init__(self.note, lambda kept: kept)
+        self.found = {}  # {address: bytes}
+
+    def note(self, kept: Tensor) -> Tensor:
+        self.found |= storages([kept])
+        return kept
+
+    def bytes(self, module: nn.Module) -> int:
+        """Without the module's parameters."""
+        return sum((self.found | dict.fromkeys(storages(module.parameters()), 0)).values())
+
+
+class Watch(Sent):
+    """Counts what a model sends that is trained in a stage of ZeRO, and what it keeps."""
+
+    def __init__(self, rank: int, ranks: int, config: GPTConfig, stage: int, dtype: str):
+        super().__init__(rank, ranks)
+        self.model = GPT(config)
+        self.model.init_weights(seed=0)
+        self.sharding = Sharding(self.model, self.model.units(), torch.device("cpu"), getattr(torch, dtype), stage)
+        self.optimizers = setup_optimizers(self.model, self.sharding)
 
     def in_flight(self) -> list[Tensor | None]:
         """What collectives read and fill that are not waited for yet; gloo's sums receive into one buffer more."""

@@ -274,7 +274,7 @@ class Block(nn.Module):
         if self.attn.key_offset:
             k = offset_keys(k, begins)
         y = attention(q, k, v, self.attn.window, blocks, begins).transpose(1, 2)    # (B, T, H, D)
-        return self.end(self.attention_output(x, y.reshape(x.shape)), middle)
+        return self.end(self.attention_output(x, y.flatten(2)), middle)
 
     def attention_inputs(
         self,
