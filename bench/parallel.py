@@ -1,0 +1,31 @@
+"""
+Models cut over ranks, beside one rank, and ways in which that goes wrong: the tables of docs/tensor_parallel.md, and of
+the stage 3 to be read in docs/zero.md.
+
+    python -m bench.parallel --idea=tensor --write    # without --write it is only printed
+"""
+from typing import Literal
+
+from configurator import configure
+
+from bench import context, experts, stage3, tensor
+from bench.harness import on_ranks, show
+from nanochat.runtime.tables import cell, markdown_table
+
+idea: Literal["tensor", "context", "experts", "stage3"] = "tensor"  # tensor: and sequence
+ranks: Literal[2, 4] = 4   # to start, on this machine
+write = False               # put the table into the page
+configure(globals())
+
+module = {"tensor": tensor, "context": context, "experts": experts, "stage3": stage3}[idea]
+
+
+def measure_all(rank: int, ranks: int) -> list[list]:
+    return [[variant, *map(cell, module.measure(variant))] for variant in module.VARIANTS]
+
+
+columns, page = tensor.COLUMNS, "tensor_parallel.md"
+if idea == "stage3":
+    columns, page = stage3.COLUMNS, "zero.md"
+table = markdown_table(["how", *columns], on_ranks(ranks, measure_all))
+show(f"{table}\n\nOn {ranks} ranks; in bytes.", page, f"bench.parallel --idea={idea}", write)

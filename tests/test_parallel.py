@@ -1,0 +1,94 @@
+"""Tensor, sequence, context and expert parallelism, and the stage 3 of bench/, beside one rank and fully_shard."""
+import pytest
+import torch
+from conftest import REPO
+from ranks import run_on_ranks
+
+from bench import context, experts, stage3, tensor
+from bench.context import positions
+from bench.stage3 import Stage3, train
+from nanochat.model.gpt import GPT
+from nanochat.optim.zero import Sharding
+from nanochat.runtime.tables import cell
+
+IDEAS = {"tensor": tensor, "context": context, "experts": experts, "stage3": stage3}
+RIGHT = {"tensor": 2, "context": 2, "experts": 1}  # the first variants
+
+
+def measure_all(rank: int, ranks: int, idea: str) -> list[list]:
+    return [IDEAS[idea].measure(variant) for variant in IDEAS[idea].VARIANTS]
+
+
+def page_rows(idea: str) -> list[list[str]]:
+    """The cells of the idea's table in its page, without the head and the first column."""
+    page = REPO / "docs" / ("zero.md" if idea == "stage3" else "tensor_parallel.md")
+    block = page.read_text().partition(f"made by: python -m bench.parallel --idea={idea} --write -->")[2]
+    rows = [line for line in block.partition("<!-- end")[0].splitlines() if line.startswith("| ")]
+    return [row.strip("| ").split(" | ")[1:] for row in rows[2:]]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("idea", IDEAS)
+def test_ideas_equal_one_rank_send_what_the_formulas_say_and_mistakes_show(idea, ranks):
+    results = run_on_ranks(ranks, measure_all, idea)[0]
+    for i, (*off, sent, formula, whole, here) in enumerate(results):
+        if idea != "stage3" and i >= RIGHT[idea]:
+            assert max(off) > 0.1, i
+            continue
+        assert max(off, default=0) < 5e-6, i
+        # Experts are not chosen equally often.
+        assert sent == pytest.approx(formula, rel=0.2 if idea == "experts" else 0), i
+        assert here < whole / ranks * (1 if idea in ("context", "experts") else 2), i
+    if idea == "tensor":  # of a block's activations 1/N, but for two inputs that are gathered, and cos, sin and tokens
+        gathered = 4 * 2 * tensor.T * tensor.C
+        *_, whole, here = results[1]
+        assert here - gathered == pytest.approx((whole - gathered) / ranks, rel=0.02)
+        assert here < results[0][-1]
+    if idea == "stage3":
+        assert [row[-1] for row in results] == [4 * stage3.UNIT, 4 * 2 * stage3.UNIT]
+    if ranks == 4:  # the page: bytes to the digit, distances as far as rounding is the same everywhere
+        for measured, printed in zip(results, page_rows(idea), strict=True):
+            for number, text in zip(measured, printed, strict=True):
+                if isinstance(number, int) or number > 1e-3:
+                    assert float(text.replace(",", "")) == pytest.approx(float(cell(number).replace(",", "")), rel=1e-2)
+                else:
+                    assert float(text) < 5e-6
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_two_chunks_a_rank_are_equal_work(ranks):
+    for variant, most in (("two chunks a rank", 1), ("one chunk a rank", 2 - 1 / ranks)):
+        seen = [positions(rank, ranks, variant) + 1 for rank in range(ranks)]  # keys that each query sees
+        assert torch.cat(seen).sort().values.tolist() == list(range(1, context.T + 1))
+        sums = [own.sum().item() for own in seen]
+        assert max(sums) / (sum(sums) / ranks) == pytest.approx(most, rel=0.01)
+
+
+def stages(rank: int, ranks: int) -> dict:
+    """{(optimizer, prefetch): (largest difference from fully_shard's weights, from the first ones)}"""
+    found = {}
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        for prefetch in (False, True):
+            mine, other, first = (GPT(stage3.CONFIG) for _ in range(3))
+            for model in (mine, other, first):
+                model.init_weights(seed=0)
+            own = Stage3(mine, prefetch)
+            sent = train(mine, [unit.own for unit in own.units], kind)
+            assert all(unit.flat.untyped_storage().nbytes() == 0 for unit in own.units)
+            for unit in own.units:
+                unit.gather()
+                unit.work.wait()
+            sharding = Sharding(other, other.units(), torch.device("cpu"), torch.float32, zero_stage=3)
+            assert train(other, list(other.parameters()), kind) == sent
+            right = dict(sharding.whole_tensors())
+            off = [[(p - q[name]).abs().max().item() for name, p in mine.named_parameters()]
+                   for q in (right, dict(first.named_parameters()))]
+            found[kind.__name__, prefetch] = max(off[0]), max(off[1])
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_stage3_to_be_read_is_fully_shard_bit_for_bit(ranks):
+    for found in run_on_ranks(ranks, stages):
+        for off, moved in found.values():
+            assert off == 0 and moved > 1e-4, found
