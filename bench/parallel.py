@@ -9,13 +9,14 @@ from typing import Literal
 from configurator import configure
 
 from bench import context, experts, stage3, tensor
-from bench.harness import on_ranks, show
+from bench.harness import PageBlock, on_ranks
 from nanochat.runtime.tables import cell, markdown_table
 
 idea: Literal["tensor", "context", "experts", "stage3"] = "tensor"  # tensor: and sequence
 ranks: Literal[2, 4] = 4   # to start, on this machine
 write = False               # put the table into the page
 configure(globals())
+block = PageBlock("zero.md" if idea == "stage3" else "tensor_parallel.md", f"bench.parallel --idea={idea}", write)
 
 module = {"tensor": tensor, "context": context, "experts": experts, "stage3": stage3}[idea]
 
@@ -24,8 +25,6 @@ def measure_all(rank: int, ranks: int) -> list[list]:
     return [[variant, *map(cell, module.measure(variant))] for variant in module.VARIANTS]
 
 
-columns, page = tensor.COLUMNS, "tensor_parallel.md"
-if idea == "stage3":
-    columns, page = stage3.COLUMNS, "zero.md"
+columns = stage3.COLUMNS if idea == "stage3" else tensor.COLUMNS
 table = markdown_table(["how", *columns], on_ranks(ranks, measure_all))
-show(f"{table}\n\nOn {ranks} ranks; in bytes.", page, f"bench.parallel --idea={idea}", write)
+block.show(f"{table}\n\nOn {ranks} ranks; in bytes.")
