@@ -23,6 +23,7 @@ from nanochat.data.conversation_loader import (
     micro_steps,
     order,
 )
+from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import accuracy, evaluate_task
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
@@ -33,7 +34,7 @@ from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
-from nanochat.tasks import make_mixture, make_tasks, task_names, without_parts
+from nanochat.tasks import describe_validation, make_mixture, make_tasks, task_names, without_parts
 from nanochat.tasks.common import Mixture
 from nanochat.training.checkpoint import tasks_of
 from nanochat.training.finetuning import (
@@ -64,12 +65,12 @@ source_step: int | None = None  # step of the checkpoint to begin with; None: th
 # ---- Data
 tasks = "tinyworld, arithmetic, spellingbee"  # the mixture; *k: k times over, [:n]: its first n
 keep = 0.0                  # [0..] conversations of the stage before for each of these, so that it is not forgotten
-max_seq_len = -1            # [-1, 1..] longest conversation, in tokens; -1: the model's
+max_seq_len = -1            # [-1, 1..] longest conversation, in tokens: longer ones are split; -1: the model's
 num_epochs = -1             # [-1, 1..] how often each conversation is seen; -1: a few hundred often, thousands once
 num_iterations = -1         # [-1, 1..] optimizer steps; -1: as many as the epochs have
 # ---- Batch
 device_batch_size = 4       # [1..] conversations per rank and micro-step; halve it when memory runs out
-target_examples_per_step = 32  # [1..] conversations per optimizer step, over all ranks
+target_examples_per_step = 32  # [1..] conversations, or parts of long ones, per optimizer step, over all ranks
 # ---- Sharding over the ranks
 zero_stage: Literal[0, 1, 2, 3] = 2  # sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters
 # ---- Optimizers
@@ -94,20 +95,22 @@ config = configure(globals())
 require_wandb(run)
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
 train_tasks = make_mixture(tasks, "train", seed)
-val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # held out: the same for every seed
+val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
 measured = without_parts(tasks)
-num_epochs, init_lr_frac = choose_epochs_and_rate(len(train_tasks), num_epochs, init_lr_frac)
-config |= {"num_epochs": num_epochs, "init_lr_frac": init_lr_frac}
-print0(f"{len(train_tasks):,} conversations, {num_epochs} x, beginning with {init_lr_frac:.3g} of the learning rates "
-       "(--num_epochs and --init_lr_frac, if not set, are chosen from the number of conversations)")
 
 # ---- The model of the stage before, or an interrupted run of this script
 start = find_start("sft", source, model_tag, source_step, resume, overwrite)
+tokenizer = Tokenizer.load(start.begin)
+max_seq_len = row_length(max_seq_len, start.meta)
+conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1)
+num_epochs, init_lr_frac = choose_epochs_and_rate(len(conversations), num_epochs, init_lr_frac)
+config |= {"num_epochs": num_epochs, "init_lr_frac": init_lr_frac}
+print0(f"each {num_epochs} x, beginning with {init_lr_frac:.3g} of the learning rates "
+       "(--num_epochs and --init_lr_frac, if not set, are chosen from the number of conversations and their parts)")
 rates = unembedding_lr, embedding_lr, matrix_lr
 model, tokenizer, sharding, optimizers = load_training(
     start, config, device, model_dtype, zero_stage, activation_checkpointing, rates, init_lr_frac
 )
-max_seq_len = row_length(max_seq_len, model)
 
 # ---- What was learned before: some of it again, or it is forgotten
 earlier = from_rank0(tasks_of, source, start.checkpoints.name)
@@ -118,6 +121,7 @@ if keep:
     print0(f"with {len(kept):,} conversations of {earlier}")
     train_tasks = Mixture([train_tasks] * num_epochs + [kept], seed)
     num_epochs = 1  # the mixture has each conversation as often as it is seen
+    conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1, "training on both")
     measured = without_parts(f"{tasks}, {earlier}")
 elif earlier and not task_names(earlier) & task_names(tasks):
     print0(f"nothing of {earlier}, which the model was trained on before, is repeated: it will forget much of it; "
@@ -125,7 +129,6 @@ elif earlier and not task_names(earlier) & task_names(tasks):
 measured_tasks = make_tasks(measured, "test")
 
 # ---- Data: every rank knows all rows, so every rank knows where the run ends
-conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1)
 in_order = [index for epoch in range(num_epochs) for index in order(len(conversations), seed, epoch)]
 num_iterations, rows_per_micro_step = plan_steps(
     len(in_order), target_examples_per_step, num_iterations, device_batch_size, world_size
@@ -142,7 +145,7 @@ data_state = {"origin": start.origin, "conversations": conversations.fingerprint
 require_same_data(start, data_state)
 print0(f"{num_iterations:,} steps of {target_examples_per_step} conversations, the first one "
        f"{micro_steps(len(steps[0]), rows_at_once)} micro-step(s) x {world_size} rank(s) x {rows_per_micro_step} rows")
-held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, "held out")
+held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, describe_validation(val_tasks))
 held_out_rows = [[index] for index in order(len(held_out), seed=0, epoch=0)][: eval_steps * target_examples_per_step]
 held_out_steps = by_step(held_out_rows, rows_at_once)
 

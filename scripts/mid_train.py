@@ -4,7 +4,7 @@ Mid-training: teach the base model what a conversation is, on a mixture of tasks
     python -m scripts.mid_train
     torchrun --nproc_per_node=8 -m scripts.mid_train --tasks="smoltalk, mmlu, gsm8k*2, spellingbee, arithmetic"
 
-Rows are packed with whole conversations; only what the assistant writes is learned.
+Rows are packed with whole conversations, one longer than a row in parts; only what the assistant writes is learned.
 """
 from typing import Literal
 
@@ -28,7 +28,7 @@ from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
-from nanochat.tasks import make_mixture, without_parts
+from nanochat.tasks import describe_validation, make_mixture, without_parts
 from nanochat.training.finetuning import (
     find_start,
     load_training,
@@ -81,7 +81,7 @@ config = configure(globals())
 require_wandb(run)
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
 train_tasks = make_mixture(tasks, "train", seed)
-val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # held out: the same for every seed
+val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
 
 # ---- The base model, or an interrupted run of this script
 start = find_start("mid", "base", model_tag, source_step, resume, overwrite)
@@ -89,7 +89,7 @@ rates = unembedding_lr, embedding_lr, matrix_lr
 model, tokenizer, sharding, optimizers = load_training(
     start, config, device, model_dtype, zero_stage, activation_checkpointing, rates, init_lr_frac
 )
-max_seq_len = row_length(max_seq_len, model)
+max_seq_len = row_length(max_seq_len, start.meta)
 warmup_steps = 40 if model.config.stream_scales else 0  # AdamW begins anew: its first step would move a scale by 0.4
 
 # ---- Data: every rank packs all rows, so every rank knows where the run ends
@@ -112,7 +112,7 @@ require_same_data(start, data_state)
 filled = len(conversations.ids) / (len(rows) * (max_seq_len + 1))
 print0(f"{len(rows):,} rows, {filled:.1%} filled; {num_iterations:,} steps of {rows_per_step} rows = "
        f"{micro_steps(rows_per_step, rows_at_once)} micro-step(s) x {world_size} rank(s) x {rows_per_micro_step}")
-held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, "held out")
+held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, describe_validation(val_tasks))
 held_out_rows = pack(held_out.lengths.tolist(), order(len(held_out), seed=0, epoch=0), max_seq_len + 1)
 held_out_steps = by_step(held_out_rows[: max(eval_tokens // max_seq_len, 1)], rows_at_once)
 

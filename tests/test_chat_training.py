@@ -198,7 +198,7 @@ def learn_own(base: Path, **settings) -> tuple[str, list[dict]]:
 def test_few_conversations_are_learned_with_the_defaults(base):
     """Seven tokens of eight are the same in all answers: a model that has learned nothing before gets those right."""
     printed, records = learn_own(base, source="base")
-    assert "60 conversations, 20 x, beginning with 0.3 of the learning rates" in printed and len(records) == 38
+    assert "each 20 x, beginning with 0.3 of the learning rates" in printed and len(records) == 38
     assert records[0]["train/loss"] > 5 and records[-1]["train/loss"] < 1
     printed, records = learn_own(base, source="base", num_epochs=1, init_lr_frac=0.02)
     assert len(records) == 2 and records[-1]["train/loss"] > 5, "what a user sets holds"
@@ -211,7 +211,8 @@ def test_what_was_learned_before_is_kept_by_a_word(base):
     assert "training: 60 conversations" in printed and "nothing of arithmetic:easy[:400], which" in printed
     few = {"eval_metrics_every": 1, "eval_metrics_max_problems": 2}
     printed, _ = learn_own(base, num_epochs=2, num_iterations=1, keep=1.5, **few)
-    assert "training: 300 conversations" in printed and "step 00001/00001 | Arithmetic easy" in printed  # 2 · 60 · 2.5
+    assert "training on both: 300 conversations" in printed  # 2 · 60 · 2.5
+    assert "step 00001/00001 | Arithmetic easy" in printed
     gone = run_module("scripts.chat_sft", *arguments({"source": "base", "keep": 1, "tasks": "arithmetic[:9]",
                                                       "overwrite": True}))
     assert gone.returncode == 1 and "nothing says which tasks base_checkpoints/tiny/step_000002 (" in gone.stderr

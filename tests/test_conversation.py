@@ -1,7 +1,11 @@
 """Conversations: what is accepted, the tokens they become, which of them are trained, and the rows they fill."""
+import random
+import re
+from collections import Counter
+
 import pytest
 
-from nanochat.data.conversation import check_conversation, recent, render, render_prompt
+from nanochat.data.conversation import check_conversation, recent, render, render_parts, render_prompt
 from nanochat.data.conversation_loader import (
     RenderedConversations,
     balance,
@@ -46,14 +50,79 @@ def test_only_what_the_assistant_writes_is_trained():
     assert ids.count(TOKENIZER.encode_special("<|assistant_end|>")) == 2, "the user's is spelled out"
 
 
-def test_a_long_conversation_is_cut_where_an_answer_ends():
-    whole = render(TOKENIZER, TOOL)
-    first_answer_ends = whole.ids.index(TOKENIZER.encode_special("<|assistant_end|>")) + 1
-    for limit in (first_answer_ends, len(whole.ids) - 1):
-        ids, mask = render(TOKENIZER, TOOL, limit)
-        assert ids == whole.ids[:first_answer_ends] and mask == whole.mask[:first_answer_ends]
-    assert render(TOKENIZER, TOOL, len(whole.ids)) == whole
-    assert render(TOKENIZER, TOOL, first_answer_ends - 1) == ([], []), "the system message is part of the first"
+def test_an_answer_of_weight_0_is_read_and_not_learned():
+    """Its end neither; what stands between two texts of one turn is learned with the second."""
+    wrong, right = [{"type": "text", "text": "No", "weight": 0}], [{"type": "text", "text": "Yes", "weight": 1}]
+    messages = [said("user", "A"), said("assistant", wrong), said("user", "B"), said("assistant", right)]
+    for ordered, trained in ((messages, "Yes<|assistant_end|>"), (messages[::-1], "Yes<|assistant_end|>"),
+                             ([*messages[:2], messages[3]], "\n\nYes<|assistant_end|>"),
+                             ([messages[0], messages[3], messages[1]], "Yes")):
+        ids, mask = render(TOKENIZER, {"messages": ordered})
+        assert shown(i for i, m in zip(ids, mask) if m) == trained
+        assert "No" in shown(ids) and "Yes" in shown(ids)
+
+
+def dialogue(rng: random.Random) -> list[list[dict]]:
+    """The exchanges of a conversation, numbered; some are long, some call a tool, some are not to be learned."""
+    exchanges = []
+    for number in range(rng.randint(1, 12)):
+        length = rng.choice((5, 20, 60, 400))
+        parts = [{"type": "text", "text": f"={number}" + "a" * rng.randint(0, length)}]
+        if not rng.randrange(4):
+            parts = [{"type": "python", "text": "1"}, {"type": "python_output", "text": "2"}, *parts]
+        if not rng.randrange(5):
+            parts = [part | {"weight": 0} for part in parts]
+        exchanges.append([said("user", f"?{number}" + "q" * rng.randint(0, length)), said("assistant", parts)])
+    return exchanges
+
+
+def test_every_answer_that_fits_alone_is_learned_once_with_all_turns_before_that_fit():
+    """Against every part that could have been made, each rendered on its own; a context is only read."""
+    rng, seen = random.Random(0), Counter()
+    for _ in range(150):
+        system = rng.choice(([], [said("system", "Be brief.")]))
+        exchanges = dialogue(rng)
+        limit = rng.choice((150, 300, 900))
+
+        def between(start: int, stop: int, system: list = system, exchanges: list = exchanges):
+            return render(TOKENIZER, {"messages": system + sum(exchanges[start:stop], [])})
+
+        alone = [between(i, i + 1) for i in range(len(exchanges))]
+        expected = [i for i, one in enumerate(alone) if any(one.mask) and len(one.ids) <= limit]
+        parts, left_out = render_parts(TOKENIZER, {"messages": system + sum(exchanges, [])}, limit)
+        assert left_out == sum(any(one.mask) for one in alone) - len(expected)
+        learned = []
+        for ids, mask in parts:
+            numbers = [int(i) for i in re.findall(r"\?(\d+)q*<\|user_end", shown(ids))]
+            start, stop = numbers[0], numbers[-1] + 1
+            assert ids == between(start, stop).ids and len(ids) <= limit
+            new = [int(i) for i in re.findall(r"=(\d+)", shown(i for i, m in zip(ids, mask) if m))]
+            whole = between(start, stop).mask
+            first = len(ids) - len(between(start, new[0]).ids) if new[0] > start else len(ids)
+            assert new and not any(mask[:-first]) and mask[-first:] == whole[-first:]
+            if start:  # no turn more would have fitted
+                assert len(between(start - 1, stop).ids) > limit
+                seen["context" if new[0] > start else "none fits"] += 1
+            learned += new
+        assert learned == expected, "in their order, each once"
+        seen[f"{min(len(parts), 3)} parts"] += 1
+    assert len(seen) == 6 and min(seen.values()) > 5, seen
+
+
+def test_how_many_answers_are_learned_is_said(capsys):
+    """Of 40 conversations of twelve exchanges, at a third of their length: none is lost; nor is a short one changed."""
+    long = [{"messages": [message for k in range(12) for message in (
+        said("user", f"Question {i} {k}"), said("assistant", f"Answer {i} {k}"))]} for i in range(40)]
+    found = RenderedConversations(long, TOKENIZER, 120)
+    learned = Counter(re.findall(r"Answer \d+ \d+", shown(found.ids[found.masks].tolist())))
+    assert len(learned) == 480 and set(learned.values()) == {1} and max(found.lengths) <= 120
+    assert len(found.ids) < 2.5 * sum(len(render(TOKENIZER, one).ids) for one in long)
+    assert "40 conversations" in (line := capsys.readouterr().out) and "480 of 480 answers are learned" in line
+    assert f"40 are longer than 119 tokens: {len(found)} parts in all" in line
+    too_long = {"messages": [said("user", "?" * 99), said("assistant", "!" * 99)]}
+    RenderedConversations([*long, too_long], TOKENIZER, 120)
+    line = capsys.readouterr().out
+    assert "480 of 481 answers are learned" in line and "; 1 are too long even alone and left out" in line
 
 
 def test_the_prompt_is_what_comes_before_the_answer():
@@ -87,7 +156,7 @@ def test_what_clients_send_in_any_order(messages, expected):
     ([], 'expected {"messages": [...]}'),
     ({"messages": [said("user", "x"), said("bot", "y")]}, "message 2 has role 'bot'; expected one of system, user, "),
     ({"messages": [said("assistant", "x")]}, "take turns, the user first"),
-    ({"messages": [said("user", ["x"])]}, "message 1: only the assistant's content may have parts"),
+    ({"messages": [said("user", ["x"])]}, "message 1 has parts; only the assistant's content may"),
     ({"messages": [said("user", "x"), said("assistant", [{"type": "image", "text": ""}])]}, "message 2 has the part"),
     ({"messages": [{"role": "user"}]}, "message 1 needs a role and a content"),
 ])

@@ -7,9 +7,11 @@ Conversations and their tokens: how a dialogue is laid out for the model, and wh
                                                     {"type": "text", "text": "It is 36."}]}]}
 
 User and assistant take turns, the user first; a system message may come before them and joins the first user turn.
+A part of the assistant's with "weight": 0 is read, not learned; so is the end of a turn whose last part it is.
 Clients of a server may send messages in any order: see `turns_of`.
 """
 import bisect
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -43,21 +45,8 @@ def problem_with(conversation: Conversation) -> str | None:
     if not isinstance(messages, list) or not messages:
         return 'there are no messages; expected {"messages": [...]}'
     for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            return f"message {number} needs a role and a content"
-        role = message["role"]
-        content = message["content"]
-        if role not in ROLES:
-            return f"message {number} has role {role!r}; expected one of {', '.join(ROLES)}"
-        if isinstance(content, list):
-            if role != "assistant":
-                return f"message {number}: only the assistant's content may have parts"
-            for part in content:
-                if not isinstance(part, dict) or part.get("type") not in PARTS or not isinstance(part.get("text"), str):
-                    return (f"message {number} has the part {part!r:.80}; "
-                            f"expected a type ({', '.join(PARTS)}) and a text")
-        elif not isinstance(content, str):
-            return f"message {number}: its content is neither text nor a list of parts"
+        if problem := problem_with_message(message):
+            return f"message {number} {problem}"
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles
     if not turns or turns != (["user", "assistant"] * len(turns))[: len(turns)]:
@@ -66,22 +55,104 @@ def problem_with(conversation: Conversation) -> str | None:
     return None
 
 
-def render(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int | None = None) -> Rendered:
-    """
-    The tokens of a conversation that begins with <|bos|>, for training. Beyond max_tokens it is cut before the user's
-    turn that would not fit with its answer; nothing is left (no ids) where not even the first exchange fits.
-    """
+def problem_with_message(message: dict) -> str | None:
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        return "needs a role and a content"
+    role = message["role"]
+    content = message["content"]
+    if role not in ROLES:
+        return f"has role {role!r}; expected one of {', '.join(ROLES)}"
+    if isinstance(content, str):
+        return None
+    if not isinstance(content, list):
+        return f"has the content {content!r:.80}, neither text nor a list of parts"
+    if role != "assistant":
+        return "has parts; only the assistant's content may have them"
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in PARTS or not isinstance(part.get("text"), str):
+            return f"has the part {part!r:.80}; expected a type ({', '.join(PARTS)}) and a text"
+        if part.get("weight", 1) not in (0, 1):
+            return f"has a part with weight {part['weight']!r}; expected 0 (it is read, not learned) or 1"
+    return None
+
+
+def function_call(name: str, arguments: str) -> dict:
+    """The part of an answer that calls a function of the user's own; arguments: a JSON object."""
+    return {"type": "python", "text": f'{{"name":"{name}","arguments":{arguments}}}'}
+
+
+def render(tokenizer: Tokenizer, conversation: Conversation) -> Rendered:
+    """The tokens of a conversation that begins with <|bos|>, for training: up to its last answer, or none."""
     ids, mask = [tokenizer.get_bos_token_id()], [0]
-    end = 0  # of the last answer that fits
+    end = 0  # of the last answer
     for turn in turns_of(conversation["messages"]):
         for part_ids, trained in pieces(tokenizer, turn):
             ids += part_ids
             mask += [int(trained)] * len(part_ids)
-        if max_tokens is not None and len(ids) > max_tokens:
-            break
         if turn["role"] == "assistant":
             end = len(ids)
     return Rendered(ids[:end], mask[:end])
+
+
+def render_parts(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int) -> tuple[list[Rendered], int]:
+    """
+    A conversation in parts of at most max_tokens, and how many of its answers are in none: those that are too long even
+    alone with their question and the system message. Every other answer is trained in exactly one part.
+
+    One part if all fits. Else each begins with the system message and has as many exchanges before its first new one as
+    fit, to read only. New ones take at most half of a part, where more are before them: the parts together have about
+    twice the tokens, and an answer is learned with half a part before it.
+    """
+    whole = render(tokenizer, conversation)
+    if len(whole.ids) <= max_tokens:
+        return [whole] if any(whole.mask) else [], 0
+    system, exchanges = exchanges_of(conversation["messages"])
+    first = [render(tokenizer, {"messages": system + exchange}) for exchange in exchanges]
+    later = []  # the same without <|bos|> and the system message
+    for exchange in exchanges:
+        ids, mask = render(tokenizer, {"messages": exchange})
+        later.append(Rendered(ids[1:], mask[1:]))
+    tokens_before = list(itertools.accumulate([len(rendered.ids) for rendered in later], initial=0))
+
+    def tokens(start: int, stop: int) -> int:
+        return len(first[start].ids) + tokens_before[stop] - tokens_before[start + 1]
+
+    parts = []
+    too_long = 0
+    new = 0  # the first exchange that is in no part yet
+    while new < len(exchanges):
+        start, stop = new, new + 1
+        if not any(first[new].mask) or tokens(start, stop) > max_tokens:
+            too_long += any(first[new].mask)
+            new += 1
+            continue
+        while stop < len(exchanges) and tokens(start, stop + 1) <= max_tokens // 2:
+            stop += 1
+        while start and tokens(start - 1, stop) <= max_tokens:
+            start -= 1
+        while stop < len(exchanges) and tokens(start, stop + 1) <= max_tokens:
+            stop += 1
+        ids, mask = [], []
+        for index, rendered in enumerate([first[start], *later[start + 1 : stop]], start):
+            ids += rendered.ids
+            mask += rendered.mask if index >= new else [0] * len(rendered.ids)
+        parts.append(Rendered(ids, mask))
+        new = stop
+    return parts, too_long
+
+
+def exchanges_of(messages: list[dict]) -> tuple[list[dict], list[list[dict]]]:
+    """The system messages at the beginning, and the others by exchange: from the user's to the assistant's last."""
+    system = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
+    exchanges: list[list[dict]] = []
+    answered = True
+    for message in messages[len(system):]:
+        answers = message["role"] == "assistant"
+        if not exchanges or answered and not answers:
+            exchanges.append([])
+        exchanges[-1].append(message)
+        answered = answers
+    return system, exchanges
 
 
 def render_prompt(tokenizer: Tokenizer, conversation: Conversation, continue_last: bool = False) -> list[int]:
@@ -152,7 +223,7 @@ def joined(first: str | list[dict], second: str | list[dict]) -> str | list[dict
     before = parts(first)
     after = parts(second)
     if before and after and before[-1]["type"] == after[0]["type"] == "text":
-        before = [*before, {"type": "text", "text": "\n\n"}]
+        before = [*before, after[0] | {"text": "\n\n"}]
     return before + after
 
 
@@ -164,10 +235,12 @@ def pieces(tokenizer: Tokenizer, message: dict):
     """(ids, whether they are trained) of a message's parts in order, its special tokens around them."""
     role = message["role"]
     yield [tokenizer.encode_special(f"<|{role}_start|>")], False
+    trained = role == "assistant"
     for part in parts(message["content"]):
         start, end, written = PARTS[part["type"]]
+        trained = role == "assistant" and part.get("weight") != 0
         ids = tokenizer.encode(part["text"])
         if start:
             ids = [tokenizer.encode_special(start), *ids, tokenizer.encode_special(end)]
-        yield ids, role == "assistant" and written
-    yield [tokenizer.encode_special(f"<|{role}_end|>")], role == "assistant"
+        yield ids, trained and written
+    yield [tokenizer.encode_special(f"<|{role}_end|>")], trained

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanochat.data.best_fit import WaitingItems
-from nanochat.data.conversation import Conversation, render
+from nanochat.data.conversation import Conversation, render_parts
 from nanochat.data.padding import Row, padded_batch, padded_length
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.collectives import concatenate_parts, rank_and_size
@@ -23,14 +23,14 @@ from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.progress import progress
 
-Rows = list[list[int]]      # of each row the numbers of its conversations
+Rows = list[list[int]]      # of each row the numbers of its conversations (below: also a part of a long one)
 BUFFER_CONVERSATIONS = 512  # best fit chooses among these; more fill rows better, and keep the shuffled order less
 
 
 class RenderedConversations:
     """
-    Tokens and masks of all conversations, end to end. Conversations of which no answer fits into max_tokens are left
-    out. name: of this data, in the line that is printed. COLLECTIVE.
+    Tokens and masks of all conversations, end to end; a long one is several, see `render_parts`. Left out are answers
+    that do not fit into max_tokens even alone. name: of this data, in the line that is printed. COLLECTIVE.
     """
 
     def __init__(self, conversations: Sequence[Conversation], tokenizer: Tokenizer, max_tokens: int,
@@ -41,15 +41,19 @@ class RenderedConversations:
         ids = array("i")  # with the masks 5 bytes a token
         masks = bytearray()
         lengths = []
+        split = too_long = 0
         for index in progress(share, "rendering", "conversations"):
-            rendered = render(tokenizer, conversations[index], max_tokens)
-            if any(rendered.mask):
+            parts, left_out = render_parts(tokenizer, conversations[index], max_tokens)
+            split += len(parts) > 1
+            too_long += left_out
+            for rendered in parts:
                 ids.extend(rendered.ids)
                 masks += bytes(rendered.mask)
                 lengths.append(len(rendered.ids))
         self.ids = concatenate_parts(np.frombuffer(ids, np.int32))
         self.masks = concatenate_parts(np.frombuffer(masks, bool))
         self.lengths = concatenate_parts(np.array(lengths, np.int64))
+        split, too_long = concatenate_parts(np.array([[split, too_long]])).sum(0)
         if not len(self):
             raise UserError(f"none of the {count} conversations can be trained on: "
                             f"an answer must fit into max_seq_len={max_tokens - 1}")
@@ -58,8 +62,11 @@ class RenderedConversations:
         for array_of_all in (self.ids, self.masks, self.lengths):
             content.update(array_of_all)
         self.fingerprint = content.hexdigest()
-        print0(f"{name}: {len(self):,} conversations, {len(self.ids):,} tokens, {self.masks.sum():,} of them answers; "
-               f"{count - len(self):,} left out because no answer fits")
+        answers = self.masks[self.ids == tokenizer.encode_special("<|assistant_end|>")].sum()
+        long = f"; {split:,} are longer than {max_tokens - 1} tokens: {len(self):,} parts in all" if split else ""
+        lost = f"; {too_long:,} are too long even alone and left out" if too_long else ""
+        print0(f"{name}: {count:,} conversations, {len(self.ids):,} tokens{long}; "
+               f"{answers:,} of {answers + too_long:,} answers are learned, {self.masks.sum():,} tokens{lost}")
 
     def __len__(self) -> int:
         return len(self.lengths)

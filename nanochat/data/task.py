@@ -19,6 +19,7 @@ class Task(Sequence):
     """
     name = ""                                                    # its row in the report
     eval_type: Literal["categorical", "generative"] | None = None  # how it is measured; None: only to train on
+    held_out = True                                              # its test split is not trained on
     library: str | None = None                                   # file that answers look into; None: Python's
 
     def conversation(self, index: int) -> Conversation:
@@ -59,7 +60,7 @@ class Slice(Task):
 
     def __init__(self, task: Task, indices: Sequence[int]) -> None:
         self.task, self.indices = task, indices
-        self.name, self.eval_type, self.library = task.name, task.eval_type, task.library
+        self.name, self.eval_type, self.library, self.held_out = task.name, task.eval_type, task.library, task.held_out
         self.evaluate, self.reward = task.evaluate, task.reward
 
     def __len__(self) -> int:

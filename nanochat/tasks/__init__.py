@@ -96,6 +96,16 @@ def without_parts(specs: str) -> str:
     return ",".join(dict.fromkeys(whole))
 
 
+def describe_validation(mixture: Mixture) -> str:
+    """What the test split of a mixture is to a model that trains on it, in words."""
+    seen = [task.name for task in mixture.tasks if not task.held_out]
+    if not seen:
+        return "held out"
+    if len(seen) == len(mixture.tasks):
+        return "validation, on the same conversations as in training"
+    return f"validation, held out except {', '.join(seen)}, the same conversations as in training"
+
+
 def task_names(specs: str) -> set[str]:
     """The names in several specs, without arguments and parts."""
     return {re.split(r"[:\[*]", spec.strip())[0] for spec in specs.split(",")}

@@ -132,9 +132,9 @@ def choose_epochs_and_rate(conversations: int, num_epochs: int, init_lr_frac: fl
     return num_epochs, init_lr_frac
 
 
-def row_length(max_seq_len: int, model: GPT) -> int:
-    """Tokens of a row: the setting, or for −1 the model's. UserError for rows that the model was not made for."""
-    longest = model.config.sequence_len
+def row_length(max_seq_len: int, meta: dict) -> int:
+    """Tokens of a row: the setting, or for −1 the model's (meta of a checkpoint); UserError for longer ones."""
+    longest = meta["model_config"]["sequence_len"]
     if max_seq_len > longest:
         raise UserError(f"max_seq_len={max_seq_len} must be within 1 and the model's {longest}, or -1 for that")
     return longest if max_seq_len == -1 else max_seq_len
