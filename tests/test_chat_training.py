@@ -318,7 +318,7 @@ def test_a_step_of_rl_is_the_policy_gradient_over_all_samples(
 
 @pytest.mark.parametrize("module,settings,message", [
     ("scripts.mid_train", {"model_tag": "nobody"}, "(steps there: none; of other models: tiny)"),
-    ("scripts.chat_sft", {"tasks": "json:{broken}"}, "broken.jsonl:2"),
+    ("scripts.chat_sft", {"tasks": "json:{broken}"}, "broken.jsonl, line 2"),
     ("scripts.chat_sft", {"tasks": "gsm9k"}, "there is no task 'gsm9k'; known:"),
     ("scripts.chat_sft", {"source": "base", "max_seq_len": 999, "overwrite": True},
      "max_seq_len=999 must be within 1 and the model's 128"),

@@ -156,7 +156,7 @@ def test_what_clients_send_in_any_order(messages, expected):
     ([], 'expected {"messages": [...]}'),
     ({"messages": [said("user", "x"), said("bot", "y")]}, "message 2 has role 'bot'; expected one of system, user, "),
     ({"messages": [said("assistant", "x")]}, "take turns, the user first"),
-    ({"messages": [said("user", ["x"])]}, "message 1 has parts; only the assistant's content may"),
+    ({"messages": [said("user", ["x"])]}, "message 1: only the assistant's content may have other parts"),
     ({"messages": [said("user", "x"), said("assistant", [{"type": "image", "text": ""}])]}, "message 2 has the part"),
     ({"messages": [{"role": "user"}]}, "message 1 needs a role and a content"),
 ])

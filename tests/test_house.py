@@ -11,8 +11,9 @@ from conftest import REPO
 # Rooms import from lower floors only. The wings stand on top of them, and not on one another.
 FLOORS = {"runtime": 0, "model": 1, "data": 1, "optim": 2, "inference": 2, "eval": 3, "training": 4}
 WINGS = ("corpus", "tasks", "serve", "hf", "plan")
-# What tasks ask about: the embedded world, and Python's documentation, of which a library is made as well.
-SHARED = {("tasks", "nanochat.corpus.tinyworld"), ("tasks", "nanochat.corpus.pydoc")}
+# What tasks ask about: the embedded world, and Python's documentation, of which a library is made as well; and how a
+# user's files are read.
+SHARED = {("tasks", f"nanochat.corpus.{name}") for name in ("tinyworld", "pydoc", "own_files")}
 
 
 def name_of(path: Path) -> str:

@@ -1,5 +1,6 @@
 """Tasks: splits are disjoint, right answers right and wrong ones wrong, rows of the hub as they really look."""
 import ast
+import gzip
 import inspect
 import itertools
 import json
@@ -23,7 +24,7 @@ from nanochat.data.tokenizer import Tokenizer, get_tokenizer
 from nanochat.inference.calculator import calculate
 from nanochat.inference.tools import Tools
 from nanochat.runtime.errors import UserError
-from nanochat.tasks import Mixture, example_questions, make_mixture, make_task
+from nanochat.tasks import Mixture, describe_validation, example_questions, make_mixture, make_task, without_parts
 from nanochat.tasks import tinyworld as world
 from nanochat.tasks.common import last_number, single_turn, split_of
 from nanochat.tasks.gsm8k import answer_parts
@@ -538,7 +539,7 @@ GOOD = json.dumps(single_turn("a", "b"))
 
 
 @pytest.mark.parametrize("line, problem", [
-    ('{"messages": [', "not JSON.*on each line, as jq"), ("17", "messages"), ("[]", "no messages"),
+    ('{"messages": [', "not JSON"), ("17", "messages.*; there is: int"), ("[]", "no messages"),
     ('[{"role": "user", "content": "x"}]', "last message"), ('[{"role": "assistant", "content": "x"}]', "take turns"),
     (json.dumps(single_turn("a", "")), "message 2 is an empty answer"),
 ])
@@ -546,7 +547,115 @@ def test_a_bad_line_is_named_by_file_and_line(tmp_path, line: str, problem: str)
     path = own_file(tmp_path, [GOOD, "", GOOD, line, "worse"])
     with pytest.raises(UserError, match=problem) as caught:
         make_task(f"json:{path}", "train")
-    assert str(caught.value).startswith(f"{path}:4: ") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{path}, line 4: ") and "\n" not in str(caught.value)
+
+
+# Rows as the documentation of these tools shows them -> the turns, by first letter of the role; (…) is not learned.
+FORMS = {
+    # OpenAI, fine-tuning: weights, text parts, developer, functions that are not called
+    """{"messages": [{"role": "system", "content": "Marv is a chatbot."}, {"role": "user", "content": "Capital?"},
+        {"role": "assistant", "content": "Paris", "weight": 0}, {"role": "user", "content": "Be sarcastic."},
+        {"role": "assistant", "content": "Paris, as if nobody knew.", "weight": 1}]}""":
+        "s:Marv is a chatbot. u:Capital? a:(Paris) u:Be sarcastic. a:Paris, as if nobody knew.",
+    """{"messages": [
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": "ann"},
+        {"role": "assistant", "content": "Hello", "refusal": null}], "id": 1,
+      "parallel_tool_calls": false, "tools": [{"type": "function", "function": {"name": "get_current_weather"}}]}""":
+        "s:Be brief. u:Hi a:Hello",
+    # ShareGPT, as LLaMA-Factory and axolotl take it
+    """{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}, {"from": "human",
+        "value": "Bye"}, {"from": "gpt", "value": "See you"}], "system": "Be kind.", "tools": ""}""":
+        "s:Be kind. u:Hi a:Hello u:Bye a:See you",
+    """{"id": "0", "conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}""":
+        "u:Hi a:Hello",
+    # Alpaca
+    """{"instruction": "Classify.", "input": "Blue", "output": "A color."}""": "u:Classify.\n\nBlue a:A color.",
+    """{"instruction": "Say hi.", "input": "", "output": "Hi."}""": "u:Say hi. a:Hi.",
+    # trl and mlx-lm: the prompt is not learned
+    """{"prompt": "The sky is", "completion": " blue."}""": "u:The sky is a: blue.",
+    """{"prompt": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"},
+        {"role": "user", "content": "C"}], "completion": [{"role": "assistant", "content": "D"}]}""":
+        "u:A a:(B) u:C a:D",
+    # Servers of models that reason
+    """{"messages": [{"role": "user", "content": "A"},
+        {"role": "assistant", "content": "B", "reasoning_content": "Hm."}]}""": "u:A a:B",
+}
+
+
+def in_short(conversation: dict) -> str:
+    """The turns of a conversation, written as in FORMS."""
+    turns = []
+    for message in conversation["messages"]:
+        content = message["content"]
+        if not isinstance(content, str):
+            assert [set(part) for part in content] == [{"type", "text", "weight"}]
+            content = f"({content[0]['text']})"
+        turns.append(f"{message['role'][0]}:{content}")
+    return " ".join(turns)
+
+
+def test_conversations_in_the_forms_of_other_tools(tmp_path, capsys):
+    """As lines and as one JSON list, also compressed; what is not used is said once, with how often it is there."""
+    rows = [json.loads(row) for row in FORMS]
+    lines = own_file(tmp_path, map(json.dumps, rows))
+    (tmp_path / "list.json").write_text(json.dumps(rows, indent=2))
+    with gzip.open(tmp_path / "list.json.gz", "wt") as file:
+        json.dump(rows, file)
+    for path in (lines, tmp_path / "list.json", tmp_path / "list.json.gz"):
+        for split in ("train", "test"):
+            task = make_task(f"json:{path}:all", split)
+            assert [in_short(conversation) for conversation in task] == list(FORMS.values())
+            assert all(check_conversation(conversation) is None for conversation in task)
+        assert capsys.readouterr().out == (f"{path}: not learned, and how often it is there: answers of weight 0 (2), "
+                                           "id (2), name (1), tools (1), reasoning_content (1)\n")
+
+
+@pytest.mark.parametrize("row, problem", [
+    ({"text": "<s>[INST] Hi [/INST] Hello</s>", "id": 3, "n": None}, "no messages; expected .*; there is: text, id$"),
+    ({"prompt": "x", "chosen": "y", "rejected": "z"}, "there is: prompt, chosen, rejected$"),
+    ({"messages": []}, "there is: messages$"), (["x"], "message 1 has role None; expected one of system, user"),
+    ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0.5}],
+     r"message 2 has weight 0.5; expected 0 \(read, not learned\) or 1"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "message 1: only .*than texts"),
+    ([{"role": "user", "content": "x"}, {"role": "assistant", "content": None}], "message 2: its content is neither"),
+    ([{"role": "user", "content": "x"}, {"role": "tool", "content": "1"}], "message 2 has role 'tool'"),
+    ([{"role": "user", "content": "x"}, {"role": "user", "content": "y"}], "must take turns, .*: user user"),
+    ({"conversations": [{"from": "human", "value": "x"}, {"from": "bing", "value": "y"}]}, "message 2 has role 'bing'"),
+    ({"conversations": [{"from": "gpt", "value": "x"}]}, "must take turns, the user first"),
+])
+def test_what_is_no_conversation_is_named_with_what_is_there(tmp_path, row, problem: str):
+    for lines, place in (([GOOD, json.dumps(row)], "line 2"), ([f"[{GOOD}, {json.dumps(row)}]"], "entry 2")):
+        path = own_file(tmp_path, lines)
+        with pytest.raises(UserError, match=problem) as caught:
+            make_task(f"json:{path}:all", "train")
+        assert str(caught.value).startswith(f"{path}, {place}: ") and "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_utf8_is_read_with_the_encoding_that_is_named(tmp_path):
+    """Without one the error says which it may be, and how to name it; one wrong byte is not passed over either."""
+    path = tmp_path / "own.jsonl"
+    answers = [f"Die Bäckerei öffnet früh um {i} Uhr; süße Brötchen gibt es für {i} Mäuse." for i in range(40)]
+    for encoding, told in (("latin-1", "cp1250|cp1252|latin_1|iso8859_1"), ("utf-16", "utf_16")):
+        lines = [json.dumps(single_turn(f"Wann {i}?", answer), ensure_ascii=False) for i, answer in enumerate(answers)]
+        path.write_bytes("\n".join(lines).encode(encoding))
+        with pytest.raises(UserError, match=rf"not utf-8: .*; perhaps json:{path}:encoding=({told}), which begins"):
+            make_task(f"json:{path}", "train")
+        with pytest.raises(UserError, match="unknown encoding: latein"):
+            make_task(f"json:{path}:encoding=latein", "train")
+        for spec in (f"json:{path}:all:encoding={encoding}", f"json:{path}:encoding={encoding}:all"):
+            assert [reference(conversation) for conversation in make_task(spec, "train")[:3]] == answers[:3]
+    path.write_bytes(b"\n".join([GOOD.encode()] * 99 + [GOOD.replace("b", "\xe9").encode("latin-1")]))
+    with pytest.raises(UserError, match="own.jsonl, line 100: one letter cannot be read: .*:encoding=NAME"):
+        make_task(f"json:{path}", "train")
+
+
+def test_conversations_that_are_trained_on_are_not_called_held_out(tmp_path):
+    path = own_file(tmp_path, [json.dumps(single_turn(f"Frage {i}", f"{i}")) for i in range(100)])
+    for specs, said in ((f"json:{path}, arithmetic", "held out"),
+                        (f"json:{path}:all[:9]*2", "validation, on the same conversations as in training"),
+                        (f"arithmetic, json:{path}:all", rf"validation, held out except json:{path}, the same")):
+        assert re.match(said, describe_validation(make_mixture(without_parts(specs), "test", seed=0)))
 
 
 # ---- Specs, and data that is not there ------------------------------------------------------------------------------

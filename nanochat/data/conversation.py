@@ -11,7 +11,6 @@ A part of the assistant's with "weight": 0 is read, not learned; so is the end o
 Clients of a server may send messages in any order: see `turns_of`.
 """
 import bisect
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,40 +44,29 @@ def problem_with(conversation: Conversation) -> str | None:
     if not isinstance(messages, list) or not messages:
         return 'there are no messages; expected {"messages": [...]}'
     for number, message in enumerate(messages, 1):
-        if problem := problem_with_message(message):
-            return f"message {number} {problem}"
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            return f"message {number} needs a role and a content"
+        role = message["role"]
+        content = message["content"]
+        if role not in ROLES:
+            return f"message {number} has role {role!r}; expected one of {', '.join(ROLES)}"
+        if isinstance(content, list):
+            if role != "assistant":
+                return f"message {number}: only the assistant's content may have other parts than texts"
+            for part in content:
+                if not isinstance(part, dict) or part.get("type") not in PARTS or not isinstance(part.get("text"), str):
+                    return (f"message {number} has the part {part!r:.80}; "
+                            f"expected a type ({', '.join(PARTS)}) and a text")
+                if part.get("weight", 1) not in (0, 1):
+                    return f"message {number} has weight {part['weight']!r}; expected 0 (read, not learned) or 1"
+        elif not isinstance(content, str):
+            return f"message {number}: its content is neither text nor a list of parts"
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles
     if not turns or turns != (["user", "assistant"] * len(turns))[: len(turns)]:
         return ("user and assistant must take turns, the user first; a system message can only come before them: "
                 + " ".join(roles))
     return None
-
-
-def problem_with_message(message: dict) -> str | None:
-    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-        return "needs a role and a content"
-    role = message["role"]
-    content = message["content"]
-    if role not in ROLES:
-        return f"has role {role!r}; expected one of {', '.join(ROLES)}"
-    if isinstance(content, str):
-        return None
-    if not isinstance(content, list):
-        return f"has the content {content!r:.80}, neither text nor a list of parts"
-    if role != "assistant":
-        return "has parts; only the assistant's content may have them"
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") not in PARTS or not isinstance(part.get("text"), str):
-            return f"has the part {part!r:.80}; expected a type ({', '.join(PARTS)}) and a text"
-        if part.get("weight", 1) not in (0, 1):
-            return f"has a part with weight {part['weight']!r}; expected 0 (it is read, not learned) or 1"
-    return None
-
-
-def function_call(name: str, arguments: str) -> dict:
-    """The part of an answer that calls a function of the user's own; arguments: a JSON object."""
-    return {"type": "python", "text": f'{{"name":"{name}","arguments":{arguments}}}'}
 
 
 def render(tokenizer: Tokenizer, conversation: Conversation) -> Rendered:
@@ -97,7 +85,7 @@ def render(tokenizer: Tokenizer, conversation: Conversation) -> Rendered:
 def render_parts(tokenizer: Tokenizer, conversation: Conversation, max_tokens: int) -> tuple[list[Rendered], int]:
     """
     A conversation in parts of at most max_tokens, and how many of its answers are in none: those that are too long even
-    alone with their question and the system message. Every other answer is trained in exactly one part.
+    alone with their question and the system message. Every other answer is learned in exactly one part.
 
     One part if all fits. Else each begins with the system message and has as many exchanges before its first new one as
     fit, to read only. New ones take at most half of a part, where more are before them: the parts together have about
@@ -106,53 +94,35 @@ def render_parts(tokenizer: Tokenizer, conversation: Conversation, max_tokens: i
     whole = render(tokenizer, conversation)
     if len(whole.ids) <= max_tokens:
         return [whole] if any(whole.mask) else [], 0
-    system, exchanges = exchanges_of(conversation["messages"])
-    first = [render(tokenizer, {"messages": system + exchange}) for exchange in exchanges]
-    later = []  # the same without <|bos|> and the system message
-    for exchange in exchanges:
-        ids, mask = render(tokenizer, {"messages": exchange})
-        later.append(Rendered(ids[1:], mask[1:]))
-    tokens_before = list(itertools.accumulate([len(rendered.ids) for rendered in later], initial=0))
+    messages = conversation["messages"]
+    system = [message for message in messages[:1] if message["role"] == "system"]
+    turns = turns_of(messages[len(system):])
+    user_start = tokenizer.encode_special("<|user_start|>")
+    bounds = [i for i, token in enumerate(whole.ids) if token == user_start] + [len(whole.ids)]  # of the exchanges
+    last = len(bounds) - 1
+    alone = [render(tokenizer, {"messages": system + turns[2 * i : 2 * i + 2]}) for i in range(last)]
 
     def tokens(start: int, stop: int) -> int:
-        return len(first[start].ids) + tokens_before[stop] - tokens_before[start + 1]
+        return len(alone[start].ids) + bounds[stop] - bounds[start + 1]
 
     parts = []
-    too_long = 0
-    new = 0  # the first exchange that is in no part yet
-    while new < len(exchanges):
-        start, stop = new, new + 1
-        if not any(first[new].mask) or tokens(start, stop) > max_tokens:
-            too_long += any(first[new].mask)
-            new += 1
+    stop = 0
+    for new in range(last):  # the first exchange that is new in a part
+        if new < stop or not any(alone[new].mask) or len(alone[new].ids) > max_tokens:
             continue
-        while stop < len(exchanges) and tokens(start, stop + 1) <= max_tokens // 2:
+        start, stop = new, new + 1
+        while stop < last and tokens(start, stop + 1) <= max_tokens // 2:
             stop += 1
         while start and tokens(start - 1, stop) <= max_tokens:
             start -= 1
-        while stop < len(exchanges) and tokens(start, stop + 1) <= max_tokens:
+        while stop < last and tokens(start, stop + 1) <= max_tokens:
             stop += 1
-        ids, mask = [], []
-        for index, rendered in enumerate([first[start], *later[start + 1 : stop]], start):
-            ids += rendered.ids
-            mask += rendered.mask if index >= new else [0] * len(rendered.ids)
-        parts.append(Rendered(ids, mask))
-        new = stop
-    return parts, too_long
-
-
-def exchanges_of(messages: list[dict]) -> tuple[list[dict], list[list[dict]]]:
-    """The system messages at the beginning, and the others by exchange: from the user's to the assistant's last."""
-    system = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
-    exchanges: list[list[dict]] = []
-    answered = True
-    for message in messages[len(system):]:
-        answers = message["role"] == "assistant"
-        if not exchanges or answered and not answers:
-            exchanges.append([])
-        exchanges[-1].append(message)
-        answered = answers
-    return system, exchanges
+        rest = slice(bounds[start + 1], bounds[stop])
+        ids = alone[start].ids + whole.ids[rest]
+        mask = alone[start].mask + whole.mask[rest]
+        before = len(ids) - (bounds[stop] - bounds[new])
+        parts.append(Rendered(ids, [0] * before + mask[before:]))
+    return parts, sum(any(mask) and len(ids) > max_tokens for ids, mask in alone)
 
 
 def render_prompt(tokenizer: Tokenizer, conversation: Conversation, continue_last: bool = False) -> list[int]:

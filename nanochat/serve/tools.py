@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from nanochat.data.conversation import function_call
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.serve.protocol import Json
 from nanochat.serve.structured import flat, json_grammar
@@ -62,7 +61,7 @@ class FunctionCall(BaseModel):
 
     def part(self) -> Json:
         """The part of a message that stands for the call."""
-        return function_call(self.name, self.arguments)
+        return {"type": "python", "text": f'{{"name":"{self.name}","arguments":{self.arguments}}}'}
 
 
 class ToolCall(BaseModel):

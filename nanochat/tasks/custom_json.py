@@ -1,38 +1,61 @@
 """
-Your own conversations: a JSONL file, each line {"messages": [...]} or only the list of messages.
+Your own conversations: a file with one on each line, or one JSON list of them; also as .gz or .zst.
 
-    json:/path/to/file.jsonl        one conversation in 20 is kept for the test split
-    json:/path/to/file.jsonl:all    all of them, whichever split is asked for: a file that is one split already
+    json:/path/to/file.jsonl                     one conversation in 20 is kept for the test split
+    json:/path/to/file.jsonl:all                 all of them, whichever split is asked for
+    json:/path/to/file.jsonl:encoding=latin-1    of a file that is not UTF-8
+
+The forms in which conversations are kept, here and by others:
+
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}    or only the list
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}        ShareGPT
+    {"instruction": "Add.", "input": "2 and 3", "output": "5"}                                      Alpaca
+    {"prompt": "Hi", "completion": "Hello"}    texts, or lists of messages; answers in the prompt are read, not learned
+
+"system" beside them is the system message. An answer with "weight": 0 is read, not learned.
 """
 import json
+import re
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from nanochat.data.conversation import Conversation, check_conversation
+from nanochat.corpus.own_files import encoding_of, json_rows
+from nanochat.data.conversation import Conversation, check_conversation, parts
 from nanochat.data.task import Task
+from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
-from nanochat.tasks.common import split_of
+from nanochat.tasks.common import single_turn, split_of
 
 TEST_SHARE = 20  # one conversation in 20 is for the test split
-ONE_A_LINE = "expected a conversation on each line, as jq -c '.[]' makes of a JSON array"
+ARGUMENT = re.compile(r"(.+?)(:all)?(?::encoding=([^:]+))?(:all)?")
+ROLES = {"developer": "system", "human": "user", "gpt": "assistant"}
+READ = {"messages", "conversations", "system", "role", "from", "content", "value", "weight"}
+EXPECTED = '{"messages": [...]}, or "conversations", or "instruction" and "output", or "prompt" and "completion"'
 
 
 class CustomJSON(Task):
     """
     The conversations of a file that belong to a split. Their own text decides, so equal conversations are never in both
-    splits, and lines added later move none. Every line is checked at once: UserError with file and line.
+    splits, and lines added later move none. All are checked at once: UserError with file and line.
     """
-    name = "CustomJSON"
 
     def __init__(self, argument: str, split: str) -> None:
-        path = argument.removesuffix(":all")
+        path, first, encoding, second = ARGUMENT.fullmatch(argument).groups()
+        self.name = f"json:{path}"
+        self.held_out = not (first or second)
+        unused = Counter()
         self.conversations = []
-        for conversation in read_conversations(Path(path)):
+        for conversation in read_conversations(Path(path).expanduser(), encoding or "utf-8", unused):
             key = json.dumps(conversation, sort_keys=True)
-            if path != argument or split_of(key, TEST_SHARE) == split:
+            if not self.held_out or split_of(key, TEST_SHARE) == split:
                 self.conversations.append(conversation)
         if not self.conversations:
             raise UserError(f"{path} has no conversation for the {split} split (one in {TEST_SHARE} is for test); "
-                            f"json:{path}:all takes all of them")
+                            f"json:{argument}:all takes all of them")
+        if unused and split == "train":
+            found = ", ".join(f"{key} ({count:,})" for key, count in unused.most_common(10))
+            print0(f"{path}: not learned, and how often it is there: {found}")
 
     def __len__(self) -> int:
         return len(self.conversations)
@@ -41,27 +64,66 @@ class CustomJSON(Task):
         return self.conversations[index]
 
 
-def read_conversations(path: Path) -> list[Conversation]:
-    """The conversations of a JSONL file; blank lines are passed over."""
+def read_conversations(path: Path, encoding: str, unused: Counter) -> list[Conversation]:
+    """The conversations of a file. unused: counts the keys that mean nothing here, and the answers of weight 0."""
     try:
-        with open(path, "rb") as file:
-            return [read_conversation(line, f"{path}:{number}") for number, line in enumerate(file, 1) if line.strip()]
+        rows = json_rows(path, encoding_of(path, encoding))
+        return [read_conversation(row, place, unused) for place, row in rows]
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (LookupError, UserError) as error:  # LookupError: there is no such encoding
+        raise UserError(str(error).replace("--encoding=", f"json:{path}:encoding=")) from error
 
 
-def read_conversation(line: bytes, where: str) -> Conversation:
-    """The conversation on a line; UserError, beginning with `where`, when it is none that can be trained on."""
-    try:
-        value = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # bytes that are not UTF-8 as well
-        raise UserError(f"{where}: not JSON: {error}; {ONE_A_LINE}") from error
-    conversation = {"messages": value} if isinstance(value, list) else value
-    check_conversation(conversation, where)
-    messages = conversation["messages"]
-    if messages[-1]["role"] != "assistant":
-        raise UserError(f"{where}: the last message must be the assistant's: there is nothing to learn after it")
-    for number, message in enumerate(messages, 1):
-        if message["role"] == "assistant" and not message["content"]:
-            raise UserError(f"{where}: message {number} is an empty answer; write one, or take the conversation away")
-    return {"messages": messages}
+def read_conversation(row: Any, place: str, unused: Counter) -> Conversation:
+    """A row in any of the forms as a conversation; UserError, with its place, when it cannot be trained on."""
+    if "\ufffd" in str(row):
+        raise UserError(f"{place}: one letter cannot be read: mend it, or name the encoding, json:FILE:encoding=NAME")
+    fields = present({"messages": row} if isinstance(row, list) else row)
+    prompt = 0  # messages whose answers are only read
+    if fields.keys() >= {"instruction", "output"}:
+        asked = fields.pop("instruction"), fields.pop("input", "")
+        messages = single_turn("\n\n".join(str(text) for text in asked if text), fields.pop("output"))["messages"]
+    elif fields.keys() >= {"prompt", "completion"}:
+        messages = []
+        for message in single_turn(fields.pop("prompt"), fields.pop("completion"))["messages"]:
+            prompt = len(messages)
+            messages += message["content"] if isinstance(message["content"], list) else [message]
+    else:
+        messages = fields.get("messages") or fields.get("conversations")
+    if not messages or not isinstance(messages, list):
+        there = ", ".join(fields) or type(row).__name__
+        raise UserError(f"{place}: there are no messages; expected {EXPECTED}; there is: {there}")
+    turns = [read_message(message, int(number >= prompt), unused) for number, message in enumerate(messages)]
+    if system := fields.get("system"):
+        turns.insert(0, {"role": "system", "content": system})
+    unused.update(key for key, value in fields.items() if value and key not in READ)
+    check_conversation({"messages": turns}, place)
+    if turns[-1]["role"] != "assistant":
+        raise UserError(f"{place}: the last message must be the assistant's: there is nothing to learn after it")
+    for number, turn in enumerate(turns, 1):
+        if turn["role"] == "assistant" and not turn["content"]:
+            raise UserError(f"{place}: message {number} is an empty answer; write one, or take the conversation away")
+    return {"messages": turns}
+
+
+def read_message(message: Any, weight: int, unused: Counter) -> dict:
+    """A message as `check_conversation` expects it, if it can be one. weight: where it has none itself."""
+    fields = present(message)
+    role = fields.get("role", fields.get("from"))
+    role = ROLES.get(str(role), role)
+    content = fields.get("content", fields.get("value"))
+    weight = fields.get("weight", weight)
+    unused.update(key for key, value in fields.items() if value and key not in READ)
+    if role == "assistant":
+        if weight != 1 and isinstance(content, (str, list)) and content:
+            unused["answers of weight 0"] += 1
+            content = [present(part) | {"weight": weight} for part in parts(content)]
+    elif isinstance(content, list) and all(present(part).get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    return {"role": role, "content": content}
+
+
+def present(row: Any) -> dict:
+    """What is not null."""
+    return {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else {}
