@@ -21,7 +21,8 @@ from nanochat.runtime.console import print0
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
 from nanochat.runtime.errors import UserError
-from nanochat.training.checkpoint import find_model, latest_stage, load_checkpoint
+from nanochat.tasks import never_looks_up
+from nanochat.training.checkpoint import find_model, latest_stage, load_checkpoint, tasks_of
 
 # ---- Model
 source: Literal["auto", "base", "mid", "sft", "rl"] = "auto"  # stage of the model; auto: the last one trained
@@ -48,7 +49,10 @@ BEFORE = {"python": "[", "python_output": " = ", "text": "] "}  # is printed bef
 
 *_, device = compute_init(device_type)
 stage = latest_stage(model_tag) if source == "auto" else source
-model, tokenizer, meta = load_checkpoint(find_model(stage, model_tag, step), device)
+checkpoint = find_model(stage, model_tag, step)
+model, tokenizer, meta = load_checkpoint(checkpoint, device)
+if warning := never_looks_up(tasks_of(stage, checkpoint.parent.name), library):
+    print(warning, file=sys.stderr)  # of an answer with -p only the answer is printed
 sampling = SamplingParams(max_new_tokens, temperature, top_k, seed=seed, tools=stage != "base")
 render = render_text if stage == "base" else render_prompt
 engine = Engine(model.to(compute_dtype(dtype, device)), tokenizer, 1, PROMPT_CACHE_BYTES,

@@ -32,7 +32,7 @@ from nanochat.serve.app import create_app
 from nanochat.serve.engine_process import load_engine
 from nanochat.serve.server import Server
 from nanochat.serve.worker import ServedModel, Worker
-from nanochat.tasks import example_questions
+from nanochat.tasks import example_questions, never_looks_up
 from nanochat.training.checkpoint import find_model, latest_stage, read_meta, tasks_of
 
 # ---- Models
@@ -94,6 +94,9 @@ for stage in sources:
     checkpoint = find_model(stage, model_tag, step)
     tag = checkpoint.parent.name
     meta = read_meta(checkpoint)
+    specs = tasks_of(stage, tag)
+    if warning := never_looks_up(specs, library):
+        print0(warning)
     load = partial(load_engine, checkpoint, device_type, dtype, max_batch, library, workers)
     models.append(ServedModel(
         id=f"{tag}-{stage}",
@@ -103,7 +106,7 @@ for stage in sources:
         tools=tools,
         workers=[Worker(partial(load, number)) for number in range(workers)],
         chats=stage != "base",
-        examples=example_questions(tasks_of(stage, tag)),
+        examples=example_questions(specs),
     ))
 
 hosts = names_in(allowed_hosts.lower())

@@ -13,7 +13,7 @@ from nanochat.data.task import reference
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.library import Library
 from nanochat.runtime.errors import UserError
-from nanochat.tasks import make_task
+from nanochat.tasks import make_mixture, make_task, never_looks_up
 from nanochat.tasks.common import split_of
 from nanochat.tasks.lookup import what_is_asked
 from nanochat.tasks.pydoc import documented
@@ -190,23 +190,49 @@ def test_passages_of_a_library_are_asked_about(tmp_path: Path):
     file = make_library(str(folder))
     library = Library(file)
     for tool in ("lookup", "search"):
-        task = make_task(f"{tool}:{file}", "test")
-        assert len(task) == 200 and task[7] == make_task(f"{tool}:{file}", "test")[7]
-        correct = 0
-        for conversation in task:
-            _, called, asked, found, answer = exchanges(conversation)[-1]
-            passage = getattr(library, tool)(asked)
-            correct += passage is not None and task.evaluate(conversation, passage.text)
-            assert called == tool and task.evaluate(conversation, answer)
-        assert correct == 200 if tool == "lookup" else correct > 150
-        assert {tuple(conversation["right"]) for conversation in task} <= {
+        both = [make_task(f"{tool}:{file}", split) for split in ("train", "test")]
+        texts = []
+        for task in both:
+            correct = 0
+            for conversation in task:
+                _, called, asked, found, answer = exchanges(conversation)[-1]
+                passage = getattr(library, tool)(asked)
+                correct += passage is not None and task.evaluate(conversation, passage.text)
+                assert called == tool and task.evaluate(conversation, answer) and task.library == str(file)
+            assert correct == len(task) if tool == "lookup" else correct > 0.75 * len(task)
+            texts.append({tuple(conversation["right"]) for conversation in task})
+        train, test = texts
+        assert train | test <= {
             (f"Mixes {i} eggs with sugar and flour.",
              f"Mixes {i} eggs with sugar and flour. Bake it for {i} minutes.") for i in range(250)
         } | {("The same title again.",)}
-        with pytest.raises(UserError, match="nothing to train on"):
-            make_task(f"{tool}:{file}", "train")
+        assert not train & test and len(train) > 200 and len(test) > 10, "what is tested is never trained on"
+        assert both[0][7] == make_task(f"{tool}:{file}", "train")[7]
     with pytest.raises(UserError, match="no library"):
         make_task("lookup:/nobody.sqlite", "test")
+    (folder / "cakes.md").write_text("# Long\n\n" + "word " * 58 + "\n")
+    with pytest.raises(UserError, match="nothing to train on: of its 1 passages none of up to 200 characters"):
+        make_task(f"search:{make_library(str(folder))}", "train")
+
+
+def test_a_library_is_trained_on_in_a_mixture_by_its_name(base_folder, tmp_path):
+    """The answers are passages of a user's own folder, to the letter; nothing about them is held out by accident."""
+    (tmp_path / "bakery").mkdir()
+    for i in range(40):
+        (tmp_path / "bakery" / f"bread{i}.txt").write_text(f"Rye loaf {i} rests for {i} hours before baking.\n")
+    make_library(str(tmp_path / "bakery"))
+    passages = {f"Rye loaf {i} rests for {i} hours before baking." for i in range(40)}
+    mixture = make_mixture("lookup:bakery*2, search:bakery, lookup[:30]", "train", seed=0)
+    answers = Counter(reference(conversation) for conversation in mixture)
+    assert sum(answers[text] for text in passages) == len(mixture) - 30 > 90
+    assert 25 < len(passages & answers.keys()) < 40, "some are held out"
+
+
+def test_a_model_that_was_not_taught_to_look_up_says_so():
+    line = never_looks_up("json:bakery.jsonl:all, tinyworld:facts[:400]", "notes")
+    assert "never taught to look things up" in line and "(json:bakery.jsonl:all, tinyworld:facts[:400])" in line
+    assert "lookup:notes, search:notes" in line and "\n" not in line
+    assert never_looks_up("tinyworld, search[:99]*2", "notes") == never_looks_up("tinyworld", None) == ""
 
 
 def test_tokens_of_a_tokenizer_are_all_copied(base_folder):

@@ -111,6 +111,15 @@ def task_names(specs: str) -> set[str]:
     return {re.split(r"[:\[*]", spec.strip())[0] for spec in specs.split(",")}
 
 
+def never_looks_up(specs: str, library: str | None) -> str:
+    """A warning, if a library is opened to a model of these tasks and none of them teaches it to look things up."""
+    if library is None or task_names(specs) & {"lookup", "search"}:
+        return ""
+    return (f"warning: this model was never taught to look things up: no lookup or search among its tasks "
+            f"({specs or 'none are known'}); unless your own conversations do it, train with "
+            f'--tasks="lookup, search, lookup:{library}, search:{library}, …"')
+
+
 def example_questions(specs: str, count: int = 4) -> list[str]:
     """
     Short held-out questions of a mixture's tasks in turn: what a model that was trained on it can be asked. Only of

@@ -8,7 +8,7 @@ Looking things up in a library (nanochat/inference/library.py): needs no downloa
     lookup:true, search:true         train: the others, with nothing made up, for reinforcement learning
     lookup:unknown, search:unknown   the library has nothing: "I do not know. I found nothing about …"
     lookup:talk                      small talk: one sentence says what the model can do
-    lookup:NAME, search:NAME         test only: 200 passages of any library
+    lookup:NAME, search:NAME         passages of any library, asked about in English: one in ten is for the test split
 
 The name, or the question without its asking words, is copied into the call. The result is copied into
 the answer: all of it, or its first sentence if a short answer was asked for. Most results in training are about
@@ -304,17 +304,22 @@ def objects(split: str) -> list[tuple[str, str]]:
 
 
 def passages_of(tool: str, path: str, split: str) -> list[tuple[str, str]]:
-    """(title, text) of passages of a library that can be asked about, at most SIZES["test"], the same each time."""
+    """(title, text) of a split's passages that can be asked about, at most SIZES[split], the same each time."""
     library = open_tools(path).library
     rows = library.query("SELECT title, text, place FROM passages ORDER BY id")
     found = []
     for index in shuffled(len(rows), f"{tool}:passages"):
         title, text, _ = rows[index]
+        if len(text) > LONGEST or split_of(text) != split:
+            continue
         usable = what_is_asked(text)[1]
         if tool == "lookup":  # another passage of the same title may come first
             usable = library.lookup(title) == rows[index]
-        if usable and len(text) <= LONGEST and len(found) < SIZES["test"]:
+        if usable:
             found.append((title, text))
-    if split == "train" or not found:  # a library is no training set, and this one may have nothing to ask about
-        raise UserError(f"task {tool}:{path} has nothing to {split} on")
+        if len(found) == SIZES[split]:
+            break
+    if not found:
+        raise UserError(f"task {tool}:{path} has nothing to {split} on: of its {len(rows):,} passages none of up to "
+                        f"{LONGEST} characters in that split can be asked about")
     return found
