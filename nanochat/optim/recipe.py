@@ -1,6 +1,6 @@
 """
-What a run of pretraining decides once, before its first step: horizon, batch, recipe, rates. Its checkpoints keep it, so
-that a resumed run goes on as it began.
+What a run of pretraining decides once, before its first step: horizon, batch, recipe, rates. Its checkpoints keep it:
+a resumed run goes on as it began.
 """
 import math
 from typing import NamedTuple
@@ -116,7 +116,8 @@ def choose(
     if not meta and recipe.weight_decay and (is_chosen or settings["weight_decay"] == -1):
         decay_factor = decay_scale(rate_factor, num_iterations)
     if rate_factor != 1 or decay_factor != 1:
-        print0(f"rates: all x {rate_factor:.4g} for this batch; weight decay x {decay_factor:.4g} for batch and horizon")
+        print0(f"rates: all x {rate_factor:.4g} for this batch; "
+               f"weight decay x {decay_factor:.4g} for batch and horizon")
     if not meta and total_batch_size == by_rule and rate_factor != rate_scale(by_rule):
         print0("rates: as set, as the batch is given; --total_batch_size=-1 chooses the same one, with all rates x "
                f"{rate_scale(by_rule):.4g}")
