@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from nanochat.corpus.own_files import encoding_of, json_rows
+from nanochat.corpus.own_files import Notes, encoding_of, json_rows, say
 from nanochat.data.conversation import Conversation, check_conversation, parts
 from nanochat.data.task import Task
 from nanochat.runtime.console import print0
@@ -66,8 +66,10 @@ class CustomJSON(Task):
 
 def read_conversations(path: Path, encoding: str, unused: Counter) -> list[Conversation]:
     """The conversations of a file. unused: counts the keys that mean nothing here, and the answers of weight 0."""
+    notes = Notes(list)
     try:
-        rows = json_rows(path, encoding_of(path, encoding))
+        rows = json_rows(path, encoding_of(path, encoding, notes))
+        say(notes)
         return [read_conversation(row, place, unused) for place, row in rows]
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
