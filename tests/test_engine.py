@@ -20,7 +20,7 @@ from nanochat.inference.detokenizer import IncrementalDetokenizer, to_parts
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.kv_cache import CachedModel, Prefix, linear
 from nanochat.inference.logprobs import token_logprobs
-from nanochat.inference.sampling import SamplingParams, draw
+from nanochat.inference.sampling import Penalties, SamplingParams, draw
 from nanochat.inference.tools import Tools
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, architecture
@@ -419,7 +419,7 @@ def test_adjusted_draws_have_the_probabilities_of_the_definition(softcap, settin
     """
     logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(2)) * 4
     sampling, plain = SamplingParams(**settings), SamplingParams()
-    answers = [[3, 7, 7, 7, 40]] * 2, [None] * 2    # tokens and grammars
+    answers = [Penalties(sampling, [3, 7, 7, 7, 40]), None], [None] * 2    # penalties and grammars
     N, counts = 1000, Counter()
     for i in range(N):
         uniform = (i + 0.5) / N

@@ -1,9 +1,11 @@
 """Drawing tokens: what a request may ask for, and one draw for every row of a batch at once."""
 import copy
 import math
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,7 +62,7 @@ class SamplingParams:
     tools: bool = True                  # compute the expressions between <|python_start|> and <|python_end|>
     presence_penalty: float = 0.0       # these three: see `adjust`
     frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit), each token once
     logprobs: int | None = None         # log-probabilities of its tokens, and of this many most probable ones
     prompt_logprobs: int | None = None  # likewise of the prompt's tokens
     grammar: Grammar | None = None      # which tokens may come next; None: any. Not together with tools
@@ -71,7 +73,16 @@ class SamplingParams:
     @property
     def adjusts(self) -> bool:
         """Whether logits are changed before a token is chosen."""
-        return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias or self.grammar)
+        return bool(self.penalizes or self.logit_bias or self.grammar)
+
+    @property
+    def penalizes(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    @cached_property
+    def bias(self) -> "Sparse":
+        """logit_bias, made once for all answers to a request."""
+        return array("q", (token for token, _ in self.logit_bias)), array("f", (value for _, value in self.logit_bias))
 
     def candidates(self, vocab_size: int) -> str:
         """Which tokens have to be compared, from the cheapest to the most expensive way."""
@@ -82,14 +93,39 @@ class SamplingParams:
         return "all"
 
 
+Sparse = tuple[array, array]    # tokens, int64, each once; what is added to their logits, float32
+
+
+class Penalties:
+    """What one answer's tokens add to their logits, kept up to date token by token: a step does not count them anew."""
+
+    def __init__(self, sampling: SamplingParams, written: Iterable[int] = ()):
+        self.sampling = sampling
+        self.places: dict[int, int] = {}    # of the tokens in `sparse`
+        self.times: list[int] = []          # that the answer has them
+        self.sparse: Sparse = array("q"), array("f")
+        for token in written:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        tokens, values = self.sparse
+        place = self.places.setdefault(token, len(tokens))
+        if place == len(tokens):
+            tokens.append(token)
+            values.append(0.0)
+            self.times.append(0)
+        self.times[place] += 1
+        values[place] = -(self.sampling.frequency_penalty * self.times[place] + self.sampling.presence_penalty)
+
+
 def draw(
     logits: Tensor, samplings: Sequence[SamplingParams], uniforms: Sequence[float], softcap: float | None,
-    written: Sequence[Sequence[int]] = (), grammars: Sequence[Grammar | None] = (),
+    penalties: Sequence[Penalties | None] = (), grammars: Sequence[Grammar | None] = (),
 ) -> list[int]:
     """
     A token for each row: logits (B, V), float32, before the softcap; uniforms within [0, 1), one for each row;
-    softcap: the model's, None or 0 for none; written, grammars: the tokens and the grammar of each row's answer, if any
-    row's logits are adjusted.
+    softcap: the model's, None or 0 for none; penalties, grammars: those of each row's answer, if any row's logits are
+    adjusted.
 
     A row's token depends on its own logits, sampling, uniform and answer only. Rows that need the same candidates are
     drawn together; the tokens are read from the device once.
@@ -101,36 +137,49 @@ def draw(
     for (kind, adjusts), rows in groups.items():
         part = logits[rows]     # a copy
         still_to_cap = softcap
+        its_samplings = [samplings[row] for row in rows]
         if adjusts:  # penalties are defined on capped logits
             part = cap(part, softcap)
             still_to_cap = None
-            for one, row in zip(part, rows):
-                adjust(one, samplings[row], written[row], grammars[row])
+            adjust(part, its_samplings, [penalties[row] for row in rows], [grammars[row] for row in rows])
         if kind == "best":
             tokens[rows] = most_probable(part, still_to_cap)
         else:
-            its_samplings = [samplings[row] for row in rows]
             its_uniforms = [uniforms[row] for row in rows]
             tokens[rows] = draw_candidates(part, kind, its_samplings, its_uniforms, still_to_cap)
     return tokens.tolist()  # the one read of this step
 
 
-def adjust(logits: Tensor, sampling: SamplingParams, written: Sequence[int], grammar: Grammar | None) -> None:
+def adjust(
+    logits: Tensor, samplings: Sequence[SamplingParams], penalties: Sequence[Penalties | None],
+    grammars: Sequence[Grammar | None],
+) -> None:
     """
-    Change capped logits, (V,), as a request asks, before temperature, top-k and top-p:
+    Change capped logits, (B, V), as requests ask, before temperature, top-k and top-p; all rows at once:
 
         frequency_penalty    subtracted once for each time that the answer has the token
         presence_penalty     subtracted once if the answer has the token
         logit_bias           added
         grammar              tokens that are not allowed become −inf
     """
-    if sampling.frequency_penalty or sampling.presence_penalty:
-        for token, times in Counter(written).items():
-            logits[token] -= sampling.frequency_penalty * times + sampling.presence_penalty
-    for token, bias in sampling.logit_bias:
-        logits[token] += bias
-    if grammar:
-        logits[~grammar.allowed.to(logits.device)] = -math.inf
+    add_sparse(logits, [penalty and penalty.sparse for penalty in penalties])
+    add_sparse(logits, [sampling.bias for sampling in samplings])
+    rows = [row for row, grammar in enumerate(grammars) if grammar]
+    if rows:
+        allowed = torch.stack([grammars[row].allowed for row in rows]).to(logits.device)    # (rows, V)
+        logits[rows] = logits[rows].masked_fill(~allowed, -math.inf)
+
+
+def add_sparse(logits: Tensor, rows: Sequence[Sparse | None]) -> None:
+    """Add to each row of logits, (B, V), its own. No place twice, so the sum does not depend on an order."""
+    present = [(row, sparse) for row, sparse in enumerate(rows) if sparse and sparse[0]]
+    if not present:
+        return
+    places = [np.asarray(tokens) + row * logits.size(1) for row, (tokens, _) in present]
+    values = [np.asarray(its_values) for _, (_, its_values) in present]
+    # One copy to the device for all rows; entries are bounded by the limits on logit_bias and max_tokens.
+    index, added = (torch.from_numpy(np.concatenate(parts)).to(logits.device) for parts in (places, values))
+    logits.view(-1).index_add_(0, index, added)
 
 
 def most_probable(logits: Tensor, softcap: float | None) -> Tensor:
