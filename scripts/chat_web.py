@@ -30,6 +30,7 @@ from nanochat.runtime.devices import choose_device_type
 from nanochat.runtime.errors import UserError
 from nanochat.serve.app import create_app
 from nanochat.serve.engine_process import load_engine
+from nanochat.serve.gate import LOOPBACK
 from nanochat.serve.server import Server
 from nanochat.serve.worker import ServedModel, Worker
 from nanochat.tasks import example_questions, never_looks_up
@@ -54,7 +55,6 @@ top_k = 50                  # [0..] likewise: only the k most probable tokens; 0
 library: str | None = None  # name or file of a library for models to look into; None: that of Python, if it is there
 configure(globals())
 
-LOOPBACK = "127.0.0.1", "localhost"
 api_key = os.environ.get("NANOCHAT_API_KEY", "")    # a setting would show in the list of processes
 
 
@@ -109,9 +109,9 @@ for stage in sources:
         examples=example_questions(specs),
     ))
 
-hosts = names_in(allowed_hosts.lower())
+hosts = names_in(allowed_hosts)
 if hosts or host in LOOPBACK:   # else every name is answered
-    hosts += [*LOOPBACK, host.lower()]
+    hosts.append(host)
 app = create_app(models, max_new_tokens, {"temperature": temperature, "top_k": top_k}, api_key, hosts)
 url = f"http://{host}:{listener.getsockname()[1]}"
 print0(f"{url} serves {', '.join(model.id for model in models)}; Ctrl-C ends it")

@@ -943,7 +943,7 @@ async def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeyp
 async def test_loading_and_limits_of_time(monkeypatch, pace):
     """What waits for the model is answered when it is there; time that is over ends an answer, and a wait."""
     loaded, passed = threading.Event(), 0.0
-    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + passed)  # the engine's
+    clock = types.SimpleNamespace(**vars(time) | {"monotonic": lambda: time.monotonic() + passed})  # the engine's
     monkeypatch.setattr(nanochat.serve.engine_process, "time", clock)
 
     def make_late() -> Engine:

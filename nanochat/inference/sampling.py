@@ -82,7 +82,7 @@ class SamplingParams:
     @cached_property
     def bias(self) -> "Sparse":
         """logit_bias, made once for all answers to a request."""
-        return array("q", (token for token, _ in self.logit_bias)), array("f", (value for _, value in self.logit_bias))
+        return array("q", (token for token, _ in self.logit_bias)), array("d", (value for _, value in self.logit_bias))
 
     def candidates(self, vocab_size: int) -> str:
         """Which tokens have to be compared, from the cheapest to the most expensive way."""
@@ -93,7 +93,7 @@ class SamplingParams:
         return "all"
 
 
-Sparse = tuple[array, array]    # tokens, int64, each once; what is added to their logits, float32
+Sparse = tuple[array, array]    # tokens, int64, each once; what is added to their logits, float64
 
 
 class Penalties:
@@ -102,8 +102,7 @@ class Penalties:
     def __init__(self, sampling: SamplingParams, written: Iterable[int] = ()):
         self.sampling = sampling
         self.places: dict[int, int] = {}    # of the tokens in `sparse`
-        self.times: list[int] = []          # that the answer has them
-        self.sparse: Sparse = array("q"), array("f")
+        self.sparse: Sparse = array("q"), array("d")
         for token in written:
             self.add(token)
 
@@ -112,10 +111,8 @@ class Penalties:
         place = self.places.setdefault(token, len(tokens))
         if place == len(tokens):
             tokens.append(token)
-            values.append(0.0)
-            self.times.append(0)
-        self.times[place] += 1
-        values[place] = -(self.sampling.frequency_penalty * self.times[place] + self.sampling.presence_penalty)
+            values.append(-self.sampling.presence_penalty)
+        values[place] -= self.sampling.frequency_penalty
 
 
 def draw(
@@ -172,14 +169,11 @@ def adjust(
 
 def add_sparse(logits: Tensor, rows: Sequence[Sparse | None]) -> None:
     """Add to each row of logits, (B, V), its own. No place twice, so the sum does not depend on an order."""
-    present = [(row, sparse) for row, sparse in enumerate(rows) if sparse and sparse[0]]
-    if not present:
-        return
-    places = [np.asarray(tokens) + row * logits.size(1) for row, (tokens, _) in present]
-    values = [np.asarray(its_values) for _, (_, its_values) in present]
-    # One copy to the device for all rows; entries are bounded by the limits on logit_bias and max_tokens.
-    index, added = (torch.from_numpy(np.concatenate(parts)).to(logits.device) for parts in (places, values))
-    logits.view(-1).index_add_(0, index, added)
+    places = [np.asarray(sparse[0]) + row * logits.size(1) for row, sparse in enumerate(rows) if sparse]
+    values = [np.asarray(sparse[1], np.float32) for sparse in rows if sparse]
+    if places:  # one copy to the device for all rows; the limits on logit_bias and max_tokens bound it
+        index, added = (torch.from_numpy(np.concatenate(parts)).to(logits.device) for parts in (places, values))
+        logits.view(-1).index_add_(0, index, added)
 
 
 def most_probable(logits: Tensor, softcap: float | None) -> Tensor:

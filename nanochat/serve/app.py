@@ -9,6 +9,7 @@ Limits are checked before work is done. Nothing that a user writes gets into a l
 import asyncio
 import contextlib
 import secrets
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from nanochat.serve.requests import BaseRequest, ChatRequest, CompletionRequest
 from nanochat.serve.responses import ResponsesReply, ResponsesRequest
 from nanochat.serve.worker import Pending, ServedModel
 
+READERS = 2     # bodies of one address that are read at once: a thread each, of which there are few
 PAGE = Path(__file__).with_name("ui.html")
 
 
@@ -60,7 +62,9 @@ def create_app(
         await asyncio.wait([worker.reading for worker in workers], timeout=10)
 
     handlers = {HTTPException: show_error}
-    return Starlette(routes=routes, middleware=[gate], exception_handlers=handlers, lifespan=lifespan)
+    app = Starlette(routes=routes, middleware=[gate], exception_handlers=handlers, lifespan=lifespan)
+    app.router.redirect_slashes = False     # it would send clients to whatever their Host says
+    return app
 
 
 async def page(http: HttpRequest) -> Response:
@@ -79,15 +83,16 @@ class Api:
     def __init__(self, models: list[ServedModel], max_new_tokens: int, defaults: Json):
         self.models = {model.id: model for model in models}
         self.max_new_tokens, self.defaults = max_new_tokens, defaults
+        self.readers: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
 
     async def health(self, http: HttpRequest) -> Response:
         """
-        200 while every model can answer. The state of each worker: loading, ready or dead; and how many answers are
-        being written, and wait for a place.
+        200 while every model can answer, however slowly. The state of each worker: loading, ready, slow, silent or
+        dead; and how many answers are being written, and wait for a place.
         """
         models = self.models.values()
-        states = {model.id: [worker.state for worker in model.workers] for model in models}
-        ready = all("ready" in its_states for its_states in states.values())
+        states = {model.id: [worker.condition for worker in model.workers] for model in models}
+        ready = all({"ready", "slow"} & {*its_states} for its_states in states.values())
         body = {
             "status": "ok" if ready else "unavailable",
             "running": sum(model.running for model in models), "waiting": sum(model.waiting for model in models),
@@ -119,7 +124,9 @@ class Api:
         body = await read_body(http)
         client = http.client.host if http.client else ""
         # In a thread: a megabyte takes up to a second to read, and others want their tokens meanwhile.
-        asked, model, request = await asyncio.to_thread(self.read, kind, body, client)
+        places = self.readers.setdefault(client, asyncio.Semaphore(READERS))    # forgotten with its last user
+        async with places:
+            asked, model, request = await asyncio.to_thread(self.read, kind, body, client)
         reply = make_reply(asked, model, request)
         pending = model.submit(request)
         pending.watcher = asyncio.create_task(cancel_at_the_end(http, pending))
@@ -136,11 +143,10 @@ class Api:
         """What a body asks for, and its model. ApiError for what cannot be answered."""
         asked = kind.parse(body, self.defaults)
         model = self.find(asked.model)
-        prompts, echo_from = asked.encode(model.tokenizer, model.chats, model.context)
-        size = len(prompts) * asked.n
-        if size > model.max_choices:
-            words = f"{size:,} answers at once; this server takes at most {model.max_choices}"
+        if asked.size > model.max_choices:
+            words = f"{asked.size:,} answers at once; this server takes at most {model.max_choices}"
             raise ApiError(400, words, param="n")
+        prompts, echo_from = asked.encode(model.tokenizer, model.chats, model.context)
         longest = max(map(len, prompts))
         if longest > model.context:     # in OpenAI's words: clients look for them
             words = (f"This model's maximum context length is {model.context} tokens. However, your {asked.param} "

@@ -5,7 +5,8 @@ An engine in a process of its own: it shares Python's lock neither with the web 
     how to make the engine    --- socket -->    the engine
     a request                 --- socket -->    engine.add
                                                 engine.step: one token for every choice, again and again
-    chunks                    <-- socket ---    every 40 ms: the text since the last chunks, or nothing
+    chunks                    <-- socket ---    every 40 ms: the text since the last chunks
+    how long a step takes     <-- socket ---    every second
     the id of a request       --- socket -->    engine.remove
 
 It ends with the socket, so that it never outlives the web process, and after an error that is not one request's.
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,7 +44,9 @@ from nanochat.serve.structured import compile_grammar
 from nanochat.training.checkpoint import load_checkpoint
 
 FLUSH_EVERY = 0.04    # seconds: 25 chunks a second look like writing, and cost a fraction of what 400 would
-BEAT_EVERY = 1.0      # seconds between messages without chunks while there is nothing to do: the engine is alive
+BEAT_EVERY = 1.0      # seconds between messages that say that the engine is alive (worker.py)
+WORK = 0.01           # seconds of the processor since the last one that count as work
+COMPILERS = 2         # grammars that are compiled at once, of which one address has one
 PROMPT_CACHE_BYTES = 2**29
 
 
@@ -109,20 +113,26 @@ def length_of(deltas: list[Delta]) -> int:
 
 
 class EngineProcess:
-    """What the process does: `run` in one thread, `listen` in another, grammars are compiled in a third."""
+    """What the process does: `run` in one thread, `listen` and `beat` in others, grammars are compiled in two more."""
 
     def __init__(self, web: socket.socket):
         self.file = web.makefile("rwb")
+        self.writing = threading.Lock()
         self.inbox = queue.SimpleQueue()    # functions that `run` has to call
         self.choices: dict[Answer, Choice] = {}  # by the engine's answer
         self.compiling: set[int] = set()    # requests that wait for their grammar
-        self.compiler = ThreadPoolExecutor(1)
+        self.forms: dict[str, deque[Request]] = {}  # of these, those that no compiler has, by client
+        self.served: set[str] = set()       # clients that a grammar is compiled for
+        self.compilers = ThreadPoolExecutor(COMPILERS)
         self.flushed = 0.0
+        self.waits = False                  # for requests: there is nothing to do
+        self.step_began: float | None = None    # None: none has
 
     def run(self) -> None:
         try:
             make_engine = pickle.load(self.file)
-            threading.Thread(target=self.listen, daemon=True).start()
+            for work in (self.listen, self.beat):
+                threading.Thread(target=work, daemon=True).start()
             self.engine = make_engine()
             self.send({})   # it is there
             while True:
@@ -142,13 +152,32 @@ class EngineProcess:
                 self.inbox.put(partial(handle, message))
         self.end(0)
 
+    def beat(self) -> None:
+        """
+        Say that the engine is alive, and how long its step takes so far; nothing if it does nothing, although it has
+        something to do.
+        """
+        before: float | None = None
+        worked = 0.0
+        with contextlib.suppress(OSError):
+            while True:
+                began, used = self.step_began, time.process_time()
+                if self.waits or began != before or used - worked >= WORK:
+                    before, worked = began, used
+                    self.write(time.monotonic() - began if began and not self.waits else 0.0)
+                time.sleep(BEAT_EVERY)
+
     def end(self, code: int) -> None:
         """Even in the middle of a step: there is nothing to save."""
         os._exit(code)
 
     def send(self, batch: Batch) -> None:
         with contextlib.suppress(OSError):  # the web process is gone: `listen` sees that, too
-            self.file.write(framed(batch))
+            self.write(batch)
+
+    def write(self, message: Batch | float) -> None:
+        with self.writing:
+            self.file.write(framed(message))
             self.file.flush()
 
     # ---- The engine's thread
@@ -158,7 +187,11 @@ class EngineProcess:
         engine = self.engine
         with contextlib.suppress(queue.Empty):
             while True:
-                self.inbox.get(block=not engine.busy, timeout=BEAT_EVERY)()
+                self.waits = not engine.busy
+                act = self.inbox.get(block=self.waits)
+                self.waits, self.step_began = False, time.monotonic()
+                act()
+        self.step_began = time.monotonic()
         try:
             advanced = engine.step(PIECE)  # at most a piece of a prompt: everyone waits while it is read
         except Exception as error:
@@ -167,7 +200,7 @@ class EngineProcess:
                 self.fail(request, error)
             return
         now = time.monotonic()
-        is_due = not engine.busy or now - self.flushed >= FLUSH_EVERY
+        is_due = now - self.flushed >= FLUSH_EVERY
         for answer in advanced:
             choice = self.choices.get(answer)
             if choice is None:  # another answer to the same request has failed
@@ -180,7 +213,7 @@ class EngineProcess:
                 is_due = True
             if choice.chunk.finish_reason and not answer.finish_reason:
                 engine.remove(answer)
-        if is_due:
+        if is_due or not engine.busy:
             self.flush(now)
 
     def accept(self, request: Request) -> None:
@@ -188,15 +221,33 @@ class EngineProcess:
             self.add(request)
         else:
             self.compiling.add(request.id)
-            self.compiler.submit(self.compile, request)
+            self.forms.setdefault(request.client, deque()).append(request)
+            self.compile_next()
+
+    def compile_next(self) -> None:
+        """Free compilers go to clients who have none; they take turns."""
+        clients = [client for client in self.forms if client not in self.served]
+        for client in clients[: COMPILERS - len(self.served)]:
+            waiting = self.forms.pop(client)
+            self.served.add(client)
+            self.compilers.submit(self.compile, waiting.popleft())
+            if waiting:
+                self.forms[client] = waiting    # behind the other clients
 
     def compile(self, request: Request) -> None:
-        """In the grammars' thread: tokens wait for no grammar, grammars for each other."""
+        """In a compiler's thread: tokens wait for no grammar, grammars for each other."""
+        done = partial(self.drop, request.id)   # its client has gone meanwhile
         try:
-            done = partial(self.add, request, compile_grammar(request.grammar, self.engine.tokenizer))
+            if request.id in self.compiling:
+                done = partial(self.add, request, compile_grammar(request.grammar, self.engine.tokenizer))
         except Exception as error:
             done = partial(self.fail, request, error)
-        self.inbox.put(done)
+        self.inbox.put(partial(self.compiled, request.client, done))
+
+    def compiled(self, client: str, done: Callable[[], None]) -> None:
+        self.served.remove(client)
+        self.compile_next()
+        done()
 
     def add(self, request: Request, grammar: Grammar | None = None) -> None:
         if grammar:
@@ -250,7 +301,8 @@ class EngineProcess:
                 chunks = batch.setdefault(request.id, [])
                 if isinstance(chunks, list):
                     chunks.append(chunk)
-        self.send(batch)    # even if it is empty: it says that the engine is alive
+        if batch:
+            self.send(batch)
 
 
 def load_engine(

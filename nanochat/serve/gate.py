@@ -14,8 +14,17 @@ from nanochat.runtime.console import log_error
 from nanochat.serve.protocol import ApiError
 
 MAX_BODY_BYTES = 2**20
+LOOPBACK = "127.0.0.1", "localhost", "::1"
 OPEN_PATHS = "/", "/health"     # everybody may read them
 SAFE = (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"), (b"cache-control", b"no-store")
+
+
+def bare(host: str) -> str:
+    """The name in a Host header or a setting: without a port, an IPv6 address's brackets, a complete name's dot."""
+    host = host.lower()
+    if host.count(":") < 2 or host.startswith("["):
+        host = re.sub(r":\d+$", "", host).strip("[]").rstrip(".")
+    return host
 
 
 async def read_body(http: HttpRequest) -> bytes:
@@ -49,7 +58,9 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, api_key: str, hosts: Collection[str]):
-        self.app, self.api_key, self.hosts = app, api_key, hosts
+        """hosts: names that are answered to, as are those of this machine itself; none: any name is."""
+        self.app, self.api_key = app, api_key
+        self.hosts = list(dict.fromkeys(map(bare, (*hosts, *LOOPBACK)))) if hosts else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,13 +88,16 @@ class Gate:
 
     def check(self, path: str, headers: Headers) -> None:
         """
-        ApiError for a wrong key or host. (A page on the web may point a name of its own at 127.0.0.1. A browser always
-        names the host; load balancers, which ask for /health in HTTP/1.0, need not.)
+        ApiError for a wrong key or host, or two lengths of a body. (A page on the web may point a name of its own at
+        127.0.0.1. A browser always names the host; load balancers, which ask for /health in HTTP/1.0, need not.)
         """
-        host = re.sub(r":\d+$", "", headers.get("host", "").lower())
+        host = bare(headers.get("host", ""))
         if self.hosts and "host" in headers and host not in self.hosts:
             words = f"this server answers to {', '.join(self.hosts)} only; --allowed_hosts={host:.80} adds a name"
             raise ApiError(421, words)
+        if "transfer-encoding" in headers and "content-length" in headers:  # a proxy may believe the other one
+            words = "a request has Content-Length or Transfer-Encoding, not both"
+            raise ApiError(400, words, headers={"Connection": "close"})
         sent = headers.get("authorization", "").encode("latin-1")
         is_right = hmac.compare_digest(sent, f"Bearer {self.api_key}".encode())     # in constant time
         if self.api_key and path not in OPEN_PATHS and not is_right:

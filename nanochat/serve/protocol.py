@@ -78,7 +78,7 @@ Chunks = AsyncIterator[list[Chunk]]
 Batch = dict[int, list[Chunk] | ApiError]   # by the request's id
 
 
-def framed(batch: Batch) -> bytes:
+def framed(message: Batch | float) -> bytes:
     """For a reader that cannot wait in the middle of a pickle: its length comes first."""
-    data = pickle.dumps(batch)
+    data = pickle.dumps(message)
     return len(data).to_bytes(4) + data

@@ -33,6 +33,8 @@ with finish_reason "length"; so does the server's time limit. usage counts every
 calculator's and the end token. max_tokens -1 is llama.cpp's: as many as may be. A hint on how to think, or what to
 keep, is ignored; a parameter that would change the answer and is not supported is an error.
 """
+import codecs
+import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -77,6 +79,11 @@ NEUTRAL = {"repetition_penalty": 1, "repeat_penalty": 1, "typical_p": 1, "trunca
            "modalities": ["text"]}
 NO_LIMIT = 10**9
 MAX_STOPS = 32
+# JSON.stringify writes half of a pair where a text was cut within an emoji. No UTF-8 has it: U+FFFD stands for it.
+LONE_SURROGATE = re.compile(
+    rb"(?i)(?<!\\)((?:\\\\)*)"     # not escaped itself
+    rb"(?:\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f][0-9a-f]{2})")
+MAX_BIASES = 1024   # entries of logit_bias, of which each step has to add every one
 # Fields that SamplingParams has under the same name, with the same meaning.
 SAME = {"temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"}
 
@@ -112,9 +119,11 @@ class BaseRequest(BaseModel):
     top_p: float = Field(1.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: Annotated[
+        dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]],
+        Field(max_length=MAX_BIASES)] = {}
     seed: int | None = None
-    n: int = Field(1, ge=1)
+    n: int = Field(1, ge=1, lt=10**6)   # at most as many as the server takes at once
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=MAX_STOPS),
         BeforeValidator(as_list)] = []
@@ -125,8 +134,9 @@ class BaseRequest(BaseModel):
     @classmethod
     def parse(cls, body: bytes, defaults: Json) -> Self:
         """The request in a body. ApiError, 400, for anything that cannot be answered as it is meant."""
+        body = body.removeprefix(codecs.BOM_UTF8)
         try:
-            fields = from_json(body, allow_inf_nan=False)
+            fields = from_json(LONE_SURROGATE.sub(rb"\1\\ufffd", body), allow_inf_nan=False)
         except ValueError as error:
             raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
         if not isinstance(fields, dict):
@@ -149,6 +159,11 @@ class BaseRequest(BaseModel):
                 words = f"{name:.80} is not supported by this server; leave it out"
                 raise ApiError(400, words, "unsupported_parameter", name[:80])
         return asked
+
+    @property
+    def size(self) -> int:
+        """Choices in all: known before a prompt is encoded."""
+        return self.n
 
     def grammar(self, tokenizer: Tokenizer) -> str | None:
         """A grammar's expression for the answer; None: any text."""
@@ -283,6 +298,10 @@ class CompletionRequest(BaseRequest):
         # With max_tokens=0 the engine has only the prompt to read: for its log-probabilities, wanted or not.
         reads = not self.max_tokens or self.echo and self.logprobs is not None
         return {"logprobs": self.logprobs, "prompt_logprobs": (self.logprobs or 0) if reads else None}
+
+    @property
+    def size(self) -> int:
+        return len(self.prompt) * self.n
 
     def encode(self, tokenizer: Tokenizer, chats: bool, context: int) -> tuple[list[list[int]], list[int]]:
         bos = tokenizer.get_bos_token_id()

@@ -12,6 +12,7 @@ from nanochat.serve.worker import ServedModel
 
 WAIT_SECONDS = 60   # for a whole request, and for a client to read what is ready for it
 DRAIN_SECONDS = 5   # after SIGTERM, for the answers that are not complete
+CUT_SECONDS = 2     # then, for clients to read the error that ends theirs
 MAX_CONNECTIONS = 512   # each is an open file, of which a process may often have 1,024
 
 
@@ -67,26 +68,33 @@ class Server(uvicorn.Server):
             server_header=False,
             proxy_headers=False,    # anyone can write X-Forwarded-For; cache and queue go by the connection's address
             log_level="error",      # warnings are of malformed requests, as many as a client likes
-            timeout_graceful_shutdown=DRAIN_SECONDS + 2,  # then connections whose clients do not read are cut
+            # Not reached: connections are cut before. uvicorn would cancel what answers them, with a traceback each.
+            timeout_graceful_shutdown=DRAIN_SECONDS + 2 * CUT_SECONDS,
         ))
-        self.models = models
+        self.models, self.hurries = models, False
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or any(model.dead for model in self.models)
 
     def handle_exit(self, number: int, frame: FrameType | None) -> None:
         """SIGTERM gives accepted requests DRAIN_SECONDS; Ctrl-C, or a second signal, ends them with an error."""
-        if number == signal.SIGINT or self.should_exit:
-            self.end_answers()
-            self.config.timeout_graceful_shutdown = 2
+        self.hurries = number == signal.SIGINT or self.should_exit
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().call_later(DRAIN_SECONDS, self.end_answers)
+        ending = asyncio.create_task(self.end_answers())
         await super().shutdown(sockets)  # accepts no connection, and waits for the last response to be read
+        ending.cancel()
 
-    def end_answers(self) -> None:
-        """Those being written, and those that wait."""
+    async def end_answers(self) -> None:
+        """Those being written, and those that wait; then the connections of clients that do not read."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + DRAIN_SECONDS
+        while clock() < deadline and not self.hurries:
+            await asyncio.sleep(0.05)
         for model in self.models:
             for worker in model.workers:
                 worker.stop()
+        await asyncio.sleep(CUT_SECONDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()

@@ -10,7 +10,6 @@ point, and each number of a duration at most nine.
 import copy
 import functools
 import json
-import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
@@ -20,6 +19,7 @@ from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import Grammar
 from nanochat.runtime.errors import UserError
 from nanochat.serve.protocol import Json
+from nanochat.serve.trial import make_matcher, try_to_compile
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -33,10 +33,6 @@ FINITE = {"date-time": POINT, "time": POINT, "duration": r"^(\D+\d{1,9})*\D$"}  
 CONDITIONS = {"allOf", "anyOf", "oneOf", "properties", "$ref"}  # two of them describe the same object
 
 MAX_GRAMMAR_BYTES = 2**16
-# Limits of llguidance's work, as it counts it: one answer's next token must not keep the others waiting.
-WORK_LIMITS = dict(
-    initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=20_000,
-    precompute_large_lexemes=False, verbose_errors=False)
 
 
 # ---- What a request says
@@ -112,22 +108,19 @@ def close(root: Json) -> None:
 
 def compile_grammar(expression: str, tokenizer: Tokenizer) -> Grammar:
     """
-    Takes up to seconds, and longer for many patterns within allOf. UserError for what is wrong, too large or not
-    supported, or if the library is missing.
+    Takes milliseconds, at most a few seconds. UserError for what is wrong, too large, takes longer or is not supported,
+    or if the library is missing.
     """
-    if re.search(r'"multipleOf": [-\d]', expression):  # its compilation can take for ever, and cannot be stopped
-        raise UserError("the form of the answer: multipleOf is not supported; leave it out")
     if len(expression) > MAX_GRAMMAR_BYTES:
         sizes = f"{len(expression):,} characters; at most {MAX_GRAMMAR_BYTES:,} are allowed"
         raise UserError(f"the form of the answer: {sizes}")
     try:
-        from llguidance import LLMatcher, LLParserLimits
+        import llguidance  # noqa: F401
     except ImportError:
         raise UserError("answers of a prescribed form need the package llguidance: . ./setup.sh structured") from None
-    limits = LLParserLimits(**WORK_LIMITS)
-    # log_level 0: no client's words in the log.
-    matcher = LLMatcher(vocabulary_of(tokenizer), f"start: {expression}", log_level=0, limits=limits)
-    return Grammar(matcher, tokenizer.get_vocab_size())
+    vocab_size = tokenizer.get_vocab_size()
+    try_to_compile(expression, vocab_size)
+    return Grammar(make_matcher(expression, vocabulary_of(tokenizer)), vocab_size)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +22,17 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import Engine
 from nanochat.inference.prompt_cache import PIECE
 from nanochat.inference.tools import Tools
-from nanochat.serve.protocol import ApiError, Batch, Chunk, Chunks, Request, unavailable
+from nanochat.serve.protocol import TIMEOUT, ApiError, Batch, Chunk, Chunks, Request, unavailable
 
 ENGINE = "from nanochat.serve.engine_process import main; main()"   # -m would know its classes under another name
 SIGNALS = signal.SIGINT, signal.SIGTERM     # they come to all processes of a terminal or service; the web heeds them
+SLACK = 10          # seconds beyond a request's time that its engine has to end it
 MAX_QUEUE = 128     # choices that may wait for each engine, half of them one address's
-# Seconds without a message from an engine that is not loading: each sends one a second at least, between its steps.
-HUNG_AFTER = 10     # others get its requests; a large model's step on a CPU may take that long
+# An engine says each second that it is alive if it waits for requests, has ended a step or used the processor since. So
+# one that is slow is told from one that hangs: that one is stopped, or waits for what never comes. Seconds of silence:
+HUNG_AFTER = 10     # others get its requests, also while a single step takes that long
 DEAD_AFTER = 60     # it is ended, and its requests with it
+STUCK_AFTER = 600   # likewise for a step that takes so long, though it computes, and for silence while it loads
 
 
 class Pending:
@@ -38,6 +42,7 @@ class Pending:
         self.request, self.worker = request, worker
         self.open = request.size            # choices that have not ended
         self.writing: set[int] = set()      # choices that have begun and not ended
+        self.deadline = request.started + TIMEOUT + SLACK
         self.received: asyncio.Queue[list[Chunk] | ApiError] = asyncio.Queue()
         self.watcher: asyncio.Task | None = None    # cancels it when its client goes
 
@@ -59,10 +64,14 @@ class Pending:
         self.open -= len(ended)
 
     def cancel(self) -> None:
-        """The client has gone: give back the places of the choices that have not ended, if any."""
+        """The client has gone."""
+        self.end(ApiError(499, "the client has gone"))
+
+    def end(self, error: ApiError) -> None:
+        """Give back the places of the choices that have not ended, if any."""
         if self.open:
             self.worker.send(self.request.id)
-            self.worker.deliver({self.request.id: ApiError(499, "the client has gone")})
+            self.worker.deliver({self.request.id: error})
 
 
 class Worker:
@@ -76,11 +85,19 @@ class Worker:
         self.state, self.stopping = "loading", False
         self.pending: dict[int, Pending] = {}   # what has not ended, by id
         self.silence = 0                        # seconds since its last message
+        self.step_age = 0.0                     # seconds that its step took so far, when it sent that
 
     @property
     def load(self) -> int:
         """Choices that were accepted and have not ended."""
         return sum(pending.open for pending in self.pending.values())
+
+    @property
+    def condition(self) -> str:
+        """Its state; a ready one may be "slow", in the middle of a long step, or "silent", which soon ends it."""
+        if self.state == "ready" and max(self.silence, self.step_age) >= HUNG_AFTER:
+            return "silent" if self.silence >= HUNG_AFTER else "slow"
+        return self.state
 
     async def start(self) -> None:
         self.process, web = self.launch()
@@ -102,8 +119,9 @@ class Worker:
         return process, ours
 
     def stop(self) -> None:
-        """End the process, and with an error what is running."""
+        """End the process, and with an error what is running: now, the process may take a while to go."""
         self.stopping = True
+        self.end_all("")
         self.process.kill()
 
     def send(self, message: Any) -> None:
@@ -114,26 +132,34 @@ class Worker:
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):     # it has ended
             while True:
                 size = int.from_bytes(await self.reader.readexactly(4))
-                batch = pickle.loads(await self.reader.readexactly(size))
-                if self.state != "dead":    # a message, even an empty one, says that the engine is alive
-                    self.state, self.silence = "ready", 0
-                self.deliver(batch)
+                message = pickle.loads(await self.reader.readexactly(size))
+                self.silence = 0
+                if isinstance(message, float):
+                    self.step_age = message
+                    continue
+                if self.state == "loading":
+                    self.state = "ready"
+                self.deliver(message)
         code = await asyncio.to_thread(self.process.wait)
         self.end_all(f"ended with code {code}")     # below 0: by a signal; else it has said why
 
     async def watch(self) -> None:
         """
-        End an engine that is silent. Silence is counted in turns of this loop: while this process itself is
-        stopped, as by Ctrl-Z, nothing adds up.
+        End an engine that is silent, and requests that it has not ended in time. Silence is counted in turns of this
+        loop: while this process itself is stopped, as by Ctrl-Z, nothing adds up.
         """
         while self.state != "dead" and not self.stopping:
             await asyncio.sleep(1)
-            if self.state == "loading":
-                continue
+            for pending in list(self.pending.values()):
+                if time.monotonic() > pending.deadline:
+                    pending.end(unavailable(f"no answer within {TIMEOUT:g} s"))
             self.silence += 1
-            if self.silence >= DEAD_AFTER:
-                self.end_all(f"said nothing for {DEAD_AFTER} s and was ended")
-                self.process.kill()
+            patience = STUCK_AFTER if self.state == "loading" else DEAD_AFTER
+            if self.silence >= patience:
+                self.end_all(f"said nothing for {patience} s and was ended")
+            elif self.step_age >= STUCK_AFTER:
+                self.end_all(f"was {STUCK_AFTER} s in one step and was ended")
+        self.process.kill()
 
     def deliver(self, batch: Batch) -> None:
         for id, item in batch.items():
@@ -192,8 +218,9 @@ class ServedModel:
         """
         alive = [worker for worker in self.workers if worker.state != "dead" and not worker.stopping]
         if not alive:
-            raise unavailable("the model's worker has died")
-        usable = [worker for worker in alive if worker.silence < HUNG_AFTER] or alive
+            stops = any(worker.stopping for worker in self.workers)
+            raise unavailable("the server is stopping" if stops else "the model's worker has died")
+        usable = [worker for worker in alive if worker.condition == "ready"] or alive
         prompt = request.prompts[0]
         home = self.workers[hash((request.client, *prompt[:PIECE])) % len(self.workers)]
         if len(prompt) >= PIECE and home in usable and home.load < self.max_batch:
