@@ -14,6 +14,7 @@ from test_tools import Shelf
 import nanochat.inference.engine
 import nanochat.inference.kv_cache
 import nanochat.inference.prompt_cache
+from nanochat.corpus.library import make_library
 from nanochat.data.conversation import render, render_prompt
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import IncrementalDetokenizer, to_parts
@@ -758,6 +759,10 @@ def test_the_terminal(base_folder):
     assert expected.strip() and all(part["type"] == "text" for part in parts)
     one = chat("-p", "the sum?", "--source=sft")
     assert (one.returncode, one.stdout, one.stderr) == (0, expected, "")
+    (base_folder / "notes.txt").write_text("The sum is a number.")
+    make_library(str(base_folder / "notes.txt"))
+    one = chat("-p", "the sum?", "--source=sft", "--library=notes")
+    assert one.stdout == expected and one.stderr.startswith("warning: this model was never taught to look things up")
 
     typed = ["the sum?", "x" * 40, "y" * 20, "/clear", "the sum?", "z" * 200, "more?", "/clear", "", "/help"]
     typed.append("the sum?")
