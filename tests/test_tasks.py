@@ -632,8 +632,8 @@ def test_what_is_no_conversation_is_named_with_what_is_there(tmp_path, row, prob
         assert str(caught.value).startswith(f"{path}, {place}: ") and "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_utf8_is_read_with_the_encoding_that_is_named(tmp_path):
-    """Without one the error says which it may be, and how to name it; one wrong byte is not passed over either."""
+def test_a_file_that_is_not_utf8_is_read_with_the_encoding_that_is_named(tmp_path, capsys):
+    """Without one the error says which it may be, and how to name it; damage in UTF-8 is said."""
     path = tmp_path / "own.jsonl"
     answers = [f"Die Bäckerei öffnet früh um {i} Uhr; süße Brötchen gibt es für {i} Mäuse." for i in range(40)]
     for encoding, told in (("latin-1", "cp1250|cp1252|latin_1|iso8859_1"), ("utf-16", "utf_16")):
@@ -645,9 +645,10 @@ def test_a_file_that_is_not_utf8_is_read_with_the_encoding_that_is_named(tmp_pat
             make_task(f"json:{path}:encoding=latein", "train")
         for spec in (f"json:{path}:all:encoding={encoding}", f"json:{path}:encoding={encoding}:all"):
             assert [reference(conversation) for conversation in make_task(spec, "train")[:3]] == answers[:3]
-    path.write_bytes(b"\n".join([GOOD.encode()] * 99 + [GOOD.replace("b", "\xe9").encode("latin-1")]))
-    with pytest.raises(UserError, match="own.jsonl, line 100: one letter cannot be read: .*:encoding=NAME"):
-        make_task(f"json:{path}", "train")
+    umlauts = [json.dumps(single_turn("Wann?", answer), ensure_ascii=False).encode() for answer in answers]
+    path.write_bytes(b"\n".join([*umlauts, GOOD.replace("b", "\xe9").encode("latin-1")]))
+    assert len(make_task(f"json:{path}:all", "train")) == len(answers) + 1
+    assert f"1 files are damaged UTF-8, whose unreadable characters became U+FFFD: {path}" in capsys.readouterr().out
 
 
 def test_conversations_that_are_trained_on_are_not_called_held_out(tmp_path):

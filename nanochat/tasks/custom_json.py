@@ -79,8 +79,6 @@ def read_conversations(path: Path, encoding: str, unused: Counter) -> list[Conve
 
 def read_conversation(row: Any, place: str, unused: Counter) -> Conversation:
     """A row in any of the forms as a conversation; UserError, with its place, when it cannot be trained on."""
-    if "\ufffd" in str(row):
-        raise UserError(f"{place}: one letter cannot be read: mend it, or name the encoding, json:FILE:encoding=NAME")
     fields = present({"messages": row} if isinstance(row, list) else row)
     prompt = 0  # messages whose answers are only read
     if fields.keys() >= {"instruction", "output"}:
