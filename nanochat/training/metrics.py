@@ -116,7 +116,8 @@ class Metrics:
         self.flush()
         steps_before, lrm_before = self.state.get("schedule", (self.num_iterations, lrm))
         if steps_before != self.num_iterations and abs(lrm - lrm_before) >= 0.005:
-            print0(f"with another num_iterations the learning rate goes on at {lrm:.2f}, it was {lrm_before:.2f}")
+            print0(f"the learning rate goes on at {lrm:.2f}, it was {lrm_before:.2f}: the run has "
+                   f"{self.num_iterations} steps now, it had {steps_before}")
         self.state["schedule"] = self.num_iterations, lrm
         now = time.perf_counter()
         copied = None
