@@ -7,36 +7,9 @@ that has a result is not run again.
     python -m bench.ablations --series=removed --only=smear        # taken from modern; `more`: added to modern
     python -m bench.ablations --series=sets --jobs=1               # one run at a time: then ms of a step mean something
 """
-import json
-import math
-import os
-import signal
-import statistics
-import subprocess
-import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from configurator import configure
-
-import numpy as np
-import torch
-
-from bench.harness import DOCS
-from nanochat.corpus.learn_tokenizer import ensure_tokenizer
-from nanochat.corpus.make_dataset import ensure_dataset
-from nanochat.data.dataloader import TokenizedShards
-from nanochat.data.dataset import fingerprint
-from nanochat.data.tokenizer import Tokenizer
-from nanochat.eval.loss_eval import evaluate_documents
-from nanochat.runtime.compiling import set_compile
-from nanochat.runtime.errors import UserError
-from nanochat.runtime.files import base_dir
-from nanochat.runtime.tables import markdown_table
-from nanochat.training.checkpoint import list_steps, load_checkpoint, step_dir
-from nanochat.training.records import read_metrics
 
 # ---- What
 series: Literal["added", "removed", "more", "sets"] = "added"  # to classic, from modern, to modern, modern for classic
@@ -56,6 +29,35 @@ eval_tokens = 100_000       # [1..] of the first validation documents
 # ---- How
 jobs = 2                    # [0..] runs at a time, which share the cores; 0: only the table of what has a result
 configure(globals())
+
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from bench.harness import DOCS
+from nanochat.corpus.learn_tokenizer import ensure_tokenizer
+from nanochat.corpus.make_dataset import ensure_dataset
+from nanochat.data.dataloader import TokenizedShards
+from nanochat.data.dataset import fingerprint
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.eval.loss_eval import evaluate_documents
+from nanochat.runtime.compiling import set_compile
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import base_dir
+from nanochat.runtime.tables import markdown_table
+from nanochat.training.checkpoint import list_steps, load_checkpoint, step_dir
+from nanochat.training.records import read_metrics
 
 # name: (what adds it to classic, what takes it from modern; empty: modern does not have it). A word is a setting of
 # base_train or a piece of the architecture.

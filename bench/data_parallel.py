@@ -5,12 +5,13 @@ Data parallelism in ten lines, and the ways in which it goes wrong: the table of
 """
 from configurator import configure
 
+write = False               # put the table into docs/data_parallel.md
+configure(globals())
+
 from bench.harness import PageBlock, on_ranks
 from bench.naive import OPTIMIZERS, VARIANTS, distances
 from nanochat.runtime.tables import markdown_table
 
-write = False               # put the table into docs/data_parallel.md
-configure(globals())
 block = PageBlock("data_parallel.md", "bench.data_parallel", write)
 
 results = [on_ranks(4, distances, kind) for kind in OPTIMIZERS]

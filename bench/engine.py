@@ -9,21 +9,9 @@ included. "uncached" is GPT.generate, which reads everything again for each toke
 MBU is the share of the memory's copy rate that a step would take to read what it has to read: every matrix and the head
 once, and each row's keys and values. It may pass 100% where a part of these stays in the processor's caches.
 """
-import functools
-import time
-from collections.abc import Callable
 from typing import Literal
 
 from configurator import configure
-
-import torch
-
-from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
-from nanochat.inference.engine import Engine
-from nanochat.inference.sampling import SamplingParams
-from nanochat.model.gpt import GPT
-from nanochat.model.gpt_config import config_from_depth
-from nanochat.runtime.distributed import compute_init
 
 depth = 4                   # [1..] layers; width and heads follow from it
 arch = "classic"            # or "modern", or one of them with changes
@@ -33,6 +21,19 @@ batch_size = 16             # [1..] sequences decoded together
 new_tokens = 256            # [1..496] written after each prompt of 16
 repeats = 5                 # [1..] of which the fastest counts
 configure(globals())
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+
+from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from nanochat.inference.engine import Engine
+from nanochat.inference.sampling import SamplingParams
+from nanochat.model.gpt import GPT
+from nanochat.model.gpt_config import config_from_depth
+from nanochat.runtime.distributed import compute_init
 
 *_, device = compute_init(device_type)
 # Of the right size; no text is made.

@@ -7,14 +7,28 @@ Markdown file for an issue, gpu_first_hour.md in the base folder.
     python -m bench.gpu_first_hour --part=steps --depth=20       # ms, tok/s, MFU and peak memory of compiled steps
     python -m bench.gpu_first_hour --part=profile --depth=20     # its longest kernels; how long the device is idle
 """
+from typing import Literal
+
+from configurator import configure
+
+part: Literal["all", "steps", "profile"] = "all"
+rehearse = False            # all parts in small, on a CPU
+depth = 20                  # [1..] layers
+arch = "modern"             # pieces of the model
+vocab_size = 65536          # [300..] tokens
+max_seq_len = 2048          # [64..] tokens per row
+device_batch_size = 16      # [1..] rows
+micro_steps = 2             # [1..] in an optimizer step
+steps = 10                  # [3..] optimizer steps measured, after one that compiles
+fp8 = False                 # the blocks' products in 8 bits
+device_type: Literal["", "cuda", "cpu"] = ""  # empty: the best there is
+configure(globals())
+
 import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from typing import Literal
-
-from configurator import configure
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -30,19 +44,6 @@ from nanochat.runtime.files import base_dir, write_text
 from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.tables import markdown_table
 from nanochat.training.metrics import peak_memory
-
-part: Literal["all", "steps", "profile"] = "all"
-rehearse = False            # all parts in small, on a CPU
-depth = 20                  # [1..] layers
-arch = "modern"             # pieces of the model
-vocab_size = 65536          # [300..] tokens
-max_seq_len = 2048          # [64..] tokens per row
-device_batch_size = 16      # [1..] rows
-micro_steps = 2             # [1..] in an optimizer step
-steps = 10                  # [3..] optimizer steps measured, after one that compiles
-fp8 = False                 # the blocks' products in 8 bits
-device_type: Literal["", "cuda", "cpu"] = ""  # empty: the best there is
-configure(globals())
 
 
 def run_all() -> None:

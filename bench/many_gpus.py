@@ -4,10 +4,14 @@ model that fits. Formulas of nanochat/plan/; the tables and the picture of docs/
 
     python -m bench.many_gpus --write       # without --write they are only printed, and the picture is drawn here
 """
+from configurator import configure
+
+most_gpus = 8192            # [8..] at which the tables end
+write = False               # put tables and picture into docs
+configure(globals())
+
 import bisect
 from pathlib import Path
-
-from configurator import configure
 
 import torch
 from matplotlib.figure import Figure
@@ -21,9 +25,6 @@ from nanochat.runtime.files import write_aside
 from nanochat.runtime.flops import datasheet_peak
 from nanochat.runtime.tables import markdown_table
 
-most_gpus = 8192            # [8..] at which the tables end
-write = False               # put tables and picture into docs
-configure(globals())
 block = PageBlock("many_gpus.md", "bench.many_gpus", write)
 
 DEPTHS = (24, 32, 48, 96)

@@ -3,10 +3,18 @@ Where the time of a training step goes: the table of docs/memory.md. On the CPU,
 
     python -m bench.mfu --write    # without --write it is only printed
 """
+from configurator import configure
+
+depth = 4                   # [4..] layers; narrower models have one head, whose products are counted as linear
+vocab_size = 8192           # [1..] tokens
+max_seq_len = 512           # [1..] tokens per row
+device_batch_size = 8       # [1..] rows; one micro-step
+steps = 5                   # [1..] timed, after two that are not; then as many under the profiler
+write = False               # put the table into docs/memory.md
+configure(globals())
+
 import statistics
 import time
-
-from configurator import configure
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -19,13 +27,6 @@ from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.flops import measured_matmul_flops
 from nanochat.runtime.tables import markdown_table
 
-depth = 4                   # [4..] layers; narrower models have one head, whose products are counted as linear
-vocab_size = 8192           # [1..] tokens
-max_seq_len = 512           # [1..] tokens per row
-device_batch_size = 8       # [1..] rows; one micro-step
-steps = 5                   # [1..] timed, after two that are not; then as many under the profiler
-write = False               # put the table into docs/memory.md
-configure(globals())
 block = PageBlock("memory.md", "bench.mfu", write)
 
 device = torch.device("cpu")  # the profiler's names below are those of CPU kernels

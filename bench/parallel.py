@@ -8,14 +8,15 @@ from typing import Literal
 
 from configurator import configure
 
-from bench import context, experts, stage3, tensor
-from bench.harness import PageBlock, on_ranks
-from nanochat.runtime.tables import cell, markdown_table
-
 idea: Literal["tensor", "context", "experts", "stage3"] = "tensor"  # tensor: and sequence
 ranks: Literal[2, 4] = 4   # to start, on this machine
 write = False               # put the table into the page
 configure(globals())
+
+from bench import context, experts, stage3, tensor
+from bench.harness import PageBlock, on_ranks
+from nanochat.runtime.tables import cell, markdown_table
+
 block = PageBlock("zero.md" if idea == "stage3" else "tensor_parallel.md", f"bench.parallel --idea={idea}", write)
 
 module = {"tensor": tensor, "context": context, "experts": experts, "stage3": stage3}[idea]

@@ -7,6 +7,10 @@ depth that fits it best. Reads what runs/scaling_laws.sh and runs/miniseries.sh 
 """
 from configurator import configure
 
+series = "isoflop"          # the tags of the runs begin with it
+write = False               # put table and picture into docs/ablations.md and docs/images
+configure(globals())
+
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -15,9 +19,6 @@ from bench.scaling_fit import fit, read_series
 from nanochat.runtime.files import base_dir, write_aside
 from nanochat.runtime.tables import markdown_table
 
-series = "isoflop"          # the tags of the runs begin with it
-write = False               # put table and picture into docs/ablations.md and docs/images
-configure(globals())
 block = PageBlock("ablations.md", f"bench.scaling --series={series}", write)
 
 runs = read_series(series)  # sorted by budget and depth

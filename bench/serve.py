@@ -6,6 +6,20 @@ How much of the engine's speed reaches the clients of the chat server: as many s
 The same requests are answered by the engine alone, in this process, and by the server, in one of its own, whose clients
 are this process; in turns, since a machine's speed changes. The weights are drawn, not trained.
 """
+from typing import Literal
+
+from configurator import configure
+
+workers = 1                 # [1..] of the server, which share the cores
+depth = 4                   # [1..] layers; width and heads follow from it
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
+dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
+streams = 16                # [1..] at once
+requests = 64               # [1..] in all: a stream that ends makes place for the next request
+new_tokens = 256            # [1..] of each answer, at most
+repeats = 5                 # [1..] of each measurement; the medians count
+configure(globals())
+
 import contextlib
 import http.client
 import itertools
@@ -20,9 +34,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import Literal
-
-from configurator import configure
 
 import torch
 
@@ -36,16 +47,6 @@ from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
 from nanochat.training.checkpoint import checkpoint_dir, load_checkpoint
 from nanochat.training.saving import save_weights
-
-workers = 1                 # [1..] of the server, which share the cores
-depth = 4                   # [1..] layers; width and heads follow from it
-device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
-dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of weights and cache; auto: bfloat16 where it is fast
-streams = 16                # [1..] at once
-requests = 64               # [1..] in all: a stream that ends makes place for the next request
-new_tokens = 256            # [1..] of each answer, at most
-repeats = 5                 # [1..] of each measurement; the medians count
-configure(globals())
 
 *_, device = compute_init(device_type)
 messages = [[{"role": "user", "content": f"Question {i}: what is that?"}] for i in range(requests)]

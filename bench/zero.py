@@ -9,15 +9,16 @@ from typing import Literal
 
 from configurator import configure
 
+ranks = "2,8"               # numbers of ranks
+dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of parameters and activations
+write = False               # put the table into docs/zero.md
+configure(globals())
+
 from bench.harness import PageBlock, on_ranks
 from bench.watch import KEPT, measure_all
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.tables import markdown_table
 
-ranks = "2,8"               # numbers of ranks
-dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of parameters and activations
-write = False               # put the table into docs/zero.md
-configure(globals())
 block = PageBlock("zero.md", "bench.zero", write)
 
 # With a vocabulary of 12 times the width every unit is as large as every other; few tokens: only parameters matter.

@@ -6,10 +6,22 @@ words it has never read.
     python -m scripts.base_eval                      # the only model there is
     python -m scripts.base_eval --model_tag=d20
 """
-import math
 from typing import Literal
 
 from configurator import configure
+
+# ---- Model
+model_tag: str | None = None  # folder of the checkpoints; None: the only one there is
+step: int | None = None     # [0..] of the checkpoint; None: the newest valid one
+device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
+# ---- Evaluation
+data: str | None = None     # data set to measure on; None: the one it was trained on
+device_batch_size = 16      # [1..] rows per rank at a time; halve it when memory runs out
+eval_tokens = 10485760      # [1..] tokens of each split, at most one pass over validation
+core_metric_max_per_task = 500  # [-1..] items of each task of CORE, whose bundle is downloaded; -1: all, 0: no CORE
+configure(globals())
+
+import math
 
 from nanochat.corpus.eval_bundle import why_no_bundle
 from nanochat.corpus.tinyworld import PROMPTS, entropy_floor, held_out_questions, validation_documents
@@ -22,17 +34,6 @@ from nanochat.runtime.errors import UserError
 from nanochat.runtime.tables import cell, markdown_table
 from nanochat.training.checkpoint import find_model, load_checkpoint
 from nanochat.training.report import write_section
-
-# ---- Model
-model_tag: str | None = None  # folder of the checkpoints; None: the only one there is
-step: int | None = None     # [0..] of the checkpoint; None: the newest valid one
-device_type: Literal["", "cuda", "mps", "cpu"] = ""  # empty: the best there is
-# ---- Evaluation
-data: str | None = None     # data set to measure on; None: the one it was trained on
-device_batch_size = 16      # [1..] rows per rank at a time; halve it when memory runs out
-eval_tokens = 10485760      # [1..] tokens of each split, at most one pass over validation
-core_metric_max_per_task = 500  # [-1..] items of each task of CORE, whose bundle is downloaded; -1: all, 0: no CORE
-configure(globals())
 
 rank, world_size, device = compute_init(device_type)
 checkpoint = find_model("base", model_tag, step)

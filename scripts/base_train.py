@@ -4,50 +4,9 @@ Pretrain a base model.
     python -m scripts.base_train --depth=4                          # this machine, one process
     torchrun --nproc_per_node=8 -m scripts.base_train --depth=20    # one node, eight GPUs
 """
-import math
-from functools import partial
 from typing import Literal
 
-from configurator import configure  # first: it checks the command line before torch is imported
-
-import torch
-
-from nanochat.corpus.eval_bundle import why_no_bundle
-from nanochat.corpus.learn_tokenizer import ensure_tokenizer
-from nanochat.corpus.make_dataset import ensure_dataset
-from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
-from nanochat.data.dataloader import tokenizing_distributed_data_loader, validation_rows
-from nanochat.data.tokenizer import FILE_NAME, tokenizer_dir
-from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
-from nanochat.eval.loss_eval import evaluate_bpb, sample
-from nanochat.model.fp8 import use_fp8
-from nanochat.model.gpt import model_without_memory
-from nanochat.model.gpt_config import GPTConfig, config_from_depth
-from nanochat.optim.optimizers import setup_optimizers
-from nanochat.optim.pipeline import Pipeline
-from nanochat.optim.recipe import choose
-from nanochat.optim.schedule import is_due
-from nanochat.optim.zero import Sharding
-from nanochat.runtime.collectives import from_rank0
-from nanochat.runtime.compiling import eagerly, set_compile
-from nanochat.runtime.console import print0
-from nanochat.runtime.distributed import after_first_step, compute_cleanup, hosts_may_change, set_up
-from nanochat.runtime.errors import UserError
-from nanochat.runtime.flops import peak_flops
-from nanochat.runtime.stopping import StopRequest, until_stopped
-from nanochat.training.checkpoint import (
-    changed_settings,
-    checkpoint_dir,
-    choose_start,
-    read_meta,
-    say_how_to_talk,
-    step_dir,
-)
-from nanochat.training.metrics import Metrics, require_wandb
-from nanochat.training.records import duration
-from nanochat.training.report import settings_table, write_section
-from nanochat.training.resharding import load_training_state, stored_weights
-from nanochat.training.saving import CheckpointWriter
+from configurator import configure
 
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
@@ -101,6 +60,49 @@ keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 resume_from_step = -1       # continue from this step's checkpoint; -1: do not
 config = configure(globals())
+
+import math
+from functools import partial
+
+import torch
+
+from nanochat.corpus.eval_bundle import why_no_bundle
+from nanochat.corpus.learn_tokenizer import ensure_tokenizer
+from nanochat.corpus.make_dataset import ensure_dataset
+from nanochat.corpus.tinyworld import PROMPTS, entropy_floor
+from nanochat.data.dataloader import tokenizing_distributed_data_loader, validation_rows
+from nanochat.data.tokenizer import FILE_NAME, tokenizer_dir
+from nanochat.eval.core_eval import bundle_dir, core_name, evaluate_core, load_tasks
+from nanochat.eval.loss_eval import evaluate_bpb, sample
+from nanochat.model.fp8 import use_fp8
+from nanochat.model.gpt import model_without_memory
+from nanochat.model.gpt_config import GPTConfig, config_from_depth
+from nanochat.optim.optimizers import setup_optimizers
+from nanochat.optim.pipeline import Pipeline
+from nanochat.optim.recipe import choose
+from nanochat.optim.schedule import is_due
+from nanochat.optim.zero import Sharding
+from nanochat.runtime.collectives import from_rank0
+from nanochat.runtime.compiling import eagerly, set_compile
+from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import after_first_step, compute_cleanup, hosts_may_change, set_up
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.flops import peak_flops
+from nanochat.runtime.stopping import StopRequest, until_stopped
+from nanochat.training.checkpoint import (
+    changed_settings,
+    checkpoint_dir,
+    choose_start,
+    read_meta,
+    say_how_to_talk,
+    step_dir,
+)
+from nanochat.training.metrics import Metrics, require_wandb
+from nanochat.training.records import duration
+from nanochat.training.report import settings_table, write_section
+from nanochat.training.resharding import load_training_state, stored_weights
+from nanochat.training.saving import CheckpointWriter
+
 LONGEST = 30 * 24 * 3600    # seconds on a CPU that are taken for a mistake, unless the steps are given
 
 # ---- Setup: the ranks join each other; rank 0 makes missing files (the embedded data, its tokenizer)

@@ -6,23 +6,9 @@ Talk with a model in the terminal.
 
 What the model has the calculator compute is shown in brackets: [12*3 = 36]. A base model continues what is written.
 """
-import re
-import sys
 from typing import Literal
 
 from configurator import configure
-
-from nanochat.corpus.library import open_library
-from nanochat.data.conversation import recent, render_prompt, render_text
-from nanochat.inference.detokenizer import Delta, parts_of
-from nanochat.inference.engine import Engine
-from nanochat.inference.sampling import SamplingParams
-from nanochat.runtime.console import print0
-from nanochat.runtime.devices import compute_dtype
-from nanochat.runtime.distributed import compute_init
-from nanochat.runtime.errors import UserError
-from nanochat.tasks import never_looks_up
-from nanochat.training.checkpoint import find_model, latest_stage, load_checkpoint, tasks_of
 
 # ---- Model
 source: Literal["auto", "base", "mid", "sft", "rl"] = "auto"  # stage of the model; auto: the last one trained
@@ -38,6 +24,21 @@ max_new_tokens = 256        # [1..] of an answer
 seed: int | None = None     # None: another answer every time
 library: str | None = None  # name or file of a library for the model to look into; None: that of Python, if it is there
 configure(globals())
+
+import re
+import sys
+
+from nanochat.corpus.library import open_library
+from nanochat.data.conversation import recent, render_prompt, render_text
+from nanochat.inference.detokenizer import Delta, parts_of
+from nanochat.inference.engine import Engine
+from nanochat.inference.sampling import SamplingParams
+from nanochat.runtime.console import print0
+from nanochat.runtime.devices import compute_dtype
+from nanochat.runtime.distributed import compute_init
+from nanochat.runtime.errors import UserError
+from nanochat.tasks import never_looks_up
+from nanochat.training.checkpoint import find_model, latest_stage, load_checkpoint, tasks_of
 
 PROMPT_CACHE_BYTES = 2**29   # for what was read before of the conversation
 HELP = """\

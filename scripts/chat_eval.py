@@ -9,16 +9,6 @@ from typing import Literal
 
 from configurator import configure
 
-from nanochat.eval.task_eval import accuracy, evaluate_task
-from nanochat.inference.sampling import SamplingParams
-from nanochat.runtime.console import print0
-from nanochat.runtime.distributed import compute_cleanup, compute_init
-from nanochat.runtime.errors import UserError
-from nanochat.runtime.tables import markdown_table
-from nanochat.tasks import make_tasks
-from nanochat.training.checkpoint import find_model, load_checkpoint
-from nanochat.training.report import write_section
-
 # ---- Model
 source: Literal["base", "mid", "sft", "rl"] = "sft"  # stage of the model
 model_tag: str | None = None  # folder of its checkpoints; None: the only one there is
@@ -30,6 +20,16 @@ max_problems = -1           # [-1, 1..] of each task; -1: all
 batch_size = 32             # [1..] problems, or sequences, at a time on each rank; halve it when memory runs out
 max_new_tokens = 512        # [1..] tokens of an answer
 configure(globals())
+
+from nanochat.eval.task_eval import accuracy, evaluate_task
+from nanochat.inference.sampling import SamplingParams
+from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import compute_cleanup, compute_init
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.tables import markdown_table
+from nanochat.tasks import make_tasks
+from nanochat.training.checkpoint import find_model, load_checkpoint
+from nanochat.training.report import write_section
 
 *_, device = compute_init(device_type)
 measured = make_tasks(tasks, "test")

@@ -9,30 +9,9 @@ samples of each problem; the advantage of a sample is its reward minus the mean 
 for each batch of samples, so they are always the model's own and nothing needs to be clipped; every sampled token
 counts the same (Yu et al. 2025, arXiv:2503.14476).
 """
-import math
 from typing import Literal
 
-from configurator import configure  # first: it checks the command line before torch is imported
-
-import torch
-
-from nanochat.data.conversation_loader import micro_steps, order
-from nanochat.data.padding import padded_batch, padded_length
-from nanochat.eval.task_eval import evaluate_task, pass_at, seed_with
-from nanochat.inference.sampling import SamplingParams
-from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
-from nanochat.runtime.collectives import gather_objects
-from nanochat.runtime.compiling import set_compile
-from nanochat.runtime.console import print0
-from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
-from nanochat.runtime.errors import UserError
-from nanochat.runtime.flops import peak_flops
-from nanochat.runtime.stopping import StopRequest
-from nanochat.tasks import make_task, without_parts
-from nanochat.training.finetuning import find_start, load_training, report_stage, require_same_data
-from nanochat.training.metrics import Metrics, require_wandb
-from nanochat.training.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
-from nanochat.training.saving import CheckpointWriter
+from configurator import configure
 
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
@@ -75,6 +54,28 @@ save_every = 60             # [-1..] steps between checkpoints, besides one each
 keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 config = configure(globals())
+
+import math
+
+import torch
+
+from nanochat.data.conversation_loader import micro_steps, order
+from nanochat.data.padding import padded_batch, padded_length
+from nanochat.eval.task_eval import evaluate_task, pass_at, seed_with
+from nanochat.inference.sampling import SamplingParams
+from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
+from nanochat.runtime.collectives import gather_objects
+from nanochat.runtime.compiling import set_compile
+from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.flops import peak_flops
+from nanochat.runtime.stopping import StopRequest
+from nanochat.tasks import make_task, without_parts
+from nanochat.training.finetuning import find_start, load_training, report_stage, require_same_data
+from nanochat.training.metrics import Metrics, require_wandb
+from nanochat.training.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
+from nanochat.training.saving import CheckpointWriter
 
 # ---- Setup
 require_wandb(run)

@@ -11,43 +11,7 @@ into micro-batches and onto ranks.
 """
 from typing import Literal
 
-from configurator import configure  # first: it checks the command line before torch is imported
-
-import torch
-
-from nanochat.data.conversation_loader import (
-    RenderedConversations,
-    balance,
-    by_step,
-    conversation_loader,
-    micro_steps,
-    order,
-)
-from nanochat.data.tokenizer import Tokenizer
-from nanochat.eval.loss_eval import evaluate_bpb
-from nanochat.eval.task_eval import accuracy, evaluate_task
-from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
-from nanochat.runtime.collectives import from_rank0
-from nanochat.runtime.compiling import eagerly, set_compile
-from nanochat.runtime.console import print0
-from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
-from nanochat.runtime.errors import UserError
-from nanochat.runtime.flops import peak_flops
-from nanochat.runtime.stopping import StopRequest
-from nanochat.tasks import describe_validation, make_mixture, make_tasks, task_names, without_parts
-from nanochat.tasks.common import Mixture
-from nanochat.training.checkpoint import tasks_of
-from nanochat.training.finetuning import (
-    choose_epochs_and_rate,
-    find_start,
-    load_training,
-    plan_steps,
-    report_stage,
-    require_same_data,
-    row_length,
-)
-from nanochat.training.metrics import Metrics, require_wandb
-from nanochat.training.saving import CheckpointWriter
+from configurator import configure
 
 # ---- Run
 run = ""                    # name of the wandb run; empty: no wandb
@@ -90,6 +54,42 @@ save_every = -1             # [-1..] steps between checkpoints, besides one each
 keep_last = -1              # [-1, 1..] checkpoints kept; -1: all
 resume: Literal["", "auto"] = ""  # auto: continue from the newest valid checkpoint, or start if there is none
 config = configure(globals())
+
+import torch
+
+from nanochat.data.conversation_loader import (
+    RenderedConversations,
+    balance,
+    by_step,
+    conversation_loader,
+    micro_steps,
+    order,
+)
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.eval.loss_eval import evaluate_bpb
+from nanochat.eval.task_eval import accuracy, evaluate_task
+from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
+from nanochat.runtime.collectives import from_rank0
+from nanochat.runtime.compiling import eagerly, set_compile
+from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.flops import peak_flops
+from nanochat.runtime.stopping import StopRequest
+from nanochat.tasks import describe_validation, make_mixture, make_tasks, task_names, without_parts
+from nanochat.tasks.common import Mixture
+from nanochat.training.checkpoint import tasks_of
+from nanochat.training.finetuning import (
+    choose_epochs_and_rate,
+    find_start,
+    load_training,
+    plan_steps,
+    report_stage,
+    require_same_data,
+    row_length,
+)
+from nanochat.training.metrics import Metrics, require_wandb
+from nanochat.training.saving import CheckpointWriter
 
 # ---- Setup
 require_wandb(run)

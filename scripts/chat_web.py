@@ -14,27 +14,9 @@ CPU. NANOCHAT_API_KEY=... demands a key. SIGTERM ends the server when the reques
 after a few seconds at the latest; Ctrl-C ends it at once. So does the death of a model's last worker, with exit code 1,
 for a supervisor to start it again.
 """
-import os
-import socket
-from functools import partial
 from typing import Literal
 
-from configurator import configure  # isort: split
-
-import torch
-
-from nanochat.corpus.library import open_library
-from nanochat.data.tokenizer import Tokenizer
-from nanochat.runtime.console import print0
-from nanochat.runtime.devices import choose_device_type
-from nanochat.runtime.errors import UserError
-from nanochat.serve.app import create_app
-from nanochat.serve.engine_process import load_engine
-from nanochat.serve.gate import LOOPBACK
-from nanochat.serve.server import Server
-from nanochat.serve.worker import ServedModel, Worker
-from nanochat.tasks import example_questions, never_looks_up
-from nanochat.training.checkpoint import find_model, latest_stage, read_meta, tasks_of
+from configurator import configure
 
 # ---- Models
 source = "auto"             # stages, such as "sft, rl", each served as TAG-STAGE; auto: the last one trained
@@ -54,6 +36,25 @@ temperature = 0.6           # [0..] where a request does not say; 0: always the 
 top_k = 50                  # [0..] likewise: only the k most probable tokens; 0: all
 library: str | None = None  # name or file of a library for models to look into; None: that of Python, if it is there
 configure(globals())
+
+import os
+import socket
+from functools import partial
+
+import torch
+
+from nanochat.corpus.library import open_library
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.runtime.console import print0
+from nanochat.runtime.devices import choose_device_type
+from nanochat.runtime.errors import UserError
+from nanochat.serve.app import create_app
+from nanochat.serve.engine_process import load_engine
+from nanochat.serve.gate import LOOPBACK
+from nanochat.serve.server import Server
+from nanochat.serve.worker import ServedModel, Worker
+from nanochat.tasks import example_questions, never_looks_up
+from nanochat.training.checkpoint import find_model, latest_stage, read_meta, tasks_of
 
 api_key = os.environ.get("NANOCHAT_API_KEY", "")    # a setting would show in the list of processes
 

@@ -11,9 +11,6 @@ It lies in NANOCHAT_BASE_DIR/data/NAME. HF_ENDPOINT=https://… downloads from a
 """
 from configurator import configure
 
-from nanochat.corpus.make_dataset import COUNTED, make
-from nanochat.training.report import write_section
-
 # ---- Data
 source = "tinyworld"   # tinyworld, python, fineweb-edu, climbmix, hf:NAME[:CONFIG], or a folder or file
 name = ""              # of the data set; default: that of the source, the folder or the file
@@ -25,6 +22,9 @@ num_shards = -1        # [-1, 1..] training shards at most, besides validation; 
 shard_mb = 8.0         # [0.001..1000] megabytes of text per training shard (downloads come as they are)
 seed = 42              # of the shuffle, and of tinyworld
 config = configure(globals())
+
+from nanochat.corpus.make_dataset import COUNTED, make
+from nanochat.training.report import write_section
 
 manifest = make(**config)
 counts = ", ".join(f"{key}: {manifest[key]:,}" for key in COUNTED)

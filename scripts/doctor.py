@@ -10,25 +10,9 @@ What this machine can do: how much memory and disk is free, which models fit, an
 What it finds goes to stdout; with --batch_only or --time_only that is one number. Exit code 0 if something can be
 trained here, else 1 and one line why; --batch_only answers 0 rows with exit code 0.
 """
-import os
-import platform
-import shutil
-import sys
 from typing import Literal
 
 from configurator import configure
-
-import torch
-
-from nanochat.model.gpt_config import GPTConfig, config_from_depth
-from nanochat.plan.limits import memory_limits
-from nanochat.plan.memory import GIB, largest_rows
-from nanochat.plan.trial import rows_that_train, try_steps
-from nanochat.runtime.devices import choose_device_type, compute_dtype
-from nanochat.runtime.distributed import unknown_host
-from nanochat.runtime.errors import UserError
-from nanochat.runtime.files import base_dir
-from nanochat.runtime.tables import markdown_table
 
 # ---- Model
 depth = -1                  # [-1, 1..] layers; -1: a table of the usual ones
@@ -46,6 +30,23 @@ batch_only = False          # print the recommended device_batch_size and nothin
 time_only = False           # print the milliseconds of a training step of 16 rows here and nothing else
 memory_gib = -1.0           # [-1, >0] GiB of a GPU that is not here: 12, 24, 80, 141
 configure(globals())
+
+import os
+import platform
+import shutil
+import sys
+
+import torch
+
+from nanochat.model.gpt_config import GPTConfig, config_from_depth
+from nanochat.plan.limits import memory_limits
+from nanochat.plan.memory import GIB, largest_rows
+from nanochat.plan.trial import rows_that_train, try_steps
+from nanochat.runtime.devices import choose_device_type, compute_dtype
+from nanochat.runtime.distributed import unknown_host
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import base_dir
+from nanochat.runtime.tables import markdown_table
 
 DEPTHS = (4, 8, 12, 16, 20, 24, 26, 32)
 

@@ -7,16 +7,9 @@ Weights, configuration, tokenizer, chat template, and a model card; of a modern 
 trust_remote_code=True. scripts.import_hf is the way back. `hf upload NAME/MODEL my-model --private` brings the folder
 to the hub.
 """
-from pathlib import Path
 from typing import Literal
 
 from configurator import configure
-
-from nanochat.hf.card import model_card
-from nanochat.hf.model import export
-from nanochat.runtime.errors import UserError
-from nanochat.runtime.files import recover_folder, write_folder_aside, write_text
-from nanochat.training.checkpoint import find_model, read_meta
 
 # ---- Model
 source: Literal["base", "mid", "sft", "rl"] = "sft"  # stage of the model
@@ -25,6 +18,14 @@ step: int | None = None     # [0..] of the checkpoint; None: the newest valid on
 # ---- The folder
 output = ""                 # where it goes
 configure(globals())
+
+from pathlib import Path
+
+from nanochat.hf.card import model_card
+from nanochat.hf.model import export
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.files import recover_folder, write_folder_aside, write_text
+from nanochat.training.checkpoint import find_model, read_meta
 
 if not output:
     raise UserError("say where the folder is to be, such as --output=my-model")

@@ -7,16 +7,9 @@ nanochat checkpoint of the classic layout (model_NNNNNN.pt, meta_NNNNNN.json, to
 
 Nothing in those files is run. A model that would not be the same one here is refused.
 """
-from pathlib import Path
 from typing import Literal
 
 from configurator import configure
-
-from nanochat.hf import classic
-from nanochat.hf import model as hf
-from nanochat.runtime.errors import UserError
-from nanochat.training.checkpoint import checkpoint_dir, list_steps
-from nanochat.training.saving import save_weights
 
 # ---- From
 input = ""                  # the folder
@@ -24,6 +17,14 @@ input = ""                  # the folder
 source: Literal["base", "mid", "sft", "rl"] = "base"  # stage the model is at: the next one can begin with it
 model_tag: str | None = None  # folder of its checkpoints; None: named like the input
 config = configure(globals())
+
+from pathlib import Path
+
+from nanochat.hf import classic
+from nanochat.hf import model as hf
+from nanochat.runtime.errors import UserError
+from nanochat.training.checkpoint import checkpoint_dir, list_steps
+from nanochat.training.saving import save_weights
 
 if not input:
     raise UserError("say which folder to import, such as --input=their-model")

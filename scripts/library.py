@@ -8,15 +8,15 @@ It is replaced as a whole by the same command.
 """
 from configurator import configure
 
-from nanochat.corpus.library import make_library
-from nanochat.inference.library import Library
-
 source = "python"      # python, or a folder or file of your own
 name = ""              # of the library; default: that of the folder or file
 field = "text"         # of .jsonl, .json, .csv and .parquet: where the text is
 encoding = "utf-8"     # of text files that are not UTF-8, such as gb18030
 delimiter = ""         # between the fields of .csv: one character, or tab; default: what the first line has
 config = configure(globals())
+
+from nanochat.corpus.library import make_library
+from nanochat.inference.library import Library
 
 place = make_library(**config)
 print(f"{place}: {Library(place).passages:,} passages, {place.stat().st_size / 1e6:.1f} MB")

@@ -5,21 +5,9 @@ and cost; and the fastest layout that fits, with or without a pipeline. Formulas
     python -m scripts.plan --depth=20 --gpus=8 --gpu=H100 --link=nvlink4
     python -m scripts.plan --depth=32 --gpus=64 --gpus_per_node=8 --link=nvlink4 --between=ndr
 """
-import math
 from typing import Literal
 
 from configurator import configure
-
-import torch
-
-from nanochat.model.gpt_config import config_from_depth
-from nanochat.optim.recipe import choose_batch_size
-from nanochat.optim.schedule import accumulation_steps
-from nanochat.plan.machines import LINKS, Cluster, Layout, bytes_on_a_rank, fastest_layout, plan_step
-from nanochat.plan.memory import GIB, shaped, split_into_stages
-from nanochat.runtime.errors import UserError
-from nanochat.runtime.flops import datasheet_peak, peak_flops
-from nanochat.runtime.tables import markdown_table
 
 # ---- Model and batch
 depth = 20                  # [1..] layers
@@ -40,6 +28,20 @@ price = 2.5                 # [0..] dollars per GPU and hour
 # ---- What to tell
 tell: Literal["all", "summary", "hours"] = "all"  # summary: without the table; hours: just them, rounded up
 configure(globals())
+
+import math
+
+import torch
+
+from nanochat.model.gpt_config import config_from_depth
+from nanochat.optim.recipe import choose_batch_size
+from nanochat.optim.schedule import accumulation_steps
+from nanochat.plan.machines import LINKS, Cluster, Layout, bytes_on_a_rank, fastest_layout, plan_step
+from nanochat.plan.memory import GIB, shaped, split_into_stages
+from nanochat.runtime.errors import UserError
+from nanochat.runtime.flops import datasheet_peak, peak_flops
+from nanochat.runtime.tables import markdown_table
+
 for name, chosen in (("link", link), ("between", between)):
     if chosen not in LINKS:
         raise UserError(f"{name}={chosen} is not in the table; expected one of {', '.join(LINKS)}")

@@ -1,8 +1,9 @@
 """Put together what every stage found about a model."""
 from configurator import configure
 
-from nanochat.training.report import generate
-
 model_tag = ""  # the model to report on; empty: the newest
 configure(globals())
+
+from nanochat.training.report import generate
+
 print(generate(model_tag))

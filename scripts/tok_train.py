@@ -7,16 +7,7 @@ Train the tokenizer of a data source.
 
 It is kept in NANOCHAT_BASE_DIR/tokenizer/<data>; every stage that uses the data finds it there.
 """
-from itertools import islice
-
 from configurator import configure
-
-from nanochat.corpus.learn_tokenizer import train_tokenizer
-from nanochat.data.conversation import plain_text
-from nanochat.data.dataset import iter_texts
-from nanochat.data.tokenizer import tokenizer_dir
-from nanochat.tasks import make_mixture
-from nanochat.training.report import settings_table, write_section
 
 # ---- Data
 data = "tinyworld"          # data source to learn from
@@ -24,6 +15,15 @@ tasks = ""                  # conversations that are read besides, as in mid_tra
 # ---- Vocabulary
 vocab_size = 65536          # [265..] ids, with bytes and special tokens (265); smaller if the data has fewer merges
 config = configure(globals())
+
+from itertools import islice
+
+from nanochat.corpus.learn_tokenizer import train_tokenizer
+from nanochat.data.conversation import plain_text
+from nanochat.data.dataset import iter_texts
+from nanochat.data.tokenizer import tokenizer_dir
+from nanochat.tasks import make_mixture
+from nanochat.training.report import settings_table, write_section
 
 # --- learn the merges
 conversations = make_mixture(tasks, "train", seed=0) if tasks else []
