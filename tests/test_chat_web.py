@@ -1,7 +1,9 @@
 """The chat server as its clients meet it: a real process, the official client, raw sockets; parts in this process."""
 import asyncio
+import codecs
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -16,6 +18,7 @@ import sys
 import threading
 import time
 import types
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import httpx
@@ -32,6 +35,7 @@ import nanochat.serve.engine_process
 import nanochat.serve.server
 import nanochat.serve.worker
 from nanochat.data.conversation import render_prompt
+from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import Delta, StopStrings, to_parts
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.prompt_cache import PIECE
@@ -39,9 +43,10 @@ from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.errors import UserError
-from nanochat.serve.app import create_app
+from nanochat.serve.app import READERS, Api, create_app
 from nanochat.serve.engine_process import EngineProcess
-from nanochat.serve.protocol import Request
+from nanochat.serve.protocol import ApiError, Request
+from nanochat.serve.requests import MAX_BIASES, ChatRequest, CompletionRequest
 from nanochat.serve.server import MAX_CONNECTIONS, WAIT_SECONDS, ImpatientProtocol
 from nanochat.serve.worker import ServedModel, Worker
 
@@ -346,6 +351,7 @@ def test_the_usage_says_what_was_read_before(server):
 
 @pytest.mark.parametrize("words, settings", [
     ("temperature: .*greater than or equal to 0", {"temperature": -1}), ("max_tokens: .*integer", {"max_tokens": "3"}),
+    ("logit_bias: .*at most 1024", {"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}),
     ("stop: .*at most 32", {"stop": ["x"] * 33}), ("logit_bias", {"logit_bias": {"268": 1}}),
     *((f"{next(iter(asked))} is not supported", {"extra_body": asked}) for asked in (
         {"functions": [{"name": "f"}]}, {"best_of": 2}, {"modalities": ["text", "audio"]}, {"top_logprobs_x": 1},
@@ -445,6 +451,9 @@ def test_requests_that_are_none_leave_nothing_in_the_log(server):
     """400 for what is not HTTP, 421 for another's name. In HTTP/1.0, as load balancers ask, no name is needed."""
     requests = [(200, HEALTH), (200, b"GET /health HTTP/1.0\r\n\r\n"), (400, b"GET /health HTTP/1.1\r\n\r\n")]
     requests += [(421, HEALTH.replace(b"localhost", host)) for host in (b"evil.example", b"")]
+    requests += [(200, HEALTH.replace(b"localhost", host)) for host in (b"[::1]:8101", b"localhost.", b"LOCALHOST:80")]
+    both = b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    requests += [(400, HEALTH[:-2] + both)]
     requests += [(400, data) for data in (b"\x16\x03\x01 no TLS here\r\n\r\n", HEALTH.replace(b"Host", b"Ho st"))]
     for status, request in requests:
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw:
@@ -460,8 +469,16 @@ def test_bodies_that_are_none(server):
 
     bad_json = f'{{"model": "{MARKER}', "[" * 90000, "[]", b"\xff\xfe", "", '{"model": NaN}'
     responses = [(400, post(content)) for content in bad_json]
+    body = json.dumps({"model": "tiny-sft", "messages": chat(MARKER), "max_tokens": 1}).encode()
+    halves = [MARKER.encode() + half for half in (rb" \ud83d", rb"\ude00", rb"\\\\\\ud83d\ud83d\ude00")]   # of an emoji
+    for content in (codecs.BOM_UTF8 + body, *(body.replace(MARKER.encode(), text) for text in halves)):
+        assert post(content).status_code == 200, content
+    huge = post(body[:-1] + b', "n": ' + b"9" * 4000 + b"}")
+    assert len(huge.content) < 300
+    responses.append((400, huge))
     responses += [(413, post("x" * 10**7)), (413, post(b"x" * 10**4 for _ in range(1000)))]
     responses.append((415, post("", "text/plain")))
+    responses += [(404, server.http.get("/health/"))]   # not sent on to wherever Host says
     responses += [(404, server.http.get("/nope")), (405, server.http.get(CHAT))]
     for status, response in responses:
         assert response.status_code == status and set(response.json()["error"]) == ERROR, response.text
@@ -685,7 +702,8 @@ def test_a_base_model_behind_a_proxy_until_its_workers_die(tmp_path):
         for name in (*names, "localhost.evil.example", "evil.example:80"):
             response = server.http.get("/v1/models", headers={"Host": name})
             assert response.status_code == (200 if name in names else 421)
-        assert "--allowed_hosts=evil.example" in response.json()["error"]["message"]
+        words = "answers to chat.example.org, 127.0.0.1, localhost, ::1 only; --allowed_hosts=evil.example adds"
+        assert words in response.json()["error"]["message"]
 
         first, second = server.workers()
         while "loading" in server.http.get("/health").json()["models"]["tiny-base"]:    # the second one
@@ -745,6 +763,7 @@ def test_zz_sigterm_lets_answers_end_for_a_while(server):
         server.pace.set(math.inf)
         waiting = pool.submit(server.ask, MARKER, max_tokens=2000, n=MOST - PLACES)
         server.wait_until("waiting", MOST - PLACES)
+        half = server.connect(100)  # its body never comes, and what waits for that is ended without a traceback
         workers = server.workers()
         started = time.monotonic()
         server.signal_all(signal.SIGTERM)
@@ -759,6 +778,7 @@ def test_zz_sigterm_lets_answers_end_for_a_while(server):
         with pytest.raises(openai.InternalServerError, match="stopping"):
             waiting.result()
     check_end(server, workers, "tiny-sft, tiny-rl")
+    half.close()
 
 
 def is_alive(process_id: int) -> bool:
@@ -937,6 +957,131 @@ async def test_one_request_fails_alone_and_a_dead_worker_is_known(capfd, monkeyp
         assert (health.status_code, health.json()["status"]) == (503, "unavailable") and after.status_code == 503
     log = capfd.readouterr().err
     assert "RuntimeError" in log and "a worker has died" in log and MARKER not in log
+
+
+def step_seconds(engine: Engine, **fields) -> float:
+    """Of the processor, for a step that writes a token of each of 16 answers, with all that is done for their texts."""
+    process = EngineProcess(socket.socketpair()[0])
+    process.engine, process.write = engine, lambda message: None
+    body = {"model": "m", "messages": chat("?"), "n": 16, "max_tokens": 10**4} | fields
+    asked = ChatRequest.parse(json.dumps(body).encode(), {"temperature": 1.0, "top_k": 0})
+    prompts, _ = asked.encode(engine.tokenizer, True)
+    process.accept(Request(prompts, asked.sampling(engine.tokenizer, 10**4, True), None, asked.n, asked.stop))
+    for _ in range(60):
+        process.step()
+    started = time.process_time()
+    for _ in range(10):
+        process.step()
+    assert len(engine.running) == 16
+    engine.clear()
+    return (time.process_time() - started) / 10
+
+
+def test_no_request_makes_a_step_much_dearer():
+    """Every field at its maximum against a plain request: what an address asks for, the others' tokens wait for."""
+    tokenizer = Tokenizer([bytes(pair) for pair in itertools.product(range(97, 157), repeat=2)])
+    vocab_size = tokenizer.get_vocab_size()
+    shape = GPTConfig(sequence_len=2048, vocab_size=vocab_size, n_layer=2, n_embd=64, n_head=4, n_kv_head=2)
+    engine = Engine(draw_weights(GPT(shape), 0.1), tokenizer, 16)
+    stops = {str(tokenizer.encode_special(name)): -100 for name in ("<|assistant_end|>", "<|bos|>")}
+    plain = step_seconds(engine, logit_bias=stops)
+    biases = stops | {str(token): 1.5 for token in range(300, 300 + MAX_BIASES - len(stops))}
+    everything = step_seconds(
+        engine, logit_bias=biases, presence_penalty=2, frequency_penalty=2, temperature=9, top_p=0.9999, top_k=10**9,
+        seed=10**30, logprobs=True, top_logprobs=20, stop=[f"{'a' * 253}{number:03}" for number in range(16)])
+    assert everything < 10 * plain
+
+
+@run_async
+async def test_slow_is_not_hung(monkeypatch, pace):
+    """A step that takes long, but computes, ends no engine; one that waits for what never comes does."""
+    for name, value in {"HUNG_AFTER": 1, "DEAD_AFTER": 2}.items():
+        monkeypatch.setattr(nanochat.serve.worker, name, value)
+    monkeypatch.setattr(nanochat.serve.engine_process, "BEAT_EVERY", 0.1)
+    async with serving([lambda: pace.slow_down(make_engine())]) as (client, model):
+        [worker] = model.workers
+        await ask(client, "?")
+        pace.set(math.inf)  # it looks again and again whether it may go on
+        slow = asyncio.create_task(ask(client, "slow"))
+        await until(lambda: worker.step_age > 4 or model.dead)
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["models"]) == (200, {"tiny-sft": ["slow"]})
+        pace.set(0)
+        assert (await slow).status_code == 200
+        monkeypatch.setattr(nanochat.serve.engine_process, "WORK", math.inf)    # what it does is no work
+        pace.set(math.inf)
+        hung = asyncio.create_task(ask(client, "hung"))
+        await until(lambda: worker.condition == "silent")
+        assert (await client.get("/health")).status_code == 503
+        assert (await hung).status_code == 503 and model.dead
+
+
+@run_async
+async def test_who_loads_gets_no_request_while_another_is_ready(monkeypatch):
+    """Where all load, a request waits, but not for ever: its time ends in the web process."""
+    loaded = threading.Event()
+
+    def make_never() -> Engine:
+        loaded.wait()
+        return make_engine()
+
+    async with serving([make_never, make_engine]) as (client, model):
+        await until(lambda: model.workers[1].state == "ready")
+        answers = await asyncio.wait_for(asyncio.gather(*(ask(client, str(i), max_tokens=2) for i in range(8))), 100)
+        assert {answer.status_code for answer in answers} == {200} and model.workers[0].state == "loading"
+        model.workers.pop()
+        for name in ("TIMEOUT", "SLACK"):
+            monkeypatch.setattr(nanochat.serve.worker, name, 0)
+        late = await asyncio.wait_for(ask(client, "late"), 100)
+        assert late.status_code == 503 and "no answer within" in late.text and model.waiting == 0
+        loaded.set()
+
+
+@run_async
+async def test_an_end_is_told_at_once(pace):
+    """Even if the engine's process takes its time to go."""
+    async with serving([lambda: pace.slow_down(make_engine())]) as (client, model):
+        pace.set(math.inf)
+        [worker] = model.workers
+        waiting = asyncio.create_task(ask(client, "?"))
+        await until(lambda: model.running)
+        kill, worker.process.kill = worker.process.kill, lambda: None
+        worker.stop()
+        answer = await asyncio.wait_for(waiting, 100)
+        assert answer.status_code == 503 and "stopping" in answer.text
+        worker.process.kill = kill
+        pace.set(0)
+
+
+def test_prompts_are_counted_before_they_are_encoded():
+    """A model without a tokenizer refuses them."""
+    model = ServedModel("m", None, 2048, 2, [])
+    body = json.dumps({"model": "m", "prompt": ["x"] * (model.max_choices // 2 + 1), "n": 2})
+    with pytest.raises(ApiError, match="answers at once; this server takes at most"):
+        Api([model], 10, {"temperature": 0.0, "top_k": 0}).read(CompletionRequest, body.encode(), "")
+
+
+@run_async
+async def test_one_address_does_not_take_all_readers(monkeypatch):
+    """However many bodies it sends; another's is read meanwhile."""
+    go_on, reading = threading.Event(), Counter()
+
+    def read(api, kind, body, client):
+        reading[client] += 1
+        if client == "10.0.0.1":
+            go_on.wait()
+        raise ApiError(400, "no")
+
+    monkeypatch.setattr(Api, "read", read)
+    app = create_app([], 10, {})
+    clients = [httpx.AsyncClient(transport=httpx.ASGITransport(app, client=(address, 1)), base_url="http://test")
+               for address in ("10.0.0.1", "10.0.0.2")]
+    many = [asyncio.create_task(ask(clients[0], "?")) for _ in range(50)]
+    await until(lambda: reading["10.0.0.1"])
+    assert (await asyncio.wait_for(ask(clients[1], "?"), 100)).status_code == 400
+    assert reading == {"10.0.0.1": READERS, "10.0.0.2": 1}
+    go_on.set()
+    assert {response.status_code for response in await asyncio.gather(*many)} == {400}
 
 
 @run_async

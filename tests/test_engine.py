@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from nanochat.inference.detokenizer import IncrementalDetokenizer, to_parts
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.kv_cache import CachedModel, Prefix, linear
 from nanochat.inference.logprobs import token_logprobs
-from nanochat.inference.sampling import Penalties, SamplingParams, draw
+from nanochat.inference.sampling import Penalties, SamplingParams, adjust, draw
 from nanochat.inference.tools import Tools
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, architecture
@@ -445,6 +446,26 @@ def test_adjusted_draws_have_the_probabilities_of_the_definition(softcap, settin
         assert abs(counts[token] - N * weights[token] / total) <= 1.01, token
     greedily = SamplingParams(**settings | {"temperature": 0})
     assert draw(logits, [greedily], [0.5], softcap, *answers) == order[:1]
+
+
+def test_rows_adjusted_together_are_those_of_a_plain_loop():
+    """Entry by entry, row by row, to the bit; penalties that an answer has collected token by token."""
+    rng, logits, expected = random.Random(0), torch.randn(9, V), []
+    samplings = [SamplingParams(
+        tools=False, presence_penalty=rng.choice((0, 1.5)), frequency_penalty=rng.choice((0, 0.3, -2)),
+        logit_bias=tuple((token, rng.uniform(-100, 100)) for token in rng.sample(range(V), rng.choice((0, 1, 200)))))
+        for _ in logits]
+    written = [rng.choices(range(V), k=rng.choice((0, 3, 400))) for _ in logits]
+    masks = [None if row % 3 else torch.rand(V) < 0.5 for row in range(len(logits))]
+    for row, sampling, tokens, mask in zip(logits.clone(), samplings, written, masks):
+        for token, times in Counter(tokens).items():
+            row[token] -= sampling.frequency_penalty * times + sampling.presence_penalty
+        for token, bias in sampling.logit_bias:
+            row[token] += bias
+        expected.append(row if mask is None else row.masked_fill(~mask, -math.inf))
+    penalties = [Penalties(*both) if both[0].penalizes else None for both in zip(samplings, written)]
+    adjust(logits, samplings, penalties, [mask if mask is None else SimpleNamespace(allowed=mask) for mask in masks])
+    assert torch.equal(logits, torch.stack(expected))
 
 
 def test_samples_do_not_depend_on_the_company():

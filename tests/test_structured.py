@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import openai
@@ -186,6 +187,21 @@ def server(tmp_path_factory):
     yield running
     running.process.kill()
     running.process.wait()
+
+
+def test_a_form_that_takes_for_ever_keeps_nobody_waiting(server):
+    """It is given up; another address's is compiled meanwhile, as the first address has one compiler only."""
+    patterns = [{"type": "string", "pattern": f".*a.*b.{{{k}}}c.*"} for k in range(40)]
+    endless = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"allOf": patterns}}}
+    with ThreadPoolExecutor(2) as pool, server.elsewhere() as other:
+        given_up = [pool.submit(server.ask, MARKER, max_tokens=3, response_format=endless) for _ in range(2)]
+        server.wait_until("waiting", 2)
+        assert server.ask(MARKER, max_tokens=3, client=other, response_format={"type": "json_object"}).choices
+        assert not all(future.done() for future in given_up)
+        for future in given_up:
+            with pytest.raises(openai.BadRequestError, match="more than 2 s to compile"):
+                future.result()
+    assert server.load("waiting") == 0 and server.log.read_text().count("\n") == 1
 
 
 class Pet(BaseModel):

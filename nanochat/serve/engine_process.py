@@ -161,10 +161,10 @@ class EngineProcess:
         worked = 0.0
         with contextlib.suppress(OSError):
             while True:
-                began, used = self.step_began, time.process_time()
-                if self.waits or began != before or used - worked >= WORK:
+                waits, began, used = self.waits, self.step_began, time.process_time()   # in this order, see `step`
+                if waits or began != before or used - worked >= WORK:
                     before, worked = began, used
-                    self.write(time.monotonic() - began if began and not self.waits else 0.0)
+                    self.write(time.monotonic() - began if began and not waits else 0.0)
                 time.sleep(BEAT_EVERY)
 
     def end(self, code: int) -> None:
@@ -189,7 +189,8 @@ class EngineProcess:
             while True:
                 self.waits = not engine.busy
                 act = self.inbox.get(block=self.waits)
-                self.waits, self.step_began = False, time.monotonic()
+                self.step_began = time.monotonic()
+                self.waits = False  # only now, or `beat` would take an hour of waiting for a step
                 act()
         self.step_began = time.monotonic()
         try:
