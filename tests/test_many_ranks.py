@@ -140,9 +140,11 @@ def test_sizes_that_are_left_to_the_device_do_not_depend_on_the_ranks(base):
 def test_bfloat16_does_not_depend_on_the_cut(base):
     """
     Within a few last bits of a loss (4.8e-7): sums of bfloat16 gradients are nearly exact in float32, and so is the
-    norm that clips.
+    norm that clips. With a norm of float32 the third and fourth loss are 7e-5 and 1e-5 off. A small model: where the
+    processor has no products in bfloat16, one takes 70 times as long.
     """
-    settings = dict(num_iterations=12, dtype="bfloat16", depth=3, arch=ALL_PIECES)
+    settings = dict(num_iterations=4, dtype="bfloat16", depth=2, arch=ALL_PIECES, total_batch_size=256,
+                    device_batch_size=2)
     train(1, "bf16", **settings)
     for world_size, stage in ((4, 2), (2, 3)):
         tag = f"bf16-{world_size}-{stage}"
