@@ -357,6 +357,8 @@ def test_what_is_not_read_is_said_with_a_count_and_a_name(inputs, capsys):
     (inputs / "deep" / "a.jsonl").unlink()
     with pytest.raises(UserError, match="list.csv, line 2: no field 'text'"):
         make(str(inputs))
+    with pytest.raises(UserError, match="--delimiter=comma: expected one character, or tab"):
+        make(str(inputs), delimiter="comma")
 
 
 def test_linked_folders_are_read_once_and_names_need_not_be_utf8(inputs, tmp_path):

@@ -125,7 +125,8 @@ def file_passages(source: Path, encoding: str, **rows: str) -> Iterator[Passage]
                     yield Passage(title, passage, f"{name}:{number}")
                 lines += text.count("\n") + 1  # the line that separates it from the next
         except Exception as error:  # parsers raise all kinds
-            print(f"{name} is not read: {first_line(error)}")
+            rest = " to its end" if lines else ""
+            print(f"{name} is not read{rest}: {first_line(error)}")
     say(notes)
 
 

@@ -24,7 +24,7 @@ from nanochat.runtime.errors import UserError, first_line
 
 PIECE = 64 << 10           # characters; a text file longer than this becomes several documents
 FEW = 200                  # files; fewer of them are cut into smaller pieces,
-SHORT = 2000               # characters, of which at least as long, unless there is only one
+SHORT = 2000               # characters that a piece may have even then, unless there is only one file
 SAMPLE = 1 << 20           # characters that are read at a time, and bytes for a guess of the encoding
 KIND = re.compile(r"\.(txt|md|markdown|rst|jsonl|ndjson|json|csv|tsv|parquet)(\.gz|\.zst|\.bz2|\.xz)?$", re.IGNORECASE)
 KINDS = ".txt .md .rst .jsonl .json .csv .tsv .parquet (or .gz/.zst/.bz2/.xz of them)"
@@ -169,7 +169,9 @@ def open_bytes(path: Path) -> io.BufferedReader:
     if suffix == ".xz":
         return lzma.open(path)
     file = open(path, "rb")  # by Python: Arrow opens no name that is not UTF-8
-    return io.BufferedReader(pa.input_stream(file, compression=COMPRESSIONS.get(suffix)))
+    if suffix in COMPRESSIONS:
+        file = io.BufferedReader(pa.input_stream(file, compression=COMPRESSIONS[suffix]))
+    return file
 
 
 def open_text(path: Path, encoding: str, newline: str = "\n", errors: str = "replace") -> TextIO:
@@ -202,7 +204,7 @@ def encoding_of(path: Path, encoding: str, notes: Notes) -> str:
         return "utf-8-sig"
     import charset_normalizer  # here: few need it
 
-    advice = "repair it, or convert it to UTF-8"
+    advice = "repair it, or convert it to UTF-8 with iconv, whose -c leaves out what cannot be read"
     with open_bytes(path) as file:
         guesses = charset_normalizer.from_bytes(file.read(SAMPLE))
     for guess in guesses:
@@ -296,12 +298,14 @@ def csv_rows(path: Path, encoding: str, field: str, delimiter: str) -> Iterator[
     with open_text(path, encoding, newline="") as file:
         first = file.readline()
         if first.lower().startswith("sep="):
-            delimiter = delimiter or first[4]
+            delimiter = delimiter or first[4:5]
             start = 1
         for mark in ",;\t|":
             names = next(csv.reader([first], delimiter=mark), [])
             found[mark] = (field in names, len(names))
     delimiter = {"": max(found, key=found.get), "tab": "\t"}.get(delimiter, delimiter)
+    if len(delimiter) > 1 or delimiter in "\"\r\n":
+        raise UserError(f"--delimiter={delimiter}: expected one character, or tab")
     style = quotation(path, encoding, delimiter)
     with open_text(path, encoding, newline="") as file:
         lines = itertools.islice(file, start, None)
