@@ -284,6 +284,29 @@ def test_durations_are_in_a_unit_that_suits(seconds, text):
     assert duration(seconds) == text
 
 
+@pytest.mark.parametrize("script", ["base_train", "dataset", "doctor"])
+def test_a_base_folder_that_cannot_be_made_is_one_line(base_folder, script):
+    """A folder in a file, as good as one in /proc; the scripts make it in different places."""
+    base_folder.write_text("a file")
+    done = run_module(f"scripts.{script}", env={"NANOCHAT_BASE_DIR": f"{base_folder}/inside"})
+    line = f"error: {base_folder}/inside cannot be made: Not a directory; set NANOCHAT_BASE_DIR to another folder\n"
+    assert (done.returncode, done.stderr) == (1, line)
+
+
+def test_ctrl_c_during_the_first_imports_is_one_line(tmp_path):
+    """It comes as the first module below the settings is imported."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import builtins, os, signal\n"
+        "def load_or_interrupt(name, *rest, load=builtins.__import__, **named):\n"
+        "    if name == 'nanochat.corpus.make_dataset':\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return load(name, *rest, **named)\n"
+        "builtins.__import__ = load_or_interrupt\n")
+    done = subprocess.run([sys.executable, "-m", "scripts.dataset", "--source=python"], cwd=REPO, text=True,
+                          capture_output=True, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{REPO}"})
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "error: interrupted\n")  # 130 in a shell
+
+
 NO_DRAW = """
 from nanochat.model.gpt import GPT
 del GPT.draw
@@ -516,9 +539,9 @@ def test_wandb_is_imported_only_when_asked_for_and_works_offline(base, tmp_path)
     assert asked.returncode == 1 and "error: run=me needs wandb, which does not work here: imported" in asked.stderr
     assert "pip install wandb" in asked.stderr and "Traceback" not in asked.stderr and asked.stdout == ""
     pytest.importorskip("wandb")
-    offline = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    offline = {"WANDB_MODE": "offline"}
     for steps, how in ((2, "--overwrite"), (3, "--resume=auto")):
         real = train(f"--num_iterations={steps}", "--run=me", how, env=offline)
         assert real.returncode == 0, real.stderr
-    runs = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    runs = list(base.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(runs) == 2 and len({path.name for path in runs}) == 1, "on disk: one run in two parts"

@@ -140,7 +140,7 @@ def test_the_log_is_complete_after_a_kill(tmp_path, capsys):
     ema, weights = 0.0, 0.0
     for loss in (4.0, 2.0, 3.0, 1.0):
         ema, weights = 0.9 * ema + 0.1 * loss, 0.9 * weights + 0.1
-    assert f"step 00002/00004 ( 75.0%) | loss {ema / weights:.4f} | lrm 0.50" in capsys.readouterr().out
+    assert f"step 00002/00004 ( 75.0%) | smoothed loss {ema / weights:.4f} | lrm 0.50" in capsys.readouterr().out
     assert metrics.state["min_val_bpb"] == 1.5
 
 

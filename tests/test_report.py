@@ -146,6 +146,10 @@ def test_panels_draw_the_records(tmp_path):
     assert rate.lines[0].get_ydata().tolist() == [1.0] * 6
     assert throughput.lines[0].get_ydata().tolist() == [1.0] + [SETTLED] * 5
     rewards = [{"step": step, "rl/reward": step / 4, "train/loss": -step} for step in range(5)]
+    for axes in (loss, validation):
+        axes.figure.canvas.draw()
+        labels = [tick.get_text() for tick in (*axes.get_yticklabels(), *axes.get_yticklabels(minor=True))]
+        assert sum(label != "" for label in labels) > 2 and not any("$" in label for label in labels), "plain numbers"
     policy, reward, *_ = plots.metrics_figure(rewards, None).axes
     assert policy.get_title().startswith("Policy loss") and reward.get_ylabel() == "mean of a step"
     assert reward.lines[0].get_ydata().tolist() == [0, 0.25, 0.5, 0.75, 1]

@@ -38,6 +38,9 @@ def one_line(error: BaseException, config: dict | None = None) -> str | None:
     if isinstance(error, OSError) and error.errno in USER_ERRNOS:
         where = f": {error.filename}" if error.filename else ""
         return f"{os.strerror(error.errno)}{where} (free space there, or set NANOCHAT_BASE_DIR to another folder)"
+    base = os.environ.get("NANOCHAT_BASE_DIR")
+    if base and isinstance(error, OSError) and not os.path.isdir(base) and str(error.filename).startswith(base):
+        return f"{base} cannot be made: {error.strerror}; set NANOCHAT_BASE_DIR to another folder"
     rows = config.get("device_batch_size")
     if rows and is_out_of_memory(error):
         advice = "a smaller max_seq_len or depth, or activation_checkpointing"

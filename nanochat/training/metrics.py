@@ -2,6 +2,7 @@
 import contextlib
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -14,7 +15,7 @@ from torch import Tensor
 from nanochat.runtime.collectives import rank_and_size
 from nanochat.runtime.console import is_rank0, print0
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.files import write_text
+from nanochat.runtime.files import base_dir, write_text
 from nanochat.runtime.stopping import Stopped, vote
 from nanochat.training.checkpoint import newest_saved
 from nanochat.training.records import duration, read_metrics
@@ -79,7 +80,8 @@ class Metrics:
                 import wandb  # optional, and slow to import
 
                 id_before = self.state.get("wandb")  # a resumed run continues there
-                self.wandb = wandb.init(project="nanochat", name=run, config=config, id=id_before, resume="allow")
+                self.wandb = wandb.init(project="nanochat", name=run, config=config, id=id_before, resume="allow",
+                                        dir=os.environ.get("WANDB_DIR") or base_dir())
                 self.state["wandb"] = self.wandb.id
 
     @contextlib.contextmanager
@@ -172,8 +174,8 @@ class Metrics:
             left = duration(self.session_seconds / (self.session_steps - 1) * (self.num_iterations - step - 1))
         print0(
             f"step {step:05d}/{self.num_iterations:05d} ({100 * (step + 1) / self.num_iterations:5.1f}%) | "
-            f"loss {smoothed:.4f} | lrm {record['train/lrm']:.2f} | {1000 * dt:,.0f} ms | {tok_per_sec:,.0f} tok/s | "
-            f"mfu {100 * mfu:.1f}% | {duration(state['elapsed'])} done, {left} left"
+            f"smoothed loss {smoothed:.4f} | lrm {record['train/lrm']:.2f} | {1000 * dt:,.0f} ms | "
+            f"{tok_per_sec:,.0f} tok/s | mfu {100 * mfu:.1f}% | {duration(state['elapsed'])} done, {left} left"
         )
         if not ok:
             print0(f"step {step:05d}: skipped on every rank: loss or gradient is not finite "

@@ -12,7 +12,7 @@ BLUE, ORANGE, GREY = "#1f5fa8", "#d9730d", "#9aa5b1"  # distinct for colour-blin
 MANY = 100  # values: from here a smoothed curve is drawn over them
 
 # Title, unit, name in metrics.jsonl, scale. On a linear scale the end of a falling loss crowds at the foot.
-LOSS = "Training loss", "nats per token", "train/loss", "log"
+LOSS = "Training loss, step by step (the terminal shows it smoothed)", "nats per token", "train/loss", "log"
 VALIDATION = "Validation", "bits per byte", "val/bpb", "log"
 POLICY_LOSS = "Policy loss: only its gradient means something", "nats per token, by advantage", "train/loss", "linear"
 REWARD = "Reward of the samples", "mean of a step", "rl/reward", "linear"
@@ -48,6 +48,10 @@ def metrics_figure(records: list[dict], floor: float | None) -> Figure:
         steps, values = series(records, key)
         axes.set(title=title, xlabel="step", ylabel=unit, yscale=scale)
         axes.grid(color="#e6e9ed")
+        if scale == "log":  # plain numbers, where powers of ten alone would leave the axis without any
+            axes.yaxis.set_major_formatter("{x:g}")
+            if len(values) and values.max() < 10 * values.min():
+                axes.yaxis.set_minor_formatter("{x:g}")
         marker = "o"
         if len(values) >= MANY:
             axes.plot(steps, values, color=GREY, linewidth=0.6)
