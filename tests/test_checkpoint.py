@@ -4,7 +4,6 @@ import copy
 import io
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO, make_sums, run_module
+from conftest import REPO
 from ranks import run_on_ranks
 from torch import nn
 
@@ -295,36 +294,6 @@ def test_the_choice_of_a_model_is_never_guessed(capsys):
     (path / "meta.json").write_text(json.dumps(read_meta(path) | {"tokenizer": "another"}))
     with pytest.raises(UserError, match="the tokenizer there is not the one"):
         load_checkpoint(path, CPU)
-
-
-def test_what_an_older_version_had_besides_is_no_matter_where_it_was_off(base_folder):
-    """Its training goes on. A model with such a piece is refused."""
-    make_sums(base_folder)
-    command = ("scripts.base_train", "--data=sums", "--depth=1", "--max_seq_len=32", "--device_batch_size=2",
-               "--total_batch_size=64", "--compile=False", "--eval_every=-1", "--sample_every=-1", "--model_tag=old")
-    assert run_module(*command, "--num_iterations=1").returncode == 0
-    path = step_dir(checkpoint_dir("base", "old"), 1)
-    new = json.loads((path / "meta.json").read_text())
-
-    def write_meta(settings: dict, **pieces) -> None:
-        changes = {"config": new["config"] | settings, "model_config": new["model_config"] | pieces}
-        (path / "meta.json").write_text(json.dumps(new | changes))
-        sums = json.loads((path / "manifest.json").read_text())
-        (path / "manifest.json").write_text(json.dumps(sums | {"meta.json": sha256(path / "meta.json")}))
-
-    again = (*command, "--num_iterations=2", "--resume_from_step=1", "--overwrite")
-    write_meta({}, bigrams=5, head_gates=False)
-    result = run_module(*again)
-    refused = "the model was trained with bigrams, which this version no longer has; use the version that trained it"
-    assert (result.returncode, result.stderr) == (1, f"error: {path}: {refused}\n")
-    write_meta(dict(softmax_share=0.25), bigrams=0, head_gates=False)
-    model, _, meta = load_checkpoint(find_model("base"), CPU)
-    assert vars(model.config) == meta["model_config"] == new["model_config"]
-    result = run_module(*again)
-    assert result.returncode == 0, result.stderr
-    told = re.findall(r"with another (.*)", result.stdout)
-    assert told == ["num_iterations: 1 before, 2 now"]
-    assert list_steps(path.parent) == [1, 2] and "bigrams" not in (step_dir(path.parent, 2) / "meta.json").read_text()
 
 
 def start_under(monkeypatch, launch: str, restarts: int = 0) -> None:

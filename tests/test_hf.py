@@ -207,7 +207,6 @@ def test_a_model_with_its_own_code_generates_batches_and_is_saved_there(hf, tmp_
 
     for kind in (theirs, tokenizer):
         kind.save_pretrained(tmp_path / "theirs")
-    edit_pieces(bigrams=0, head_gates=False)(tmp_path / "theirs")  # which older versions wrote, and left off
     for where in (folder, tmp_path / "theirs"):
         back = imported(where, model_tag=where.name, source="sft")
         assert different(original, back) == []
@@ -495,7 +494,6 @@ HF_FAULTS = {
 }
 MODERN_FAULTS = {
     "config.json has experts=8, which this program's models do not have": edit_pieces(experts=8),
-    "config.json: the model was trained with bigrams, which": edit_pieces(bigrams=5),
 }
 CLASSIC_FAULTS = {
     "or has others: resid_lambdas, value_embeds.1.weight, x0_lambdas;": of_a_variant,

@@ -79,8 +79,7 @@ def make_from_text(name: str, settings: dict) -> dict:
     there = None
     with contextlib.suppress(UserError):  # not there, or not whole
         there = load_manifest(name)
-        shared = settings.keys() & there["settings"].keys()  # manifests of other versions may have other settings
-        if fixed and all(settings[key] == there["settings"][key] for key in shared):
+        if fixed and settings == there["settings"]:
             print("already there, made with the same settings")
             return there
     documents = progress(documents, "reading", "documents")

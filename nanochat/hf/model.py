@@ -22,7 +22,7 @@ from torch import Tensor
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.hf.tokenizer import from_hf, write_json, write_tokenizer
 from nanochat.model.gpt import model_without_memory
-from nanochat.model.gpt_config import GPTConfig, without_retired
+from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.layers import NORM_EPS
 from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import MODEL_FILE
@@ -164,7 +164,6 @@ def read_folder(folder: Path) -> Imported:
     kind = there.get("model_type")
     if kind == MODERN:
         config = to_config(there.get("gpt", {}), path)
-        there["gpt"] = vars(config)  # with the fields that older versions did not have
     elif kind == "nanochat":
         there = DEFAULTS | there
         same = {ours: there[theirs] for ours, theirs in CONFIG.items() if theirs in there}
@@ -208,7 +207,6 @@ def to_config(fields: dict, where: Path) -> GPTConfig:
     A GPTConfig from fields of a file under our names. UserError, naming the file, for unknown fields, and for values
     that are missing or impossible.
     """
-    fields = without_retired(fields, where)
     for name in fields.keys() - OURS.keys():
         raise UserError(f"{where} has {name}={fields[name]!r}, which this program's models do not have: "
                         "it cannot be imported")

@@ -22,9 +22,6 @@ ARCHITECTURES = {    # named sets of pieces
 LARGE_DEPTH = 12     # modern models of this depth or more have LARGE
 LARGE = dict(key_offset=False, stream_scales=True, subtract_middle=True, narrow_gates=True, qk_scale=1.2,
              rope_theta=100_000.0)
-# Pieces that lost their comparison (docs/ablations.md); older models name them. The last two differ from
-# stream_scales and subtract_middle in place and rates.
-RETIRED = ("bigrams", "head_gates", "residual_scales", "backout")
 
 
 @dataclass(frozen=True)
@@ -76,18 +73,6 @@ class GPTConfig:
         """The largest number of keys that a query of this layer sees, its own included."""
         whole = not self.short_windows or layer % 4 == 3 or layer == self.n_layer - 1
         return self.sequence_len if whole else math.ceil(self.sequence_len / 4)
-
-
-def without_retired(fields: dict, where: object) -> dict:
-    """
-    The fields of a saved GPTConfig without the pieces that this program no longer has. UserError, beginning with
-    `where`, for a model that was trained with one.
-    """
-    for piece in RETIRED:
-        if fields.get(piece):
-            raise UserError(f"{where}: the model was trained with {piece}, which this version no longer has; "
-                            "use the version that trained it")
-    return {name: value for name, value in fields.items() if name not in RETIRED}
 
 
 def architecture(arch: str, depth: int = 1) -> dict:

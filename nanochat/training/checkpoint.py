@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT, model_without_memory
-from nanochat.model.gpt_config import GPTConfig, without_retired
+from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.collectives import first_problem, from_rank0, gather_objects, rank_and_size
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
@@ -62,8 +62,7 @@ def has_training_state(checkpoint: Path) -> bool:
 
 
 def read_meta(checkpoint: Path) -> dict:
-    meta = json.loads((checkpoint / "meta.json").read_bytes())
-    return meta | {"model_config": without_retired(meta["model_config"], checkpoint)}
+    return json.loads((checkpoint / "meta.json").read_bytes())
 
 
 # ---- Finding: a checkpoint is verified before it is loaded
