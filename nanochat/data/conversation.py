@@ -34,18 +34,13 @@ class Rendered(NamedTuple):
 
 
 def check_conversation(conversation: Conversation, where: str = "conversation") -> None:
-    """UserError, beginning with `where`, for anything but turns as described above."""
-    if problem := problem_with(conversation):
+    """UserError, beginning with `where`, if its messages, each with a role and a content, are no turns as above."""
+    if problem := problem_with(conversation["messages"]):
         raise UserError(f"{where}: {problem}")
 
 
-def problem_with(conversation: Conversation) -> str | None:
-    messages = conversation.get("messages") if isinstance(conversation, dict) else None
-    if not isinstance(messages, list) or not messages:
-        return 'there are no messages; expected {"messages": [...]}'
+def problem_with(messages: list[dict]) -> str | None:
     for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            return f"message {number} needs a role and a content"
         role = message["role"]
         content = message["content"]
         if role not in ROLES:
