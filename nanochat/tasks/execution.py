@@ -82,8 +82,8 @@ def run_python(
 
     from nanochat.runtime.console import print0
 
-    command = [sys.executable, "-I", "-S", "-X", "utf8", os.path.abspath(__file__)]
-    command += map(str, (timeout, memory_bytes, max_output_bytes, tempfile.gettempdir()))
+    settings = repr((timeout, memory_bytes, max_output_bytes, tempfile.gettempdir()))
+    command = [sys.executable, "-I", "-S", "-X", "utf8", os.path.abspath(__file__), settings]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, **pipes, env={}, cwd="/", start_new_session=True) as supervisor:
         report = complaint = b""
@@ -121,11 +121,9 @@ def reason(status: int, stderr: str) -> str | None:
 
 def supervise() -> None:
     """Start init, and end and remove what it leaves. Returns only in the program's process, which is ready to begin."""
-    timeout = float(sys.argv[1])
-    memory_bytes = int(sys.argv[2])
-    max_output_bytes = int(sys.argv[3])
+    timeout, memory_bytes, max_output_bytes, place = ast.literal_eval(sys.argv[1])
     code = sys.stdin.buffer.read()
-    folder = os.path.join(sys.argv[4], f"nanochat-{os.getpid()}-{os.urandom(8).hex()}")
+    folder = os.path.join(place, f"nanochat-{os.getpid()}-{os.urandom(8).hex()}")
     os.mkdir(folder, 0o700)
     unprotected, max_processes = isolate()
     init = os.fork()
