@@ -39,7 +39,7 @@ from nanochat.runtime.console import log_error
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
 from nanochat.runtime.errors import UserError
-from nanochat.serve.protocol import TIMEOUT, ApiError, Batch, Chunk, PlacedLogprob, Request, framed, unavailable
+from nanochat.serve.protocol import TIMEOUT, ApiError, Batch, Chunk, PlacedLogprob, Request, unavailable
 from nanochat.serve.structured import compile_grammar
 from nanochat.training.checkpoint import load_checkpoint
 
@@ -176,8 +176,10 @@ class EngineProcess:
             self.write(batch)
 
     def write(self, message: Batch | float) -> None:
+        """Its length comes first: the reader cannot wait in the middle of a pickle."""
+        data = pickle.dumps(message)
         with self.writing:
-            self.file.write(framed(message))
+            self.file.write(len(data).to_bytes(4) + data)
             self.file.flush()
 
     # ---- The engine's thread

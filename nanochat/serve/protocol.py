@@ -1,6 +1,5 @@
 """What the web process and its engines' processes send to each other, and errors as clients see them."""
 import itertools
-import pickle
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -76,9 +75,3 @@ class Chunk:
 
 Chunks = AsyncIterator[list[Chunk]]
 Batch = dict[int, list[Chunk] | ApiError]   # by the request's id
-
-
-def framed(message: Batch | float) -> bytes:
-    """For a reader that cannot wait in the middle of a pickle: its length comes first."""
-    data = pickle.dumps(message)
-    return len(data).to_bytes(4) + data

@@ -231,6 +231,11 @@ class ConversationRequest(BaseRequest):
     tools: Tools = []
     tool_choice: ToolChoice = "auto"
     truncation: Literal["auto", "disabled"] = "disabled"
+    top_logprobs: int = Field(0, ge=0, le=20)
+
+    @property
+    def logprobs_asked(self) -> dict[str, int | None]:
+        return {"logprobs": self.top_logprobs if self.wants_logprobs else None}
 
     @property
     def functions(self) -> list[Function]:
@@ -273,12 +278,7 @@ class ChatRequest(ConversationRequest):
     param: ClassVar[str] = "messages"
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     format: AnyResponseFormat = Field(ResponseFormat(), alias="response_format")
-    logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=20)
-
-    @property
-    def logprobs_asked(self) -> dict[str, int | None]:
-        return {"logprobs": self.top_logprobs if self.logprobs else None}
+    wants_logprobs: bool = Field(False, alias="logprobs")
 
 
 Tokens = Annotated[list[int], Field(fail_fast=True)]  # FailFast() cannot be a part of a union

@@ -45,12 +45,10 @@ class ResponsesRequest(ConversationRequest):
     n: Literal[1] = 1
     format: ResponseFormat = Field(ResponseFormat(), validation_alias=AliasPath("text", "format"))
     include: list[str] = []
-    top_logprobs: int = Field(0, ge=0, le=20)
 
     @property
-    def logprobs_asked(self) -> dict[str, int | None]:
-        wanted = self.top_logprobs or "message.output_text.logprobs" in self.include
-        return {"logprobs": self.top_logprobs if wanted else None}
+    def wants_logprobs(self) -> bool:
+        return self.top_logprobs > 0 or "message.output_text.logprobs" in self.include
 
     def turns(self) -> list[Json]:
         turns = super().turns()

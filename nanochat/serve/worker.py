@@ -76,13 +76,13 @@ class Pending:
 
 class Worker:
     """
-    An engine's process. state: "loading", "ready", or "dead" after it has ended by itself or was ended because it said
-    nothing for too long.
+    An engine's process. state: "loading", "ready", "stopping" after `stop`, or "dead" after it has ended by itself or
+    was ended because it said nothing for too long.
     """
 
     def __init__(self, make_engine: Callable[[], Engine]):
         self.make_engine = make_engine  # is called there, so it can be pickled
-        self.state, self.stopping = "loading", False
+        self.state = "loading"
         self.pending: dict[int, Pending] = {}   # what has not ended, by id
         self.silence = 0                        # seconds since its last message
         self.step_age = 0.0                     # seconds that its step took so far, when it sent that
@@ -91,6 +91,10 @@ class Worker:
     def load(self) -> int:
         """Choices that were accepted and have not ended."""
         return sum(pending.open for pending in self.pending.values())
+
+    @property
+    def alive(self) -> bool:
+        return self.state in ("loading", "ready")
 
     @property
     def condition(self) -> str:
@@ -120,7 +124,8 @@ class Worker:
 
     def stop(self) -> None:
         """End the process, and with an error what is running: now, the process may take a while to go."""
-        self.stopping = True
+        if self.alive:
+            self.state = "stopping"
         self.end_all("")
         self.process.kill()
 
@@ -148,7 +153,7 @@ class Worker:
         End an engine that is silent, and requests that it has not ended in time. Silence is counted in turns of this
         loop: while this process itself is stopped, as by Ctrl-Z, nothing adds up.
         """
-        while self.state != "dead" and not self.stopping:
+        while self.alive:
             await asyncio.sleep(1)
             for pending in list(self.pending.values()):
                 if time.monotonic() > pending.deadline:
@@ -172,12 +177,13 @@ class Worker:
 
     def end_all(self, reason: str) -> None:
         """The process has ended, or is given up."""
-        error = unavailable("the server is stopping" if self.stopping else "the model's worker has died")
-        self.deliver(dict.fromkeys(self.pending, error))
-        if self.stopping or self.state == "dead":
-            return
-        self.state = "dead"
-        print(f"a worker has died: process {self.process.pid} {reason}", file=sys.stderr, flush=True)
+        if self.alive:
+            self.state = "dead"
+            print(f"a worker has died: process {self.process.pid} {reason}", file=sys.stderr, flush=True)
+        self.deliver(dict.fromkeys(self.pending, self.gone()))
+
+    def gone(self) -> ApiError:
+        return unavailable("the server is stopping" if self.state == "stopping" else "the model's worker has died")
 
 
 @dataclass
@@ -216,10 +222,9 @@ class ServedModel:
         The worker that reads all prompts with this beginning, so that its prompt cache has it, while a place is free
         there; else the worker with least to do.
         """
-        alive = [worker for worker in self.workers if worker.state != "dead" and not worker.stopping]
+        alive = [worker for worker in self.workers if worker.alive]
         if not alive:
-            stops = any(worker.stopping for worker in self.workers)
-            raise unavailable("the server is stopping" if stops else "the model's worker has died")
+            raise self.workers[0].gone()
         usable = [worker for worker in alive if worker.condition == "ready"] or alive
         prompt = request.prompts[0]
         home = self.workers[hash((request.client, *prompt[:PIECE])) % len(self.workers)]
