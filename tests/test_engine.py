@@ -22,7 +22,7 @@ from nanochat.inference.detokenizer import IncrementalDetokenizer, to_parts
 from nanochat.inference.engine import Answer, Engine
 from nanochat.inference.kv_cache import CachedModel, Prefix, linear
 from nanochat.inference.logprobs import token_logprobs
-from nanochat.inference.sampling import Penalties, SamplingParams, adjust, draw
+from nanochat.inference.sampling import Adjustment, SamplingParams, adjust, draw
 from nanochat.inference.tools import Tools
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, architecture
@@ -421,11 +421,13 @@ def test_adjusted_draws_have_the_probabilities_of_the_definition(softcap, settin
     """
     logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(2)) * 4
     sampling, plain = SamplingParams(**settings), SamplingParams()
-    answers = [Penalties(sampling, [3, 7, 7, 7, 40]), None], [None] * 2    # penalties and grammars
+    adjustment = Adjustment(sampling)
+    for token in (3, 7, 7, 7, 40):
+        adjustment.add(token)
     N, counts = 1000, Counter()
     for i in range(N):
         uniform = (i + 0.5) / N
-        token, other = draw(logits.expand(2, -1), [sampling, plain], [uniform] * 2, softcap, *answers)
+        token, other = draw(logits.expand(2, -1), [sampling, plain], [uniform] * 2, softcap, [adjustment, None])
         assert [other] == draw(logits, [plain], [uniform], softcap)
         counts[token] += 1
     weights = []
@@ -445,11 +447,11 @@ def test_adjusted_draws_have_the_probabilities_of_the_definition(softcap, settin
     for token in kept:
         assert abs(counts[token] - N * weights[token] / total) <= 1.01, token
     greedily = SamplingParams(**settings | {"temperature": 0})
-    assert draw(logits, [greedily], [0.5], softcap, *answers) == order[:1]
+    assert draw(logits, [greedily], [0.5], softcap, [adjustment]) == order[:1]
 
 
 def test_rows_adjusted_together_are_those_of_a_plain_loop():
-    """Entry by entry, row by row, to the bit; penalties that an answer has collected token by token."""
+    """Entry by entry, row by row; an answer has collected its penalties token by token, in float64."""
     rng, logits, expected = random.Random(0), torch.randn(9, V), []
     samplings = [SamplingParams(
         tools=False, presence_penalty=rng.choice((0, 1.5)), frequency_penalty=rng.choice((0, 0.3, -2)),
@@ -463,9 +465,13 @@ def test_rows_adjusted_together_are_those_of_a_plain_loop():
         for token, bias in sampling.logit_bias:
             row[token] += bias
         expected.append(row if mask is None else row.masked_fill(~mask, -math.inf))
-    penalties = [Penalties(*both) if both[0].penalizes else None for both in zip(samplings, written)]
-    adjust(logits, samplings, penalties, [mask if mask is None else SimpleNamespace(allowed=mask) for mask in masks])
-    assert torch.equal(logits, torch.stack(expected))
+    adjustments = [Adjustment(sampling) for sampling in samplings]
+    for adjustment, tokens, mask in zip(adjustments, written, masks):
+        for token in tokens:
+            adjustment.add(token)
+        adjustment.grammar = mask if mask is None else SimpleNamespace(allowed=mask)
+    adjust(logits, adjustments)
+    torch.testing.assert_close(logits, torch.stack(expected), rtol=1e-6, atol=1e-4)
 
 
 def test_samples_do_not_depend_on_the_company():

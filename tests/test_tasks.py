@@ -651,6 +651,17 @@ def test_a_file_that_is_not_utf8_is_read_with_the_encoding_that_is_named(tmp_pat
     assert f"1 files are damaged UTF-8, whose unreadable characters became U+FFFD: {path}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name, content, problem", [
+    ("own.jsonl.gz", b"no", "gzip|inflate|zlib"), ("own.jsonl.xz", b"no", "format not supported"),
+    ("own.jsonl", None, "No such file")])
+def test_own_conversations_that_cannot_be_read_are_one_line(tmp_path, name, content, problem):
+    path = tmp_path / name
+    if content:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=f"^cannot read {path}: .*({problem})"):
+        make_task(f"json:{path}", "train")
+
+
 def test_conversations_that_are_trained_on_are_not_called_held_out(tmp_path):
     path = own_file(tmp_path, [json.dumps(single_turn(f"Frage {i}", f"{i}")) for i in range(100)])
     for specs, said in ((f"json:{path}, arithmetic", "held out"),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from nanochat.corpus.own_files import KIND, KINDS, TEXTS, Notes, file_texts, own_files, say
+from nanochat.corpus.own_files import KIND, KINDS, TEXTS, Notes, file_texts, own_files, own_path, say
 from nanochat.corpus.pydoc import documentation, first_paragraph, first_sentence
 from nanochat.inference.library import Passage, connect, key_of, last_part, library_path, stems
 from nanochat.inference.tools import Tools, open_tools
@@ -62,9 +62,7 @@ def make_library(source: str, name: str = "", field: str = "text", encoding: str
     if source == "python":
         passages = python_passages()
     else:
-        path = Path(source).expanduser().resolve()
-        if not source or not path.exists():
-            raise UserError(f"no source {source!r}, and no such path; expected python, or a folder or file of your own")
+        path = own_path(source, "python, or a folder or file of your own")
         source = str(path)
         name = name or KIND.sub("", path.name)
         passages = file_passages(path, encoding, field=field, delimiter=delimiter)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nanochat.corpus import sources
 from nanochat.corpus.download import fetch_shard
-from nanochat.corpus.own_files import KIND, own_documents
+from nanochat.corpus.own_files import KIND, own_documents, own_path
 from nanochat.corpus.shards import build
 from nanochat.data.dataset import NAMED, OFFLINE, REMOTE, dataset_dir, fingerprint, load_manifest, shard_texts
 from nanochat.runtime.errors import UserError, did_you_mean
@@ -35,10 +35,7 @@ def make(source: str, name: str = "", num_shards: int = -1, seed: int = 42, fiel
     data set that is there is kept or replaced as a whole; of two processes one works, the other waits.
     """
     if source not in NAMED and not source.startswith("hf:"):
-        path = Path(source).expanduser().resolve()  # absolute: it names the same data from anywhere
-        if not source or not path.exists():
-            raise UserError(f"no source {source!r}, and no such path; expected {SOURCES}{did_you_mean(source, NAMED)}")
-        source = str(path)
+        source = str(own_path(source, f"{SOURCES}{did_you_mean(source, NAMED)}"))
     name = name or default_name(source)
     check_name(name, source)
     folder = dataset_dir(name)

@@ -4,6 +4,7 @@ where it is long, at blank lines; and a document for each line of .jsonl and .nd
 and .parquet. All but .parquet may be .gz, .zst, .bz2 or .xz.
 """
 import codecs
+import contextlib
 import csv
 import io
 import itertools
@@ -35,6 +36,8 @@ SEPARATOR = re.compile(r"^(<\|endoftext\|>|<\|end_of_text\|>|</s>)[ \t\r]{0,9}(?
 ESCAPED = re.compile(r'(?:^|[,;\t|])"[^"\n]*\\"[^,;\t|"\r\n]')  # impossible where quotation marks are doubled
 LOOKAHEAD = 32             # characters; more than a separator has
 
+Documents = Iterator[tuple[str, str]]  # text, kin: see sources.py
+Rows = Iterator[tuple[str, Any]]       # the place, a dict of fields or a text
 Notes = defaultdict[str, list[str]]  # what there is to say about files, and which they are
 
 
@@ -42,7 +45,7 @@ class NotText(UserError):
     """A row holds no text where it should. If it is the first of its file, the file is of some other use."""
 
 
-def own_documents(path: Path, tally: Counter, encoding: str, **rows: str) -> Iterator[tuple[str, str]]:
+def own_documents(path: Path, tally: Counter, encoding: str, **rows: str) -> Documents:
     """
     (text, kin) of a file, or of all files in a folder that are of one of the KINDS; what is not read, or changed, is
     printed at the end. UserError, with its place, for anything that is wrong.
@@ -63,20 +66,36 @@ def own_documents(path: Path, tally: Counter, encoding: str, **rows: str) -> Ite
             most = min(most, max(shortest, size // 8, sum(sizes) // FEW))
         before = documents
         try:
-            for text in file_texts(file, encoding, most, notes, **rows):
-                tally["invalid"] += text.count("\ufffd")
-                documents += 1
-                yield text, text
+            with readable(file):
+                for text in file_texts(file, encoding, most, notes, **rows):
+                    tally["invalid"] += text.count("\ufffd")
+                    documents += 1
+                    yield text, text
         except NotText as error:
             if documents > before:
                 raise
             problem = problem or error
             notes["are not read, since they hold no such text"].append(first_line(error))
-        except (OSError, EOFError, lzma.LZMAError, pa.ArrowException, UnicodeError, LookupError) as error:
-            raise UserError(f"cannot read {file}: {first_line(error)}") from error
     say(notes)
     if problem and not documents:
         raise problem
+
+
+@contextlib.contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """UserError for what reading a file raises where it is damaged, not there or in another encoding."""
+    try:
+        yield
+    except (OSError, EOFError, lzma.LZMAError, pa.ArrowException, UnicodeError, LookupError) as error:
+        raise UserError(f"cannot read {file}: {first_line(error)}") from error
+
+
+def own_path(source: str, expected: str) -> Path:
+    """A source that is a file or a folder, absolute: it names the same data from anywhere. UserError for no such."""
+    path = Path(source).expanduser().resolve()
+    if not source or not path.exists():
+        raise UserError(f"no source {source!r}, and no such path; expected {expected}")
+    return path
 
 
 def own_files(source: Path, notes: Notes) -> list[Path]:
@@ -261,9 +280,9 @@ def pieces(file: TextIO, most: int, ends: Counter) -> Iterator[str]:
         rest = rest[after:] + file.read(after)
 
 
-# ---- Rows of a file: (place, a dict of fields or a text)
+# ---- Rows of a file
 
-def jsonl_rows(path: Path, encoding: str) -> Iterator[tuple[str, Any]]:
+def jsonl_rows(path: Path, encoding: str) -> Rows:
     with open_text(path, encoding) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -274,7 +293,7 @@ def jsonl_rows(path: Path, encoding: str) -> Iterator[tuple[str, Any]]:
                 yield f"{path}, line {number}", row
 
 
-def json_rows(path: Path, encoding: str) -> Iterator[tuple[str, Any]]:
+def json_rows(path: Path, encoding: str) -> Rows:
     """The entries of a list, or a single object; some write lines as in .jsonl."""
     with open_text(path, encoding) as file:
         try:
@@ -288,7 +307,7 @@ def json_rows(path: Path, encoding: str) -> Iterator[tuple[str, Any]]:
         yield f"{path}, entry {number}", row
 
 
-def csv_rows(path: Path, encoding: str, field: str, delimiter: str) -> Iterator[tuple[str, Any]]:
+def csv_rows(path: Path, encoding: str, field: str, delimiter: str) -> Rows:
     """
     The rows by the names in the first line. delimiter: "" takes Excel's (a line `sep=;` before all others), or else the
     one of , ; tab and | that finds the field among the names, or most names.
@@ -313,19 +332,15 @@ def csv_rows(path: Path, encoding: str, field: str, delimiter: str) -> Iterator[
             lines = (line.replace('\\"', '""') for line in lines)
         quoting = csv.QUOTE_NONE if style == "plain" else csv.QUOTE_MINIMAL
         rows = csv.DictReader(lines, delimiter=delimiter, strict=True, quoting=quoting)
-        problem = None
         try:
             for row in rows:
                 if None in row or None in row.values():
-                    problem = f"not as many fields as the {len(rows.fieldnames)} that the first line names"
-                    break
+                    raise csv.Error(f"not as many fields as the {len(rows.fieldnames)} that the first line names")
                 yield f"{path}, line {rows.line_num + start}", row
         except csv.Error as error:
-            problem = error
-        if problem:
             line = rows.reader.line_num + start
-            raise UserError(f"{path}, line {line}: {problem}; it was read with {delimiter!r} between fields, "
-                            "--delimiter=… names another")
+            raise UserError(f"{path}, line {line}: {error}; it was read with {delimiter!r} between fields, "
+                            "--delimiter=… names another") from error
 
 
 def quotation(path: Path, encoding: str, delimiter: str) -> str:
@@ -346,7 +361,7 @@ def quotation(path: Path, encoding: str, delimiter: str) -> str:
     return style if delimiter in "\t|" and len(widths) == 1 else "quoted"
 
 
-def parquet_rows(path: Path, field: str) -> Iterator[tuple[str, Any]]:
+def parquet_rows(path: Path, field: str) -> Rows:
     with open(path, "rb") as file, pq.ParquetFile(file) as parquet:  # opened by Python, see open_bytes
         columns = parquet.schema_arrow.names
         if field in columns:  # reading one column is faster; without it a row says which there are

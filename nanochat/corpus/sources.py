@@ -15,17 +15,14 @@ import sys
 import sysconfig
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from nanochat.corpus import tinyworld
-from nanochat.corpus.own_files import PIECE, Notes, files_below, pieces, text_of
+from nanochat.corpus.own_files import PIECE, Documents, Notes, files_below, pieces, text_of
 from nanochat.runtime.errors import UserError, first_line
 
 TINYWORLD_BYTES = 24_000_000   # text in all: about 75,000 documents, a few seconds to make
 SHUFFLE_BUFFER = 10_000        # rows of a hub data set that are mixed before num_shards cuts it off
-
-Documents = Iterator[tuple[str, str]]
 
 
 def tinyworld_documents(seed: int, text_bytes: int) -> Documents:

@@ -26,6 +26,7 @@ ENCODE_BATCH = 1024     # documents handed to the tokenizer's threads at a time
 OPEN_SHARDS = 64        # token files open at a time, each a file descriptor; macOS gives a process 256
 
 Piece = tuple[int, int, int]  # (shard, start, end): these tokens of a shard
+Batches = Iterator[tuple[Tensor, Tensor, dict]]  # inputs, targets, state
 
 
 class TokenizedShards:
@@ -176,7 +177,7 @@ def tokenizing_distributed_data_loader(
     device_batch_size: int, max_seq_len: int, grad_accum_steps: int = 1, rank: int = 0, world_size: int = 1,
     seed: int = 0, device: torch.device | str = "cpu", state: dict | None = None, num_rows: int | None = None,
     rows_per_step: int | None = None,
-) -> Iterator[tuple[Tensor, Tensor, dict]]:
+) -> Batches:
     """
     Yields (inputs, targets, state) without end: (B, T) int64 on the device, targets one position ahead.
 
@@ -200,7 +201,7 @@ def tokenizing_distributed_data_loader(
     pinned = torch.device(device).type == "cuda"
     rows_per_step = rows_per_step or device_batch_size * grad_accum_steps * world_size
 
-    def batches() -> Iterator[tuple[Tensor, Tensor, dict]]:
+    def batches() -> Batches:
         rows_before = 0
         while True:
             step_state = identity | planner.state()

@@ -33,7 +33,7 @@ from nanochat.inference.detokenizer import Delta, IncrementalDetokenizer
 from nanochat.inference.kv_cache import CachedModel, Prefix
 from nanochat.inference.logprobs import TokenLogprob, token_logprobs
 from nanochat.inference.prompt_cache import PIECE, PromptCache
-from nanochat.inference.sampling import Grammar, Penalties, SamplingParams, draw
+from nanochat.inference.sampling import Adjustment, SamplingParams, draw
 from nanochat.inference.tools import Tools, is_call
 from nanochat.model.gpt import GPT
 from nanochat.runtime.errors import UserError
@@ -65,8 +65,7 @@ class Answer:
     owner: str
     limit: int                              # most tokens: max_tokens, or up to the end of the context
     rng: random.Random
-    grammar: Grammar | None                 # sampling.grammar, advanced by the tokens so far
-    penalties: Penalties | None             # of its tokens so far, if sampling asks for any
+    adjustment: Adjustment | None           # of its logits after the tokens so far, if sampling asks for any
     reading: Reading | None                 # None as soon as it has a row
     tokens: list[int] = field(default_factory=list)  # the model has not read the last one yet
     forced: list[bool] = field(default_factory=list)  # for each token: written by the tool, not drawn from the model
@@ -132,9 +131,8 @@ class Engine:
         answers = []
         for i in range(num_samples):
             rng = random.Random(None if sampling.seed is None else f"{sampling.seed} {i}")
-            grammar = sampling.grammar and sampling.grammar.start()
-            penalties = Penalties(sampling) if sampling.penalizes else None
-            answers.append(Answer(prompt, sampling, owner, limit, rng, grammar, penalties, reading))
+            adjustment = Adjustment(sampling) if sampling.adjusts else None
+            answers.append(Answer(prompt, sampling, owner, limit, rng, adjustment, reading))
         self.waiting.setdefault(owner, deque()).extend(answers)
         return answers
 
@@ -316,9 +314,7 @@ class Engine:
         # A sample's draws are numbered by its own tokens: the tool's take none.
         uniforms = [0.0 if answer.output else answer.rng.getrandbits(24) / 2**24 for answer in answers]
         samplings = [answer.sampling for answer in answers]
-        penalties = [answer.penalties for answer in answers]
-        grammars = [answer.grammar for answer in answers]
-        drawn = draw(logits, samplings, uniforms, softcap, penalties, grammars)
+        drawn = draw(logits, samplings, uniforms, softcap, [answer.adjustment for answer in answers])
         for answer, token in zip(answers, drawn):
             self._advance(answer, token)
         asked = [row for row, answer in enumerate(answers) if answer.sampling.logprobs is not None and answer.tokens]
@@ -337,8 +333,8 @@ class Engine:
         token = answer.output.popleft() if forced else drawn
         answer.tokens.append(token)
         answer.forced.append(forced)
-        if answer.penalties:
-            answer.penalties.add(token)
+        if answer.adjustment:
+            answer.adjustment.add(token)
         if not forced and answer.sampling.tools:
             self._use_tool(answer, token)
         stop = self.default_stop if answer.sampling.stop is None else answer.sampling.stop
@@ -346,9 +342,9 @@ class Engine:
             answer.finish_reason = "stop"
         elif len(answer.tokens) == answer.limit:
             answer.finish_reason = "length"
-        elif answer.grammar:
+        elif answer.sampling.grammar:
             try:
-                answer.grammar.advance(token)
+                answer.adjustment.grammar.advance(token)
             except UserError as error:
                 answer.error = error
 

@@ -3,9 +3,8 @@ import copy
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,16 +72,7 @@ class SamplingParams:
     @property
     def adjusts(self) -> bool:
         """Whether logits are changed before a token is chosen."""
-        return bool(self.penalizes or self.logit_bias or self.grammar)
-
-    @property
-    def penalizes(self) -> bool:
-        return bool(self.presence_penalty or self.frequency_penalty)
-
-    @cached_property
-    def bias(self) -> "Sparse":
-        """logit_bias, made once for all answers to a request."""
-        return array("q", (token for token, _ in self.logit_bias)), array("d", (value for _, value in self.logit_bias))
+        return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias or self.grammar)
 
     def candidates(self, vocab_size: int) -> str:
         """Which tokens have to be compared, from the cheapest to the most expensive way."""
@@ -93,36 +83,39 @@ class SamplingParams:
         return "all"
 
 
-Sparse = tuple[array, array]    # tokens, int64, each once; what is added to their logits, float64
+class Adjustment:
+    """
+    What changes the logits of one answer, see `adjust`: its grammar, and what is added to some tokens' logits. That is
+    kept up to date token by token: a step does not count them anew.
+    """
 
-
-class Penalties:
-    """What one answer's tokens add to their logits, kept up to date token by token: a step does not count them anew."""
-
-    def __init__(self, sampling: SamplingParams, written: Iterable[int] = ()):
+    def __init__(self, sampling: SamplingParams):
         self.sampling = sampling
-        self.places: dict[int, int] = {}    # of the tokens in `sparse`
-        self.sparse: Sparse = array("q"), array("d")
-        for token in written:
-            self.add(token)
+        self.grammar = sampling.grammar and sampling.grammar.start()
+        self.tokens = array("q", (token for token, _ in sampling.logit_bias))   # each once
+        self.values = array("d", (value for _, value in sampling.logit_bias))   # what is added to their logits
+        self.places = {token: place for place, token in enumerate(self.tokens)}
+        self.written: set[int] = set()
 
     def add(self, token: int) -> None:
-        tokens, values = self.sparse
-        place = self.places.setdefault(token, len(tokens))
-        if place == len(tokens):
-            tokens.append(token)
-            values.append(-self.sampling.presence_penalty)
-        values[place] -= self.sampling.frequency_penalty
+        """The answer has one token more."""
+        place = self.places.setdefault(token, len(self.tokens))
+        if place == len(self.tokens):
+            self.tokens.append(token)
+            self.values.append(0)
+        if token not in self.written:
+            self.written.add(token)
+            self.values[place] -= self.sampling.presence_penalty
+        self.values[place] -= self.sampling.frequency_penalty
 
 
 def draw(
     logits: Tensor, samplings: Sequence[SamplingParams], uniforms: Sequence[float], softcap: float | None,
-    penalties: Sequence[Penalties | None] = (), grammars: Sequence[Grammar | None] = (),
+    adjustments: Sequence[Adjustment | None] = (),
 ) -> list[int]:
     """
     A token for each row: logits (B, V), float32, before the softcap; uniforms within [0, 1), one for each row;
-    softcap: the model's, None or 0 for none; penalties, grammars: those of each row's answer, if any row's logits are
-    adjusted.
+    softcap: the model's, None or 0 for none; adjustments: of each row's answer, if any row's logits are adjusted.
 
     A row's token depends on its own logits, sampling, uniform and answer only. Rows that need the same candidates are
     drawn together; the tokens are read from the device once.
@@ -138,7 +131,7 @@ def draw(
         if adjusts:  # penalties are defined on capped logits
             part = cap(part, softcap)
             still_to_cap = None
-            adjust(part, its_samplings, [penalties[row] for row in rows], [grammars[row] for row in rows])
+            adjust(part, [adjustments[row] for row in rows])
         if kind == "best":
             tokens[rows] = most_probable(part, still_to_cap)
         else:
@@ -147,10 +140,7 @@ def draw(
     return tokens.tolist()  # the one read of this step
 
 
-def adjust(
-    logits: Tensor, samplings: Sequence[SamplingParams], penalties: Sequence[Penalties | None],
-    grammars: Sequence[Grammar | None],
-) -> None:
+def adjust(logits: Tensor, adjustments: Sequence[Adjustment]) -> None:
     """
     Change capped logits, (B, V), as requests ask, before temperature, top-k and top-p; all rows at once:
 
@@ -159,21 +149,17 @@ def adjust(
         logit_bias           added
         grammar              tokens that are not allowed become −inf
     """
-    add_sparse(logits, [penalty and penalty.sparse for penalty in penalties])
-    add_sparse(logits, [sampling.bias for sampling in samplings])
-    rows = [row for row, grammar in enumerate(grammars) if grammar]
-    if rows:
-        allowed = torch.stack([grammars[row].allowed for row in rows]).to(logits.device)    # (rows, V)
+    places = [np.asarray(one.tokens) + row * logits.size(1) for row, one in enumerate(adjustments)]
+    values = [np.asarray(one.values, np.float32) for one in adjustments]
+    # One copy to the device for all rows, which the limits on logit_bias and max_tokens bound. It has no place twice,
+    # so the sum does not depend on an order.
+    index, added = (torch.from_numpy(np.concatenate(parts)).to(logits.device) for parts in (places, values))
+    logits.view(-1).index_add_(0, index, added)
+    grammars = {row: one.grammar for row, one in enumerate(adjustments) if one.grammar}
+    if grammars:
+        allowed = torch.stack([grammar.allowed for grammar in grammars.values()]).to(logits.device)     # (rows, V)
+        rows = list(grammars)
         logits[rows] = logits[rows].masked_fill(~allowed, -math.inf)
-
-
-def add_sparse(logits: Tensor, rows: Sequence[Sparse | None]) -> None:
-    """Add to each row of logits, (B, V), its own. No place twice, so the sum does not depend on an order."""
-    places = [np.asarray(sparse[0]) + row * logits.size(1) for row, sparse in enumerate(rows) if sparse]
-    values = [np.asarray(sparse[1], np.float32) for sparse in rows if sparse]
-    if places:  # one copy to the device for all rows; the limits on logit_bias and max_tokens bound it
-        index, added = (torch.from_numpy(np.concatenate(parts)).to(logits.device) for parts in (places, values))
-        logits.view(-1).index_add_(0, index, added)
 
 
 def most_probable(logits: Tensor, softcap: float | None) -> Tensor:

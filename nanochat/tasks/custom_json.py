@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from nanochat.corpus.own_files import Notes, encoding_of, json_rows, say
+from nanochat.corpus.own_files import Notes, encoding_of, json_rows, readable, say
 from nanochat.data.conversation import Conversation, check_conversation, parts
 from nanochat.data.task import Task
 from nanochat.runtime.console import print0
@@ -68,12 +68,11 @@ def read_conversations(path: Path, encoding: str, unused: Counter) -> list[Conve
     """The conversations of a file. unused: counts the keys that mean nothing here, and the answers of weight 0."""
     notes = Notes(list)
     try:
-        rows = json_rows(path, encoding_of(path, encoding, notes))
-        say(notes)
-        return [read_conversation(row, place, unused) for place, row in rows]
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (LookupError, UserError) as error:  # LookupError: there is no such encoding
+        with readable(path):
+            rows = json_rows(path, encoding_of(path, encoding, notes))
+            say(notes)
+            return [read_conversation(row, place, unused) for place, row in rows]
+    except UserError as error:
         raise UserError(str(error).replace("--encoding=", f"json:{path}:encoding=")) from error
 
 

@@ -43,16 +43,9 @@ TALK_ANSWER = "I can look things up, calculate, spell words and tell simple fact
 
 # ---- lookup.toml says what each of these is
 TEXTS = read_texts("lookup")
-LOOKUP = QUESTIONS + TEXTS["lookup"].splitlines()
-FOLLOW_UP = TEXTS["follow_up"].splitlines()
-SEARCH_DOING = TEXTS["search_doing"].splitlines()
-SEARCH_ABOUT = TEXTS["search_about"].splitlines()
-SEARCH_ANYTHING = TEXTS["search_anything"].splitlines()
+LINES = {name: text.splitlines() for name, text in TEXTS.items()}
+LOOKUP = QUESTIONS + LINES["lookup"]
 SHORTLY = ("Briefly, please.", "In one sentence.", "In short.", "Just one sentence, please.", "Be brief.")
-TALK = TEXTS["talk"].splitlines()
-NAMES = TEXTS["names"].splitlines()
-THINGS = TEXTS["things"].splitlines()
-SENTENCES = TEXTS["sentences"].splitlines()
 GENERAL = TEXTS["general"].split()
 LETTERS = "".join(TEXTS["letters"].split())
 SIGNS = "|/\\#*=+-_~^@&%$<>[]{}();:!?.,–—−…“”‘’«»„×÷°±§€£¥²³½µ→←↑✓•≤≥≠≈∞√"
@@ -144,7 +137,7 @@ def draw_turn(
     given is drawn. follows: asked as a second question.
     """
     if kind == "talk":
-        return single_turn(ask(rng, TALK, split), TALK_ANSWER) | {"right": [TALK_ANSWER]}
+        return single_turn(ask(rng, LINES["talk"], split), TALK_ANSWER) | {"right": [TALK_ANSWER]}
     if not found:
         found = draw_text(rng)
         if not rng.below(7):
@@ -153,7 +146,7 @@ def draw_turn(
             title, found = rng.choice(objects("train"))
     if kind == "lookup":
         asked = title or draw_name(rng, split)
-        question = ask(rng, FOLLOW_UP if follows else LOOKUP, split, n=asked)
+        question = ask(rng, LINES["follow_up"] if follows else LOOKUP, split, n=asked)
         start = re.search(rf"(?<!\w){re.escape(asked)}", question).start()
     else:
         text = found if title else ""
@@ -199,12 +192,12 @@ def draw_question(rng: StableRandom, split: str, text: str) -> str:
     """A question that this text answers; about anything, where it has nothing to ask about."""
     verb, phrase = what_is_asked(text)
     if not phrase:
-        return ask(rng, SEARCH_ANYTHING, split, a=fill(rng, rng.choice(THINGS)))
+        return ask(rng, LINES["search_anything"], split, a=fill(rng, rng.choice(LINES["things"])))
     if not verb:
-        return ask(rng, SEARCH_ABOUT, split, a=phrase)
+        return ask(rng, LINES["search_about"], split, a=phrase)
     third = re.sub("(ch|sh|[osxz])s$", r"\1es", f"{verb}s")
     third = re.sub("([^aeiou])ys$", r"\1ies", third)
-    return ask(rng, SEARCH_DOING, split, v=f"{verb} {phrase}", t=f"{third} {phrase}")
+    return ask(rng, LINES["search_doing"], split, v=f"{verb} {phrase}", t=f"{third} {phrase}")
 
 
 def what_is_asked(text: str) -> tuple[str, str]:
@@ -238,7 +231,7 @@ def draw_name(rng: StableRandom, split: str) -> str:
     if split == "train" and not rng.below(3):
         return draw_word(rng, "n")
     while True:
-        name = fill(rng, rng.choice(NAMES))
+        name = fill(rng, rng.choice(LINES["names"]))
         if split_of(f"pydoc:{name}") == split:
             return name
 
@@ -247,7 +240,7 @@ def draw_text(rng: StableRandom) -> str:
     """A passage of one or two sentences: of the documentation, made of templates, or any words in a row."""
     sentences = []
     for _ in range(1 + rng.below(3) // 2):
-        template = rng.choice(SENTENCES)
+        template = rng.choice(LINES["sentences"])
         if not rng.below(2):
             words = [rng.choice("wwgpprrdcccGWzx") for _ in range(2 + rng.below(9))]
             template = " ".join(f"{{{kind}}}" for kind in words) + " {w}."
