@@ -652,7 +652,7 @@ def test_a_file_that_is_not_utf8_is_read_with_the_encoding_that_is_named(tmp_pat
 
 
 @pytest.mark.parametrize("name, content, problem", [
-    ("own.jsonl.gz", b"no", "gzip|inflate|zlib"), ("own.jsonl.xz", b"no", "format not supported"),
+    ("own.jsonl.gz", b"no", "compressed stream"), ("own.jsonl.xz", b"no", "format not supported"),
     ("own.jsonl", None, "No such file")])
 def test_own_conversations_that_cannot_be_read_are_one_line(tmp_path, name, content, problem):
     path = tmp_path / name

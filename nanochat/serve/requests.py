@@ -111,7 +111,7 @@ class BaseRequest(BaseModel):
     param: ClassVar[str]            # the field that has the prompt
     calculates: ClassVar[bool] = False
     functions: ClassVar[Sequence[Function]] = ()    # the caller's own that may be called
-    logprobs_asked: ClassVar[dict[str, int | None]] = {}    # settings of SamplingParams
+    logprobs_asked: ClassVar[Json] = {}    # settings of SamplingParams
     model: str
     max_tokens: int = Field(NO_LIMIT, ge=1)     # at most the server's limit
     temperature: float = Field(ge=0)
@@ -234,7 +234,7 @@ class ConversationRequest(BaseRequest):
     top_logprobs: int = Field(0, ge=0, le=20)
 
     @property
-    def logprobs_asked(self) -> dict[str, int | None]:
+    def logprobs_asked(self) -> Json:
         return {"logprobs": self.top_logprobs if self.wants_logprobs else None}
 
     @property
@@ -294,7 +294,7 @@ class CompletionRequest(BaseRequest):
     echo: bool = False
 
     @property
-    def logprobs_asked(self) -> dict[str, int | None]:
+    def logprobs_asked(self) -> Json:
         # With max_tokens=0 the engine has only the prompt to read: for its log-probabilities, wanted or not.
         reads = not self.max_tokens or self.echo and self.logprobs is not None
         return {"logprobs": self.logprobs, "prompt_logprobs": (self.logprobs or 0) if reads else None}

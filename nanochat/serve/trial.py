@@ -5,11 +5,10 @@ llguidance cannot be stopped, and a small schema may keep it busy for ever. What
 process to another either; so the engine compiles again, but only what has ended here in time. Imports no torch: a
 process is there in a tenth of a second.
 """
-import pickle
+import functools
 import resource
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 from nanochat.runtime.errors import UserError, first_line
@@ -24,8 +23,6 @@ WORK_LIMITS = dict(
     initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=20_000,
     precompute_large_lexemes=False, verbose_errors=False)
 
-idle: list[subprocess.Popen] = []   # processes that wait for the next grammar
-
 
 def make_matcher(expression: str, vocabulary: "LLTokenizer") -> "LLMatcher":
     """What is wrong with the grammar is known after the first mask only."""
@@ -35,17 +32,17 @@ def make_matcher(expression: str, vocabulary: "LLTokenizer") -> "LLMatcher":
     return LLMatcher(vocabulary, f"start: {expression}", log_level=0, limits=LLParserLimits(**WORK_LIMITS))
 
 
+@functools.lru_cache(256)
 def try_to_compile(expression: str, vocab_size: int) -> None:
-    """UserError if the grammar is wrong or not supported, or takes more than COMPILE_SECONDS. From any thread."""
-    command, pipe = [sys.executable, "-c", TRIAL], subprocess.PIPE
-    process = idle.pop() if idle else subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-    try:
-        pickle.dump((expression, vocab_size), process.stdin)
-        process.stdin.flush()
-        error = pickle.load(process.stdout)
-        idle.append(process)
-    except (EOFError, OSError):
-        process.wait()
+    """
+    UserError if the grammar is wrong or not supported, or takes more than COMPILE_SECONDS. What has passed once passes.
+    From any thread.
+    """
+    command = [sys.executable, "-X", "utf8", "-c", TRIAL, str(vocab_size)]
+    pipes = dict(input=expression, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8")
+    trial = subprocess.run(command, **pipes)
+    error = trial.stdout
+    if trial.returncode:
         error = f"it takes more than {COMPILE_SECONDS} s to compile; use fewer or simpler patterns"
     if error:
         raise UserError(f"the form of the answer: {first_line(ValueError(error))}")
@@ -62,15 +59,12 @@ class Bytes:
 
 
 def main() -> None:
-    """The process; it ends with its pipe."""
+    """The process."""
     from llguidance import LLTokenizer
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    while sys.stdin.buffer.peek():
-        expression, vocab_size = pickle.load(sys.stdin.buffer)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + COMPILE_SECONDS, most))
-        matcher = make_matcher(expression, LLTokenizer(Bytes(vocab_size)))
-        matcher.compute_bitmask()
-        pickle.dump(matcher.get_error(), sys.stdout.buffer)
-        sys.stdout.buffer.flush()
+    resource.setrlimit(resource.RLIMIT_CPU, (COMPILE_SECONDS + 1, most))
+    matcher = make_matcher(sys.stdin.read(), LLTokenizer(Bytes(int(sys.argv[1]))))
+    matcher.compute_bitmask()
+    sys.stdout.write(matcher.get_error())
