@@ -192,6 +192,11 @@ def joined(first: str | list[dict], second: str | list[dict]) -> str | list[dict
     return before + after
 
 
+def text_of(content: str | list[dict]) -> str:
+    """What the reader of a message sees: without calls of tools and their output."""
+    return "".join(part["text"] for part in parts(content) if part["type"] == "text")
+
+
 def parts(content: str | list[dict]) -> list[dict]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 

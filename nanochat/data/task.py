@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal
 
-from nanochat.data.conversation import Conversation
+from nanochat.data.conversation import Conversation, text_of
 
 
 class Task(Sequence):
@@ -72,5 +72,4 @@ class Slice(Task):
 
 def reference(conversation: Conversation) -> str:
     """The text of the last message, tools left out: what `evaluate` must find right."""
-    content = conversation["messages"][-1]["content"]
-    return content if isinstance(content, str) else "".join(part["text"] for part in content if part["type"] == "text")
+    return text_of(conversation["messages"][-1]["content"])

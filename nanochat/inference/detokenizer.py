@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Literal, NamedTuple
 
+from nanochat.data.conversation import text_of
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 # Special tokens after which the text belongs to a part of this type.
@@ -54,7 +55,7 @@ def to_parts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[dict[str, str]
 
 def answer_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """The text of an answer that the user sees: without calls of the tool and their output."""
-    return "".join(part["text"] for part in to_parts(tokenizer, tokens) if part["type"] == "text")
+    return text_of(to_parts(tokenizer, tokens))
 
 
 def parts_of(deltas: Iterable[Delta]) -> list[dict[str, str]]:

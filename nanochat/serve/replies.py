@@ -5,6 +5,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
+from nanochat.data.conversation import text_of
 from nanochat.inference.detokenizer import Delta, parts_of
 from nanochat.inference.logprobs import TokenLogprob
 from nanochat.inference.tools import NOTHING
@@ -23,10 +24,6 @@ class Written:
     logprobs: list[PlacedLogprob] = field(default_factory=list)
     call: Json | None = None
     finish_reason: str | None = None
-
-    def text(self) -> str:
-        """Without the calculator's parts."""
-        return "".join(part["text"] for part in self.parts if part["type"] == "text")
 
 
 class Reply:
@@ -150,9 +147,10 @@ class ChatReply(Reply):
 
     def content(self, written: Written) -> Json:
         parts = [part | self.source(written, index) for index, part in enumerate(written.parts)]
-        message = {"role": "assistant", "content": written.text(), "parts": parts}
+        text = text_of(parts)
+        message = {"role": "assistant", "content": text, "parts": parts}
         if written.call:
-            message |= {"content": written.text() or None, "tool_calls": [written.call]}
+            message |= {"content": text or None, "tool_calls": [written.call]}
         return {"message": message}
 
     def describe(self, placed: Sequence[PlacedLogprob]) -> Json:

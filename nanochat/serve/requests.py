@@ -51,7 +51,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from nanochat.data.conversation import recent, render_prompt, render_text
+from nanochat.data.conversation import parts, recent, render_prompt, render_text
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import SamplingParams
@@ -183,9 +183,7 @@ class BaseRequest(BaseModel):
 
 
 def as_parts(content: Any) -> Any:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    return [] if content is None else content
+    return [] if content is None else parts(content)
 
 
 def chat_type(type: Any) -> Any:

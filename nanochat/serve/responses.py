@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasPath, BeforeValidator, FailFast, Field
 
+from nanochat.data.conversation import text_of
 from nanochat.serve.protocol import ApiError, Chunks, Json
 from nanochat.serve.replies import ChatReply, sse
 from nanochat.serve.requests import ConversationRequest, Message
@@ -79,8 +80,8 @@ class ResponsesReply(ChatReply):
         [written] = self.written
         status = "incomplete" if written.finish_reason == "length" else "completed"
         output = []
-        if written.text():
-            output.append(self.message(status, text_part(written.text(), self.describe(written.logprobs)["content"])))
+        if text := text_of(written.parts):
+            output.append(self.message(status, text_part(text, self.describe(written.logprobs)["content"])))
         if written.call:
             function = written.call["function"]
             output.append({
