@@ -419,7 +419,8 @@ def test_of_a_few_texts_in_different_languages_none_is_held_out_whole(inputs):
     ("a.csv", "id:text\n1:{0}\n2:{1}\n", {"delimiter": ":"}),
     ("a.csv", "text\tid,no\n{0}\t1\n{1}\t2\n", {"delimiter": "tab"}),
     ("a.csv", 'text,id\n"He said \\"{0}\\", C:\\new",1\n"{1}",2\n', {}),
-], ids=range(10))
+    ("a.csv", 'text,id\n"He said \\"{0}\\", C:\\new","C:\\\\"\n"{1}","D:"\n', {}),
+], ids=range(11))
 def test_csv_of_other_programs_keeps_its_rows(inputs, name, content, settings):
     """The oracle is the text that was written, whose marks may not join two rows."""
     pair = ["first words of one", "and those of another"]

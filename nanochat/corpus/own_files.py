@@ -34,6 +34,7 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SEVEN_BIT = ("iso2022_jp", "iso2022_jp_2", "iso2022_jp_3", "iso2022_jp_ext", "iso2022_kr", "hz")
 SEPARATOR = re.compile(r"^(<\|endoftext\|>|<\|end_of_text\|>|</s>)[ \t\r]{0,9}(?:\n|\Z)", re.MULTILINE)
 ESCAPED = re.compile(r'(?:^|[,;\t|])"[^"\n]*\\"[^,;\t|"\r\n]')  # impossible where quotation marks are doubled
+ODD_ESCAPE = re.compile(r'(?<!\\)((?:\\\\)*)\\"')  # after an even number of backslashes a quotation ends
 LOOKAHEAD = 32             # characters; more than a separator has
 
 Documents = Iterator[tuple[str, str]]  # text, kin: see sources.py
@@ -329,7 +330,7 @@ def csv_rows(path: Path, encoding: str, field: str, delimiter: str) -> Rows:
     with open_text(path, encoding, newline="") as file:
         lines = itertools.islice(file, start, None)
         if style == "escaped":
-            lines = (line.replace('\\"', '""') for line in lines)
+            lines = (ODD_ESCAPE.sub(r'\1""', line) for line in lines)
         quoting = csv.QUOTE_NONE if style == "plain" else csv.QUOTE_MINIMAL
         rows = csv.DictReader(lines, delimiter=delimiter, strict=True, quoting=quoting)
         try:
