@@ -730,10 +730,10 @@ def test_without_a_network_it_says_so_in_one_line():
 
 
 def test_example_questions_are_of_tasks_that_are_made_here_only():
-    """Neither downloads nor a user's own conversations; an unknown spec of an old checkpoint is no error."""
+    """Neither downloads nor a user's own conversations and libraries; what is not known here is left out."""
     for specs in ("", "gsm8k, json:/nobody/reads/this.jsonl", "tinyworld:of-another-version"):
         assert example_questions(specs) == []
-    questions = example_questions("json:/nobody.jsonl, spellingbee[:600]*2, arithmetic:hard", count=6)
+    questions = example_questions("json:/nobody.jsonl, lookup:/nowhere, spellingbee[:600]*2, arithmetic:hard", count=6)
     held_out = [one["messages"][0]["content"] for spec in ("spellingbee", "arithmetic:hard")
                 for one in make_task(spec, "test")]
     assert len(set(questions)) == 6 and set(questions) <= set(held_out) and max(map(len, questions)) <= 80

@@ -58,13 +58,13 @@ def own_documents(path: Path, tally: Counter, encoding: str, **rows: str) -> Doc
     files = own_files(path, notes)
     if not files:
         raise UserError(f"no documents in {path}: expected {KINDS}")
-    sizes = [file.stat().st_size for file in files]
+    total = sum(file.stat().st_size for file in files)
     documents, problem = 0, None
-    for file, size in zip(files, sizes, strict=True):
+    for file in files:
         most = PIECE
         if len(files) < FEW:  # a part of each can be held out then: it may be the only one in its language
             shortest = SHORT if len(files) > 1 else 64
-            most = min(most, max(shortest, size // 8, sum(sizes) // FEW))
+            most = min(most, max(shortest, file.stat().st_size // 8, total // FEW))
         before = documents
         try:
             with readable(file):

@@ -87,6 +87,8 @@ MAX_BIASES = 1024   # entries of logit_bias, of which each step has to add every
 # Fields that SamplingParams has under the same name, with the same meaning.
 SAME = {"temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"}
 
+Encoded = tuple[list[list[int]], list[int]]     # prompts, and for each the token from which on it is repeated; []: none
+
 
 def as_list(value: Any) -> Any:
     """OpenAI's interface takes a single text for a list of one."""
@@ -255,11 +257,8 @@ class ConversationRequest(BaseRequest):
     def turns(self) -> list[Json]:
         return [message.turn() for message in self.messages]
 
-    def encode(self, tokenizer: Tokenizer, chats: bool, context: int) -> tuple[list[list[int]], list[int]]:
-        """
-        The prompts, and for each the token from which on it is repeated; []: none is. chats: False for a base model,
-        for which messages are one text to continue. context: in tokens.
-        """
+    def encode(self, tokenizer: Tokenizer, chats: bool, context: int) -> Encoded:
+        """chats: False for a base model, for which messages are one text to continue. context: in tokens."""
         turns = self.turns()
         if self.functions:
             turns.insert(0, {"role": "system", "content": describe(self.functions)})
@@ -301,7 +300,7 @@ class CompletionRequest(BaseRequest):
     def size(self) -> int:
         return len(self.prompt) * self.n
 
-    def encode(self, tokenizer: Tokenizer, chats: bool, context: int) -> tuple[list[list[int]], list[int]]:
+    def encode(self, tokenizer: Tokenizer, chats: bool, context: int) -> Encoded:
         bos = tokenizer.get_bos_token_id()
         prompts, echo_from = [], []
         for prompt in self.prompt:
