@@ -65,17 +65,14 @@ from nanochat.eval.task_eval import evaluate_task, pass_at, seed_with
 from nanochat.inference.sampling import SamplingParams
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.runtime.collectives import gather_objects
-from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_task, without_parts
-from nanochat.training.finetuning import find_start, load_training, report_stage, require_same_data
-from nanochat.training.metrics import Metrics, require_wandb
+from nanochat.training.finetuning import begin_run, find_start, load_training, report_stage, require_same_data
+from nanochat.training.metrics import require_wandb
 from nanochat.training.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
-from nanochat.training.saving import CheckpointWriter
 
 # ---- Setup
 require_wandb(run)
@@ -86,11 +83,8 @@ if problems.eval_type != "generative":
     raise UserError(f"task={task} is not answered by writing; expected one such as gsm8k, arithmetic or spellingbee")
 
 # ---- The model of the stage before, or an interrupted run of this script
-start = find_start("rl", source, model_tag, source_step, resume, overwrite)
-rates = unembedding_lr, embedding_lr, matrix_lr
-model, tokenizer, sharding, optimizers = load_training(
-    start, config, device, model_dtype, zero_stage, activation_checkpointing, rates, init_lr_frac
-)
+start = find_start("rl", source, config)
+model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
 
 # ---- Problems: which ones each step takes
 schedule = [index for epoch in range(num_epochs) for index in order(len(problems), seed, epoch)]
@@ -115,11 +109,7 @@ def rollouts_of(step: int) -> list[Rollout]:
 
 
 right_before = start.meta.get("before") if start.resumed else None  # held-out samples right at the run's beginning
-if set_compile(compile, device.type):  # last, when all settings have been looked at
-    model.compile_blocks()
-saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
-metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, 0, model.estimate_flops(),
-                  peak_flops(device, model_dtype), start.metrics_state)
+saver, metrics = begin_run(start, config, sharding, optimizers, tokenizer, num_iterations)
 
 step = start.step
 stop = StopRequest()
@@ -217,5 +207,5 @@ else:
         print0(note.strip())
         results[f"pass@1 of {held_out.name}, before"] = f"{pass_at(right_before, 1):.1%}"
         results[f"pass@1 of {held_out.name}, after"] = f"{pass_at(right, 1):.1%}"
-    report_stage(start, step, metrics, "chat_rl", "Reinforcement learning", config, results, note)
+    report_stage(start, step, metrics, "Reinforcement learning", config, results, note)
 compute_cleanup(stop)

@@ -70,26 +70,25 @@ from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.eval.task_eval import accuracy, evaluate_task
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.runtime.collectives import from_rank0
-from nanochat.runtime.compiling import eagerly, set_compile
+from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import describe_validation, make_mixture, make_tasks, task_names, without_parts
 from nanochat.tasks.common import Mixture
 from nanochat.training.checkpoint import tasks_of
 from nanochat.training.finetuning import (
+    batch_shape,
+    begin_run,
     choose_epochs_and_rate,
     find_start,
     load_training,
     plan_steps,
     report_stage,
-    require_same_data,
     row_length,
 )
-from nanochat.training.metrics import Metrics, require_wandb
-from nanochat.training.saving import CheckpointWriter
+from nanochat.training.metrics import require_wandb
 
 # ---- Setup
 require_wandb(run)
@@ -99,7 +98,7 @@ val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # the same for e
 measured = without_parts(tasks)
 
 # ---- The model of the stage before, or an interrupted run of this script
-start = find_start("sft", source, model_tag, source_step, resume, overwrite)
+start = find_start("sft", source, config)
 tokenizer = Tokenizer.load(start.begin)
 max_seq_len = row_length(max_seq_len, start.meta)
 conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1)
@@ -107,10 +106,7 @@ num_epochs, init_lr_frac = choose_epochs_and_rate(len(conversations), num_epochs
 config |= {"num_epochs": num_epochs, "init_lr_frac": init_lr_frac}
 print0(f"each {num_epochs} x, beginning with {init_lr_frac:.3g} of the learning rates "
        "(--num_epochs and --init_lr_frac, if not set, are chosen from the number of conversations and their parts)")
-rates = unembedding_lr, embedding_lr, matrix_lr
-model, tokenizer, sharding, optimizers = load_training(
-    start, config, device, model_dtype, zero_stage, activation_checkpointing, rates, init_lr_frac
-)
+model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
 
 # ---- What was learned before: some of it again, or it is forgotten
 earlier = from_rank0(tasks_of, source, start.checkpoints.name)
@@ -130,33 +126,21 @@ measured_tasks = make_tasks(measured, "test")
 
 # ---- Data: every rank knows all rows, so every rank knows where the run ends
 in_order = [index for epoch in range(num_epochs) for index in order(len(conversations), seed, epoch)]
-num_iterations, rows_per_micro_step = plan_steps(
-    len(in_order), target_examples_per_step, num_iterations, device_batch_size, world_size
-)
-rows_at_once = rows_per_micro_step * world_size
+shape = batch_shape(target_examples_per_step, device_batch_size, max_seq_len, device, pad=True)
 steps = []  # the rows of each: a conversation, or several where the model keeps them apart
 for of_step in by_step(in_order, target_examples_per_step):
     if model.config.document_token >= 0:
-        steps.append(balance(conversations.lengths, of_step, rows_at_once, max_seq_len + 1))
+        steps.append(balance(conversations.lengths, of_step, shape.rows_at_once, max_seq_len + 1))
     else:
         steps.append([[index] for index in of_step])
-data_state = {"origin": start.origin, "conversations": conversations.fingerprint, "seed": seed,
-              "max_seq_len": max_seq_len, "rows_per_step": target_examples_per_step}
-require_same_data(start, data_state)
-print0(f"{num_iterations:,} steps of {target_examples_per_step} conversations, the first one "
-       f"{micro_steps(len(steps[0]), rows_at_once)} micro-step(s) x {world_size} rank(s) x {rows_per_micro_step} rows")
+num_iterations, data_state = plan_steps(start, config, conversations, steps, target_examples_per_step, shape,
+                                        "conversations")
 held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, describe_validation(val_tasks))
 held_out_rows = [[index] for index in order(len(held_out), seed=0, epoch=0)][: eval_steps * target_examples_per_step]
-held_out_steps = by_step(held_out_rows, rows_at_once)
+held_out_steps = by_step(held_out_rows, shape.rows_at_once)
 
-if set_compile(compile, device.type):  # last, when all settings have been looked at
-    model.compile_blocks()
-saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
-metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, target_examples_per_step * max_seq_len,
-                  model.estimate_flops(), peak_flops(device, model_dtype), start.metrics_state)
-shape = dict(device_batch_size=rows_per_micro_step, max_seq_len=max_seq_len, rank=rank, world_size=world_size,
-             device=device, pad=True)  # of training and validation
-loader = conversation_loader(conversations, steps, start_step=start.step, **shape)
+saver, metrics = begin_run(start, config, sharding, optimizers, tokenizer, num_iterations)
+loader = conversation_loader(conversations, steps, shape, start.step)
 inputs, targets = next(loader)
 
 step = start.step
@@ -179,7 +163,7 @@ while True:
     if validate or measure_tasks:
         with metrics.paused(), metrics.stoppable():
             if validate:
-                validation = conversation_loader(held_out, held_out_steps, **shape)
+                validation = conversation_loader(held_out, held_out_steps, shape)
                 with eagerly():  # a GPU would compile all lengths again, for passes without gradients
                     bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
                 metrics.log_validation(step, bpb)
@@ -203,7 +187,7 @@ while True:
     step_loss = torch.zeros((), device=device)
     step_targets = torch.zeros((), device=device)  # counted on the device: the host does not wait
     step_tokens = 0
-    grad_accum_steps = micro_steps(len(steps[step]), rows_at_once)
+    grad_accum_steps = micro_steps(len(steps[step]), shape.rows_at_once)
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
             loss = model(inputs, targets, reduction="sum")  # without a single target: zero, and so is its gradient
@@ -232,5 +216,5 @@ metrics.close()
 if stopping:
     stop.end(step)
 else:
-    report_stage(start, step, metrics, "chat_sft", "Supervised fine-tuning", config, metrics.results())
+    report_stage(start, step, metrics, "Supervised fine-tuning", config, metrics.results())
 compute_cleanup(stop)

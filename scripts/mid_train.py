@@ -59,23 +59,21 @@ from nanochat.data.conversation_loader import (
 )
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
-from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.console import print0
 from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.flops import peak_flops
 from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import describe_validation, make_mixture, without_parts
 from nanochat.training.finetuning import (
+    batch_shape,
+    begin_run,
     find_start,
     load_training,
     plan_steps,
     report_stage,
-    require_same_data,
     row_length,
 )
-from nanochat.training.metrics import Metrics, require_wandb
-from nanochat.training.saving import CheckpointWriter
+from nanochat.training.metrics import require_wandb
 
 # ---- Setup
 require_wandb(run)
@@ -84,11 +82,8 @@ train_tasks = make_mixture(tasks, "train", seed)
 val_tasks = make_mixture(without_parts(tasks), "test", seed=0)  # the same for every seed
 
 # ---- The base model, or an interrupted run of this script
-start = find_start("mid", "base", model_tag, source_step, resume, overwrite)
-rates = unembedding_lr, embedding_lr, matrix_lr
-model, tokenizer, sharding, optimizers = load_training(
-    start, config, device, model_dtype, zero_stage, activation_checkpointing, rates, init_lr_frac
-)
+start = find_start("mid", "base", config)
+model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
 max_seq_len = row_length(max_seq_len, start.meta)
 warmup_steps = 40 if model.config.stream_scales else 0  # AdamW begins anew: its first step would move a scale by 0.4
 
@@ -100,31 +95,18 @@ rows_per_step, rest = divmod(total_batch_size, max_seq_len)
 if rest or not rows_per_step:
     raise UserError(f"total_batch_size={total_batch_size} must be a multiple of max_seq_len={max_seq_len}: "
                     "a step takes whole rows")
+shape = batch_shape(rows_per_step, device_batch_size, max_seq_len, device, pad=False)
 conversations = RenderedConversations(train_tasks, tokenizer, max_seq_len + 1)
 rows = pack(conversations.lengths.tolist(), order(len(conversations), seed, epoch=0), max_seq_len + 1)
-num_iterations, rows_per_micro_step = plan_steps(
-    len(rows), rows_per_step, num_iterations, device_batch_size, world_size
-)
-rows_at_once = rows_per_micro_step * world_size
-data_state = {"origin": start.origin, "conversations": conversations.fingerprint, "seed": seed,
-              "max_seq_len": max_seq_len, "rows_per_step": rows_per_step}
-require_same_data(start, data_state)
-filled = len(conversations.ids) / (len(rows) * (max_seq_len + 1))
-print0(f"{len(rows):,} rows, {filled:.1%} filled; {num_iterations:,} steps of {rows_per_step} rows = "
-       f"{micro_steps(rows_per_step, rows_at_once)} micro-step(s) x {world_size} rank(s) x {rows_per_micro_step}")
+print0(f"{len(rows):,} rows, {len(conversations.ids) / (len(rows) * (max_seq_len + 1)):.1%} filled")
+steps = by_step(rows, rows_per_step)
+num_iterations, data_state = plan_steps(start, config, conversations, steps, rows_per_step, shape)
 held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, describe_validation(val_tasks))
 held_out_rows = pack(held_out.lengths.tolist(), order(len(held_out), seed=0, epoch=0), max_seq_len + 1)
-held_out_steps = by_step(held_out_rows[: max(eval_tokens // max_seq_len, 1)], rows_at_once)
+held_out_steps = by_step(held_out_rows[: max(eval_tokens // max_seq_len, 1)], shape.rows_at_once)
 
-if set_compile(compile, device.type):  # last, when all settings have been looked at
-    model.compile_blocks()
-saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, keep_last, overwrite)
-metrics = Metrics(start.checkpoints, run, config, start.step, num_iterations, total_batch_size, model.estimate_flops(),
-                  peak_flops(device, model_dtype), start.metrics_state)
-shape = dict(device_batch_size=rows_per_micro_step, max_seq_len=max_seq_len, rank=rank, world_size=world_size,
-             device=device, pad=False)  # of training and validation
-steps = by_step(rows, rows_per_step)
-loader = conversation_loader(conversations, steps, start_step=start.step, **shape)
+saver, metrics = begin_run(start, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size)
+loader = conversation_loader(conversations, steps, shape, start.step)
 inputs, targets = next(loader)
 
 step = start.step
@@ -144,7 +126,7 @@ while True:
     # --- evaluation of the same parameters
     if is_due(step, num_iterations, eval_every):
         with metrics.paused(), metrics.stoppable():
-            validation = conversation_loader(held_out, held_out_steps, **shape)
+            validation = conversation_loader(held_out, held_out_steps, shape)
             bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
             metrics.log_validation(step, bpb)
     if metrics.stop_requested:  # in an evaluation, which all ranks have left
@@ -156,7 +138,7 @@ while True:
     # gradients are sums, and reduce_and_clip divides them by the number of targets of all ranks and micro-steps.
     step_loss = torch.zeros((), device=device)
     step_targets = torch.zeros((), device=device)  # counted on the device: the host does not wait
-    grad_accum_steps = micro_steps(len(steps[step]), rows_at_once)
+    grad_accum_steps = micro_steps(len(steps[step]), shape.rows_at_once)
     for micro_step in range(grad_accum_steps):
         with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
             loss = model(inputs, targets, reduction="sum")  # without a single target: zero, and so is its gradient
@@ -184,5 +166,5 @@ metrics.close()
 if stopping:
     stop.end(step)
 else:
-    report_stage(start, step, metrics, "mid_train", "Mid-training", config, metrics.results())
+    report_stage(start, step, metrics, "Mid-training", config, metrics.results())
 compute_cleanup(stop)

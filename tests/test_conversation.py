@@ -7,6 +7,7 @@ import pytest
 
 from nanochat.data.conversation import check_conversation, recent, render, render_parts, render_prompt
 from nanochat.data.conversation_loader import (
+    BatchShape,
     RenderedConversations,
     balance,
     by_step,
@@ -228,9 +229,8 @@ def test_the_rows_of_a_step_do_not_depend_on_ranks_or_micro_batches(pad):
     def steps(device_batch_size: int, world_size: int, start_step: int = 0) -> list[list[str]]:
         """The targets of each row that has any, by step."""
         found, per_step = [], 7
-        settings = {"device_batch_size": device_batch_size, "max_seq_len": 128, "pad": pad, "start_step": start_step}
-        loaders = [conversation_loader(rendered, by_step(rows, per_step), rank=rank, world_size=world_size, **settings)
-                   for rank in range(world_size)]
+        shapes = [BatchShape(device_batch_size, 128, pad, rank, world_size) for rank in range(world_size)]
+        loaders = [conversation_loader(rendered, by_step(rows, per_step), shape, start_step) for shape in shapes]
         for _ in range(start_step, -(-len(rows) // per_step) + 1):
             found.append([])
             of_step = by_step(rows, per_step)[len(found) + start_step - 1 :][:1]

@@ -12,7 +12,14 @@ from ranks import Job, run_on_ranks
 
 from nanochat.data import conversation_loader as loader_module
 from nanochat.data.conversation import render, render_parts
-from nanochat.data.conversation_loader import RenderedConversations, balance, conversation_loader, micro_steps, order
+from nanochat.data.conversation_loader import (
+    BatchShape,
+    RenderedConversations,
+    balance,
+    conversation_loader,
+    micro_steps,
+    order,
+)
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig
@@ -47,11 +54,11 @@ def one_step(
     sharding = Sharding(model, model.units(), torch.device("cpu"), torch.float32, stage)
     conversations = RenderedConversations([conversation(i) for i in range(EXAMPLES)], TOKENIZER, 65)
     rows = [[i] for i in order(EXAMPLES, 0, 0)]
-    shape = dict(device_batch_size=device_batch_size, max_seq_len=64, rank=rank, world_size=world_size, pad=True)
+    shape = BatchShape(device_batch_size, 64, True, rank, world_size)
     if together:
-        rows = balance(conversations.lengths, order(EXAMPLES, 0, 0), device_batch_size * world_size, 65)
-    loader = conversation_loader(conversations, [rows], **shape)
-    grad_accum_steps = micro_steps(len(rows), device_batch_size * world_size)
+        rows = balance(conversations.lengths, order(EXAMPLES, 0, 0), shape.rows_at_once, 65)
+    loader = conversation_loader(conversations, [rows], shape)
+    grad_accum_steps = micro_steps(len(rows), shape.rows_at_once)
     step_loss, step_targets = torch.zeros(()), torch.zeros(())
     for micro_step in range(grad_accum_steps):
         inputs, targets = next(loader)

@@ -9,6 +9,7 @@ import heapq
 import math
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -141,33 +142,44 @@ def micro_steps(rows: int, rows_at_once: int) -> int:
     return max(math.ceil(rows / rows_at_once), 1)
 
 
+class BatchShape(NamedTuple):
+    """How rows become batches of ranks."""
+
+    rows: int               # of a rank and micro-step; not every one of them is filled
+    max_seq_len: int        # tokens of a row, at most
+    pad: bool               # only to the length that `padded_length` says, not to max_seq_len
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def rows_at_once(self) -> int:
+        """Of all ranks, in a micro-step."""
+        return self.rows * self.world_size
+
+
 def conversation_loader(
-    conversations: RenderedConversations, steps: list[Rows], *,
-    device_batch_size: int, max_seq_len: int, pad: bool, rank: int = 0, world_size: int = 1,
-    device: torch.device | str = "cpu", start_step: int = 0,
+    conversations: RenderedConversations, steps: list[Rows], shape: BatchShape, start_step: int = 0,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """
     Yields (inputs, targets), (B, T) int64, of each micro-step of this rank, from the first of start_step on.
 
     steps: the rows of each step; `micro_steps` says how many it has. The longest come first; this rank takes the
-    micro-batches m · world_size + rank. T is max_seq_len, or with `pad` as long as `padded_length` says. Past the last
-    row come empty ones without targets, so a step need not have a multiple of anything.
+    micro-batches m · world_size + rank. Past the last row come empty ones without targets, so a step need not have a
+    multiple of anything.
     """
-    device = torch.device(device)
     step = start_step
     while True:
         step_rows = steps[step] if step < len(steps) else []
         # Rows of similar lengths together: little padding, and no rank waits for another.
         step_rows = sorted(step_rows, key=conversations.row_length, reverse=True)
-        rows_at_once = device_batch_size * world_size
-        for micro_step in range(micro_steps(len(step_rows), rows_at_once)):
-            of_all_ranks = step_rows[micro_step * rows_at_once :][:rows_at_once]
-            own = of_all_ranks[rank * device_batch_size : (rank + 1) * device_batch_size]
+        for of_all_ranks in by_step(step_rows, shape.rows_at_once) or [[]]:
+            own = of_all_ranks[shape.rank * shape.rows :][: shape.rows]
             batch = [conversations.read(row) for row in own]
-            length = max_seq_len
-            if pad:
+            length = shape.max_seq_len
+            if shape.pad:
                 longest = max(map(conversations.row_length, of_all_ranks), default=0)
-                length = padded_length(longest, max_seq_len, device)  # the same on all ranks
-            inputs, targets, _ = padded_batch(batch, device_batch_size, length, device)
+                length = padded_length(longest, length, shape.device)  # the same on all ranks
+            inputs, targets, _ = padded_batch(batch, shape.rows, length, shape.device)
             yield inputs, targets
         step += 1

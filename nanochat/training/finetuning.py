@@ -5,14 +5,18 @@ from typing import NamedTuple
 
 import torch
 
+from nanochat.data.conversation_loader import BatchShape, RenderedConversations, Rows, micro_steps
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.model.gpt import GPT
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.zero import Sharding
-from nanochat.runtime.collectives import from_rank0
+from nanochat.runtime.collectives import from_rank0, rank_and_size
+from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
+from nanochat.runtime.flops import peak_flops
 from nanochat.training.checkpoint import (
+    SCRIPTS,
     changed_settings,
     checkpoint_dir,
     choose_start,
@@ -30,6 +34,7 @@ from nanochat.training.metrics import Metrics
 from nanochat.training.records import describe_checkpoint, unfinished
 from nanochat.training.report import settings_table, write_section
 from nanochat.training.resharding import load_training_state, stored_weights
+from nanochat.training.saving import CheckpointWriter
 
 # Fine-tuning on a user's few conversations. Measured with models of depth 4; a rate of 0.1 taught next to nothing.
 FEW = 3_000       # rows
@@ -41,6 +46,7 @@ LEAST_RATE = 0.02  # nanochat's, for 23,000 conversations
 class Start(NamedTuple):
     """Where a run of a training stage begins."""
 
+    stage: str              # "mid", "sft" or "rl"
     checkpoints: Path       # the folder of its checkpoints
     begin: Path             # the checkpoint to load: of the stage before, or of an interrupted run that goes on
     origin: str             # the checkpoint of the stage before that it all began with, and the sum of its weights
@@ -50,23 +56,22 @@ class Start(NamedTuple):
     metrics_state: dict | None  # `Metrics.state` of an interrupted run
 
 
-def find_start(
-    stage: str, source: str, model_tag: str | None, source_step: int | None, resume: str, overwrite: bool,
-) -> Start:
+def find_start(stage: str, source: str, settings: dict) -> Start:
     """
     Where a run of a training stage ("mid", "sft", "rl") begins, as the settings of its script say. UserError where the
-    stage before has not reached its end, unless source_step names the step. COLLECTIVE.
+    stage before (source) has not reached its end, unless source_step names the step. COLLECTIVE.
     """
-    source_dir = model_dir(source, model_tag)
+    source_dir, source_step = model_dir(source, settings["model_tag"]), settings["source_step"]
     checkpoints = checkpoint_dir(stage, source_dir.name)
-    interrupted = choose_start(checkpoints, resume, overwrite)
+    interrupted = choose_start(checkpoints, settings["resume"], settings["overwrite"])
     if interrupted is None:
         begin = find_checkpoint(source_dir, source_step, training=False)
         if source_step is None and (place := unfinished(begin)):
             raise UserError(f"{begin} is {place}: its run was stopped, or is still going on; finish it with "
                             f"--resume=auto, or start from this step with --source_step={read_meta(begin)['step']}")
         print0(f"starting from {begin}")
-        return Start(checkpoints, begin, from_rank0(describe_checkpoint, begin), read_meta(begin), False, 0, None)
+        origin = from_rank0(describe_checkpoint, begin)
+        return Start(stage, checkpoints, begin, origin, read_meta(begin), False, 0, None)
     # Compared by `require_same_data`: the checkpoint that the run would begin with now. Where it is gone, and after a
     # restart by torchrun, which has no reason to stop if the source was trained on: the one it began with.
     meta = read_meta(interrupted)
@@ -74,36 +79,47 @@ def find_start(
         origin = meta["data_state"]["origin"]
     else:
         origin = from_rank0(describe_checkpoint, find_checkpoint(source_dir, source_step, training=False))
-    return Start(checkpoints, interrupted, origin, meta, True, meta["step"], meta["metrics_state"])
+    return Start(stage, checkpoints, interrupted, origin, meta, True, meta["step"], meta["metrics_state"])
 
 
 def load_training(
-    start: Start,
-    config: dict,
-    device: torch.device,
-    dtype: torch.dtype,
-    zero_stage: int,
-    activation_checkpointing: bool,
-    rates: tuple[float, float, float],
-    lr_scale: float,
+    start: Start, settings: dict, device: torch.device, dtype: torch.dtype,
 ) -> tuple[GPT, Tokenizer, Sharding, tuple]:
     """
     What a run trains: (model, tokenizer, sharding, optimizers). For an interrupted run also masters and moments are
-    loaded; otherwise the optimizers begin anew. COLLECTIVE.
-
-    rates: of the head, the embedding and the matrices, all times lr_scale. config: all settings, to name those that a
-    resumed run has changed.
+    loaded; otherwise the optimizers begin anew. settings: of the script; those that a resumed run has changed are
+    named. COLLECTIVE.
     """
     model, tokenizer, _ = load_checkpoint(start.begin, torch.device("meta"))
     # The weights come unit by unit, in the dtype they were saved in: no rank holds more than one whole unit beside its
     # shards.
-    sharding = Sharding(model, model.units(), device, dtype, zero_stage, weights=stored_weights(start.begin))
-    model.activation_checkpointing = activation_checkpointing
-    optimizers = setup_optimizers(model, sharding, *rates, lr_scale=lr_scale)
+    sharding = Sharding(model, model.units(), device, dtype, settings["zero_stage"],
+                        weights=stored_weights(start.begin))
+    model.activation_checkpointing = settings["activation_checkpointing"]
+    optimizers = setup_optimizers(model, sharding, settings["unembedding_lr"], settings["embedding_lr"],
+                                  settings["matrix_lr"], lr_scale=settings["init_lr_frac"])
     if start.resumed:
         load_training_state(start.begin, sharding, optimizers)
-        print0(f"resuming from {start.begin}{changed_settings(start.meta['config'], config)}")
+        print0(f"resuming from {start.begin}{changed_settings(start.meta['config'], settings)}")
     return model, tokenizer, sharding, optimizers
+
+
+def begin_run(
+    start: Start, settings: dict, sharding: Sharding, optimizers: tuple, tokenizer: Tokenizer, num_iterations: int,
+    tokens_per_step: int = 0,
+) -> tuple[CheckpointWriter, Metrics]:
+    """
+    What takes seconds or changes files, after all settings have been looked at: compile, claim the folder of the
+    checkpoints, begin the log. tokens_per_step: over all ranks; 0 where steps differ. COLLECTIVE.
+    """
+    model = sharding.model
+    if set_compile(settings["compile"], sharding.device.type):
+        model.compile_blocks()
+    saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, settings["keep_last"],
+                             settings["overwrite"])
+    metrics = Metrics(start.checkpoints, settings["run"], settings, start.step, num_iterations, tokens_per_step,
+                      model.estimate_flops(), peak_flops(sharding.device, sharding.dtype), start.metrics_state)
+    return saver, metrics
 
 
 def require_same_data(start: Start, data_state: dict) -> None:
@@ -140,25 +156,40 @@ def row_length(max_seq_len: int, meta: dict) -> int:
     return longest if max_seq_len == -1 else max_seq_len
 
 
-def plan_steps(
-    num_rows: int, rows_per_step: int, num_iterations: int, device_batch_size: int, world_size: int,
-) -> tuple[int, int]:
-    """
-    How num_rows rows are trained on once, rows_per_step at a time over all ranks; num_iterations: at most (-1: all).
-
-    Returns (optimizer steps, rows of a rank and micro-step; not every one of them is filled).
-    """
-    all_steps = math.ceil(num_rows / rows_per_step)
+def batch_shape(
+    rows_per_step: int, device_batch_size: int, max_seq_len: int, device: torch.device, pad: bool,
+) -> BatchShape:
+    """Of optimizer steps of this many rows over all ranks: at most device_batch_size of them at once on each rank."""
+    rank, world_size = rank_and_size()
     rows = min(device_batch_size, math.ceil(rows_per_step / world_size))
-    return all_steps if num_iterations == -1 else min(num_iterations, all_steps), rows
+    return BatchShape(rows, max_seq_len, pad, rank, world_size, device)
+
+
+def plan_steps(
+    start: Start, settings: dict, conversations: RenderedConversations, steps: list[Rows], per_step: int,
+    shape: BatchShape, unit: str = "rows",
+) -> tuple[int, dict]:
+    """
+    (optimizer steps, data_state) of a run that takes these steps once, per_step rows or other units in each: all, or
+    the first num_iterations. data_state: what the rows depend on; UserError as `require_same_data`.
+    """
+    data_state = {"origin": start.origin, "conversations": conversations.fingerprint, "seed": settings["seed"],
+                  "max_seq_len": shape.max_seq_len, "rows_per_step": per_step}
+    require_same_data(start, data_state)
+    num_iterations = len(steps)
+    if settings["num_iterations"] != -1:
+        num_iterations = min(settings["num_iterations"], len(steps))
+    at_first = micro_steps(len(steps[0]), shape.rows_at_once)
+    print0(f"{num_iterations:,} steps of {per_step} {unit}, the first one {at_first} micro-step(s) x "
+           f"{shape.world_size} rank(s) x {shape.rows} rows")
+    return num_iterations, data_state
 
 
 def report_stage(
-    start: Start, step: int, metrics: Metrics, script: str, title: str, config: dict, results: dict,
-    note: str = "",
+    start: Start, step: int, metrics: Metrics, title: str, settings: dict, results: dict, note: str = "",
 ) -> None:
     """After the last step: write a stage's section of the report (`note`, then settings), say how to try its model."""
-    column = start.checkpoints.parent.name.removesuffix("_checkpoints")
-    write_section(script, title, note + settings_table(config), {column: results}, metrics.path,
+    script = SCRIPTS[start.stage].removeprefix("scripts.")
+    write_section(script, title, note + settings_table(settings), {start.stage: results}, metrics.path,
                   data=start.meta.get("data"), checkpoint=step_dir(start.checkpoints, step))
     say_how_to_talk(start.checkpoints)
