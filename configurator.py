@@ -51,15 +51,9 @@ class Setting:
 
     @property
     def ranges(self) -> str:
-        """The numbers it may be, such as "[-1, 1..]"; "" for any."""
+        """The numbers it may be, such as "-1, 1.."; "" for any."""
         found = RANGES.match(self.comment)
-        return found[0] if found else ""
-
-    def allows(self, value: Any) -> bool:
-        """Whether a number is within the ranges that the comment declares."""
-        if not self.ranges or type(value) not in (int, float):
-            return True
-        return any(within(value, text.strip()) for text in self.ranges[1:-1].split(","))
+        return found[1] if found else ""
 
 
 def configure(script_globals: dict[str, Any]) -> dict[str, Any]:
@@ -160,14 +154,21 @@ def parse(text: str, kind: Any) -> Any:
     raise ValueError
 
 
-def within(value: int | float, text: str) -> bool:
-    """Whether a number is in a range such as "1..", "0..1" or ">0", or is the number that the text says."""
-    if text.startswith(">"):
-        return value > float(text[1:])
-    low, dots, high = text.partition("..")
-    if not dots:
-        return value == float(low)
-    return float(low) <= value <= float(high or "inf")
+def within(value: Any, ranges: str) -> bool:
+    """Whether a number is in one of the ranges, such as "0..1", ">0" or "-1, 1.."; "" has all. Others: always."""
+    if not ranges or type(value) not in (int, float):
+        return True
+    for text in ranges.split(", "):
+        low, dots, high = text.partition("..")
+        if text[0] == ">":
+            inside = value > float(text[1:])
+        elif dots:
+            inside = float(low) <= value <= float(high or "inf")
+        else:
+            inside = value == float(low)
+        if inside:
+            return True
+    return False
 
 
 def choose(text: str, setting: Setting) -> Any:
@@ -175,11 +176,11 @@ def choose(text: str, setting: Setting) -> Any:
     for kind in sorted(setting.accepts, key=lambda kind: isinstance(kind, type)):  # None before str
         with contextlib.suppress(ValueError, KeyError):
             value = parse(text, kind)
-            if setting.allows(value):
+            if within(value, setting.ranges):
                 return value
     expected = " or ".join(kind.__name__ if isinstance(kind, type) else repr(kind) for kind in setting.accepts)
     if setting.ranges:
-        expected += f" in {setting.ranges}"
+        expected += f" in [{setting.ranges}]"
     raise UserError(f"--{setting.name}={text}: {setting.name} takes {expected} (default: {setting.default!r})")
 
 

@@ -83,25 +83,17 @@ from nanochat.optim.recipe import choose
 from nanochat.optim.schedule import is_due
 from nanochat.optim.zero import Sharding
 from nanochat.runtime.collectives import from_rank0
-from nanochat.runtime.compiling import eagerly, set_compile
+from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
-from nanochat.runtime.distributed import after_first_step, compute_cleanup, hosts_may_change, set_up
+from nanochat.runtime.distributed import compute_cleanup, hosts_may_change, set_up
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import peak_flops
-from nanochat.runtime.stopping import StopRequest, until_stopped
-from nanochat.training.checkpoint import (
-    changed_settings,
-    checkpoint_dir,
-    choose_start,
-    read_meta,
-    say_how_to_talk,
-    step_dir,
-)
-from nanochat.training.metrics import Metrics, require_wandb
+from nanochat.runtime.stopping import until_stopped
+from nanochat.training.checkpoint import changed_settings, checkpoint_dir, choose_start, read_meta
+from nanochat.training.metrics import require_wandb
 from nanochat.training.records import duration
-from nanochat.training.report import settings_table, write_section
 from nanochat.training.resharding import load_training_state, stored_weights
-from nanochat.training.saving import CheckpointWriter
+from nanochat.training.session import Session
 
 LONGEST = 30 * 24 * 3600    # seconds on a CPU that are taken for a mistake, unless the steps are given
 
@@ -196,21 +188,15 @@ sharding = Sharding(model, model.units(), device, model_dtype, zero_stage, shard
 del weights  # with the checkpoint's file
 optimizers = setup_optimizers(model, sharding, recipe.unembedding_lr, recipe.embedding_lr, matrix_lr,
                               recipe.weight_decay * chosen.decay_factor, chosen.rate_factor)
-if set_compile(compile, device.type):
-    model.compile_blocks()
-pipeline.connect(model, sharding, micro_batches, device_batch_size)
 
 # ---- Resume, exactly: weights, masters, moments, place in the data, smoothed loss
-start_step, data_state, metrics_state = 0, None, None
+data_state = None
 if checkpoint:
     load_training_state(checkpoint, sharding, optimizers)
-    start_step, data_state, metrics_state = meta["step"], meta["data_state"], meta["metrics_state"]
+    data_state = meta["data_state"]
     print0(f"resuming from {checkpoint}{changed_settings(meta['config'], config)}")
 elif resume == "auto":
     print0(f"nothing to resume in {checkpoints}: starting from step 0")
-saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, start_step, keep_last, overwrite)
-metrics = Metrics(checkpoints, run, config, start_step, num_iterations, total_batch_size, flops_per_token, peak,
-                  metrics_state)
 
 # ---- Data: the rows of a step depend on its number, the seed and the batch, not on how many ranks share them
 train_loader = tokenizing_distributed_data_loader(
@@ -222,19 +208,17 @@ eval_rows = from_rank0(validation_rows, data, tokenizer, eval_tokens, max_seq_le
 eval_steps = math.ceil(eval_rows / (device_batch_size * world_size))
 inputs, targets, data_state = next(train_loader)  # data_state: where the step of these rows begins
 
-step = start_step
-stop = StopRequest()
+session = Session(checkpoints, meta, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size,
+                  rate_scales=chosen[3:], data=data)
+metrics = session.metrics
+pipeline.connect(model, sharding, micro_batches, device_batch_size)
 while True:
-    metrics.raise_if_diverged(step)
-    last_step = step >= num_iterations
-    stopping = metrics.stop_requested  # the same on all ranks: some rank got SIGTERM, SIGINT or SIGHUP
+    step = session.step
 
-    # --- checkpoint of the parameters before this step, if one is due. `set_state` says what the saver saves if an
-    # error, for example in an evaluation, ends the run before the next update
-    saver.set_state(step, metrics, config=config, total_batch_size=total_batch_size, num_iterations=num_iterations,
-                    rate_scales=chosen[3:], data=data, data_state=data_state)
-    saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
-    if stopping:
+    # --- checkpoint of the parameters before this step, if one is due. They are also saved if an error, for example in
+    # an evaluation, ends the run before the next update
+    session.save_if_due(data_state=data_state)
+    if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; the same on all ranks
         break
 
     # --- evaluation of the same parameters
@@ -242,7 +226,7 @@ while True:
     measure_core = step > 0 and is_due(step, num_iterations, core_metric_every)
     show_samples = step > 0 and is_due(step, num_iterations, sample_every)
     if validate or measure_core or show_samples:
-        with metrics.paused(), metrics.stoppable():
+        with session.evaluation():
             evaluated = pipeline.whole_model(model, sharding)
             if validate:  # the same rows in every run, for any seed, batch and number of ranks
                 validation = tokenizing_distributed_data_loader(
@@ -262,7 +246,7 @@ while True:
                         print0(f"  {prompt}{sample(evaluated, tokenizer, prompt, max_tokens=24)}")
     if metrics.stop_requested:  # in an evaluation, which all ranks have left
         continue
-    if last_step:
+    if step >= num_iterations:
         break
 
     # --- one optimizer step. N ranks share one copy (shard_size; groups of N are replicas, which add up their sums once
@@ -292,28 +276,17 @@ while True:
     # reduce_and_clip divides loss and gradients by the sum of the counts. In fine-tuning the count is the number of
     # targets; here it is 1 for each rank with a loss, or less if some of its micro-batches are empty.
     count = filled if pipeline.is_last else 0.0  # only the last pipeline stage has a loss
-    stats = sharding.reduce_and_clip(step_loss, count, grad_clip, stop=stop.asked, save=saver.time_is_up())
-    metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
+    stats = sharding.reduce_and_clip(step_loss, count, grad_clip, *session.requests())
     lrm = chosen.apply(optimizers, step)  # learning rates, momentum and weight decay of this step
-    saver.clear_state()  # from here to `set_state` an error saves nothing: the parameters are half updated
-    for optimizer in optimizers:
-        optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite
-    sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
-    metrics.log_step(step, stats.values, lrm)
-    if step == start_step:
-        after_first_step(*sharding.groups())  # all have compiled: shorter timeouts from here
-    step += 1
+    with session.update(stats, lrm):  # an error in here saves nothing: the parameters are half updated
+        for optimizer in optimizers:
+            optimizer.step(stats)  # changes nothing on any rank if any rank's loss or gradient is not finite
+        sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
 
 # ---- End
 train_loader.close()
-saver.wait()
-metrics.close()
-if stopping:
-    stop.end(step)
-elif rank == 0:
+session.end()
+if rank == 0:
     results = {"parameters": f"{parameters:,}", "tokens trained on": f"{num_iterations * total_batch_size:,}"}
-    results |= metrics.results()
-    write_section("base_train", "Base model: pretraining", settings_table(config), {"base": results}, metrics.path,
-                  floor=entropy_floor(data), data=data, checkpoint=step_dir(checkpoints, step))
-    say_how_to_talk(checkpoints)
-compute_cleanup(stop)
+    session.report("Base model: pretraining", results | metrics.results(), floor=entropy_floor(data))
+compute_cleanup(session.stop)

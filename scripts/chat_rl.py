@@ -59,20 +59,20 @@ import math
 
 import torch
 
-from nanochat.data.conversation_loader import micro_steps, order
+from nanochat.data.conversation_loader import by_step, order
 from nanochat.data.padding import padded_batch, padded_length
 from nanochat.eval.task_eval import evaluate_task, pass_at, seed_with
 from nanochat.inference.sampling import SamplingParams
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.runtime.collectives import gather_objects
 from nanochat.runtime.console import print0
-from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
+from nanochat.runtime.distributed import compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import make_task, without_parts
-from nanochat.training.finetuning import begin_run, find_start, load_training, report_stage, require_same_data
+from nanochat.training.finetuning import find_start, load_training, require_same_data
 from nanochat.training.metrics import require_wandb
 from nanochat.training.rollouts import Rollout, describe_change, rollout_stats, sample_rollouts
+from nanochat.training.session import Session
 
 # ---- Setup
 require_wandb(run)
@@ -87,9 +87,9 @@ start = find_start("rl", source, config)
 model, tokenizer, sharding, optimizers = load_training(start, config, device, model_dtype)
 
 # ---- Problems: which ones each step takes
-schedule = [index for epoch in range(num_epochs) for index in order(len(problems), seed, epoch)]
-all_steps = math.ceil(len(schedule) / examples_per_step)
-num_iterations = all_steps if num_iterations == -1 else min(num_iterations, all_steps)
+in_order = [index for epoch in range(num_epochs) for index in order(len(problems), seed, epoch)]
+steps = by_step(in_order, examples_per_step)
+num_iterations = len(steps) if num_iterations == -1 else min(num_iterations, len(steps))
 data_state = {"origin": start.origin, "task": task, "problems": len(problems), "seed": seed,
               "examples_per_step": examples_per_step, "eval_examples": eval_examples, "eval_samples": eval_samples}
 require_same_data(start, data_state)
@@ -102,32 +102,27 @@ sampling = SamplingParams(max_new_tokens, temperature=1.0, top_k=0, seed=seed)
 
 def rollouts_of(step: int) -> list[Rollout]:
     """This rank's answers to its problems of a step."""
-    of_step = schedule[step * examples_per_step : (step + 1) * examples_per_step]
     whole_model = sharding.gather_model()  # on stage 3 of ZeRO its parameters are gathered for this
-    return sample_rollouts(problems, of_step[rank::world_size], whole_model, tokenizer, num_samples,
+    return sample_rollouts(problems, steps[step][rank::world_size], whole_model, tokenizer, num_samples,
                            seed_with(sampling, step), sampling_batch_size)
 
 
 right_before = start.meta.get("before") if start.resumed else None  # held-out samples right at the run's beginning
-saver, metrics = begin_run(start, config, sharding, optimizers, tokenizer, num_iterations)
+session = Session(start.checkpoints, start.resumed, config, sharding, optimizers, tokenizer, num_iterations,
+                  data=start.meta.get("data"), data_state=data_state)
+metrics = session.metrics
 
-step = start.step
-stop = StopRequest()
 while True:
-    metrics.raise_if_diverged(step)
-    last_step = step >= num_iterations
-    stopping = metrics.stop_requested  # all ranks have read the same sum: some rank was sent SIGTERM, SIGINT or SIGHUP
+    step = session.step
 
     # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
-    saver.set_state(step, metrics, config=config, num_iterations=num_iterations, data=start.meta.get("data"),
-                    data_state=data_state, before=right_before)
-    saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
-    if stopping:
+    session.save_if_due(before=right_before)
+    if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; the same on all ranks
         break
 
     # --- evaluation of the same parameters
     if is_due(step, num_iterations, eval_every):
-        with metrics.paused(), metrics.stoppable():
+        with session.evaluation():
             whole_model = sharding.gather_model()  # on stage 3 of ZeRO its parameters are gathered for this
             right = evaluate_task(held_out, whole_model, tokenizer, sampling_batch_size, eval_examples, sampling,
                                   eval_samples)
@@ -140,7 +135,7 @@ while True:
                    + ", ".join(f"{name} {value:.1%}" for name, value in passed.items()))
     if metrics.stop_requested:  # in an evaluation, which all ranks have left
         continue
-    if last_step:
+    if step >= num_iterations:
         break
 
     # --- samples: each rank answers its problems of this step, and gets the answers of all. Where a problem's answers
@@ -154,58 +149,48 @@ while True:
     trained_on = [rollout for rollout in rollouts if rollout.advantage != 0]
     # Shared out anew, the longest first: little padding, and no rank waits for another
     trained_on.sort(key=lambda rollout: len(rollout.ids), reverse=True)
-    grad_accum_steps = micro_steps(len(trained_on), rows_per_micro_step)  # a pass of empty rows, if there are none
+    micro_steps = by_step(trained_on, rows_per_micro_step) or [[]]  # of all ranks; empty rows, if there are none
 
     # --- one optimizer step, as in base_train: -sum of advantage * log p over the sampled tokens of all ranks, which
     # reduce_and_clip divides by their number
     step_loss = torch.zeros((), device=device)
-    for micro_step in range(grad_accum_steps):
-        of_all_ranks = trained_on[micro_step * rows_per_micro_step :][:rows_per_micro_step]
+    for number, of_all_ranks in enumerate(micro_steps, 1):
         of_this_rank = of_all_ranks[rank * device_batch_size :][:device_batch_size]
         rows = [(rollout.ids, rollout.weights()) for rollout in of_this_rank]
         longest = len(of_all_ranks[0].ids) if of_all_ranks else 0
         length = padded_length(longest, model.config.sequence_len, device)
         inputs, targets, weights = padded_batch(rows, device_batch_size, length, device)
-        with sharding.accumulate(last=micro_step == grad_accum_steps - 1):
+        with sharding.accumulate(last=number == len(micro_steps)):
             loss = model(inputs, targets, reduction="sum", weights=weights)
             loss.backward()
         step_loss += loss.detach()
 
     # Every rank knows all rollouts, and gives its share of the count: the sum over the ranks is the number of tokens
     sampled_tokens = sum(sum(rollout.sampled) for rollout in rollouts) / world_size
-    stats = sharding.reduce_and_clip(step_loss, sampled_tokens, grad_clip, stop.asked, saver.time_is_up())
-    metrics.flush()  # reads the numbers of the step before
+    stats = sharding.reduce_and_clip(step_loss, sampled_tokens, grad_clip, *session.requests())
     rewards = rollout_stats(rollouts)
     # Neither optimizer heeds a gradient's scale: one of fewer answers is noisier, and gets a shorter step.
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio) * math.sqrt(rewards["rl/trained_on"])
     apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
-    saver.clear_state()  # from here to `set_state` no parameters can be saved: they are half updated
-    for optimizer in optimizers:
-        optimizer.step(stats)
-    sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
     tokens = sum(len(rollout.ids) for rollout in trained_on)
-    metrics.log_step(step, stats.values, lrm, tokens)  # with the time of sampling and training
+    with session.update(stats, lrm, tokens):  # an error in here saves nothing: parameters are half updated
+        for optimizer in optimizers:
+            optimizer.step(stats)
+        sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
     metrics.log(step, rewards)
     print0(f"step {step:05d}/{num_iterations:05d} | reward {rewards['rl/reward']:.3f} | "
            f"{rewards['rl/tokens']:.1f} tokens an answer | {rewards['rl/trained_on']:.0%} trained on, "
            f"{rewards['rl/cut']:.0%} cut")
-    if step == start.step:
-        after_first_step(*sharding.groups())  # all have compiled: shorter timeouts from here
-    step += 1
 
 # ---- End
-saver.wait()
-metrics.close()
-if stopping:
-    stop.end(step)
-else:
-    results = metrics.results()
-    del results["best validation bits per byte"]  # there is none: rewards take its place
-    note = ""
-    if eval_every > 0 and right_before:
-        note = f"Held-out {held_out.name}: {describe_change(right_before, right)}.\n\n"
-        print0(note.strip())
-        results[f"pass@1 of {held_out.name}, before"] = f"{pass_at(right_before, 1):.1%}"
-        results[f"pass@1 of {held_out.name}, after"] = f"{pass_at(right, 1):.1%}"
-    report_stage(start, step, metrics, "Reinforcement learning", config, results, note)
-compute_cleanup(stop)
+session.end()
+results = metrics.results()
+del results["best validation bits per byte"]  # there is none: rewards take its place
+note = ""
+if eval_every > 0 and right_before:
+    note = f"Held-out {held_out.name}: {describe_change(right_before, right)}.\n\n"
+    print0(note.strip())
+    results[f"pass@1 of {held_out.name}, before"] = f"{pass_at(right_before, 1):.1%}"
+    results[f"pass@1 of {held_out.name}, after"] = f"{pass_at(right, 1):.1%}"
+session.report("Reinforcement learning", results, note)
+compute_cleanup(session.stop)

@@ -72,23 +72,21 @@ from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momen
 from nanochat.runtime.collectives import from_rank0
 from nanochat.runtime.compiling import eagerly
 from nanochat.runtime.console import print0
-from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
+from nanochat.runtime.distributed import compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import describe_validation, make_mixture, make_tasks, task_names, without_parts
 from nanochat.tasks.common import Mixture
 from nanochat.training.checkpoint import tasks_of
 from nanochat.training.finetuning import (
     batch_shape,
-    begin_run,
     choose_epochs_and_rate,
     find_start,
     load_training,
     plan_steps,
-    report_stage,
     row_length,
 )
 from nanochat.training.metrics import require_wandb
+from nanochat.training.session import Session
 
 # ---- Setup
 require_wandb(run)
@@ -139,29 +137,25 @@ held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, describe
 held_out_rows = [[index] for index in order(len(held_out), seed=0, epoch=0)][: eval_steps * target_examples_per_step]
 held_out_steps = by_step(held_out_rows, shape.rows_at_once)
 
-saver, metrics = begin_run(start, config, sharding, optimizers, tokenizer, num_iterations)
-loader = conversation_loader(conversations, steps, shape, start.step)
+session = Session(start.checkpoints, start.resumed, config, sharding, optimizers, tokenizer, num_iterations,
+                  data=start.meta.get("data"), data_state=data_state)
+metrics = session.metrics
+loader = conversation_loader(conversations, steps, shape, session.step)
 inputs, targets = next(loader)
 
-step = start.step
-stop = StopRequest()
 while True:
-    metrics.raise_if_diverged(step)
-    last_step = step >= num_iterations
-    stopping = metrics.stop_requested  # all ranks have read the same sum: some rank was sent SIGTERM, SIGINT or SIGHUP
+    step = session.step
 
     # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
-    saver.set_state(step, metrics, config=config, num_iterations=num_iterations, data=start.meta.get("data"),
-                    data_state=data_state)
-    saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
-    if stopping:
+    session.save_if_due()
+    if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; the same on all ranks
         break
 
     # --- evaluation of the same parameters
     validate = is_due(step, num_iterations, eval_every)
     measure_tasks = step > 0 and measured_tasks and is_due(step, num_iterations, eval_metrics_every)
     if validate or measure_tasks:
-        with metrics.paused(), metrics.stoppable():
+        with session.evaluation():
             if validate:
                 validation = conversation_loader(held_out, held_out_steps, shape)
                 with eagerly():  # a GPU would compile all lengths again, for passes without gradients
@@ -179,7 +173,7 @@ while True:
                        + ", ".join(f"{name} {score:.1%}" for name, score in scores.items()))
     if metrics.stop_requested:  # in an evaluation, which all ranks have left
         continue
-    if last_step:
+    if step >= num_iterations:
         break
 
     # --- one optimizer step, as in base_train, but micro-batches differ in how many targets they have: losses and
@@ -197,24 +191,15 @@ while True:
         step_tokens += targets.numel() * world_size  # with padding: every rank's rows are padded to one length
         inputs, targets = next(loader)
 
-    stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, stop.asked, saver.time_is_up())
-    metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
+    stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, *session.requests())
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio)
     apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
-    saver.clear_state()  # from here to `set_state` no parameters can be saved: they are half updated
-    for optimizer in optimizers:
-        optimizer.step(stats)
-    sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
-    metrics.log_step(step, stats.values, lrm, step_tokens)
-    if step == start.step:
-        after_first_step(*sharding.groups())  # all have compiled: shorter timeouts from here
-    step += 1
+    with session.update(stats, lrm, step_tokens):  # an error in here saves nothing: parameters are half updated
+        for optimizer in optimizers:
+            optimizer.step(stats)
+        sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
 
 # ---- End
-saver.wait()
-metrics.close()
-if stopping:
-    stop.end(step)
-else:
-    report_stage(start, step, metrics, "Supervised fine-tuning", config, metrics.results())
-compute_cleanup(stop)
+session.end()
+session.report("Supervised fine-tuning", metrics.results())
+compute_cleanup(session.stop)

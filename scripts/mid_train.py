@@ -60,20 +60,18 @@ from nanochat.data.conversation_loader import (
 from nanochat.eval.loss_eval import evaluate_bpb
 from nanochat.optim.schedule import apply_schedule, is_due, lr_multiplier, momentum_at
 from nanochat.runtime.console import print0
-from nanochat.runtime.distributed import after_first_step, compute_cleanup, set_up
+from nanochat.runtime.distributed import compute_cleanup, set_up
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.stopping import StopRequest
 from nanochat.tasks import describe_validation, make_mixture, without_parts
 from nanochat.training.finetuning import (
     batch_shape,
-    begin_run,
     find_start,
     load_training,
     plan_steps,
-    report_stage,
     row_length,
 )
 from nanochat.training.metrics import require_wandb
+from nanochat.training.session import Session
 
 # ---- Setup
 require_wandb(run)
@@ -105,33 +103,29 @@ held_out = RenderedConversations(val_tasks, tokenizer, max_seq_len + 1, describe
 held_out_rows = pack(held_out.lengths.tolist(), order(len(held_out), seed=0, epoch=0), max_seq_len + 1)
 held_out_steps = by_step(held_out_rows[: max(eval_tokens // max_seq_len, 1)], shape.rows_at_once)
 
-saver, metrics = begin_run(start, config, sharding, optimizers, tokenizer, num_iterations, total_batch_size)
-loader = conversation_loader(conversations, steps, shape, start.step)
+session = Session(start.checkpoints, start.resumed, config, sharding, optimizers, tokenizer, num_iterations,
+                  total_batch_size, data=start.meta.get("data"), data_state=data_state)
+metrics = session.metrics
+loader = conversation_loader(conversations, steps, shape, session.step)
 inputs, targets = next(loader)
 
-step = start.step
-stop = StopRequest()
 while True:
-    metrics.raise_if_diverged(step)
-    last_step = step >= num_iterations
-    stopping = metrics.stop_requested  # all ranks have read the same sum: some rank was sent SIGTERM, SIGINT or SIGHUP
+    step = session.step
 
     # --- checkpoint of the parameters before this step; first, so that no evaluation can cost a run
-    saver.set_state(step, metrics, config=config, total_batch_size=total_batch_size, num_iterations=num_iterations,
-                    data=start.meta.get("data"), data_state=data_state)
-    saver.checkpoint(asked_for=last_step or stopping or is_due(step, num_iterations, save_every))
-    if stopping:
+    session.save_if_due()
+    if session.stopped:  # some rank got SIGTERM, SIGINT or SIGHUP; the same on all ranks
         break
 
     # --- evaluation of the same parameters
     if is_due(step, num_iterations, eval_every):
-        with metrics.paused(), metrics.stoppable():
+        with session.evaluation():
             validation = conversation_loader(held_out, held_out_steps, shape)
             bpb = evaluate_bpb(model, validation, len(held_out_steps), tokenizer.token_bytes())
             metrics.log_validation(step, bpb)
     if metrics.stop_requested:  # in an evaluation, which all ranks have left
         continue
-    if last_step:
+    if step >= num_iterations:
         break
 
     # --- one optimizer step, as in base_train, but micro-batches differ in how many targets they have: losses and
@@ -147,24 +141,15 @@ while True:
         step_targets += (targets >= 0).sum()
         inputs, targets = next(loader)
 
-    stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, stop.asked, saver.time_is_up())
-    metrics.flush()  # reads the numbers of the step before: the one place in a step where the host waits for a GPU
+    stats = sharding.reduce_and_clip(step_loss, step_targets, grad_clip, *session.requests())
     lrm = lr_multiplier(step, num_iterations, warmdown_ratio, warmup_steps)
     apply_schedule(optimizers, step, num_iterations, lrm, momentum_at(step))
-    saver.clear_state()  # from here to `set_state` no parameters can be saved: they are half updated
-    for optimizer in optimizers:
-        optimizer.step(stats)
-    sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
-    metrics.log_step(step, stats.values, lrm)
-    if step == start.step:
-        after_first_step(*sharding.groups())  # all have compiled: shorter timeouts from here
-    step += 1
+    with session.update(stats, lrm):  # an error in here saves nothing: parameters are half updated
+        for optimizer in optimizers:
+            optimizer.step(stats)
+        sharding.all_gather_params()  # frees the gradients, too: there is no zero_grad
 
 # ---- End
-saver.wait()
-metrics.close()
-if stopping:
-    stop.end(step)
-else:
-    report_stage(start, step, metrics, "Mid-training", config, metrics.results())
-compute_cleanup(stop)
+session.end()
+session.report("Mid-training", metrics.results())
+compute_cleanup(session.stop)

@@ -24,6 +24,7 @@ from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT
 from nanochat.runtime import compiling
 from nanochat.tasks import make_task
+from nanochat.training import session
 from nanochat.training.checkpoint import find_model, load_checkpoint
 from nanochat.training.records import read_metrics
 from nanochat.training.rollouts import sample_rollouts
@@ -67,7 +68,7 @@ def as_if_compiled() -> None:
         print("validation is", "compiled" if compiling.switch.on else "eager")
         return evaluate(*args)
 
-    compiling.set_compile = switch_on
+    session.set_compile = switch_on
     compiling.with_compiler = lambda function, dynamic=False: function
     GPT.compile_blocks = lambda model: None
     loss_eval.evaluate_bpb = validate

@@ -157,6 +157,7 @@ def test_mfu_says_what_it_is_a_share_of(monkeypatch):
     for name, expected in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
                            ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GeForce RTX 4090", 165.2e12)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        peak_flops.cache_clear()
         assert peak_flops(torch.device("cuda"), torch.bfloat16) == expected
 
 

@@ -48,9 +48,6 @@ def test_settings_of_minus_one_follow_the_length_of_the_run_and_stay_when_it_is_
     chosen = choose_recipe(unset | {"warmup_steps": 0}, 5000)
     assert chosen == (*long[:6], 0, *long[7:]), "0 is a setting"
     assert choose_recipe(unset | {"warmdown_ratio": 0.4}, 400, chosen._asdict()) == (*chosen[:7], 0.4, chosen[8])
-    old = dict(zip(names, short)) | {"warmdown_ratio": 0.4, "weight_decay": 0.2}
-    del old["momentum_steps"]  # older versions had no such setting
-    assert choose_recipe(unset, 5000, old) == (*short[:5], 0.2, 0, 0.4, 0)
 
 
 def test_a_warmup_in_steps_is_at_most_a_tenth_of_a_short_run():

@@ -52,8 +52,8 @@ def choose_recipe(settings: dict, num_iterations: int, before: dict | None = Non
     recipe = Recipe()
     if num_iterations >= LONG and settings["depth"] >= LARGE_DEPTH:
         recipe = LONG_RUN
-    if before:  # older runs do not say momentum_steps: they had a short run's
-        recipe = Recipe(**{name: before[name] for name in Recipe._fields if name in before})
+    if before:
+        recipe = Recipe(**{name: before[name] for name in Recipe._fields})
     return recipe._replace(**{name: settings[name] for name in Recipe._fields if settings[name] != -1})
 
 

@@ -1,4 +1,5 @@
 """FLOP/s that a device can reach, for the share of them that a run makes use of (MFU)."""
+import functools
 import re
 import time
 
@@ -23,10 +24,11 @@ def datasheet_peak(gpu: str) -> float:
     raise UserError(f"gpu={gpu} is not in the table; expected one of {', '.join(PEAK_BF16)}")
 
 
+@functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """
     FLOP/s of one device at best. A GPU in the table counts as its datasheet's bf16 peak; everything else as the best of
-    two 2048³ matrix products in `dtype`, measured now: then MFU reads as the share of that rate.
+    two 2048³ matrix products in `dtype`, measured at the first call: then MFU reads as the share of that rate.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)

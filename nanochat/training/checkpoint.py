@@ -169,12 +169,6 @@ def tasks_of(stage: str, model_tag: str) -> str:
     return ", ".join(specs)
 
 
-def say_how_to_talk(checkpoints: Path) -> None:
-    """How to try the model of a run that has ended."""
-    stage = checkpoints.parent.name.removesuffix("_checkpoints")
-    print0(f"talk to it: python -m scripts.chat_cli --source={stage} --model_tag={checkpoints.name}")
-
-
 def load_checkpoint(checkpoint: Path, device: torch.device) -> tuple[GPT, Tokenizer, dict]:
     """(model, tokenizer, meta) of a verified checkpoint, in the dtype it was saved in; on "meta" without weights."""
     meta, tokenizer = read_meta(checkpoint), Tokenizer.load(checkpoint)

@@ -11,12 +11,9 @@ from nanochat.model.gpt import GPT
 from nanochat.optim.optimizers import setup_optimizers
 from nanochat.optim.zero import Sharding
 from nanochat.runtime.collectives import from_rank0, rank_and_size
-from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError
-from nanochat.runtime.flops import peak_flops
 from nanochat.training.checkpoint import (
-    SCRIPTS,
     changed_settings,
     checkpoint_dir,
     choose_start,
@@ -26,15 +23,10 @@ from nanochat.training.checkpoint import (
     load_checkpoint,
     model_dir,
     read_meta,
-    say_how_to_talk,
-    step_dir,
     wrote,
 )
-from nanochat.training.metrics import Metrics
 from nanochat.training.records import describe_checkpoint, unfinished
-from nanochat.training.report import settings_table, write_section
 from nanochat.training.resharding import load_training_state, stored_weights
-from nanochat.training.saving import CheckpointWriter
 
 # Fine-tuning on a user's few conversations. Measured with models of depth 4; a rate of 0.1 taught next to nothing.
 FEW = 3_000       # rows
@@ -46,14 +38,11 @@ LEAST_RATE = 0.02  # nanochat's, for 23,000 conversations
 class Start(NamedTuple):
     """Where a run of a training stage begins."""
 
-    stage: str              # "mid", "sft" or "rl"
     checkpoints: Path       # the folder of its checkpoints
     begin: Path             # the checkpoint to load: of the stage before, or of an interrupted run that goes on
     origin: str             # the checkpoint of the stage before that it all began with, and the sum of its weights
     meta: dict              # of `begin`
-    resumed: bool           # whether an interrupted run goes on
-    step: int               # the first optimizer step to take
-    metrics_state: dict | None  # `Metrics.state` of an interrupted run
+    resumed: dict | None    # also, of an interrupted run that goes on
 
 
 def find_start(stage: str, source: str, settings: dict) -> Start:
@@ -70,8 +59,7 @@ def find_start(stage: str, source: str, settings: dict) -> Start:
             raise UserError(f"{begin} is {place}: its run was stopped, or is still going on; finish it with "
                             f"--resume=auto, or start from this step with --source_step={read_meta(begin)['step']}")
         print0(f"starting from {begin}")
-        origin = from_rank0(describe_checkpoint, begin)
-        return Start(stage, checkpoints, begin, origin, read_meta(begin), False, 0, None)
+        return Start(checkpoints, begin, from_rank0(describe_checkpoint, begin), read_meta(begin), None)
     # Compared by `require_same_data`: the checkpoint that the run would begin with now. Where it is gone, and after a
     # restart by torchrun, which has no reason to stop if the source was trained on: the one it began with.
     meta = read_meta(interrupted)
@@ -79,7 +67,7 @@ def find_start(stage: str, source: str, settings: dict) -> Start:
         origin = meta["data_state"]["origin"]
     else:
         origin = from_rank0(describe_checkpoint, find_checkpoint(source_dir, source_step, training=False))
-    return Start(stage, checkpoints, interrupted, origin, meta, True, meta["step"], meta["metrics_state"])
+    return Start(checkpoints, interrupted, origin, meta, meta)
 
 
 def load_training(
@@ -102,24 +90,6 @@ def load_training(
         load_training_state(start.begin, sharding, optimizers)
         print0(f"resuming from {start.begin}{changed_settings(start.meta['config'], settings)}")
     return model, tokenizer, sharding, optimizers
-
-
-def begin_run(
-    start: Start, settings: dict, sharding: Sharding, optimizers: tuple, tokenizer: Tokenizer, num_iterations: int,
-    tokens_per_step: int = 0,
-) -> tuple[CheckpointWriter, Metrics]:
-    """
-    What takes seconds or changes files, after all settings have been looked at: compile, claim the folder of the
-    checkpoints, begin the log. tokens_per_step: over all ranks; 0 where steps differ. COLLECTIVE.
-    """
-    model = sharding.model
-    if set_compile(settings["compile"], sharding.device.type):
-        model.compile_blocks()
-    saver = CheckpointWriter(start.checkpoints, sharding, optimizers, tokenizer, start.step, settings["keep_last"],
-                             settings["overwrite"])
-    metrics = Metrics(start.checkpoints, settings["run"], settings, start.step, num_iterations, tokens_per_step,
-                      model.estimate_flops(), peak_flops(sharding.device, sharding.dtype), start.metrics_state)
-    return saver, metrics
 
 
 def require_same_data(start: Start, data_state: dict) -> None:
@@ -183,13 +153,3 @@ def plan_steps(
     print0(f"{num_iterations:,} steps of {per_step} {unit}, the first one {at_first} micro-step(s) x "
            f"{shape.world_size} rank(s) x {shape.rows} rows")
     return num_iterations, data_state
-
-
-def report_stage(
-    start: Start, step: int, metrics: Metrics, title: str, settings: dict, results: dict, note: str = "",
-) -> None:
-    """After the last step: write a stage's section of the report (`note`, then settings), say how to try its model."""
-    script = SCRIPTS[start.stage].removeprefix("scripts.")
-    write_section(script, title, note + settings_table(settings), {start.stage: results}, metrics.path,
-                  data=start.meta.get("data"), checkpoint=step_dir(start.checkpoints, step))
-    say_how_to_talk(start.checkpoints)

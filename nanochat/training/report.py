@@ -61,7 +61,7 @@ def write_section(stage: str, title: str, body: str, results: dict[str, dict[str
 
 def is_current(section: dict[str, Any]) -> bool:
     """Whether a section is not about a checkpoint which a newer one has replaced."""
-    about = section.get("checkpoint")  # not in sections of earlier versions
+    about = section["checkpoint"]
     newest = newest_step(base_dir() / Path(about.split()[0]).parent) if about else None
     return newest is None or describe_checkpoint(newest) == about
 

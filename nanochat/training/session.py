@@ -1,0 +1,98 @@
+"""What a training script does besides training, from its first step to its end: it saves, logs, and obeys signals."""
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from nanochat.data.tokenizer import Tokenizer
+from nanochat.optim.schedule import is_due
+from nanochat.optim.zero import Sharding
+from nanochat.runtime.compiling import set_compile
+from nanochat.runtime.console import print0
+from nanochat.runtime.distributed import after_first_step
+from nanochat.runtime.flops import peak_flops
+from nanochat.runtime.step_stats import StepStats
+from nanochat.runtime.stopping import StopRequest
+from nanochat.training.checkpoint import SCRIPTS, step_dir
+from nanochat.training.metrics import Metrics
+from nanochat.training.report import settings_table, write_section
+from nanochat.training.saving import CheckpointWriter
+
+
+class Session:
+    """
+    The life of a run in this process, begun last, when all settings have been looked at: it compiles, claims the folder
+    of the checkpoints, begins the log and catches signals. COLLECTIVE, as are its methods but `requests`.
+
+    before: meta of the checkpoint that the run goes on from; None: it begins. settings: of the script.
+    tokens_per_step: over all ranks; 0 where steps differ. meta: what its checkpoints say besides, as JSON can hold it,
+    such as `data`, the data set that the base model was trained on. step: the number of the next optimizer step.
+    """
+
+    def __init__(self, checkpoints: Path, before: dict | None, settings: dict, sharding: Sharding, optimizers: tuple,
+                 tokenizer: Tokenizer, num_iterations: int, tokens_per_step: int = 0, **meta):
+        self.settings, self.sharding, self.num_iterations = settings, sharding, num_iterations
+        self.meta = dict(meta, config=settings, num_iterations=num_iterations, total_batch_size=tokens_per_step)
+        self.step, metrics_state = 0, None
+        if before:
+            self.step, metrics_state = before["step"], before["metrics_state"]
+        model = sharding.model
+        if set_compile(settings["compile"], sharding.device.type):
+            model.compile_blocks()
+        self.saver = CheckpointWriter(checkpoints, sharding, optimizers, tokenizer, self.step, settings["keep_last"],
+                                      settings["overwrite"])
+        self.metrics = Metrics(checkpoints, settings["run"], settings, self.step, num_iterations, tokens_per_step,
+                               model.estimate_flops(), peak_flops(sharding.device, sharding.dtype), metrics_state)
+        self.stop = StopRequest()
+        self.stopped = False         # before this step, by a signal to some rank
+        self.first_step = self.step  # which compiles
+
+    def save_if_due(self, **meta) -> None:
+        """
+        Between two steps: save a checkpoint if it is time, or if the run ends or is `stopped` here. Until `update` an
+        error is followed by a save, too. meta: what changes from step to step. UserError where the run has diverged.
+        """
+        self.metrics.raise_if_diverged(self.step)
+        self.stopped = self.metrics.stop_requested
+        self.saver.set_state(self.step, self.metrics, **self.meta, **meta)
+        due = is_due(self.step, self.num_iterations, self.settings["save_every"])
+        self.saver.checkpoint(asked_for=due or self.stopped or self.step >= self.num_iterations)
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Around what changes no parameters: its time counts for no step, and all ranks leave it when one must stop."""
+        with self.metrics.paused(), self.metrics.stoppable():
+            yield
+
+    def requests(self) -> tuple[bool, bool]:
+        """Whether this rank asks to stop, and to save: for `Sharding.reduce_and_clip`, which tells all ranks."""
+        return self.stop.asked, self.saver.time_is_up()
+
+    @contextlib.contextmanager
+    def update(self, stats: StepStats, lrm: float, tokens: int | None = None) -> Iterator[None]:
+        """
+        Around the optimizers' steps and the gather: an error in here saves nothing, as parameters are half updated.
+        Logs the step at its end, `step` is the next one then. lrm and tokens as `Metrics.log_step`.
+        """
+        self.metrics.flush()  # reads the numbers of the step before: the one place where the host waits for a GPU
+        self.saver.clear_state()
+        yield
+        self.metrics.log_step(self.step, stats.values, lrm, tokens)
+        if self.step == self.first_step:
+            after_first_step(*self.sharding.groups())  # all have compiled: shorter timeouts from here
+        self.step += 1
+
+    def end(self) -> None:
+        """Wait for the last save and close the log. A run that a signal has stopped ends here: SystemExit."""
+        self.saver.wait()
+        self.metrics.close()
+        if self.stopped:
+            self.stop.end(self.step)
+
+    def report(self, title: str, results: dict, note: str = "", floor: float | None = None) -> None:
+        """After the end: write the stage's section of the report (note, then settings), say how to try its model."""
+        folder = self.saver.folder
+        stage = folder.parent.name.removesuffix("_checkpoints")
+        write_section(SCRIPTS[stage].removeprefix("scripts."), title, note + settings_table(self.settings),
+                      {stage: results}, self.metrics.path, floor, data=self.meta["data"],
+                      checkpoint=step_dir(folder, self.step))
+        print0(f"talk to it: python -m scripts.chat_cli --source={stage} --model_tag={folder.name}")
