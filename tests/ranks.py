@@ -50,7 +50,7 @@ context.set_forkserver_preload([
     "nanochat.eval.core_eval", "nanochat.training.report", "nanochat.training.resharding", "nanochat.eval.task_eval",
     "nanochat.corpus.eval_bundle", "nanochat.corpus.learn_tokenizer", "nanochat.corpus.make_dataset",
     "nanochat.training.finetuning", "nanochat.training.metrics", "nanochat.optim.optimizers",
-    "nanochat.optim.pipeline", "nanochat.training.rollouts", "nanochat.training.saving", "nanochat.optim.schedule",
+    "nanochat.optim.pipeline", "nanochat.training.rollouts", "nanochat.training.session", "nanochat.optim.schedule",
     "nanochat.tasks", "nanochat.plan.machines", "nanochat.plan.trial",
 ])
 
