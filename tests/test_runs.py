@@ -210,6 +210,21 @@ def test_a_measurement_finds_its_place_in_the_page_before_the_work(module):
     assert "configure(globals())\nblock = PageBlock(" in source
 
 
+def facts(page: str) -> tuple[list[str], list[str], list[str]]:
+    """A page in any language: its blocks of code without comments, its figures, its links."""
+    text = (REPO / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:\w*\n)(.*?)```", text, re.DOTALL)
+    code = [re.sub(r"[ \t]+#.*|(?<=/)[ ]{2,}.*", "", block) for block in blocks]  # "folder/    what it is" as well
+    prose = re.sub(r"```.*?```|\]\([^)]*\)|`[^`]*`", "", text, flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    return code, sorted(re.findall(r"\d[\d,.]*\d|\d", prose)), sorted(set(links) - {"README.md", "README.zh-CN.md"})
+
+
+def test_the_chinese_page_has_the_code_the_figures_and_the_links_of_the_english_one():
+    for english, chinese in zip(facts("README.md"), facts("README.zh-CN.md")):
+        assert chinese == english
+
+
 def test_every_page_is_in_the_index():
     index = (REPO / "docs" / "README.md").read_text(encoding="utf-8")
     names = {page.name for page in REPO.glob("docs/*.md")} - {"README.md"}
