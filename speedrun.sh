@@ -166,21 +166,24 @@ try_three_steps() (  # a subshell: the base folder is changed for it alone
 # ---- On a CPU: the embedded world, and Python's own documentation. Nothing to download, and a model small enough for
 # minutes on two cores
 
-# All stages together take about as long as 3,600 steps as the doctor times them, and three minutes more.
+# All stages together take about as long as 3,600 steps as the doctor times them, and three minutes more. What others compute
+# while it looks, such as an installation that ends soon, decides nothing.
 estimate() {
-    local ms
-    ms=$(python -m scripts.doctor --time_only --depth=$depth --max_seq_len=256 --vocab_size=$vocab)
-    minutes=$((3 + ms * 3600 / 60000))
+    local ms busy
+    read -r ms busy <<< "$(python -m scripts.doctor --time_only --depth=$depth --max_seq_len=256 --vocab_size=$vocab)"
+    minutes=$((3 + ms * 3600 / 60000)) beside=$((3 + busy * 3600 / 60000))
+    about="about $minutes minutes"
+    [ $beside -lt $((minutes * 5 / 4)) ] || about+=" once other processes have ended (beside them, as now, $beside)"
 }
 
 choose_cpu_depth() {
     depth=4
     estimate
-    echo "on this machine, as busy as it is now, this will take about $minutes minutes"
+    echo "on this machine this will take $about"
     if [ "$minutes" -gt 30 ]; then
         depth=2
         estimate
-        echo "a smaller model instead, in about $minutes minutes; bash speedrun.sh --full trains the larger one"
+        echo "a smaller model instead, in $about; bash speedrun.sh --full trains the larger one"
     fi
     echo $depth > "$answer"
 }

@@ -95,8 +95,6 @@ from nanochat.training.records import duration
 from nanochat.training.resharding import load_training_state, stored_weights
 from nanochat.training.session import Session
 
-LONGEST = 30 * 24 * 3600    # seconds on a CPU that are taken for a mistake, unless the steps are given
-
 # ---- Setup: the ranks join each other; rank 0 makes missing files (the embedded data, its tokenizer)
 require_wandb(run)
 rank, world_size, device, model_dtype = set_up(device_type, dtype)
@@ -172,7 +170,8 @@ seconds = total_flops / (peak * world_size)
 rate = f"{peak / 1e12:,.2f} TFLOP/s" if peak > 1e11 else f"{peak / 1e9:,.2f} GFLOP/s"
 print0(f"run: {num_iterations:,} steps, {num_iterations * total_batch_size:,} tokens, {total_flops:.2e} FLOPs, "
        f"at least {duration(seconds)}, at the peak of {rate} per rank")
-if device.type == "cpu" and seconds > LONGEST and not meta and config["num_iterations"] == -1:
+month = 30 * 86400  # on a CPU more is taken for a mistake, unless the steps are given
+if device.type == "cpu" and seconds > month and not meta and config["num_iterations"] == -1:
     raise UserError(f"depth={depth} would train for {duration(seconds)} here, or longer; python -m scripts.doctor says "
                     "what fits, and without --depth a model is chosen that suits a CPU; --num_iterations=… trains it "
                     "all the same")

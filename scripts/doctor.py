@@ -7,8 +7,9 @@ What this machine can do: how much memory and disk is free, which models fit, an
     python -m scripts.doctor --depth=12 --batch_only --memory_gib=24      # of a GPU that is not here
     python -m scripts.doctor --depth=4 --max_seq_len=256 --time_only      # just the milliseconds of a step here
 
-What it finds goes to stdout; with --batch_only or --time_only that is one number. Exit code 0 if something can be
-trained here, else 1 and one line why; --batch_only answers 0 rows with exit code 0.
+What it finds goes to stdout; with --batch_only that is one number, with --time_only two: if nothing else ran here,
+and as busy as it is now. Exit code 0 if something can be trained here, else 1 and one line why; --batch_only answers
+0 rows with exit code 0.
 """
 from typing import Literal
 
@@ -27,7 +28,7 @@ ranks = -1                  # [-1, 1..] -1: one for each GPU here; they share st
 max_rows = 64               # [1..] largest device_batch_size to recommend
 # ---- What to tell
 batch_only = False          # print the recommended device_batch_size and nothing else; 0 where none fits
-time_only = False           # print the milliseconds of a training step of 16 rows here and nothing else
+time_only = False           # print milliseconds of a training step of 16 rows: if nothing else ran here, and as it is
 memory_gib = -1.0           # [-1, >0] GiB of a GPU that is not here: 12, 24, 80, 141
 configure(globals())
 
@@ -92,7 +93,7 @@ def recommended_rows(depth: int, checkpointing: bool) -> int:
 # ---- One number
 if time_only:
     config, *how = model_settings(depth if depth > 0 else 4)
-    print(round(try_steps(config, 16, *how)))
+    print(*map(round, try_steps(config, 16, *how)))
     raise SystemExit(0)
 if batch_only:
     rows = recommended_rows(depth if depth > 0 else 20, activation_checkpointing)

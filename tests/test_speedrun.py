@@ -276,11 +276,15 @@ def test_a_plan_shows_the_commands_for_gpus_that_are_not_here(base_folder):
 
 
 def test_a_slow_machine_trains_a_smaller_model_unless_asked_for_all(tmp_path):
-    """A stand-in for Python times a step of depth 4 at so many milliseconds. What was chosen first stays chosen."""
+    """
+    A stand-in for Python times a step of depth 4 at so many milliseconds if nothing else runs, and as the machine is.
+    What was chosen first stays chosen.
+    """
 
-    def chosen(folder: Path, ms: int, *arguments: str) -> tuple[str, str]:
+    def chosen(folder: Path, ms: int, *arguments: str, busy: int = 1) -> tuple[str, str]:
         folder.mkdir(exist_ok=True)
-        times = {"*--time_only?--depth=4*": ms, "*--time_only?--depth=2*": ms // 3}
+        times = {f"*--time_only?--depth={depth}*": f"{ms // share} {busy * ms // share}"
+                 for depth, share in ((4, 1), (2, 3))}
         stand_in(folder, {"*device_count*": 0} | times)
         out, calls = speedrun(folder, *arguments)
         (depth,) = {line.partition("--depth=")[2].split()[0] for line in calls if "scripts.base_train" in line}
@@ -288,7 +292,9 @@ def test_a_slow_machine_trains_a_smaller_model_unless_asked_for_all(tmp_path):
         return depth, out
 
     depth, out = chosen(tmp_path / "fast", 400)
-    assert depth == "4" and "about 27 minutes" in out and "smaller" not in out
+    assert depth == "4" and "about 27 minutes\n" in out and "smaller" not in out
+    depth, out = chosen(tmp_path / "busy", 400, busy=6)
+    assert depth == "4" and "about 27 minutes once other processes have ended (beside them, as now, 147)\n" in out
     depth, out = chosen(tmp_path / "slow", 2500)
     assert depth == "2" and "about 153 minutes" in out
     assert "a smaller model instead, in about 52 minutes; bash speedrun.sh --full trains the larger one" in out

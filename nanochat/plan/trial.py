@@ -1,7 +1,7 @@
 """
 Real training steps: how long one takes, and how many rows fit.
 
-    python -m nanochat.plan.trial JSON      # as scripts.doctor runs it; prints the milliseconds of a step
+    python -m nanochat.plan.trial JSON      # as scripts.doctor runs it; prints what `try_steps` returns
 
 A step that brings its process down (out of memory, a segmentation fault, a CUDA error that poisons the context) must
 cost no more than an answer: each trial runs in a process of its own, which ends itself after a while.
@@ -32,7 +32,7 @@ from nanochat.runtime.errors import UserError
 from nanochat.runtime.exits import install_one_line_errors
 
 TIMEOUT = 900      # seconds; every rank compiles a whole model, perhaps with an empty cache
-STEPS = 5          # the first one compiles
+STEPS = 9          # the first one compiles
 FREE_SHARE = 0.95  # of a GPU's free memory that a trial may take: a long run fragments more of it
 
 
@@ -69,8 +69,11 @@ def train_step(model: GPT, sharding: Sharding, optimizers: Iterable, tokens: Ten
 def try_steps(
     config: GPTConfig, rows: int, dtype: torch.dtype, device_type: str, compiled: bool, checkpointing: bool = False,
     ranks: int = 1, micro_steps: int = 1,
-) -> float:
-    """Milliseconds of a training step with `rows` rows on each rank. UserError, in one line, when it fails."""
+) -> list[float]:
+    """
+    Milliseconds of a training step with `rows` rows on each rank: if nothing else ran on the processor, and as it was.
+    UserError, in one line, when it fails.
+    """
     settings = [dataclasses.asdict(config), rows, str(dtype).removeprefix("torch."), device_type, compiled,
                 checkpointing, micro_steps]  # of `main`
     launcher = []
@@ -79,7 +82,7 @@ def try_steps(
     command = [sys.executable, "-m", *launcher, "nanochat.plan.trial", json.dumps(settings)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     if done.returncode == 0:
-        return float(done.stdout.split()[-1])
+        return [float(ms) for ms in done.stdout.split()[-2:]]
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     # torchrun writes more after the error of a rank
     errors = [line for line in lines if "out of memory" in line or line.startswith("error: ")]
@@ -110,7 +113,7 @@ def rows_that_train(most: int, config: GPTConfig, *how, **settings) -> int:
 def main(
     config: dict, rows: int, dtype: str, device_type: str, compiled: bool, checkpointing: bool, micro_steps: int
 ) -> None:
-    """Some steps; the first one compiles, of the others the fastest counts."""
+    """Some steps; the first one compiles, of the others the fastest counts. Prints what `try_steps` returns."""
     _, _, device = compute_init(device_type)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
@@ -120,13 +123,16 @@ def main(
         GPTConfig(**config), getattr(torch, dtype), device, compiled=compiling)
     model.activation_checkpointing = checkpointing
     tokens = torch.randint(0, model.config.vocab_size, (rows, model.config.sequence_len + 1), device=device)
-    times = []
+    times, alone = [], []
     for _ in range(STEPS):
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         train_step(model, sharding, optimizers, tokens, micro_steps)
         synchronize(device)
         times.append(time.perf_counter() - began)
-    print0(1000 * min(times[1:]))
+        # Waiting for other processes is no work of this one. A GPU works by itself.
+        work = (time.process_time() - worked) / torch.get_num_threads()
+        alone.append(work if device.type == "cpu" else times[-1])
+    print0(1000 * min(alone[1:]), 1000 * min(times[1:]))
     compute_cleanup()
 
 

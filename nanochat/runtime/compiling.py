@@ -67,6 +67,12 @@ def set_compile(wanted: bool, device_type: str) -> bool:
         # test them.
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        # Each kernel is compiled under a lock of its own; another run with the same kernel waits for it, for minutes if
+        # this one has a low priority. So that has a cache of its own.
+        if os.nice(0) > 0:
+            from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
+
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{default_cache_dir()}-nice")
         # Let the cache on disk also hold graphs with our autograd functions, so that a new process need not trace them
         # again. Its key covers what these functions do, as long as they call only torch operations.
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
