@@ -275,7 +275,7 @@ def test_a_laptop_trains_without_sizes_and_mid_training_takes_the_batch_of_pretr
     assert "batch: 8,192 tokens = 8 rows x 512 x 1 rank(s)" in trained.stdout, trained.stderr
     went_on = run_module("scripts.mid_train", "--tasks=arithmetic:easy[:99]", "--num_iterations=1", "--compile=False",
                          "--device_type=cpu", "--eval_every=-1", "--device_batch_size=4")
-    assert went_on.returncode == 0 and "1 steps of 16 rows = " in went_on.stdout, went_on.stderr
+    assert went_on.returncode == 0 and "1 steps of 16 rows, " in went_on.stdout, went_on.stderr
 
 
 @pytest.mark.parametrize("seconds, text", [
@@ -432,7 +432,7 @@ def test_bad_input_is_one_clear_line(base):
     ]
     cases += [([f"--{name}={value}"], f"{name} takes {kind} in {allowed}") for name, value, kind, allowed in [
         ("core_metric_max_per_task", 0, "int", "[-1, 1..]"), ("num_iterations", 0, "int", "[-1, 1..]"),
-        ("warmdown_ratio", 2, "float", "[-1, 0..1]"), ("depth", 0, "int", "[1..]"),
+        ("warmdown_ratio", 2, "float", "[-1, 0..1]"), ("depth", 0, "int", "[-1, 1..]"),
     ]]
     for args, expected in cases:
         result = train("--num_iterations=1", *args)
