@@ -207,7 +207,8 @@ def test_a_measurement_finds_its_place_in_the_page_before_the_work(module):
     result = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert result.returncode == 7, result.stderr
     source = (REPO / "bench" / f"{module}.py").read_text(encoding="utf-8")
-    assert "configure(globals())\nblock = PageBlock(" in source
+    only_imports = r"((from|import) .*\n| .*\n|\)\n|\n)*"
+    assert re.search(rf"configure\(globals\(\)\)\n{only_imports}block = PageBlock\(", source)
 
 
 def facts(page: str) -> tuple[list[str], list[str], list[str]]:
