@@ -1,5 +1,6 @@
 """What a node with GPUs does to this repo, without one: drivers, Pythons and compilers that are stand-ins."""
 import os
+import re
 import subprocess
 import sys
 
@@ -139,9 +140,9 @@ def test_a_gpu_is_not_trained_on_eagerly_unless_asked_for(monkeypatch):
 def test_the_defaults_of_pretraining_fit_into_80_gb():
     """By the doctor's formula, on one GPU and on eight; an H100 has 79.6 GiB, some of which is not free."""
     help_text = run_module("scripts.base_train", "--help").stdout
-    default = {line.split()[0].lstrip("-").split("=")[0]: line for line in help_text.splitlines() if line.strip()}
-    depth, rows, length = (int(default[name].partition("=")[2].split()[0])
-                           for name in ("depth", "device_batch_size", "max_seq_len"))
+    depth, rows, length = (
+        int(re.search(rf"--{name}=-1 .*-1: (?:up to )?([\d,]+) on a CUDA GPU", help_text)[1].replace(",", ""))
+        for name in ("depth", "device_batch_size", "max_seq_len"))
     config = config_from_depth(depth, 65536, length, arch="modern")
     for ranks in (1, 8):
         assert needed_bytes(config, rows, torch.bfloat16, "cuda", True, ranks) < 79 * GIB
