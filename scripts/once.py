@@ -8,6 +8,7 @@ Paths are relative to the base folder. The record of each name is once/<name>.js
 sums of inputs and results, so that a damaged or missing result is made again, and so is one of another input.
 """
 import argparse
+import contextlib
 import hashlib
 import json
 import signal
@@ -45,7 +46,10 @@ def run(command: list[str]) -> int:
     child = subprocess.Popen(command)
     signal.signal(signal.SIGINT, lambda *_: None)  # a handler: to ignore it would be passed on to the command
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    return child.wait()
+    while child.returncode is None:  # in turns: a handler waits while one system call waits for the command
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=1)
+    return child.returncode
 
 
 def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> None:

@@ -965,7 +965,7 @@ def step_seconds(engine: Engine, **fields) -> float:
     process.engine, process.write = engine, lambda message: None
     body = {"model": "m", "messages": chat("?"), "n": 16, "max_tokens": 10**4} | fields
     asked = ChatRequest.parse(json.dumps(body).encode(), {"temperature": 1.0, "top_k": 0})
-    prompts, _ = asked.encode(engine.tokenizer, True)
+    prompts, _ = asked.encode(engine.tokenizer, True, 2048)
     process.accept(Request(prompts, asked.sampling(engine.tokenizer, 10**4, True), None, asked.n, asked.stop))
     for _ in range(60):
         process.step()
