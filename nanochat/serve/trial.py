@@ -35,14 +35,16 @@ def make_matcher(expression: str, vocabulary: "LLTokenizer") -> "LLMatcher":
 @functools.lru_cache(256)
 def try_to_compile(expression: str, vocab_size: int) -> None:
     """
-    UserError if the grammar is wrong or not supported, or takes more than COMPILE_SECONDS. What has passed once passes.
-    From any thread.
+    UserError if the grammar is wrong or not supported, or takes more than COMPILE_SECONDS; RuntimeError if the process
+    fails for a reason of its own. What has passed once passes. From any thread.
     """
     command = [sys.executable, "-X", "utf8", "-c", TRIAL, str(vocab_size)]
     pipes = dict(input=expression, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8")
     trial = subprocess.run(command, **pipes)
     error = trial.stdout
-    if trial.returncode:
+    if trial.returncode > 0:
+        raise RuntimeError(f"the trial of a grammar ended with code {trial.returncode}")
+    if trial.returncode:  # by a signal: its time was over
         error = f"it takes more than {COMPILE_SECONDS} s to compile; use fewer or simpler patterns"
     if error:
         raise UserError(f"the form of the answer: {first_line(ValueError(error))}")
