@@ -49,7 +49,7 @@ from bench.harness import DOCS
 from nanochat.corpus.learn_tokenizer import ensure_tokenizer
 from nanochat.corpus.make_dataset import ensure_dataset
 from nanochat.data.dataloader import TokenizedShards
-from nanochat.data.dataset import fingerprint
+from nanochat.data.shard_reader import fingerprint
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.eval.loss_eval import evaluate_documents
 from nanochat.runtime.compiling import set_compile

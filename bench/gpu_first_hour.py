@@ -36,7 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.harness import DOCS
 from nanochat.model.fp8 import use_fp8
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.plan.trial import set_up_training, train_step
+from nanochat.plan.step_trial import set_up_training, train_step
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.devices import synchronize
 from nanochat.runtime.distributed import compute_cleanup, set_up

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.harness import PageBlock
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import split_into_stages
-from nanochat.plan.trial import set_up_training
+from nanochat.plan.step_trial import set_up_training
 from nanochat.runtime.compiling import set_compile
 from nanochat.runtime.flops import measured_matmul_flops
 from nanochat.runtime.tables import markdown_table

@@ -33,7 +33,7 @@ from nanochat.runtime.distributed import compute_cleanup, compute_init
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.tables import cell, markdown_table
 from nanochat.training.checkpoint import find_model, load_checkpoint
-from nanochat.training.report import write_section
+from nanochat.training.run_report import write_section
 
 rank, world_size, device = compute_init(device_type)
 checkpoint = find_model("base", model_tag, step)

@@ -29,7 +29,7 @@ from nanochat.runtime.errors import UserError
 from nanochat.runtime.tables import markdown_table
 from nanochat.tasks import make_tasks
 from nanochat.training.checkpoint import find_model, load_checkpoint
-from nanochat.training.report import write_section
+from nanochat.training.run_report import write_section
 
 *_, device = compute_init(device_type)
 measured = make_tasks(tasks, "test")

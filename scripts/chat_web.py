@@ -9,10 +9,10 @@ Serve chat models: a page to talk with them, and an interface that OpenAI's clie
     OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none").chat.completions.create(
         model="TAG-sft", messages=[{"role": "user", "content": "What is 12 * 3?"}])
 
-nanochat/serve/requests.py lists extensions and differences. Each engine is a process: one for each GPU, or one on a
-CPU. NANOCHAT_API_KEY=... demands a key. SIGTERM ends the server when the requests that it has accepted are answered,
-after a few seconds at the latest; Ctrl-C ends it at once. So does the death of a model's last worker, with exit code 1,
-for a supervisor to start it again.
+nanochat/serve/openai_requests.py lists extensions and differences. Each engine is a process: one for each GPU, or one
+on a CPU. NANOCHAT_API_KEY=... demands a key. SIGTERM ends the server when the requests that it has accepted are
+answered, after a few seconds at the latest; Ctrl-C ends it at once. So does the death of a model's last worker, with
+exit code 1, for a supervisor to start it again.
 """
 from typing import Literal
 
@@ -43,7 +43,7 @@ from functools import partial
 
 import torch
 
-from nanochat.corpus.library import open_library
+from nanochat.corpus.passages import open_library
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.console import print0
 from nanochat.runtime.devices import choose_device_type

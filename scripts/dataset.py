@@ -24,7 +24,7 @@ seed = 42              # of the shuffle, and of tinyworld
 config = configure(globals())
 
 from nanochat.corpus.make_dataset import COUNTED, make
-from nanochat.training.report import write_section
+from nanochat.training.run_report import write_section
 
 manifest = make(**config)
 counts = ", ".join(f"{key}: {manifest[key]:,}" for key in COUNTED)

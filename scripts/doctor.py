@@ -42,7 +42,7 @@ import torch
 from nanochat.model.gpt_config import GPTConfig, config_from_depth
 from nanochat.plan.limits import memory_limits
 from nanochat.plan.memory import GIB, largest_rows
-from nanochat.plan.trial import rows_that_train, try_steps
+from nanochat.plan.step_trial import rows_that_train, try_steps
 from nanochat.runtime.devices import choose_device_type, compute_dtype
 from nanochat.runtime.distributed import unknown_host
 from nanochat.runtime.errors import UserError

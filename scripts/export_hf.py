@@ -22,7 +22,7 @@ configure(globals())
 from pathlib import Path
 
 from nanochat.hf.card import model_card
-from nanochat.hf.model import export
+from nanochat.hf.model_files import export
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import recover_folder, write_folder_aside, write_text
 from nanochat.training.checkpoint import find_model, read_meta

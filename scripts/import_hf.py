@@ -21,7 +21,7 @@ config = configure(globals())
 from pathlib import Path
 
 from nanochat.hf import classic
-from nanochat.hf import model as hf
+from nanochat.hf import model_files as hf
 from nanochat.runtime.errors import UserError
 from nanochat.training.checkpoint import checkpoint_dir, list_steps
 from nanochat.training.saving import save_weights

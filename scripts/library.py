@@ -15,8 +15,8 @@ encoding = "utf-8"     # of text files that are not UTF-8, such as gb18030
 delimiter = ""         # between the fields of .csv: one character, or tab; default: what the first line has
 config = configure(globals())
 
-from nanochat.corpus.library import make_library
-from nanochat.inference.library import Library
+from nanochat.corpus.passages import make_library
+from nanochat.inference.retrieval import Library
 
 place = make_library(**config)
 print(f"{place}: {Library(place).passages:,} passages, {place.stat().st_size / 1e6:.1f} MB")

@@ -4,6 +4,6 @@ from configurator import configure
 model_tag = ""  # the model to report on; empty: the newest
 configure(globals())
 
-from nanochat.training.report import generate
+from nanochat.training.run_report import generate
 
 print(generate(model_tag))

@@ -20,10 +20,10 @@ from itertools import islice
 
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.data.conversation import plain_text
-from nanochat.data.dataset import iter_texts
+from nanochat.data.shard_reader import iter_texts
 from nanochat.data.tokenizer import tokenizer_dir
 from nanochat.tasks import make_mixture
-from nanochat.training.report import settings_table, write_section
+from nanochat.training.run_report import settings_table, write_section
 
 # --- learn the merges
 conversations = make_mixture(tasks, "train", seed=0) if tasks else []

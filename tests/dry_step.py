@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from bench.watch import sent_in
 from nanochat.model import layers, loss
 from nanochat.model.gpt_config import GPTConfig
-from nanochat.plan.trial import set_up_training
+from nanochat.plan.step_trial import set_up_training
 
 PHASES = "forward", "backward", "reduce", "adamw", "muon", "gather"
 META = torch.device("meta")

@@ -47,11 +47,12 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload([
     "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "pytest", "pyarrow.parquet",
     "tiktoken", "tokenizers", "safetensors.torch", "yaml", "requests", "torch.distributed.run",
-    "nanochat.eval.core_eval", "nanochat.training.report", "nanochat.training.resharding", "nanochat.eval.task_eval",
-    "nanochat.corpus.eval_bundle", "nanochat.corpus.learn_tokenizer", "nanochat.corpus.make_dataset",
-    "nanochat.training.finetuning", "nanochat.training.metrics", "nanochat.optim.optimizers",
-    "nanochat.optim.pipeline", "nanochat.training.rollouts", "nanochat.training.session", "nanochat.optim.schedule",
-    "nanochat.tasks", "nanochat.plan.machines", "nanochat.plan.trial",
+    "nanochat.eval.core_eval", "nanochat.training.run_report", "nanochat.training.resharding",
+    "nanochat.eval.task_eval", "nanochat.corpus.eval_bundle", "nanochat.corpus.learn_tokenizer",
+    "nanochat.corpus.make_dataset", "nanochat.training.finetuning", "nanochat.training.metrics",
+    "nanochat.optim.optimizers", "nanochat.optim.pipeline", "nanochat.training.rollouts",
+    "nanochat.training.session", "nanochat.optim.schedule", "nanochat.tasks", "nanochat.plan.machines",
+    "nanochat.plan.step_trial",
 ])
 
 CONSEQUENCES = 0.3  # seconds after the first failure in which other ranks may report: the cause can arrive later

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from nanochat.corpus.learn_tokenizer import train_tokenizer
 from nanochat.corpus.make_dataset import make
-from nanochat.data.dataset import dataset_dir
+from nanochat.data.shard_reader import dataset_dir
 from nanochat.runtime.errors import UserError
 from nanochat.training.records import duration, read_metrics
 

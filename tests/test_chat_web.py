@@ -45,8 +45,8 @@ from nanochat.model.gpt_config import GPTConfig
 from nanochat.runtime.errors import UserError
 from nanochat.serve.app import READERS, Api, create_app
 from nanochat.serve.engine_process import EngineProcess
+from nanochat.serve.openai_requests import MAX_BIASES, ChatRequest, CompletionRequest
 from nanochat.serve.protocol import ApiError, Request
-from nanochat.serve.requests import MAX_BIASES, ChatRequest, CompletionRequest
 from nanochat.serve.server import MAX_CONNECTIONS, WAIT_SECONDS, ImpatientProtocol
 from nanochat.serve.worker import ServedModel, Worker
 

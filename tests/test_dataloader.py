@@ -17,7 +17,7 @@ from nanochat.data.dataloader import (
     tokenizing_distributed_data_loader,
     validation_rows,
 )
-from nanochat.data.dataset import dataset_dir, iter_texts, split_shards
+from nanochat.data.shard_reader import dataset_dir, iter_texts, split_shards
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.errors import UserError
 

@@ -22,7 +22,7 @@ from conftest import REPO, run_module
 
 from nanochat.corpus import sources, tinyworld
 from nanochat.corpus.make_dataset import ensure_dataset, make
-from nanochat.data import dataset
+from nanochat.data import shard_reader
 from nanochat.runtime.errors import UserError
 
 LANGUAGES = ["Grüße aus Köln, schöne Straße.", "Привет, как дела?", "今日はいい天気ですね。", "مرحبا بالعالم",
@@ -51,7 +51,7 @@ def inputs(tmp_path):
 
 
 def files_of(name: str) -> list[Path]:
-    return sorted((dataset.base_dir() / "data" / name).glob("*.parquet"))
+    return sorted((shard_reader.base_dir() / "data" / name).glob("*.parquet"))
 
 
 def rows_of(path: Path) -> list[str]:
@@ -63,7 +63,7 @@ def all_rows(name: str) -> list[str]:
 
 
 def check_sums(name: str) -> None:
-    sums = {shard["file"]: shard["sha256"] for shard in dataset.load_manifest(name)["shards"]}
+    sums = {shard["file"]: shard["sha256"] for shard in shard_reader.load_manifest(name)["shards"]}
     assert sums == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files_of(name)}
 
 
@@ -126,8 +126,9 @@ def test_shuffle_depends_on_the_seed_and_on_nothing_else(inputs, base):
     write_jsonl(inputs / "a.jsonl", texts(3000)[::-1])
     make(str(inputs), name="three", seed=1)
     one, two, three = all_rows("one"), all_rows("two"), all_rows("three")
-    assert one == three and dataset.fingerprint("one") == dataset.fingerprint("three")
-    assert one != two and sorted(one) == sorted(two) and dataset.fingerprint("one") != dataset.fingerprint("two")
+    assert one == three and shard_reader.fingerprint("one") == shard_reader.fingerprint("three")
+    assert one != two and sorted(one) == sorted(two)
+    assert shard_reader.fingerprint("one") != shard_reader.fingerprint("two")
     # A random order: of neighbours in the input hardly any are neighbours in the output (expected: 2 of 3000).
     number = [int(text.split()[1]) for text in one]
     assert sum(abs(a - b) == 1 for a, b in zip(number, number[1:], strict=False)) < 15
@@ -448,11 +449,11 @@ def test_names_cannot_leave_the_folder_or_take_the_place_of_other_data(inputs, t
     with pytest.raises(UserError, match="data set 'tinyworld' is of 'tinyworld'; choose another name"):
         make(str(inputs), name="tinyworld")
     make(str(inputs), name="mine")
-    before = dataset.fingerprint("mine")
+    before = shard_reader.fingerprint("mine")
     shutil.copytree(inputs, tmp_path / "mine")
     with pytest.raises(UserError, match="data set 'mine' is of .*; choose another name"):
         make(str(tmp_path / "mine"))
-    assert dataset.fingerprint("mine") == before
+    assert shard_reader.fingerprint("mine") == before
     write_jsonl(inputs / "a.jsonl", texts(60))
     make(str(inputs), name="mine")  # the same folder with more in it replaces what was there
     assert len(all_rows("mine")) == 60
@@ -462,7 +463,7 @@ def test_names_cannot_leave_the_folder_or_take_the_place_of_other_data(inputs, t
 
 def test_what_is_missing_or_damaged_is_named(inputs, base):
     with pytest.raises(UserError, match=r"no data set 'python' in .*; make it: .* --source=python --name=python$"):
-        dataset.load_manifest("python")
+        shard_reader.load_manifest("python")
     with pytest.raises(UserError, match="no data set 'mine'"):
         ensure_dataset("mine")
     with pytest.raises(UserError, match=r"no .* 'fineweb_edu'.* did you mean 'fineweb-edu'\?$"):
@@ -475,12 +476,12 @@ def test_what_is_missing_or_damaged_is_named(inputs, base):
 
     first.write_bytes(whole[:-100])
     with pytest.raises(UserError, match=r"shard_00000\.parquet is missing or has not the \d+ bytes that the manifest"):
-        dataset.load_manifest("mine")
+        shard_reader.load_manifest("mine")
     with pytest.raises(UserError, match=r"shard_00000\.parquet cannot be read .* make the data set again"):
-        list(dataset.shard_texts(first))
+        list(shard_reader.shard_texts(first))
     (first.parent / "manifest.json").write_bytes(manifest[:-50])
     with pytest.raises(UserError, match="manifest.json is damaged"):
-        dataset.load_manifest("mine")
+        shard_reader.load_manifest("mine")
     make(str(inputs), name="mine", shard_mb=0.1)  # and the cure that was named works
     assert first.read_bytes() == whole and (first.parent / "manifest.json").read_bytes() == manifest
 
@@ -513,15 +514,15 @@ def test_a_build_killed_at_any_moment_leaves_the_old_data_or_none(inputs, base):
     kill_when(".mine.tmp-*/mine/bucket_00")
     assert not (base / "data" / "mine").exists() and list((base / "data").glob(".mine.tmp-*"))
     with pytest.raises(UserError, match="no data set 'mine'"):
-        dataset.load_manifest("mine")
+        shard_reader.load_manifest("mine")
     done = subprocess.run(start, cwd=REPO, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert sorted(all_rows("mine")) == sorted(texts(30_000)) and not list((base / "data").glob(".mine.tmp-*"))
 
-    before = dataset.fingerprint("mine")
+    before = shard_reader.fingerprint("mine")
     write_jsonl(inputs / "a.jsonl", texts(40_000))
     kill_when(".mine.tmp-*/mine/shard_00002.parquet")
-    assert dataset.fingerprint("mine") == before
+    assert shard_reader.fingerprint("mine") == before
     check_sums("mine")
     make(str(inputs), name="mine")
     assert len(all_rows("mine")) == 40_000 and sorted(os.listdir(base / "data")) == [".mine.lock", "mine"]

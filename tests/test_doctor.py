@@ -16,11 +16,11 @@ from ranks import run_as_main
 
 import nanochat.model.layers
 import nanochat.model.loss
-import nanochat.plan.trial
+import nanochat.plan.step_trial
 from nanochat.model.gpt_config import GPTConfig, architecture, config_from_depth
 from nanochat.plan import limits
 from nanochat.plan.memory import GIB, largest_rows, moments, needed_bytes
-from nanochat.plan.trial import rows_that_train, set_up_training, train_step, try_steps
+from nanochat.plan.step_trial import rows_that_train, set_up_training, train_step, try_steps
 from nanochat.runtime.distributed import unknown_host
 from nanochat.runtime.errors import UserError
 
@@ -142,7 +142,7 @@ def test_rows_are_halved_for_a_lack_of_memory_and_for_nothing_else(monkeypatch):
         if rows in answers:
             raise UserError(answers[rows])
 
-    monkeypatch.setattr(nanochat.plan.trial, "try_steps", try_steps_of)
+    monkeypatch.setattr(nanochat.plan.step_trial, "try_steps", try_steps_of)
     assert rows_that_train(*ask) == 1
     answers[2] = "RuntimeError: no kernel image is available"
     with pytest.raises(UserError, match="no kernel image is available"):
@@ -211,10 +211,10 @@ def test_the_time_of_a_step_is_measured_here(failing_compiler):
 
 def test_waiting_for_other_processes_is_no_part_of_a_step(monkeypatch, capsys):
     """A step that waits 0.1 s, as for a core, and computes nothing."""
-    monkeypatch.setattr(nanochat.plan.trial, "compute_init", lambda _: (0, 1, torch.device("cpu")))
-    monkeypatch.setattr(nanochat.plan.trial, "train_step", lambda *_: time.sleep(0.1))
+    monkeypatch.setattr(nanochat.plan.step_trial, "compute_init", lambda _: (0, 1, torch.device("cpu")))
+    monkeypatch.setattr(nanochat.plan.step_trial, "train_step", lambda *_: time.sleep(0.1))
     config = dataclasses.asdict(config_from_depth(1, 64, 64))
-    nanochat.plan.trial.main(config, 1, "float32", "cpu", False, False, 1)
+    nanochat.plan.step_trial.main(config, 1, "float32", "cpu", False, False, 1)
     alone, busy = map(float, capsys.readouterr().out.split())
     assert alone < 50 and busy >= 100
 

@@ -20,7 +20,7 @@ import pytest
 from conftest import REPO
 
 from nanochat.corpus import download, make_dataset
-from nanochat.data import dataset
+from nanochat.data import shard_reader
 from nanochat.runtime.errors import UserError
 
 REPOSITORY = "somebody/something"
@@ -160,29 +160,29 @@ def test_shards_come_verified_and_the_manifest_fits(hub):
         assert (hub.folder / shard(i)).read_bytes() == body
         assert entry == {"file": shard(i), "rows": 300, "bytes": len(body), "text_bytes": sum(map(len, hub.texts[i])),
                          "sha256": hashlib.sha256(body).hexdigest()}
-    assert list(dataset.iter_texts("climbmix", "val")) == hub.texts[9]
-    assert list(dataset.iter_texts("climbmix", "train")) == hub.texts[0] + hub.texts[1] + hub.texts[2]
+    assert list(shard_reader.iter_texts("climbmix", "val")) == hub.texts[9]
+    assert list(shard_reader.iter_texts("climbmix", "train")) == hub.texts[0] + hub.texts[1] + hub.texts[2]
     starts = [int((span or "bytes=0-")[6:-1]) for name, span in hub.requests if name == shard(0)]
     assert len(starts) == 3 and 0 == starts[0] < starts[1] < starts[2], "it goes on where it broke"
 
 
 def test_more_shards_later_fetch_only_what_is_missing(hub):
     make_dataset.make("climbmix", num_shards=2)
-    first = dataset.fingerprint("climbmix")
+    first = shard_reader.fingerprint("climbmix")
     assert fetched(hub) == {shard(0), shard(1), shard(9)}
     make_dataset.make("climbmix", num_shards=2)
-    assert not fetched(hub) and dataset.fingerprint("climbmix") == first
+    assert not fetched(hub) and shard_reader.fingerprint("climbmix") == first
     make_dataset.make("climbmix", num_shards=4)
     assert fetched(hub) == {shard(2), shard(3)}
     make_dataset.make("climbmix")  # all there are
-    assert len(dataset.load_manifest("climbmix")["shards"]) == 10
+    assert len(shard_reader.load_manifest("climbmix")["shards"]) == 10
     fetched(hub)
     make_dataset.make("climbmix", num_shards=2)
-    assert not fetched(hub) and dataset.fingerprint("climbmix") == first
+    assert not fetched(hub) and shard_reader.fingerprint("climbmix") == first
     (hub.folder / shard(0)).unlink()
     (hub.folder / "manifest.json").unlink()  # what is there is compared with the hub, not fetched
     make_dataset.make("climbmix", num_shards=2)
-    assert fetched(hub) == {shard(0)} and dataset.fingerprint("climbmix") == first
+    assert fetched(hub) == {shard(0)} and shard_reader.fingerprint("climbmix") == first
 
 
 def test_a_shard_that_was_cut_off_on_disk_is_found_and_mended(hub):
@@ -202,13 +202,13 @@ def test_a_failed_download_is_no_data_set_and_keeps_the_old_one(hub, monkeypatch
         make_dataset.make("climbmix", num_shards=6)
     assert "\n" not in str(caught.value) and {shard(0), shard(1)} <= set(names(hub.folder))
     with pytest.raises(UserError, match="no data set 'climbmix'"):
-        dataset.load_manifest("climbmix")
+        shard_reader.load_manifest("climbmix")
     fetched(hub)
     make_dataset.make("climbmix", num_shards=1)
     assert fetched(hub) == {shard(9)} and names(hub.folder)[0] == "manifest.json"
     with pytest.raises(UserError, match=shard(3)):
         make_dataset.make("climbmix", num_shards=6)
-    assert len(dataset.load_manifest("climbmix")["shards"]) == 2
+    assert len(shard_reader.load_manifest("climbmix")["shards"]) == 2
     hub.bodies[shard(3)] = body
     assert len(make_dataset.make("climbmix", num_shards=6)["shards"]) == 7
 
@@ -248,10 +248,10 @@ def test_a_killed_download_goes_on(hub):
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     with pytest.raises(UserError, match="no data set"):
-        dataset.load_manifest("climbmix")
+        shard_reader.load_manifest("climbmix")
     fetched(hub)
     make_dataset.make("climbmix", num_shards=1)
-    assert fetched(hub) == {shard(0)} and list(dataset.iter_texts("climbmix", "train")) == texts
+    assert fetched(hub) == {shard(0)} and list(shard_reader.iter_texts("climbmix", "train")) == texts
     assert names(hub.folder) == ["manifest.json", shard(0), shard(9)]
 
 

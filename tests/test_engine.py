@@ -15,7 +15,7 @@ from test_tools import Shelf
 import nanochat.inference.engine
 import nanochat.inference.kv_cache
 import nanochat.inference.prompt_cache
-from nanochat.corpus.library import make_library
+from nanochat.corpus.passages import make_library
 from nanochat.data.conversation import render, render_prompt
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import IncrementalDetokenizer, to_parts

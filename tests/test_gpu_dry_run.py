@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.watch import sent_bytes
 from nanochat.model.gpt_config import config_from_depth
 from nanochat.plan.memory import moments, split_into_stages
-from nanochat.plan.trial import set_up_training
+from nanochat.plan.step_trial import set_up_training
 
 pytestmark = pytest.mark.filterwarnings("ignore:Set timeout is now only")  # of a fake process group
 CONFIG = config_from_depth(2, 65536, 2048, arch="modern")  # four units

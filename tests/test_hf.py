@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from nanochat.corpus.learn_tokenizer import learn_tokenizer
 from nanochat.data.conversation import render, render_prompt
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
-from nanochat.hf.model import CONFIG
-from nanochat.hf.tokenizer import GUARD, PROBES, SEAM, to_hf
+from nanochat.hf.model_files import CONFIG
+from nanochat.hf.tokenizer_files import GUARD, PROBES, SEAM, to_hf
 from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import SamplingParams
 from nanochat.model.gpt import GPT

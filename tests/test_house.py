@@ -13,7 +13,7 @@ FLOORS = {"runtime": 0, "model": 1, "data": 1, "optim": 2, "inference": 2, "eval
 WINGS = ("corpus", "tasks", "serve", "hf", "plan")
 # What tasks ask about: the embedded world, and Python's documentation, of which a library is made as well; and how a
 # user's files are read.
-SHARED = {("tasks", f"nanochat.corpus.{name}") for name in ("tinyworld", "pydoc", "own_files")}
+SHARED = {("tasks", f"nanochat.corpus.{name}") for name in ("tinyworld", "python_docs", "own_files")}
 
 
 def name_of(path: Path) -> str:

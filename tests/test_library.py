@@ -22,9 +22,9 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import run_module
 
-from nanochat.corpus.library import make_library, open_library, text_passages
-from nanochat.inference import library as reader
-from nanochat.inference.library import Library, Passage, library_path, stems
+from nanochat.corpus.passages import make_library, open_library, text_passages
+from nanochat.inference import retrieval as reader
+from nanochat.inference.retrieval import Library, Passage, library_path, stems
 from nanochat.runtime.errors import UserError
 
 WINE = """---

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 from conftest import make_sums
 
-from nanochat.corpus.library import make_library
-from nanochat.corpus.pydoc import documentation
+from nanochat.corpus.passages import make_library
+from nanochat.corpus.python_docs import documentation
 from nanochat.data.conversation import Conversation, render
 from nanochat.data.task import reference
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.inference.library import Library
+from nanochat.inference.retrieval import Library
 from nanochat.runtime.errors import UserError
 from nanochat.tasks import make_mixture, make_task, never_looks_up
 from nanochat.tasks.common import split_of
 from nanochat.tasks.lookup import what_is_asked
-from nanochat.tasks.pydoc import documented
+from nanochat.tasks.python_questions import documented
 
 SPECS = ("lookup", "lookup:true", "lookup:unknown", "search", "search:true", "search:unknown")
 CALL = re.compile(r'(lookup|search)\("( ?)([^"]+)"\)')

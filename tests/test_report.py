@@ -11,7 +11,7 @@ import pytest
 
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import base_dir
-from nanochat.training import plots, report
+from nanochat.training import plots, run_report
 from nanochat.training.records import read_metrics
 
 SETTLED = 100.0  # tokens per second after the first step
@@ -26,7 +26,7 @@ def left_checkpoint(tag: str = "d4", weights: str = "a") -> Path:
 
 def write_section(*section, checkpoint: Path | None = None, **settings) -> None:
     """A section about a model on the data set "world", by default d4."""
-    report.write_section(*section, data="world", checkpoint=checkpoint or left_checkpoint(), **settings)
+    run_report.write_section(*section, data="world", checkpoint=checkpoint or left_checkpoint(), **settings)
 
 
 def train_record(step: int, loss: float, dt: float = 0.5, **other: object) -> dict:
@@ -68,7 +68,7 @@ def test_sections_come_in_the_order_of_the_pipeline():
                chat_eval_rl""".split()
     for stage in order[::-2] + order[::2]:
         write_section(stage, stage.upper(), f"Body of {stage}.")
-    text = report.generate().read_text()
+    text = run_report.generate().read_text()
     assert headings(text) == [stage.upper() for stage in order]
     assert all(f"Body of {stage}." in text for stage in order), "no results, so no summary, and every body"
 
@@ -79,7 +79,7 @@ def test_summary_table_joins_the_results_of_all_sections():
     base = {"parameters": 73_531_392, "bits per byte": 0.95, "tokens": 123456.7}
     write_section("base_train", "Train", "", {"base": base})
     write_section("mid_train", "Mid", "", {"mid": {"ARC": 1e-5}})
-    assert table_after(report.generate().read_text(), "## Summary") == [
+    assert table_after(run_report.generate().read_text(), "## Summary") == [
         ["", "base", "mid", "sft", "rl"],
         ["parameters", "73,531,392", "-", "-", "-"],
         ["bits per byte", "0.9124", "-", "-", "-"],  # the later stage's
@@ -93,20 +93,20 @@ def test_summary_table_joins_the_results_of_all_sections():
 def test_a_report_is_about_one_model_and_its_data(base_folder):
     """Two models on two data sets and an imported one: the newest, or the one that is asked for."""
     with pytest.raises(UserError, match="there are those of none; a stage writes one"):
-        report.generate()
+        run_report.generate()
     for time, (data, tag) in enumerate([("sea", "d4"), ("land", "d8"), (None, "guest")]):
         if data:
-            report.write_section("tokenizer", "Tokenizer", f"Of {data}.", data=data)
-        report.write_section("base_eval", "Eval", f"{tag} on {data}.", data=data, checkpoint=left_checkpoint(tag))
+            run_report.write_section("tokenizer", "Tokenizer", f"Of {data}.", data=data)
+        run_report.write_section("base_eval", "Eval", f"{tag} on {data}.", data=data, checkpoint=left_checkpoint(tag))
         # Each older than the next, whatever the clock's resolution.
         os.utime(base_folder / "report/sections" / (data or "unknown") / tag / "base_eval.json", (time, time))
     for asked, tag, data in (("", "guest", None), ("d4", "d4", "sea")):
-        text = report.generate(asked).read_text()
+        text = run_report.generate(asked).read_text()
         assert f"- Model: {tag} (trained on {data or 'unknown'})\n" in text
         assert re.findall(r"Of (\w+)\.", text) == ([data] if data else [])
         assert re.findall(r"(\w+) on (\w+)\.", text) == [(tag, str(data))]
     with pytest.raises(UserError, match="no sections of model_tag=d44 in .*; there are those of .*guest"):
-        report.generate("d44")
+        run_report.generate("d44")
 
 
 def test_a_section_about_a_replaced_model_is_left_out(base_folder):
@@ -114,11 +114,11 @@ def test_a_section_about_a_replaced_model_is_left_out(base_folder):
     log = short_run(base_folder / "sft_checkpoints" / "d4" / "metrics.jsonl")
     write_section("chat_sft", "Sft", "", {"sft": {"minutes": 1.0}})
     write_section("chat_eval_sft", "Scores", "93%", {"sft": {"ARC": 0.93}}, log)
-    path = report.generate()
+    path = run_report.generate()
     assert table_after(path.read_text(), "## Summary") == [["", "sft"], ["minutes", "1"], ["ARC", "0.93"]]
     assert len(images(path)) == 1
     write_section("chat_sft", "Sft", "", {"sft": {"minutes": 2.0}}, checkpoint=left_checkpoint(weights="b"))
-    path = report.generate()
+    path = run_report.generate()
     assert table_after(path.read_text(), "## Summary") == [["", "sft"], ["minutes", "2"]]
     assert images(path) == [], "the log may be of a later run"
     assert headings(path.read_text()) == ["Summary", "Sft"]
@@ -129,7 +129,7 @@ def test_figure_is_a_png_beside_the_report_and_survives_moving_the_base_folder(b
     moved = tmp_path / "moved"
     shutil.move(base_folder, moved)
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(moved))
-    path = report.generate()
+    path = run_report.generate()
     assert images(path) == [moved / "report" / "base_train.png"]
     data = images(path)[0].read_bytes()
     width, height = struct.unpack(">II", data[16:24])
@@ -158,6 +158,6 @@ def test_panels_draw_the_records(tmp_path):
 def test_metrics_that_cannot_be_read_are_one_line(base_folder):
     path = base_folder / "run" / "metrics.jsonl"
     write_section("base_train", "Train", "A body.", metrics=path)
-    written = report.generate()
+    written = run_report.generate()
     assert images(written) == [] and "A body." in written.read_text()
     assert "*No plot: [Errno 2] No such file" in written.read_text()

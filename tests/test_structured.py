@@ -20,8 +20,8 @@ from nanochat.inference.detokenizer import to_parts
 from nanochat.inference.engine import Engine
 from nanochat.inference.sampling import SamplingParams
 from nanochat.runtime.errors import UserError
+from nanochat.serve.functions import Function, read_call
 from nanochat.serve.structured import MAX_GRAMMAR_BYTES, compile_grammar, json_grammar
-from nanochat.serve.tools import Function, read_call
 
 STOPS = [SPECIAL("<|assistant_end|>"), SPECIAL("<|bos|>")]
 

@@ -26,7 +26,7 @@ from nanochat.corpus.tinyworld import (
     generate,
     held_out_questions,
 )
-from nanochat.data.dataset import dataset_dir, iter_texts
+from nanochat.data.shard_reader import dataset_dir, iter_texts
 
 
 @functools.cache

@@ -15,14 +15,14 @@ import pytest
 import regex
 import tiktoken._educational
 
-import nanochat.data.dataset
+import nanochat.data.shard_reader
 from nanochat.corpus import learn_tokenizer as learning
 from nanochat.corpus import tinyworld
 from nanochat.corpus.learn_tokenizer import TRAINING_PATTERN, learn_tokenizer, train_tokenizer
-from nanochat.corpus.pydoc import documentation
+from nanochat.corpus.python_docs import documentation
 from nanochat.data.conversation import plain_text
 from nanochat.data.tokenizer import FILE_NAME, SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer, get_tokenizer, tokenizer_dir
-from nanochat.hf.tokenizer import from_hf, to_hf
+from nanochat.hf.tokenizer_files import from_hf, to_hf
 from nanochat.runtime.errors import UserError
 from nanochat.tasks import make_mixture
 
@@ -231,7 +231,7 @@ def dataset(monkeypatch) -> None:
 
     monkeypatch.setattr(learning, "ensure_dataset", ensure_dataset)
     monkeypatch.setattr(learning, "iter_texts", iter_texts)
-    monkeypatch.setattr(nanochat.data.dataset, "iter_texts", iter_texts)  # for the scripts, which import it anew
+    monkeypatch.setattr(nanochat.data.shard_reader, "iter_texts", iter_texts)  # for the scripts, which import it anew
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 

@@ -5,14 +5,14 @@ import torch
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.detokenizer import Delta, to_parts
 from nanochat.inference.engine import Engine
-from nanochat.inference.library import Passage
+from nanochat.inference.retrieval import Passage
 from nanochat.inference.sampling import SamplingParams
 from nanochat.inference.tools import MOST_CALLS, RESULT_TOKENS, Tools, shortened
 from nanochat.model.gpt import GPT
 from nanochat.model.gpt_config import GPTConfig, architecture
+from nanochat.serve.openai_requests import ChatRequest
 from nanochat.serve.protocol import Chunk, Request
 from nanochat.serve.replies import ChatReply
-from nanochat.serve.requests import ChatRequest
 from nanochat.serve.worker import ServedModel
 
 TOKENIZER = Tokenizer([b"th", b"the", b" the"])

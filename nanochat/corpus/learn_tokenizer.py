@@ -3,7 +3,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from nanochat.corpus.make_dataset import ensure_dataset
-from nanochat.data.dataset import OFFLINE, iter_texts
+from nanochat.data.shard_reader import OFFLINE, iter_texts
 from nanochat.data.tokenizer import (
     FILE_NAME,
     SPECIAL_TOKENS,

@@ -17,7 +17,7 @@ from nanochat.corpus import sources
 from nanochat.corpus.download import fetch_shard
 from nanochat.corpus.own_files import KIND, own_documents, own_path
 from nanochat.corpus.shards import build
-from nanochat.data.dataset import NAMED, OFFLINE, REMOTE, dataset_dir, fingerprint, load_manifest, shard_texts
+from nanochat.data.shard_reader import NAMED, OFFLINE, REMOTE, dataset_dir, fingerprint, load_manifest, shard_texts
 from nanochat.runtime.errors import UserError, did_you_mean
 from nanochat.runtime.files import locked, recover_folder, write_folder_aside, write_text
 from nanochat.runtime.progress import progress

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from nanochat.data.dataset import iter_texts, load_manifest
+from nanochat.data.shard_reader import iter_texts, load_manifest
 from nanochat.data.stable_random import StableRandom
 
 DATA = tomllib.loads(Path(__file__).with_name("tinyworld.toml").read_text(encoding="utf-8"))

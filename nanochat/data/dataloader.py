@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanochat.data.best_fit import WaitingItems
-from nanochat.data.dataset import dataset_dir, fingerprint, shard_texts, split_shards
+from nanochat.data.shard_reader import dataset_dir, fingerprint, shard_texts, split_shards
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.files import locked, write_aside

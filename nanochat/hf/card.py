@@ -1,6 +1,6 @@
 """The model card of an exported folder: what the model is, and how to use it."""
 
-from nanochat.hf.model import is_modern
+from nanochat.hf.model_files import is_modern
 from nanochat.model.gpt_config import GPTConfig
 
 STAGE_NAMES = {

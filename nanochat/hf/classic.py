@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.hf.model import Imported, read_json, to_config
-from nanochat.hf.tokenizer import from_ranks
+from nanochat.hf.model_files import Imported, read_json, to_config
+from nanochat.hf.tokenizer_files import from_ranks
 from nanochat.runtime.errors import UserError, first_line
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.calculator import calculate
-from nanochat.inference.library import Library, Passage, library_path
+from nanochat.inference.retrieval import Library, Passage, library_path
 
 NOTHING = "nothing"
 MOST_CALLS = 3      # of one answer: a model that repeats itself would never end

@@ -22,9 +22,9 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from nanochat.serve.gate import Gate, read_body, show_error
+from nanochat.serve.openai_requests import BaseRequest, ChatRequest, CompletionRequest
 from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json, Request
 from nanochat.serve.replies import ChatReply, Reply
-from nanochat.serve.requests import BaseRequest, ChatRequest, CompletionRequest
 from nanochat.serve.responses import ResponsesReply, ResponsesRequest
 from nanochat.serve.worker import Pending, ServedModel
 

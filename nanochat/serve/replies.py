@@ -9,9 +9,9 @@ from nanochat.data.conversation import text_of
 from nanochat.inference.detokenizer import Delta, parts_of
 from nanochat.inference.logprobs import TokenLogprob
 from nanochat.inference.tools import NOTHING
+from nanochat.serve.functions import read_call
+from nanochat.serve.openai_requests import BaseRequest
 from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json, PlacedLogprob, Request
-from nanochat.serve.requests import BaseRequest
-from nanochat.serve.tools import read_call
 from nanochat.serve.worker import ServedModel
 
 

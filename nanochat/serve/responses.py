@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasPath, BeforeValidator, FailFast, Field
 
 from nanochat.data.conversation import text_of
+from nanochat.serve.openai_requests import ConversationRequest, Message
 from nanochat.serve.protocol import ApiError, Chunks, Json
 from nanochat.serve.replies import ChatReply, sse
-from nanochat.serve.requests import ConversationRequest, Message
 from nanochat.serve.structured import ResponseFormat
 
 

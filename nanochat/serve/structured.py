@@ -18,8 +18,8 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import Grammar
 from nanochat.runtime.errors import UserError
+from nanochat.serve.grammar_trial import make_matcher, try_to_compile
 from nanochat.serve.protocol import Json
-from nanochat.serve.trial import make_matcher, try_to_compile
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

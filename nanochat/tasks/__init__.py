@@ -21,10 +21,10 @@ from nanochat.tasks.hub import SmolTalk
 from nanochat.tasks.humaneval import HumanEval
 from nanochat.tasks.lookup import Lookup, Tokens
 from nanochat.tasks.multiple_choice import ARC, MMLU
-from nanochat.tasks.pydoc import Pydoc
+from nanochat.tasks.python_questions import Pydoc
 from nanochat.tasks.run import Run
 from nanochat.tasks.spellingbee import generated_words, real_words
-from nanochat.tasks.tinyworld import TinyWorld
+from nanochat.tasks.world_questions import TinyWorld
 
 
 def after(argument: str, split: str) -> Task:

@@ -1,5 +1,5 @@
 """
-Looking things up in a library (nanochat/inference/library.py): needs no download.
+Looking things up in a library (nanochat/inference/retrieval.py): needs no download.
 
     "What does str.partition do?"                [lookup(" str.partition")] "Partition the string into three parts …"
     "How do I split a string at a separator?"    [search(" split a string at a separator")] "Partition the string …"
@@ -22,7 +22,7 @@ import re
 from collections.abc import Sequence
 from functools import cache
 
-from nanochat.corpus.pydoc import MODULES, documentation, first_paragraph
+from nanochat.corpus.python_docs import MODULES, documentation, first_paragraph
 from nanochat.corpus.tinyworld import capital
 from nanochat.data.conversation import Conversation
 from nanochat.data.stable_random import StableRandom
@@ -31,9 +31,9 @@ from nanochat.data.tokenizer import get_tokenizer
 from nanochat.inference.tools import NOTHING, open_tools
 from nanochat.runtime.errors import UserError
 from nanochat.tasks.common import read_texts, shuffled, single_turn, split_of, with_tool
-from nanochat.tasks.pydoc import QUESTIONS, documentation_words, documented
+from nanochat.tasks.python_questions import QUESTIONS, documentation_words, documented
 from nanochat.tasks.spellingbee import words
-from nanochat.tasks.tinyworld import GREETINGS
+from nanochat.tasks.world_questions import GREETINGS
 
 SIZES = {"train": 30_000, "test": 200}  # conversations, where passages do not give their number
 LONGEST = 200  # characters of a passage: what the tools cut is not judged

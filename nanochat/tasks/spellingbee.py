@@ -29,7 +29,7 @@ from nanochat.data.stable_random import StableRandom
 from nanochat.data.task import Task, reference
 from nanochat.data.tokenizer import Tokenizer, get_tokenizer
 from nanochat.tasks.common import last_number, single_turn, split_of, stable_hash, with_tool
-from nanochat.tasks.pydoc import documentation_words
+from nanochat.tasks.python_questions import documentation_words
 
 SIZES = {"train": 20_000, "test": 2_000}  # words; each is spelled, and counted in, in both ways
 KINDS = ("spell", "tool", "hand")

@@ -14,7 +14,7 @@ from nanochat.runtime.step_stats import StepStats
 from nanochat.runtime.stopping import StopRequest
 from nanochat.training.checkpoint import SCRIPTS, step_dir
 from nanochat.training.metrics import Metrics
-from nanochat.training.report import settings_table, write_section
+from nanochat.training.run_report import settings_table, write_section
 from nanochat.training.saving import CheckpointWriter
 
 

@@ -2,7 +2,7 @@
 A folder, or Python's documentation, in passages: what `python -m scripts.library` makes, and the assistant looks up.
 
 A passage is as many sentences of a paragraph as have 300 characters. Its title is the name of a Python object, the
-heading above it, or else the name of its file. nanochat/inference/library.py reads what is written here.
+heading above it, or else the name of its file. nanochat/inference/retrieval.py reads what is written here.
 """
 import hashlib
 import platform
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nanochat.corpus.own_files import KIND, KINDS, TEXTS, Notes, file_texts, own_files, own_path, say
-from nanochat.corpus.pydoc import documentation, first_paragraph, first_sentence
-from nanochat.inference.library import Passage, connect, key_of, last_part, library_path, stems
+from nanochat.corpus.python_docs import documentation, first_paragraph, first_sentence
+from nanochat.inference.retrieval import Passage, connect, key_of, last_part, library_path, stems
 from nanochat.inference.tools import Tools, open_tools
 from nanochat.runtime.console import print0
 from nanochat.runtime.errors import UserError, first_line
@@ -149,7 +149,7 @@ def plain(text: str) -> str:
 
 
 def python_passages() -> Iterator[Passage]:
-    """For each object the first paragraph of its documentation, which begins as tasks/pydoc.py quotes it."""
+    """For each object the first paragraph of its documentation, which begins as tasks/python_questions.py quotes it."""
     for name, doc in documentation().items():
         first, _, rest = doc.partition("\n\n")
         if "->" in first and not first_sentence(first) and first_sentence(rest):

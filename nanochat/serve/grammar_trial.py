@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 COMPILE_SECONDS = 2     # of the processor, to one more: the system counts whole ones. Usual schemas take milliseconds.
-TRIAL = "from nanochat.serve.trial import main; main()"
+TRIAL = "from nanochat.serve.grammar_trial import main; main()"
 # Limits of llguidance's work, as it counts it: one answer's next token must not keep the others waiting.
 WORK_LIMITS = dict(
     initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=20_000,

@@ -28,8 +28,8 @@ ENDINGS = ("", " Please answer.", " I am curious.")
 SYSTEM = ("You are nanochat, a small language model.", "You are a helpful assistant.", "Answer in one short sentence.")
 FOLLOW_UP = ("What about {s}?", "And what about {s}?", "And {s}?")
 
-# ---- Ways to ask, and what the model says about itself: tinyworld.toml says what each of these is
-TEXTS = read_texts("tinyworld")
+# ---- Ways to ask, and what the model says about itself: world_questions.toml says what each of these is
+TEXTS = read_texts("world_questions")
 CHAT = TEXTS["chat"].splitlines()
 CHAT_BY_NOUN = paragraphs(TEXTS["chat_by_noun"])
 SENTENCE = "{Np} is {a}."  # answers all of these

@@ -1,5 +1,5 @@
 """
-Passages to look up: one SQLite file with a full-text index (FTS5), which nanochat/corpus/library.py makes.
+Passages to look up: one SQLite file with a full-text index (FTS5), which nanochat/corpus/passages.py makes.
 
     library = Library(path)
     library.lookup("str.partition")        the passage of that title, or of the nearest

@@ -1,7 +1,7 @@
 """
 Real training steps: how long one takes, and how many rows fit.
 
-    python -m nanochat.plan.trial JSON      # as scripts.doctor runs it; prints what `try_steps` returns
+    python -m nanochat.plan.step_trial JSON      # as scripts.doctor runs it; prints what `try_steps` returns
 
 A step that brings its process down (out of memory, a segmentation fault, a CUDA error that poisons the context) must
 cost no more than an answer: each trial runs in a process of its own, which ends itself after a while.
@@ -79,7 +79,7 @@ def try_steps(
     launcher = []
     if ranks > 1:
         launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"]
-    command = [sys.executable, "-m", *launcher, "nanochat.plan.trial", json.dumps(settings)]
+    command = [sys.executable, "-m", *launcher, "nanochat.plan.step_trial", json.dumps(settings)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     if done.returncode == 0:
         return [float(ms) for ms in done.stdout.split()[-2:]]

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nanochat.data.tokenizer import Tokenizer
-from nanochat.hf.tokenizer import from_hf, write_json, write_tokenizer
+from nanochat.hf.tokenizer_files import from_hf, write_json, write_tokenizer
 from nanochat.model.gpt import model_without_memory
 from nanochat.model.gpt_config import GPTConfig
 from nanochat.model.layers import NORM_EPS

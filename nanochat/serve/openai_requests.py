@@ -55,9 +55,7 @@ from nanochat.data.conversation import parts, recent, render_prompt, render_text
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import SamplingParams
-from nanochat.serve.protocol import ApiError, Json
-from nanochat.serve.structured import AnyResponseFormat, ResponseFormat
-from nanochat.serve.tools import (
+from nanochat.serve.functions import (
     AllowedTools,
     Function,
     ToolCall,
@@ -66,6 +64,8 @@ from nanochat.serve.tools import (
     call_grammar,
     describe,
 )
+from nanochat.serve.protocol import ApiError, Json
+from nanochat.serve.structured import AnyResponseFormat, ResponseFormat
 
 # Parameters that change no answer here: they say who asks, how it is billed or kept, or are hints for what this server
 # does not do. Any other that is not supported is refused, unless its value asks for nothing: null, false, 0, "", [].

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from functools import cache
 
-from nanochat.corpus.pydoc import documentation, first_paragraph, first_sentence
+from nanochat.corpus.python_docs import documentation, first_paragraph, first_sentence
 from nanochat.data.conversation import Conversation
 from nanochat.data.task import Task, reference
 from nanochat.tasks.common import single_turn, split_of, stable_hash
