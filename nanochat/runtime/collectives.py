@@ -1,6 +1,6 @@
 """What ranks send to each other. Functions marked COLLECTIVE are called by every rank, and raise on all or none."""
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -63,7 +63,7 @@ def first_problem(problem: str | None) -> str | None:
     return next(filter(None, gather_objects(problem)), None)
 
 
-def require_same(what: str, values: dict[str, object], advice: str, ranks: int | None = None) -> None:
+def require_same(what: str, values: dict[str, Any], advice: str, ranks: int | None = None) -> None:
     """
     UserError on every rank where the values of some rank are not those of rank 0, or, where `ranks` neighbours share
     them, of the first of its neighbours: "rank 1 {what} than rank 0 (the first is {name of the value}); {advice}".

@@ -14,7 +14,7 @@ class UserError(Exception):
     """Bad input. The message is one or two lines: the value, what was expected, what to do."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """An error's first line, of bounded length: libraries tell long stories."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__

@@ -2,6 +2,7 @@
 import contextlib
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from tqdm import tqdm
 
@@ -13,7 +14,7 @@ DELAY = 5  # seconds; what takes less shows nothing
 class Bar(tqdm):
     """A bar that does not end the run when it cannot be written, such as into a log on a full disk."""
 
-    def display(self, *args: object, **settings: object) -> None:
+    def display(self, *args: Any, **settings: Any) -> None:
         with contextlib.suppress(OSError):
             super().display(*args, **settings)
 
