@@ -8,7 +8,7 @@ gpt_config.py add to it. A block is in layers.py.
 """
 import math
 import zlib
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -183,7 +183,7 @@ class GPT(nn.Module):
         roles: dict[str, Role] = {}
         for prefix, module in self.named_modules():
             for name, _ in module.named_parameters(recurse=False):
-                role = name
+                role: Any = name
                 if prefix.endswith("smear") or name in ("smear_scale", "middle_scale"):
                     role = "smear"
                 elif name == "weight":

@@ -1,4 +1,6 @@
 """The layers of the model in gpt.py, from the embedding to a block, with the pieces of GPTConfig."""
+from collections.abc import Callable
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -148,7 +150,7 @@ class CausalSelfAttention(nn.Module):
         self.value_gate = None
         if config.value_embeddings and (config.n_layer - 1 - layer) % 2 == 0:
             self.value_gate = Gate(config, config.n_kv_head, inputs=12, limit=3)
-        self.linear = F.linear  # or a product in 8 bits, see fp8.py
+        self.linear: Callable = F.linear  # or a product in 8 bits, see fp8.py
 
     def project(
         self,
@@ -198,7 +200,7 @@ class MLP(nn.Module):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
-        self.linear = F.linear
+        self.linear: Callable = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x, self.c_fc.weight)  # (B, T, 4 C)
