@@ -9,7 +9,7 @@ import heapq
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,7 +61,7 @@ class RenderedConversations:
         self.starts = np.cumsum(self.lengths) - self.lengths
         content = hashlib.sha256()
         for array_of_all in (self.ids, self.masks, self.lengths):
-            content.update(array_of_all)
+            content.update(array_of_all.data)
         self.fingerprint = content.hexdigest()
         answers = self.masks[self.ids == tokenizer.encode_special("<|assistant_end|>")].sum()
         long = f"; {split:,} are longer than {max_tokens - 1} tokens: {len(self):,} parts in all" if split else ""
@@ -116,7 +116,7 @@ def pack(lengths: Sequence[int], order: list[int], row_len: int) -> Rows:
         rows.append(row)
 
 
-def balance(lengths: Sequence[int], conversations: list[int], unit: int, row_len: int) -> Rows:
+def balance(lengths: Any, conversations: list[int], unit: int, row_len: int) -> Rows:
     """
     Rows of at most row_len tokens, about equally long, with these conversations: as few multiples of `unit` as can be.
     The longest conversation goes first, and each to the shortest row so far.

@@ -7,7 +7,7 @@ only lengths, so every rank plans all rows and no communication is needed. Each 
 """
 import functools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +26,7 @@ ENCODE_BATCH = 1024     # documents handed to the tokenizer's threads at a time
 OPEN_SHARDS = 64        # token files open at a time, each a file descriptor; macOS gives a process 256
 
 Piece = tuple[int, int, int]  # (shard, start, end): these tokens of a shard
-Batches = Iterator[tuple[Tensor, Tensor, dict]]  # inputs, targets, state
+Batches = Generator[tuple[Tensor, Tensor, dict]]  # inputs, targets, state
 
 
 class TokenizedShards:
@@ -81,6 +81,11 @@ class RowPlanner:
     """
 
     POSITION = ("epoch", "shard_position", "document_position", "ordinal", "epoch_tokens")
+    epoch: int
+    shard_position: int
+    document_position: int
+    ordinal: int
+    epoch_tokens: int
 
     def __init__(self, shards: TokenizedShards, row_len: int, seed: int, state: dict | None = None):
         self.shards = shards
@@ -90,7 +95,7 @@ class RowPlanner:
         documents = sum(entry["rows"] for entry in shards.entries)
         self.capacity = max(min(BUFFER_DOCUMENTS, documents // 32), 1)
         self.waiting = WaitingItems()
-        state = state or dict.fromkeys(self.POSITION, 0) | {"buffer": []}
+        state = state or {**dict.fromkeys(self.POSITION, 0), "buffer": []}
         for key in self.POSITION:
             setattr(self, key, state[key])
         for ordinal, shard, start, end in state["buffer"]:
@@ -227,7 +232,7 @@ def tokenizing_distributed_data_loader(
         yield inputs.to(device, non_blocking=pinned), targets.to(device, non_blocking=pinned), step_state
 
 
-def prefetched(iterator: Iterator, ahead: int) -> Iterator:
+def prefetched(iterator: Iterator, ahead: int) -> Generator:
     """The items of an endless iterator, produced up to `ahead` items early by a thread; its errors surface here."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
     items = deque(pool.submit(next, iterator) for _ in range(ahead))

@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 import tiktoken
@@ -89,6 +90,12 @@ class Tokenizer:
         except (OSError, ValueError, KeyError, TypeError):  # missing, not UTF-8, JSON or base64, not what was written
             pass
         raise UserError(f"{path} is missing or damaged: train it again: python -m scripts.tok_train --data=…")
+
+    @overload
+    def encode(self, text: str, prepend: str | None = None) -> list[int]: ...
+
+    @overload
+    def encode(self, text: list[str], prepend: str | None = None) -> list[list[int]]: ...
 
     def encode(self, text: str | list[str], prepend: str | None = None) -> list[int] | list[list[int]]:
         """
