@@ -5,6 +5,7 @@ Jordan et al. 2024, kellerjordan.github.io/posts/muon. Every matrix moves by a m
 one, so that directions with small gradients are learned, too.
 """
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -210,7 +211,7 @@ class DistMuon:
         momentum: float = 0.95,
     ):
         shards = [shard for shard in sharding.shards if shard.name in names]
-        self.param_groups = [{
+        self.param_groups: list[dict[str, Any]] = [{
             "shards": shards, "lr": lr, "initial_lr": lr,
             "weight_decay": weight_decay, "initial_weight_decay": weight_decay, "momentum": momentum,
         }]

@@ -1,4 +1,6 @@
 """Which optimizer updates which parameters of a GPT."""
+from typing import Any
+
 from nanochat.model.gpt import GPT
 from nanochat.optim.adamw import DistAdamW
 from nanochat.optim.muon import DistMuon
@@ -8,7 +10,7 @@ TABLE_LR = 0.5    # of value tables, relative to the embedding's
 SCALAR_LR = 0.02  # of gates and of the smear's scale: they are of the order of one
 # AdamW in large models, as nanochat has it, but for eps: as all blocks begin as the identity, and norms undo what a
 # stream is scaled by, the scales' first gradients are rounding errors, which an eps of 1e-10 would make whole steps.
-LARGE = {
+LARGE: dict[str, dict[str, Any]] = {
     "embedding": {"betas": (0.8, 0.995), "weight_decay": 0.001},
     "table": {"betas": (0.8, 0.995), "weight_decay": 0.01},
     "head": {"betas": (0.8, 0.96), "weight_decay": 0.01},

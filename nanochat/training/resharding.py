@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -23,7 +23,7 @@ class Piece(NamedTuple):
 
     start: int
     end: int
-    source: Tensor | safe_open
+    source: Any  # Tensor | safe_open: of the latter only get_slice is used
 
 
 def stored_weights(checkpoint: Path) -> Callable[[str], Tensor]:
