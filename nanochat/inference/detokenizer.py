@@ -8,13 +8,14 @@ from nanochat.data.conversation import text_of
 from nanochat.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 # Special tokens after which the text belongs to a part of this type.
-STARTS = {"<|python_start|>": "python", "<|python_end|>": "text",
+PartType = Literal["text", "python", "python_output"]
+STARTS: dict[str, PartType] = {"<|python_start|>": "python", "<|python_end|>": "text",
           "<|output_start|>": "python_output", "<|output_end|>": "text"}
 
 
 class Delta(NamedTuple):
     """A few characters, and the type of the part of a message that they belong to."""
-    type: Literal["text", "python", "python_output"]
+    type: PartType
     text: str
 
 
@@ -23,7 +24,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.type = "text"
+        self.type: PartType = "text"
         self.starts = {tokenizer.encode_special(name): STARTS.get(name) for name in SPECIAL_TOKENS}
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 

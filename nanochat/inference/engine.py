@@ -152,7 +152,7 @@ class Engine:
 
     def remove(self, answer: Answer) -> None:
         """End an answer now. Nothing happens if it has ended already."""
-        waiting = self.waiting.get(answer.owner, ())
+        waiting = self.waiting.get(answer.owner, deque())
         if answer in self.running:
             self._free(self.running.index(answer))
         elif answer in self.reading:

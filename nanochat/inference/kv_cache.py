@@ -94,7 +94,8 @@ class CachedModel:
             begins += its_begins
             last_begins.append(its_begins[-1])
         lengths = [len(span) for span in spans]
-        *columns, begins = torch.tensor([ids, previous, positions, begins], device=device)  # one copy to the device
+        # One copy to the device.
+        ids, previous, positions, begins = torch.tensor([ids, previous, positions, begins], device=device)
 
         masks = {}      # for each window, one of each prompt and the key that it begins with
         for window in self.windows:
@@ -123,7 +124,7 @@ class CachedModel:
                 outputs.append(attend_one(its_q, kv[:, :, first:], mask, follows))
             return torch.cat(outputs)
 
-        hidden = self.hidden(*columns, attend).split(lengths)   # (tokens, C) each
+        hidden = self.hidden(ids, previous, positions, attend).split(lengths)   # (tokens, C) each
         pieces = torch.stack(new).split(lengths, dim=3)         # (n_layer, 2, H_kv, tokens, D) each
         extended = []
         for (prefix, tokens), piece, span, begin, its_hidden in zip(prompts, pieces, spans, last_begins, hidden):
