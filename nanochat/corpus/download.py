@@ -40,6 +40,7 @@ def fetch_shard(repository: str, file: str, folder: Path) -> dict:
                 raise UserError(f"{file} of {repository}: {type(error).__name__}: {first_line(error)};"
                                 " the same command goes on from here, HF_ENDPOINT=… names a mirror") from error
             time.sleep(attempt * PAUSE_S)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def check_shard(path: Path, etag: str | None) -> dict:

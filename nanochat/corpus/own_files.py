@@ -16,7 +16,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -183,12 +183,12 @@ def text_of(row: Any, field: str, place: str) -> str:
 
 # ---- Bytes to text
 
-def open_bytes(path: Path) -> io.BufferedReader:
+def open_bytes(path: Path) -> BinaryIO:
     """A file's bytes, decompressed as its suffix says."""
     suffix = path.suffix.lower()
     if suffix == ".xz":
-        return lzma.open(path)
-    file = open(path, "rb")  # by Python: Arrow opens no name that is not UTF-8
+        return cast(BinaryIO, lzma.open(path))
+    file: BinaryIO = open(path, "rb")  # by Python: Arrow opens no name that is not UTF-8
     if suffix in COMPRESSIONS:
         file = io.BufferedReader(pa.input_stream(file, compression=COMPRESSIONS[suffix]))
     return file
@@ -331,7 +331,7 @@ def csv_rows(path: Path, encoding: str, field: str, delimiter: str) -> Rows:
         lines = itertools.islice(file, start, None)
         if style == "escaped":
             lines = (ODD_ESCAPE.sub(r'\1""', line) for line in lines)
-        quoting = csv.QUOTE_NONE if style == "plain" else csv.QUOTE_MINIMAL
+        quoting: Any = csv.QUOTE_NONE if style == "plain" else csv.QUOTE_MINIMAL
         rows = csv.DictReader(lines, delimiter=delimiter, strict=True, quoting=quoting)
         try:
             for row in rows:

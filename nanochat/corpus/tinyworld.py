@@ -39,7 +39,7 @@ for slots, words in DATA["slots"].items():
     SLOTS |= dict.fromkeys(slots, words.split())
 
 # Facts that are computed: (subject, answer, {y}, {x})
-COMPUTED = {
+COMPUTED: dict[str, list[tuple[str, ...]]] = {
     "spellings": [(word, "-".join(word)) for word in WORDS],
     "letters": [
         (word, {1: "once", 2: "twice", 3: "three times"}[word.count(x)], "-".join(word), x)
@@ -214,7 +214,7 @@ def conversation(count: int, rng: StableRandom) -> Iterator[str]:
     meeting, values = fill(SENTENCES["meetings"], {}, rng)
     yield meeting
     for _ in range(count - 1):
-        x, y = rng.choice(("XY", "YX"))  # either may ask
+        x, y = rng.choice((("X", "Y"), ("Y", "X")))  # either may ask
         turn = {"X": values[x], "Y": values[y]}
         if rng.below(2):
             yield fill(SENTENCES["exchanges"], turn, rng)[0]
