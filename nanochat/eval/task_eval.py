@@ -46,9 +46,7 @@ def evaluate_task(
     else:
         tools = open_tools(task.library)
         samples = generate_answers(model, tokenizer, conversations, indices, sampling, num_samples, batch_size, tools)
-        answers = []
-        for of_problem in samples:
-            answers.append([answer_text(tokenizer, answer.tokens) for answer in of_problem])
+        answers = [[answer_text(tokenizer, one.tokens) for one in of_problem] for of_problem in samples]
     correct = []
     # A vote waits for the slowest rank, and a program of HumanEval may take seconds: several problems between votes.
     for conversation, of_problem in until_stopped(zip(conversations, answers), every=8):

@@ -101,7 +101,7 @@ def rows_that_train(most: int, config: GPTConfig, *how, **settings) -> int:
     while rows:
         try:
             # In the second micro-step the memory also holds the first one's gradients.
-            try_steps(config, rows, *how, micro_steps=2, **settings)
+            try_steps(config, rows, *how, **settings | {"micro_steps": 2})
             return rows
         except UserError as error:
             if "out of memory" not in str(error) and "SIGKILL" not in str(error):

@@ -80,7 +80,7 @@ def draw_problem(level: str, number: int, split: str) -> Problem | None:
     rng = StableRandom(f"arithmetic:{level}:{number}")
     shape = rng.choice(list(SHAPES[level]))
     a, b, c, d = (draw_number(rng, DIGITS[level]) for _ in range(4))
-    slots = dict(a=a, b=b, c=c, d=d, q=a * b, t=a * b + c)
+    slots: dict[str, object] = dict(a=a, b=b, c=c, d=d, q=a * b, t=a * b + c)
     expression = shape.format(**slots)
     result = int(calculate(expression))
     numbers = sorted(map(int, re.findall("[0-9]+", expression)))

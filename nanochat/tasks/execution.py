@@ -37,7 +37,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MAX_PROCESSES = 16             # of a program at once, threads included
 MAX_FILE_BYTES = 16 * 2**20    # of each file
@@ -84,7 +84,7 @@ def run_python(
 
     settings = repr((timeout, memory_bytes, max_output_bytes, tempfile.gettempdir()))
     command = [sys.executable, "-I", "-S", "-X", "utf8", os.path.abspath(__file__), settings]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, **pipes, env={}, cwd="/", start_new_session=True) as supervisor:
         report = complaint = b""
         try:
@@ -319,7 +319,8 @@ def be_the_program(
     with open("main.py", "wb") as file:
         file.write(code)
     os.environ.clear()
-    sys.stdout.reconfigure(line_buffering=True)  # what it said before it was ended is known
+    # What it said before it was ended is known.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # stdout of a new process is a TextIOWrapper
     sys.argv = ["main.py"]
     limits = {
         resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_FSIZE: MAX_FILE_BYTES,

@@ -49,6 +49,9 @@ class HubTask(Task):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def convert(self, row: dict) -> Conversation:
+        raise NotImplementedError
+
     def conversation(self, index: int) -> Conversation:
         return self.convert(self.rows[int(self.order[index])])
 
