@@ -14,6 +14,7 @@ function's parameters, by a grammar (structured.py).
 import json
 import re
 import uuid
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
@@ -68,7 +69,7 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
 
-def describe(functions: list[Function]) -> str:
+def describe(functions: Sequence[Function]) -> str:
     """For the system message: what there is to call, and how."""
     lines = ['Functions, to be called with {"name": ..., "arguments": {...}}:']
     for function in functions:
@@ -76,7 +77,7 @@ def describe(functions: list[Function]) -> str:
     return "\n".join(lines)
 
 
-def call_grammar(functions: list[Function], tokenizer: Tokenizer) -> str:
+def call_grammar(functions: Sequence[Function], tokenizer: Tokenizer) -> str:
     """A grammar's expression for a call of one of these functions."""
     calls = []
     for function in functions:
@@ -87,7 +88,7 @@ def call_grammar(functions: list[Function], tokenizer: Tokenizer) -> str:
     return f"<[{start}]> ({' | '.join(calls)}) <[{end}]>"
 
 
-def read_call(text: str, functions: list[Function]) -> Json | None:
+def read_call(text: str, functions: Sequence[Function]) -> Json | None:
     """A call in OpenAI's shape; None if the text is no call of one of these functions."""
     match = CALL.fullmatch(text)
     if match is None or match[1] not in [function.name for function in functions]:

@@ -9,7 +9,7 @@ import functools
 import resource
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanochat.runtime.errors import UserError, first_line
 
@@ -39,7 +39,7 @@ def try_to_compile(expression: str, vocab_size: int) -> None:
     fails for a reason of its own. What has passed once passes. From any thread.
     """
     command = [sys.executable, "-X", "utf8", "-c", TRIAL, str(vocab_size)]
-    pipes = dict(input=expression, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8")
+    pipes: Any = dict(input=expression, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8")
     trial = subprocess.run(command, **pipes)
     error = trial.stdout
     if trial.returncode > 0:

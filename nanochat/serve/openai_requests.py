@@ -37,7 +37,7 @@ import codecs
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -95,7 +95,7 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def as_prompts(prompt: str | list) -> list:
+def as_prompts(prompt: Any) -> list:
     """Likewise a single prompt, a text or its tokens."""
     is_single = isinstance(prompt, str) or all(isinstance(token, int) for token in prompt)
     return [prompt] if is_single else prompt
@@ -112,8 +112,6 @@ class BaseRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     param: ClassVar[str]            # the field that has the prompt
     calculates: ClassVar[bool] = False
-    functions: ClassVar[Sequence[Function]] = ()    # the caller's own that may be called
-    logprobs_asked: ClassVar[Json] = {}    # settings of SamplingParams
     model: str
     max_tokens: int = Field(NO_LIMIT, ge=1)     # at most the server's limit
     temperature: float = Field(ge=0)
@@ -167,9 +165,23 @@ class BaseRequest(BaseModel):
         """Choices in all: known before a prompt is encoded."""
         return self.n
 
+    @property
+    def functions(self) -> Sequence[Function]:
+        """The caller's own that may be called."""
+        return ()
+
+    @property
+    def logprobs_asked(self) -> Json:
+        """Settings of SamplingParams."""
+        raise NotImplementedError
+
     def grammar(self, tokenizer: Tokenizer) -> str | None:
         """A grammar's expression for the answer; None: any text."""
         return None
+
+    def encode(self, tokenizer: Tokenizer, chats: bool, context: int) -> Encoded:
+        """chats: False for a base model, for which messages are one text to continue. context: in tokens."""
+        raise NotImplementedError
 
     def sampling(self, tokenizer: Tokenizer, max_new_tokens: int, tools: bool) -> SamplingParams:
         stop = default_stop(tokenizer)
@@ -228,6 +240,11 @@ class Message(BaseModel):
 class ConversationRequest(BaseRequest):
     """What chat and the Responses interface have in common."""
     calculates: ClassVar[bool] = True
+    if TYPE_CHECKING:  # fields of the subclasses, which name them differently in JSON
+        messages: list[Message]
+        format: ResponseFormat
+        @property
+        def wants_logprobs(self) -> bool: ...
     tools: Tools = []
     tool_choice: ToolChoice = "auto"
     truncation: Literal["auto", "disabled"] = "disabled"
@@ -238,7 +255,7 @@ class ConversationRequest(BaseRequest):
         return {"logprobs": self.top_logprobs if self.wants_logprobs else None}
 
     @property
-    def functions(self) -> list[Function]:
+    def functions(self) -> Sequence[Function]:
         if isinstance(self.tool_choice, AllowedTools):
             allowed = [tool.name for tool in self.tool_choice.tools]
             return [function for function in self.tools if function.name in allowed]
@@ -258,7 +275,6 @@ class ConversationRequest(BaseRequest):
         return [message.turn() for message in self.messages]
 
     def encode(self, tokenizer: Tokenizer, chats: bool, context: int) -> Encoded:
-        """chats: False for a base model, for which messages are one text to continue. context: in tokens."""
         turns = self.turns()
         if self.functions:
             turns.insert(0, {"role": "system", "content": describe(self.functions)})
@@ -303,7 +319,7 @@ class CompletionRequest(BaseRequest):
     def encode(self, tokenizer: Tokenizer, chats: bool, context: int) -> Encoded:
         bos = tokenizer.get_bos_token_id()
         prompts, echo_from = [], []
-        for prompt in self.prompt:
+        for prompt in cast(list[str | list[int]], self.prompt):
             tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             check_tokens(tokens, tokenizer, "prompt")
             added = [] if tokens[:1] == [bos] else [bos]    # is not repeated

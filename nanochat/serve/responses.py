@@ -59,6 +59,8 @@ class ResponsesRequest(ConversationRequest):
 
 
 class ResponsesReply(ChatReply):
+    asked: ResponsesRequest
+
     def response(self, status: str, output: Sequence[dict] = ()) -> Json:
         usage = {
             "input_tokens": self.prompt_tokens, "input_tokens_details": {"cached_tokens": self.cached_tokens},

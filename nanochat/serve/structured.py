@@ -50,7 +50,7 @@ def flat(value: Any) -> Any:
 
 class ResponseFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema"] = "text"
-    definition: Json = Field({}, alias="schema")
+    definition: Json = Field(default={}, alias="schema")
 
     def grammar(self) -> str | None:
         """None: any text."""
