@@ -90,7 +90,7 @@ def read_settings(path: str) -> tuple[dict[str, Setting], str]:
     comments, headings = read_comments(source)
     settings: dict[str, Setting] = {}
     for node in tree.body:
-        annotation = None
+        annotation: ast.expr | None = None
         match node:
             case ast.Assign(value=ast.Call(ast.Name("configure"))) | ast.Expr(ast.Call(ast.Name("configure"))):
                 return settings, ast.get_docstring(tree) or ""

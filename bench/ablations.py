@@ -7,7 +7,7 @@ that has a result is not run again.
     python -m bench.ablations --series=removed --only=smear        # taken from modern; `more`: added to modern
     python -m bench.ablations --series=sets --jobs=1               # one run at a time: then ms of a step mean something
 """
-from typing import Literal
+from typing import Any, Literal
 
 from configurator import configure
 
@@ -90,7 +90,7 @@ class Run(NamedTuple):
 
 def key_of(run: Run) -> dict:
     """Everything that determines a result, but the code. A result in the file with this key stands."""
-    flags = {"depth": depth, "max_seq_len": max_seq_len, "device_batch_size": device_batch_size,
+    flags: dict[str, Any] = {"depth": depth, "max_seq_len": max_seq_len, "device_batch_size": device_batch_size,
              "total_batch_size": total_batch_size, "eval_every": -1, "sample_every": -1}
     for word in f"{common} {run.words}".split():
         name, _, value = word.removeprefix("--").partition("=")

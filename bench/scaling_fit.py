@@ -1,6 +1,6 @@
 """The runs of a series that have ended, and the depth that fits a FLOP budget best. bench.scaling shows them."""
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ class Optimum(NamedTuple):
 def read_run(folder: Path) -> Run | None:
     """The run in a folder of checkpoints; None where it has not ended with a validation."""
     last = next(reversed(list_steps(folder)), None)
-    meta = read_meta(step_dir(folder, last)) if last is not None else {"num_iterations": -1}
+    meta: dict[str, Any] = read_meta(step_dir(folder, last)) if last is not None else {"num_iterations": -1}
     records = read_metrics(folder / "metrics.jsonl") if meta["num_iterations"] == last else []
     scores = [record["val/bpb"] for record in records if record["step"] == last and "val/bpb" in record]
     if not scores:

@@ -6,7 +6,7 @@ How much of the engine's speed reaches the clients of the chat server: as many s
 The same requests are answered by the engine alone, in this process, and by the server, in one of its own, whose clients
 are this process; in turns, since a machine's speed changes. The weights are drawn, not trained.
 """
-from typing import Literal
+from typing import Any, Literal
 
 from configurator import configure
 
@@ -50,7 +50,7 @@ from nanochat.training.saving import save_weights
 
 *_, device = compute_init(device_type)
 messages = [[{"role": "user", "content": f"Question {i}: what is that?"}] for i in range(requests)]
-common = dict(temperature=1.0, top_k=50)
+common: dict[str, Any] = dict(temperature=1.0, top_k=50)
 
 
 def save_model() -> Path:

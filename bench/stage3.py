@@ -2,6 +2,8 @@
 Stage 3 of ZeRO, to be read: each rank keeps 1/N of every unit of the model, and a unit is whole only while it is used.
 Training uses PyTorch's fully_shard, which gives the same weights. bench.parallel makes a table of it.
 """
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ class Unit:
 
     def free(self) -> None:
         self.flat.untyped_storage().resize_(0)  # autograd keeps views of it, which have memory again when it needs them
-        self.work = None
+        self.work: Any = None
 
     def gather(self) -> None:
         if self.work is None:

@@ -4,7 +4,8 @@ each collective sends. bench.zero makes tables of it.
 """
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ class Sent(TorchDispatchMode):
         self.ranks = ranks
         self.sent = 0.0  # bytes
 
-    def __torch_dispatch__(self, func: Callable, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             self.sent += sent_in(func._schema.name.removeprefix("c10d::"), args, self.rank, self.ranks)
         return func(*args, **(kwargs or {}))
@@ -145,7 +146,7 @@ class Watch(Sent):
             # Everything else that Python knows of and that was made since `measure` began: what leaks shows here.
             "rest": [t for t in alive if not isinstance(t, DTensor) and t.is_cpu],
         }
-        seen = {}
+        seen: dict[int, int] = {}
         result = {}
         for purpose, tensors in purposes.items():
             new = storages(tensors)

@@ -39,7 +39,7 @@ checkpoint = find_model(source, model_tag, step)
 model, tokenizer, meta = load_checkpoint(checkpoint, device)
 print0(f"model: {checkpoint}")
 
-results = {}
+results: dict[str, float | str] = {}
 scores = []
 rows = []
 sampling = SamplingParams(max_new_tokens, temperature=0)  # always the likeliest token

@@ -86,9 +86,9 @@ if not api_key and host not in LOOPBACK:
     print0(f"warning: anyone who can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 
 # Each engine is a process of its own, which loads the model; this one answers the web, and touches no GPU.
-device_type = choose_device_type(device_type)
+chosen_device = choose_device_type(device_type)
 if workers == 0:
-    workers = torch.cuda.device_count() if device_type == "cuda" else 1
+    workers = torch.cuda.device_count() if chosen_device == "cuda" else 1
 models = []
 tools = open_library(library)  # the engines open it as well; here it says where a passage comes from
 for stage in sources:
@@ -98,7 +98,7 @@ for stage in sources:
     specs = tasks_of(stage, tag)
     if warning := never_looks_up(specs, library):
         print0(warning)
-    load = partial(load_engine, checkpoint, device_type, dtype, max_batch, library, workers)
+    load = partial(load_engine, checkpoint, chosen_device, dtype, max_batch, library, workers)
     models.append(ServedModel(
         id=f"{tag}-{stage}",
         tokenizer=Tokenizer.load(checkpoint),

@@ -14,6 +14,7 @@ import json
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.exits import install_one_line_errors
@@ -55,7 +56,7 @@ def run(command: list[str]) -> int:
 def once(name: str, needs: list[str], makes: list[str], command: list[str]) -> None:
     """Run the command unless its record says that this is done. UserError when a result is missing."""
     path = base_dir() / "once" / f"{name}.json"
-    record = {"command": command, "needs": digests(needs), "makes": digests(makes)}
+    record: dict[str, Any] = {"command": command, "needs": digests(needs), "makes": digests(makes)}
     if path.is_file() and json.loads(path.read_bytes()) == record:
         print(f"done before: {', '.join(makes)}", flush=True)
         return
