@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Check the style (ruff, rules in pyproject.toml) and run all tests, in a .venv that is made if there is none. Arguments go to pytest.
+# Check style and types (ruff, mypy: rules in pyproject.toml) and run all tests, in a .venv that is made if there is none.
+# Arguments go to pytest.
 # As if this machine were ten times faster: CLOCK=0.1 tests/run.sh --ignore=tests/test_execution.py; slower: CLOCK=10 (tests/clock)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . ./setup.sh dev
 python -m ruff check .
+python -m mypy
 # One process more than the two cores this is made for, as tests also wait for servers and signals; one thread each:
 # threads that share a core with another test's only get in each other's way.
 export OMP_NUM_THREADS=1
