@@ -169,7 +169,8 @@ def test_python_objects_begin_with_the_sentence_that_their_documentation_begins_
         found = library.lookup(name)
         assert found.title == name and found.place == f"help({name})"
         documented = " ".join(inspect.getdoc(thing).split())
-        assert documented.removeprefix("reduce(function, iterable[, initial]) -> value ").startswith(found.text)
+        # reduce's begins with its signature, whose words differ between versions of Python.
+        assert documented.rpartition(" -> value ")[2].startswith(found.text)
     assert library.passages > 2000
     open_library("python")
     assert capsys.readouterr().out == ""

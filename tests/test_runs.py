@@ -24,7 +24,7 @@ from configurator import read_arguments, read_settings
 from nanochat.corpus.make_dataset import OFFLINE
 from nanochat.runtime.errors import UserError
 
-PAGES = sorted([*REPO.glob("README*.md"), *REPO.glob("docs/*.md"), REPO / "docs/step.html", REPO / "tests/README.md"])
+PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), REPO / "docs/step.html", REPO / "tests/README.md"])
 SCRIPTS = sorted([*REPO.glob("runs/*"), *REPO.glob("*.sh"), *REPO.glob("tests/*.sh")])
 
 
@@ -140,7 +140,7 @@ def problems_of_command(words: list[str]) -> list[str]:
     if not module.startswith(("scripts.", "nanochat.", "bench.", "tests.")) or module == "scripts.":
         return []
     if not (REPO / f"{module.replace('.', '/')}.py").exists():
-        return [] if "…" in module else [f"module {module}"]
+        return [] if "…" in module or module.endswith(".NAME") else [f"module {module}"]
     settings, found = settings_of(module), []
     for word in rest if settings is not None else ():
         if not word.startswith("--") or word == "--help" or "…" in word.partition("=")[0]:
