@@ -24,7 +24,9 @@ from configurator import read_arguments, read_settings
 from nanochat.corpus.make_dataset import OFFLINE
 from nanochat.runtime.errors import UserError
 
-PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), REPO / "docs/step.html", REPO / "tests/README.md"])
+# The log's archive is history: its names need not exist any more.
+PAGES = sorted({*REPO.glob("*.md"), *REPO.glob("docs/*.md"), REPO / "docs/step.html", REPO / "tests/README.md"}
+               - {REPO / "docs/LOG-archive.md"})
 SCRIPTS = sorted([*REPO.glob("runs/*"), *REPO.glob("*.sh"), *REPO.glob("tests/*.sh")])
 
 
