@@ -37,7 +37,7 @@ def from_rank0(function: Callable[..., T], *args) -> T:
     The function's result on rank 0, on every rank: for decisions that must be the same. A UserError that it raises
     there is raised on every rank. COLLECTIVE.
     """
-    result = [None]
+    result: list[Any] = [None]
     if is_rank0():
         try:
             result = [function(*args)]

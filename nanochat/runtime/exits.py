@@ -42,7 +42,7 @@ def install_one_line_errors(config: dict | None = None) -> None:
             act_last()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
-        out = sys.__stderr__  # torch's own hook calls this one and holds back sys.stderr until it returns
+        out = sys.__stderr__ or sys.stderr  # torch's own hook calls this one and holds back sys.stderr until it returns
         with contextlib.suppress(OSError):  # its terminal, or what reads its pipe, is gone
             if line is None or os.environ.get("NANOCHAT_TRACEBACK") == "1":
                 text = "".join(traceback.format_exception(kind, error, trace))
