@@ -38,7 +38,7 @@ train() {
         rows=$(python -m scripts.doctor --batch_only "$1" --ranks="$gpus" --max_rows=16)
         [ "$rows" -ge 1 ] || { echo "error: ${1#--} does not fit into this GPU's memory; set smaller DEPTHS" >&2; exit 1; }
     fi
-    python -m scripts.once "$tag" --needs "data/$DATA/manifest.json" --needs "tokenizer/$DATA" --makes "base_checkpoints/$tag" -- \
+    python -m scripts.once "$tag" --needs "data/$DATA/manifest.json" "tokenizer/$DATA" --makes "base_checkpoints/$tag" -- \
         "${launch[@]}" scripts.base_train --data="$DATA" --model_tag="$tag" --resume=auto --device_batch_size="$rows" \
         --eval_every=1000000000 --sample_every=-1 "${model[@]}" "$@"
 }

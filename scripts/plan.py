@@ -5,8 +5,6 @@ and cost; and the fastest layout that fits, with or without a pipeline. Formulas
     python -m scripts.plan --depth=20 --gpus=8 --gpu=H100 --link=nvlink4
     python -m scripts.plan --depth=32 --gpus=64 --gpus_per_node=8 --link=nvlink4 --between=ndr
 """
-from typing import Literal
-
 from configurator import configure
 
 # ---- Model and batch
@@ -25,19 +23,14 @@ mfu = 0.48                  # [0.0001..1] part of its bf16 peak that forward and
 link = "nvlink4"            # of each GPU to the others of its host: a name of the table in nanochat/plan/machines.py
 between = "ndr"             # of each GPU to other hosts
 price = 2.5                 # [0..] dollars per GPU and hour
-# ---- What to tell
-tell: Literal["all", "summary", "hours"] = "all"  # summary: without the table; hours: just them, rounded up
 configure(globals())
-
-import math
 
 import torch
 
 from nanochat.model.gpt_config import config_from_depth
-from nanochat.optim.recipe import choose_batch_size
-from nanochat.optim.schedule import accumulation_steps
+from nanochat.plan.choice import pretraining
 from nanochat.plan.machines import LINKS, Cluster, Layout, bytes_on_a_rank, fastest_layout, plan_step
-from nanochat.plan.memory import GIB, shaped, split_into_stages
+from nanochat.plan.memory import GIB, split_into_stages
 from nanochat.runtime.errors import UserError
 from nanochat.runtime.flops import datasheet_peak, peak_flops
 from nanochat.runtime.tables import markdown_table
@@ -51,28 +44,16 @@ if not gpu and not torch.cuda.is_available():
     raise UserError("there is no GPU here; expected the name of one, such as --gpu=H100")
 
 config = config_from_depth(depth, vocab_size, max_seq_len, arch="modern")
-model = shaped(config)
 dtype = torch.bfloat16
 cluster = Cluster(gpus, min(gpus, gpus_per_node), LINKS[link], LINKS[between])
 parameters = sum(split_into_stages(config)[0].units)
-target_tokens = target_param_data_ratio * model.count_parameters("matrix", "head")
-flops_per_token = model.estimate_flops()
-if total_batch_size == -1:
-    total_batch_size = choose_batch_size(-1, target_tokens, device_batch_size * max_seq_len * gpus)
-micro_steps = accumulation_steps(total_batch_size, device_batch_size, max_seq_len, gpus)
 peak = datasheet_peak(gpu) if gpu else peak_flops(torch.device("cuda"), dtype)
-steps = max(round(target_tokens / total_batch_size), 1)
-hours = steps * total_batch_size * flops_per_token / (gpus * mfu * peak) / 3600
-if tell == "hours":
-    print(math.ceil(hours))
-    raise SystemExit(0)
+flops_per_token, total_batch_size, micro_steps, steps, hours = pretraining(
+    config, gpus, device_batch_size, mfu * peak, target_param_data_ratio, total_batch_size)
 print(f"depth {depth}: {parameters:,} parameters, {flops_per_token:.3g} FLOPs per token; "
       f"{steps:,} steps of {total_batch_size:,} tokens in {micro_steps} micro-step(s)")
 print(f"{gpus} x {gpu or 'GPU'} at {mfu:.0%} MFU: {hours:.2f} hours if all communication hides; "
       f"cost ${hours * gpus * price:,.0f}, at ${price:g} per GPU and hour")
-if tell == "summary":
-    raise SystemExit(0)
-
 
 def table_row(layout: Layout) -> list:
     needed = bytes_on_a_rank(config, cluster, layout, dtype)

@@ -15,7 +15,7 @@ from nanochat.plan.memory import GIB, needed_bytes
 from nanochat.runtime import compiling
 from nanochat.runtime.errors import UserError
 
-TOOLS = ("bash", "sh", "cat", "cksum", "id", "dirname", "grep", "mv", "uname")
+TOOLS = ("bash", "sh", "cat", "cksum", "id", "dirname", "grep", "mv", "uname", "sed")
 
 
 def on_path(folder, programs: dict[str, str]) -> str:

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO, run_module, warm_python
+from ranks import run_as_main
 from test_runs import problems
 
+from nanochat.plan.choice import choose_for_gpus
+from nanochat.runtime.errors import UserError
 from nanochat.tasks import SPEC, TASKS
 
 
@@ -113,7 +116,9 @@ def test_once_lets_a_command_save(base_folder):
 
 
 def copy_scripts(folder: Path) -> None:
-    for name in ("speedrun.sh", "setup.sh", "pyproject.toml"):
+    (folder / "runs").mkdir(exist_ok=True)
+    runs = [f"runs/{name}.sh" for name in ("prepare", "three_steps", "cpu", "rehearsal")]
+    for name in ("speedrun.sh", "setup.sh", "pyproject.toml", *runs):
         (folder / name).write_bytes((REPO / name).read_bytes())
 
 
@@ -130,18 +135,22 @@ def bash(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProce
     return subprocess.run(["bash", *arguments], **settings)
 
 
-def stand_in(folder: Path, answers: dict[str, object], free_gib: int = 200) -> None:
+def stand_in(folder: Path, chosen: str, gpus: int = 8, fails: str = "nothing") -> None:
     """
-    speedrun.sh in a folder whose Python gives these answers to command lines (patterns of the shell), and writes down
-    all others in `calls`; its disk has so much room.
+    speedrun.sh in a folder whose Python counts that many GPUs, whose doctor chooses these variables, which fails at
+    commands with that text, and writes down all others in `calls`.
     """
     copy_scripts(folder)
-    disk = folder / ".venv" / "bin" / "df"
-    disk.parent.mkdir(parents=True, exist_ok=True)
-    disk.write_text(f"#!/bin/sh\necho Filesystem 1024-blocks Used Available\necho disk 0 0 {free_gib * 2**20}\n")
-    disk.chmod(0o755)
-    cases = "".join(f"    {pattern}) echo {answer} ;;\n" for pattern, answer in answers.items())
-    write_python(folder, f'case "$*" in\n{cases}    *) echo "$@" >> calls ;;\nesac\n')
+    write_python(folder, f"""
+case "$*" in
+    *device_count*) echo {gpus} ;;
+    *--choose=*)
+        for word; do case $word in --choose=*) file=${{word#*=}} ;; esac; done
+        mkdir -p "${{file%/*}}" && echo "{chosen}" > "$file" ;;
+    *{fails}*) exit 7 ;;
+    *) echo "$@" >> calls ;;
+esac
+""")
 
 
 def speedrun(folder: Path, *arguments: str) -> tuple[str, list[str]]:
@@ -153,35 +162,28 @@ def speedrun(folder: Path, *arguments: str) -> tuple[str, list[str]]:
     return done.stdout, [line for line in calls if "pip" not in line and not line.startswith("-c")]
 
 
-@pytest.mark.parametrize("gpus, hours, rows, recomputed, ranks, depth", [
-    (8, (2, 1, 1, 1), 16, 64, 8, 24),       # enough of everything
-    (1, (90, 40, 20, 13), 4, 32, 1, 12),    # slow: the smallest, however long it takes
-    (1, (16, 12, 2, 1), 0, 2, 1, 20),       # activations are computed twice
-    (3, (8, 3, 1, 1), 32, 32, 2, 24),
-])
-def test_what_is_run_on_gpus(tmp_path, gpus, hours, rows, recomputed, ranks, depth):
-    """A stand-in for Python says that many GPUs, the hours of each depth, and that many rows for their memory."""
-    asked = {f"*--depth={d}*--tell=hours": h for d, h in zip((24, 20, 16, 12), hours)} | {"*device_count*": gpus}
-    asked |= {"*--batch_only*--activation_checkpointing": recomputed, "*--batch_only*": rows}
-    stand_in(tmp_path, asked)
+@pytest.mark.parametrize("gpus, ranks, depth, rows, recompute", [
+    (8, 8, 24, 16, False), (1, 1, 12, 4, False), (1, 1, 20, 2, True), (3, 2, 24, 16, False)])
+def test_what_is_run_on_gpus(tmp_path, gpus, ranks, depth, rows, recompute):
+    few = min(rows, 4)
+    stand_in(tmp_path, f"RANKS={ranks} DEPTH={depth} ROWS={rows} FEW={few} RECOMPUTE={recompute} SHARDS=20", gpus)
     _, (_, *calls) = speedrun(tmp_path)
-    stand_in(tmp_path, {"*--tell=hours": 99} | asked | {"*--batch_only*": 1})
-    _, (_, *again) = speedrun(tmp_path)  # as the first, whatever planner and doctor say by then
+    stand_in(tmp_path, "RANKS=1 DEPTH=8", gpus)
+    _, (_, *again) = speedrun(tmp_path)  # as the first, whatever the doctor says by then
     assert calls == again, "the same commands, so that what is finished is known"
     stages = ("base_train", "mid_train", "chat_sft", "chat_rl")
     trained = {script: line for line in calls for script in stages if f"scripts.{script} " in line}
-    used = rows if rows >= 4 else recomputed
     for script, line in trained.items():
         assert f"torchrun --standalone --nproc_per_node={ranks} " in line
         assert f"--model_tag=speedrun-d{depth} --resume=auto" in line
-        assert ("--activation_checkpointing" in line) == (rows < 4)
-        assert f"--device_batch_size={used if script in ('base_train', 'mid_train') else min(used, 4)} " in line
+        assert f"--activation_checkpointing={recompute}" in line
+        assert f"--device_batch_size={rows if script in ('base_train', 'mid_train') else few} " in line
     assert len(trained) == 4 and f"--depth={depth} " in trained["base_train"]
-    assert 524288 % (used * 2048 * ranks) == 0, "what mid-training takes; pretraining's batch is chosen"
+    assert 524288 % (rows * 2048 * ranks) == 0, "what mid-training takes; pretraining's batch is chosen"
     steps, before = rehearsed_steps(calls)
-    same = re.sub(r" --makes \S+", "", trained["base_train"]).partition(" torchrun ")[2].replace("climbmix", "python")
+    same = trained["base_train"].partition(" torchrun ")[2].replace("climbmix", "python")
     shape = same.replace("restarts=3", "restarts=0").replace("--resume=auto", "--overwrite")
-    tokens = 2 * used * 2048 * ranks
+    tokens = 2 * rows * 2048 * ranks
     assert steps.partition(" torchrun ")[2] == f"{shape} --total_batch_size={tokens} --num_iterations=3"
     assert "climbmix" not in "".join(before)
     _, (_, *rehearsed) = speedrun(tmp_path, "--rehearse")
@@ -191,35 +193,33 @@ def test_what_is_run_on_gpus(tmp_path, gpus, hours, rows, recomputed, ranks, dep
     assert (f"torchrun --standalone --nproc_per_node={gpus} " in stages[1]) == (gpus > 1)
 
 
+@pytest.mark.parametrize("ranks, rate, fit, chosen", [
+    (8, 4.7e14, lambda depth, most, twice: most, (24, 16, False)),          # enough of everything
+    (32, 4.7e14, lambda depth, most, twice: most, (24, 8, False)),          # 256 rows over all ranks
+    (1, 1e13, lambda depth, most, twice: 4, (12, 4, False)),                # slow: the smallest, however long it takes
+    (8, 4.7e14, lambda depth, most, twice: 2 * twice, (24, 2, True)),       # activations are computed twice
+    (8, 4.7e14, lambda depth, most, twice: depth < 17 and 8, (16, 8, False))])
+def test_the_largest_model_that_fits_and_is_done_in_a_day_is_chosen(ranks, rate, fit, chosen):
+    *choice, run = choose_for_gpus(ranks, rate, fit)
+    assert tuple(choice) == chosen and (run.hours <= 12 or chosen[0] == 12)
+    with pytest.raises(UserError, match="depth 12 does not fit into this GPU's memory"):
+        choose_for_gpus(ranks, rate, lambda *_: 0)
+
+
 def rehearsed_steps(calls: list[str]) -> tuple[str, list[str]]:
     """The command of the three steps before the downloads, and all commands up to it."""
     (place,) = (i for i, line in enumerate(calls) if "--num_iterations=3" in line)
     return calls[place], calls[: place + 1]
 
 
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_made(tmp_path):
-    """For a depth that is chosen now: a run that goes on has taken its part already."""
-    answers = {"*device_count*": 8, "*--tell=hours": 1, "*--batch_only*": 16}
-    base = tmp_path / "base"
-    stand_in(tmp_path, answers, free_gib=199)
-    done = bash(tmp_path, "speedrun.sh", NANOCHAT_BASE_DIR=str(base))
-    assert done.returncode == 1 and f"depth 24 wants 200 GiB of disk, and 199 are free in {base};" in done.stderr
-    assert "scripts.dataset" not in (tmp_path / "calls").read_text()
-    stand_in(tmp_path, answers)
-    assert bash(tmp_path, "speedrun.sh", NANOCHAT_BASE_DIR=str(base)).returncode == 0
-    stand_in(tmp_path, answers, free_gib=20)
-    assert bash(tmp_path, "speedrun.sh", NANOCHAT_BASE_DIR=str(base)).returncode == 0
-
-
 @pytest.mark.parametrize("argument, code, words", [
-    ("--help", 0, "--plan=8,H100,80    # only says"), ("-h", 0, "--rehearse     # every stage"),
-    ("--folder=/not/there", 2, "error: no folder /not/there"), ("--folder=tests-of-none", 2, "/tests-of-none"),
-    ("--plan", 2, "error: --plan: expected --plan=8,H100,80"), ("--plan=8,A100", 2, "of how many GB"),
+    ("--help", 0, "--plan=8,H100,80    # only says"), ("-h", 0, "--rehearse     # each stage"),
+    ("--folder=/not/there", 2, "error: no folder /not/there"), ("--folder=tests-of-none", 2, "no folder tests-of-none"),
+    ("--plan", 2, "error: --plan: expected --plan=8,H100,80"),
     ("--chatt", 2, "--chatt is unknown")])
 def test_an_argument_is_answered_before_anything_is_made(tmp_path, argument, code, words):
     """A stand-in for Python would write down that it was called."""
-    stand_in(tmp_path, {})
-    (tmp_path / "calls").unlink(missing_ok=True)
+    stand_in(tmp_path, "")
     done = bash(tmp_path, "speedrun.sh", argument)
     assert done.returncode == code and words in (done.stderr if code else done.stdout), done
     assert not (tmp_path / "calls").exists()
@@ -245,12 +245,13 @@ def test_a_plan_is_understood_as_people_write_it_and_says_what_is_paid_for():
     assert "3 to 4 hours and $73 to $97 for 8 GPUs at $3 " in plain and "of them stand idle" not in plain
     assert "6 to 8 hours and $109 to $145 for 6 GPUs at $3 " in six and "2 of them stand idle, so rent 4; " in six
     assert "disk: 200 GiB; downloads: 11 GB of text" in six
+    unknown = bash(REPO, "speedrun.sh", "--plan=8,A100", **no_venv())
+    assert unknown.returncode == 1 and "error: plan=8,A100: expected 8,H100,80" in unknown.stderr
 
 
 def test_nothing_is_downloaded_where_three_steps_fail(tmp_path):
     """As where they do not compile, or need more memory than was thought."""
-    answers = {"*device_count*": 8, "*--tell=hours": 1, "*--batch_only*": 16, "*--num_iterations=3": "; exit 7"}
-    stand_in(tmp_path, answers)
+    stand_in(tmp_path, "RANKS=8 DEPTH=24 ROWS=16 FEW=4 RECOMPUTE=False SHARDS=125", fails="--num_iterations=3")
     for argument in ([], ["--rehearse"]):
         done = bash(tmp_path, "speedrun.sh", *argument, NANOCHAT_BASE_DIR=str(tmp_path / "base"))
         assert done.returncode == 7, done.stderr
@@ -275,33 +276,34 @@ def test_a_plan_shows_the_commands_for_gpus_that_are_not_here(base_folder):
     assert f"{hours * steps * 2**20:.2f} hours if all communication hides" in shown.stdout
 
 
-def test_a_slow_machine_trains_a_smaller_model_unless_asked_for_all(tmp_path):
-    """
-    A stand-in for Python times a step of depth 4 at so many milliseconds if nothing else runs, and as the machine is.
-    What was chosen first stays chosen.
-    """
+def test_a_slow_machine_trains_a_smaller_model_unless_asked_for_all(tmp_path, base_folder, monkeypatch, capsys):
+    """A step of depth 4 takes so many milliseconds if nothing else runs, and as the machine is; of depth 2 a third."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # `configure` sets another
+    times = {}
+    monkeypatch.setattr("nanochat.plan.step_trial.try_steps", lambda config, *_: times[config.n_layer])
 
-    def chosen(folder: Path, ms: int, *arguments: str, busy: int = 1) -> tuple[str, str]:
-        folder.mkdir(exist_ok=True)
-        times = {f"*--time_only?--depth={depth}*": f"{ms // share} {busy * ms // share}"
-                 for depth, share in ((4, 1), (2, 3))}
-        stand_in(folder, {"*device_count*": 0} | times)
-        out, calls = speedrun(folder, *arguments)
-        (depth,) = {line.partition("--depth=")[2].split()[0] for line in calls if "scripts.base_train" in line}
-        assert all(f"--model_tag=assistant-d{depth} " in f"{line} " for line in calls if "model_tag" in line)
-        return depth, out
+    def chosen(alone: float, busy: float, *arguments: str) -> tuple[str, str]:
+        times.update({4: [alone, busy], 2: [alone / 3, busy / 3]})
+        with pytest.raises(SystemExit):
+            run_as_main("scripts.doctor", [f"--choose={tmp_path / 'choice'}", "--device_type=cpu", *arguments])
+        return (tmp_path / "choice").read_text(), capsys.readouterr().out
 
-    depth, out = chosen(tmp_path / "fast", 400)
-    assert depth == "4" and "about 27 minutes\n" in out and "smaller" not in out
-    depth, out = chosen(tmp_path / "busy", 400, busy=6)
-    assert depth == "4" and "about 27 minutes once other processes have ended (beside them, as now, 147)\n" in out
-    depth, out = chosen(tmp_path / "slow", 2500)
-    assert depth == "2" and "about 153 minutes" in out
-    assert "a smaller model instead, in about 52 minutes; bash speedrun.sh --full trains the larger one" in out
-    assert chosen(tmp_path / "slow", 450)[0] == "2", "now as fast: this run goes on as it began"
-    assert chosen(tmp_path / "slow", 3000, "--full")[0] == "4"
-    assert chosen(tmp_path / "slow", 3000)[0] == "4", "what was asked for last goes on"
-    assert chosen(tmp_path / "other", 3000, "--full")[0] == "4"
+    assert chosen(400, 400) == ("RANKS=0 DEPTH=4\n", "on this machine this will take about 27 minutes\n")
+    variables, out = chosen(400, 2400)
+    assert variables == "RANKS=0 DEPTH=4\n"
+    assert "about 27 minutes once other processes have ended (beside them, as now, 147)\n" in out
+    variables, out = chosen(2500, 2500)
+    assert variables == "RANKS=0 DEPTH=2\n" and "about 153 minutes\n" in out
+    assert out.endswith("smaller model instead, in about 52 minutes\nbash speedrun.sh --full trains the larger one\n")
+    assert chosen(3000, 3000, "--full") == ("RANKS=0 DEPTH=4\n", "")
+
+
+def test_what_was_chosen_first_stays_chosen(tmp_path):
+    for chosen, arguments, depth in (("DEPTH=2", [], 2), ("DEPTH=4", [], 2), ("DEPTH=4", ["--full"], 4)):
+        stand_in(tmp_path, f"RANKS=0 {chosen}", gpus=0)
+        calls = [line for line in speedrun(tmp_path, *arguments)[1] if "model_tag" in line]
+        assert len(calls) == 9 and all(f"--model_tag=assistant-d{depth}" in line for line in calls)
+        assert f"--depth={depth} " in calls[0]
 
 
 def rehearse(until: str | None = None) -> str:
@@ -338,8 +340,7 @@ def test_a_killed_speedrun_does_no_finished_stage_again(base_folder):
     killed = rehearse(until="=== evaluation: sft")
     assert "done before" not in killed and "=== fine-tuning" in killed
 
-    sections = {f"report/sections/tinyworld/rehearsal/{name}.json" for name in ("base_train", "base_eval")}
-    finished = {"tokenizer/tinyworld", "base_checkpoints/rehearsal"} | sections
+    finished = {"tokenizer/tinyworld", "base_checkpoints/rehearsal", "report/sections/tinyworld/rehearsal/base_eval.json"}
     kept = [folder / name for name in finished | {"sft_checkpoints/rehearsal"}]
     before = {path: path.stat().st_mtime_ns for top in kept for path in list(top.glob("step_*/*")) or [top]}
     weights = sorted((folder / "mid_checkpoints" / "rehearsal").glob("step_*/model.safetensors"))[-1]
