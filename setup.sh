@@ -13,7 +13,7 @@ export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-10000}"
 [ -z "${NANOCHAT_NO_VENV:-}" ] || return 0
 complain() { echo "error: $1" >&2; return 1; }
 
-# The driver decides which CUDA runs: the default wheels from 580 on; others, and the CPU's, come from torch's own index.
+# The driver says which wheels run: the default ones from 580 on; the others, and the CPU's, are in torch's own index.
 driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || driver=""
 driver=${driver%%.*} wheels=cpu
 case ${CUDA_VISIBLE_DEVICES-all}:$driver in :* | -1:* | NoDevFiles:* | *:*[!0-9]*) driver="" ;; esac
@@ -35,7 +35,7 @@ case "$($python -c pass 2>/dev/null && cat .venv/installed 2>/dev/null)" in "$st
     if [ "$(uname)" = Linux ] && [ -n "$wheels" ] && ! $python -c "import torch; torch.ones(1) + 1" 2>/dev/null; then
         $python -m pip install --quiet --retries 1 --timeout 20 --index-url "https://download.pytorch.org/whl/$wheels" \
             "torch>=2.11,<=2.13.0" 2>/dev/null || [ $wheels = cpu ] ||
-            complain "cannot download torch for NVIDIA driver $driver; try again, or update the driver to 580" || return 1
+            complain "cannot download torch for NVIDIA driver $driver; try again, or update it to 580" || return 1
     fi
     echo "installing into .venv ..."
     $python -m pip install --quiet --editable ".${1:+[$1]}" || return 1

@@ -43,7 +43,11 @@ if [ -n "$plan" ]; then  # nothing is run: each command is shown
     choice=$(mktemp) && trap 'rm "$choice"' EXIT
     "${choose[@]}" --plan="$plan" --choose="$choice"
     stage() { echo; echo "=== $1"; }
-    show() { words=""; for word in "$@"; do [[ $word != *[\ []* ]] || word="\"$word\""; words+=" $word"; done; echo "${words# }"; }
+    show() {
+        words=""
+        for word in "$@"; do [[ $word != *[\ []* ]] || word="\"$word\""; words+=" $word"; done
+        echo "${words# }"
+    }
     once() { while [ "$1" != -- ]; do shift; done; show "${@:2}"; }
     python() { show python "$@"; }
 else

@@ -340,7 +340,8 @@ def test_a_killed_speedrun_does_no_finished_stage_again(base_folder):
     killed = rehearse(until="=== evaluation: sft")
     assert "done before" not in killed and "=== fine-tuning" in killed
 
-    finished = {"tokenizer/tinyworld", "base_checkpoints/rehearsal", "report/sections/tinyworld/rehearsal/base_eval.json"}
+    evaluation = "report/sections/tinyworld/rehearsal/base_eval.json"
+    finished = {"tokenizer/tinyworld", "base_checkpoints/rehearsal", evaluation}
     kept = [folder / name for name in finished | {"sft_checkpoints/rehearsal"}]
     before = {path: path.stat().st_mtime_ns for top in kept for path in list(top.glob("step_*/*")) or [top]}
     weights = sorted((folder / "mid_checkpoints" / "rehearsal").glob("step_*/model.safetensors"))[-1]
