@@ -121,7 +121,7 @@ def test_a_reply_says_where_a_passage_comes_from():
     for several in deltas:
         chunk = Chunk(0)
         chunk.deltas += several
-        events += reply.add([chunk])
+        events.append(reply.add(chunk))
     parts = [part for event in events for part in event["delta"]["parts"]]
     source = {"title": "str.partition", "place": "shelf.md:1"}
     assert [(part["index"], part.get("source")) for part in parts] == [

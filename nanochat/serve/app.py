@@ -1,8 +1,9 @@
 """
 The chat server as a web application: the page, OpenAI's interface and health.
 
-The life of a request: `Gate` lets it in (gate.py), `Api.answer` has it read and checked (requests.py, responses.py),
-gives it to a worker (worker.py) and turns the chunks that come back into JSON or into server-sent events (replies.py).
+The life of a request: `Gate` lets it in (gate.py), `Api.answer` parses and checks it (openai_requests.py and
+responses.py), gives it to a worker (worker.py) and turns the chunks that come back into JSON or server-sent events
+(replies.py).
 
 Limits are checked before work is done. Nothing that a user writes gets into a log.
 """
@@ -11,6 +12,7 @@ import contextlib
 import secrets
 import weakref
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -21,14 +23,19 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from nanochat.runtime.errors import UserError
 from nanochat.serve.gate import Gate, read_body, show_error
+from nanochat.serve.grammar_trial import try_to_compile
 from nanochat.serve.openai_requests import BaseRequest, ChatRequest, CompletionRequest
-from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json, Request
+from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json
 from nanochat.serve.replies import ChatReply, Reply
 from nanochat.serve.responses import ResponsesReply, ResponsesRequest
 from nanochat.serve.worker import Pending, ServedModel
 
-READERS = 2     # bodies of one address that are read at once: a thread each, of which there are few
+# Requests of one address that are read at once. Each one needs a thread, and there are few threads.
+READERS = 2
+# Grammars that are tried at once: one more than an address can have, so its neighbours need not wait.
+GRAMMAR_TRIALS = READERS + 1
 PAGE = Path(__file__).with_name("ui.html")
 
 
@@ -36,8 +43,8 @@ def create_app(
     models: list[ServedModel], max_new_tokens: int, defaults: Json, api_key: str = "", hosts: Sequence[str] = (),
 ) -> Starlette:
     """
-    The application. The models' workers start and end with it. defaults: of temperature and top_k, where a request does
-    not say. api_key "": everybody may ask. hosts: the names that it answers to; none: any.
+    The application. The models' workers start and end with it. defaults: temperature and top_k of requests that do not
+    set them. api_key "": no key is needed. hosts: the names that the server answers to; none: any name.
     """
     api = Api(models, max_new_tokens, defaults)
     routes = [
@@ -61,14 +68,15 @@ def create_app(
             worker.stop()
         await asyncio.wait([worker.reading for worker in workers], timeout=10)
 
-    handlers = {HTTPException: show_error}
+    handlers = {HTTPException: show_error, UserError: show_error}
     app = Starlette(routes=routes, middleware=[gate], exception_handlers=handlers, lifespan=lifespan)
-    app.router.redirect_slashes = False     # it would send clients to whatever their Host says
+    # A redirect would send clients to any address that their Host header names.
+    app.router.redirect_slashes = False
     return app
 
 
 async def page(http: HttpRequest) -> Response:
-    """One file, whose own inline script and style run, known by a nonce; it talks to this server only."""
+    """One file. Only its own inline script and style run, marked by a nonce, and it talks to this server only."""
     nonce = secrets.token_urlsafe()
     html = PAGE.read_text(encoding="utf-8").replace("NONCE", nonce)
     policy = (
@@ -78,21 +86,23 @@ async def page(http: HttpRequest) -> Response:
 
 
 class Api:
-    """The endpoints that speak of models."""
+    """The endpoints that need the models."""
 
     def __init__(self, models: list[ServedModel], max_new_tokens: int, defaults: Json):
         self.models = {model.id: model for model in models}
         self.max_new_tokens, self.defaults = max_new_tokens, defaults
+        # An address is forgotten when its last request has been read.
         self.readers: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
+        self.trials = ThreadPoolExecutor(GRAMMAR_TRIALS)
 
     async def health(self, http: HttpRequest) -> Response:
         """
-        200 while every model can answer, however slowly. The state of each worker: loading, ready, slow, silent or
-        dead; and how many answers are being written, and wait for a place.
+        200 while every model can answer, however slowly. Also the state of each worker (loading, ready, slow or dead),
+        and how many answers are being written or wait for a place.
         """
         models = self.models.values()
         states = {model.id: [worker.condition for worker in model.workers] for model in models}
-        ready = all({"ready", "slow"} & {*its_states} for its_states in states.values())
+        ready = all({"ready", "slow"} & {*conditions} for conditions in states.values())
         body = {
             "status": "ok" if ready else "unavailable",
             "running": sum(model.running for model in models), "waiting": sum(model.waiting for model in models),
@@ -120,53 +130,41 @@ class Api:
         }
 
     async def answer(self, kind: type[BaseRequest], make_reply: type[Reply], http: HttpRequest) -> Response:
-        """Have a worker answer; return that as JSON or as a stream. A client that goes ends the work."""
+        """A worker's answer, as JSON or as a stream. When the client disconnects, the work ends."""
         body = await read_body(http)
         client = http.client.host if http.client else ""
-        # In a thread: a megabyte takes up to a second to read, and others want their tokens meanwhile.
-        places = self.readers.setdefault(client, asyncio.Semaphore(READERS))    # forgotten with its last user
-        async with places:
-            asked, model, request = await asyncio.to_thread(self.read, kind, body, client)
+        # Threads and processes do the reading: a megabyte takes up to a second, a grammar up to three, and meanwhile
+        # the event loop passes on the tokens of others.
+        async with self.readers.setdefault(client, asyncio.Semaphore(READERS)):
+            asked = await asyncio.to_thread(kind.parse, body, self.defaults)
+            model = self.find(asked.model)
+            request = await asyncio.to_thread(asked.prepare, model, self.max_new_tokens, client)
+            if request.grammar:
+                loop = asyncio.get_running_loop()
+                vocab_size = model.tokenizer.get_vocab_size()
+                await loop.run_in_executor(self.trials, try_to_compile, request.grammar, vocab_size)
         reply = make_reply(asked, model, request)
         pending = model.submit(request)
         pending.watcher = asyncio.create_task(cancel_at_the_end(http, pending))
         chunks = pending.chunks()
         if not asked.stream:
-            async for several in chunks:
-                reply.add(several)
+            async for chunk in chunks:
+                reply.add(chunk)
             return JSONResponse(reply.whole())
-        first = await anext(chunks)  # an error before it has a status of its own
+        # An error before the first chunk still has an HTTP status of its own.
+        first = await anext(chunks)
         events = reply.events(joined(first, chunks))
         return StreamingResponse(events, headers={"X-Accel-Buffering": "no"}, media_type="text/event-stream")
 
-    def read(self, kind: type[BaseRequest], body: bytes, client: str) -> tuple[BaseRequest, ServedModel, Request]:
-        """What a body asks for, and its model. ApiError for what cannot be answered."""
-        asked = kind.parse(body, self.defaults)
-        model = self.find(asked.model)
-        if asked.size > model.max_choices:
-            words = f"{asked.size:,} answers at once; this server takes at most {model.max_choices}"
-            raise ApiError(400, words, param="n")
-        prompts, echo_from = asked.encode(model.tokenizer, model.chats, model.context)
-        longest = max(map(len, prompts))
-        if longest > model.context:     # in OpenAI's words: clients look for them
-            words = (f"This model's maximum context length is {model.context} tokens. However, your {asked.param} "
-                     f"resulted in {longest} tokens. Please reduce the length of the {asked.param}.")
-            raise ApiError(400, words, "context_length_exceeded", asked.param)
-        grammar = asked.grammar(model.tokenizer)
-        tools = asked.calculates and model.chats and grammar is None
-        sampling = asked.sampling(model.tokenizer, self.max_new_tokens, tools)
-        request = Request(prompts, sampling, grammar, asked.n, asked.stop, client, echo_from)
-        return asked, model, request
 
-
-async def joined(first: list[Chunk], later: Chunks) -> Chunks:
+async def joined(first: Chunk, later: Chunks) -> Chunks:
     yield first
-    async for several in later:
-        yield several
+    async for chunk in later:
+        yield chunk
 
 
 async def cancel_at_the_end(http: HttpRequest, pending: Pending) -> None:
-    """Cancel what is left of a request when its client has gone, or when the response is complete."""
+    """Cancel the rest of a request when its client disconnects, or when the response is complete."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
     pending.cancel()

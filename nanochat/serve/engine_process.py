@@ -6,10 +6,11 @@ An engine in a process of its own: it shares Python's lock neither with the web 
     a request                 --- socket -->    engine.add
                                                 engine.step: one token for every choice, again and again
     chunks                    <-- socket ---    every 40 ms: the text since the last chunks
-    how long a step takes     <-- socket ---    every second
+    duration of the step      <-- socket ---    every second
     the id of a request       --- socket -->    engine.remove
 
-It ends with the socket, so that it never outlives the web process, and after an error that is not one request's.
+The process ends when its socket closes, so it never outlives the web process. It also ends after an error that is not
+the fault of one request.
 """
 import contextlib
 import os
@@ -20,7 +21,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,14 +39,18 @@ from nanochat.runtime.console import log_error
 from nanochat.runtime.devices import compute_dtype
 from nanochat.runtime.distributed import compute_init
 from nanochat.runtime.errors import UserError
-from nanochat.serve.protocol import TIMEOUT, ApiError, Batch, Chunk, PlacedLogprob, Request, unavailable
+from nanochat.serve.protocol import TIMEOUT, ApiError, Batch, Chunk, PlacedLogprob, Request
 from nanochat.serve.structured import compile_grammar
 from nanochat.training.checkpoint import load_checkpoint
 
-FLUSH_EVERY = 0.04    # seconds: 25 chunks a second look like writing, and cost a fraction of what 400 would
-BEAT_EVERY = 1.0      # seconds between messages that say that the engine is alive (worker.py)
-WORK = 0.01           # seconds of the processor since the last one that count as work
-COMPILERS = 2         # grammars that are compiled at once, of which one address has one
+# Seconds. 25 chunks a second look like writing, and cost a fraction of what 400 would.
+FLUSH_EVERY = 0.04
+# Seconds between messages that tell worker.py that the engine is alive.
+BEAT_EVERY = 1.0
+# Seconds of processor time between two beats that count as work.
+WORK = 0.01
+# Tokens do not wait for grammars, and a large grammar holds up only one of two compilers.
+COMPILERS = 2
 PROMPT_CACHE_BYTES = 2**29
 
 
@@ -56,15 +60,17 @@ class Choice:
     request: Request
     detokenizer: IncrementalDetokenizer
     stop: StopStrings
-    chunk: Chunk                    # the next one that is sent
-    echo_from: int | None = None    # the prompt's tokens from here on come first; None: no echo, or it has been shown
+    chunk: Chunk                    # the next one to be sent
+    echo_from: int | None = None    # repeat the prompt's tokens from here on; None: no echo, or already done
     written: int = 0                # characters
     shown: int = 0                  # characters; the others may be the beginning of a stop string
-    held: deque[PlacedLogprob] = field(default_factory=deque)   # of tokens whose text has not been shown
+    # Log-probabilities of tokens whose text has not been shown.
+    held: deque[PlacedLogprob] = field(default_factory=deque)
 
     def add(self, answer: Answer) -> None:
         """The answer has one more token, or has ended without any."""
-        if len(answer.tokens) == 1 and self.chunk.index % self.request.n == 0:  # a prompt counts once in the usage
+        # The choices of one prompt share its cached tokens, so only the first choice reports them.
+        if len(answer.tokens) == 1 and self.chunk.index % self.request.n == 0:
             self.chunk.cached = answer.cached
         if self.echo_from is not None:
             self.echo(answer)
@@ -103,7 +109,8 @@ class Choice:
 
     def finish(self, reason: FinishReason) -> None:
         self.show(self.stop.end())
-        if not self.stop.found:     # the last tokens may have no text
+        # The last tokens may have no text; but what a stop string cuts off stays hidden.
+        if not self.stop.found:
             self.chunk.logprobs += self.held
         self.chunk.finish_reason = reason
 
@@ -113,20 +120,20 @@ def length_of(deltas: list[Delta]) -> int:
 
 
 class EngineProcess:
-    """What the process does: `run` in one thread, `listen` and `beat` in others, grammars are compiled in two more."""
+    """The process: `run` in one thread, `listen` and `beat` in two others, and two threads that compile grammars."""
 
     def __init__(self, web: socket.socket):
         self.file = web.makefile("rwb")
         self.writing = threading.Lock()
-        self.inbox = queue.SimpleQueue()    # functions that `run` has to call
-        self.choices: dict[Answer, Choice] = {}  # by the engine's answer
-        self.compiling: set[int] = set()    # requests that wait for their grammar
-        self.forms: dict[str, deque[Request]] = {}  # of these, those that no compiler has, by client
-        self.served: set[str] = set()       # clients that a grammar is compiled for
+        # Calls that the other threads leave to `run`.
+        self.inbox = queue.SimpleQueue()
+        self.choices: dict[Answer, Choice] = {}
+        # Requests that wait for their grammar, by id.
+        self.compiling: set[int] = set()
         self.compilers = ThreadPoolExecutor(COMPILERS)
         self.flushed = 0.0
-        self.waits = False                  # for requests: there is nothing to do
-        self.step_began: float | None = None    # None: none has
+        # 0: the engine is loading. None: it waits for requests.
+        self.step_began: float | None = 0.0
 
     def run(self) -> None:
         try:
@@ -134,15 +141,16 @@ class EngineProcess:
             for work in (self.listen, self.beat):
                 threading.Thread(target=work, daemon=True).start()
             self.engine = make_engine()
-            self.send({})   # it is there
+            # An empty batch says that the engine is ready.
+            self.send({})
             while True:
                 self.step()
+        except UserError as error:
+            # The engine's settings are wrong. No client's words are in this error, so it is shown.
+            print(f"a worker has died: {error}", file=sys.stderr, flush=True)
         except Exception as error:
-            reason = "a worker has died"
-            if isinstance(error, UserError):    # it is about the engine's settings, and has no words of a client
-                reason += f": {error}"
-            log_error(reason, error)
-            self.end(1)
+            log_error("a worker has died", error)
+        self.end(1)
 
     def listen(self) -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -154,49 +162,47 @@ class EngineProcess:
 
     def beat(self) -> None:
         """
-        Say that the engine is alive, and how long its step takes so far; nothing if it does nothing, although it has
-        something to do.
+        Say that the engine is alive, and how long its step has taken so far. An engine that has something to do and
+        does nothing is silent.
         """
-        before: float | None = None
-        worked = 0.0
-        with contextlib.suppress(OSError):
-            while True:
-                waits, began, used = self.waits, self.step_began, time.process_time()   # in this order, see `step`
-                if waits or began != before or used - worked >= WORK:
-                    before, worked = began, used
-                    self.write(time.monotonic() - began if began and not waits else 0.0)
-                time.sleep(BEAT_EVERY)
+        last_began: float | None = None
+        last_used = 0.0
+        while True:
+            began = self.step_began
+            used = time.process_time()
+            if began is None or began != last_began or used - last_used >= WORK:
+                last_began, last_used = began, used
+                self.send(time.monotonic() - began if began else 0.0)
+            time.sleep(BEAT_EVERY)
 
     def end(self, code: int) -> None:
         """Even in the middle of a step: there is nothing to save."""
         os._exit(code)
 
-    def send(self, batch: Batch) -> None:
-        with contextlib.suppress(OSError):  # the web process is gone: `listen` sees that, too
-            self.write(batch)
-
-    def write(self, message: Batch | float) -> None:
-        """Its length comes first: the reader cannot wait in the middle of a pickle."""
+    def send(self, message: Batch | float) -> None:
+        """The length comes first, because the reader cannot wait in the middle of a pickle."""
         data = pickle.dumps(message)
-        with self.writing:
+        # If the web process is gone, `listen` ends this process.
+        with self.writing, contextlib.suppress(OSError):
             self.file.write(len(data).to_bytes(4) + data)
             self.file.flush()
 
     # ---- The engine's thread
 
     def step(self) -> None:
-        """Take messages from the inbox, write a token for every choice, and send chunks when it is time."""
+        """Handle messages, write a token for every choice, and send chunks when it is time."""
         engine = self.engine
         with contextlib.suppress(queue.Empty):
             while True:
-                self.waits = not engine.busy
-                act = self.inbox.get(block=self.waits)
+                if not engine.busy:
+                    self.step_began = None
+                act = self.inbox.get(block=not engine.busy)
                 self.step_began = time.monotonic()
-                self.waits = False  # only now, or `beat` would take an hour of waiting for a step
                 act()
         self.step_began = time.monotonic()
         try:
-            advanced = engine.step(PIECE)  # at most a piece of a prompt: everyone waits while it is read
+            # At most one piece of a prompt, because everyone waits while it is read.
+            advanced = engine.step(PIECE)
         except Exception as error:
             engine.clear()
             for request in {choice.request for choice in self.choices.values()}:
@@ -206,13 +212,15 @@ class EngineProcess:
         is_due = now - self.flushed >= FLUSH_EVERY
         for answer in advanced:
             choice = self.choices.get(answer)
-            if choice is None:  # another answer to the same request has failed
+            # None: another answer to the same request has failed.
+            if choice is None:
                 continue
             if answer.error:
                 self.fail(choice.request, answer.error)
                 continue
             choice.add(answer)
-            if len(answer.tokens) == 1:     # the first token is sent at once
+            # The first token is sent at once.
+            if len(answer.tokens) == 1:
                 is_due = True
             if choice.chunk.finish_reason and not answer.finish_reason:
                 engine.remove(answer)
@@ -224,37 +232,20 @@ class EngineProcess:
             self.add(request)
         else:
             self.compiling.add(request.id)
-            self.forms.setdefault(request.client, deque()).append(request)
-            self.compile_next()
-
-    def compile_next(self) -> None:
-        """Free compilers go to clients who have none; they take turns."""
-        clients = [client for client in self.forms if client not in self.served]
-        for client in clients[: COMPILERS - len(self.served)]:
-            waiting = self.forms.pop(client)
-            self.served.add(client)
-            self.compilers.submit(self.compile, waiting.popleft())
-            if waiting:
-                self.forms[client] = waiting    # behind the other clients
+            self.compilers.submit(self.compile, request)
 
     def compile(self, request: Request) -> None:
-        """In a compiler's thread: tokens wait for no grammar, grammars for each other."""
-        done = partial(self.drop, request.id)   # its client has gone meanwhile
+        """In a compiler's thread."""
         try:
-            if request.id in self.compiling:
-                done = partial(self.add, request, compile_grammar(request.grammar, self.engine.tokenizer))
+            act = partial(self.add, request, compile_grammar(request.grammar, self.engine.tokenizer))
         except Exception as error:
-            done = partial(self.fail, request, error)
-        self.inbox.put(partial(self.compiled, request.client, done))
-
-    def compiled(self, client: str, done: Callable[[], None]) -> None:
-        self.served.remove(client)
-        self.compile_next()
-        done()
+            act = partial(self.fail, request, error)
+        self.inbox.put(act)
 
     def add(self, request: Request, grammar: Grammar | None = None) -> None:
         if grammar:
-            if request.id not in self.compiling:  # its client has gone meanwhile
+            # The client has disconnected meanwhile.
+            if request.id not in self.compiling:
                 return
             self.compiling.remove(request.id)
         sampling = replace(request.sampling, grammar=grammar)
@@ -266,7 +257,8 @@ class EngineProcess:
                     detokenizer = IncrementalDetokenizer(self.engine.tokenizer)
                     stop = StopStrings(request.stop)
                     self.choices[answer] = Choice(request, detokenizer, stop, Chunk(index), echo_from)
-        except Exception as error:  # a wrong request should have been refused before
+        except Exception as error:
+            # The web process should have refused this request.
             self.fail(request, error)
 
     def drop(self, id: int) -> None:
@@ -286,39 +278,34 @@ class EngineProcess:
         self.engine.model.extend([(Prefix(), [self.engine.tokenizer.get_bos_token_id()])])
 
     def flush(self, now: float) -> None:
-        """Send everything that is new; end the requests whose time is over, also those that wait for a place."""
+        """Send all new text, and end requests whose time is over. worker.py ends those that have not even begun."""
         self.flushed = now
         batch: Batch = {}
         begun = {choice.request.id for answer, choice in self.choices.items() if answer.tokens}
         for answer, choice in list(self.choices.items()):
             request, chunk = choice.request, choice.chunk
-            if now - request.started > TIMEOUT and not chunk.finish_reason:
+            if now - request.started > TIMEOUT and request.id in begun and not chunk.finish_reason:
                 choice.finish("length")
                 self.engine.remove(answer)
-                if request.id not in begun:
-                    batch[request.id] = unavailable(f"no place became free within {TIMEOUT:g} s")
             if chunk.finish_reason:
                 del self.choices[answer]
             if chunk.tokens or chunk.finish_reason:
                 choice.chunk = Chunk(chunk.index)
-                chunks = batch.setdefault(request.id, [])
-                if isinstance(chunks, list):
-                    chunks.append(chunk)
+                batch.setdefault(request.id, []).append(chunk)
         if batch:
             self.send(batch)
 
 
 def load_engine(
-    checkpoint: Path, device_type: str, dtype: str, max_batch: int, library: str | None, workers: int,
-    number: int,
+    checkpoint: Path, device_type: str, dtype: str, max_batch: int, library: str | None, workers: int, number: int,
 ) -> Engine:
-    """The engine of worker `number`; the workers take the GPUs in turn or share the cores."""
+    """The engine of worker `number`. The workers take the GPUs in turn, or share the cores."""
     os.environ["LOCAL_RANK"] = str(number % max(1, torch.cuda.device_count()))
     *_, device = compute_init(device_type)
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
     model, tokenizer, _ = load_checkpoint(checkpoint, device)
     model = model.eval().to(compute_dtype(dtype, device))
-    # One place more than an address may have: a newcomer need not wait for the end of another's answer.
+    # One place more than an address may have, so that a newcomer need not wait until another's answer ends.
     return Engine(model, tokenizer, max_batch + 1, PROMPT_CACHE_BYTES, max_batch, open_tools(library))
 
 

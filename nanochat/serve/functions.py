@@ -1,15 +1,15 @@
 """
-Functions of the caller's own, in the calculator's protocol: a call is a `python` part of the assistant's message, its
-result the `python_output` part after it, and the assistant goes on in the same turn. So a model that uses functions can
-be trained on conversations as they are. A call reads
+The caller's own functions. A call travels like a call of the calculator: it is a `python` part of the assistant's
+message, its result is the `python_output` part after it, and the assistant goes on in the same turn. So a model that
+uses functions can be trained on ordinary conversations. A call reads
 
     {"name": "weather", "arguments": {"city": "Paris"}}
 
-The definitions become a system message before the others. A call ends an answer: an answer has at most one.
+The definitions become a system message before the others. A call ends an answer, so an answer has at most one.
 
-tool_choice "auto" leaves it to the model whether it calls. A model that was not trained to call does not, and what it
-calls need not fit the parameters. "required", or a function's name, makes it write one call whose arguments fit the
-function's parameters, by a grammar (structured.py).
+With tool_choice "auto" the model decides whether it calls. A model that was not trained on calls rarely makes one, and
+its arguments need not fit the parameters. With "required", or a function's name, a grammar (structured.py) forces one
+call whose arguments fit.
 """
 import json
 import re
@@ -23,7 +23,8 @@ from nanochat.data.tokenizer import Tokenizer
 from nanochat.serve.protocol import Json
 from nanochat.serve.structured import flat, json_grammar
 
-CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([\w.-]+)"\s*,\s*"arguments"\s*:\s*(\{.*\})\s*\}\s*', re.DOTALL)
+WRITTEN_CALL = re.compile(
+    r'\s*\{\s*"name"\s*:\s*"([\w.-]+)"\s*,\s*"arguments"\s*:\s*(\{.*\})\s*\}\s*', re.DOTALL)
 
 
 class FunctionName(BaseModel):
@@ -36,24 +37,27 @@ class Function(FunctionName):
     parameters: Json = {"type": "object", "properties": {}}
 
 
-Tools = Annotated[list[Annotated[Function, BeforeValidator(flat)]], Field(max_length=128)]
+Functions = Annotated[list[Annotated[Function, BeforeValidator(flat)]], Field(max_length=128)]
 
 
-class AllowedTools(BaseModel):
-    mode: Literal["auto", "required"]
-    tools: list[Annotated[FunctionName, BeforeValidator(flat)]]
+class ToolMode(BaseModel):
+    """Whether a function is called, and which ones may be."""
+    mode: Literal["none", "auto", "required"] = "auto"
+    tools: list[Annotated[FunctionName, BeforeValidator(flat)]] | None = None   # None: all
 
 
-def as_allowed(choice: Any) -> Any:
-    """A function that is named is the only one that is allowed, and must be called."""
+def as_mode(choice: Any) -> Any:
+    """OpenAI has three spellings: a mode, one function that must be called, and the functions that are allowed."""
     match flat(choice):
+        case str(mode):
+            return {"mode": mode}
         case {"type": "function", **function}:
             return {"mode": "required", "tools": [function]}
-        case other:
-            return other
+        case allowed:
+            return allowed
 
 
-ToolChoice = Literal["none", "auto", "required"] | Annotated[AllowedTools, BeforeValidator(as_allowed)]
+ToolChoice = Annotated[ToolMode, BeforeValidator(as_mode)]
 
 
 class FunctionCall(BaseModel):
@@ -69,12 +73,12 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
 
-def describe(functions: Sequence[Function]) -> str:
-    """For the system message: what there is to call, and how."""
+def define(functions: Sequence[Function]) -> Json:
+    """The system message that tells the model which functions exist, and how to call them."""
     lines = ['Functions, to be called with {"name": ..., "arguments": {...}}:']
     for function in functions:
         lines.append(json.dumps(function.model_dump(exclude={"type"}, exclude_none=True), ensure_ascii=False))
-    return "\n".join(lines)
+    return {"role": "system", "content": "\n".join(lines)}
 
 
 def call_grammar(functions: Sequence[Function], tokenizer: Tokenizer) -> str:
@@ -90,7 +94,7 @@ def call_grammar(functions: Sequence[Function], tokenizer: Tokenizer) -> str:
 
 def read_call(text: str, functions: Sequence[Function]) -> Json | None:
     """A call in OpenAI's shape; None if the text is no call of one of these functions."""
-    match = CALL.fullmatch(text)
+    match = WRITTEN_CALL.fullmatch(text)
     if match is None or match[1] not in [function.name for function in functions]:
         return None
     call = {"name": match[1], "arguments": match[2]}

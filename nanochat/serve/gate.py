@@ -1,26 +1,27 @@
-"""What is around every request: who may ask, a body with a limit, errors in OpenAI's shape, headers."""
+"""Around every request: who may ask, a limit on the body, errors in OpenAI's shape, headers."""
 import hmac
 import re
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanochat.runtime.console import log_error
+from nanochat.runtime.errors import UserError
 from nanochat.serve.protocol import ApiError
 
 MAX_BODY_BYTES = 2**20
 LOOPBACK = "127.0.0.1", "localhost", "::1"
-OPEN_PATHS = "/", "/health"     # everybody may read them
+# Paths that need no key.
+OPEN_PATHS = "/", "/health"
 SAFE = (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"), (b"cache-control", b"no-store")
 
 
 def bare(host: str) -> str:
-    """The name in a Host header or a setting: without a port, an IPv6 address's brackets, a complete name's dot."""
+    """The name in a Host header or a setting, without a port, an IPv6 address's brackets or a final dot."""
     host = host.lower()
     if host.count(":") < 2 or host.startswith("["):
         host = re.sub(r":\d+$", "", host).strip("[]").rstrip(".")
@@ -30,7 +31,8 @@ def bare(host: str) -> str:
 async def read_body(http: HttpRequest) -> bytes:
     """The body; hardly more than MAX_BODY_BYTES are ever in memory. ApiError if it is too long or not JSON."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # any page in a browser may post other kinds to any address, without asking first
+    # Browsers let any page post other kinds to any address without a preflight request.
+    if kind != "application/json":
         raise ApiError(415, "the body must be JSON: Content-Type: application/json")
     body = bytearray()
     try:
@@ -44,8 +46,11 @@ async def read_body(http: HttpRequest) -> bytes:
     return bytes(body)
 
 
-async def show_error(http: HttpRequest, error: HTTPException) -> Response:
-    if not isinstance(error, ApiError):  # the router's
+async def show_error(http: HttpRequest, error: Exception) -> Response:
+    """Any error in OpenAI's shape: ours, the router's, or one of the form that a request prescribes."""
+    if isinstance(error, UserError):
+        error = ApiError(400, str(error))
+    elif not isinstance(error, ApiError):
         words = f"{error.detail}: {http.method} {http.scope['path']:.80}"
         error = ApiError(error.status_code, words, headers=error.headers)
     return JSONResponse(error.body(), error.status_code, error.headers)
@@ -53,12 +58,12 @@ async def show_error(http: HttpRequest, error: HTTPException) -> Response:
 
 class Gate:
     """
-    Around everything: only clients who may ask get in, and an unforeseen error is answered; the log says where it
-    happened, without words of users.
+    Around everything: only clients who may ask get in, and an unforeseen error is answered. The log says where such an
+    error happened, without words of users.
     """
 
     def __init__(self, app: ASGIApp, api_key: str, hosts: Collection[str]):
-        """hosts: names that are answered to, as are those of this machine itself; none: any name is."""
+        """hosts: names that the server answers to, besides those of this machine; none: any name."""
         self.app, self.api_key = app, api_key
         self.hosts = list(dict.fromkeys(map(bare, (*hosts, *LOOPBACK)))) if hosts else []
 
@@ -82,24 +87,26 @@ class Gate:
             if not isinstance(error, ApiError):
                 log_error("a request failed", error)
                 error = ApiError(500, "something went wrong inside the server")
+            # A response that has begun can only break off.
             if not started:
                 response = await show_error(http, error)
                 await response(scope, receive, send_safely)
 
     def check(self, path: str, headers: Headers) -> None:
-        """
-        ApiError for a wrong key or host, or two lengths of a body. (A page on the web may point a name of its own at
-        127.0.0.1. A browser always names the host; load balancers, which ask for /health in HTTP/1.0, need not.)
-        """
+        """ApiError for a wrong key or host, or a body with two lengths."""
         host = bare(headers.get("host", ""))
+        # A page on the web may point a name of its own at 127.0.0.1 (DNS rebinding), but its browser sends that name.
+        # Load balancers, which ask for /health in HTTP/1.0, need not send any.
         if self.hosts and "host" in headers and host not in self.hosts:
             words = f"this server answers to {', '.join(self.hosts)} only; --allowed_hosts={host:.80} adds a name"
             raise ApiError(421, words)
-        if "transfer-encoding" in headers and "content-length" in headers:  # a proxy may believe the other one
+        # A proxy may believe the other length (request smuggling).
+        if "transfer-encoding" in headers and "content-length" in headers:
             words = "a request has Content-Length or Transfer-Encoding, not both"
             raise ApiError(400, words, headers={"Connection": "close"})
         sent = headers.get("authorization", "").encode("latin-1")
-        is_right = hmac.compare_digest(sent, f"Bearer {self.api_key}".encode())     # in constant time
+        # Takes the same time for every wrong key.
+        is_right = hmac.compare_digest(sent, f"Bearer {self.api_key}".encode())
         if self.api_key and path not in OPEN_PATHS and not is_right:
             words = "this server asks for its key: Authorization: Bearer KEY"
             raise ApiError(401, words, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

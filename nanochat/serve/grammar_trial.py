@@ -1,11 +1,12 @@
 """
-Compiling a grammar, tried first in a process of its own, which the system ends when that takes too long.
+A grammar is compiled in a process of its own first, which the system ends if that takes too long.
 
-llguidance cannot be stopped, and a small schema may keep it busy for ever. What it compiles to cannot be sent from one
-process to another either; so the engine compiles again, but only what has ended here in time. Imports no torch: a
-process is there in a tenth of a second.
+llguidance cannot be interrupted, and a small schema may keep it busy for ever. Its result cannot be sent to another
+process either, so the engine compiles the grammar again, but only after a trial that has ended in time. This file
+imports no torch: the process starts in a tenth of a second.
 """
 import functools
+import importlib.util
 import resource
 import subprocess
 import sys
@@ -16,16 +17,18 @@ from nanochat.runtime.errors import UserError, first_line
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-COMPILE_SECONDS = 2     # of the processor, to one more: the system counts whole ones. Usual schemas take milliseconds.
+MAX_GRAMMAR_LENGTH = 2**16
+# Processor time. The system counts whole seconds and allows one more. Usual schemas take milliseconds.
+COMPILE_SECONDS = 2
 TRIAL = "from nanochat.serve.grammar_trial import main; main()"
-# Limits of llguidance's work, as it counts it: one answer's next token must not keep the others waiting.
+# Limits in llguidance's own units of work, since all answers wait while the next token of one is chosen.
 WORK_LIMITS = dict(
     initial_lexer_fuel=200_000, step_lexer_fuel=50_000, step_max_items=20_000, max_lexer_states=20_000,
     precompute_large_lexemes=False, verbose_errors=False)
 
 
 def make_matcher(expression: str, vocabulary: "LLTokenizer") -> "LLMatcher":
-    """What is wrong with the grammar is known after the first mask only."""
+    """An error in the grammar shows after the first mask only."""
     from llguidance import LLMatcher, LLParserLimits
 
     # log_level 0: no client's words in the log.
@@ -35,23 +38,32 @@ def make_matcher(expression: str, vocabulary: "LLTokenizer") -> "LLMatcher":
 @functools.lru_cache(256)
 def try_to_compile(expression: str, vocab_size: int) -> None:
     """
-    UserError if the grammar is wrong or not supported, or takes more than COMPILE_SECONDS; RuntimeError if the process
-    fails for a reason of its own. What has passed once passes. From any thread.
+    UserError if the grammar is wrong, too long, not supported, or takes more than COMPILE_SECONDS, or if the library is
+    missing. RuntimeError if the trial itself fails. Successes are remembered. Can be called from any thread.
     """
+    if importlib.util.find_spec("llguidance") is None:
+        raise UserError("answers of a prescribed form need the package llguidance: . ./setup.sh structured")
+    if len(expression) > MAX_GRAMMAR_LENGTH:
+        sizes = f"{len(expression):,} characters; at most {MAX_GRAMMAR_LENGTH:,} are allowed"
+        raise UserError(f"the form of the answer: {sizes}")
     command = [sys.executable, "-X", "utf8", "-c", TRIAL, str(vocab_size)]
     pipes: Any = dict(input=expression, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8")
     trial = subprocess.run(command, **pipes)
     error = trial.stdout
     if trial.returncode > 0:
         raise RuntimeError(f"the trial of a grammar ended with code {trial.returncode}")
-    if trial.returncode:  # by a signal: its time was over
+    # A negative code means a signal: the time was over.
+    if trial.returncode:
         error = f"it takes more than {COMPILE_SECONDS} s to compile; use fewer or simpler patterns"
     if error:
         raise UserError(f"the form of the answer: {first_line(ValueError(error))}")
 
 
-class Bytes:
-    """A tokenizer as llguidance asks for one: single bytes. Compiling takes as long as with any other of this size."""
+class ByteTokenizer:
+    """
+    The interface that llguidance expects of a tokenizer, over single bytes. Compiling takes as long as with any other
+    tokenizer of this size.
+    """
     is_tokenizer_wrapper, bos_token_id, __call__ = True, None, staticmethod(lambda text: [*text.encode()])
 
     def __init__(self, vocab_size: int):
@@ -61,12 +73,12 @@ class Bytes:
 
 
 def main() -> None:
-    """The process."""
+    """The process of a trial: a grammar on stdin, what is wrong with it on stdout."""
     from llguidance import LLTokenizer
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (COMPILE_SECONDS + 1, most))
-    matcher = make_matcher(sys.stdin.read(), LLTokenizer(Bytes(int(sys.argv[1]))))
+    matcher = make_matcher(sys.stdin.read(), LLTokenizer(ByteTokenizer(int(sys.argv[1]))))
     matcher.compute_bitmask()
     sys.stdout.write(matcher.get_error())

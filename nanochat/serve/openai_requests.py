@@ -1,102 +1,86 @@
 """
-OpenAI's HTTP interface, as far as it is supported: what a request may say. replies.py has what an answer looks like.
+OpenAI's HTTP interface, as far as it is supported: what a request may say. replies.py builds the answers.
 
 Extensions:
 
     top_k                 only the k most probable tokens; 0 or -1: all
     parts                 of an answer's message, and of an assistant's message in a request: everything in order, as
-                          [{"type": "text" | "python" | "python_output", "text": ...}, ...]. What the model has its
-                          tools compute or look up is there, and not in `content`; a passage of a library has a
+                          [{"type": "text" | "python" | "python_output", "text": ...}, ...]. Calls of the model's own
+                          tools and their results are there, and not in `content`; a passage of a library has a
                           "source", {"title": ..., "place": "notes/wine.md:14"}. In a request `parts` (or a list of such
-                          parts as `content`) goes before `content`, so a message that was received can be sent back.
-    delta.parts           in a stream, [{"index": k, "type": ..., "text": ...}]: the next bit of part k, which OpenAI's
-                          Python client appends there (its JavaScript client does not). Text is in `content` as well
-    truncation            "auto": the oldest turns of a conversation are left out where they leave an answer no room, a
+                          parts as `content`) replaces `content`, so a received message can be sent back.
+    delta.parts           in a stream, [{"index": k, "type": ..., "text": ...}]: more text of part k. OpenAI's Python
+                          client appends it there, its JavaScript client does not. Text is in `content` as well
+    truncation            "auto": the oldest turns of a conversation are left out if they leave an answer no room, a
                           quarter of the context. System messages and the last question stay
-    forgotten             of a chat's answer or chunk: how many messages were left out, if any
-    context_length, max_tokens, temperature, top_k, examples, chat   of a model in the list of models. examples:
-                          questions to suggest; chat false: a base model, which continues the messages as one text
+    forgotten             in a chat's answer or chunk: how many messages were left out, if any
+    context_length, max_tokens, temperature, top_k, examples, chat   in the list of models. examples: questions to
+                          suggest; chat false: a base model, which continues the messages as one text
 
-Log-probabilities are of the model's own distribution: after the softcap, before temperature and all else that a request
-asks for, in float32. In a chat they are those of the tokens of `content`. A completion's prompt is read after <|bos|>;
-unless the client has sent that token itself, echo begins after it, and so the first token has a log-probability, too.
+Log-probabilities belong to the model's own distribution: after the softcap, before temperature and the request's other
+settings, in float32. In a chat they are given for the tokens of `content`. A completion's prompt is read after <|bos|>.
+Echo begins after this token unless the client has sent it itself, so the first token has a log-probability, too.
 
-Messages may come in any order: several of system and user in a row are one turn, the assistant may begin, and its
-message at the end is continued. tools.py and structured.py say how functions and response formats work here. Where a
-form is prescribed, nothing is calculated. An answer that max_tokens, the context or a stop string ends before its form
-is complete does not fit it.
+Messages may come in any order: consecutive messages of system and user are one turn, the assistant may begin, and its
+message at the end is continued. functions.py and structured.py say how functions and response formats work here. The
+model's own tools are off where a form is prescribed. An answer that max_tokens, the context or a stop string ends
+before its form is complete does not fit the form.
 
 The Responses interface stores nothing: every request brings its whole conversation in `input`.
 
-Differences: max_tokens above the server's limit is the limit, and the end of the context ends an answer as well, both
-with finish_reason "length"; so does the server's time limit. usage counts every token that was written, also the
-calculator's and the end token. max_tokens -1 is llama.cpp's: as many as may be. A hint on how to think, or what to
-keep, is ignored; a parameter that would change the answer and is not supported is an error.
+Differences: max_tokens above the server's limit means the limit. The limit, the end of the context and the server's
+time limit end an answer with finish_reason "length". usage counts every token that was written, also those of tools and
+the end token. max_tokens -1 means no limit, as in llama.cpp. A hint on how to think, or what to store, is ignored; a
+parameter that would change the answer and is not supported is an error.
 """
 import codecs
 import re
 from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    ValidationError,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import from_json
 
 from nanochat.data.conversation import parts, recent, render_prompt, render_text
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import SamplingParams
-from nanochat.serve.functions import (
-    AllowedTools,
-    Function,
-    ToolCall,
-    ToolChoice,
-    Tools,
-    call_grammar,
-    describe,
-)
-from nanochat.serve.protocol import ApiError, Json
+from nanochat.serve.functions import Function, Functions, ToolCall, ToolChoice, ToolMode, call_grammar, define
+from nanochat.serve.protocol import ApiError, Json, Request
 from nanochat.serve.structured import AnyResponseFormat, ResponseFormat
+from nanochat.serve.worker import ServedModel
 
-# Parameters that change no answer here: they say who asks, how it is billed or kept, or are hints for what this server
-# does not do. Any other that is not supported is refused, unless its value asks for nothing: null, false, 0, "", [].
+# Parameters that change no answer here: they say who asks, how the request is billed or stored, or are hints for
+# features that this server does not have. Any other unknown parameter is refused, unless its value is neutral: null,
+# false, 0, "", [], or one of NEUTRAL.
 IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "cache_prompt", "keep_alive", "prediction", "parallel_tool_calls", "max_tool_calls", "verbosity", "text",
     "reasoning_effort", "reasoning", "chat_template_kwargs",
 }
-# Values that ask for nothing, too.
 NEUTRAL = {"repetition_penalty": 1, "repeat_penalty": 1, "typical_p": 1, "truncation": "disabled",
            "modalities": ["text"]}
 NO_LIMIT = 10**9
+# Every character of an answer is compared with every stop string.
 MAX_STOPS = 32
-# JSON.stringify writes half of a pair where a text was cut within an emoji. No UTF-8 has it: U+FFFD stands for it.
+# Each step adds every entry of logit_bias.
+MAX_BIASES = 1024
+# JSON.stringify writes half of a surrogate pair if a text was cut inside an emoji. UTF-8 has no such character, so
+# U+FFFD replaces it.
 LONE_SURROGATE = re.compile(
     rb"(?i)(?<!\\)((?:\\\\)*)"     # not escaped itself
     rb"(?:\\ud[89ab][0-9a-f]{2}(?!\\ud[c-f])|(?<!\\ud[89ab][0-9a-f]{2})\\ud[c-f][0-9a-f]{2})")
-MAX_BIASES = 1024   # entries of logit_bias, of which each step has to add every one
 # Fields that SamplingParams has under the same name, with the same meaning.
 SAME = {"temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"}
 
-Encoded = tuple[list[list[int]], list[int]]     # prompts, and for each the token from which on it is repeated; []: none
-
 
 def as_list(value: Any) -> Any:
-    """OpenAI's interface takes a single text for a list of one."""
+    """OpenAI's interface takes a single text instead of a list with one."""
     return [value] if isinstance(value, str) else value
 
 
-def as_prompts(prompt: Any) -> list:
-    """Likewise a single prompt, a text or its tokens."""
+def as_prompts(prompt: str | list) -> list:
+    """The same for a single prompt, a text or its tokens."""
     is_single = isinstance(prompt, str) or all(isinstance(token, int) for token in prompt)
     return [prompt] if is_single else prompt
 
@@ -108,12 +92,16 @@ def check_tokens(tokens: Iterable[int], tokenizer: Tokenizer, param: str) -> Non
 
 
 class BaseRequest(BaseModel):
-    """The fields that all kinds of requests have. The server's defaults stand for what is missing or null."""
+    """The fields that all kinds of requests have. The server's defaults replace what is missing or null."""
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-    param: ClassVar[str]            # the field that has the prompt
-    calculates: ClassVar[bool] = False
+    # The name of the field with the prompt.
+    param: ClassVar[str]
+    uses_tools: ClassVar[bool] = False
+    # The caller's own functions that may be called, and settings of SamplingParams.
+    functions: ClassVar[Sequence[Function]] = ()
+    logprob_settings: ClassVar[Json] = {}
     model: str
-    max_tokens: int = Field(NO_LIMIT, ge=1)     # at most the server's limit
+    max_tokens: int = Field(NO_LIMIT, ge=1)
     temperature: float = Field(ge=0)
     top_k: int = Field(ge=-1)
     top_p: float = Field(1.0, ge=0, le=1)
@@ -123,13 +111,13 @@ class BaseRequest(BaseModel):
         dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]],
         Field(max_length=MAX_BIASES)] = {}
     seed: int | None = None
-    n: int = Field(1, ge=1, lt=10**6)   # at most as many as the server takes at once
+    # A number of thousands of digits would come back in the error message, so it is refused here.
+    n: int = Field(1, ge=1, lt=10**6)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=MAX_STOPS),
         BeforeValidator(as_list)] = []
     stream: bool = False
     stream_options: dict[str, bool | None] = {}
-    _forgotten: int = 0             # messages that `encode` has left out
 
     @classmethod
     def parse(cls, body: bytes, defaults: Json) -> Self:
@@ -162,7 +150,7 @@ class BaseRequest(BaseModel):
 
     @property
     def size(self) -> int:
-        """Choices in all: known before a prompt is encoded."""
+        """Choices in all."""
         return self.n
 
     @property
@@ -179,18 +167,30 @@ class BaseRequest(BaseModel):
         """A grammar's expression for the answer; None: any text."""
         return None
 
-    def encode(self, tokenizer: Tokenizer, chats: bool, context: int) -> Encoded:
-        """chats: False for a base model, for which messages are one text to continue. context: in tokens."""
-        raise NotImplementedError
-
-    def sampling(self, tokenizer: Tokenizer, max_new_tokens: int, tools: bool) -> SamplingParams:
-        stop = default_stop(tokenizer)
-        if self.functions:  # a call ends the answer, as do expressions that the calculator cannot read
-            stop += (tokenizer.encode_special("<|python_end|>"),)
-        check_tokens(self.logit_bias, tokenizer, "logit_bias")
-        return SamplingParams(
-            max_tokens=min(self.max_tokens, max_new_tokens), top_k=max(self.top_k, 0), stop=stop, tools=tools,
-            logit_bias=tuple(self.logit_bias.items()), **self.logprobs_asked, **self.model_dump(include=SAME))
+    def prepare(self, model: ServedModel, max_new_tokens: int, client: str) -> Request:
+        """The request as an engine reads it. ApiError, 400, for one that this model cannot answer."""
+        # Choices are counted before prompts are encoded: 340,000 empty prompts take 18 seconds.
+        if self.size > model.max_choices:
+            words = f"{self.size:,} answers at once; this server takes at most {model.max_choices}"
+            raise ApiError(400, words, param="n")
+        encoded = self.encode(model)
+        longest = max(map(len, encoded["prompts"]))
+        if longest > model.context:
+            # OpenAI's words: clients look for them.
+            words = (f"This model's maximum context length is {model.context} tokens. However, your {self.param} "
+                     f"resulted in {longest} tokens. Please reduce the length of the {self.param}.")
+            raise ApiError(400, words, "context_length_exceeded", self.param)
+        grammar = self.grammar(model.tokenizer)
+        stop = default_stop(model.tokenizer)
+        if self.functions:
+            # A call ends the answer; so does an expression that the calculator cannot read.
+            stop += (model.tokenizer.encode_special("<|python_end|>"),)
+        check_tokens(self.logit_bias, model.tokenizer, "logit_bias")
+        sampling = SamplingParams(
+            max_tokens=min(self.max_tokens, max_new_tokens), top_k=max(self.top_k, 0), stop=stop,
+            tools=self.uses_tools and model.chats and grammar is None, logit_bias=tuple(self.logit_bias.items()),
+            **self.logprob_settings, **self.model_dump(include=SAME))
+        return Request(sampling=sampling, grammar=grammar, n=self.n, stop=self.stop, client=client, **encoded)
 
 
 # ---- Conversations
@@ -202,15 +202,16 @@ def as_parts(content: Any) -> Any:
 
 def chat_type(type: Any) -> Any:
     """The Responses interface has other names for texts."""
-    return "text" if type in ("input_text", "output_text", "refusal") else type
+    return "text" if type in ("input_text", "output_text") else type
 
 
 class MessagePart(BaseModel):
     type: Annotated[Literal["text", "python", "python_output"], BeforeValidator(chat_type)]
-    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
+    text: str
 
 
-Parts = Annotated[list[MessagePart], FailFast(), BeforeValidator(as_parts)]  # not an error for each of half a million
+# FailFast: one error, not one for each of half a million wrong parts.
+Parts = Annotated[list[MessagePart], FailFast(), BeforeValidator(as_parts)]
 
 
 class Message(BaseModel):
@@ -221,7 +222,7 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = None
 
     def turn(self) -> Json:
-        """As nanochat.data.conversation has it. A function's call and result are parts of the assistant's turn."""
+        """The message as nanochat.data.conversation has it: calls and results are parts of the assistant's turn."""
         content = self.content or self.refusal
         if not (content or self.parts or self.tool_calls):
             raise ApiError(400, "content must be a text or a list of parts", param="messages")
@@ -231,38 +232,37 @@ class Message(BaseModel):
         if self.role != "assistant":
             return {"role": self.role, "content": text}
         parts = [part.model_dump() for part in self.parts or content]
+        # A message of this server has its call twice: in tool_calls and as its last part.
         if self.tool_calls and parts and parts[-1]["type"] == "python":
-            parts = parts[:-1]  # a message of this server: its last part is the call
+            parts = parts[:-1]
         calls = [call.function.part() for call in self.tool_calls or []]
         return {"role": self.role, "content": parts + calls}
 
 
 class ConversationRequest(BaseRequest):
     """What chat and the Responses interface have in common."""
-    calculates: ClassVar[bool] = True
-    if TYPE_CHECKING:  # fields of the subclasses, which name them differently in JSON
-        messages: list[Message]
-        format: ResponseFormat
-        @property
-        def wants_logprobs(self) -> bool: ...
-    tools: Tools = []
-    tool_choice: ToolChoice = "auto"
+    uses_tools: ClassVar[bool] = True
+    tools: Functions = []
+    tool_choice: ToolChoice = ToolMode()
     truncation: Literal["auto", "disabled"] = "disabled"
     top_logprobs: int = Field(0, ge=0, le=20)
 
     @property
-    def logprobs_asked(self) -> Json:
+    def logprob_settings(self) -> Json:
         return {"logprobs": self.top_logprobs if self.wants_logprobs else None}
 
     @property
-    def functions(self) -> Sequence[Function]:
-        if isinstance(self.tool_choice, AllowedTools):
-            allowed = [tool.name for tool in self.tool_choice.tools]
-            return [function for function in self.tools if function.name in allowed]
-        return [] if self.tool_choice == "none" else self.tools
+    def functions(self) -> list[Function]:
+        choice = self.tool_choice
+        if choice.mode == "none":
+            return []
+        if choice.tools is None:
+            return self.tools
+        allowed = [tool.name for tool in choice.tools]
+        return [function for function in self.tools if function.name in allowed]
 
     def grammar(self, tokenizer: Tokenizer) -> str | None:
-        mode = self.tool_choice.mode if isinstance(self.tool_choice, AllowedTools) else self.tool_choice
+        mode = self.tool_choice.mode
         if mode == "required" and not self.functions:
             raise ApiError(400, "tool_choice asks for a function that tools does not have", param="tool_choice")
         text = self.format.grammar()
@@ -274,17 +274,23 @@ class ConversationRequest(BaseRequest):
     def turns(self) -> list[Json]:
         return [message.turn() for message in self.messages]
 
-    def encode(self, tokenizer: Tokenizer, chats: bool, context: int) -> Encoded:
+    def encode(self, model: ServedModel) -> Json:
+        """The fields of a Request that say what the model reads."""
         turns = self.turns()
         if self.functions:
-            turns.insert(0, {"role": "system", "content": describe(self.functions)})
-        render = partial(render_prompt, continue_last=True) if chats else render_text
+            turns.insert(0, define(self.functions))
+
+        def encoded(messages: list[Json]) -> list[int]:
+            conversation = {"messages": messages}
+            if not model.chats:
+                return render_text(model.tokenizer, conversation)
+            return render_prompt(model.tokenizer, conversation, continue_last=True)
+
+        kept = turns
         if self.truncation == "auto":
-            room = min(self.max_tokens, context // 4)
-            kept = recent(turns, lambda some: len(render(tokenizer, {"messages": some})), context - room)
-            self._forgotten = len(turns) - len(kept)
-            turns = kept
-        return [render(tokenizer, {"messages": turns})], []
+            room = min(self.max_tokens, model.context // 4)
+            kept = recent(turns, lambda messages: len(encoded(messages)), model.context - room)
+        return {"prompts": [encoded(kept)], "forgotten": len(turns) - len(kept)}
 
 
 class ChatRequest(ConversationRequest):
@@ -294,21 +300,23 @@ class ChatRequest(ConversationRequest):
     wants_logprobs: bool = Field(False, alias="logprobs")
 
 
-Tokens = Annotated[list[int], Field(fail_fast=True)]  # FailFast() cannot be a part of a union
+# FailFast() cannot be a part of a union.
+Tokens = Annotated[list[int], Field(fail_fast=True)]
 
 
 class CompletionRequest(BaseRequest):
-    """Continues texts, or lists of tokens, after <|bos|>; nothing is calculated. The tokens may be special ones."""
+    """Continues texts or lists of tokens after <|bos|>, without tools. The tokens may be special ones."""
     param: ClassVar[str] = "prompt"
     prompt: Annotated[
         str | Tokens | Annotated[list[str | Tokens], Field(fail_fast=True)], AfterValidator(as_prompts)]
     max_tokens: int = Field(16, ge=0)
-    logprobs: int | None = Field(None, ge=0, le=20)  # here even 0 asks for them
+    # Even 0 asks for them here.
+    logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
 
     @property
-    def logprobs_asked(self) -> Json:
-        # With max_tokens=0 the engine has only the prompt to read: for its log-probabilities, wanted or not.
+    def logprob_settings(self) -> Json:
+        # With max_tokens=0 the engine has only the prompt to read, and reads it for its log-probabilities.
         reads = not self.max_tokens or self.echo and self.logprobs is not None
         return {"logprobs": self.logprobs, "prompt_logprobs": (self.logprobs or 0) if reads else None}
 
@@ -316,14 +324,15 @@ class CompletionRequest(BaseRequest):
     def size(self) -> int:
         return len(self.prompt) * self.n
 
-    def encode(self, tokenizer: Tokenizer, chats: bool, context: int) -> Encoded:
+    def encode(self, model: ServedModel) -> Json:
+        tokenizer = model.tokenizer
         bos = tokenizer.get_bos_token_id()
         prompts, echo_from = [], []
         for prompt in cast(list[str | list[int]], self.prompt):
             tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             check_tokens(tokens, tokenizer, "prompt")
-            added = [] if tokens[:1] == [bos] else [bos]    # is not repeated
+            added = [] if tokens[:1] == [bos] else [bos]
             prompts.append(added + tokens)
-            if self.echo:
-                echo_from.append(len(added))
-        return prompts, echo_from
+            # An added <|bos|> is not repeated.
+            echo_from.append(len(added))
+        return {"prompts": prompts, "echo_from": echo_from if self.echo else []}

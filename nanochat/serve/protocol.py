@@ -1,4 +1,4 @@
-"""What the web process and its engines' processes send to each other, and errors as clients see them."""
+"""Messages between the web process and its engine processes, and errors as clients see them."""
 import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -14,7 +14,8 @@ from nanochat.inference.sampling import SamplingParams
 
 Json = dict[str, Any]
 
-TIMEOUT = 300.0     # seconds for a request; then its answers end with what they have
+# Seconds for a request. Then its answers end with the text that they have.
+TIMEOUT = 300.0
 
 
 class ApiError(HTTPException):
@@ -38,15 +39,17 @@ def unavailable(message: str) -> ApiError:
 
 @dataclass(eq=False)
 class Request:
-    """What a client asks for: n choices for each prompt."""
+    """What a client wants: n choices for each prompt."""
     prompts: list[list[int]]
     sampling: SamplingParams
-    grammar: str | None = None              # what the choices must fit, for llguidance
+    grammar: str | None = None              # llguidance's expression that the choices must fit
     n: int = 1
     stop: Sequence[str] = ()
-    client: str = ""                        # its address: places and queue are shared fairly among clients
-    echo_from: Sequence[int] = ()           # for each prompt: from this token on it is repeated; (): no echo
-    started: float = field(default_factory=time.monotonic)  # the system's clock: the same in every process
+    client: str = ""                        # the address: clients share places and queue fairly
+    echo_from: Sequence[int] = ()           # for each prompt the first token that is repeated; (): no echo
+    forgotten: int = 0                      # messages that were left out, so that an answer has room
+    # The system's monotonic clock is the same in every process.
+    started: float = field(default_factory=time.monotonic)
     id: int = field(default_factory=itertools.count().__next__)
 
     @property
@@ -56,22 +59,23 @@ class Request:
 
 
 class PlacedLogprob(NamedTuple):
-    """The log-probability of a token of a choice's text."""
+    """The log-probability of a token, and the token's place in the text of a choice."""
     logprob: TokenLogprob
-    is_content: bool    # of a message: neither a special token nor one of the calculator's
-    offset: int         # characters of the text before it
+    is_content: bool    # part of a message's content: neither a special token nor one of a tool's call
+    offset: int         # characters of text before the token
 
 
 @dataclass
 class Chunk:
-    """What was written of one choice since its last chunk."""
-    index: int                      # of the choice: first the n choices of the first prompt, then those of the second
+    """The new text of one choice since its last chunk."""
+    index: int                      # number of the choice: the n choices of the first prompt, of the second, …
     deltas: list[Delta] = field(default_factory=list)
     logprobs: list[PlacedLogprob] = field(default_factory=list)
-    tokens: int = 0                 # those without text count as well
-    cached: int = 0                 # tokens of its prompt that were in the prompt cache
+    tokens: int = 0                 # includes tokens without text
+    cached: int = 0                 # tokens of the prompt that were in the prompt cache
     finish_reason: FinishReason | None = None
 
 
-Chunks = AsyncIterator[list[Chunk]]
-Batch = dict[int, list[Chunk] | ApiError]   # by the request's id
+Chunks = AsyncIterator[Chunk]
+# By the request's id.
+Batch = dict[int, list[Chunk] | ApiError]

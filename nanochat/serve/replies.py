@@ -1,4 +1,4 @@
-"""What an answer looks like in OpenAI's interface: from the chunks of a worker to JSON or server-sent events."""
+"""Answers in OpenAI's interface: from the chunks of a worker to JSON or server-sent events."""
 import json
 import time
 import uuid
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from nanochat.data.conversation import text_of
 from nanochat.inference.detokenizer import Delta, parts_of
-from nanochat.inference.logprobs import TokenLogprob
 from nanochat.inference.tools import NOTHING
 from nanochat.serve.functions import read_call
 from nanochat.serve.openai_requests import BaseRequest
@@ -17,7 +16,7 @@ from nanochat.serve.worker import ServedModel
 
 @dataclass
 class Written:
-    """What has been written of a choice."""
+    """One choice so far: the sum of its chunks."""
     index: int
     begun: bool = False
     parts: list[Json] = field(default_factory=list)
@@ -27,76 +26,73 @@ class Written:
 
 
 class Reply:
-    """The choices of one request, as one response or as server-sent events: here those of a completion."""
+    """
+    The answer to one request. `add` takes a worker's chunk and returns its event; `whole` is the response so far. This
+    class is the reply to a completion; other interfaces override how a choice looks: `delta` in an event, `message` in
+    the whole response, `show` its log-probabilities.
+    """
     kind = chunk_kind = "text_completion"
 
     def __init__(self, asked: BaseRequest, model: ServedModel, request: Request):
-        self.asked, self.tokenizer, self.tools = asked, model.tokenizer, model.tools
+        self.asked, self.model = asked, model
         self.id = uuid.uuid4().hex
         self.head = {"id": self.id, "created": int(time.time()), "model": asked.model}
-        if asked._forgotten:
-            self.head["forgotten"] = asked._forgotten
+        if request.forgotten:
+            self.head["forgotten"] = request.forgotten
         self.prompt_tokens = sum(map(len, request.prompts))
         self.completion_tokens, self.cached_tokens = 0, 0
         self.written = [Written(index) for index in range(request.size)]
 
-    def add(self, chunks: Sequence[Chunk]) -> list[Json]:
-        """Take these chunks in; returns the choices of the events that say what is new."""
-        choices = []
-        for chunk in chunks:
-            self.completion_tokens += chunk.tokens
-            self.cached_tokens += chunk.cached
-            written = self.written[chunk.index]
-            written.logprobs += chunk.logprobs
-            written.finish_reason = chunk.finish_reason
-            written.parts = parts_of([Delta(**part) for part in written.parts] + chunk.deltas)
-            news = self.news(written, parts_of(chunk.deltas))
-            choices.append(self.choice(chunk, written, news))
-        return choices
+    def add(self, chunk: Chunk) -> Json:
+        """Take the chunk in; returns the choice as an event with the new text shows it."""
+        self.completion_tokens += chunk.tokens
+        self.cached_tokens += chunk.cached
+        written = self.written[chunk.index]
+        written.logprobs += chunk.logprobs
+        written.finish_reason = chunk.finish_reason
+        written.parts = parts_of([Delta(**part) for part in written.parts] + chunk.deltas)
+        return self.choice(written, self.delta(written, parts_of(chunk.deltas)), chunk.logprobs)
 
-    def choice(self, chunk: Chunk | Written, written: Written, content: Json) -> Json:
-        logprobs = self.describe(chunk.logprobs) if chunk.logprobs else None
+    def choice(self, written: Written, content: Json, placed: Sequence[PlacedLogprob]) -> Json:
+        logprobs = self.show(placed) if placed else None
         return {"index": written.index, **content, "logprobs": logprobs, "finish_reason": written.finish_reason}
 
-    def news(self, written: Written, parts: list[Json]) -> Json:
-        """What an event says of these parts, the last ones of what is written."""
+    def delta(self, written: Written, parts: list[Json]) -> Json:
+        """The content of an event. parts: the new text, which is the end of what is written."""
         return {"text": "".join(part["text"] for part in parts)}
 
-    def content(self, written: Written) -> Json:
-        """What a whole response says of a choice."""
-        return self.news(written, written.parts)
+    def message(self, written: Written) -> Json:
+        """The content of a whole response's choice."""
+        return self.delta(written, written.parts)
 
-    def describe(self, placed: Sequence[PlacedLogprob]) -> Json:
+    def show(self, placed: Sequence[PlacedLogprob]) -> Json:
         """Log-probabilities of all tokens."""
-        return {
-            "tokens": [self.token_text(one.logprob.token) for one in placed],
-            "token_logprobs": [one.logprob.logprob for one in placed],
-            "top_logprobs": [self.top(one.logprob) for one in placed],
-            "text_offset": [one.offset for one in placed],
-        }
-
-    def top(self, logprob: TokenLogprob) -> dict[str, float] | None:
-        """The most probable tokens and the token itself. Nothing predicts the first token of all."""
-        if logprob.logprob is None:
-            return None
-        return {self.token_text(token): value for token, value in [*logprob.top, logprob[:2]]}
+        shown: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for one in placed:
+            token, value, top = one.logprob
+            name = self.token_text(token)
+            tops = {self.token_text(other): logprob for other, logprob in top}
+            # Nothing predicts the very first token: its value and its alternatives are None.
+            alternatives = None if value is None else tops | {name: value}
+            for key, entry in zip(shown, (name, value, alternatives, one.offset)):
+                shown[key].append(entry)
+        return shown
 
     def token_text(self, token: int) -> str:
-        """As OpenAI writes tokens, whether or not they are whole UTF-8."""
-        return self.tokenizer.decode_bytes([token]).decode(errors="backslashreplace")
+        """A token in OpenAI's spelling: bytes that are no whole UTF-8 are escaped."""
+        return self.model.tokenizer.decode_bytes([token]).decode(errors="backslashreplace")
 
     def whole(self) -> Json:
-        """All that was added, as one response."""
-        choices = [self.choice(one, one, self.content(one)) for one in self.written]
+        """The response."""
+        choices = [self.choice(written, self.message(written), written.logprobs) for written in self.written]
         return self.head | {"object": self.kind, "choices": choices, "usage": self.usage()}
 
     async def events(self, chunks: Chunks) -> AsyncIterator[bytes]:
-        """As server-sent events. An error is an event as well, for which the official client raises APIError."""
+        """Server-sent events. An error is an event as well, for which the official client raises APIError."""
         head = self.head | {"object": self.chunk_kind}
         try:
-            async for several in chunks:
-                for choice in self.add(several):
-                    yield sse(head | {"choices": [choice]})
+            async for chunk in chunks:
+                yield sse(head | {"choices": [self.add(chunk)]})
             if self.asked.stream_options.get("include_usage"):
                 yield sse(head | {"choices": [], "usage": self.usage()})
             yield b"data: [DONE]\n\n"
@@ -119,14 +115,15 @@ def sse(data: Json) -> bytes:
 class ChatReply(Reply):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def news(self, written: Written, parts: list[Json]) -> Json:
+    def delta(self, written: Written, parts: list[Json]) -> Json:
         delta: Json = {}
         if not written.begun:
             written.begun = True
             delta = {"role": "assistant", "content": ""}
         for index, part in enumerate(parts, len(written.parts) - len(parts)):
-            begins = written.parts[index]["text"] == part["text"]  # clients append texts, so a source is sent once
-            source = self.source(written, index) if begins else {}
+            # Clients append the texts of one part, and would append its source again.
+            is_new = written.parts[index]["text"] == part["text"]
+            source = self.source(written, index) if is_new else {}
             delta.setdefault("parts", []).append({"index": index} | part | source)
             if part["type"] == "text":
                 delta["content"] = delta.get("content", "") + part["text"]
@@ -138,14 +135,15 @@ class ChatReply(Reply):
         return {"delta": delta}
 
     def source(self, written: Written, index: int) -> Json:
-        """Where the passage in a part comes from; nothing for a part that is no passage."""
-        call, part = ({"type": "text"}, *written.parts)[index : index + 2]
+        """Where the passage in a part comes from; {} for a part that is no passage."""
+        part = written.parts[index]
+        call = written.parts[index - 1] if index else part
         if call["type"] != "python" or part["type"] != "python_output" or part["text"] == NOTHING:
             return {}
-        passage = self.tools.find(call["text"])
+        passage = self.model.tools.find(call["text"])
         return {"source": {"title": passage.title, "place": passage.place}} if passage else {}
 
-    def content(self, written: Written) -> Json:
+    def message(self, written: Written) -> Json:
         parts = [part | self.source(written, index) for index, part in enumerate(written.parts)]
         text = text_of(parts)
         message = {"role": "assistant", "content": text, "parts": parts}
@@ -153,8 +151,8 @@ class ChatReply(Reply):
             message |= {"content": text or None, "tool_calls": [written.call]}
         return {"message": message}
 
-    def describe(self, placed: Sequence[PlacedLogprob]) -> Json:
-        """Log-probabilities of the tokens of a message's content: their bytes, put end to end, are its text."""
+    def show(self, placed: Sequence[PlacedLogprob]) -> Json:
+        """Log-probabilities of the content's tokens. Their bytes, joined, are the text of the content."""
         content = []
         for one in placed:
             if one.is_content:
@@ -164,4 +162,5 @@ class ChatReply(Reply):
         return {"content": content}
 
     def named(self, token: int, logprob: float | None) -> Json:
-        return {"token": self.token_text(token), "logprob": logprob, "bytes": [*self.tokenizer.decode_bytes([token])]}
+        data = self.model.tokenizer.decode_bytes([token])
+        return {"token": self.token_text(token), "logprob": logprob, "bytes": [*data]}

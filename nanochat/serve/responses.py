@@ -1,7 +1,7 @@
 """
 OpenAI's Responses interface, as far as a text conversation needs it: its requests are conversations, its answers one
-choice in another shape. previous_response_id, conversation and background are refused. What the calculator did is in no
-item.
+choice in another shape. previous_response_id, conversation and background are refused. Calls of the model's own tools
+are in no item.
 """
 import itertools
 from collections.abc import AsyncIterator, Sequence
@@ -17,7 +17,7 @@ from nanochat.serve.structured import ResponseFormat
 
 
 def as_message(item: Any) -> Any:
-    """An item of the input as a message of a chat."""
+    """An item of the input as a chat's message."""
     match item:
         case {"type": "function_call"}:
             return {"role": "assistant", "tool_calls": [{"function": item}]}
@@ -27,7 +27,7 @@ def as_message(item: Any) -> Any:
 
 
 def as_items(value: Any) -> Any:
-    """A text is one message. Reasoning, which clients send back as they had it from another model, is none."""
+    """A text is one message. Reasoning of another model, which clients send back, is left out."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
@@ -59,9 +59,9 @@ class ResponsesRequest(ConversationRequest):
 
 
 class ResponsesReply(ChatReply):
-    asked: ResponsesRequest
+    """A chat's answer as items: a message, if there is text, and a function's call."""
 
-    def response(self, status: str, output: Sequence[dict] = ()) -> Json:
+    def response(self, status: str, output: Sequence[Json] = ()) -> Json:
         usage = {
             "input_tokens": self.prompt_tokens, "input_tokens_details": {"cached_tokens": self.cached_tokens},
             "output_tokens": self.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
@@ -69,63 +69,59 @@ class ResponsesReply(ChatReply):
         }
         return {
             "id": self.id, "object": "response", "created_at": self.head["created"], "status": status,
-            "model": self.asked.model, "output": list(output), "error": None,
+            "model": self.asked.model, "output": [*output], "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "truncation": self.asked.truncation, "usage": usage,
         }
 
-    def message(self, status: str, *content: Json) -> Json:
+    def text_item(self, status: str, *content: Json) -> Json:
         return {
             "id": f"msg_{self.id}", "type": "message", "role": "assistant", "status": status, "content": [*content]}
 
     def whole(self) -> Json:
         [written] = self.written
-        status = "incomplete" if written.finish_reason == "length" else "completed"
         output = []
         if text := text_of(written.parts):
-            output.append(self.message(status, text_part(text, self.describe(written.logprobs)["content"])))
+            output.append(self.text_item("completed", text_part(text, self.show(written.logprobs)["content"])))
         if written.call:
-            function = written.call["function"]
-            output.append({
-                "id": f"fc_{self.id}", "call_id": written.call["id"], "type": "function_call", "status": "completed",
-                **function})
-        return self.response(status, output)
+            call = {"id": f"fc_{self.id}", "call_id": written.call["id"], **written.call["function"]}
+            output.append({"type": "function_call", "status": "completed"} | call)
+        return self.response("incomplete" if written.finish_reason == "length" else "completed", output)
 
     async def events(self, chunks: Chunks) -> AsyncIterator[bytes]:
         numbers = itertools.count()
         place = {"output_index": 0, "item_id": f"msg_{self.id}", "content_index": 0}
 
-        def event(kind: str, **data) -> bytes:
-            return f"event: {kind}\n".encode() + sse({"type": kind, "sequence_number": next(numbers), **data})
+        def event(name: str, **data) -> bytes:
+            # An error has a type of its own, which the event's replaces.
+            return f"event: {name}\n".encode() + sse(data | {"type": name, "sequence_number": next(numbers)})
 
         begun = False
         yield event("response.created", response=self.response("in_progress"))
         try:
-            async for several in chunks:
-                for choice in self.add(several):
-                    text = choice["delta"].get("content")
-                    logprobs = choice["logprobs"]["content"] if choice["logprobs"] else []
-                    if text and not begun:
-                        begun = True
-                        yield event("response.output_item.added", output_index=0, item=self.message("in_progress"))
-                        yield event("response.content_part.added", **place, part=text_part(""))
-                    if text:
-                        yield event("response.output_text.delta", **place, delta=text, logprobs=logprobs)
+            async for chunk in chunks:
+                text = self.add(chunk)["delta"].get("content")
+                if not text:
+                    continue
+                if not begun:
+                    begun = True
+                    yield event("response.output_item.added", output_index=0, item=self.text_item("in_progress"))
+                    yield event("response.content_part.added", **place, part=text_part(""))
+                # Log-probabilities come with the whole text.
+                yield event("response.output_text.delta", **place, delta=text, logprobs=[])
         except ApiError as error:
-            reported = error.body()["error"]
-            yield event("error", code=reported["code"], message=reported["message"], param=reported["param"])
+            yield event("error", **error.body()["error"])
             return
         response = self.whole()
         for index, item in enumerate(response["output"]):
             if item["type"] == "message":
-                part = item["content"][0]
+                [part] = item["content"]
                 yield event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
             else:
+                where = {"output_index": index, "item_id": item["id"]}
                 begun_item = item | {"arguments": "", "status": "in_progress"}
                 yield event("response.output_item.added", output_index=index, item=begun_item)
-                yield event(
-                    "response.function_call_arguments.delta", output_index=index, item_id=item["id"],
-                    delta=item["arguments"])
+                yield event("response.function_call_arguments.delta", **where, delta=item["arguments"])
             yield event("response.output_item.done", output_index=index, item=item)
         yield event(f"response.{response['status']}", response=response)
 

@@ -1,11 +1,11 @@
 """
 Answers of a prescribed form: JSON, JSON that fits a schema, a call of a function. llguidance (the extra "structured")
-makes a grammar of it, which says after every token which ones may come next; the engine draws among these only.
+compiles a grammar, which says after every token which tokens may come next; the engine draws among these only.
 
-JSON is written without blanks between its tokens: a model that may write blanks may write nothing else until
-max_tokens. For the same reason an object has only the properties that its schema lists, unless additionalProperties
-says otherwise, an integer without limits is one that a float64 holds exactly, a time has at most six digits after the
-point, and each number of a duration at most nine.
+JSON has no blanks between its tokens: a model that may write blanks may write nothing else until max_tokens. For the
+same reason an object has only the properties that its schema lists, unless additionalProperties says otherwise, an
+integer without limits must fit a float64 exactly, a time has at most six digits after the point, and each number of a
+duration at most nine.
 """
 import copy
 import functools
@@ -17,29 +17,29 @@ from pydantic import BaseModel, BeforeValidator, Field
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import Grammar
-from nanochat.runtime.errors import UserError
-from nanochat.serve.grammar_trial import make_matcher, try_to_compile
+from nanochat.serve.grammar_trial import make_matcher
 from nanochat.serve.protocol import Json
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_INTEGER = 2**53 - 1
-# Keywords of a JSON schema that have other schemas in them, as far as llguidance takes them.
-MAPS = {"properties", "patternProperties", "$defs", "definitions"}     # by name, which may be that of any keyword
-PARTS = {"items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf"}  # one or a list
+# Keywords of a JSON schema with schemas in them, as far as llguidance knows them. In MAPS each schema has a name, which
+# may be that of any keyword; PARTS have one schema or a list.
+MAPS = {"properties", "patternProperties", "$defs", "definitions"}
+PARTS = {"items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf"}
+# An extra pattern for each format whose fractions llguidance lets go on for ever.
 POINT = r"^[^.]*(\.\d{1,6}([Zz+-].*)?)?$"
-FINITE = {"date-time": POINT, "time": POINT, "duration": r"^(\D+\d{1,9})*\D$"}    # format: a pattern besides
-CONDITIONS = {"allOf", "anyOf", "oneOf", "properties", "$ref"}  # two of them describe the same object
-
-MAX_GRAMMAR_BYTES = 2**16
+FINITE = {"date-time": POINT, "time": POINT, "duration": r"^(\D+\d{1,9})*\D$"}
+# Two of these keywords in one schema describe the same object.
+CONDITIONS = {"allOf", "anyOf", "oneOf", "properties", "$ref"}
 
 
 # ---- What a request says
 
 
 def flat(value: Any) -> Any:
-    """Chat nests what the Responses interface does not: {"type": "function", "function": {"name": …}}."""
+    """Chat nests {"type": "function", "function": {"name": …}}; the Responses interface does not."""
     if not isinstance(value, dict):
         return value
     inner = value.get(str(value.get("type")))
@@ -66,19 +66,21 @@ def json_grammar(schema: Json) -> str:
     """A grammar's expression for JSON that fits a schema."""
     schema = copy.deepcopy(schema)
     close(schema)
-    schema["x-guidance"] = {"whitespace_flexible": False}   # llguidance's own options, which a client may not choose
+    # llguidance's own options: a client's are replaced.
+    schema["x-guidance"] = {"whitespace_flexible": False}
     return f"%json {json.dumps(schema)}"
 
 
 def close(root: Json) -> None:
     """
-    Objects that list their properties, and say nothing of others, have no others; integers, times and durations get
-    limits. Where a schema puts objects together from several parts, each of which would exclude the others' properties,
-    objects stay open.
+    Close what a schema leaves open: an object that lists its properties, and says nothing of others, gets no others;
+    integers, times and durations get limits. If a schema describes one object in several parts, closing a part would
+    exclude the properties of the other parts, so all its objects stay open.
     """
     schemas = [root]
     is_combined = False
-    for schema in schemas:  # grows meanwhile
+    # The list grows during the loop: a schema's inner schemas follow it.
+    for schema in schemas:
         for keyword, value in schema.items():
             inner = []
             if keyword in PARTS:
@@ -93,6 +95,7 @@ def close(root: Json) -> None:
         types = schema.get("type")
         if not isinstance(types, list):
             types = [types]
+        # A number type besides, or listed values, have no need of limits.
         if "integer" in types and "number" not in types and not schema.keys() & {"const", "enum"}:
             schema.setdefault("minimum", -MAX_INTEGER)
             schema.setdefault("maximum", MAX_INTEGER)
@@ -107,25 +110,13 @@ def close(root: Json) -> None:
 
 
 def compile_grammar(expression: str, tokenizer: Tokenizer) -> Grammar:
-    """
-    Takes milliseconds, at most a few seconds. UserError for what is wrong, too large, takes longer or is not supported,
-    or if the library is missing.
-    """
-    if len(expression) > MAX_GRAMMAR_BYTES:
-        sizes = f"{len(expression):,} characters; at most {MAX_GRAMMAR_BYTES:,} are allowed"
-        raise UserError(f"the form of the answer: {sizes}")
-    try:
-        import llguidance  # noqa: F401
-    except ImportError:
-        raise UserError("answers of a prescribed form need the package llguidance: . ./setup.sh structured") from None
-    vocab_size = tokenizer.get_vocab_size()
-    try_to_compile(expression, vocab_size)
-    return Grammar(make_matcher(expression, vocabulary_of(tokenizer)), vocab_size)
+    """A grammar that has passed its trial. Takes milliseconds, at most a few seconds."""
+    return Grammar(make_matcher(expression, vocabulary_of(tokenizer)), tokenizer.get_vocab_size())
 
 
 @functools.cache
 def vocabulary_of(tokenizer: Tokenizer) -> "LLTokenizer":
-    """As llguidance has it. Takes half a second for 65,536 tokens."""
+    """The tokenizer as llguidance has it. Takes half a second for 65,536 tokens."""
     from llguidance.tiktoken import lltokenizer_from_encoding
 
     stop = [*default_stop(tokenizer)]

@@ -1,9 +1,9 @@
 """
 Many requests, one engine: it decodes for all of them in a process of its own (engine_process.py), and the event loop
-receives what it writes.
+receives the text.
 
-    pending = model.submit(request)         to the worker that has least to do
-    async for chunks in pending.chunks()    every 40 ms: the text since the last chunks
+    pending = model.submit(request)         to the least loaded worker
+    async for chunk in pending.chunks()     every 40 ms: the text since the last chunk
     pending.cancel()
 """
 import asyncio
@@ -24,19 +24,26 @@ from nanochat.inference.prompt_cache import PIECE
 from nanochat.inference.tools import Tools
 from nanochat.serve.protocol import TIMEOUT, ApiError, Batch, Chunk, Chunks, Request, unavailable
 
-ENGINE = "from nanochat.serve.engine_process import main; main()"   # -m would know its classes under another name
-SIGNALS = signal.SIGINT, signal.SIGTERM     # they come to all processes of a terminal or service; the web heeds them
-SLACK = 10          # seconds beyond a request's time that its engine has to end it
-MAX_QUEUE = 128     # choices that may wait for each engine, half of them one address's
-# An engine says each second that it is alive if it waits for requests, has ended a step or used the processor since. So
-# one that is slow is told from one that hangs: that one is stopped, or waits for what never comes. Seconds of silence:
-HUNG_AFTER = 10     # others get its requests, also while a single step takes that long
-DEAD_AFTER = 60     # it is ended, and its requests with it
-STUCK_AFTER = 600   # likewise for a step that takes so long, though it computes, and for silence while it loads
+# With -m the process would know its classes under another name.
+ENGINE = "from nanochat.serve.engine_process import main; main()"
+# A terminal or service manager sends these to all processes. Only the web process reacts.
+SIGNALS = signal.SIGINT, signal.SIGTERM
+# Seconds beyond a request's time in which its engine has to end it.
+SLACK = 10
+# Choices that may wait for each engine. One address may have half of them.
+MAX_QUEUE = 128
+# Every second an engine says that it is alive, if it waits for requests, has ended a step, or has used the processor.
+# So an engine that is slow is not taken for one that hangs: that one is stopped, or waits for an event that never
+# comes. After HUNG_AFTER seconds of silence, or of a single step, other engines get its requests; after DEAD_AFTER of
+# silence it is ended, and its requests with it. STUCK_AFTER is the limit for a step that computes, and for silence
+# during loading.
+HUNG_AFTER = 10
+DEAD_AFTER = 60
+STUCK_AFTER = 600
 
 
 class Pending:
-    """A request that a worker was given, and where it stands."""
+    """A request that a worker has accepted, and its progress."""
 
     def __init__(self, request: Request, worker: "Worker"):
         self.request, self.worker = request, worker
@@ -44,15 +51,17 @@ class Pending:
         self.writing: set[int] = set()      # choices that have begun and not ended
         self.deadline = request.started + TIMEOUT + SLACK
         self.received: asyncio.Queue[list[Chunk] | ApiError] = asyncio.Queue()
-        self.watcher: asyncio.Task | None = None    # cancels it when its client goes
+        # The task that cancels this request when its client disconnects. The event loop itself keeps no reference.
+        self.watcher: asyncio.Task | None = None
 
     async def chunks(self) -> Chunks:
-        """What was written, until all choices have ended. Raises the ApiError that ends the request before."""
+        """All chunks until all choices have ended. Raises the ApiError that ends the request early."""
         while self.open or not self.received.empty():
             item = await self.received.get()
             if isinstance(item, ApiError):
                 raise item
-            yield item
+            for chunk in item:
+                yield chunk
 
     def receive(self, item: list[Chunk] | ApiError) -> None:
         self.received.put_nowait(item)
@@ -64,11 +73,10 @@ class Pending:
         self.open -= len(ended)
 
     def cancel(self) -> None:
-        """The client has gone."""
-        self.end(ApiError(499, "the client has gone"))
+        self.end(ApiError(499, "the client has disconnected"))
 
     def end(self, error: ApiError) -> None:
-        """Give back the places of the choices that have not ended, if any."""
+        """Free the places of choices that have not ended, if any."""
         if self.open:
             self.worker.send(self.request.id)
             self.worker.deliver({self.request.id: error})
@@ -76,16 +84,17 @@ class Pending:
 
 class Worker:
     """
-    An engine's process. state: "loading", "ready", "stopping" after `stop`, or "dead" after it has ended by itself or
-    was ended because it said nothing for too long.
+    An engine's process. state: "loading", "ready", "stopping" after `stop`, or "dead" if it ended on its own or was
+    ended after a long silence.
     """
 
     def __init__(self, make_engine: Callable[[], Engine]):
-        self.make_engine = make_engine  # is called there, so it can be pickled
+        # Called in the other process, so it must be picklable.
+        self.make_engine = make_engine
         self.state = "loading"
-        self.pending: dict[int, Pending] = {}   # what has not ended, by id
-        self.silence = 0                        # seconds since its last message
-        self.step_age = 0.0                     # seconds that its step took so far, when it sent that
+        self.pending: dict[int, Pending] = {}   # open requests by id
+        self.silence = 0                        # seconds since the last message
+        self.step_age = 0.0                     # seconds that the present step had taken at that message
 
     @property
     def load(self) -> int:
@@ -98,10 +107,9 @@ class Worker:
 
     @property
     def condition(self) -> str:
-        """Its state; a ready one may be "slow", in the middle of a long step, or "silent", which soon ends it."""
-        if self.state == "ready" and max(self.silence, self.step_age) >= HUNG_AFTER:
-            return "silent" if self.silence >= HUNG_AFTER else "slow"
-        return self.state
+        """The state; "slow" is a ready worker that is silent or in a long step."""
+        is_slow = max(self.silence, self.step_age) >= HUNG_AFTER
+        return "slow" if self.state == "ready" and is_slow else self.state
 
     async def start(self) -> None:
         self.process, web = self.launch()
@@ -113,7 +121,8 @@ class Worker:
     def launch(self) -> tuple[subprocess.Popen, socket.socket]:
         """The engine's process, and our end of the socket to it."""
         ours, theirs = socket.socketpair()
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)   # a process is born with the signals that are blocked now
+        # A new process inherits the blocked signals.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             command = [sys.executable, "-c", ENGINE, str(theirs.fileno())]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
@@ -123,18 +132,19 @@ class Worker:
         return process, ours
 
     def stop(self) -> None:
-        """End the process, and with an error what is running: now, the process may take a while to go."""
+        """Kill the process. Its requests end now, with an error, because the process may take a while to go."""
         if self.alive:
             self.state = "stopping"
         self.end_all("")
         self.process.kill()
 
     def send(self, message: Any) -> None:
-        """It waits in the event loop while the engine reads nothing."""
+        """If the engine does not read, the message waits in the event loop's memory."""
         self.writer.write(pickle.dumps(message))
 
     async def read(self) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, OSError):     # it has ended
+        # The stream ends with the process.
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 size = int.from_bytes(await self.reader.readexactly(4))
                 message = pickle.loads(await self.reader.readexactly(size))
@@ -146,12 +156,13 @@ class Worker:
                     self.state = "ready"
                 self.deliver(message)
         code = await asyncio.to_thread(self.process.wait)
-        self.end_all(f"ended with code {code}")     # below 0: by a signal; else it has said why
+        # A negative code is a signal's number. Otherwise the process has printed the reason.
+        self.end_all(f"ended with code {code}")
 
     async def watch(self) -> None:
         """
-        End an engine that is silent, and requests that it has not ended in time. Silence is counted in turns of this
-        loop: while this process itself is stopped, as by Ctrl-Z, nothing adds up.
+        End a silent engine, and requests that it has not ended in time. Silence is counted in iterations of this loop:
+        while this process itself is stopped, as by Ctrl-Z, no silence adds up.
         """
         while self.alive:
             await asyncio.sleep(1)
@@ -169,14 +180,15 @@ class Worker:
     def deliver(self, batch: Batch) -> None:
         for id, item in batch.items():
             pending = self.pending.get(id)
-            if pending is None:  # cancelled while this was on its way
+            # None: the request was cancelled while this was on its way.
+            if pending is None:
                 continue
             pending.receive(item)
             if not pending.open:
                 del self.pending[id]
 
     def end_all(self, reason: str) -> None:
-        """The process has ended, or is given up."""
+        """End all requests: the process has ended, or we give it up."""
         if self.alive:
             self.state = "dead"
             print(f"a worker has died: process {self.process.pid} {reason}", file=sys.stderr, flush=True)
@@ -188,14 +200,14 @@ class Worker:
 
 @dataclass
 class ServedModel:
-    """A model that may be asked, on one device or on several."""
+    """A model that answers requests, on one device or on several."""
     id: str
     tokenizer: Tokenizer
     context: int                    # tokens
-    max_batch: int                  # choices of one address written at once on each device
+    max_batch: int                  # choices of one address that each device writes at once
     workers: list[Worker]
     tools: Tools = Tools()          # the same as the engines', to say where a passage comes from
-    chats: bool = True              # else it is a base model: messages are a text that it continues
+    chats: bool = True              # False: a base model, which continues the messages as one text
     examples: Sequence[str] = ()    # questions to suggest
 
     @property
@@ -203,14 +215,12 @@ class ServedModel:
         return all(worker.state == "dead" for worker in self.workers)
 
     def submit(self, request: Request) -> Pending:
-        """
-        Give the request to a worker. ApiError when that has too much to do (429) or none is there (503). Choices of one
-        client may wait only while there is room for as many more: so others find room.
-        """
+        """Give the request to a worker. ApiError if the worker has too much to do (429) or none is alive (503)."""
         worker = self.choose(request)
         room = self.max_batch + MAX_QUEUE - worker.load - request.size
         own = sum(other.open for other in worker.pending.values() if other.request.client == request.client)
-        if own + request.size - self.max_batch > room or room < 0:
+        # A client's choices may wait only while there is room for as many more, so others can still come.
+        if room < max(0, own + request.size - self.max_batch):
             headers = {"Retry-After": "2"}
             raise ApiError(429, "too many requests are waiting; try again", "rate_limit_exceeded", headers=headers)
         pending = worker.pending[request.id] = Pending(request, worker)
@@ -219,8 +229,8 @@ class ServedModel:
 
     def choose(self, request: Request) -> Worker:
         """
-        The worker that reads all prompts with this beginning, so that its prompt cache has it, while a place is free
-        there; else the worker with least to do.
+        The home of all prompts with this beginning, so that the prompt cache helps, while a place is free there; else
+        the least loaded worker.
         """
         alive = [worker for worker in self.workers if worker.alive]
         if not alive:
@@ -234,7 +244,7 @@ class ServedModel:
 
     @property
     def max_choices(self) -> int:
-        """Most choices of one request."""
+        """The most choices of one request."""
         return self.max_batch + MAX_QUEUE // 2
 
     @property
