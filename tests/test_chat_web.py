@@ -1100,7 +1100,7 @@ async def test_loading_and_limits_of_time(monkeypatch, pace):
         health, early = await client.get("/health"), asyncio.create_task(ask(client, "early"))
         assert (health.status_code, health.json()["models"]) == (503, {"tiny-sft": ["loading"]})
         await until(lambda: model.waiting == 1)
-        model.submit(Request([[1]], SamplingParams())).cancel()
+        model.submit(Request([[1]], SamplingParams())).end(ApiError(499, "gone"))
         assert model.waiting == 1 and (await client.get("/health")).status_code == 503
         loaded.set()
         assert (await early).status_code == 200

@@ -141,8 +141,7 @@ class Api:
             request = await asyncio.to_thread(asked.prepare, model, self.max_new_tokens, client)
             if request.grammar:
                 loop = asyncio.get_running_loop()
-                vocab_size = model.tokenizer.get_vocab_size()
-                await loop.run_in_executor(self.trials, try_to_compile, request.grammar, vocab_size)
+                await loop.run_in_executor(self.trials, try_to_compile, request.grammar)
         reply = make_reply(asked, model, request)
         pending = model.submit(request)
         pending.watcher = asyncio.create_task(cancel_at_the_end(http, pending))
@@ -167,4 +166,4 @@ async def cancel_at_the_end(http: HttpRequest, pending: Pending) -> None:
     """Cancel the rest of a request when its client disconnects, or when the response is complete."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
-    pending.cancel()
+    pending.end(ApiError(499, "the client has disconnected"))

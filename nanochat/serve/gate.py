@@ -1,4 +1,4 @@
-"""Around every request: who may ask, a limit on the body, errors in OpenAI's shape, headers."""
+"""Around every request: who may ask, a limit on the body, errors in OpenAI's shape."""
 import hmac
 import re
 from collections.abc import Collection
@@ -17,7 +17,6 @@ MAX_BODY_BYTES = 2**20
 LOOPBACK = "127.0.0.1", "localhost", "::1"
 # Paths that need no key.
 OPEN_PATHS = "/", "/health"
-SAFE = (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"), (b"cache-control", b"no-store")
 
 
 def bare(host: str) -> str:
@@ -72,17 +71,15 @@ class Gate:
             return await self.app(scope, receive, send)
         started = False
 
-        async def send_safely(message: Message) -> None:
+        async def watched_send(message: Message) -> None:
             nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                message["headers"] = [*message["headers"], *SAFE]
+            started = True
             await send(message)
 
         http = HttpRequest(scope, receive)
         try:
             self.check(scope["path"], http.headers)
-            await self.app(scope, receive, send_safely)
+            await self.app(scope, receive, watched_send)
         except Exception as error:
             if not isinstance(error, ApiError):
                 log_error("a request failed", error)
@@ -90,7 +87,7 @@ class Gate:
             # A response that has begun can only break off.
             if not started:
                 response = await show_error(http, error)
-                await response(scope, receive, send_safely)
+                await response(scope, receive, send)
 
     def check(self, path: str, headers: Headers) -> None:
         """ApiError for a wrong key or host, or a body with two lengths."""

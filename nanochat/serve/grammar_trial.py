@@ -7,6 +7,7 @@ imports no torch: the process starts in a tenth of a second.
 """
 import functools
 import importlib.util
+import re
 import resource
 import subprocess
 import sys
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_LENGTH = 2**16
 # Processor time. The system counts whole seconds and allows one more. Usual schemas take milliseconds.
 COMPILE_SECONDS = 2
+SPECIAL_TOKEN = re.compile(r"<\[\d+\]>")
 TRIAL = "from nanochat.serve.grammar_trial import main; main()"
 # Limits in llguidance's own units of work, since all answers wait while the next token of one is chosen.
 WORK_LIMITS = dict(
@@ -36,7 +38,7 @@ def make_matcher(expression: str, vocabulary: "LLTokenizer") -> "LLMatcher":
 
 
 @functools.lru_cache(256)
-def try_to_compile(expression: str, vocab_size: int) -> None:
+def try_to_compile(expression: str) -> None:
     """
     UserError if the grammar is wrong, too long, not supported, or takes more than COMPILE_SECONDS, or if the library is
     missing. RuntimeError if the trial itself fails. Successes are remembered. Can be called from any thread.
@@ -46,8 +48,8 @@ def try_to_compile(expression: str, vocab_size: int) -> None:
     if len(expression) > MAX_GRAMMAR_LENGTH:
         sizes = f"{len(expression):,} characters; at most {MAX_GRAMMAR_LENGTH:,} are allowed"
         raise UserError(f"the form of the answer: {sizes}")
-    command = [sys.executable, "-X", "utf8", "-c", TRIAL, str(vocab_size)]
-    pipes: Any = dict(input=expression, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8")
+    command = [sys.executable, "-X", "utf8", "-c", TRIAL]
+    pipes = dict(input=expression, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8")
     trial = subprocess.run(command, **pipes)
     error = trial.stdout
     if trial.returncode > 0:
@@ -59,19 +61,6 @@ def try_to_compile(expression: str, vocab_size: int) -> None:
         raise UserError(f"the form of the answer: {first_line(ValueError(error))}")
 
 
-class ByteTokenizer:
-    """
-    The interface that llguidance expects of a tokenizer, over single bytes. Compiling takes as long as with any other
-    tokenizer of this size.
-    """
-    is_tokenizer_wrapper, bos_token_id, __call__ = True, None, staticmethod(lambda text: [*text.encode()])
-
-    def __init__(self, vocab_size: int):
-        self.special_token_ids = range(256, vocab_size)
-        self.eos_token_id = vocab_size - 1
-        self.tokens = [bytes([token]) for token in range(256)] + [b"\xff%d" % token for token in self.special_token_ids]
-
-
 def main() -> None:
     """The process of a trial: a grammar on stdin, what is wrong with it on stdout."""
     from llguidance import LLTokenizer
@@ -79,6 +68,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (COMPILE_SECONDS + 1, most))
-    matcher = make_matcher(sys.stdin.read(), LLTokenizer(ByteTokenizer(int(sys.argv[1]))))
+    # Compiling takes as long with tokens of single bytes. This vocabulary has few special tokens: any one will do.
+    expression = SPECIAL_TOKEN.sub("<[256]>", sys.stdin.read())
+    matcher = make_matcher(expression, LLTokenizer("byte"))
     matcher.compute_bitmask()
     sys.stdout.write(matcher.get_error())

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from nanochat.data.conversation import text_of
-from nanochat.inference.detokenizer import Delta, parts_of
+from nanochat.inference.detokenizer import parts_of
 from nanochat.inference.tools import NOTHING
 from nanochat.serve.functions import read_call
 from nanochat.serve.openai_requests import BaseRequest
@@ -18,7 +18,7 @@ from nanochat.serve.worker import ServedModel
 class Written:
     """One choice so far: the sum of its chunks."""
     index: int
-    begun: bool = False
+    begun: bool = False             # an event has said whose message it is
     parts: list[Json] = field(default_factory=list)
     logprobs: list[PlacedLogprob] = field(default_factory=list)
     call: Json | None = None
@@ -50,15 +50,31 @@ class Reply:
         written = self.written[chunk.index]
         written.logprobs += chunk.logprobs
         written.finish_reason = chunk.finish_reason
-        written.parts = parts_of([Delta(**part) for part in written.parts] + chunk.deltas)
-        return self.choice(written, self.delta(written, parts_of(chunk.deltas)), chunk.logprobs)
+        new = []
+        for part in parts_of(chunk.deltas):
+            if written.parts and written.parts[-1]["type"] == part["type"]:
+                written.parts[-1]["text"] += part["text"]
+            else:
+                part |= self.source(written, part)
+                written.parts.append(part)
+            new.append(part | {"index": len(written.parts) - 1})
+        return self.choice(written, self.delta(written, new), chunk.logprobs)
+
+    def source(self, written: Written, part: Json) -> Json:
+        """Where the passage comes from that a part begins; {} for a part that is no passage."""
+        call = written.parts[-1] if written.parts else part
+        # The beginning of "nothing" may be cut off from its end.
+        if part["type"] != "python_output" or call["type"] != "python" or NOTHING.startswith(part["text"]):
+            return {}
+        passage = self.model.tools.find(call["text"])
+        return {"source": {"title": passage.title, "place": passage.place}} if passage else {}
 
     def choice(self, written: Written, content: Json, placed: Sequence[PlacedLogprob]) -> Json:
         logprobs = self.show(placed) if placed else None
         return {"index": written.index, **content, "logprobs": logprobs, "finish_reason": written.finish_reason}
 
     def delta(self, written: Written, parts: list[Json]) -> Json:
-        """The content of an event. parts: the new text, which is the end of what is written."""
+        """The content of an event. parts: its new text."""
         return {"text": "".join(part["text"] for part in parts)}
 
     def message(self, written: Written) -> Json:
@@ -117,16 +133,11 @@ class ChatReply(Reply):
 
     def delta(self, written: Written, parts: list[Json]) -> Json:
         delta: Json = {}
+        if parts:
+            delta = {"content": text_of(parts), "parts": parts}
         if not written.begun:
             written.begun = True
-            delta = {"role": "assistant", "content": ""}
-        for index, part in enumerate(parts, len(written.parts) - len(parts)):
-            # Clients append the texts of one part, and would append its source again.
-            is_new = written.parts[index]["text"] == part["text"]
-            source = self.source(written, index) if is_new else {}
-            delta.setdefault("parts", []).append({"index": index} | part | source)
-            if part["type"] == "text":
-                delta["content"] = delta.get("content", "") + part["text"]
+            delta = {"role": "assistant", "content": ""} | delta
         if written.finish_reason and written.parts and written.parts[-1]["type"] == "python":
             written.call = read_call(written.parts[-1]["text"], self.asked.functions)
         if written.call:
@@ -134,19 +145,9 @@ class ChatReply(Reply):
             delta["tool_calls"] = [{"index": 0} | written.call]
         return {"delta": delta}
 
-    def source(self, written: Written, index: int) -> Json:
-        """Where the passage in a part comes from; {} for a part that is no passage."""
-        part = written.parts[index]
-        call = written.parts[index - 1] if index else part
-        if call["type"] != "python" or part["type"] != "python_output" or part["text"] == NOTHING:
-            return {}
-        passage = self.model.tools.find(call["text"])
-        return {"source": {"title": passage.title, "place": passage.place}} if passage else {}
-
     def message(self, written: Written) -> Json:
-        parts = [part | self.source(written, index) for index, part in enumerate(written.parts)]
-        text = text_of(parts)
-        message = {"role": "assistant", "content": text, "parts": parts}
+        text = text_of(written.parts)
+        message = {"role": "assistant", "content": text, "parts": written.parts}
         if written.call:
             message |= {"content": text or None, "tool_calls": [written.call]}
         return {"message": message}

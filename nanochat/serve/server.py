@@ -10,17 +10,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanochat.serve.worker import ServedModel
 
-WAIT_SECONDS = 60   # for a whole request, and for a client to read what is ready for it
-DRAIN_SECONDS = 5   # after SIGTERM, for the answers that are not complete
-CUT_SECONDS = 2     # then, for clients to read the error that ends theirs
-MAX_CONNECTIONS = 512   # each is an open file, of which a process may often have 1,024
+# Seconds for a whole request, and for a client to read what is ready.
+WAIT_SECONDS = 60
+# Seconds after SIGTERM for unfinished answers, and then for clients to read the error that ends theirs.
+DRAIN_SECONDS = 5
+CUT_SECONDS = 2
+# Each connection is an open file, and many systems allow a process 1,024 of them.
+MAX_CONNECTIONS = 512
 
 
 class ImpatientProtocol(H11Protocol):
     """
-    A connection with deadlines: for a request, the first or a later one, and for reading what was sent. There are at
-    most MAX_CONNECTIONS, or they would use up the process's files: a new one replaces the connection that has kept the
-    server waiting longest.
+    A connection with deadlines for sending a request and for reading what was sent. There are at most MAX_CONNECTIONS:
+    a new one replaces the connection that has kept the server waiting longest.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -28,17 +30,18 @@ class ImpatientProtocol(H11Protocol):
         self.turn_began = self.loop.time()
         self.check_deadline()
         if len(self.connections) > MAX_CONNECTIONS:
-            waiting = [other for other in self.connections if other.is_clients_turn()]  # this one, too
+            # This connection is one of them.
+            waiting = [other for other in self.connections if other.is_clients_turn()]
             oldest = min(waiting, key=lambda other: other.turn_began)
             self.connections.discard(oldest)
             oldest.transport.abort()
 
     def is_clients_turn(self) -> bool:
-        """To send a request to its end, or to read."""
+        """Whether the client has to send the rest of a request, or to read."""
         return self.cycle is None or self.cycle.more_body or self.cycle.response_complete or self.flow.write_paused
 
     def check_deadline(self) -> None:
-        """The client's turn ends with its request, or when it has read. Single bytes, sent or read, do not end it."""
+        """The client's turn ends when its request is complete, or all is read; single bytes do not end it."""
         now = self.loop.time()
         if not self.is_clients_turn():
             self.turn_began = now
@@ -48,7 +51,8 @@ class ImpatientProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self.turn_began = self.loop.time()  # a short answer may have come between two checks
+        # A short answer may have come and gone between two checks.
+        self.turn_began = self.loop.time()
 
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
@@ -56,7 +60,7 @@ class ImpatientProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Ends with a model's last worker. After SIGTERM it lets accepted requests end for a while."""
+    """Ends with a model's last worker. After SIGTERM accepted requests get some time to end."""
 
     def __init__(self, app: ASGIApp, models: list[ServedModel]):
         super().__init__(uvicorn.Config(
@@ -66,9 +70,14 @@ class Server(uvicorn.Server):
             backlog=128,
             access_log=False,
             server_header=False,
-            proxy_headers=False,    # anyone can write X-Forwarded-For; cache and queue go by the connection's address
-            log_level="error",      # warnings are of malformed requests, as many as a client likes
-            # Not reached: connections are cut before. uvicorn would cancel what answers them, with a traceback each.
+            headers=[
+                ("X-Content-Type-Options", "nosniff"), ("Referrer-Policy", "no-referrer"),
+                ("Cache-Control", "no-store")],
+            # Anyone can write X-Forwarded-For, and an address has its own share of the cache and the queue.
+            proxy_headers=False,
+            # A client could fill the log with warnings about malformed requests.
+            log_level="error",
+            # Never reached, because connections are cut before: uvicorn would print a traceback for each.
             timeout_graceful_shutdown=DRAIN_SECONDS + 2 * CUT_SECONDS,
         ))
         self.models, self.hurries = models, False
@@ -77,17 +86,18 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter) or any(model.dead for model in self.models)
 
     def handle_exit(self, number: int, frame: FrameType | None) -> None:
-        """SIGTERM gives accepted requests DRAIN_SECONDS; Ctrl-C, or a second signal, ends them with an error."""
+        """SIGTERM gives accepted requests DRAIN_SECONDS. Ctrl-C or a second signal ends them with an error now."""
         self.hurries = number == signal.SIGINT or self.should_exit
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.create_task(self.end_answers())
-        await super().shutdown(sockets)  # accepts no connection, and waits for the last response to be read
+        # Accepts no connection, and waits until the last response is read.
+        await super().shutdown(sockets)
         ending.cancel()
 
     async def end_answers(self) -> None:
-        """Those being written, and those that wait; then the connections of clients that do not read."""
+        """End all answers, running and waiting; then cut the connections of clients that do not read."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + DRAIN_SECONDS
         while clock() < deadline and not self.hurries:

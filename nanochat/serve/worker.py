@@ -4,7 +4,7 @@ receives the text.
 
     pending = model.submit(request)         to the least loaded worker
     async for chunk in pending.chunks()     every 40 ms: the text since the last chunk
-    pending.cancel()
+    pending.end(error)
 """
 import asyncio
 import contextlib
@@ -47,8 +47,9 @@ class Pending:
 
     def __init__(self, request: Request, worker: "Worker"):
         self.request, self.worker = request, worker
-        self.open = request.size            # choices that have not ended
-        self.writing: set[int] = set()      # choices that have begun and not ended
+        # Numbers of the choices that have not ended, and of those that have begun.
+        self.open = set(range(request.size))
+        self.begun: set[int] = set()
         self.deadline = request.started + TIMEOUT + SLACK
         self.received: asyncio.Queue[list[Chunk] | ApiError] = asyncio.Queue()
         # The task that cancels this request when its client disconnects. The event loop itself keeps no reference.
@@ -66,14 +67,10 @@ class Pending:
     def receive(self, item: list[Chunk] | ApiError) -> None:
         self.received.put_nowait(item)
         if isinstance(item, ApiError):
-            self.open = 0
+            self.open.clear()
             return
-        ended = {chunk.index for chunk in item if chunk.finish_reason}
-        self.writing = (self.writing | {chunk.index for chunk in item}) - ended
-        self.open -= len(ended)
-
-    def cancel(self) -> None:
-        self.end(ApiError(499, "the client has disconnected"))
+        self.begun |= {chunk.index for chunk in item}
+        self.open -= {chunk.index for chunk in item if chunk.finish_reason}
 
     def end(self, error: ApiError) -> None:
         """Free the places of choices that have not ended, if any."""
@@ -99,7 +96,7 @@ class Worker:
     @property
     def load(self) -> int:
         """Choices that were accepted and have not ended."""
-        return sum(pending.open for pending in self.pending.values())
+        return sum(len(pending.open) for pending in self.pending.values())
 
     @property
     def alive(self) -> bool:
@@ -218,7 +215,7 @@ class ServedModel:
         """Give the request to a worker. ApiError if the worker has too much to do (429) or none is alive (503)."""
         worker = self.choose(request)
         room = self.max_batch + MAX_QUEUE - worker.load - request.size
-        own = sum(other.open for other in worker.pending.values() if other.request.client == request.client)
+        own = sum(len(other.open) for other in worker.pending.values() if other.request.client == request.client)
         # A client's choices may wait only while there is room for as many more, so others can still come.
         if room < max(0, own + request.size - self.max_batch):
             headers = {"Retry-After": "2"}
@@ -249,7 +246,7 @@ class ServedModel:
 
     @property
     def running(self) -> int:
-        return sum(len(pending.writing) for worker in self.workers for pending in worker.pending.values())
+        return sum(len(one.open & one.begun) for worker in self.workers for one in worker.pending.values())
 
     @property
     def waiting(self) -> int:
