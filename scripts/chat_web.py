@@ -10,9 +10,9 @@ Serve chat models: a page to talk with them, and an interface that OpenAI's clie
         model="TAG-sft", messages=[{"role": "user", "content": "What is 12 * 3?"}])
 
 nanochat/serve/openai_requests.py lists extensions and differences. Each engine is a process: one for each GPU, or one
-on a CPU. NANOCHAT_API_KEY=... demands a key. SIGTERM ends the server when the requests that it has accepted are
-answered, after a few seconds at the latest; Ctrl-C ends it at once. So does the death of a model's last worker, with
-exit code 1, for a supervisor to start it again.
+on a CPU. NANOCHAT_API_KEY=... demands a key. SIGTERM ends the server when all accepted requests are answered, after a
+few seconds at the latest; Ctrl-C ends it at once. When a model's last worker dies, the server ends with exit code 1, so
+that a supervisor can start it again.
 """
 from typing import Literal
 
@@ -38,6 +38,7 @@ library: str | None = None  # name or file of a library for models to look into;
 configure(globals())
 
 import os
+import re
 import socket
 from functools import partial
 
@@ -56,28 +57,24 @@ from nanochat.serve.worker import ServedModel, Worker
 from nanochat.tasks import example_questions, never_looks_up
 from nanochat.training.checkpoint import find_model, latest_stage, read_meta, tasks_of
 
-api_key = os.environ.get("NANOCHAT_API_KEY", "")    # a setting would show in the list of processes
-
-
-def names_in(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-sources = names_in(source)
+# A setting would show in the list of processes.
+api_key = os.environ.get("NANOCHAT_API_KEY", "")
+names = re.compile(r"[^\s,]+").findall
+sources = names(source)
 if not sources or len(set(sources)) < len(sources):
     raise UserError(f"source={source!r} must name one stage or several different ones, such as 'sft, rl'")
 
-# The port first: whether it is free is known at once, a model takes longer to load. Connections wait until then.
+# The port comes first: whether it is free is known at once, and a model takes longer to load. Connections wait.
 try:
     listener = socket.create_server((host, port))
-    # For its connections as well. asyncio does so only for sockets that name their protocol; without it the second part
-    # of each response, the body, waits 40 ms for the client to acknowledge the first.
+    # Connections inherit this option. asyncio sets it only for sockets that name their protocol. Without it each
+    # response's body waits 40 ms until the client acknowledges the head.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 except OSError as error:
     reason = error.strerror.partition(" (")[0]
     raise UserError(f"cannot listen on {host} port {port}: {reason}; choose another with --port or --host") from None
 
-if sources == ["auto"]:
+if source == "auto":
     stage = latest_stage(model_tag)
     sources = [stage]
     about = ", a base model: it continues texts, and does not chat" if stage == "base" else ""
@@ -85,16 +82,16 @@ if sources == ["auto"]:
 if not api_key and host not in LOOPBACK:
     print0(f"warning: anyone who can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 
-# Each engine is a process of its own, which loads the model; this one answers the web, and touches no GPU.
-chosen_device = choose_device_type(device_type)
-if workers == 0:
-    workers = torch.cuda.device_count() if chosen_device == "cuda" else 1
+# Each engine is a process of its own, which loads the model. This process answers the web and touches no GPU.
+device_type = choose_device_type(device_type)
+if not workers:
+    workers = torch.cuda.device_count() if device_type == "cuda" else 1
 models = []
-tools = open_library(library)  # the engines open it as well; here it says where a passage comes from
+# The engines open the library as well. Here it tells where a passage comes from.
+tools = open_library(library)
 for stage in sources:
     checkpoint = find_model(stage, model_tag, step)
     tag = checkpoint.parent.name
-    meta = read_meta(checkpoint)
     specs = tasks_of(stage, tag)
     if warning := never_looks_up(specs, library):
         print0(warning)
@@ -102,7 +99,7 @@ for stage in sources:
     models.append(ServedModel(
         id=f"{tag}-{stage}",
         tokenizer=Tokenizer.load(checkpoint),
-        context=meta["model_config"]["sequence_len"],
+        context=read_meta(checkpoint)["model_config"]["sequence_len"],
         max_batch=max_batch,
         tools=tools,
         workers=[Worker(partial(load, number)) for number in range(workers)],
@@ -110,8 +107,9 @@ for stage in sources:
         examples=example_questions(specs),
     ))
 
-hosts = names_in(allowed_hosts)
-if hosts or host in LOOPBACK:   # else every name is answered
+hosts = names(allowed_hosts)
+# With an empty list the server answers to every name.
+if hosts or host in LOOPBACK:
     hosts.append(host)
 app = create_app(models, max_new_tokens, {"temperature": temperature, "top_k": top_k}, api_key, hosts)
 url = f"http://{host}:{listener.getsockname()[1]}"

@@ -19,7 +19,7 @@ import threading
 import time
 import types
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -46,7 +46,7 @@ from nanochat.runtime.errors import UserError
 from nanochat.serve.app import READERS, create_app
 from nanochat.serve.engine_process import EngineProcess
 from nanochat.serve.openai_requests import MAX_BIASES, ChatRequest, CompletionRequest
-from nanochat.serve.protocol import ApiError, Request
+from nanochat.serve.protocol import ApiError
 from nanochat.serve.server import MAX_CONNECTIONS, WAIT_SECONDS, ImpatientProtocol
 from nanochat.serve.worker import ServedModel, Worker
 
@@ -204,19 +204,15 @@ def test_the_official_client_chats(server, engines):
     assert (whole.object, whole.model, choice.finish_reason) == ("chat.completion", "tiny-rl", "stop")
     message = choice.message
     assert (message.role, message.content, message.parts) == ("assistant", CONTENT, SAID)
-    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(expected.tokens)}
-    usage["total_tokens"] = sum(usage.values())
-    assert whole.usage.model_dump(include=set(usage)) == usage
+    usage = whole.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(expected.tokens))
 
     *chunks, last = server.ask(**ask, stream=True, stream_options={"include_usage": True})
-    assert last.choices == [] and last.usage.model_dump(include=set(usage)) == usage
-    deltas = [chunk.choices[0].delta for chunk in chunks]
-    assert deltas[0].role == "assistant" and not any(delta.role for delta in deltas[1:])
+    assert last.choices == [] and last.usage == usage
+    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
-    assert streamed(chunks) == CONTENT and not any("\ufffd" in (delta.content or "") for delta in deltas)
+    assert streamed(chunks) == CONTENT and "\ufffd" not in "".join(chunk.to_json() for chunk in chunks)
     with server.client.chat.completions.stream(**ask, n=2) as helper:
-        for _ in helper:
-            pass
         for choice in helper.get_final_completion().choices:
             assert choice.message.content == CONTENT, "what the helper puts together"
 
@@ -318,15 +314,13 @@ def test_echo_has_the_logprobs_of_prompt_and_answer(server, engines, max_tokens)
 
 
 def test_penalties_and_biases_are_the_engines(server, engines):
-    question, engine = f"{MARKER} what?", engines["tiny-sft"]
-    settings = {"max_tokens": 30, "temperature": 1.2, "seed": 5}
-    for asked, params in (
-        ({"presence_penalty": 1.5, "frequency_penalty": -0.5}, {"presence_penalty": 1.5, "frequency_penalty": -0.5}),
-        ({"logit_bias": {"65": 20, "66": -100}}, {"logit_bias": ((65, 20.0), (66, -100.0))}),
-    ):
-        [expected] = engine.generate([prompt_of(chat(question))], SamplingParams(30, 1.2, 50, seed=5, **params))
-        choice = server.ask(question, **settings, **asked).choices[0]
-        assert (choice.message.content, choice.finish_reason) == (text_of(expected), expected.finish_reason)
+    question = f"{MARKER} what?"
+    asked = {"presence_penalty": 1.5, "frequency_penalty": -0.5, "logit_bias": {"65": 20, "66": -100}}
+    params = asked | {"logit_bias": ((65, 20.0), (66, -100.0))}
+    sampling = SamplingParams(30, 1.2, 50, seed=5, **params)
+    [expected] = engines["tiny-sft"].generate([prompt_of(chat(question))], sampling)
+    choice = server.ask(question, max_tokens=30, temperature=1.2, seed=5, **asked).choices[0]
+    assert (choice.message.content, choice.finish_reason) == (text_of(expected), expected.finish_reason)
 
 
 def test_the_usage_says_what_was_read_before(server):
@@ -399,14 +393,13 @@ def test_hints_change_no_answer(server, hints):
 
 def test_more_that_clients_send_of_themselves(server):
     """A limit of -1 is the server's; best_of is n where it is no choice; a refusal is what the assistant said."""
-    unlimited = server.http.post(CHAT, json={"model": "tiny-rl", "messages": chat("?"), "max_tokens": -1})
-    assert unlimited.json()["usage"]["completion_tokens"] > 20
-    create = functools.partial(server.client.completions.create, model="tiny-sft", prompt="x", max_tokens=3)
-    assert len(create(n=2, best_of=2).choices) == 2
-    said = [server.ask(messages=[*chat("?"), {"role": "assistant"} | answer, *chat("And?")], max_tokens=3)
-            for answer in ({"content": "No."}, {"refusal": "No.", "content": None})]
-    assert len({answer.usage.prompt_tokens for answer in said}) == 1
-    assert len({answer.choices[0].message.content for answer in said}) == 1
+    assert server.ask("?", model="tiny-rl", max_tokens=-1).usage.completion_tokens > 20
+    two = server.client.completions.create(model="tiny-sft", prompt="x", max_tokens=3, n=2, best_of=2)
+    assert len(two.choices) == 2
+    content, refusal = (
+        server.ask(messages=[*chat("?"), {"role": "assistant"} | answer, *chat("And?")], max_tokens=3)
+        for answer in ({"content": "No."}, {"refusal": "No.", "content": None}))
+    assert (content.usage, content.choices) == (refusal.usage, refusal.choices)
 
 
 def test_truncation_leaves_out_the_oldest_turns(server):
@@ -419,14 +412,12 @@ def test_truncation_leaves_out_the_oldest_turns(server):
     same = post(json=plain | {"messages": system + turns[2:]}).json()
     assert cut["choices"] == same["choices"] and cut["usage"]["prompt_tokens"] == same["usage"]["prompt_tokens"]
     assert cut["forgotten"] == 2 and "forgotten" not in same
-    for longest, status in (("z" * 2030, 200), ("z" * 2050, 400)):  # the last question stays, with room or without
-        asked = plain | {"messages": [*system, *turns[:-1], *chat(longest)], "truncation": "auto"}
-        answer = post(json=asked)
-        assert answer.status_code == status
-        if status == 200:
-            assert answer.json()["forgotten"] == 6 and answer.json()["choices"][0]["finish_reason"] == "length"
-        else:
-            assert answer.json()["error"]["code"] == "context_length_exceeded"
+    # The last question stays, with room for an answer or without.
+    longest = plain | {"messages": [*system, *turns[:-1], *chat("z" * 2030)], "truncation": "auto"}
+    answer = post(json=longest).json()
+    assert (answer["forgotten"], answer["choices"][0]["finish_reason"]) == (6, "length")
+    longest["messages"][-1]["content"] *= 2
+    assert post(json=longest).json()["error"]["code"] == "context_length_exceeded"
     [first, *_] = server.ask(messages=turns, max_tokens=300, stream=True, extra_body={"truncation": "auto"})
     assert first.forgotten == 2
 
@@ -438,7 +429,8 @@ def test_keys_and_models_that_are_unknown(server):
             server.ask("?", client=server.client.with_options(api_key=key))
     for header in (b"", b"Basic " + KEY.encode(), b"Bearer cl\xe9"):
         assert server.http.get("/v1/models", headers={"Authorization": header}).status_code == 401
-    assert server.http.get("/health", headers={"Authorization": ""}).status_code == 200
+    assert server.http.get("/health", headers={"Authorization": ""}).json() == {
+        "status": "ok", "models": {"tiny-sft": ["ready"], "tiny-rl": ["ready"]}, "running": 0, "waiting": 0}
     with pytest.raises(openai.NotFoundError, match="no model 'gpt'; this server has tiny-sft, tiny-rl") as caught:
         server.ask("?", model="gpt")
     assert caught.value.code == "model_not_found"
@@ -486,20 +478,16 @@ def test_bodies_that_are_none(server):
 def test_32_streams_at_once_are_what_each_is_alone(server, engines):
     """Four times as many as there are places, greedy in float32: token for token the engine's, in company and alone."""
     questions = [f"{MARKER} {i} " + "and so on " * (i % 7) for i in range(32)]
-    lengths = [30 + 5 * (i % 5) for i in range(32)]
-    samplings = [SamplingParams(length, temperature=0) for length in lengths]
+    samplings = [SamplingParams(30 + 5 * (i % 5), temperature=0) for i in range(32)]
     answers = engines["tiny-sft"].generate([prompt_of(chat(question)) for question in questions], samplings)
     expected = [text_of(answer) for answer in answers]
     assert len(set(expected)) > 16, "models that always say the same test little"
 
     def ask(i: int) -> str:
-        chunks = list(server.ask(questions[i], max_tokens=lengths[i], stream=True))
-        assert chunks[-1].choices[0].finish_reason == "length"
-        return streamed(chunks)
+        return streamed(server.ask(questions[i], max_tokens=samplings[i].max_tokens, stream=True))
 
     with ThreadPoolExecutor(32) as pool:
-        together = list(pool.map(ask, range(32)))
-    assert together == expected
+        assert list(pool.map(ask, range(32))) == expected
     assert [ask(i) for i in range(4)] == expected[:4]
 
 
@@ -533,27 +521,6 @@ def test_one_client_leaves_room_for_others(server):
             assert server.ask(MARKER, client=other, n=2, max_tokens=5).usage.completion_tokens == 10
             assert server.load("waiting") > 0, "that did not wait for the whole queue"
     server.wait_until("running", 0)
-
-
-def test_a_flood_is_told_to_come_again(server):
-    """More than can wait: every one gets an answer or 429 with Retry-After, and afterwards the server is as before."""
-    def ask(i: int) -> int:
-        body = {"model": "tiny-sft", "messages": chat(f"{MARKER} {i}"), "max_tokens": 30, "n": 2}
-        response = server.http.post(CHAT, json=body)
-        assert response.status_code == 200 or int(response.headers["retry-after"]) >= 1
-        return response.status_code
-
-    server.pace.set(math.inf)
-    with ThreadPoolExecutor(40) as pool:
-        done = as_completed([pool.submit(ask, i) for i in range(40)])
-        refused = [next(done).result() for _ in range(40 - MOST // 2)]
-        server.pace.set(0)
-        answered = [future.result() for future in done]
-    assert set(refused) == {429}, "those for whom places and queue have no room, while nothing ends"
-    assert set(answered) == {200} and server.load("waiting") == 0
-    health = server.http.get("/health")
-    assert health.json() == {
-        "status": "ok", "models": {"tiny-sft": ["ready"], "tiny-rl": ["ready"]}, "running": 0, "waiting": 0}
 
 
 def test_one_request_cannot_spoil_it_for_others(server):
@@ -890,7 +857,8 @@ async def test_settings_that_no_engine_takes_are_named(capfd):
 
     async with serving([refused]) as (_, model):
         await until(lambda: model.dead)
-    assert "a worker has died: device_type=cuda, but there is no GPU" in capfd.readouterr().err
+    first, second = capfd.readouterr().err.splitlines()
+    assert first == "a worker has died: device_type=cuda, but there is no GPU" and second.endswith("code 1")
 
 
 @run_async
@@ -1032,22 +1000,6 @@ async def test_who_loads_gets_no_request_while_another_is_ready(monkeypatch):
         loaded.set()
 
 
-@run_async
-async def test_an_end_is_told_at_once(pace):
-    """Even if the engine's process takes its time to go."""
-    async with serving([lambda: pace.slow_down(make_engine())]) as (client, model):
-        pace.set(math.inf)
-        [worker] = model.workers
-        waiting = asyncio.create_task(ask(client, "?"))
-        await until(lambda: model.running)
-        kill, worker.process.kill = worker.process.kill, lambda: None
-        worker.stop()
-        answer = await asyncio.wait_for(waiting, 100)
-        assert answer.status_code == 503 and "stopping" in answer.text
-        worker.process.kill = kill
-        pace.set(0)
-
-
 def test_prompts_are_counted_before_they_are_encoded():
     """A model without a tokenizer refuses them."""
     model = ServedModel("m", None, 2048, 2, [])
@@ -1100,8 +1052,6 @@ async def test_loading_and_limits_of_time(monkeypatch, pace):
         health, early = await client.get("/health"), asyncio.create_task(ask(client, "early"))
         assert (health.status_code, health.json()["models"]) == (503, {"tiny-sft": ["loading"]})
         await until(lambda: model.waiting == 1)
-        model.submit(Request([[1]], SamplingParams())).end(ApiError(499, "gone"))
-        assert model.waiting == 1 and (await client.get("/health")).status_code == 503
         loaded.set()
         assert (await early).status_code == 200
         pace.set(math.inf)
@@ -1117,7 +1067,19 @@ async def test_loading_and_limits_of_time(monkeypatch, pace):
         waited = (await waits).json()
         assert waited["choices"][0]["finish_reason"] == "length" and waited["usage"]["completion_tokens"] <= 1
         passed = 0.0
-        assert model.workers[0].load == 0 and (await ask(client, "late")).status_code == 200
+        [worker] = model.workers
+        assert worker.load == 0 and (await ask(client, "late")).status_code == 200
+
+        # An end is told at once, even if the engine's process takes its time to go.
+        pace.set(math.inf)
+        running = asyncio.create_task(ask(client, "?"))
+        await until(lambda: model.running)
+        kill, worker.process.kill = worker.process.kill, lambda: None
+        worker.stop()
+        answer = await asyncio.wait_for(running, 100)
+        assert answer.status_code == 503 and "stopping" in answer.text
+        worker.process.kill = kill
+        pace.set(0)
 
 
 # ---- Stop strings

@@ -16,32 +16,30 @@ from nanochat.serve.replies import ChatReply, sse
 from nanochat.serve.structured import ResponseFormat
 
 
-def as_message(item: Any) -> Any:
-    """An item of the input as a chat's message."""
-    match item:
-        case {"type": "function_call"}:
-            return {"role": "assistant", "tool_calls": [{"function": item}]}
-        case {"type": "function_call_output", "output": output}:
-            return {"role": "tool", "content": output}
-    return item
-
-
-def as_items(value: Any) -> Any:
-    """A text is one message. Reasoning of another model, which clients send back, is left out."""
+def as_messages(value: Any) -> Any:
+    """The input as a chat's messages. A text is one message."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
         return value
-    return [item for item in value if not (isinstance(item, dict) and item.get("type") == "reasoning")]
-
-
-Items = Annotated[
-    list[Annotated[Message, BeforeValidator(as_message)]], Field(min_length=1), FailFast(), BeforeValidator(as_items)]
+    messages = []
+    for item in value:
+        match item:
+            case {"type": "reasoning"}:
+                # Clients send back the reasoning of another model.
+                continue
+            case {"type": "function_call"}:
+                item = {"role": "assistant", "tool_calls": [{"function": item}]}
+            case {"type": "function_call_output", "output": output}:
+                item = {"role": "tool", "content": output}
+        messages.append(item)
+    return messages
 
 
 class ResponsesRequest(ConversationRequest):
     param: ClassVar[str] = "input"
-    messages: Items = Field(alias="input")
+    messages: Annotated[list[Message], Field(min_length=1), FailFast(), BeforeValidator(as_messages)] = Field(
+        alias="input")
     instructions: str = ""
     n: Literal[1] = 1
     format: ResponseFormat = Field(ResponseFormat(), validation_alias=AliasPath("text", "format"))
