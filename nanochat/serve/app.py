@@ -12,7 +12,6 @@ import contextlib
 import secrets
 import weakref
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -23,9 +22,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from nanochat.runtime.errors import UserError
 from nanochat.serve.gate import Gate, read_body, show_error
-from nanochat.serve.grammar_trial import try_to_compile
 from nanochat.serve.openai_requests import BaseRequest, ChatRequest, CompletionRequest
 from nanochat.serve.protocol import ApiError, Chunk, Chunks, Json
 from nanochat.serve.replies import ChatReply, Reply
@@ -34,8 +31,6 @@ from nanochat.serve.worker import Pending, ServedModel
 
 # Requests of one address that are read at once. Each one needs a thread, and there are few threads.
 READERS = 2
-# Grammars that are tried at once: one more than an address can have, so its neighbours need not wait.
-GRAMMAR_TRIALS = READERS + 1
 PAGE = Path(__file__).with_name("ui.html")
 
 
@@ -68,7 +63,7 @@ def create_app(
             worker.stop()
         await asyncio.wait([worker.reading for worker in workers], timeout=10)
 
-    handlers = {HTTPException: show_error, UserError: show_error}
+    handlers = {HTTPException: show_error}
     app = Starlette(routes=routes, middleware=[gate], exception_handlers=handlers, lifespan=lifespan)
     # A redirect would send clients to any address that their Host header names.
     app.router.redirect_slashes = False
@@ -93,7 +88,6 @@ class Api:
         self.max_new_tokens, self.defaults = max_new_tokens, defaults
         # An address is forgotten when its last request has been read.
         self.readers: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
-        self.trials = ThreadPoolExecutor(GRAMMAR_TRIALS)
 
     async def health(self, http: HttpRequest) -> Response:
         """
@@ -133,18 +127,16 @@ class Api:
         """A worker's answer, as JSON or as a stream. When the client disconnects, the work ends."""
         body = await read_body(http)
         client = http.client.host if http.client else ""
-        # Threads and processes do the reading: a megabyte takes up to a second, a grammar up to three, and meanwhile
-        # the event loop passes on the tokens of others.
+        # Threads do the reading: a megabyte takes up to a second, and meanwhile the event loop passes on the tokens of
+        # others. An address waits here for its grammars as well, so that it cannot take all compilers.
         async with self.readers.setdefault(client, asyncio.Semaphore(READERS)):
             asked = await asyncio.to_thread(kind.parse, body, self.defaults)
             model = self.find(asked.model)
             request = await asyncio.to_thread(asked.prepare, model, self.max_new_tokens, client)
-            if request.grammar:
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self.trials, try_to_compile, request.grammar)
-        reply = make_reply(asked, model, request)
-        pending = model.submit(request)
-        pending.watcher = asyncio.create_task(cancel_at_the_end(http, pending))
+            reply = make_reply(asked, model, request)
+            pending = model.submit(request)
+            pending.watcher = asyncio.create_task(cancel_at_the_end(http, pending))
+            await pending.compiled.wait()
         chunks = pending.chunks()
         if not asked.stream:
             async for chunk in chunks:

@@ -49,8 +49,8 @@ FLUSH_EVERY = 0.04
 BEAT_EVERY = 1.0
 # Seconds of processor time between two beats that count as work.
 WORK = 0.01
-# Tokens do not wait for grammars, and a large grammar holds up only one of two compilers.
-COMPILERS = 2
+# Grammars that are compiled at once: one more than app.py lets an address have, so that others need not wait.
+COMPILERS = 3
 PROMPT_CACHE_BYTES = 2**29
 
 
@@ -120,7 +120,7 @@ def length_of(deltas: list[Delta]) -> int:
 
 
 class EngineProcess:
-    """The process: `run` in one thread, `listen` and `beat` in two others, and two threads that compile grammars."""
+    """The process: `run` in one thread, `listen` and `beat` in two others, and threads that compile grammars."""
 
     def __init__(self, web: socket.socket):
         self.file = web.makefile("rwb")
@@ -235,7 +235,7 @@ class EngineProcess:
             self.compilers.submit(self.compile, request)
 
     def compile(self, request: Request) -> None:
-        """In a compiler's thread."""
+        """In a compiler's thread, so that tokens do not wait for grammars."""
         try:
             act = partial(self.add, request, compile_grammar(request.grammar, self.engine.tokenizer))
         except Exception as error:
@@ -248,6 +248,7 @@ class EngineProcess:
             if request.id not in self.compiling:
                 return
             self.compiling.remove(request.id)
+            self.send({request.id: []})
         sampling = replace(request.sampling, grammar=grammar)
         try:
             for number, prompt in enumerate(request.prompts):

@@ -4,13 +4,13 @@ import re
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanochat.runtime.console import log_error
-from nanochat.runtime.errors import UserError
 from nanochat.serve.protocol import ApiError
 
 MAX_BODY_BYTES = 2**20
@@ -45,11 +45,9 @@ async def read_body(http: HttpRequest) -> bytes:
     return bytes(body)
 
 
-async def show_error(http: HttpRequest, error: Exception) -> Response:
-    """Any error in OpenAI's shape: ours, the router's, or one of the form that a request prescribes."""
-    if isinstance(error, UserError):
-        error = ApiError(400, str(error))
-    elif not isinstance(error, ApiError):
+async def show_error(http: HttpRequest, error: HTTPException) -> Response:
+    # Another exception is the router's.
+    if not isinstance(error, ApiError):
         words = f"{error.detail}: {http.method} {http.scope['path']:.80}"
         error = ApiError(error.status_code, words, headers=error.headers)
     return JSONResponse(error.body(), error.status_code, error.headers)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 from nanochat.data.tokenizer import Tokenizer
 from nanochat.inference.engine import default_stop
 from nanochat.inference.sampling import Grammar
-from nanochat.serve.grammar_trial import make_matcher
+from nanochat.serve.grammar_trial import make_matcher, try_to_compile
 from nanochat.serve.protocol import Json
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ def close(root: Json) -> None:
 
 
 def compile_grammar(expression: str, tokenizer: Tokenizer) -> Grammar:
-    """A grammar that has passed its trial. Takes milliseconds, at most a few seconds."""
+    """Takes milliseconds, at most a few seconds. UserError as in try_to_compile."""
+    try_to_compile(expression)
     return Grammar(make_matcher(expression, vocabulary_of(tokenizer)), tokenizer.get_vocab_size())
 
 

@@ -52,6 +52,10 @@ class Pending:
         self.begun: set[int] = set()
         self.deadline = request.started + TIMEOUT + SLACK
         self.received: asyncio.Queue[list[Chunk] | ApiError] = asyncio.Queue()
+        # Set when the engine has compiled the grammar, if there is one.
+        self.compiled = asyncio.Event()
+        if request.grammar is None:
+            self.compiled.set()
         # The task that cancels this request when its client disconnects. The event loop itself keeps no reference.
         self.watcher: asyncio.Task | None = None
 
@@ -65,6 +69,7 @@ class Pending:
                 yield chunk
 
     def receive(self, item: list[Chunk] | ApiError) -> None:
+        self.compiled.set()
         self.received.put_nowait(item)
         if isinstance(item, ApiError):
             self.open.clear()
