@@ -83,9 +83,9 @@ if not api_key and host not in LOOPBACK:
     print0(f"warning: anyone who can reach {host} may use this server; NANOCHAT_API_KEY=... demands a key")
 
 # Each engine is a process of its own, which loads the model. This process answers the web and touches no GPU.
-device_type = choose_device_type(device_type)
+chosen_device = choose_device_type(device_type)
 if not workers:
-    workers = torch.cuda.device_count() if device_type == "cuda" else 1
+    workers = torch.cuda.device_count() if chosen_device == "cuda" else 1
 models = []
 # The engines open the library as well. Here it tells where a passage comes from.
 tools = open_library(library)

@@ -49,7 +49,7 @@ def try_to_compile(expression: str) -> None:
         sizes = f"{len(expression):,} characters; at most {MAX_GRAMMAR_LENGTH:,} are allowed"
         raise UserError(f"the form of the answer: {sizes}")
     command = [sys.executable, "-X", "utf8", "-c", TRIAL]
-    pipes = dict(input=expression, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8")
+    pipes: Any = dict(input=expression, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8")
     trial = subprocess.run(command, **pipes)
     error = trial.stdout
     if trial.returncode > 0:

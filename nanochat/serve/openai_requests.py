@@ -36,7 +36,7 @@ parameter that would change the answer and is not supported is an error.
 import codecs
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import from_json
@@ -79,7 +79,7 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def as_prompts(prompt: str | list) -> list:
+def as_prompts(prompt: Any) -> list:
     """The same for a single prompt, a text or its tokens."""
     is_single = isinstance(prompt, str) or all(isinstance(token, int) for token in prompt)
     return [prompt] if is_single else prompt
@@ -97,9 +97,6 @@ class BaseRequest(BaseModel):
     # The name of the field with the prompt.
     param: ClassVar[str]
     uses_tools: ClassVar[bool] = False
-    # The caller's own functions that may be called, and settings of SamplingParams.
-    functions: ClassVar[Sequence[Function]] = ()
-    logprob_settings: ClassVar[Json] = {}
     model: str
     max_tokens: int = Field(NO_LIMIT, ge=1)
     temperature: float = Field(ge=0)
@@ -159,8 +156,12 @@ class BaseRequest(BaseModel):
         return ()
 
     @property
-    def logprobs_asked(self) -> Json:
+    def logprob_settings(self) -> Json:
         """Settings of SamplingParams."""
+        raise NotImplementedError
+
+    def encode(self, model: ServedModel) -> Json:
+        """The fields of a Request that say what the model reads."""
         raise NotImplementedError
 
     def grammar(self, tokenizer: Tokenizer) -> str | None:
@@ -246,13 +247,19 @@ class ConversationRequest(BaseRequest):
     tool_choice: ToolChoice = ToolMode()
     truncation: Literal["auto", "disabled"] = "disabled"
     top_logprobs: int = Field(0, ge=0, le=20)
+    if TYPE_CHECKING:   # fields of the subclasses, which have other names in JSON
+        messages: list[Message]
+        format: ResponseFormat
+
+        @property
+        def wants_logprobs(self) -> bool: ...
 
     @property
     def logprob_settings(self) -> Json:
         return {"logprobs": self.top_logprobs if self.wants_logprobs else None}
 
     @property
-    def functions(self) -> list[Function]:
+    def functions(self) -> Sequence[Function]:
         choice = self.tool_choice
         if choice.mode == "none":
             return []
@@ -275,7 +282,6 @@ class ConversationRequest(BaseRequest):
         return [message.turn() for message in self.messages]
 
     def encode(self, model: ServedModel) -> Json:
-        """The fields of a Request that say what the model reads."""
         turns = self.turns()
         if self.functions:
             turns.insert(0, define(self.functions))

@@ -58,6 +58,7 @@ class ResponsesRequest(ConversationRequest):
 
 class ResponsesReply(ChatReply):
     """A chat's answer as items: a message, if there is text, and a function's call."""
+    asked: ResponsesRequest
 
     def response(self, status: str, output: Sequence[Json] = ()) -> Json:
         usage = {
