@@ -15,6 +15,7 @@ Rows have different lengths, and masks hide what a row has not reached. There ar
 removed, the last one moves into its place. The cache grows by large steps, so that little is copied, shrinks when long
 sequences have left, and is freed when all have.
 """
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.model.attention import visible
 from nanochat.model.gpt import GPT
 from nanochat.model.layers import norm, rotary_angles
 
@@ -52,7 +52,6 @@ class CachedModel:
         self.config = model.config
         self.max_rows = max_rows
         config, device = model.config, model.lm_head.weight.device
-        self.windows = {config.window(layer) for layer in range(config.n_layer)}
         self.products = []  # of each block: qkv, attention's projection, the two of the MLP
         with torch.inference_mode():
             for block in model.transformer.h:
@@ -80,56 +79,31 @@ class CachedModel:
         Their tokens lie end to end, T together: the products with weights, which take most of the time, are done for
         all of them; attention for one prompt after the other.
         """
-        device = self.kv.device
-        spans = []      # positions of each prompt's new tokens
-        ids, previous, positions, begins = [], [], [], []
-        last_begins = []  # where the last document of each prompt begins
-        for prefix, tokens in prompts:
-            span = range(prefix.length, prefix.length + len(tokens))
-            spans.append(span)
-            ids += tokens
-            previous += [prefix.last, *tokens[:-1]]
-            positions += span
-            its_begins = begins_after(prefix, tokens, self.config.document_token)
-            begins += its_begins
-            last_begins.append(its_begins[-1])
-        lengths = [len(span) for span in spans]
-        # One copy to the device.
-        ids, previous, positions, begins = torch.tensor([ids, previous, positions, begins], device=device)
-
-        masks = {}      # for each window, one of each prompt and the key that it begins with
-        for window in self.windows:
-            masks[window] = []
-            for span, its_begins in zip(spans, begins.split(lengths)):
-                # The first token of the span sees no key before this one: earlier ones are left out.
-                first = max(span.start + 1 - window, 0)
-                mask = as_mask(visible(span.start, span.stop, first, window, device, its_begins))  # (tokens, keys)
-                masks[window].append((first, mask))
+        columns, extended = self.columns(prompts)
+        lengths = [len(tokens) for _, tokens in prompts]
+        masks = []
+        for (prefix, _), after, its_columns in zip(prompts, extended, columns.split(lengths, dim=1)):
+            masks.append(self.masks(its_columns[:, None], prefix.length, after.length))
 
         new = []        # of each layer (2, H_kv, T, D)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             new.append(torch.stack((k, v)).transpose(1, 2))
             outputs = []
-            queries = q.split(lengths)
-            own = new[layer].split(lengths, dim=2)
-            for (prefix, _), its_q, its_kv, (first, mask), its_begins in zip(
-                prompts, queries, own, masks[self.config.window(layer)], begins.split(lengths)
+            for (prefix, _), its_masks, its_q, its_kv in zip(
+                prompts, masks, q.split(lengths), new[layer].split(lengths, dim=2)
             ):
                 earlier = [piece[layer] for piece in prefix.pieces]
                 kv = torch.cat([*earlier, its_kv], dim=2)       # (2, H_kv, length, D)
-                follows = None
-                if self.config.offsets_keys(layer):     # then first is 0
-                    follows = torch.arange(kv.size(2), device=device) > its_begins[:, None]  # (tokens, length)
-                outputs.append(attend_one(its_q, kv[:, :, first:], mask, follows))
+                outputs.append(attention(its_q[None], kv[:, None], *its_masks[layer])[0])
             return torch.cat(outputs)
 
-        hidden = self.hidden(ids, previous, positions, attend).split(lengths)   # (tokens, C) each
-        pieces = torch.stack(new).split(lengths, dim=3)         # (n_layer, 2, H_kv, tokens, D) each
-        extended = []
-        for (prefix, tokens), piece, span, begin, its_hidden in zip(prompts, pieces, spans, last_begins, hidden):
-            extended.append(Prefix((*prefix.pieces, piece), span.stop, tokens[-1], begin, its_hidden))
-        return extended
+        hidden = self.hidden(*columns[:3], attend).split(lengths)   # (tokens, C) each
+        pieces = torch.stack(new).split(lengths, dim=3)             # (n_layer, 2, H_kv, tokens, D) each
+        return [
+            after._replace(pieces=(*prefix.pieces, piece), hidden=its_hidden)
+            for (prefix, _), after, piece, its_hidden in zip(prompts, extended, pieces, hidden)
+        ]
 
     # ---- Rows
 
@@ -164,46 +138,63 @@ class CachedModel:
     @torch.inference_mode()
     def decode(self, tokens: list[int]) -> Tensor:
         """Read one more token in every row; returns the raw logits after it, (rows, vocab_size) in float32."""
-        rows, device = len(tokens), self.kv.device
-        heads = self.config.n_kv_head
-        extended, columns = [], []
-        for prefix, token in zip(self.rows, tokens):
-            begin = prefix.length if token == self.config.document_token else prefix.begin
-            extended.append(Prefix(length=prefix.length + 1, last=token, begin=begin))
-            columns.append((token, prefix.last, prefix.length, begin))
+        rows = len(tokens)
+        columns, extended = self.columns([(prefix, [token]) for prefix, token in zip(self.rows, tokens)])
         longest = max(prefix.length for prefix in extended)
         self.reserve(rows, longest)
         # Nobody needs the positions beyond the longest row. They are left out in float32 on a CPU alone: its products
         # in bfloat16 are 2 to 10 times slower where the cache is not contiguous.
-        if self.kv.dtype != torch.float32 or device.type != "cpu":
+        if self.kv.dtype != torch.float32 or self.kv.device.type != "cpu":
             longest = self.kv.size(4)
-        now, previous, positions, begins = torch.tensor(columns, device=device).T  # one copy to the device
-        all_rows = torch.arange(rows, device=device)
-        keys = torch.arange(longest, device=device)     # (K,)
-
-        # A mask hides what a row has not reached, and what is beyond the window of a layer: that starts elsewhere in
-        # each row, so there is no smaller rectangle.
-        masks = {}
-        for window in self.windows:
-            first = torch.maximum(begins, positions + 1 - window)[:, None]
-            seen = (keys >= first) & (keys <= positions[:, None])                   # (rows, K)
-            masks[window] = as_mask(seen).repeat_interleave(heads, dim=0)[:, None]  # (rows * H_kv, 1, K)
-        follows = (keys > begins[:, None]).repeat_interleave(heads, dim=0)[:, None]
+        positions = columns[2]
+        all_rows = torch.arange(rows, device=positions.device)
+        # A window starts elsewhere in each row, so there is no smaller rectangle of keys than from position 0 on.
+        masks = self.masks(columns[:, :, None], 0, longest)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kv = self.kv[layer, :, :rows]                       # (2, rows, H_kv, capacity, D)
             kv[0, all_rows, :, positions] = k
             kv[1, all_rows, :, positions] = v
-            k, v = kv[:, :, :, :longest].flatten(1, 2)          # (rows * H_kv, K, D) each
-            grouped = q.reshape(rows * heads, -1, q.size(-1))   # (rows * H_kv, G, D)
-            offset = follows if self.config.offsets_keys(layer) else None
-            return scaled_dot_product(grouped, k, v, masks[self.config.window(layer)], offset).view(q.shape)
+            return attention(q[:, None], kv[:, :, :, :longest], *masks[layer])
 
-        logits = self.logits(self.hidden(now, previous, positions, attend))
+        logits = self.logits(self.hidden(*columns[:3], attend))
         self.rows = extended
         return logits
 
     # ---- Both
+
+    def columns(self, parts: list[tuple[Prefix, list[int]]]) -> tuple[Tensor, list[Prefix]]:
+        """
+        What the blocks have to know of the next tokens of several sequences, end to end: (4, N), of each the token, the
+        one before it, its position, and where its document begins. And each prefix after them, without its tensors.
+        """
+        columns, extended = [], []
+        for prefix, tokens in parts:
+            begins = begins_after(prefix, tokens, self.config.document_token)
+            columns += zip(tokens, [prefix.last, *tokens], itertools.count(prefix.length), begins)
+            extended.append(Prefix((), prefix.length + len(tokens), tokens[-1], begins[-1]))
+        # One copy to the device.
+        return torch.tensor(columns, device=self.kv.device).T, extended
+
+    def masks(self, columns: Tensor, start: int, stop: int) -> list[tuple[Tensor, Tensor | None]]:
+        """
+        For new tokens of S sequences, T of each, (4, S, T): the last two arguments of `attention`, for each layer. Keys
+        end before position `stop`; no new token comes before `start`, so keys beyond its window are left out.
+        """
+        positions, begins = columns[2:, :, :, None]         # (S, T, 1) each
+        keys = torch.arange(stop, device=positions.device)  # (K,)
+        by_window = {}
+        for window in {self.config.window(layer) for layer in range(self.config.n_layer)}:
+            first = torch.maximum(begins, positions + 1 - window)
+            near = keys[max(start + 1 - window, 0) :]
+            seen = (near >= first) & (near <= positions)    # (S, T, K)
+            by_window[window] = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)
+        follows = keys > begins     # (S, T, K)
+        masks = []
+        for layer in range(self.config.n_layer):
+            # Layers that offset their keys have no window, so `follows` has as many keys as their mask.
+            masks.append((by_window[self.config.window(layer)], follows if self.config.offsets_keys(layer) else None))
+        return masks
 
     def hidden(self, tokens: Tensor, previous: Tensor, positions: Tensor, attend: Callable) -> Tensor:
         """
@@ -273,44 +264,30 @@ def begins_after(prefix: Prefix, tokens: list[int], document_token: int) -> list
     return begins
 
 
-def as_mask(seen: Tensor) -> Tensor:
-    """A tensor of bools as what is added to scores: 0 where a key is seen, else −inf; float32."""
-    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)
-
-
-def attend_one(q: Tensor, kv: Tensor, mask: Tensor, follows: Tensor | None) -> Tensor:
+def attention(q: Tensor, kv: Tensor, mask: Tensor, follows: Tensor | None) -> Tensor:
     """
-    One prompt: q (tokens, H, D), keys and values (2, H_kv, K, D), mask and follows (tokens, K) → (tokens, H, D).
-    """
-    keys, values = kv
-    queries = q.transpose(0, 1)                                 # (H, tokens, D)
-    # Query heads that share a key head are one long list of queries to it.
-    grouped = queries.reshape(len(keys), -1, q.size(-1))        # (H_kv, G * tokens, D)
-    group_size = len(queries) // len(keys)
-    if follows is not None:
-        follows = follows.repeat(group_size, 1)
-    y = scaled_dot_product(grouped, keys, values, mask.repeat(group_size, 1), follows)
-    return y.view(queries.shape).transpose(0, 1)
-
-
-def scaled_dot_product(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, follows: Tensor | None) -> Tensor:
-    """
-    q (N, Q, D) against keys and values (N, K, D) → (N, Q, D). N counts pairs of a sequence and a key head, Q the
-    queries that look at these keys. mask: from `as_mask`, broadcast to (N, Q, K). Two plain products, like training's
+    T queries of each of S sequences, q (S, T, H, D), to the last K of its keys and values, kv (2, S, H_kv, ≥ K, D)
+    → (S, T, H, D). mask (S, T, K), float32: 0 where a query sees a key, else −inf. Two plain products, like training's
     `blockwise_attention`; scores and softmax in float32.
 
-    follows: with `offset_keys`, which keys have a token before them, broadcast to (N, Q, K). The cache has every
-    token's own keys; the slow channels' part of the scores moves by one instead.
+    follows: with `offset_keys`, which keys have a token before them, (S, T, K). The cache has every token's own keys;
+    the slow channels' part of the scores moves by one instead.
     """
-    D = q.size(-1)
+    S, T, H, D = q.shape
+    keys, values = kv[:, :, :, -mask.size(-1) :].flatten(1, 2)  # (S * H_kv, K, D) each
+    # Query heads that share a key head are one long list of queries to it.
+    grouped = q.transpose(1, 2).reshape(len(keys), -1, D)       # (S * H_kv, G * T, D)
+    by_head = S, -1, H // kv.size(2), T, mask.size(-1)          # (S, H_kv, G, T, K)
     if follows is None:
-        scores = torch.bmm(q, keys.mT)                                              # (N, Q, K)
+        scores = torch.bmm(grouped, keys.mT).view(by_head)
     else:
-        slow = torch.arange(D, device=q.device) % (D // 2) >= D // 4                # (D,): as `offset_keys`
-        before = F.pad(torch.bmm(q * slow, keys.mT)[..., :-1], (1, 0))
-        scores = torch.bmm(q * ~slow, keys.mT) + before * follows
-    p = torch.add(mask, scores, alpha=D**-0.5).softmax(-1)
-    return torch.bmm(p.to(values.dtype), values)
+        # The same channels as in `offset_keys`.
+        slow = torch.arange(D, device=q.device) % (D // 2) >= D // 4
+        before = F.pad(torch.bmm(grouped * slow, keys.mT)[..., :-1], (1, 0))
+        scores = torch.bmm(grouped * ~slow, keys.mT).view(by_head) + before.view(by_head) * follows[:, None, None]
+    p = torch.add(mask[:, None, None], scores, alpha=D**-0.5).softmax(-1)
+    y = torch.bmm(p.to(values.dtype).view(len(keys), -1, keys.size(1)), values)   # (S * H_kv, G * T, D)
+    return y.view(S, H, T, D).transpose(1, 2)
 
 
 # ---- Products with constant weights: with few rows of x, reading the weight takes the time
