@@ -85,19 +85,19 @@ class StopStrings:
             return [*self.end(), delta]
         if not self.strings:
             return [delta]
-        shown = ""
-        for character in delta.text:
-            self.held += character
-            complete = [string for string in self.strings if self.held.endswith(string)]
-            if complete:
-                self.found = True
-                shown += self.held.removesuffix(max(complete, key=len))
-                break
+        text = self.held + delta.text
+        # The string that ends first counts; of those that end there, the longest.
+        spans = [(text.index(string) + len(string), -len(string)) for string in self.strings if string in text]
+        if spans:
+            self.found = True
+            shown = sum(min(spans))
+        else:
             # Hold the longest end of the text that begins a string.
-            while not any(string.startswith(self.held) for string in self.strings):
-                shown += self.held[0]
-                self.held = self.held[1:]
-        return [Delta("text", shown)] if shown else []
+            shown = 0
+            while not any(string.startswith(text[shown:]) for string in self.strings):
+                shown += 1
+        self.held = text[shown:]
+        return [Delta("text", text[:shown])] if shown else []
 
     def end(self) -> list[Delta]:
         """The text ends without another token: what was held back, unless a string was found."""

@@ -292,13 +292,12 @@ class Engine:
         top = answer.sampling.prompt_logprobs
         if top is None:
             return
-        start = prefix.length - count
-        if start == 0:
-            reading.logprobs.append(TokenLogprob(prompt[0], None, []))
-        targets = prompt[start + 1 : prefix.length + 1]     # at the end of the prompt one less than `count`
-        if targets:
-            logits = self.model.logits(prefix.hidden[: len(targets)])
-            reading.logprobs += token_logprobs(logits, targets, [top] * len(targets), self.model.config.softcap)
+        # Nothing predicts the first token.
+        reading.logprobs = reading.logprobs or [TokenLogprob(prompt[0], None, [])]
+        # After the prompt's last token comes the answer: then there is one target less than tokens were read.
+        targets = prompt[prefix.length - count + 1 : prefix.length + 1]
+        logits = self.model.logits(prefix.hidden[: len(targets)])
+        reading.logprobs += token_logprobs(logits, targets, top, self.model.config.softcap)
 
     def _look_up(self, answer: Answer) -> None:
         """Take what the prompt cache has of the answer's prompt; it has no log-probabilities."""
@@ -315,14 +314,11 @@ class Engine:
         uniforms = [0.0 if answer.output else answer.rng.getrandbits(24) / 2**24 for answer in answers]
         samplings = [answer.sampling for answer in answers]
         drawn = draw(logits, samplings, uniforms, softcap, [answer.adjustment for answer in answers])
-        for answer, token in zip(answers, drawn):
+        for answer, token, row in zip(answers, drawn, logits.split(1)):
             self._advance(answer, token)
-        asked = [row for row, answer in enumerate(answers) if answer.sampling.logprobs is not None and answer.tokens]
-        if asked:
-            tokens = [answers[row].tokens[-1] for row in asked]
-            counts = [answers[row].sampling.logprobs for row in asked]
-            for row, logprob in zip(asked, token_logprobs(logits[asked], tokens, counts, softcap)):
-                answers[row].logprobs.append(logprob)
+            count = answer.sampling.logprobs
+            if count is not None and answer.tokens:
+                answer.logprobs += token_logprobs(row, answer.tokens[-1:], count, softcap)
 
     def _advance(self, answer: Answer, drawn: int) -> None:
         """The answer's next token, if it may have one: the next of the tool's, or else the one that was drawn."""

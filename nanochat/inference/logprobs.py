@@ -18,21 +18,19 @@ class TokenLogprob(NamedTuple):
     top: list[tuple[int, float]]    # (token, log-probability), the most probable first
 
 
-def token_logprobs(
-    logits: Tensor, tokens: Sequence[int], counts: Sequence[int], softcap: float | None
-) -> list[TokenLogprob]:
-    """One token for each row of raw logits (N, V), and the counts[row] most probable ones there."""
+def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int, softcap: float | None) -> list[TokenLogprob]:
+    """One token for each row of raw logits (N, V), and the `count` most probable ones there."""
     logits = cap(logits, softcap)
-    most = max(counts)
-    if most == 1:
-        top = logits.argmax(-1, keepdim=True)  # the greedy choice, also among equal ones, which topk may not take
+    if count == 1:
+        # Among equal logits the first is the greedy choice; topk may take another one.
+        top = logits.argmax(-1, keepdim=True)
     else:
-        top = logits.topk(most).indices  # (N, most)
+        top = logits.topk(count).indices  # (N, count)
     own = torch.tensor(tokens, device=logits.device)[:, None]
     ids = torch.cat((own, top), 1)
     values = logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)
     result = []
-    for row, logprobs, count in zip(ids.tolist(), values.tolist(), counts):
+    for row, logprobs in zip(ids.tolist(), values.tolist()):
         pairs = list(zip(row, logprobs))
-        result.append(TokenLogprob(*pairs[0], pairs[1 : 1 + count]))
+        result.append(TokenLogprob(*pairs[0], pairs[1:]))
     return result

@@ -1,7 +1,6 @@
 """Drawing tokens: what a request may ask for, and one draw for every row of a batch at once."""
 import copy
 import math
-from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 COLDEST = 1e-5  # temperatures below it are greedy
+# Tokens that top_p without top_k compares first. On a CPU sorting 16 rows of 65,536 takes 77 ms, choosing 2,048 10 ms.
+NUCLEUS = 2048
 
 
 class Grammar:
@@ -78,9 +79,9 @@ class SamplingParams:
         """Which tokens have to be compared, from the cheapest to the most expensive way."""
         if self.temperature < COLDEST:
             return "best"
-        if 0 < self.top_k < vocab_size or self.top_p < 1:
-            return "top"
-        return "all"
+        if 0 < self.top_k < vocab_size:
+            return "top_k"
+        return "top_p" if self.top_p < 1 else "all"
 
 
 class Adjustment:
@@ -92,21 +93,16 @@ class Adjustment:
     def __init__(self, sampling: SamplingParams):
         self.sampling = sampling
         self.grammar = sampling.grammar and sampling.grammar.start()
-        self.tokens = array("q", (token for token, _ in sampling.logit_bias))   # each once
-        self.values = array("d", (value for _, value in sampling.logit_bias))   # what is added to their logits
-        self.places = {token: place for place, token in enumerate(self.tokens)}
+        self.added = dict(sampling.logit_bias)  # by token
         self.written: set[int] = set()
 
     def add(self, token: int) -> None:
         """The answer has one token more."""
-        place = self.places.setdefault(token, len(self.tokens))
-        if place == len(self.tokens):
-            self.tokens.append(token)
-            self.values.append(0)
+        penalty = self.sampling.frequency_penalty
         if token not in self.written:
-            self.written.add(token)
-            self.values[place] -= self.sampling.presence_penalty
-        self.values[place] -= self.sampling.frequency_penalty
+            penalty += self.sampling.presence_penalty
+        self.written.add(token)
+        self.added[token] = self.added.get(token, 0) - penalty
 
 
 def draw(
@@ -149,9 +145,11 @@ def adjust(logits: Tensor, adjustments: Sequence[Adjustment]) -> None:
         logit_bias           added
         grammar              tokens that are not allowed become −inf
     """
-    places = [np.asarray(one.tokens) + row * logits.size(1) for row, one in enumerate(adjustments)]
-    values = [np.asarray(one.values, np.float32) for one in adjustments]
-    # One copy to the device for all rows, which the limits on logit_bias and max_tokens bound. It has no place twice,
+    places, values = [], []
+    for row, one in enumerate(adjustments):
+        places.append(np.fromiter(one.added, np.int64) + row * logits.size(1))
+        values.append(np.fromiter(one.added.values(), np.float32))
+    # One copy to the device for all rows, which the limits on logit_bias and max_tokens bound. No place is there twice,
     # so the sum does not depend on an order.
     index, added = (torch.from_numpy(np.concatenate(parts)).to(logits.device) for parts in (places, values))
     logits.view(-1).index_add_(0, index, added)
@@ -176,13 +174,13 @@ def draw_candidates(
     logits: Tensor, kind: str, samplings: list[SamplingParams], uniforms: list[float], softcap: float | None
 ) -> Tensor:
     """(B, V) → (B,): where the uniform number falls among the probabilities of a row's candidates, put end to end."""
-    V, device = logits.size(1), logits.device
+    device = logits.device
 
     def column(numbers: list) -> Tensor:
         return torch.tensor(numbers, device=device)[:, None]  # (B, 1)
 
-    limits = [min(sampling.top_k or V, V) for sampling in samplings]
-    if kind == "top":
+    if kind == "top_k":
+        limits = [min(sampling.top_k, logits.size(1)) for sampling in samplings]
         logits, ids = logits.topk(max(limits))  # (B, K), the largest first; the cap keeps the order
     coldness = column([1 / sampling.temperature for sampling in samplings])
     if softcap:
@@ -192,16 +190,33 @@ def draw_candidates(
     else:
         logits = logits - logits.amax(-1, keepdim=True)
     coldness.clamp_(min=1e-30)  # at an endless temperature a forbidden token's −∞ times 0 would be NaN
-    p = (logits * coldness).softmax(-1)  # (B, K)
-    if kind == "all":
-        reached = p.cumsum(-1)
-        total = reached[:, -1:].contiguous()  # not quite 1, after rounding
-        last = torch.searchsorted(reached, total)  # the last token with a probability above 0
-        return torch.searchsorted(reached, column(uniforms) * total, right=True).minimum(last)[:, 0]
-    p *= torch.arange(p.size(1), device=device) < column(limits)
+    p = (logits * coldness).softmax(-1)  # (B, K), or (B, V)
+    top_p = column([sampling.top_p for sampling in samplings])
+    if kind == "top_k":
+        p *= torch.arange(p.size(1), device=device) < column(limits)
+        top_p *= p.sum(-1, keepdim=True)
+    elif kind == "top_p":
+        p, ids = largest(p, top_p)
+
     reached = p.cumsum(-1)
-    top_p = column([sampling.top_p for sampling in samplings]) * reached[:, -1:]
-    kept = (reached - p < top_p) & (p > 0)  # the tokens before it fall short of top_p
-    last = kept.sum(-1, keepdim=True).clamp_(min=1) - 1  # (B, 1)
-    rank = torch.searchsorted(reached, column(uniforms) * reached.gather(1, last), right=True).minimum(last)
-    return ids.gather(1, rank)[:, 0]
+    if kind == "all":
+        # The last token with a probability above 0; rounding leaves the sum not quite 1.
+        last = torch.searchsorted(reached, reached[:, -1:].contiguous())    # (B, 1)
+    else:
+        kept = (reached - p < top_p) & (p > 0)  # the tokens before it fall short of top_p
+        last = kept.sum(-1, keepdim=True).clamp_(min=1) - 1
+    place = torch.searchsorted(reached, column(uniforms) * reached.gather(1, last), right=True).minimum(last)
+    return place[:, 0] if kind == "all" else ids.gather(1, place)[:, 0]
+
+
+def largest(p: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """
+    The largest of the probabilities (B, V), in order, and their tokens: at least as many as together reach top_p (B, 1).
+    A few thousand nearly always do, so a CPU does not sort the rest. A GPU would wait for the host to see the sum.
+    """
+    count = NUCLEUS if p.device.type == "cpu" else p.size(1)
+    while True:
+        best = p.topk(min(count, p.size(1)))
+        if count >= p.size(1) or (best.values.sum(-1, keepdim=True) >= top_p).all():
+            return best
+        count *= 8
