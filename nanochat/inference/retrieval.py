@@ -82,24 +82,30 @@ class Library:
         The passage of this title; else of the shortest that ends in it; else of one that is written nearly so; else of
         a name in it, such as libidn2-0 in "a libidn2-0 here"; else the best about its words.
         """
-        key = key_of(title[:LONGEST])
+        title = title[:LONGEST]
+        passage = self.titled(title)
+        if passage:
+            return passage
+        key = key_of(title)
         last = last_part(key)
-        rows = self.query(NAMED, last, key, title)
-        if rows:
-            return Passage(*rows[0])
         parent = key.removesuffix(last)
         others = self.query(ALIKE, last[:1], parent, len(last))
-        nearest = difflib.get_close_matches(last, [other for other, in others], 1, SIMILAR)
-        if not nearest or nearest[0] == last:  # it is in the index, and its passage cannot be read
-            return self.named_in(title[:LONGEST]) or self.search(title)
-        return self.lookup(parent + nearest[0])
+        for other in difflib.get_close_matches(last, [other for other, in others], 1, SIMILAR):
+            passage = self.titled(parent + other)
+        return passage or self.named_in(title) or self.search(title)
+
+    def titled(self, title: str) -> Passage | None:
+        """The passage of this title; else of the shortest that ends in it."""
+        key = key_of(title)
+        rows = self.query(NAMED, last_part(key), key, title)
+        return Passage(*rows[0]) if rows else None
 
     def named_in(self, text: str) -> Passage | None:
         """The passage whose title is a word of the text that only a name can be, with a dot, a digit, …"""
         for word in text.split():
-            key = key_of(word)
-            if not key.isalpha() and (rows := self.query(NAMED, last_part(key), key, word)):
-                return Passage(*rows[0])
+            passage = None if key_of(word).isalpha() else self.titled(word)
+            if passage:
+                return passage
         return None
 
     def search(self, words: str) -> Passage | None:
@@ -109,17 +115,17 @@ class Library:
             counts = self.query("SELECT passages FROM words WHERE word = ?", stem) or [(0,)]
             weights[stem] = math.log(1 + self.passages / (1 + counts[0][0]))
 
-        def found(text: str) -> float:
+        def weight_in(text: str) -> float:
             return sum(weights[stem] for stem in weights.keys() & stems(text))
 
         ranking = []
         rarest = sorted(weights, key=weights.get)[-TERMS:]
         for title, text, place, score in self.query(RANKED, " OR ".join(f'"{stem}"' for stem in rarest)):
-            # BM25 alone prefers one rare word twice to all words once. The first sentence is what an answer quotes;
-            # where two have the same words, the shorter says less besides.
+            # BM25 alone prefers one rare word twice to all words once. An answer quotes the first sentence; between
+            # equal matches the shorter passage is the better answer.
             sentence = SENTENCE.match(text)[0]
-            in_all = found(f"{title} {text}")
-            score = in_all + 0.5 * found(sentence) + 0.3 * score - 0.05 * len(stems(sentence))
+            in_all = weight_in(f"{title} {text}")
+            score = in_all + 0.5 * weight_in(sentence) + 0.3 * score - 0.05 * len(stems(sentence))
             if in_all >= ENOUGH * sum(weights.values()):
                 ranking.append((score, Passage(title, text, place)))
         return max(ranking)[1] if ranking else None

@@ -42,13 +42,13 @@ class Tools:
         What comes back; None for a text that is no call and cannot be computed: the model goes on by itself.
         calls: how many calls this answer has made before; arithmetic is none.
         """
-        if not is_call(expression):
+        call = CALL.fullmatch(expression)
+        if call is None:
             return calculate(expression)
         if calls >= MOST_CALLS:
             return NOTHING
-        name, _, text = CALL.fullmatch(expression).groups()
-        if name == "spell":
-            return shortened("-".join(text.strip()), tokenizer)
+        if call[1] == "spell":
+            return shortened("-".join(call[3].strip()), tokenizer)
         passage = self.find(expression)
         return shortened(passage.text, tokenizer) if passage else NOTHING
 
