@@ -479,7 +479,7 @@ def with_config(**fields):
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 HF_FAULTS = {
-    "config.json: softcap=300.0: expected a number of at most 64":
+    "no model of this program: softcap=300.0: expected a number of at most 64":
         edit_json("config.json", final_logit_softcapping=300.0),
     "has rope_parameters={'rope_type': 'yarn'": edit_json("config.json", rope_parameters=YARN),
     "has model_type='llama'; only a model with 'nanochat' can be": edit_json("config.json", model_type="llama"),
@@ -493,12 +493,12 @@ HF_FAULTS = {
     "it works in another way": edit_json("tokenizer.json", normalizer={"type": "Lowercase"}),
 }
 MODERN_FAULTS = {
-    "config.json has experts=8, which this program's models do not have": edit_pieces(experts=8),
+    "config.json describes no model of this program: GPTConfig.__init__() got an unexpected keyword argument 'experts'": edit_pieces(experts=8),
 }
 CLASSIC_FAULTS = {
     "or has others: resid_lambdas, value_embeds.1.weight, x0_lambdas;": of_a_variant,
     "model_000650.pt cannot be read": write("model_000650.pt", b"no"),
-    "meta_000650.json: GPTConfig.__init__() missing 5 required": with_config(n_embd=64),
+    "meta_000650.json describes no model of this program: GPTConfig.__init__() missing 5 required": with_config(n_embd=64),
     "there is no": remove("tokenizer.pkl"),
     "has the special tokens <|user_start|> <|bos|>":
         pickled(special_tokens=SPECIAL | {"<|bos|>": len(RANKS) + 1, "<|user_start|>": len(RANKS)}),

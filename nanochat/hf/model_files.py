@@ -37,7 +37,8 @@ AUTO_MAP = {
 }
 STEP = "nanochat_step"  # of the checkpoint, in config.json
 WITH_VOCABULARY = ("transformer.wte.weight", "lm_head.weight")
-NAMES = {  # ours: theirs, of parameters
+# Our names of parameters, and theirs.
+NAMES = {
     "transformer.wte.": "model.embed_tokens.",
     "transformer.h.": "model.layers.",
     "attn.c_q.": "self_attn.q_proj.",
@@ -47,7 +48,8 @@ NAMES = {  # ours: theirs, of parameters
     "mlp.c_fc.": "mlp.fc1.",
     "mlp.c_proj.": "mlp.fc2.",
 }
-CONFIG = {  # ours: theirs, of the configuration
+# Our names of the configuration's fields, and theirs.
+CONFIG = {
     "sequence_len": "max_position_embeddings",
     "vocab_size": "vocab_size",
     "n_layer": "num_hidden_layers",
@@ -56,15 +58,11 @@ CONFIG = {  # ours: theirs, of the configuration
     "n_kv_head": "num_key_value_heads",
     "softcap": "final_logit_softcapping",
 }
-OURS = {f.name: f.default for f in fields(GPTConfig)}  # all fields, with what a classic model has
-EXPRESSED = ("rope_theta", "embedding_std", "fc_scale")  # that class has the first, the others only begin a training
-DEFAULTS = {  # of that class, where they are not what our models have, for what a config.json leaves out
-    "max_position_embeddings": 2048,
-    "final_logit_softcapping": 15.0,
-    "intermediate_size": 8192,
-    "rms_norm_eps": 1e-6,
-}
-
+# All fields of a configuration, with the values of a classic model.
+OURS = {f.name: f.default for f in fields(GPTConfig)}
+# Fields beside CONFIG that a classic model can have: config.json has the base of the rotation, and the other two matter
+# only when weights are initialised.
+EXPRESSED = ("rope_theta", "embedding_std", "fc_scale")
 
 class Imported(NamedTuple):
     """What is read from a folder of any format: our names; dtypes, and rows of the vocabulary, as they are there."""
@@ -161,25 +159,7 @@ def read_folder(folder: Path) -> Imported:
     """A folder of `export` or a NanoChatForCausalLM. UserError for what would not be the same model here."""
     path = folder / "config.json"
     there = read_json(path)
-    kind = there.get("model_type")
-    if kind == MODERN:
-        config = to_config(there.get("gpt", {}), path)
-    elif kind == "nanochat":
-        there = DEFAULTS | there
-        same = {ours: there[theirs] for ours, theirs in CONFIG.items() if theirs in there}
-        rope = there.get("rope_parameters")
-        if isinstance(rope, dict):
-            same["rope_theta"] = rope.get("rope_theta")
-        config = to_config({"n_kv_head": same.get("n_head")} | same, path)
-    else:
-        raise UserError(f"{path} has model_type={kind!r}; only a model with 'nanochat' can be imported, or {MODERN!r}")
-    for name, expected in their_config(config).items():
-        value = there.get(name, expected)
-        if name == "rms_norm_eps" and value in (1e-5, 1e-6):
-            continue  # logits may differ in the fourth digit
-        if value != expected:
-            raise UserError(f"{path} has {name}={value!r}; only a model with {expected!r} can be imported")
-
+    config = our_config(there, path)
     ours = {their_name(name, config): name for name in parameter_shapes(config)}
     weights: dict[str, Tensor] = {}
     for file in sorted(folder.glob("model*.safetensors")):
@@ -192,28 +172,43 @@ def read_folder(folder: Path) -> Imported:
     return Imported(config, weights, from_hf(folder / "tokenizer.json"), there.get(STEP, 0))
 
 
+def our_config(there: dict, path: Path) -> GPTConfig:
+    """What such a config.json says, see `their_config`. UserError unless it says the same of all the mathematics."""
+    kind = there.get("model_type")
+    if kind == MODERN:
+        return to_config(there.get("gpt", {}), path)
+    if kind != "nanochat":
+        raise UserError(f"{path} has model_type={kind!r}; only a model with 'nanochat' can be imported, or {MODERN!r}")
+    # Softcap and rotary base may be left out: GPTConfig has the same defaults as NanoChatConfig.
+    same = {ours: there[theirs] for ours, theirs in CONFIG.items() if theirs in there}
+    rope = there.get("rope_parameters")
+    if isinstance(rope, dict):
+        same["rope_theta"] = rope.get("rope_theta")
+    config = to_config(same, path)
+    for name, expected in their_config(config).items():
+        value = there.get(name, expected)
+        # Published models have another eps; it changes logits in the fourth digit.
+        is_published_eps = name == "rms_norm_eps" and value in (1e-5, 1e-6)
+        if value != expected and not is_published_eps:
+            raise UserError(f"{path} has {name}={value!r}; only a model with {expected!r} can be imported")
+    return config
+
+
 def read_json(path: Path) -> dict:
     """The object in a JSON file. UserError when there is none."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:  # not there, not UTF-8, not JSON
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:  # not there, not UTF-8, not JSON, no object
         raise UserError(f"{path} cannot be read: {error}; expected a folder that scripts.export_hf wrote, "
                         "or a published nanochat checkpoint") from error
-    return dict(content)
 
 
 def to_config(fields: dict, where: Path) -> GPTConfig:
-    """
-    A GPTConfig from fields of a file under our names. UserError, naming the file, for unknown fields, and for values
-    that are missing or impossible.
-    """
-    for name in fields.keys() - OURS.keys():
-        raise UserError(f"{where} has {name}={fields[name]!r}, which this program's models do not have: "
-                        "it cannot be imported")
+    """The configuration with these fields of a file. UserError for unknown, missing and impossible ones."""
     try:
         return GPTConfig(**fields)
-    except (UserError, TypeError) as error:  # one that is missing, or no number
-        raise UserError(f"{where}: {error}") from None
+    except (UserError, TypeError) as error:  # TypeError: unknown, missing, or no number
+        raise UserError(f"{where} describes no model of this program: {error}") from None
 
 
 def parameter_shapes(config: GPTConfig) -> dict[str, torch.Size]:
